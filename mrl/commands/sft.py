@@ -32,7 +32,7 @@ class SFT(TrainingCommand[SFTConfig]):
         check_config(config)
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
-        if "model" in raw and not {"actor", "algorithm"} & raw.keys():
+        if "model" in raw and not {"actor", "algorithm", "loss"} & raw.keys():
             return "fine-tuning (model is not in the section actor)"
         return None
 

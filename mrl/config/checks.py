@@ -17,6 +17,7 @@ from mrl.config.schema import (
     OptimizerConfig,
     ParallelConfig,
     SFTConfig,
+    TrainConfig,
 )
 from mrl.config.supported import check_supported
 from mrl.errors import ConfigError, Shown
@@ -29,7 +30,7 @@ MOST_PASSES = 1000
 def check_config(config: SFTConfig) -> None:
     """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
     max_length = config.data.max_length
-    _check_train(config)
+    check_train(config.train, config.data.eval)
     check_micro_batch(config.engine.micro_batch, max_length, f"data.max_length {max_length}")
     check_optimizer(config.optimizer)
     if config.train.steps is not None:
@@ -99,13 +100,13 @@ def micro_batch_tokens(micro_batch: MicroBatchConfig, max_length: int) -> int | 
     return micro_batch.tokens or max(4096, max_length)
 
 
-def _check_train(config: SFTConfig) -> None:
-    train, data = config.train, config.data
+def check_train(train: TrainConfig, eval_rows: str | None) -> None:
+    """A length, and evaluation keys that go with data.eval (`eval_rows`)."""
     if train.steps is not None and train.epochs is not None:
         raise ConfigError(
             "train.steps", train.steps, f"is given together with train.epochs {train.epochs:g}", "keep one of them"
         )
-    if data.eval is None:
+    if eval_rows is None:
         for name in ("eval_every", "eval_batches"):
             if getattr(train, name) is not None:
                 raise ConfigError(

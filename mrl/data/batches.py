@@ -7,15 +7,16 @@ its share of it.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
-from typing import Any
+from typing import Any, Generic
 
 from mrl.batch import Batch, make_batch
-from mrl.data.dataset import Example, SFTDataset
+from mrl.data.dataset import Example, RowDataset, SFTDataset, T
 from mrl.data.stream import Progress, Report, RowStream, Taken, count_usable, may_leave_out, row_order
 from mrl.errors import DataError
 
@@ -37,12 +38,12 @@ def steps_for_epochs(epochs: float, rows: int, global_batch_size: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Built:
+class _Built(Generic[T]):
     batch: Batch
-    taken: Taken[Example]
+    taken: Taken[T]
 
 
-class BatchSource(RowStream[Example]):
+class Batches(RowStream[T]):
     """An endless source of global mini-batches that can be saved and continued exactly.
 
     With `prefetch`, a thread makes one batch ahead. `state_dict`, `counts`, `rows` and `take_notes` speak of batches
@@ -50,15 +51,15 @@ class BatchSource(RowStream[Example]):
     """
 
     def __init__(
-        self, dataset: SFTDataset, *, global_batch_size: int, seed: int, shuffle: bool = True, prefetch: bool = True
+        self, dataset: RowDataset[T], *, global_batch_size: int, seed: int, shuffle: bool = True, prefetch: bool = True
     ) -> None:
         super().__init__(dataset, seed=seed, shuffle=shuffle)
         self.global_batch_size = global_batch_size
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mrl-data") if prefetch else None
-        self._ahead: Future[_Built] | None = None
+        self._ahead: Future[_Built[T]] | None = None
 
     def next(self) -> Batch:
-        """Returns the next `global_batch_size` usable rows, with denominators. DataError: as `SFTDataset.load`."""
+        """Returns the next `global_batch_size` usable rows, with denominators. DataError: as `RowDataset.load`."""
         ahead, self._ahead = self._ahead, None
         built = ahead.result() if ahead is not None else self._build(self._progress)
         self._moved(built.taken)
@@ -94,9 +95,20 @@ class BatchSource(RowStream[Example]):
             self._ahead.cancel()
             self._ahead = None
 
-    def _build(self, start: Progress) -> _Built:
+    def _build(self, start: Progress) -> _Built[T]:
         taken = self._after(start, self.global_batch_size)
-        return _Built(batch_of(taken.items), taken)
+        return _Built(self._batch(taken.items), taken)
+
+    @abc.abstractmethod
+    def _batch(self, items: Sequence[T]) -> Batch:
+        """Returns the global mini-batch of some rows."""
+
+
+class BatchSource(Batches[Example]):
+    """The batches of `mrl sft`."""
+
+    def _batch(self, items: Sequence[Example]) -> Batch:
+        return batch_of(items)
 
 
 def batch_of(examples: Sequence[Example]) -> Batch:

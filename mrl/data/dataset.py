@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.ppo import PromptsConfig
 from mrl.config.schema import DataConfig
 from mrl.converters.hf_config import VISION_LANGUAGE
@@ -63,7 +64,7 @@ class RowDataset(abc.ABC, Generic[T]):
 
     def __init__(
         self,
-        config: DataConfig | PromptsConfig,
+        config: DataConfig | PromptsConfig | PreferenceDataConfig,
         tokenizer: PreTrainedTokenizerBase,
         *,
         part: Part = "train",

@@ -115,7 +115,7 @@ class Encoder:
         before = self.begin(self.tokenize(pair.plain_prompt))
         ids = self.begin(self.tokenize(pair.plain_prompt + pair.completion))
         if ids[: len(before)] != before:
-            here, there = self._difference(before, ids)
+            here, there = self.difference(before, ids)
             raise BadRow(
                 f"the prompt's last tokens change when the completion follows ({here} becomes {there}); "
                 "end the prompt with the colon or newline and begin the completion with the space"
@@ -252,13 +252,13 @@ class Encoder:
     def _show(self, ids: list[int]) -> str:
         return repr(self.tokenizer.decode(ids))
 
-    def _difference(self, part: list[int], whole: list[int]) -> tuple[str, str]:
+    def difference(self, part: list[int], whole: list[int]) -> tuple[str, str]:
         """Returns the texts around the first token in which two sequences differ."""
         at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
         return self._show(part[max(0, at - 4) : at + 6]), self._show(whole[max(0, at - 4) : at + 6])
 
     def _rewritten(self, chat: Chat, turn: int, extent: str, part: list[int], whole: list[int]) -> DataError:
-        here, there = self._difference(part, whole)
+        here, there = self.difference(part, whole)
         later = any(m["role"] == "assistant" for m in chat.messages[turn + 1 :])
         instead = "last or all" if later else "all"
         if self.tokenizer.decode(whole).startswith(self.tokenizer.decode(part)):

@@ -13,6 +13,7 @@ from typing import Any, Generic
 
 import numpy as np
 
+from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.ppo import PromptsConfig
 from mrl.config.schema import DataConfig
 from mrl.data.dataset import Rejected, RowDataset, T
@@ -78,7 +79,7 @@ class Report:
         )
 
 
-def may_leave_out(config: DataConfig | PromptsConfig) -> bool:
+def may_leave_out(config: DataConfig | PromptsConfig | PreferenceDataConfig) -> bool:
     """Returns whether rows may be left out, so that fewer than all of them fill the batches."""
     return config.truncation == "drop" or config.on_bad_row == "skip"
 

@@ -1,0 +1,203 @@
+"""Losses on preferences, as engines take them: sums over the pairs or answers of a micro-batch (docs/loss.md).
+
+Dimensions: `T` tokens of a micro-batch end to end, `S` sequences, `N` units: pairs, or single answers of kto.
+
+With a prompt `x`, its chosen answer `w` and its rejected one `l`, the policy's log-prob `lp(y)` of an answer (the sum
+over its tokens), `mp(y)` that over its number of tokens, `r(y) = lp(y) - lp_ref(y)` and the logistic function `s`:
+
+    dpo     -(1 - e) log s(beta (r(w) - r(l))) - e log s(-beta (r(w) - r(l)))
+                            Rafailov et al., 2023 (arXiv 2305.18290), eq. 7; e: Mitchell, "A note on DPO with noisy
+                            preferences and relationship to IPO", 2023 (cDPO). Reference-free: lp for r.
+    ipo     (r(w) - r(l) - 1 / (2 beta))^2
+                            Azar et al., 2023 (arXiv 2310.12036), eq. 17; beta is its tau
+    kto     d (1 - s(beta (r(y) - z))) of a good answer, u (1 - s(beta (z - r(y)))) of a bad one
+                            Ethayarajh et al., 2024 (arXiv 2402.01306), L_KTO; z below
+    orpo    -beta log s(log odds(w) - log odds(l)), log odds(y) = mp(y) - log(1 - exp(mp(y)))
+                            Hong et al., 2024 (arXiv 2403.07691), eq. 7; with the SFT term, eq. 6; beta is its lambda
+    simpo   -log s(beta (mp(w) - mp(l)) - gamma)
+                            Meng et al., 2024 (arXiv 2405.14734), eq. 6
+
+Each is a mean over the units of the global mini-batch, to which `sft_weight` times the mean negative log-likelihood of
+all tokens of chosen answers is added. Length-normalized dpo and ipo have `mp(y) - mp_ref(y)` for `r(y)`.
+
+`z`, kto's estimate of the KL from the reference, is a mean over the global mini-batch of `r` of answers to other
+prompts, at least 0, without a gradient (section 4 of the paper). It is made before the step, by the policy as it is
+then, and comes as `ctx["kl"]`: so it depends neither on ranks nor on micro-batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from mrl.algorithms.ragged import sum_per_sequence
+from mrl.batch import Batch
+
+Ctx = dict[str, Any]
+
+DENOMINATOR = "units"
+"""Of `Batch.denominators`, what the loss is divided by: pairs, or answers of kto. The batch also has the counts
+"chosen" and "rejected" of its answers and "chosen_tokens"."""
+
+CHOSEN, REFERENCE = "chosen", "reference"
+"""Sequence fields [S]: 1 for a chosen or good answer, else 0; the reference's log-prob of the answer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """The answers of a micro-batch, a number for each."""
+
+    log_probs_S: Tensor  # float64, of the policy, with a gradient
+    reference_S: Tensor  # float64; 0 where there is none
+    tokens_S: Tensor  # float64, its trained tokens
+    chosen_S: Tensor  # bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What the losses are set by; see the module. One reads its own."""
+
+    beta: float
+    label_smoothing: float = 0.0
+    reference_free: bool = False
+    length_normalized: bool = False
+    gamma: float = 0.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    sft_weight: float = 0.0
+
+
+def _log_ratios(of: Answers, by: Numbers) -> Tensor:
+    reference_S = torch.zeros_like(of.reference_S) if by.reference_free else of.reference_S
+    ratios_S = of.log_probs_S - reference_S
+    return ratios_S / of.tokens_S if by.length_normalized else ratios_S
+
+
+def _mean_log_probs(of: Answers, by: Numbers) -> Tensor:
+    return of.log_probs_S / of.tokens_S
+
+
+def _log_odds(of: Answers, by: Numbers) -> Tensor:
+    means_S = _mean_log_probs(of, by)
+    # an answer that is certain has infinite odds; 1 - exp(-eps) of float64 is the nearest that has a gradient
+    return means_S - torch.log(-torch.expm1(means_S.clamp(max=-torch.finfo(torch.float64).eps)))
+
+
+def _dpo(margins_N: Tensor, by: Numbers) -> Tensor:
+    sure = -logsigmoid(by.beta * margins_N)
+    return (1 - by.label_smoothing) * sure - by.label_smoothing * logsigmoid(-by.beta * margins_N)
+
+
+def _ipo(margins_N: Tensor, by: Numbers) -> Tensor:
+    return (margins_N - 1 / (2 * by.beta)).square()
+
+
+def _orpo(margins_N: Tensor, by: Numbers) -> Tensor:
+    return -by.beta * logsigmoid(margins_N)
+
+
+def _simpo(margins_N: Tensor, by: Numbers) -> Tensor:
+    return -logsigmoid(by.beta * margins_N - by.gamma)
+
+
+def _kto(ratios_S: Tensor, chosen_S: Tensor, kl: float, by: Numbers) -> Tensor:
+    good_S = by.desirable_weight * (1 - torch.sigmoid(by.beta * (ratios_S - kl)))
+    bad_S = by.undesirable_weight * (1 - torch.sigmoid(by.beta * (kl - ratios_S)))
+    return torch.where(chosen_S, good_S, bad_S)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """One of the losses: what it measures of an answer, and what it makes of a pair's difference of that."""
+
+    score: Callable[[Answers, Numbers], Tensor]  # [S]
+    of_margin: Callable[[Tensor, Numbers], Tensor] | None  # of chosen less rejected [N]; None: of single answers, kto
+    reward: Callable[[Answers, Numbers], Tensor]  # [S], what metrics call the reward, before the factor beta
+
+
+LOSSES: Mapping[str, Loss] = {
+    "dpo": Loss(_log_ratios, _dpo, _log_ratios),
+    "ipo": Loss(_log_ratios, _ipo, _log_ratios),
+    "kto": Loss(_log_ratios, None, _log_ratios),
+    "orpo": Loss(_log_odds, _orpo, _mean_log_probs),
+    "simpo": Loss(_mean_log_probs, _simpo, _mean_log_probs),
+}
+
+WEIGHED_BY: Mapping[str, str] = {
+    "rewards/chosen": "chosen",
+    "rewards/rejected": "rejected",
+    "rewards/margin": "units",
+    "rewards/accuracy": "units",
+    "logps/chosen": "chosen",
+    "logps/rejected": "rejected",
+    "sft_loss": "chosen_tokens",
+}
+"""Metric -> the denominator whose mean it is. Margin and accuracy are of pairs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceLoss:
+    """A loss of `LOSSES` as engines take it, divided by `DENOMINATOR`. Sequences of a pair are neighbours, the chosen
+    one first. Metrics are those of `WEIGHED_BY`, as means that the engine's one division gives."""
+
+    name: str
+    numbers: Numbers
+
+    def __call__(self, data: Batch, predictions: Mapping[str, Tensor], ctx: Ctx) -> tuple[Tensor, Ctx]:
+        loss, of, by = LOSSES[self.name], _answers(data, predictions["log_probs"]), self.numbers
+        scores_S, rewards_S = loss.score(of, by), by.beta * loss.reward(of, by).detach()
+        if loss.of_margin is None:
+            total = _kto(scores_S, of.chosen_S, float(ctx["kl"]), by).sum()
+            sums = {}
+        else:
+            total = loss.of_margin(scores_S[0::2] - scores_S[1::2], by).sum()
+            margins_N = rewards_S[0::2] - rewards_S[1::2]
+            sums = {"rewards/margin": margins_N.sum(), "rewards/accuracy": (margins_N > 0).double().sum()}
+        log_probs_S = of.log_probs_S
+        chosen = log_probs_S[of.chosen_S].sum()
+        if by.sft_weight:
+            total = total - by.sft_weight * chosen * _scale(data, "chosen_tokens")
+        sums |= {
+            "rewards/chosen": rewards_S[of.chosen_S].sum(),
+            "rewards/rejected": rewards_S[~of.chosen_S].sum(),
+            "logps/chosen": chosen.detach(),
+            "logps/rejected": log_probs_S[~of.chosen_S].detach().sum(),
+            "sft_loss": -chosen.detach(),
+        }
+        means = {name: value * _scale(data, WEIGHED_BY[name]) for name, value in sums.items()}
+        return total, {**ctx, "metrics": {**ctx.get("metrics", {}), **means}}
+
+
+def _answers(data: Batch, log_probs_T: Tensor) -> Answers:
+    mask_T = data.loss_mask
+    assert log_probs_T.shape == mask_T.shape, f"log_probs {tuple(log_probs_T.shape)}, mask {tuple(mask_T.shape)}"
+    chosen_S = data.sequence_fields[CHOSEN].bool()
+    sums_S = answer_log_probs(data, log_probs_T)
+    reference_S = data.sequence_fields[REFERENCE].double() if REFERENCE in data.sequence_fields else None
+    return Answers(
+        sums_S,
+        torch.zeros_like(sums_S) if reference_S is None else reference_S,
+        sum_per_sequence((mask_T != 0).double(), data.lengths),
+        chosen_S,
+    )
+
+
+def answer_log_probs(data: Batch, log_probs_T: Tensor) -> Tensor:
+    """[S] float64: the log-prob of each sequence's trained tokens together."""
+    trained_T = log_probs_T.masked_fill(data.loss_mask == 0, 0.0).double()
+    return sum_per_sequence(trained_T, data.lengths)
+
+
+def _scale(data: Batch, denominator: str) -> float:
+    """What makes a sum, which the engine divides by `DENOMINATOR`, one that is divided by `denominator`."""
+    return data.denominators[DENOMINATOR] / (data.denominators[denominator] or 1.0)
+
+
+def kl_estimate(log_probs_S: Tensor, reference_S: Tensor) -> float:
+    """Returns kto's `z` from the log-probs [S] of answers to other prompts, of policy and reference."""
+    return max(0.0, float((log_probs_S.double() - reference_S.double()).mean()))

@@ -1,0 +1,161 @@
+"""The keys of `mrl dpo`: those of `mrl sft`, preference rows, a loss on them, and a reference policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from mrl.config.preference_losses import NO_REFERENCE, OF_SINGLE_ROWS, ROWS
+from mrl.config.schema import (
+    REQUIRED,
+    CheckpointConfig,
+    EngineConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RowsConfig,
+    TrainConfig,
+    key,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """A loss and its numbers; null takes that of its row in mrl/config/preference_losses.py."""
+
+    name: Literal["dpo", "ipo", "kto", "orpo", "simpo"] = key(REQUIRED, "the loss (docs/dpo.md)")
+    beta: float | None = key(
+        None,
+        "strength of the pull to the reference: factor of log-ratios; of orpo the weight of its odds ratio, of simpo the "
+        "factor of mean log-probs; null is 0.1, of simpo 2",
+        above=0,
+        maximum=1000,
+    )
+    label_smoothing: float | None = key(
+        None, "of dpo: the share of pairs whose labels are taken to be wrong (cDPO); null is 0", minimum=0, maximum=0.5
+    )
+    reference_free: bool | None = key(None, "of dpo: take the reference's log-ratio as 0; null is false")
+    length_normalized: bool | None = key(
+        None, "of dpo and ipo: mean log-probs of an answer's tokens in place of sums; null is false"
+    )
+    gamma: float | None = key(None, "of simpo: the margin that pairs are to have; null is 1", minimum=0, maximum=1000)
+    desirable_weight: float | None = key(None, "of kto: weight of good answers; null is 1", minimum=0)
+    undesirable_weight: float | None = key(None, "of kto: weight of bad answers; null is 1", minimum=0)
+    sft_weight: float | None = key(
+        None,
+        "weight of the mean negative log-likelihood of chosen answers' tokens beside the loss; null is 0, of orpo 1",
+        minimum=0,
+    )
+
+    def value(self, name: str) -> float | bool:
+        """Returns the value of a key that this loss reads, null resolved."""
+        own = getattr(self, name)
+        return ROWS[self.name][name] if own is None else own
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """Returns every key that this loss reads, null resolved."""
+        return {name: self.value(name) for name in ROWS[self.name]}
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.name not in NO_REFERENCE and not (self.name == "dpo" and self.value("reference_free"))
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether it is a loss of pairs, both answers of which one micro-batch holds."""
+        return self.name not in OF_SINGLE_ROWS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferenceModelConfig:
+    path: str | None = key(None, "Hugging Face model folder or hub id; null is model.path", moves=True)
+    dtype: Literal["bfloat16", "float32"] | None = key(None, "as model.dtype, which null is")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceReferenceConfig:
+    model: ReferenceModelConfig = key(
+        ReferenceModelConfig, "the policy that log-ratios are taken to; with model.lora, by default, the model without "
+        "its adapters"
+    )  # fmt: skip
+    engine: EngineConfig | None = key(None, "its engine and layout; null is the model's", may_change=True)
+    cache: bool = key(
+        False,
+        "compute its log-probs of all rows before the first step, and keep them in output_dir/reference; it then takes "
+        "no memory while training",
+        may_change=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceDataConfig(RowsConfig):
+    format: Literal["auto", "preference", "unpaired"] = key(
+        "auto",
+        "form of a row: preference (prompt, chosen, rejected; or chosen and rejected as whole conversations), or "
+        "unpaired (prompt, completion, label: true for a good one), for kto; auto detects it from the first row's fields",
+    )
+    max_length: int = key(2048, "longest sequence in tokens, prompt and answer", minimum=2)
+    truncation: Literal["error", "drop"] = key(
+        "error",
+        "what happens to a row with a longer sequence: stop, or leave the row out, counted and reported; none is cut, "
+        "as an answer would lose its end, or a pair the prompt that it shares",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DPOConfig:
+    output_dir: str = key(REQUIRED, "the run's directory", may_change=True)
+    seed: int = key(0, "seed of initialisation, dropout and data order", minimum=0, maximum=2**32 - 1)
+    model: ModelConfig = key(REQUIRED, "the policy that is trained")
+    engine: EngineConfig = key(EngineConfig, "the engine and its layout")
+    optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule")
+    loss: LossConfig = key(REQUIRED, "the loss on preferences")
+    reference: PreferenceReferenceConfig = key(PreferenceReferenceConfig, "the policy that is compared with")
+    data: PreferenceDataConfig = key(REQUIRED, "the data")
+    train: TrainConfig = key(REQUIRED, "length of the run; its batches count rows")
+    checkpoint: CheckpointConfig = key(CheckpointConfig, "saving and resuming", may_change=True)
+    log: LogConfig = key(LogConfig, "where metrics go", may_change=True)
+
+    @property
+    def sequences_of_row(self) -> int:
+        """Most sequences that a row of data.train is."""
+        return 1 if self.data.format == "unpaired" else 2
+
+    @property
+    def group(self) -> int:
+        """Sequences that one micro-batch holds together."""
+        return 2 if self.loss.is_paired else 1
+
+    @property
+    def longest_group(self) -> tuple[int, str]:
+        """Most tokens that one micro-batch has to hold, and the key that sets it in words."""
+        longest = self.data.max_length
+        if self.group == 1:
+            return longest, f"data.max_length {longest}"
+        return 2 * longest, f"a pair of sequences of data.max_length {longest}"
+
+    @property
+    def reference_has_own_model(self) -> bool:
+        """Whether the reference is an engine of its own: not the model without its adapters."""
+        own = self.reference
+        return self.loss.needs_reference and (
+            self.model.lora is None
+            or own.engine is not None
+            or own.model.path is not None
+            or own.model.dtype not in (None, self.model.dtype)
+        )
+
+    @property
+    def reference_is_start(self) -> bool:
+        """Whether the reference is what the model is before its first step, in the same engine."""
+        own = self.reference
+        return own.engine is None and own.model.path is None and own.model.dtype in (None, self.model.dtype)
+
+    @property
+    def reference_model(self) -> ModelConfig:
+        """The reference's model, null resolved. One of another path has weights."""
+        own, model = self.reference.model, dataclasses.replace(self.model, lora=None)
+        if own.path is None:
+            return dataclasses.replace(model, dtype=own.dtype or model.dtype)
+        return dataclasses.replace(model, path=own.path, init="pretrained", dtype=own.dtype or model.dtype)

@@ -1,0 +1,81 @@
+"""Checks of the keys of `mrl dpo` against each other: pure arithmetic, before any process starts."""
+
+from __future__ import annotations
+
+from mrl.config.checks import (
+    check_backend,
+    check_log,
+    check_lora,
+    check_micro_batch,
+    check_optimizer,
+    check_schedule,
+    check_train,
+)
+from mrl.config.dpo import DPOConfig
+from mrl.config.keys import changed
+from mrl.config.ppo_checks import refuse_unread
+from mrl.config.preference_losses import ROWS
+from mrl.config.schema import EngineConfig
+from mrl.errors import ConfigError
+
+
+def check_dpo(config: DPOConfig) -> None:
+    """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
+    check_train(config.train, config.data.eval)
+    _check_loss(config)
+    _check_reference(config)
+    _check_micro_batches(config, config.engine, "engine")
+    check_optimizer(config.optimizer)
+    if config.train.steps is not None:
+        check_schedule(config.optimizer, config.train.steps, f"train.steps {config.train.steps}")
+    check_backend(config.model, config.engine)
+    check_lora(config.model)
+    check_log(config.log)
+
+
+def _check_loss(config: DPOConfig) -> None:
+    loss, batch = config.loss, config.train.global_batch_size
+    read = ROWS[loss.name]
+    for name in ("beta", "label_smoothing", "reference_free", "length_normalized", "gamma", "desirable_weight",
+                 "undesirable_weight", "sft_weight"):  # fmt: skip
+        value = getattr(loss, name)
+        if value is not None and name not in read:
+            others = ", ".join(other for other, row in ROWS.items() if name in row)
+            raise ConfigError(f"loss.{name}", value, f"is not read by loss {loss.name}", f"leave it out; {others} has it")
+    if loss.label_smoothing == 0.5:
+        fix = "give less than 0.5"
+        raise ConfigError("loss.label_smoothing", 0.5, "takes half of the labels for wrong, which teaches nothing", fix)
+    if loss.name == "kto" and not (loss.value("desirable_weight") or loss.value("undesirable_weight")):
+        raise ConfigError("loss.desirable_weight", 0, "is 0 and loss.undesirable_weight too", "give one of them above 0")
+    if loss.name == "kto" and batch < 2:
+        why = "leaves kto's KL no other row to take an answer from"
+        raise ConfigError("train.global_batch_size", batch, why, "give at least 2")
+    if loss.is_paired and config.data.format == "unpaired":
+        why = f"has no pairs, which loss.name {loss.name} is of"
+        raise ConfigError("data.format", "unpaired", why, "set loss.name to kto, or data.format to preference")
+
+
+def _check_reference(config: DPOConfig) -> None:
+    loss, reference = config.loss, config.reference
+    if not loss.needs_reference:
+        why = f"by loss {loss.name}, which needs no reference"
+        if loss.name == "dpo":
+            why = "with loss.reference_free"
+        refuse_unread(changed(reference, "reference"), why, "leave it out")
+        return
+    if reference.cache and not loss.is_paired:
+        why = "cannot be true with kto, whose KL pairs prompts with other rows' answers in each batch"
+        raise ConfigError("reference.cache", True, why, "set it to false")
+    if reference.engine is not None:
+        _check_micro_batches(config, reference.engine, "reference.engine")
+        check_backend(config.reference_model, reference.engine, "reference")
+
+
+def _check_micro_batches(config: DPOConfig, engine: EngineConfig, path: str) -> None:
+    """Micro-batches that hold whole groups of sequences."""
+    size = engine.micro_batch.size
+    if size is not None and size % config.group:
+        why = f"is odd, and a micro-batch of {config.loss.name} holds both sequences of a pair"
+        raise ConfigError(f"{path}.micro_batch.size", size, why, f"give {size + 1}")
+    longest, key = config.longest_group
+    check_micro_batch(engine.micro_batch, longest, key, path)

@@ -1,0 +1,260 @@
+"""Preference rows: answers to a prompt of which one is better, or single ones that are good or bad, in tokens.
+
+    format        fields                                              becomes
+    preference    prompt, chosen, rejected: strings, or message       two answers, the chosen one first
+                  lists; or chosen and rejected alone: whole
+                  conversations that begin with the same messages
+    unpaired      prompt, completion (strings or message lists),      one answer
+                  label: true for a good one
+
+All of an answer's assistant turns train, and nothing before them. Both answers of a row must follow the very same
+tokens: that is compared after the chat template, token by token, and never made so by cutting. Tools and template
+arguments are as in mrl/data/formats.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from mrl.algorithms.preference import CHOSEN
+from mrl.batch import Batch, make_batch
+from mrl.config.dpo import PreferenceDataConfig
+from mrl.config.keys import listed
+from mrl.data.batches import Batches
+from mrl.data.dataset import Rejected, RowDataset
+from mrl.data.encode import Encoded, Encoder
+from mrl.data.files import BadRow
+from mrl.data.formats import Chat, Pair, Row, check_messages, parse_row
+from mrl.data.stream import Report
+from mrl.errors import DataError
+
+FIELDS = {"preference": ("chosen", "rejected"), "unpaired": ("prompt", "completion", "label")}
+LIKE = "rename fields with data.columns, as {question: prompt, better: chosen, worse: rejected}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A prompt with one answer to it."""
+
+    ids: list[int]
+    mask: list[int]  # 1 for each id of the answer that trains (not shifted)
+    is_chosen: bool  # or good
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens before the first that trains."""
+        return self.ids[: self.mask.index(1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Preference:
+    """A row in tokens: the chosen answer and the rejected one, or a single one."""
+
+    answers: tuple[Answer, ...]
+    truncated: bool = False  # none is
+
+
+def detect(row: Row) -> str:
+    """Returns the one form whose fields the row has. None or both is a DataError."""
+    fits = [name for name, fields in FIELDS.items() if all(field in row for field in fields)]
+    if len(fits) == 1:
+        return fits[0]
+    if fits:
+        raise DataError("has chosen and rejected, and completion and label; set data.format to preference or unpaired")
+    raise DataError(
+        f"the fields {listed(row) or 'none'} are no preference: give prompt, chosen and rejected, chosen and rejected as "
+        f"conversations, or prompt, completion and label; {LIKE}"
+    )
+
+
+def parse(row: Row, format: str) -> list[tuple[Chat | Pair, bool]]:
+    """Returns each answer of a row with its prompt, and whether it is the chosen or a good one. Raises BadRow."""
+    for field in FIELDS[format]:
+        if row.get(field) is None:
+            raise BadRow(f"has no field {field!r}, which the format {format} needs; it has {listed(row)}: {LIKE}")
+    if format == "unpaired":
+        label = row["label"]
+        if not isinstance(label, bool) and label not in (0, 1):
+            raise BadRow(f"label is {label!r:.40}; give true for a good completion and false for a bad one")
+        return [(_answer(row, row["prompt"], "completion"), bool(label))]
+    prompt = row.get("prompt")
+    if prompt is None:
+        prompt = _shared_messages(row)
+        rest = {name: row[name][len(prompt) :] for name in ("chosen", "rejected")}
+        row = {**row, **rest}
+    return [(_answer(row, prompt, name), name == "chosen") for name in ("chosen", "rejected")]
+
+
+def _shared_messages(row: Row) -> list[dict[str, Any]]:
+    """Returns the messages that both conversations of a row begin with."""
+    for name in ("chosen", "rejected"):
+        if not isinstance(row[name], list):
+            raise BadRow(f"{name} is no list of messages, and there is no prompt; give the prompt in a field of its own")
+        check_messages(row[name], name)
+    chosen, rejected = row["chosen"], row["rejected"]
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    if shared == 0:
+        raise BadRow("chosen and rejected begin with different messages; they need the same prompt, or a field prompt")
+    for name, messages in (("chosen", chosen), ("rejected", rejected)):
+        if shared == len(messages):
+            raise BadRow(f"{name} has no message that the other conversation has not; give each an answer of its own")
+    return chosen[:shared]
+
+
+def _answer(row: Row, prompt: Any, name: str) -> Chat | Pair:
+    """Returns the prompt with the answer in the field `name`."""
+    answer = row[name]
+    if isinstance(prompt, list) and isinstance(answer, list):
+        asked, said = check_messages(prompt, "prompt"), check_messages(answer, name)
+        if said[: len(asked)] == asked:
+            raise BadRow(
+                f"{name} begins with the messages of prompt again; leave them out of it, or rename prompt with "
+                "data.columns, as {prompt: prompt_unused}, where it holds the whole conversation"
+            )
+    elif isinstance(prompt, list) or isinstance(answer, list):
+        kinds = ["a list" if isinstance(value, list) else "none" for value in (prompt, answer)]
+        raise BadRow(
+            f"prompt is {kinds[0]} and {name} {kinds[1]} of messages; give two strings or two lists, or rename prompt "
+            f"with data.columns, as {{prompt: prompt_unused}}, where {name} is the whole conversation"
+        )
+    else:
+        for field, value in (("prompt", prompt), (name, answer)):
+            if not isinstance(value, str):
+                raise BadRow(f"{field} is {value!r:.40}; give a string or a list of messages")
+        if not answer:
+            raise BadRow(f"{name} is empty; give the text of the answer, or remove the row")
+    content = parse_row({**row, "prompt": prompt, "completion": answer}, "prompt_completion")
+    assert isinstance(content, Chat | Pair)
+    return content
+
+
+class PreferenceDataset(RowDataset[Preference]):
+    """Rows of preferences, as `Preference`s. paired: the loss is of pairs, so single answers are refused."""
+
+    config: PreferenceDataConfig
+
+    def __init__(self, *args: Any, paired: bool, **options: Any) -> None:
+        self._paired = paired
+        super().__init__(*args, **options)
+
+    def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._encoder = Encoder(tokenizer, "assistant")
+        self.format = self.config.format if self.config.format != "auto" else self._detect(detect)
+        if self._paired and self.format == "unpaired":
+            why = f"{self.path}: has single answers with a label, and the loss is of pairs"
+            raise DataError(f"data.{self.part}", why=why, fix="set loss.name to kto, or give chosen and rejected")
+
+    def _make(self, index: int, row: dict[str, Any]) -> Preference | Rejected:
+        answers = tuple(self._encode(content, chosen) for content, chosen in parse(row, self.format))
+        if len(answers) == 2:
+            self._check_pair(*answers)
+        longest = max(len(answer.ids) for answer in answers)
+        if longest > self.config.max_length:
+            what = f"the row has a sequence of {longest} tokens and data.max_length is {self.config.max_length}"
+            if self.config.truncation == "drop":
+                return Rejected("dropped", f"{self.where(index)}: {what}")
+            raise DataError(f"{what}; raise data.max_length, or set data.truncation to drop")
+        return Preference(answers)
+
+    def _encode(self, content: Chat | Pair, chosen: bool) -> Answer:
+        encoded: Encoded = self._encoder.encode(content)
+        self._check_vocabulary(encoded.ids)
+        mask = [0, *encoded.mask[1:]]  # nothing precedes the first token, so it never trains
+        if not any(mask):
+            raise BadRow(f"has nothing to train on: none of its {len(mask)} tokens trains (the first never does)")
+        return Answer(encoded.ids, mask, chosen)
+
+    def _check_pair(self, chosen: Answer, rejected: Answer) -> None:
+        if chosen.ids == rejected.ids:
+            raise BadRow("chosen and rejected are the same tokens, which teaches nothing; remove the row")
+        ours, theirs = chosen.prompt, rejected.prompt
+        if ours != theirs:
+            here, there = self._encoder.difference(ours, theirs)
+            raise BadRow(
+                f"the prompt is not the same tokens before chosen and before rejected ({here} and {there}): the chat "
+                "template or the tokenizer writes it by what follows; name another template in data.chat_template"
+            )
+
+
+# ------------------------------------------------------------------------------------------------------------- batches
+
+
+def batch_of(rows: Sequence[Preference], *, group: int) -> Batch:
+    """Returns the global mini-batch of some rows, pairs chosen first. group: 2 where the loss is of pairs, else 1."""
+    answers = [answer for row in rows for answer in row.answers]
+    chosen = torch.tensor([answer.is_chosen for answer in answers])
+    made = make_batch([a.ids for a in answers], [a.mask for a in answers], sequence_fields={CHOSEN: chosen})
+    return with_denominators(made, group=group)
+
+
+def with_denominators(batch: Batch, *, group: int) -> Batch:
+    """Returns a whole global mini-batch with the counts that `mrl.algorithms.preference` divides by."""
+    chosen_S = batch.sequence_fields[CHOSEN].bool()
+    chosen_T = chosen_S.repeat_interleave(batch.lengths)
+    counts = {
+        "units": batch.num_sequences / group,
+        "chosen": float(chosen_S.sum()),
+        "rejected": float((~chosen_S).sum()),
+        "chosen_tokens": float(batch.loss_mask[chosen_T].count_nonzero()),
+    }
+    return dataclasses.replace(batch, denominators={**batch.denominators, **counts}, group=group)
+
+
+def with_other_answers(batch: Batch, max_length: int) -> Batch:
+    """Returns the prompts of a global mini-batch with answers to other prompts, of which kto's KL is made.
+
+    Each prompt gets the answer of the next sequence in the order: the chosen ones, then the rejected ones, then the
+    first again; so no answer of a pair is given to its own prompt, where there are two rows or more. What is longer
+    than `max_length` is cut at its end. A pure function of the batch.
+    """
+    chosen = batch.sequence_fields[CHOSEN].tolist()
+    order = [i for i in range(len(chosen)) if chosen[i]] + [i for i in range(len(chosen)) if not chosen[i]]
+    starts = batch.cu_seqlens.tolist()
+    ids, masks, firsts = [], [], []
+    for begin, end in zip(starts, starts[1:], strict=False):
+        ids.append([*batch.tokens[begin:end].tolist(), int(batch.labels[end - 1])])
+        masks.append([0, *(int(m != 0) for m in batch.loss_mask[begin:end].tolist())])
+        firsts.append(masks[-1].index(1))
+    others = dict(zip(order, [*order[1:], order[0]], strict=True))
+    sequences, trained = [], []
+    for i, other in sorted(others.items()):
+        sequences.append((ids[i][: firsts[i]] + ids[other][firsts[other] :])[:max_length])
+        trained.append(([0] * firsts[i] + masks[other][firsts[other] :])[:max_length])
+    return make_batch(sequences, trained)
+
+
+class PreferenceSource(Batches[Preference]):
+    """An endless source of global mini-batches of preferences (see `mrl.data.batches.Batches`)."""
+
+    def __init__(self, dataset: PreferenceDataset, *, group: int, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self.group = group
+
+    def _batch(self, items: Sequence[Preference]) -> Batch:
+        return batch_of(items, group=self.group)
+
+
+def in_order(
+    dataset: PreferenceDataset, rows_at_once: int, report: Report | None = None
+) -> Iterator[tuple[list[int], list[Preference]]]:
+    """Yields all usable rows once, in their order, with their indices; the last time there may be fewer."""
+    report = report if report is not None else Report()
+    found: list[tuple[int, Preference]] = []
+    usable = 0
+    for row in range(len(dataset)):
+        loaded = report.count(dataset, row)
+        if loaded is not None:
+            found.append((row, loaded))
+            usable += 1
+        if found and (len(found) == rows_at_once or row == len(dataset) - 1):
+            yield [index for index, _ in found], [one for _, one in found]
+            found = []
+    if not usable:
+        raise report.of_which_none_is_left(dataset)

@@ -1,0 +1,187 @@
+"""Losses on preferences against an oracle in plain Python floats, written down from each paper's equation, and its
+gradients against central differences of that oracle.
+
+Not here: that layouts and micro-batches give the same (tests/trainers/test_dpo.py).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from mrl.algorithms.preference import DENOMINATOR, LOSSES, WEIGHED_BY, Numbers, PreferenceLoss, kl_estimate
+from mrl.batch import Batch, make_batch
+from mrl.config.preference_losses import ROWS
+from mrl.data.preferences import with_denominators
+
+COUNTS = [(2, 3), (1, 3), (4, 1), (1, 1), (3, 2), (2, 2)]  # (prompt, answer) tokens: three pairs
+KL = 0.3
+
+
+def sequences(seed: int) -> tuple[Batch, list[list[float]], list[float]]:
+    """A batch of pairs, log-probs of all its labels, and the reference's of its answers."""
+    rng = random.Random(seed)
+    ids = [list(range(prompt + answer)) for prompt, answer in COUNTS]
+    masks = [[0] * prompt + [1] * answer for prompt, answer in COUNTS]
+    reference = [-rng.uniform(0.5, 4) for _ in COUNTS]
+    fields = {"chosen": torch.tensor([1, 0] * 3), "reference": torch.tensor(reference, dtype=torch.float64)}
+    batch = with_denominators(make_batch(ids, masks, sequence_fields=fields), group=2)
+    return batch, [[-rng.uniform(0.1, 2) for _ in range(p + a - 1)] for p, a in COUNTS], reference
+
+
+def log_s(x: float) -> float:
+    return -math.log1p(math.exp(-x))
+
+
+def answers_of(log_probs: list[list[float]]) -> list[list[float]]:
+    return [row[prompt - 1 :] for row, (prompt, _) in zip(log_probs, COUNTS, strict=True)]
+
+
+def by_hand(name: str, n: Numbers, log_probs: list[list[float]], reference: list[float]) -> float:
+    """The loss of the whole mini-batch, from the equations of the papers."""
+    lp = [sum(row) for row in answers_of(log_probs)]
+    mean = [sum(row) / len(row) for row in answers_of(log_probs)]
+    ref = [0.0] * len(reference) if n.reference_free else reference
+    r = [a - b for a, b in zip(lp, ref, strict=True)]
+    if n.length_normalized:
+        r = [a / count for a, (_, count) in zip(r, COUNTS, strict=True)]
+    losses = []
+    for w, l in ((0, 1), (2, 3), (4, 5)):  # noqa: E741  # the papers' letter
+        if name == "dpo":
+            x = n.beta * (r[w] - r[l])
+            losses.append(-(1 - n.label_smoothing) * log_s(x) - n.label_smoothing * log_s(-x))
+        if name == "ipo":
+            losses.append((r[w] - r[l] - 1 / (2 * n.beta)) ** 2)
+        if name == "orpo":
+            odds = [math.exp(mean[i]) / (1 - math.exp(mean[i])) for i in (w, l)]
+            losses.append(-n.beta * log_s(math.log(odds[0] / odds[1])))
+        if name == "simpo":
+            losses.append(-log_s(n.beta * mean[w] - n.beta * mean[l] - n.gamma))
+        if name == "kto":
+            value = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
+            losses.append(n.desirable_weight * (1 - value(n.beta * (r[w] - KL))))
+            losses.append(n.undesirable_weight * (1 - value(n.beta * (KL - r[l]))))
+    chosen = [token for row in answers_of(log_probs)[::2] for token in row]
+    return sum(losses) / len(losses) - n.sft_weight * sum(chosen) / len(chosen)
+
+
+def computed(name: str, n: Numbers, batch: Batch, log_probs_T: torch.Tensor, parts=((0, 1, 2, 3, 4, 5),)):
+    """The loss and metrics, the batch in micro-batches `parts`: what engines do with sums."""
+    loss, metrics = 0.0, {}
+    starts = batch.cu_seqlens.tolist()
+    for part in parts:
+        at = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in part])
+        fn = PreferenceLoss(name, n)
+        summed, ctx = fn(batch.select(part), {"log_probs": log_probs_T[at]}, {"kl": KL, "temperature": 1.0})
+        loss = loss + summed / batch.denominators[DENOMINATOR]
+        for key, value in ctx["metrics"].items():
+            metrics[key] = metrics.get(key, 0.0) + float(value) / batch.denominators[DENOMINATOR]
+    return loss, metrics
+
+
+CASES = [
+    ("dpo", Numbers(beta=0.7)),
+    ("dpo", Numbers(beta=0.7, label_smoothing=0.2, sft_weight=0.5)),
+    ("dpo", Numbers(beta=0.7, reference_free=True)),
+    ("dpo", Numbers(beta=0.7, length_normalized=True)),
+    ("ipo", Numbers(beta=0.4)),
+    ("ipo", Numbers(beta=0.4, length_normalized=True, sft_weight=0.3)),
+    ("kto", Numbers(beta=0.6)),
+    ("kto", Numbers(beta=0.6, desirable_weight=1.5, undesirable_weight=0.5, sft_weight=0.2)),
+    ("orpo", Numbers(beta=0.3, sft_weight=1.0)),
+    ("simpo", Numbers(beta=2.0, gamma=0.6)),
+]
+
+
+@pytest.mark.parametrize("name, numbers", CASES)
+def test_loss_and_gradient_are_those_of_the_papers_equation(name, numbers):
+    batch, log_probs, reference = sequences(3)
+    if name == "kto":
+        batch = with_denominators(batch, group=1)
+    flat_T = torch.tensor([x for row in log_probs for x in row], dtype=torch.float64, requires_grad=True)
+    loss, _ = computed(name, numbers, batch, flat_T)
+    assert float(loss) == pytest.approx(by_hand(name, numbers, log_probs, reference), rel=1e-12)
+    loss.backward()
+    place = 0
+    for i, row in enumerate(log_probs):
+        for j in range(len(row)):
+            either = []
+            for step in (1e-5, -1e-5):
+                moved = [list(one) for one in log_probs]
+                moved[i][j] += step
+                either.append(by_hand(name, numbers, moved, reference))
+            assert float(flat_T.grad[place]) == pytest.approx((either[0] - either[1]) / 2e-5, abs=1e-9)
+            place += 1
+
+
+@pytest.mark.parametrize("name, numbers", CASES)
+def test_micro_batches_change_neither_loss_nor_metrics(name, numbers):
+    batch, log_probs, _ = sequences(5)
+    parts = ((4, 5), (0, 1, 2, 3))
+    if name == "kto":
+        batch, parts = with_denominators(batch, group=1), ((4,), (0, 3, 5), (1, 2))
+    flat_T = torch.tensor([x for row in log_probs for x in row], dtype=torch.float64)
+    whole, split = computed(name, numbers, batch, flat_T), computed(name, numbers, batch, flat_T, parts)
+    assert float(whole[0]) == pytest.approx(float(split[0]), rel=1e-12)
+    assert whole[1] == pytest.approx(split[1], rel=1e-12)
+
+
+def test_metrics_are_means_over_answers_pairs_and_tokens():
+    batch, log_probs, reference = sequences(7)
+    n = Numbers(beta=0.7, sft_weight=0.5)
+    _, found = computed("dpo", n, batch, torch.tensor([x for row in log_probs for x in row]))
+    lp = [sum(row) for row in answers_of(log_probs)]
+    rewards = [0.7 * (a - b) for a, b in zip(lp, reference, strict=True)]
+    margins = [rewards[i] - rewards[i + 1] for i in (0, 2, 4)]
+    expected = {
+        "rewards/chosen": sum(rewards[::2]) / 3,
+        "rewards/rejected": sum(rewards[1::2]) / 3,
+        "rewards/margin": sum(margins) / 3,
+        "rewards/accuracy": sum(m > 0 for m in margins) / 3,
+        "logps/chosen": sum(lp[::2]) / 3,
+        "logps/rejected": sum(lp[1::2]) / 3,
+        "sft_loss": -sum(lp[::2]) / (3 + 1 + 2),
+    }
+    assert found == pytest.approx(expected, rel=1e-5) and found.keys() == WEIGHED_BY.keys()
+    assert 0 < found["rewards/accuracy"] < 1, "the numbers of the test tell nothing of the accuracy"
+
+
+def test_only_answers_count_whatever_prompts_have():
+    batch, log_probs, _ = sequences(1)
+    flat_T = torch.tensor([x for row in log_probs for x in row])
+    loud_T = flat_T.masked_fill(batch.loss_mask == 0, float("nan")).requires_grad_()
+    plain, _ = computed("dpo", Numbers(beta=0.5, sft_weight=1.0), batch, flat_T)
+    loss, _ = computed("dpo", Numbers(beta=0.5, sft_weight=1.0), batch, loud_T)
+    assert float(loss) == float(plain)
+    loss.backward()
+    assert loud_T.grad.isfinite().all() and not loud_T.grad[batch.loss_mask == 0].any()
+
+
+def test_orpo_of_a_certain_answer_is_finite():
+    batch, _, _ = sequences(1)
+    certain_T = torch.zeros(batch.num_tokens, requires_grad=True)
+    loss, _ = computed("orpo", Numbers(beta=0.1), batch, certain_T)
+    loss.backward()
+    assert math.isfinite(float(loss)) and certain_T.grad.isfinite().all()
+
+
+def test_kto_of_a_batch_with_good_answers_alone():
+    batch, log_probs, _ = sequences(1)
+    good = with_denominators(batch.select([0, 2, 4]), group=1)
+    of = [token for i in (0, 2, 4) for token in log_probs[i]]
+    loss, found = computed("kto", Numbers(beta=0.6), good, torch.tensor(of), ((0, 1, 2),))
+    assert math.isfinite(float(loss)) and found["rewards/rejected"] == 0.0
+
+
+def test_the_kl_of_kto_is_the_mean_log_ratio_and_never_negative():
+    assert kl_estimate(torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -1.0])) == pytest.approx(0.5)
+    assert kl_estimate(torch.tensor([-3.0]), torch.tensor([-1.0])) == 0.0
+
+
+def test_the_table_of_config_is_that_of_the_losses():
+    assert ROWS.keys() == LOSSES.keys()
+    for row in ROWS.values():
+        Numbers(**row)
