@@ -26,8 +26,8 @@ class LossConfig:
     name: Literal["dpo", "ipo", "kto", "orpo", "simpo"] = key(REQUIRED, "the loss (docs/dpo.md)")
     beta: float | None = key(
         None,
-        "strength of the pull to the reference: factor of log-ratios; of orpo the weight of its odds ratio, of simpo the "
-        "factor of mean log-probs; null is 0.1, of simpo 2",
+        "strength of the pull to the reference: factor of log-ratios; of orpo the weight of its odds ratio, of simpo "
+        "the factor of mean log-probs; null is 0.1, of simpo 2",
         above=0,
         maximum=1000,
     )
@@ -93,7 +93,7 @@ class PreferenceDataConfig(RowsConfig):
     format: Literal["auto", "preference", "unpaired"] = key(
         "auto",
         "form of a row: preference (prompt, chosen, rejected; or chosen and rejected as whole conversations), or "
-        "unpaired (prompt, completion, label: true for a good one), for kto; auto detects it from the first row's fields",
+        "unpaired (prompt, completion, label: true for a good one), for kto; auto detects it by the first row's fields",
     )
     max_length: int = key(2048, "longest sequence in tokens, prompt and answer", minimum=2)
     truncation: Literal["error", "drop"] = key(

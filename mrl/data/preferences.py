@@ -67,8 +67,8 @@ def detect(row: Row) -> str:
     if fits:
         raise DataError("has chosen and rejected, and completion and label; set data.format to preference or unpaired")
     raise DataError(
-        f"the fields {listed(row) or 'none'} are no preference: give prompt, chosen and rejected, chosen and rejected as "
-        f"conversations, or prompt, completion and label; {LIKE}"
+        f"the fields {listed(row) or 'none'} are no preference: give prompt, chosen and rejected, chosen and rejected "
+        f"as conversations, or prompt, completion and label; {LIKE}"
     )
 
 
@@ -94,7 +94,9 @@ def _shared_messages(row: Row) -> list[dict[str, Any]]:
     """Returns the messages that both conversations of a row begin with."""
     for name in ("chosen", "rejected"):
         if not isinstance(row[name], list):
-            raise BadRow(f"{name} is no list of messages, and there is no prompt; give the prompt in a field of its own")
+            raise BadRow(
+                f"{name} is no list of messages, and there is no prompt; give the prompt in a field of its own"
+            )
         check_messages(row[name], name)
     chosen, rejected = row["chosen"], row["rejected"]
     shared = 0
