@@ -1,0 +1,171 @@
+"""Preference rows in every form they come in, the prompt that both answers share, and what is said of a bad row."""
+
+from __future__ import annotations
+
+import pytest
+
+from mrl.config.dpo import PreferenceDataConfig
+from mrl.data.dataset import Rejected
+from mrl.data.preferences import PreferenceDataset, batch_of, in_order, with_other_answers
+from mrl.errors import DataError
+from tests.data.tiny_tokenizers import CHATML_MARKED, STRIPS_REASONING, make_tokenizer, trained_text, turns, write_jsonl
+
+ASKED, GOOD, BAD = turns("2 + 2?"), [turns("x", "4")[1]], [turns("x", "fish")[1]]
+PAIR = {"prompt": ASKED, "chosen": GOOD, "rejected": BAD}
+SINGLE = {"prompt": ASKED, "completion": GOOD, "label": True}
+
+
+def dataset(tmp_path, *rows, tokenizer=None, paired=True, **keys):
+    config = PreferenceDataConfig(**{"train": write_jsonl(tmp_path / "rows.jsonl", rows), "max_length": 512, **keys})
+    return PreferenceDataset(config, tokenizer or make_tokenizer(), paired=paired)
+
+
+def refusal(tmp_path, row, **keys):
+    """The one line that is said of a row, without the name of its file."""
+    with pytest.raises(DataError) as caught:
+        dataset(tmp_path, row, **keys).load(0)
+    said = str(caught.value)
+    assert "\n" not in said and "rows.jsonl:1" in said
+    return said
+
+
+@pytest.mark.parametrize("template", [None, CHATML_MARKED])
+@pytest.mark.parametrize(
+    "row",
+    [
+        PAIR,
+        {"prompt": "2 + 2?", "chosen": "4", "rejected": "fish"},
+        {"chosen": ASKED + GOOD, "rejected": ASKED + BAD},
+    ],
+    ids=["messages", "strings", "implicit prompt"],
+)
+def test_every_form_becomes_the_same_two_answers(tmp_path, row, template):
+    tokenizer = make_tokenizer(template) if template else make_tokenizer()
+    chosen, rejected = dataset(tmp_path, row, tokenizer=tokenizer).load(0).answers
+    assert [trained_text(tokenizer, a) for a in (chosen, rejected)] == [["4<|im_end|>"], ["fish<|im_end|>"]]
+    asked = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(chosen.prompt) == asked and chosen.prompt == rejected.prompt
+    assert (chosen.is_chosen, rejected.is_chosen) == (True, False)
+
+
+def test_without_a_chat_template_strings_are_joined_and_end(tmp_path):
+    tokenizer = make_tokenizer(None)
+    found = dataset(tmp_path, {"prompt": "2 + 2?", "chosen": " 4", "rejected": " fish"}, tokenizer=tokenizer).load(0)
+    assert [trained_text(tokenizer, a) for a in found.answers] == [[" 4</s>"], [" fish</s>"]]
+
+
+@pytest.mark.parametrize("label, good", [(True, True), (False, False), (1, True), (0, False)])
+def test_single_answers_have_a_label(tmp_path, label, good):
+    (answer,) = dataset(tmp_path, {**SINGLE, "label": label}, paired=False).load(0).answers
+    assert answer.is_chosen is good
+
+
+def test_columns_are_renamed(tmp_path):
+    row = {"q": "2 + 2?", "better": "4", "worse": "fish"}
+    found = dataset(tmp_path, row, columns={"q": "prompt", "better": "chosen", "worse": "rejected"})
+    assert found.format == "preference" and len(found.load(0).answers) == 2
+
+
+def test_a_prompt_that_the_template_writes_by_what_follows_is_refused(tmp_path):
+    """A template that marks its last turn: the earlier answer is told otherwise in one of the two."""
+    by_length = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ).replace("{{ m.role }}", "{{ m.role }}{{ ' loud' if messages[-1].content == 'fish' and loop.index0 == 0 }}")
+    row = {"prompt": turns("a", "b", "c"), "chosen": GOOD, "rejected": BAD}
+    marked = by_length.replace(
+        "{{ m.content }}<|im_end|>", "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    )
+    marked = marked.replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}").replace(
+        "{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"
+    )
+    said = refusal(tmp_path, row, tokenizer=make_tokenizer(marked))
+    assert "the prompt is not the same tokens before chosen and before rejected" in said and "loud" in said
+
+
+def test_reasoning_that_a_template_drops_from_the_prompt_is_the_same_in_both(tmp_path):
+    prompt = turns("a", "<think>\nhm\n</think>\n\nb", "c")
+    row = {"prompt": prompt, "chosen": GOOD, "rejected": BAD}
+    chosen, rejected = dataset(tmp_path, row, tokenizer=make_tokenizer(STRIPS_REASONING)).load(0).answers
+    assert chosen.prompt == rejected.prompt
+
+
+WRONG = {
+    "no rejected": ({"prompt": ASKED, "chosen": GOOD}, "give prompt, chosen and rejected"),
+    "rejected is null": ({**PAIR, "rejected": None}, "has no field 'rejected'"),
+    "both forms": ({**PAIR, **SINGLE}, "set data.format to preference or unpaired"),
+    "text and list": ({**PAIR, "prompt": "2 + 2?"}, "prompt is none and chosen a list of messages"),
+    "list and text": ({**PAIR, "chosen": "4"}, "prompt is a list and chosen none of messages"),
+    "prompt again": ({**PAIR, "chosen": ASKED + GOOD}, "chosen begins with the messages of prompt again"),
+    "texts without a prompt": ({"chosen": "a", "rejected": "b"}, "give the prompt in a field of its own"),
+    "nothing shared": ({"chosen": GOOD, "rejected": BAD}, "chosen and rejected begin with different messages"),
+    "nothing more": ({"chosen": ASKED + GOOD, "rejected": ASKED}, "rejected has no message that the other"),
+    "the same": ({**PAIR, "rejected": GOOD}, "chosen and rejected are the same tokens"),
+    "empty answer": ({"prompt": "a", "chosen": "", "rejected": "b"}, "chosen is empty"),
+    "a number": ({"prompt": "a", "chosen": 4, "rejected": "b"}, "chosen is 4; give a string or a list"),
+    "empty list": ({**PAIR, "chosen": []}, "chosen is an empty list"),
+    "no role": ({**PAIR, "rejected": [{"content": "x"}]}, "rejected[0].role is missing or null"),
+    "sharegpt": ({**PAIR, "chosen": [{"from": "gpt", "value": "4"}]}, "chosen[0] has from and value (ShareGPT)"),
+    "a user answers": ({**PAIR, "chosen": ASKED[:0] + turns("no")}, "has nothing to train on"),
+    "parts": ({**PAIR, "chosen": [{"role": "assistant", "content": [{"type": "text", "text": "4"}]}]}, "list of parts"),
+    "tools": ({**PAIR, "tools": "no json"}, "tools is a string that is not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_bad_row_is_one_line_with_its_place(tmp_path, name):
+    row, says = WRONG[name]
+    assert says in refusal(tmp_path, row)
+
+
+@pytest.mark.parametrize("label", ["yes", 2, 0.5, None])
+def test_a_label_that_is_none_is_refused(tmp_path, label):
+    says = "has no field 'label'" if label is None else "label is"
+    assert says in refusal(tmp_path, {**SINGLE, "label": label}, paired=False)
+
+
+def test_single_answers_are_refused_by_a_loss_of_pairs(tmp_path):
+    with pytest.raises(
+        DataError, match="has single answers with a label, and the loss is of pairs; set loss.name to kto"
+    ):
+        dataset(tmp_path, SINGLE)
+
+
+def test_long_rows_are_refused_or_dropped_whole(tmp_path):
+    long = {**PAIR, "rejected": [{"role": "assistant", "content": "the lazy dog " * 40}]}
+    assert "raise data.max_length, or set data.truncation to drop" in refusal(tmp_path, long, max_length=60)
+    found = dataset(tmp_path, long, PAIR, max_length=60, truncation="drop")
+    dropped = found.load(0)
+    assert isinstance(dropped, Rejected) and dropped.outcome == "dropped" and "rows.jsonl:1" in dropped.why
+    assert [rows for rows, _ in in_order(found, 4)] == [[1]]
+
+
+def test_a_bad_row_is_skipped_where_that_is_asked_for(tmp_path):
+    found = dataset(tmp_path, PAIR, {**PAIR, "rejected": GOOD}, PAIR, on_bad_row="skip")
+    assert found.load(1).outcome == "skipped"
+    assert [rows for rows, _ in in_order(found, 1)] == [[0], [2]]
+
+
+def test_a_batch_has_chosen_first_and_counts_of_the_whole(tmp_path):
+    rows = [dataset(tmp_path, PAIR, {**PAIR, "chosen": BAD, "rejected": GOOD}).load(i) for i in range(2)]
+    batch = batch_of(rows, group=2)
+    assert batch.sequence_fields["chosen"].tolist() == [True, False] * 2 and batch.group == 2
+    tokens = sum(sum(row.answers[0].mask) for row in rows)
+    wanted = {"units": 2, "chosen": 2, "rejected": 2, "chosen_tokens": tokens, "sequences": 4}
+    assert {name: batch.denominators[name] for name in wanted} == wanted
+    assert batch_of(rows, group=1).denominators["units"] == 4
+
+
+def test_the_kl_of_kto_gives_each_prompt_an_answer_to_another(tmp_path):
+    tokenizer = make_tokenizer()
+    asked = [{"prompt": f"what {i}?", "chosen": f"yes{i}", "rejected": f"no{i}"} for i in range(3)]
+    found = dataset(tmp_path, *asked, tokenizer=tokenizer)
+    batch = with_other_answers(batch_of([found.load(i) for i in range(3)], group=1), 512)
+    texts = []
+    for start, end in zip(batch.cu_seqlens.tolist(), batch.cu_seqlens.tolist()[1:], strict=False):
+        labels, mask = batch.labels[start:end], batch.loss_mask[start:end] != 0
+        texts.append((tokenizer.decode(batch.tokens[start:end][:10]).split("?")[0][-1], tokenizer.decode(labels[mask])))
+    assert texts == [("0", "yes1<|im_end|>"), ("0", "no1<|im_end|>"), ("1", "yes2<|im_end|>"),
+                     ("1", "no2<|im_end|>"), ("2", "no0<|im_end|>"), ("2", "yes0<|im_end|>")]  # fmt: skip
+    short = with_other_answers(batch_of([found.load(i) for i in range(3)], group=1), 14)
+    assert short.max_length <= 13
