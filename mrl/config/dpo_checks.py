@@ -42,7 +42,7 @@ def _check_loss(config: DPOConfig) -> None:
         if value is not None and name not in read:
             others = ", ".join(other for other, row in ROWS.items() if name in row)
             raise ConfigError(
-                f"loss.{name}", value, f"is not read by loss {loss.name}", f"leave it out; {others} has it"
+                f"loss.{name}", value, f"is not read by loss {loss.name}", f"leave it out; it is of {others}"
             )
     if loss.label_smoothing == 0.5:
         fix = "give less than 0.5"

@@ -1,0 +1,121 @@
+"""The keys of preference training: what null stands for, and contradictions, each refused in one line."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from mrl.config.build import build_section
+from mrl.config.dpo import DPOConfig
+from mrl.config.dpo_checks import check_dpo
+from mrl.config.load import apply_override
+from mrl.config.preference_losses import LOSSES
+from mrl.errors import ConfigError
+
+BASE = {
+    "output_dir": "runs/dpo",
+    "model": {"path": "model"},
+    "loss": {"name": "dpo"},
+    "data": {"train": "pairs.jsonl", "max_length": 100},
+    "train": {"steps": 10, "global_batch_size": 8},
+}
+KTO = ("loss.name=kto",)
+
+
+def made(*overrides: str) -> DPOConfig:
+    raw = copy.deepcopy(BASE)
+    for override in overrides:
+        apply_override(raw, override)
+    config = build_section(DPOConfig, raw, "", DPOConfig)
+    check_dpo(config)
+    return config
+
+
+REFUSED = [
+    (("loss.name=ppo",), 'loss.name: value "ppo" is not one of the choices'),
+    (("loss=null",), "loss.name"),
+    (("loss.gamma=1",), "loss.gamma: value 1.0 is not read by loss dpo; leave it out; it is of simpo"),
+    (("loss.name=ipo", "loss.label_smoothing=0.1"), "loss.label_smoothing: value 0.1 is not read by loss ipo"),
+    (("loss.name=simpo", "loss.reference_free=true"), "loss.reference_free: value true is not read by loss simpo"),
+    (("loss.desirable_weight=2",), "loss.desirable_weight: value 2.0 is not read by loss dpo"),
+    ((*KTO, "loss.length_normalized=true"), "is not read by loss kto; leave it out; it is of dpo, ipo"),
+    (("loss.beta=0",), "loss.beta: value 0 is out of range"),
+    (("loss.label_smoothing=0.5",), "loss.label_smoothing: value 0.5 takes half of the labels for wrong"),
+    ((*KTO, "loss.desirable_weight=0", "loss.undesirable_weight=0"), "loss.desirable_weight: value 0 is 0 and"),
+    ((*KTO, "train.global_batch_size=1"), "train.global_batch_size: value 1 leaves kto's KL no other row"),
+    (("data.format=unpaired",), 'data.format: value "unpaired" has no pairs'),
+    (("data.format=messages",), 'data.format: value "messages" is not one of the choices'),
+    (("data.truncation=right",), 'data.truncation: value "right" is not one of the choices'),
+    (("loss.name=orpo", "reference.cache=true"), "reference.cache: value true is not used by loss orpo"),
+    (
+        ("loss.name=simpo", "reference.model.path=other"),
+        'reference.model.path: value "other" is not used by loss simpo',
+    ),
+    (
+        ("loss.reference_free=true", "reference.cache=true"),
+        "reference.cache: value true is not used with loss.reference",
+    ),
+    ((*KTO, "reference.cache=true"), "reference.cache: value true cannot be true with kto"),
+    (("engine.micro_batch.size=3",), "engine.micro_batch.size: value 3 is odd"),
+    (("engine.micro_batch.tokens=199",), "engine.micro_batch.tokens: value 199 is less than a pair of sequences of"),
+    (("reference.engine.micro_batch.size=1",), "reference.engine.micro_batch.size: value 1 is odd"),
+    (("reference.engine.micro_batch.tokens=50",), "reference.engine.micro_batch.tokens: value 50 is less than a pair"),
+    (("reference.engine.backend=fsdp", "reference.engine.parallel.tp=2"), "reference.engine.parallel.tp"),
+    (("train.epochs=1",), "train.steps: value 10 is given together with train.epochs 1"),
+    (("train.eval_every=2",), "train.eval_every: value 2 is not used without data.eval"),
+    (("optimizer.warmup_steps=11",), "optimizer.warmup_steps: value 11 is above train.steps 10"),
+    (("model.lora.rank=4", "model.init=random"), 'model.init: value "random" makes a base that no other run has'),
+]
+
+
+@pytest.mark.parametrize("overrides, says", REFUSED, ids=[" ".join(o) for o, _ in REFUSED])
+def test_contradictions_are_one_line(overrides, says):
+    with pytest.raises(ConfigError) as caught:
+        made(*overrides)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_null_is_the_number_of_the_losss_row(name):
+    loss = made(f"loss.name={name}").loss
+    assert loss.resolved["beta"] == {"simpo": 2.0}.get(name, 0.1)
+    assert loss.resolved["sft_weight"] == {"orpo": 1.0}.get(name, 0.0)
+    given = made(f"loss.name={name}", "loss.beta=0.7", "loss.sft_weight=0").loss
+    assert (given.value("beta"), given.value("sft_weight")) == (0.7, 0.0)
+
+
+def test_which_losses_need_a_reference_and_pairs():
+    configs = {name: made(f"loss.name={name}") for name in LOSSES}
+    assert {name for name, c in configs.items() if c.loss.needs_reference} == {"dpo", "ipo", "kto"}
+    assert {name for name, c in configs.items() if c.group == 2} == set(LOSSES) - {"kto"}
+    assert not made("loss.reference_free=true").loss.needs_reference
+
+
+def test_a_micro_batch_of_kto_holds_one_sequence():
+    assert made(*KTO, "engine.micro_batch.tokens=100").longest_group[0] == 100
+    assert made("engine.micro_batch.tokens=200").longest_group[0] == 200
+
+
+@pytest.mark.parametrize(
+    "overrides, own, start",
+    [
+        ((), True, True),
+        (("model.lora.rank=4",), False, True),
+        (("model.lora.rank=4", "reference.model.path=other"), True, False),
+        (("model.lora.rank=4", "reference.model.dtype=float32"), True, False),
+        (("model.lora.rank=4", "reference.model.dtype=bfloat16"), False, True),  # the model's own
+        (("reference.engine.parallel.tp=2",), True, False),
+        (("loss.name=orpo",), False, True),
+    ],
+)
+def test_where_the_reference_comes_from(overrides, own, start):
+    config = made(*overrides)
+    assert (config.reference_has_own_model, config.reference_is_start) == (own, start)
+
+
+def test_the_references_model_has_no_adapters_and_weights_of_its_own():
+    config = made("model.lora.rank=4", "reference.model.path=other")
+    assert config.reference_model.lora is None and config.reference_model.path == "other"
+    random = made("model.init=random", "reference.model.path=other").reference_model
+    assert (random.init, made("model.init=random").reference_model.init) == ("pretrained", "random")
