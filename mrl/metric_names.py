@@ -119,7 +119,29 @@ PPO_METRICS: dict[str, str] = {
 """Name -> meaning of what `mrl ppo` writes beside `SFT_METRICS`, of which it leaves out eval/loss. <label>: of a
 reward, as `mrl.config.rewards.label_of` says."""
 
-METRICS: dict[str, str] = SFT_METRICS | PPO_METRICS
+DPO_METRICS: dict[str, str] = {
+    "rewards/chosen": (
+        "mean over chosen (or good) answers of the reward that the loss implies: beta times the log-ratio to the "
+        "reference, or, of a loss without one, times the mean log-prob of a token; before the step"
+    ),
+    "rewards/rejected": "the same of rejected (or bad) answers",
+    "rewards/margin": "mean over pairs of the difference of both",
+    "rewards/accuracy": "fraction of the pairs whose chosen answer has the higher reward",
+    "logps/chosen": "mean over chosen answers of the log-prob of all their tokens together",
+    "logps/rejected": "the same of rejected answers",
+    "nll/chosen": "mean negative log-likelihood of the tokens of chosen answers",
+    "kto/kl": "kto's estimate of the KL from the reference, in nats, at least 0",
+    **{
+        f"eval/{name}": f"`{name}` on the evaluation set, after the step"
+        for name in (
+            "rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy", "logps/chosen",
+            "logps/rejected", "nll/chosen",
+        )
+    },
+}  # fmt: skip
+"""Name -> meaning of what `mrl dpo` writes beside `SFT_METRICS`, whose losses are those of `loss.name` there."""
+
+METRICS: dict[str, str] = SFT_METRICS | PPO_METRICS | DPO_METRICS
 """Name -> meaning, the same on every backend and layout."""
 
 _WITH_LABEL = [re.compile(name.replace("<label>", ".+")) for name in METRICS if "<label>" in name]

@@ -135,7 +135,7 @@ WEIGHED_BY: Mapping[str, str] = {
     "rewards/accuracy": "units",
     "logps/chosen": "chosen",
     "logps/rejected": "rejected",
-    "sft_loss": "chosen_tokens",
+    "nll/chosen": "chosen_tokens",
 }
 """Metric -> the denominator whose mean it is. Margin and accuracy are of pairs."""
 
@@ -167,7 +167,7 @@ class PreferenceLoss:
             "rewards/rejected": rewards_S[~of.chosen_S].sum(),
             "logps/chosen": chosen.detach(),
             "logps/rejected": log_probs_S[~of.chosen_S].detach().sum(),
-            "sft_loss": -chosen.detach(),
+            "nll/chosen": -chosen.detach(),
         }
         means = {name: value * _scale(data, WEIGHED_BY[name]) for name, value in sums.items()}
         return total, {**ctx, "metrics": {**ctx.get("metrics", {}), **means}}

@@ -94,19 +94,25 @@ def role_configs(config: PPOConfig, folders: Mapping[str, str], needs: Needs) ->
     return made
 
 
+def keys_of(config: PPOConfig, role: str) -> contextlib.AbstractContextManager[None]:
+    """Inside, what is said of a key of an engine or a model is said of the role's own key (`own_keys`)."""
+    return own_keys(role, has_engine=has_own_engine(config, role), of="actor")
+
+
 @contextlib.contextmanager
-def keys_of(config: PPOConfig, role: str) -> Iterator[None]:
+def own_keys(role: str, *, has_engine: bool, of: str) -> Iterator[None]:
     """Inside, what is said of a key of an engine or a model is said of the role's own key.
 
-    An error without a key, as an engine of another package may raise it, is said after the name of the role; one of the
-    model's files after that of its section.
+    has_engine: the role's section names one; otherwise that of the role `of` serves for it. An error without a key, as
+    an engine of another package may raise it, is said after the name of the role; one of the model's files after that
+    of its section.
     """
     try:
         yield
     except (ConfigError, ModelError) as error:
         section = None if error.key is None else "" if "/" in error.key else error.key.partition(".")[0]  # or a path
-        if section == "engine" and not has_own_engine(config, role):
-            why = f"is the actor's engine, which does not fit: {error}"
+        if section == "engine" and not has_engine:
+            why = f"is the {of}'s engine, which does not fit: {error}"
             raise type(error)(f"{role}.engine", None, why) from None
         if section in ("engine", "model"):
             raise error.under(role) from None

@@ -43,6 +43,16 @@ CHARTS: tuple[Chart, ...] = (
     _chart("Reward", "reward_range", "Lowest and highest reward", "reward/min", "reward/max"),
     _chart("Reward", "equal_groups", "Groups with equal rewards", "reward/equal_groups"),
     _chart("Reward", "faults", "Faults of reward functions", "reward/faults", "eval/faults"),
+    _chart("Preferences", "preference_accuracy", "Pairs in the right order", "rewards/accuracy",
+           "eval/rewards/accuracy"),
+    _chart("Preferences", "preference_margin", "Margin of rewards", "rewards/margin", "eval/rewards/margin"),
+    _chart("Preferences", "preference_rewards", "Rewards of answers", "rewards/chosen", "rewards/rejected",
+           "eval/rewards/chosen", "eval/rewards/rejected"),
+    _chart("Preferences", "preference_logps", "Log-probs of answers", "logps/chosen", "logps/rejected",
+           "eval/logps/chosen", "eval/logps/rejected"),
+    _chart("Preferences", "preference_nll", "Negative log-likelihood of chosen tokens", "nll/chosen",
+           "eval/nll/chosen"),
+    _chart("Preferences", "kto_kl", "KL estimate", "kto/kl"),
     _chart("Policy", "kl", "KL", "actor/kl", "actor/approx_kl"),
     _chart("Policy", "sequence_kl", "KL of sequences", "actor/sequence_kl"),
     _chart("Policy", "kl_coef", "Coefficient of the KL", "actor/kl_coef"),
@@ -79,7 +89,8 @@ CHARTS: tuple[Chart, ...] = (
 """In the order of the page. The first that fits a metric draws it."""
 
 MAIN = (
-    "train/loss", "eval/loss", "reward/mean", "reward/*/mean", "eval/accuracy", "actor/kl", "actor/approx_kl",
+    "train/loss", "eval/loss", "reward/mean", "reward/*/mean", "eval/accuracy",
+    "rewards/accuracy", "eval/rewards/accuracy", "rewards/margin", "actor/kl", "actor/approx_kl",
     "actor/entropy", "actor/clip_fraction", "critic/loss", "critic/explained_variance", "rollout/response_length",
     "rollout/finished", "rollout/logprob_gap", "train/grad_norm", "train/lr", "perf/step_s", "perf/tokens_per_s",
     "perf/mfu", "perf/memory_gb",
@@ -87,7 +98,8 @@ MAIN = (
 """What the terminal shows without --all."""
 
 GOALS: dict[str, Goal] = {
-    "train/loss": "low", "eval/loss": "low", "critic/loss": "low", "reward/mean": "high", "reward/*/mean": "high",
+    "train/loss": "low", "eval/loss": "low", "critic/loss": "low", "reward/mean": "high", "reward/*/mean": "high", "rewards/accuracy": "high",
+    "eval/rewards/accuracy": "high", "rewards/margin": "high", "eval/rewards/margin": "high",
     "eval/accuracy": "high", "eval/reward": "high", "critic/explained_variance": "high", "perf/tokens_per_s": "high",
     "rollout/tokens_per_s": "high", "perf/mfu": "high", "perf/step_s": "low",
 }  # fmt: skip

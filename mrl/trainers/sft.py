@@ -1,4 +1,5 @@
-"""Supervised fine-tuning, from a checked config to an exported model.
+"""Training on rows, from a checked config to an exported model: supervised fine-tuning, and what a `Task` says
+otherwise.
 
 Every rank runs this program. What is not here: ranks, dtypes, process groups and micro-batches (the engine's), how the
 loss is divided (docs/loss.md), where rows come from (mrl.data). What is short here is so because it is somewhere else
@@ -17,6 +18,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from mrl import metrics
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
@@ -26,8 +29,8 @@ from mrl.config.resume import check_resume
 from mrl.config.schema import RoleConfig, SFTConfig
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import check_same_model, model_fingerprint, model_folder
-from mrl.data.batches import BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
-from mrl.data.dataset import SFTDataset
+from mrl.data.batches import Batches, BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
+from mrl.data.dataset import Part, RowDataset, SFTDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine.base import PLAIN_CTX, BaseEngine
@@ -56,6 +59,7 @@ from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_m
 from mrl.trainers.run_lock import RunLock
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.step_guard import StepGuard
+from mrl.trainers.task import HFConfig, Task
 from mrl.trainers.throughput import Throughput, memory_gb
 
 
@@ -63,9 +67,9 @@ from mrl.trainers.throughput import Throughput, memory_gb
 class Trainer:
     """Everything that the loop uses, made once by `run`."""
 
-    config: SFTConfig
+    task: Task[Any]
     total_steps: int
-    source: BatchSource
+    source: Batches[Any]
     evaluation: Evaluation | None  # None without data.eval
     engine: BaseEngine
     directory: RunDirectory
@@ -73,41 +77,81 @@ class Trainer:
     stop: StopSignal
     chat_template: str | None = None  # the text of data.chat_template, which the export gets too
 
+    @property
+    def config(self) -> Any:
+        """The config of the task's command."""
+        return self.task.config
+
+    @property
+    def sets(self) -> list[RowDataset[Any]]:
+        """data.train, and data.eval where there is one."""
+        return [self.source.dataset, *([] if self.evaluation is None else [self.evaluation.dataset])]
+
+
+class SFTTask(Task[SFTConfig]):
+    """Supervised fine-tuning."""
+
+    def __init__(self, config: SFTConfig) -> None:
+        super().__init__(config)
+        self.loss_fn = sft_loss
+
+    def role(self, folder: str) -> RoleConfig:
+        return role_config(self.config, folder)
+
+    def dataset(
+        self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part
+    ) -> SFTDataset:
+        vision = load_vision(folder, hf_config)
+        return SFTDataset(
+            self.config.data, tokenizer, part=part, vocab_size=vocab_size_of(hf_config), vision=vision
+        )
+
+    def source(self, dataset: RowDataset[Any]) -> BatchSource:
+        size, data = self.config.train.global_batch_size, self.config.data
+        return BatchSource(dataset, global_batch_size=size, seed=self.config.seed, shuffle=data.shuffle)
+
+    def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
+        assert isinstance(dataset, SFTDataset)
+        return eval_batches(dataset, self.config.train.global_batch_size, report)
+
 
 def run(config: SFTConfig, command_line: str = "") -> None:
+    """Trains as `run_task` does."""
+    run_task(SFTTask(config), command_line)
+
+
+def run_task(task: Task[Any], command_line: str = "") -> None:
     """Trains, or goes on training, until `train.steps` or `train.epochs` are done, and exports the model.
 
     Called on every rank. Raises UserError for what the user can put right, and Stopped after a signal asked the run to
     stop and a checkpoint was saved.
     """
-    metrics.check_packages(config.log)
-    with contextlib.closing(open_console(config.log.console, enabled=is_main())) as console:
-        _run(config, command_line, console)
+    log = task.config.log
+    metrics.check_packages(log)
+    with contextlib.closing(open_console(log.console, enabled=is_main())) as console:
+        _run(task, command_line, console)
 
 
-def _run(config: SFTConfig, command_line: str, console: Console) -> None:
+def _run(task: Task[Any], command_line: str, console: Console) -> None:
+    config = task.config
     console.doing("reading the model's folder and the data")
     folder = model_folder(config.model.path, weights=config.model.init == "pretrained")
     hf_config = read_hf_config(folder)  # first: a wrong config.json fails the tokenizer too
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.data.chat_template)
-    of_part = functools.partial(
-        SFTDataset, config.data, tokenizer, vocab_size=vocab_size_of(hf_config), vision=load_vision(folder, hf_config)
-    )
-    train_set = of_part()
-    eval_set = None if config.data.eval is None else of_part(part="eval")
-    engine = build_engine(role_config(config, folder))
+    of_part = functools.partial(task.dataset, tokenizer, folder, hf_config)
+    train_set = of_part("train")
+    eval_set = None if config.data.eval is None else of_part("eval")
+    engine = build_engine(task.role(folder))
     directory = RunDirectory(pathlib.Path(config.output_dir))
     lock = RunLock(directory.path)
     total_steps = length_of(config, train_set, console)
     engine.set_total_steps(total_steps)
-    source = BatchSource(
-        train_set, global_batch_size=config.train.global_batch_size, seed=config.seed, shuffle=config.data.shuffle
-    )
+    source = task.source(train_set)
     says = "the run saves and stops at the end of the step at hand" if console.shows else None
     with StopSignal(says) as stop:
         template = tokenizer.chat_template if config.data.chat_template is not None else None
-        evaluation = None if eval_set is None else Evaluation(config, eval_set, engine, directory, console, stop)
-        trainer = Trainer(config, total_steps, source, evaluation, engine, directory, console, stop, template)
+        evaluation = None if eval_set is None else Evaluation(task, eval_set, engine, directory, console, stop)
+        trainer = Trainer(task, total_steps, source, evaluation, engine, directory, console, stop, template)
         try:
             engine.on_main(lock.acquire)
             engine.on_main(lambda: check_outside(config))
@@ -123,7 +167,7 @@ def _run(config: SFTConfig, command_line: str, console: Console) -> None:
             lock.release()
 
 
-def length_of(config: SFTConfig, train_set: SFTDataset, console: Console) -> int:
+def length_of(config: Any, train_set: RowDataset[Any], console: Console) -> int:
     """Returns steps of the run. Where `train.epochs` sets them and rows may be left out, those that are left are
     counted first.
 
@@ -169,7 +213,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     engine.init_model()
     say_mtp_layers(engine, console, {"model.path": engine.config.model.path})
     say_adapters(console, "model.lora", engine.config)
-    engine.set_loss_fn(sft_loss)
+    trainer.task.begin(engine, trainer.sets, directory.path, console)
     progress = restore(trainer, start)
     if progress.logged < trainer.total_steps:
         console.doing("reading the first rows")  # a bad one is an error before anything is written
@@ -237,9 +281,11 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
         trainer.console.doing(f"step {progress.step + 1}")
         batch = source.next()
 
+        made, ctx = trainer.task.prepare(engine, batch)
         engine.optimizer_zero_grad()
         with engine.train_mode():
-            _, loss, _ = engine.forward_backward_step(engine.shard_data(batch), PLAIN_CTX | {"last": True})
+            share = engine.shard_data(made)
+            _, loss, ctx = engine.forward_backward_step(share, PLAIN_CTX | ctx | {"last": True})
         guard.before_update(progress.step + 1, batch, loss)
         grad_norm = engine.optimizer_step()
         guard.after_update(progress.step + 1, batch, grad_norm)
@@ -248,7 +294,7 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
         progress.step += 1
         progress.tokens += batch.denominators["tokens"]
         row = {"train/loss": loss, "train/grad_norm": float(grad_norm), "train/lr": lr, "train/tokens": progress.tokens}
-        row |= throughput.metrics(batch, step_s=time.perf_counter() - began_s)
+        row |= trainer.task.means_of(made, ctx) | throughput.metrics(batch, step_s=time.perf_counter() - began_s)
         finish_step(trainer, progress, log, row)
 
 
@@ -257,11 +303,11 @@ def finish_step(trainer: Trainer, progress: Progress, log: metrics.MetricsLog, r
     config, engine, step = trainer.config, trainer.engine, progress.step
     if trainer.evaluation is not None and is_due(config.train.eval_every, step, trainer.total_steps):
         progress.unlogged = row  # a save within the evaluation holds the row, and the next start evaluates again
-        loss = trainer.evaluation.run(step)
-        if loss is None:
+        found = trainer.evaluation.run(step)
+        if found is None:
             log_without_evaluation(engine, log, progress)
             raise stopped_after(trainer, progress, save(trainer, progress))
-        row["eval/loss"] = loss
+        row |= found
 
     bad_row = trainer.source.next_error() if step < trainer.total_steps else None
     stop_requested, any_can_go_on, row["perf/memory_gb"] = engine.max_over_ranks(
@@ -296,53 +342,60 @@ class Evaluation:
 
     def __init__(
         self,
-        config: SFTConfig,
-        dataset: SFTDataset,
+        task: Task[Any],
+        dataset: RowDataset[Any],
         engine: BaseEngine,
         directory: RunDirectory,
         console: Console,
         stop: StopSignal,
     ) -> None:
-        self.config, self.dataset, self.engine = config, dataset, engine
+        self.task, self.dataset, self.engine = task, dataset, engine
         self.directory, self.console, self.stop = directory, console, stop
         self.reported = False
 
     def batches(self, report: Report | None = None) -> Iterator[Batch]:
         """Yields the batches of one evaluation. report: of rows left out, is filled on the way."""
-        every = eval_batches(self.dataset, self.config.train.global_batch_size, report)
-        return itertools.islice(every, self.config.train.eval_batches)
+        every = self.task.eval_batches(self.dataset, report)
+        return itertools.islice(every, self.task.config.train.eval_batches)
 
     def read_rows(self) -> None:
         """Reads all that is evaluated on, and raises what is wrong with a row."""
         for _ in self.batches():
             pass
 
-    def run(self, step: int) -> float | None:
-        """Mean loss per trained token after `step`: the sums of all batches, divided once.
+    def run(self, step: int) -> dict[str, float] | None:
+        """Mean loss after `step`, and the task's other means: the sums of all batches, divided once.
 
         None where a signal came first.
 
-        Raises TrainingError where it is not finite.
+        Raises TrainingError where the loss is not finite.
         """
-        engine, report = self.engine, Report()
+        engine, task, report = self.engine, self.task, Report()
         self.console.doing("evaluating")
-        loss_sum = tokens = 0.0
-        with engine.eval_mode():
-            for batch in self.batches(report):
-                if any(engine.max_over_ranks(self.stop.requested)):
-                    return None
-                _, ctx = engine.forward_backward_step(engine.shard_data(batch), PLAIN_CTX, forward_only=True)
-                loss_sum += ctx["loss"] * batch.denominators["tokens"]
-                tokens += batch.denominators["tokens"]
-                self.console.detail(f"{tokens:,.0f} tokens")
+        means = {"loss": task.denominator, **task.means}
+        sums, counts = dict.fromkeys(means, 0.0), dict.fromkeys(means, 0.0)
+        tokens = 0.0
+        for batch in self.batches(report):
+            if any(engine.max_over_ranks(self.stop.requested)):
+                return None
+            made, ctx = task.prepare(engine, batch)
+            with engine.eval_mode():
+                share = engine.shard_data(made)
+                _, ctx = engine.forward_backward_step(share, PLAIN_CTX | ctx, forward_only=True)
+            found = {"loss": ctx["loss"], **task.means_of(made, ctx)}
+            for name, mean in ((name, found[name]) for name in means if name in found):
+                sums[name] += mean * made.denominators[means[name]]
+                counts[name] += made.denominators[means[name]]
+            tokens += made.denominators["tokens"]
+            self.console.detail(f"{tokens:,.0f} tokens")
         if not self.reported:
             say_left_out(self.console, "eval", report.counts, report.notes)
         self.reported = True
-        loss = loss_sum / tokens
-        if not math.isfinite(loss):
+        found = {f"eval/{name}": sums[name] / counts[name] for name in means if counts[name]}
+        if not math.isfinite(found["eval/loss"]):
             good = last_good(engine, self.directory, step)
-            raise TrainingError(f"step {step}: the loss on data.eval is {loss}; {good}")
-        return loss
+            raise TrainingError(f"step {step}: the loss on data.eval is {found['eval/loss']}; {good}")
+        return found
 
 
 def save(trainer: Trainer, progress: Progress) -> str:

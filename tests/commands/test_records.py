@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from mrl import cli
 from mrl.config import command as commands
+from mrl.config.dpo import DPOConfig
 from mrl.config.load import from_dict, to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
@@ -47,7 +48,9 @@ def test_mrls_own_are_the_modules_of_its_folder():
         module, _, function = command.trainer.partition(":")
         assert function and importlib.util.find_spec(module) is not None
         assert commands.record(command.name) is command is commands.command_of(command.root)
-    assert list(commands.roots().items()) == [("sft", SFTConfig), ("ppo", PPOConfig), ("serve", ServeConfig)]
+    assert list(commands.roots().items()) == [
+        ("sft", SFTConfig), ("ppo", PPOConfig), ("dpo", DPOConfig), ("serve", ServeConfig)
+    ]  # fmt: skip
 
 
 def test_saved_data_is_of_the_command_whose_keys_are_nearest():

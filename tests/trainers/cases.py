@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
 from mrl.config.load import from_dict
-from mrl.data.batches import BatchSource
+from mrl.data.batches import Batches
 from mrl.engine import checkpoint_remote
 from mrl.engine.base import GradNorm
 from mrl.engine.fsdp.engine import FSDPEngine
@@ -160,16 +160,16 @@ def only_main_writes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def before_step(first: Callable[[sft.Trainer, int], Any]) -> Iterator[None]:
-    """Calls `first` with the trainer and the number of a step before each step of `mrl sft`."""
+    """Calls `first` with the trainer and the number of a step before each step of `mrl sft` or `mrl dpo`."""
     now: dict[str, Any] = {}
 
     def note_loop(trainer: sft.Trainer, progress: Any, *_: Any) -> None:
         now.update(trainer=trainer, progress=progress)
 
-    def note_batch(_: BatchSource) -> None:
+    def note_batch(_: Batches) -> None:
         first(now["trainer"], now["progress"].step + 1)
 
-    with before(sft, "loop", note_loop), before(BatchSource, "next", note_batch):
+    with before(sft, "loop", note_loop), before(Batches, "next", note_batch):
         yield
 
 

@@ -1,0 +1,125 @@
+"""`mrl dpo`: training on preferences."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mrl.config.command import Part, TrainingCommand
+from mrl.config.dpo import DPOConfig
+from mrl.config.phases import Phases
+from mrl.config.preference_losses import LOSSES
+from mrl.config.schema import RoleConfig
+from mrl.parallel import ParallelDims
+
+
+class DPO(TrainingCommand[DPOConfig]):
+    name = "dpo"
+    help = """Train a model on the preferences that the YAML file CONFIG names.
+
+    loss.name chooses the loss: dpo, ipo, kto, orpo or simpo. KEY=VALUE sets any config key, as in loss.beta=0.05;
+    `mrl config` lists them.
+    """
+    examples = """
+        mrl dpo dpo.yaml
+        mrl dpo dpo.yaml loss.name=simpo
+        mrl dpo dpo.yaml reference.cache=true engine.parallel.tp=2 --nproc 4
+        mrl dpo dpo.yaml --dry-run"""
+    root = DPOConfig
+    trainer = "mrl.trainers.dpo:run"
+    order = 3
+    null_is = {
+        "reference.engine": "engine",
+        "reference.model.path": "model.path",
+        "reference.model.dtype": "model.dtype",
+    }
+
+    def check(self, config: DPOConfig) -> None:
+        from mrl.config.dpo_checks import check_dpo
+
+        check_dpo(config)
+
+    def recognise(self, raw: Mapping[str, Any]) -> str | None:
+        if "loss" in raw and "model" in raw:
+            return "preference training (it has the sections model and loss)"
+        return None
+
+    def meant_by(self, name: str) -> str | None:
+        close = difflib.get_close_matches(name.lower(), [loss for loss in LOSSES if loss != "dpo"], n=1, cutoff=0.8)
+        if not close:
+            return None
+        return f"{close[0]} is a loss of `mrl dpo`; write mrl dpo CONFIG loss.name={close[0]}"
+
+    def parts(self, config: DPOConfig) -> list[Part]:
+        own = config.reference.engine or config.engine
+        return [
+            Part("", config.model, config.engine, optimizer=config.optimizer),
+            Part("reference", config.reference_model, own),
+        ]
+
+    def needed(self, config: DPOConfig) -> list[str]:
+        cached_by_model = config.reference.cache and config.reference_is_start
+        return ["", "reference"] if config.reference_has_own_model and not cached_by_model else [""]
+
+    def keys_of(self, config: DPOConfig, role: str) -> contextlib.AbstractContextManager[None]:
+        from mrl.config.roles import own_keys
+
+        if not role:
+            return contextlib.nullcontext()
+        return own_keys(role, has_engine=config.reference.engine is not None, of="model")
+
+    def longest(self, config: DPOConfig) -> tuple[int, str]:
+        return config.data.max_length, "data.max_length"
+
+    def smallest_batch(self, config: DPOConfig, role: str) -> tuple[str, int]:
+        """Returns the rows of a batch: a pair is on one replica."""
+        return "train.global_batch_size", config.train.global_batch_size
+
+    def describe(self, config: DPOConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
+        from mrl.launch.describe import micro_batch, processes
+
+        train, longest = config.train, config.longest_group[0]
+        lines = [
+            f"{part.role or 'layout'}: {dims.describe()} on {processes(dims)}, micro-batches of "
+            f"{micro_batch(part.engine, longest)}"
+            for part, dims in zip(parts, layouts, strict=True)
+        ]
+        numbers = ", ".join(f"{name} {value}" for name, value in config.loss.resolved.items())
+        length = f"{train.steps} steps" if train.steps is not None else f"{train.resolved_epochs:g} epochs"
+        return [
+            *lines,
+            f"loss: {config.loss.name} ({numbers})",
+            f"reference: {self._reference(config)}",
+            f"length: {length} of {train.global_batch_size} rows a step",
+        ]
+
+    def _reference(self, config: DPOConfig) -> str:
+        if not config.loss.needs_reference:
+            return "none"
+        if config.reference.cache:
+            return "its log-probs of all rows are computed before the first step"
+        return "a model of its own" if config.reference_has_own_model else "the model without its adapters"
+
+    def engine_config(self, config: DPOConfig, part: Part) -> RoleConfig:
+        import dataclasses
+
+        from mrl.trainers.dpo import engine_config
+
+        made = super().engine_config(config, part)
+        return dataclasses.replace(made, engine=engine_config(config, part.engine))
+
+    def phases(self, config: DPOConfig) -> Phases:
+        from mrl.config.phases import Phase
+
+        sequences = config.train.global_batch_size * config.sequences_of_row
+        found = []
+        if config.loss.needs_reference and not config.reference.cache:
+            role = "reference" if config.reference_has_own_model else ""
+            found.append(Phase("forward of the reference", role, "forward", sequences))
+        found.append(Phase("update of the model", "", "train", sequences))
+        return Phases(tuple(found), offload_idle=False)
+
+
+COMMAND = DPO()

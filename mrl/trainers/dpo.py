@@ -1,0 +1,177 @@
+"""Preference training: `mrl sft`'s loop with rows of preferences, a loss on them, and a reference policy.
+
+Every rank runs this program. The losses are in mrl/algorithms/preference.py, rows in mrl/data/preferences.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mrl.algorithms.preference import DENOMINATOR, WEIGHED_BY, Numbers, PreferenceLoss, kl_estimate
+from mrl.batch import Batch
+from mrl.config.checks import micro_batch_tokens
+from mrl.config.dpo import DPOConfig
+from mrl.config.load import to_dict
+from mrl.config.roles import own_keys
+from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
+from mrl.converters.hf_config import vocab_size_of
+from mrl.converters.hub import model_fingerprint, model_folder
+from mrl.data.dataset import Part, RowDataset
+from mrl.data.preferences import PreferenceDataset, PreferenceSource, batch_of, in_order, with_other_answers
+from mrl.data.stream import Report
+from mrl.engine.base import BaseEngine, Ctx
+from mrl.engine.registry import build_engine
+from mrl.trainers.common import say_all
+from mrl.trainers.console import Console
+from mrl.trainers.reference import Cache, answers_by, with_reference
+from mrl.trainers.sft import run_task
+from mrl.trainers.task import HFConfig, Task
+
+
+def run(config: DPOConfig, command_line: str = "") -> None:
+    """Trains on preferences as `mrl.trainers.sft.run_task` does."""
+    run_task(DPOTask(config), command_line)
+
+
+def engine_config(config: DPOConfig, engine: EngineConfig) -> EngineConfig:
+    """Returns an engine whose micro-batches hold whole groups of sequences."""
+    longest, _ = config.longest_group
+    tokens = micro_batch_tokens(engine.micro_batch, longest)
+    return dataclasses.replace(engine, micro_batch=dataclasses.replace(engine.micro_batch, tokens=tokens))
+
+
+class DPOTask(Task[DPOConfig]):
+    """Training on preferences."""
+
+    denominator = DENOMINATOR
+
+    def __init__(self, config: DPOConfig) -> None:
+        super().__init__(config)
+        loss = config.loss
+        self.loss_fn = PreferenceLoss(loss.name, Numbers(**loss.resolved))
+        unpaired = {"rewards/margin", "rewards/accuracy"}
+        self.means = {
+            name: count for name, count in WEIGHED_BY.items() if loss.is_paired or name not in unpaired
+        }
+        self.reference: BaseEngine | None = None  # with a model of its own
+        self.cache: Cache | None = None
+
+    def role(self, folder: str) -> RoleConfig:
+        return self._role(folder, self.config.model, self.config.engine, trains=True)
+
+    def _role(self, folder: str, model: ModelConfig, engine: EngineConfig, *, trains: bool) -> RoleConfig:
+        config = self.config
+        return RoleConfig(
+            model=dataclasses.replace(model, path=folder), engine=engine_config(config, engine),
+            optimizer=config.optimizer if trains else None, seed=config.seed, packing=config.data.packing,
+        )  # fmt: skip
+
+    def dataset(
+        self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part
+    ) -> PreferenceDataset:
+        paired, vocab_size = self.config.loss.is_paired, vocab_size_of(hf_config)
+        return PreferenceDataset(self.config.data, tokenizer, part=part, vocab_size=vocab_size, paired=paired)
+
+    def source(self, dataset: RowDataset[Any]) -> PreferenceSource:
+        assert isinstance(dataset, PreferenceDataset)
+        config = self.config
+        return PreferenceSource(
+            dataset, group=config.group, global_batch_size=config.train.global_batch_size, seed=config.seed,
+            shuffle=config.data.shuffle,
+        )  # fmt: skip
+
+    def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
+        assert isinstance(dataset, PreferenceDataset)
+        for _, rows in in_order(dataset, self.config.train.global_batch_size, report):
+            yield batch_of(rows, group=self.config.group)
+
+    # -- the reference ------------------------------------------------------------------------------------------------
+
+    def begin(self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console) -> None:
+        super().begin(engine, sets, place, console)
+        config = self.config
+        if not config.loss.needs_reference:
+            return
+        if config.reference.cache:
+            self._fill_cache(engine, sets, place, console)
+        elif config.reference_has_own_model:
+            console.doing("building the reference")
+            self.reference = self._build_reference(console)
+
+    def _build_reference(self, console: Console) -> BaseEngine:
+        config = self.config
+        model = config.reference_model
+        with own_keys("reference", has_engine=config.reference.engine is not None, of="model"):
+            folder = model_folder(model.path, weights=model.init == "pretrained")
+            engine = build_engine(
+                self._role(folder, model, config.reference.engine or config.engine, trains=False)
+            )
+            say_all(console, [f"reference: {note}" for note in engine.notes])
+            engine.init_model()
+        return engine
+
+    def _fill_cache(
+        self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console
+    ) -> None:
+        """Reads the log-probs of all rows, or computes those that are not known yet, before the first step."""
+        config = self.config
+        path = config.reference.model.path
+        folder = engine.config.model.path if path is None else model_folder(path, weights=True)
+        plain = to_dict(config)
+        made_by = {
+            "model": engine.on_main(lambda: [model_fingerprint(folder), _weight_files(folder)]),
+            "keys": {key: plain["model"].get(key) for key in ("init", "dtype")},
+            "seed": config.seed,
+            "reference": plain["reference"]["model"]["dtype"],
+        }
+        self.cache = cache = Cache(place / "reference" / "log_probs.pt", made_by)
+        cache.known = engine.on_main(lambda: cache.known if cache.read() else {})
+        missing = cache.lacks(itertools.chain.from_iterable(self.eval_batches(rows, None) for rows in sets))
+        first = next(missing, None)
+        if first is None:
+            console.say(f"reference: its log-probs of {len(cache.known):,} answers are in {cache.path}")
+            return
+        reference = engine if config.reference_is_start else self._build_reference(console)
+        base = reference is engine and config.model.lora is not None
+        console.doing("computing the reference's log-probs")
+        for batch in itertools.chain([first], missing):
+            cache.add(batch, answers_by(reference, batch, base=base))
+            console.detail(f"{len(cache.known):,} answers")
+        engine.on_main(cache.write)
+        console.say(f"reference: its log-probs of {len(cache.known):,} answers are written to {cache.path}")
+
+    def _reference_of(self, engine: BaseEngine, batch: Batch) -> Tensor:
+        if self.cache is not None:
+            return self.cache.of(batch)
+        reference = self.reference or engine
+        return answers_by(reference, batch, base=reference is engine)
+
+    def means_of(self, batch: Batch, ctx: Ctx) -> dict[str, float]:
+        return super().means_of(batch, ctx) | ({"kto/kl": ctx["kl"]} if "kl" in ctx else {})
+
+    # -- a batch ------------------------------------------------------------------------------------------------------
+
+    def prepare(self, engine: BaseEngine, batch: Batch) -> tuple[Batch, Ctx]:
+        loss = self.config.loss
+        ctx: Ctx = {}
+        if not loss.needs_reference:
+            return batch, ctx
+        if not loss.is_paired:
+            others = with_other_answers(batch, self.config.data.max_length)
+            policy, reference = functools.partial(answers_by, engine), functools.partial(self._reference_of, engine)
+            ctx["kl"] = kl_estimate(policy(others), reference(others))
+        return with_reference(batch, self._reference_of(engine, batch)), ctx
+
+
+def _weight_files(folder: str) -> list[tuple[str, int, int]]:
+    """Returns what tells a folder's weights from others: names, sizes and times of its files."""
+    found = ((path.name, path.stat()) for path in sorted(pathlib.Path(folder).glob("*.safetensors")))
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]

@@ -1,0 +1,102 @@
+"""The reference policy of `mrl dpo`: log-probs of whole answers, by one of three ways.
+
+With adapters that train it is the model without them. Else it is an engine of its own, or, cached, what the model or
+that engine gave before the first step for every row of data.train (data.eval is few rows, and is cached too).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.algorithms.preference import REFERENCE, answer_log_probs
+from mrl.batch import Batch
+from mrl.engine.base import PLAIN_CTX, BaseEngine
+from mrl.roles.dispatch import mesh
+
+LogProbs = Mapping[str, Tensor]
+
+
+def answers_by(engine: BaseEngine, batch: Batch, *, base: bool = False) -> Tensor:
+    """Returns [S] float64, on every rank: an engine's log-probs of the answers of a global mini-batch, without dropout.
+
+    base: of the model without its adapters.
+    """
+    loss_fn, denominator = engine.loss_fn, engine.loss_denominator
+    engine.set_loss_fn(None)
+    try:
+        with engine.eval_mode(), engine.without_adapters() if base else contextlib.nullcontext():
+            found = mesh(engine, batch, lambda share: engine.forward_backward_step(share, PLAIN_CTX, True)[0])
+    finally:
+        engine.set_loss_fn(loss_fn, denominator)
+    return answer_log_probs(batch, found["log_probs"])
+
+
+def with_reference(batch: Batch, log_probs_S: Tensor) -> Batch:
+    """Returns the batch with the reference's log-probs of its answers."""
+    return dataclasses.replace(batch, sequence_fields={**batch.sequence_fields, REFERENCE: log_probs_S})
+
+
+def digests(batch: Batch) -> list[bytes]:
+    """Returns a name for each sequence of a batch: of its tokens, and of which of them train."""
+    fields = (batch.tokens, batch.labels, batch.loss_mask != 0)
+    parts = [part.numpy().tobytes() for field in fields for part in field.cpu().split(batch.lengths.tolist())]
+    count = batch.num_sequences
+    return [hashlib.sha256(b"".join(parts[i::count])).digest()[:16] for i in range(count)]
+
+
+class Cache:
+    """The reference's log-probs of answers, known by their tokens, in a file beside the run.
+
+    made_by: what they depend on beside the tokens; a file that says otherwise is made anew.
+    """
+
+    def __init__(self, path: pathlib.Path, made_by: Mapping[str, Any]) -> None:
+        self.path, self.made_by = path, json.dumps(made_by, sort_keys=True)
+        self.known: dict[bytes, float] = {}
+
+    def read(self) -> bool:
+        """Reads the file. Returns whether there is one, made by the same. A damaged one counts as none."""
+        try:
+            found = torch.load(self.path, weights_only=True)
+            if found["made_by"] != self.made_by:
+                return False
+            names, values = found["names"].numpy(), found["log_probs"].tolist()
+        except (OSError, RuntimeError, EOFError, KeyError, ValueError, AttributeError, TypeError):
+            return False
+        except Exception as error:  # the unpickler's own, of a file that is no checkpoint
+            if type(error).__name__ != "UnpicklingError":
+                raise
+            return False
+        self.known = {name.tobytes(): value for name, value in zip(names, values, strict=True)}
+        return True
+
+    def write(self) -> None:
+        """Writes the file, at once or not at all."""
+        names = torch.frombuffer(bytearray(b"".join(self.known)), dtype=torch.uint8).view(-1, 16)
+        values = torch.tensor(list(self.known.values()), dtype=torch.float64)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        torch.save({"made_by": self.made_by, "names": names, "log_probs": values}, partial)
+        partial.replace(self.path)
+
+    def add(self, batch: Batch, log_probs_S: Tensor) -> None:
+        self.known |= zip(digests(batch), log_probs_S.tolist(), strict=True)
+
+    def lacks(self, batches: Iterator[Batch] | Sequence[Batch]) -> Iterator[Batch]:
+        """Yields those of the batches that have an answer which is not known."""
+        for batch in batches:
+            if not self.known.keys() >= set(digests(batch)):
+                yield batch
+
+    def of(self, batch: Batch) -> Tensor:
+        """Returns [S] float64. KeyError: an answer is not known."""
+        return torch.tensor([self.known[name] for name in digests(batch)], dtype=torch.float64)

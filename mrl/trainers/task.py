@@ -1,0 +1,69 @@
+"""What a run on rows trains for: the part that differs between `mrl sft` and `mrl dpo`, whose loop is one."""
+
+from __future__ import annotations
+
+import abc
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from mrl.batch import Batch
+from mrl.config.schema import RoleConfig
+from mrl.data.batches import Batches
+from mrl.data.dataset import Part, RowDataset
+from mrl.data.stream import Report
+from mrl.engine.base import BaseEngine, Ctx, LossFn
+from mrl.trainers.console import Console
+
+C = TypeVar("C")
+HFConfig = dict[str, Any]
+
+
+class Task(abc.ABC, Generic[C]):
+    """The rows of a command, the batches that they make, and the loss on them."""
+
+    loss_fn: LossFn
+    denominator = "tokens"
+    """Of `Batch.denominators`, what the loss is divided by."""
+    means: Mapping[str, str] = {}
+    """Metric that `loss_fn` gives -> the denominator whose mean it is."""
+
+    def __init__(self, config: C) -> None:
+        self.config = config
+
+    @abc.abstractmethod
+    def role(self, folder: str) -> RoleConfig:
+        """Returns the role that trains. folder: what `model.path` stands for."""
+
+    @abc.abstractmethod
+    def dataset(
+        self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part
+    ) -> RowDataset[Any]:
+        """Returns the rows of data.train or data.eval."""
+
+    @abc.abstractmethod
+    def source(self, dataset: RowDataset[Any]) -> Batches[Any]:
+        """Returns the endless batches of data.train."""
+
+    @abc.abstractmethod
+    def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
+        """Yields all usable rows of data.eval once. report: of rows left out, is filled on the way."""
+
+    def begin(self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console) -> None:
+        """Called once, when the model has been built and before a checkpoint is loaded. Collective.
+
+        sets: data.train, and data.eval where there is one. place: output_dir.
+        """
+        engine.set_loss_fn(self.loss_fn, self.denominator)
+
+    def prepare(self, engine: BaseEngine, batch: Batch) -> tuple[Batch, Ctx]:
+        """Returns a global mini-batch with all that the loss needs, and the loss's own ctx. Collective; outside of the
+        engine's modes."""
+        return batch, {}
+
+    def means_of(self, batch: Batch, ctx: Ctx) -> dict[str, float]:
+        """Returns the metrics of a step on a prepared batch, but those that are means of nothing."""
+        found = ctx["metrics"]
+        return {name: found[name] for name, count in self.means.items() if name in found and batch.denominators[count]}

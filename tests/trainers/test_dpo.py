@@ -1,0 +1,244 @@
+"""`mrl dpo` end to end on a tiny model: equal to transformers and torch's AdamW, on every layout, and after a stop."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
+
+from mrl.config.dpo import PreferenceDataConfig
+from mrl.data.preferences import PreferenceDataset
+from mrl.metric_names import DPO_METRICS, SFT_METRICS
+from mrl.metrics import read
+from tests.engine.harness import run_case
+from tests.tiers import slow_but
+from tests.trainers import tiny_runs
+
+CASE = "tests.trainers.dpo_cases:train"
+ROWS, BATCH, STEPS = 10, 4, 3
+
+
+def pair(first: int) -> dict[str, str]:
+    """A row whose answers have other lengths, each row others."""
+    numbers = [first] * (1 + first % 3)
+    return {
+        "prompt": "+".join(map(str, numbers)) + "=", "chosen": str(sum(numbers)),
+        "rejected": str(sum(numbers) * 7 + first) * (1 + first % 2),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def places(inputs, tmp_path_factory) -> pathlib.Path:
+    """`model`, `other` (the same with other weights), `train.jsonl` and `eval.jsonl`."""
+    folder = tmp_path_factory.mktemp("preferences")
+    shutil.copytree(inputs / "model", folder / "model")
+    shutil.copytree(inputs / "model", folder / "other")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    torch.manual_seed(7)
+    Qwen3ForCausalLM(model.config).save_pretrained(folder / "other")
+    for name, first, count in (("train", 3, ROWS), ("eval", 100, 5)):
+        rows = [pair(first + i) for i in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def make_config(places: pathlib.Path, output_dir: pathlib.Path, **changes: Any) -> dict[str, Any]:
+    own = {
+        "optimizer": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0},
+        "loss": {"name": "dpo"},
+        "reference": {"model": {"path": str(places / "other")}},
+        "data": {"shuffle": False, "eval": str(places / "eval.jsonl")},
+        "train": {"steps": STEPS, "global_batch_size": BATCH},
+        "checkpoint": {"export_hf": False},
+    }
+    if changes.get("loss", {}).get("name") in ("orpo", "simpo"):
+        del own["reference"]
+    for section, value in changes.items():
+        own[section] = {**own.get(section, {}), **value} if isinstance(value, dict) else value
+    return tiny_runs.make_config(places, output_dir, **own)
+
+
+def train(config: dict[str, Any], world: int = 1, **details: Any) -> tuple[str, str]:
+    return run_case(world, CASE, config=config, **details)[:2]
+
+
+# ---------------------------------------------------------------------------------------------- transformers and torch
+
+
+def log_prob(model: torch.nn.Module, ids: list[int], mask: list[int]) -> Tensor:
+    """The answer's, in float64."""
+    logits = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+    of_labels = logits.gather(1, torch.tensor(ids)[1:, None])[:, 0]
+    return of_labels[torch.tensor(mask[1:], dtype=torch.bool)].sum()
+
+
+def oracle_loss(name: str, model: Any, reference: Any, rows: list) -> Tensor:
+    """The papers' equations at mrl's defaults, answer by answer."""
+    answers = [answer for row in rows for answer in row.answers]
+    policy = [log_prob(model, a.ids, a.mask) for a in answers]
+    with torch.no_grad():
+        ref = [log_prob(reference, a.ids, a.mask) for a in answers]
+    ratios = [a - b for a, b in zip(policy, ref, strict=True)]
+    means = [lp / sum(a.mask) for lp, a in zip(policy, answers, strict=True)]
+    pairs = range(0, len(answers), 2)
+    if name == "dpo":
+        return sum(-logsigmoid(0.1 * (ratios[i] - ratios[i + 1])) for i in pairs) / len(rows)
+    if name == "ipo":
+        return sum((ratios[i] - ratios[i + 1] - 5) ** 2 for i in pairs) / len(rows)
+    if name == "simpo":
+        return sum(-logsigmoid(2 * (means[i] - means[i + 1]) - 1) for i in pairs) / len(rows)
+    if name == "orpo":
+        odds = [m - (1 - m.exp()).log() for m in means]
+        nll = -sum(policy[i] for i in pairs) / sum(sum(answers[i].mask) for i in pairs)
+        return nll + 0.1 * sum(-logsigmoid(odds[i] - odds[i + 1]) for i in pairs) / len(rows)
+    prompts = [a.prompt for a in answers]
+    order = [*pairs, *(i + 1 for i in pairs)]
+    kl = 0.0
+    with torch.no_grad():
+        for i, j in zip(order, [*order[1:], order[0]], strict=True):
+            begin = len(answers[j].prompt)
+            ids, mask = prompts[i] + answers[j].ids[begin:], [0] * len(prompts[i]) + answers[j].mask[begin:]
+            kl += float(log_prob(model, ids, mask) - log_prob(reference, ids, mask)) / len(order)
+    z = max(0.0, kl)
+    signs = [1 if i % 2 == 0 else -1 for i in range(len(answers))]
+    return sum(1 - torch.sigmoid(0.1 * s * (r - z)) for s, r in zip(signs, ratios, strict=True)) / len(answers)
+
+
+def oracle(places: pathlib.Path, name: str) -> list[float]:
+    """The losses of transformers and torch's AdamW."""
+    model, reference = (AutoModelForCausalLM.from_pretrained(places / which) for which in ("model", "other"))
+    data = PreferenceDataConfig(train=str(places / "train.jsonl"), max_length=64)
+    dataset = PreferenceDataset(data, AutoTokenizer.from_pretrained(places / "model"), paired=name != "kto")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        rows = [dataset.load((step * BATCH + i) % ROWS) for i in range(BATCH)]
+        loss = oracle_loss(name, model, reference, rows)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+LOSSES = ("dpo", "ipo", "kto", "orpo", "simpo")
+
+
+@pytest.fixture(scope="module")
+def losses_of(places):
+    known: dict[str, list[float]] = {}
+    return lambda name: known.setdefault(name, oracle(places, name))
+
+
+def losses(output_dir: pathlib.Path) -> list[float]:
+    return [row["train/loss"] for row in read(output_dir / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_steps_are_those_of_transformers_and_adamw(places, tmp_path, losses_of, name):
+    """Three steps, the later ones of a trained policy: equal losses show equal gradients and updates."""
+    assert train(make_config(places, tmp_path, loss={"name": name}, data={"eval": None})) == ("done", "")
+    assert losses(tmp_path) == pytest.approx(losses_of(name), rel=2e-5)
+
+
+MEGATRON = {"backend": "megatron"}
+LAYOUTS = {  # processes, engine
+    "fsdp2, padded, pairs apart": (2, {}, {"packing": False}),
+    "dp2, packed, by tokens": (2, {**MEGATRON, "micro_batch": {"tokens": 160, "size": None}}, {}),
+    "tp2": (2, {**MEGATRON, "parallel": {"tp": 2}}, {}),
+    "pp2": (2, {**MEGATRON, "parallel": {"pp": 2}, "micro_batch": {"size": 4}}, {}),
+    "cp2": (2, {**MEGATRON, "parallel": {"cp": 2}}, {}),
+    "fsdp4": (4, {}, {}),
+    "tp2 pp2, padded": (4, {**MEGATRON, "parallel": {"tp": 2, "pp": 2}}, {"packing": False}),
+    "dp2 pp2, by tokens": (4, {**MEGATRON, "parallel": {"pp": 2}, "micro_batch": {"tokens": 160, "size": None}}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "layout, name",
+    slow_but(
+        [("tp2", "dpo"), ("dp2, packed, by tokens", "kto")], [(layout, name) for layout in LAYOUTS for name in LOSSES]
+    ),
+)
+def test_layouts_give_the_same_steps(places, tmp_path, losses_of, layout, name):
+    """kto's KL too, whose answers come from rows of other ranks."""
+    world, engine, data = LAYOUTS[layout]
+    engine = {"device": "cpu", "micro_batch": {"size": 2}, "backend": "fsdp", **engine}
+    config = make_config(places, tmp_path, loss={"name": name}, engine=engine, data={"eval": None, **data})
+    assert train(config, world) == ("done", "")
+    assert losses(tmp_path) == pytest.approx(losses_of(name), rel=2e-5)
+
+
+# ------------------------------------------------------------------------------------------------------ the reference
+
+
+def test_adapters_start_at_their_reference_and_train_from_it(places, tmp_path):
+    """Off, they are the reference: every log-ratio of the first step is 0 to the bit."""
+    config = make_config(places, tmp_path, model={"lora": {"rank": 4}}, reference={"model": {"path": None}})
+    assert train(config) == ("done", "")
+    first, *_, last = read(tmp_path / "metrics.jsonl")
+    assert first["train/loss"] == pytest.approx(math.log(2), rel=1e-7)
+    assert first["rewards/chosen"] == first["rewards/margin"] == 0.0
+    assert last["rewards/margin"] != 0.0
+
+
+@pytest.mark.parametrize("reference", [{}, {"model": {"path": None}}], ids=["another model", "the start"])
+def test_cached_log_probs_are_those_of_the_reference_to_the_bit(places, tmp_path, reference):
+    live, cached = tmp_path / "live", tmp_path / "cached"
+    for folder, cache in ((live, False), (cached, True)):
+        assert train(make_config(places, folder, reference={**reference, "cache": cache})) == ("done", "")
+    assert tiny_runs.steps(live) == tiny_runs.steps(cached)
+    assert set(read(live / "metrics.jsonl")[-1]) == (
+        set(SFT_METRICS) | set(DPO_METRICS) - {"kto/kl"}) - {"perf/mfu"}  # fmt: skip
+
+
+def test_a_cache_of_another_model_is_made_anew_and_a_damaged_one_too(places, tmp_path):
+    config = make_config(places, tmp_path / "run", reference={"cache": True}, train={"steps": 1})
+    assert train(config) == ("done", "")
+    whole, file = losses(tmp_path / "run"), tmp_path / "run" / "reference" / "log_probs.pt"
+    for spoil in (lambda: file.write_bytes(file.read_bytes()[:100]), lambda: file.write_text("no file of torch's")):
+        shutil.rmtree(tmp_path / "run" / "checkpoints")
+        (tmp_path / "run" / "metrics.jsonl").unlink()
+        spoil()
+        assert train(config) == ("done", "")
+        assert losses(tmp_path / "run") == whole
+    start = make_config(places, tmp_path / "run", reference={"cache": True, "model": {"path": None}}, train={"steps": 1})
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    assert train(start) == ("done", "")
+    assert losses(tmp_path / "run") == pytest.approx([math.log(2)], rel=1e-6)
+
+
+@pytest.mark.parametrize("name, cache", [("dpo", True), ("kto", False)])
+def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path, name, cache):
+    loss = {"loss": {"name": name}, "reference": {"cache": cache}, "data": {"shuffle": True}}
+    whole, stopped = (make_config(places, tmp_path / which, **loss) for which in ("whole", "stopped"))
+    assert train(whole, 2) == ("done", "")
+    assert train(stopped, 2, happening="signals", step=2)[0] == "stopped"
+    assert train(stopped, 2) == ("done", "")
+    assert tiny_runs.steps(tmp_path / "stopped") == tiny_runs.steps(tmp_path / "whole")
+
+
+def test_an_evaluation_is_the_loss_on_all_pairs(places, tmp_path):
+    """Five rows in batches of four and one: their sums are divided once."""
+    config = make_config(places, tmp_path, optimizer={"lr": 1e-12}, train={"steps": 1})
+    assert train(config) == ("done", "")
+    model, reference = (AutoModelForCausalLM.from_pretrained(places / which) for which in ("model", "other"))
+    data = PreferenceDataConfig(train=str(places / "eval.jsonl"), max_length=64)
+    dataset = PreferenceDataset(data, AutoTokenizer.from_pretrained(places / "model"), paired=True)
+    rows = [dataset.load(i) for i in range(5)]
+    with torch.no_grad():
+        loss = oracle_loss("dpo", model, reference, rows)
+        chosen = sum(log_prob(model, row.answers[0].ids, row.answers[0].mask) for row in rows) / 5
+    (found,) = read(tmp_path / "metrics.jsonl")
+    assert found["eval/loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert found["eval/logps/chosen"] == pytest.approx(float(chosen), rel=1e-5)
