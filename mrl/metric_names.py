@@ -8,7 +8,7 @@ SFT_METRICS: dict[str, str] = {
     "step": "optimizer steps made, from 1; 0 is the evaluation of `mrl ppo` before training",
     "train/loss": (
         "mean negative log-likelihood of the global mini-batch's trained tokens, before the step; of `mrl ppo`, "
-        "`actor/loss`"
+        "`actor/loss`; of `mrl dpo`, its loss"
     ),
     "train/grad_norm": "global L2 norm of the gradient before clipping",
     "train/lr": "learning rate that the step was made with",
@@ -19,7 +19,10 @@ SFT_METRICS: dict[str, str] = {
     "perf/memory_gb": (
         "peak memory of a rank so far, the largest over ranks: of the GPU, or the process where there is none"
     ),
-    "eval/loss": "mean negative log-likelihood of the evaluation set's trained tokens, after the step",
+    "eval/loss": (
+        "mean negative log-likelihood of the evaluation set's trained tokens, or of `mrl dpo` its loss there, after "
+        "the step"
+    ),
 }
 """Name -> meaning of what `mrl sft` writes."""
 

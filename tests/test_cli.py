@@ -115,6 +115,7 @@ def test_version_and_help():
         "config",
         "convert",
         "doctor",
+        "dpo",
         "eval",
         "generate",
         "plan",
@@ -137,7 +138,7 @@ def test_config_prints_every_key():
     assert "engine.parallel.tp  (default 1; a whole number of at least 1 and at most 65536)" in result.output
     assert invoke("config", "sft").output == result.output
     assert "rollout.samples_per_prompt  (default 8; a whole number of at least 1)" in invoke("config", "ppo").output
-    assert invoke("config", "dpo").exit_code == 2
+    assert "loss.name  (required; one of dpo, ipo, kto, orpo, simpo)" in invoke("config", "dpo").output
 
 
 def test_config_prints_a_section_or_what_has_a_text():
@@ -149,7 +150,7 @@ def test_config_prints_a_section_or_what_has_a_text():
     assert "== mrl sft ==" in clip and "  optimizer.clip_grad  (" in clip and "  algorithm.clip_high  (" in clip
     assert invoke("config", "ppo", "critic", "--grep", "CLIP").output.count("(default") == 1
     for names, says in (
-        (["rolout"], "rolout is no section or key of mrl sft or ppo or serve; did you mean rollout?"),
+        (["rolout"], "rolout is no section or key of mrl sft or ppo or dpo or serve; did you mean rollout?"),
         (["sft", "rollout"], "rollout is of mrl ppo; write mrl config ppo rollout"),
         (["sft", "zzz"], "zzz is no section or key of mrl sft; sections are output_dir, seed, model, "),
         (["sft", "--grep", "nowhere"], "no key has the text 'nowhere'"),

@@ -98,7 +98,8 @@ MAIN = (
 """What the terminal shows without --all."""
 
 GOALS: dict[str, Goal] = {
-    "train/loss": "low", "eval/loss": "low", "critic/loss": "low", "reward/mean": "high", "reward/*/mean": "high", "rewards/accuracy": "high",
+    "train/loss": "low", "eval/loss": "low", "critic/loss": "low", "reward/mean": "high", "reward/*/mean": "high",
+    "rewards/accuracy": "high",
     "eval/rewards/accuracy": "high", "rewards/margin": "high", "eval/rewards/margin": "high",
     "eval/accuracy": "high", "eval/reward": "high", "critic/explained_variance": "high", "perf/tokens_per_s": "high",
     "rollout/tokens_per_s": "high", "perf/mfu": "high", "perf/step_s": "low",

@@ -58,9 +58,7 @@ class DPOTask(Task[DPOConfig]):
         loss = config.loss
         self.loss_fn = PreferenceLoss(loss.name, Numbers(**loss.resolved))
         unpaired = {"rewards/margin", "rewards/accuracy"}
-        self.means = {
-            name: count for name, count in WEIGHED_BY.items() if loss.is_paired or name not in unpaired
-        }
+        self.means = {name: count for name, count in WEIGHED_BY.items() if loss.is_paired or name not in unpaired}
         self.reference: BaseEngine | None = None  # with a model of its own
         self.cache: Cache | None = None
 
@@ -111,9 +109,7 @@ class DPOTask(Task[DPOConfig]):
         model = config.reference_model
         with own_keys("reference", has_engine=config.reference.engine is not None, of="model"):
             folder = model_folder(model.path, weights=model.init == "pretrained")
-            engine = build_engine(
-                self._role(folder, model, config.reference.engine or config.engine, trains=False)
-            )
+            engine = build_engine(self._role(folder, model, config.reference.engine or config.engine, trains=False))
             say_all(console, [f"reference: {note}" for note in engine.notes])
             engine.init_model()
         return engine

@@ -98,13 +98,9 @@ class SFTTask(Task[SFTConfig]):
     def role(self, folder: str) -> RoleConfig:
         return role_config(self.config, folder)
 
-    def dataset(
-        self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part
-    ) -> SFTDataset:
+    def dataset(self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part) -> SFTDataset:
         vision = load_vision(folder, hf_config)
-        return SFTDataset(
-            self.config.data, tokenizer, part=part, vocab_size=vocab_size_of(hf_config), vision=vision
-        )
+        return SFTDataset(self.config.data, tokenizer, part=part, vocab_size=vocab_size_of(hf_config), vision=vision)
 
     def source(self, dataset: RowDataset[Any]) -> BatchSource:
         size, data = self.config.train.global_batch_size, self.config.data

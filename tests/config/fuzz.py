@@ -30,20 +30,22 @@ from click.testing import CliRunner
 
 from mrl.cli import main as mrl
 from mrl.config.command import roots
+from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.keys import Key, walk
 from mrl.config.ppo import PromptsConfig
 from mrl.config.rewards import NAMED, FunctionReward
 from mrl.config.schema import DataConfig
 from mrl.data.batches import BatchSource
 from mrl.data.dataset import SFTDataset
+from mrl.data.preferences import PreferenceDataset, PreferenceSource
 from mrl.data.prompts import PromptDataset, PromptSource
 from mrl.errors import UserError
-from tests.bad_input.mistakes import CONFIG, PPO_CONFIG, SERVE_CONFIG, Workspace
+from tests.bad_input.mistakes import CONFIG, DPO_CONFIG, PPO_CONFIG, SERVE_CONFIG, Workspace
 from tests.trainers.tiny_runs import load_example
 
 LIMIT_S, LIMIT_CHARACTERS = 5.0, 400
-FILES = {"sft": "config.yaml", "ppo": "ppo.yaml", "serve": "serve.yaml"}
-BASES = {"sft": CONFIG, "ppo": PPO_CONFIG, "serve": SERVE_CONFIG}
+FILES = {"sft": "config.yaml", "ppo": "ppo.yaml", "dpo": "dpo.yaml", "serve": "serve.yaml"}
+BASES = {"sft": CONFIG, "ppo": PPO_CONFIG, "dpo": DPO_CONFIG, "serve": SERVE_CONFIG}
 
 WHOLE = [
     0,
@@ -283,6 +285,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"messages": CHAT},
         {"instruction": "1", "input": "2"},
     ],
+    "dpo": [
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+        {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [{"role": "assistant", "content": "3"}]},
+        {"chosen": CHAT, "rejected": [CHAT[0], {"role": "assistant", "content": "3"}]},
+        {"prompt": "1+1=", "completion": "2", "label": True},
+    ],
 }
 EXTRAS = [
     "tools",
@@ -359,6 +367,11 @@ def read_rows(
             if command == "sft":
                 rows = SFTDataset(DataConfig(**data, max_length=64), tokenizer(), vocab_size=len(tokenizer()))
                 BatchSource(rows, global_batch_size=4, seed=0, prefetch=False).next()
+            elif command == "dpo":
+                pairs = PreferenceDataset(
+                    PreferenceDataConfig(**data, max_length=64), tokenizer(), vocab_size=len(tokenizer()), paired=False
+                )
+                PreferenceSource(pairs, group=1, global_batch_size=4, seed=0, prefetch=False).next()
             else:
                 prompts = PromptDataset(
                     PromptsConfig(**data, max_prompt_length=32), tokenizer(), vocab_size=len(tokenizer())
@@ -424,7 +437,10 @@ def fuzz(count: int, seed: int, folder: pathlib.Path, say: Callable[[str], None]
         Workspace(folder / name).make()
     for command in roots():  # what is imported when it is needed first counts for no case
         assert dry_run(Workspace(folder / "configs"), command) == (0, "", None)
-        assert command not in ROWS or read_rows(Workspace(folder / "rows"), command, "stop", "error") == (0, "", None)
+        if command in ROWS:
+            rows = Workspace(folder / "rows")
+            rows.write("rows.jsonl", "".join(json.dumps(ROWS[command][0]) + "\n" for _ in range(8)))
+            assert read_rows(rows, command, "stop", "error") == (0, "", None)
     for number in range(count):
         case = make_case(seed, number)
         fresh = Workspace(folder / "rows") if case[0] == "rows" else Workspace(folder / "configs")

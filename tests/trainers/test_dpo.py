@@ -211,7 +211,9 @@ def test_a_cache_of_another_model_is_made_anew_and_a_damaged_one_too(places, tmp
         spoil()
         assert train(config) == ("done", "")
         assert losses(tmp_path / "run") == whole
-    start = make_config(places, tmp_path / "run", reference={"cache": True, "model": {"path": None}}, train={"steps": 1})
+    start = make_config(
+        places, tmp_path / "run", reference={"cache": True, "model": {"path": None}}, train={"steps": 1}
+    )
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "metrics.jsonl").unlink()
     assert train(start) == ("done", "")
