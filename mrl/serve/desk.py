@@ -189,8 +189,8 @@ class Desk:
         with self._lock:
             self._check_room(_Together(), count)
 
-    def known(self, queue: Hashable, number: int) -> Promise | None:
-        """Returns what was promised for a number, None where nothing was: what was right then may be refused now."""
+    def known(self, queue: Hashable, number: Hashable) -> Promise | None:
+        """Returns what was promised for a number, or another key, None where nothing was: what was right then may be refused now."""
         with self._lock:
             return self._by_key.get((queue, number))
 
@@ -385,6 +385,19 @@ class Desk:
     def fail(self, promise: Promise, category: Category, line: str) -> None:
         """Says that a promise came to nothing, and why."""
         self.finish(promise, failed(category, line))
+
+    def give_back(self, why: str) -> None:
+        """Fails what waits on the queues of models; the next operation of each comes after it."""
+        left: list[Waiting] = []
+        with self._lock:
+            for made in self._queues.values():
+                if isinstance(made, _Numbered) and made.waiting:
+                    left += made.waiting.values()
+                    made.next = max(made.waiting) + 1
+                    made.waiting.clear()
+                    made.pass_refused()
+        for waiting in left:
+            self.fail(waiting.promise, "server", why)
 
     def close(self, why: str) -> None:
         """Takes nothing more: what arrives is told to come again, what waits goes on."""

@@ -14,7 +14,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -66,14 +66,17 @@ class OpenAI:
     """The handlers, with what they share."""
 
     def __init__(
-        self, served: Served, ledger: Ledger, desk: Desk, sampling: Sampling, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
+        self, served: Served, ledger: Ledger, desk: Desk, sampling: Sampling, tokenizer: PreTrainedTokenizerBase,
+        snapshots: Callable[[], Collection[str]],
+    ) -> None:  # fmt: skip
+        self.snapshots = snapshots  # names of those that the ranks have
         self.served, self.ledger, self.desk, self.sampling = served, ledger, desk, sampling
         self.tokenizer, self.encoder = tokenizer, TurnEncoder(tokenizer)
 
     async def models(self, asked: Asked) -> Response:
         saved = [one.path for one in self.ledger.saved.values() if one.part == "sampler_weights"]
-        names = [self.served.base, *saved, *(one.id for one in self.ledger.samplers.values() if one.snapshot)]
+        here = self.snapshots()
+        names = [self.served.base, *saved, *(one.id for one in self.ledger.samplers.values() if one.snapshot in here)]
         return JSONResponse({"object": "list", "data": [_about(name) for name in names]})
 
     async def model(self, asked: Asked) -> Response:
@@ -294,7 +297,7 @@ class _Streamed(Work):
             tell((index, found))
             return Result(b"{}")
 
-        super().__init__(sample, answer, lambda completions: tell((index, list(completions))))
+        super().__init__(sample, answer, progress=lambda completions: tell((index, list(completions))))
 
 
 class _Part:

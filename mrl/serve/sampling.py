@@ -27,6 +27,9 @@ NOT_DONE = ("prompt_alt_tokens_k", "target_prompt_logprobs", "prompt_logprobs_la
 EMPTY_LOG_PROB = -99999.0
 """What the client takes for a cell without a token."""
 MOST_SAMPLES = 4096
+MOST_TOP_NUMBERS = 2**24
+"""Log-probs of the likeliest tokens that one answer tells: some 200 megabytes."""
+
 LEAST_TEMPERATURE = 1e-6
 """Logits that are divided by much less are no numbers in fp32, and their samples none of the model."""
 
@@ -98,6 +101,10 @@ class Sampling:
             raise UserError("num_samples", count, "is too many at once", f"ask for at most {MOST_SAMPLES}")
         seed = field(params, "seed", int, None)
         stop, stop_tokens = self.stops(params.get("stop"))
+        for name, tokens_of in (("topk_prompt_logprobs", len(tokens)), ("topk_sample_logprobs", count * most)):
+            if self._top(body, name) * tokens_of > MOST_TOP_NUMBERS:
+                why, fix = f"is too many for {tokens_of} tokens", f"ask for at most {MOST_TOP_NUMBERS // tokens_of}"
+                raise UserError(name, self._top(body, name), why, fix)
         return Sample(
             tokens, count, most, sampling_of(params), secrets.randbits(62) if seed is None else seed, stop_tokens, stop,
             field(body, "prompt_logprobs", bool, False), self._top(body, "topk_prompt_logprobs"),

@@ -15,7 +15,7 @@ import pathlib
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -62,6 +62,12 @@ LOOK_S = 0.5
 
 LOOK_AGAIN_S = 5.0
 """And for clients that are gone."""
+
+DRAIN_S = 60.0
+"""How long models go on with what waits, after a signal: who sent it may kill soon."""
+
+CHUNK_BYTES = 5_000_000
+"""Of a pass, what clients send in one body."""
 
 API = "/api/v1"
 
@@ -115,7 +121,13 @@ def _serve(
             _follow(models)
             return
         server = Server(
-            config, served, end_tokens(models.folder, models.tokenizer), models.tokenizer, console, *listens
+            config,
+            served,
+            end_tokens(models.folder, models.tokenizer),
+            models.tokenizer,
+            console,
+            *listens,
+            snapshots=lambda: set(models.snapshots),
         )
         if said := resume(server, models):
             console.say(said)
@@ -140,14 +152,14 @@ class Server:
 
     def __init__(
         self, config: ServeConfig, served: Served, ends: Sequence[int], tokenizer: PreTrainedTokenizerBase,
-        console: Console, listens: socket.socket,
+        console: Console, listens: socket.socket, *, snapshots: Callable[[], Collection[str]],
     ) -> None:  # fmt: skip
         self.config, self.served, self.console = config, served, console
         self.desk = Desk(most_waiting=config.serve.max_waiting)
         self.ledger = Ledger(pathlib.Path(config.output_dir))
         self.training = Training(served, self.ledger, self.desk)
         self.sampling = Sampling(served, self.ledger, self.desk, ends)
-        self.openai = OpenAI(served, self.ledger, self.desk, self.sampling, tokenizer)
+        self.openai = OpenAI(served, self.ledger, self.desk, self.sampling, tokenizer, snapshots)
         keys = config.serve
         self.servers = None
         if keys.servers.kind is not None:
@@ -158,8 +170,9 @@ class Server:
         training, sampling, links = self.training, self.sampling, Links(self.ledger)
         records = Records(self.ledger, links)
         door = Door(secret_of_clients(), self.config.serve.max_body_mb * 2**20)
+        chunk = min(CHUNK_BYTES, self.config.serve.max_body_mb * 2**19)  # estimates: room for what they leave out
         handlers = {
-            "POST client/config": _constant({"parallel_fwdbwd_chunks": False}),
+            "POST client/config": _constant({"parallel_fwdbwd_chunks": False, "fwdbwd_max_chunk_bytes_count": chunk}),
             "POST client/dynamic_config": _constant({}),
             "POST telemetry": _constant({"status": "accepted"}),
             "GET healthz": _constant({"status": "ok"}),
@@ -269,10 +282,12 @@ def suspend(server: Server, models: Models) -> None:
     server.desk.close("the server ends")
     if server.servers is not None:
         server.servers.close()
-    while (turn := server.desk.take(0)) is not None:
+    until = time.monotonic() + DRAIN_S
+    while time.monotonic() < until and (turn := server.desk.take(0)) is not None:
         server.ledger.clear()
         if not isinstance(turn.queue, Samples):
             do_turn(server, models, turn)
+    server.desk.give_back("the server was ended before this was done, and it was not done; send it again")
     folder = server.ledger.suspended
     shutil.rmtree(folder, ignore_errors=True)
     together(models, ops.Suspend(f"{folder}.partial"))
@@ -338,6 +353,7 @@ def _done(models: Models, work: Work) -> Result:
     """Does what a client asked for, on all ranks. A full disk does not end the server, but where it stops one of
     several ranks, for which the others wait."""
     alone = all_ranks().size == 1
+    work.check()
     try:
         found = together(models, work.operation)
         alone = True

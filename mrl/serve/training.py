@@ -41,6 +41,7 @@ class Work:
 
     operation: Any
     answer: Callable[[Any], Result]
+    check: Callable[[], None] = lambda: None  # called just before it is done; may raise UserError
     progress: Callable[[Sequence[Completion]], None] | None = None  # told of completions while they are drawn
 
 
@@ -208,6 +209,9 @@ class Training:
         return JSONResponse(about | {"lora_rank": kind.rank, "optimizer_config": {"type": "adamw"}, "type": "get_info"})
 
     async def unload_model(self, asked: Asked) -> Response:
+        known = self.desk.known("unload", field(asked.json, "model_id", str))
+        if known is not None:
+            return promised(known)  # its answer was lost, and the model is gone by now
         model = self._model(asked.json)
         promise = self.desk.put_together(("unload", model.id), ("unload", model.id), self._unload(model))
         return promised(promise)
@@ -284,20 +288,26 @@ class Training:
 
         def work() -> Work:
             name = field(body, "path", str, "") or f"step{count:08d}"
-            folder, saved = self._place(model, "weights", name, body)
-            return Work(ops.Save(model.id, str(folder)), saved)
+            folder, saved, check = self._place(model, "weights", name, body)
+            return Work(ops.Save(model.id, str(folder)), saved, check)
 
         return await self._numbered(model, count, work)
 
     def _place(
         self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]
-    ) -> tuple[pathlib.Path, Callable[[Any], Result]]:
-        """Returns the folder to save in, and what says that it was saved."""
+    ) -> tuple[pathlib.Path, Callable[[Any], Result], Callable[[], None]]:
+        """Returns the folder to save in, what says that it was saved, and what refuses a name that is taken: now, and
+        when it comes to it, as two saves may wait at once."""
         check_name(name)
         ttl, metadata = seconds_of(body), metadata_of(body)
         path = f"{PREFIX}{model.id}/{part}/{name}"
-        if path in self.ledger.saved and not field(body, "overwrite", bool, part == "sampler_weights"):
-            raise UserError("path", name, "is saved already", "give another name, or overwrite=True")
+        overwrite = field(body, "overwrite", bool, part == "sampler_weights")
+
+        def check() -> None:
+            if path in self.ledger.saved and not overwrite:
+                raise UserError("path", name, "is saved already", "give another name, or overwrite=True")
+
+        check()
         folder = self.ledger.folder_of(model.id, part, name)
 
         def saved(_: Any) -> Result:
@@ -307,7 +317,7 @@ class Training:
             self.ledger.save(Saved(model.id, part, name, model.kind, model.base, now, size, expires, metadata))
             return as_result({"path": path, "size_bytes": size})
 
-        return folder, saved
+        return folder, saved, check
 
     async def save_weights_external(self, asked: Asked) -> Response:
         body = asked.json
@@ -323,8 +333,8 @@ class Training:
 
     def _export(self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]) -> Work:
         """Makes a folder that peft loads over the base, or transformers where all weights train."""
-        folder, saved = self._place(model, part, name, body)
-        return Work(ops.Export(model.id, str(folder)), saved)
+        folder, saved, check = self._place(model, part, name, body)
+        return Work(ops.Export(model.id, str(folder)), saved, check)
 
     async def load_weights(self, asked: Asked) -> Response:
         """Makes a model of what was saved, or has one take it on whose `model_id` stands in place of a session: so do

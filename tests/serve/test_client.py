@@ -240,6 +240,28 @@ def test_a_signal_between_two_calls_changes_nothing(model, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_signal_under_load_loses_nothing(model, tmp_path):
+    """Two clients have a dozen calls each on their way, and a third samples; each goes on to what it would have been."""
+    with serving(tmp_path, model) as server:
+        expected = []
+        for seed in (1, 2):
+            undisturbed = server.train(seed=seed)
+            expected.append([step(undisturbed, rows(10 * seed + s)) for s in range(6)])
+        clients = [server.train(seed=seed) for seed in (1, 2)]
+        sampler = server.client().create_sampling_client(base_model=model)
+        sampled = sampler.sample(types.ModelInput.from_ints([5, 6]), 8, types.SamplingParams(max_tokens=40, seed=1))
+        calls = [
+            [(c.forward_backward(rows(10 * seed + s), "cross_entropy"), c.optim_step(ADAM)) for s in range(6)]
+            for seed, c in enumerate(clients, 1)
+        ]
+        assert server.end() == 75
+        server.start()
+        found = [[(a.result().metrics["loss:sum"], b.result().metrics["grad_norm"]) for a, b in one] for one in calls]
+        assert found == expected
+        assert [len(one.tokens) for one in sampled.result().sequences] and len(sampled.result().sequences) == 8
+
+
+@pytest.mark.slow
 def test_losses_are_those_of_an_oracle(server, model):
     """Each loss, as a sum over positions written anew here, on transformers' log-probs."""
     ids, rng = [[5, 6, 7, 8, 9], [20, 21, 22]], np.random.default_rng(1)

@@ -258,3 +258,37 @@ def test_whoever_no_longer_waits_is_forgotten(desk):
     desk.tell_no_more(promise, told)
     desk.finish(promise, Result(b""))
     desk.tell_no_more(promise, told)
+
+
+def test_what_is_given_back_fails_and_the_next_call_comes_after_it(desk):
+    desk.open("a", first=1)
+    left = [desk.put("a", number, number) for number in (1, 2)]
+    desk.give_back("the server was ended")
+    assert all(b"the server was ended" in promise.result.body for promise in left)
+    assert desk.take(0) is None
+    after = desk.put("a", 3, "after")
+    assert [waiting.promise for waiting in desk.take(0).waiting] == [after]
+
+
+@pytest.mark.parametrize(("most", "kept"), [(20, (False, False)), (19, (False, False)), (30, (True, True)), (29, (False, True)), (10, (False, False))])  # fmt: skip
+def test_no_more_is_forgotten_than_has_to_be(desk, clock, monkeypatch, most, kept):
+    """Three results of ten bytes, the last of which nobody has fetched."""
+    monkeypatch.setattr("mrl.serve.desk.MOST_BYTES", most)
+    desk.open("a", first=1)
+    promises = [desk.put("a", number, number) for number in (1, 2, 3)]
+    while desk.take(0) is not None:
+        pass
+    for promise in promises:
+        desk.finish(promise, Result(b"0123456789"))
+    for promise in promises[:2]:
+        clock.now += 1.0
+        desk.fetched(promise)
+    clock.now = 500.0
+    desk.put("a", 4, "which forgets")
+    expected = (*kept, True) if most != 20 else (False, True, True)
+    for promise, is_kept in zip(promises, expected, strict=True):
+        if is_kept:
+            assert desk.find(promise.id) is promise
+        else:
+            with pytest.raises(Gone):
+                desk.find(promise.id)

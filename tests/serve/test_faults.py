@@ -260,3 +260,47 @@ def test_a_key_is_asked_for(model, tmp_path, key):
         assert ask(server, "/api/v1/healthz", method="GET", **headers)[0] == 401
         assert ask(server, "/v1/models", method="GET", authorization="Bearer tml-the-key-of-tests")[0] == 200
         assert ask(server, "/api/v1/healthz", method="GET", **{"x-api-key": "tml-the-key-of-tests"})[0] == 200
+
+
+def test_two_saves_of_one_name_on_their_way_at_once(server):
+    client = server.train()
+    first, second = client.save_state("twice"), client.save_state("twice")
+    assert first.result().path.endswith("/weights/twice")
+    with pytest.raises(Exception, match='path: value "twice" is saved already'):
+        second.result()
+
+
+def test_a_model_that_is_unloaded_twice(server):
+    """The answer to the first was lost."""
+    body = {"model_id": server.train().get_info().model_id}
+    assert came_of(server, "unload_model", **body) == came_of(server, "unload_model", **body)
+    assert ask(server, "/api/v1/get_info", body)[0] == 200, "what it was is known"
+
+
+def test_more_log_probs_than_an_answer_holds(server, model):
+    sampler = server.client().create_sampling_client(base_model=model)
+    sample = {
+        "sampling_session_id": sampler._sampling_session_id, "prompt": {"chunks": [{"tokens": [5, 6]}]},
+        "num_samples": 4096,
+        "sampling_params": {"max_tokens": 60}, "topk_sample_logprobs": 100,
+    }  # fmt: skip
+    status, body = ask(server, "/api/v1/asample", sample)
+    assert (
+        status == 400 and b"topk_sample_logprobs: value 100 is too many for 245760 tokens; ask for at most 68" in body
+    )
+
+
+def test_clients_are_told_what_a_body_may_hold(server):
+    status, body = ask(server, "/api/v1/client/config", {})
+    assert (status, json.loads(body)["fwdbwd_max_chunk_bytes_count"]) == (200, 2**19), "half of the megabyte that it takes here"
+
+
+def test_one_who_floods_does_not_keep_another_waiting(server):
+    """Forty passes of one client wait; those of another come through between them."""
+    flood, other = server.train(seed=1), server.train(seed=2)
+    waiting = [flood.forward_backward(rows(s), "cross_entropy") for s in range(40)]
+    for s in range(3):
+        step(other, rows(s))
+    assert not waiting[-1].done() if hasattr(waiting[-1], "done") else not waiting[-1].future().done()
+    for one in waiting:
+        one.result()

@@ -99,6 +99,24 @@ def test_a_policy_is_read_while_it_trains(client, server, model):
     assert (again.text, again.logprobs.token_logprobs) == (of_save.text, of_save.logprobs.token_logprobs)
 
 
+def test_a_snapshot_that_is_gone_is_not_listed(client, server):
+    trained = server.train(seed=1)
+    sampler = trained.save_weights_and_get_sampling_client()
+    id = (sampler.result() if hasattr(sampler, "result") else sampler)._sampling_session_id
+    assert id in [one.id for one in client.models.list()]
+    for s in range(12):  # newer ones take its place
+        step(trained, rows(s))
+        newer = trained.save_weights_and_get_sampling_client()
+        newer.result() if hasattr(newer, "result") else newer
+    listed = [one.id for one in client.models.list()]
+    told = "is gone: newer ones took its place"
+    for one in listed:
+        client.completions.create(model=one, prompt=[5, 6], max_tokens=1)
+    if id not in listed:
+        with pytest.raises(Exception, match=told):
+            client.completions.create(model=id, prompt=[5, 6], max_tokens=1)
+
+
 def test_mistakes_are_told(client, model):
     with pytest.raises(openai.BadRequestError, match="max_tokens: value 1000 is more than fits"):
         client.completions.create(model=model, prompt="a", max_tokens=1000)
