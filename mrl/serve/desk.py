@@ -190,7 +190,8 @@ class Desk:
             self._check_room(_Together(), count)
 
     def known(self, queue: Hashable, number: Hashable) -> Promise | None:
-        """Returns what was promised for a number, or another key, None where nothing was: what was right then may be refused now."""
+        """Returns what was promised for a number or another key, None where nothing was: what was right then may be
+        refused now."""
         with self._lock:
             return self._by_key.get((queue, number))
 

@@ -280,7 +280,7 @@ def test_a_model_that_is_unloaded_twice(server):
 def test_more_log_probs_than_an_answer_holds(server, model):
     sampler = server.client().create_sampling_client(base_model=model)
     sample = {
-        "sampling_session_id": sampler._sampling_session_id, "prompt": {"chunks": [{"tokens": [5, 6]}]},
+        "sampling_session_id": sampler.result()._sampling_session_id, "prompt": {"chunks": [{"tokens": [5, 6]}]},
         "num_samples": 4096,
         "sampling_params": {"max_tokens": 60}, "topk_sample_logprobs": 100,
     }  # fmt: skip
@@ -292,7 +292,9 @@ def test_more_log_probs_than_an_answer_holds(server, model):
 
 def test_clients_are_told_what_a_body_may_hold(server):
     status, body = ask(server, "/api/v1/client/config", {})
-    assert (status, json.loads(body)["fwdbwd_max_chunk_bytes_count"]) == (200, 2**19), "half of the megabyte that it takes here"
+    assert (status, json.loads(body)["fwdbwd_max_chunk_bytes_count"]) == (200, 2**19), (
+        "half of the megabyte that it takes here"
+    )
 
 
 def test_one_who_floods_does_not_keep_another_waiting(server):
