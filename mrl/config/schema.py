@@ -303,6 +303,10 @@ class CheckpointConfig:
     keep: int | None = key(2, "newest whole checkpoints kept; null for all", minimum=1)
     resume: str = key("auto", "auto (newest whole checkpoint of output_dir, if any), never, or a checkpoint folder")
     remote: str | None = key(None, "fsspec URL that checkpoints are copied to")
+    background: bool = key(
+        False,
+        "copy what is saved to host memory and write it while training goes on; saves at the end and on signals wait",
+    )
     export_hf: bool = key(True, "write the final model to output_dir/hf, loadable with transformers")
 
 

@@ -59,6 +59,7 @@ class Ranks:
     rank: int
     size: int
     gather: Callable[[Any], Sequence[Any]]  # collective: the values of all in rank order; so it is a barrier too
+    group: Any = None  # torch's process group of them, None for the default one
 
     def share(self, items: Sequence[str]) -> Sequence[str]:
         """This rank's of items that all ranks have in the same order."""

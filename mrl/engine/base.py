@@ -22,7 +22,7 @@ from mrl.converters.mtp import COUNT as MTP_COUNT
 from mrl.converters.rules import value_head_config
 from mrl.converters.safetensors_io import HFWriter, TensorInfo
 from mrl.converters.table import Family
-from mrl.engine import collective, saving
+from mrl.engine import background, collective, saving
 from mrl.engine.checks import EngineChecks
 from mrl.engine.collective import Predictions
 from mrl.engine.guards import Problem
@@ -266,6 +266,15 @@ class BaseEngine(EngineChecks, abc.ABC):
 
         Raises CheckpointError on every rank, before anything has changed, for what another model or optimizer wrote.
         """
+
+    def stage_state(self, state: Mapping[str, Any]) -> background.Write:
+        """Copies what `save_state` writes to host memory. Returns what writes the copy, in a thread."""
+        raise NotImplementedError
+
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether there is a `stage_state`: an engine of another package may have none."""
+        return type(self).stage_state is not BaseEngine.stage_state
 
     def save_checkpoint(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 
 from mrl.converters.mcore_weights import is_imported
 from mrl.converters.table import Family, HFConfig
-from mrl.engine import atomic_checkpoint, checkpoint_remote
+from mrl.engine import atomic_checkpoint, background, checkpoint_remote
 from mrl.engine.collective import all_ranks, on_main, wait_for_all
 from mrl.engine.stored_weights import stored_weights
 
@@ -37,6 +37,37 @@ def save(
     if remote is not None:
         on_main(lambda: checkpoint_remote.upload(saved, remote, keep=keep, protect=protect))
     return saved
+
+
+def in_background(
+    saver: background.Saver,
+    root: str,
+    step: int,
+    write: background.Write,
+    *,
+    backend: str,
+    remote: str | None,
+    keep: int | None,
+    protect: Collection[str] = (),
+    then: Callable[[], None] = lambda: None,
+) -> None:
+    """Begins what `save` does in a thread of each rank. Collective.
+
+    write: of what is copied already. then: is called on the main process when the checkpoint is whole.
+    """
+
+    def work(ranks: atomic_checkpoint.Ranks) -> None:
+        with atomic_checkpoint.writing(root, step, backend=backend, ranks=ranks, keep=keep, protect=protect) as folder:
+            write(folder, ranks)
+
+        if ranks.rank == 0:
+            if remote is not None:
+                saved = os.path.join(root, atomic_checkpoint.step_name(step))
+                checkpoint_remote.upload(saved, remote, keep=keep, protect=protect)
+            then()
+        ranks.gather(None)
+
+    saver.begin(work)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.engine import collective
+from mrl.engine.background import Write
 from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, LossFn, Predictions
 from mrl.engine.guards import Problem
 from mrl.errors import CheckpointError, ModelError
@@ -288,6 +289,11 @@ class WorkerDispatch:
         return role_checkpoints.save(
             saved, self._use, root, global_step, state or {}, remote=remote, keep=keep, protect=protect
         )
+
+    def stage_checkpoint(self, state: Mapping[str, Any]) -> Write:
+        """Copies what `save_checkpoint` writes to host memory. Returns what writes it, in a thread of each rank."""
+        saved = {name: engine for name, engine in self.engines.items() if name not in self.constant}
+        return role_checkpoints.stage(saved, self._use, state)
 
     def load_checkpoint(self, path: str, remote: str | None = None) -> dict[str, Any]:
         """Restores the newest whole checkpoint of `path` (or `path` itself, or of the URL `remote`), also into other

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from mrl.engine import saving
-from mrl.engine.atomic_checkpoint import ROLES, other_backend
+from mrl.engine import background, saving
+from mrl.engine.atomic_checkpoint import ROLES, Ranks, other_backend
 from mrl.engine.base import BaseEngine
 from mrl.engine.collective import on_main
+from mrl.engine.torch_dist.data_files import saved_bytes
 from mrl.errors import CheckpointError
 
 TRAINER = "trainer.pt"
@@ -51,6 +52,24 @@ def save(
             use(role).save_state(os.path.join(folder, role), {})
 
     return saving.save(root, step, write, backend=ROLES, remote=remote, keep=keep, protect=protect)
+
+
+def stage(engines: Mapping[str, BaseEngine], use: Use, state: Mapping[str, Any]) -> background.Write:
+    """Copies what `save` writes to host memory. Returns what writes it. Collective."""
+    about = saved_bytes({"roles": {role: engine.backend for role, engine in engines.items()}, "state": dict(state)})
+    writes = {role: use(role).stage_state({}) for role in engines}
+
+    def write_copies(folder: str, ranks: Ranks) -> None:
+        if ranks.rank == 0:
+            for role in writes:
+                os.mkdir(os.path.join(folder, role))
+            with open(os.path.join(folder, TRAINER), "wb") as out:
+                out.write(about)
+        ranks.gather(None)
+        for role, write in writes.items():
+            write(os.path.join(folder, role), ranks)
+
+    return write_copies
 
 
 def load(

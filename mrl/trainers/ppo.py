@@ -18,7 +18,6 @@ from mrl import metrics
 from mrl.algorithms.recipes import in_words
 from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
-from mrl.engine.atomic_checkpoint import step_name
 from mrl.errors import TrainingError, UserError
 from mrl.rewards.scorer import faults_in_words
 from mrl.trainers.common import (
@@ -90,7 +89,8 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
         say_all(console, log.notes)
         console.start(progress.logged, trainer.total_steps)
         try:
-            loop(trainer, progress, experience, log)
+            with trainer.saves.ended(console):
+                loop(trainer, progress, experience, log)
         except TrainingError:
             # What a guard refused is sampled again: a sampler may be mended by then.
             trainer.collector.rollouts.forget()
@@ -177,6 +177,7 @@ def one_step(trainer: Trainer, progress: Progress, experience: Experience) -> tu
         progress.tokens += batch.denominators["tokens"]
     progress.step += 1
     update_s = time.perf_counter() - began_s
+    row |= trainer.saves.metrics()
     row |= {
         "train/tokens": progress.tokens,
         "perf/update_s": update_s,
@@ -223,9 +224,8 @@ def finish_step(
     is_best = note_best(trainer, progress, row)
     if stop_requested or is_best or is_due(config.checkpoint.every, step, trainer.total_steps):
         log.sync()
-        saved = save(trainer, progress, experience)
-        if is_best:
-            dispatch.on_main(lambda: trainer.directory.name_best(step_name(step), config.checkpoint.remote))
+        going_on = not stop_requested and step < trainer.total_steps
+        saved = save(trainer, progress, experience, is_best=is_best, going_on=going_on)
         if stop_requested:
             raise stopped_at(trainer, progress, experience, saved=saved)
 

@@ -57,6 +57,7 @@ from mrl.trainers.common import (
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed, is_own
 from mrl.trainers.run_lock import RunLock
+from mrl.trainers.saves import Saves, check_background
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.step_guard import StepGuard
 from mrl.trainers.task import HFConfig, Task
@@ -75,6 +76,7 @@ class Trainer:
     directory: RunDirectory
     console: Console
     stop: StopSignal
+    saves: Saves
     chat_template: str | None = None  # the text of data.chat_template, which the export gets too
 
     @property
@@ -138,6 +140,7 @@ def _run(task: Task[Any], command_line: str, console: Console) -> None:
     train_set = of_part("train")
     eval_set = None if config.data.eval is None else of_part("eval")
     engine = build_engine(task.role(folder))
+    check_background(config.checkpoint.background, {"engine.backend": engine})
     directory = RunDirectory(pathlib.Path(config.output_dir))
     lock = RunLock(directory.path)
     total_steps = length_of(config, train_set, console)
@@ -147,7 +150,9 @@ def _run(task: Task[Any], command_line: str, console: Console) -> None:
     with StopSignal(says) as stop:
         template = tokenizer.chat_template if config.data.chat_template is not None else None
         evaluation = None if eval_set is None else Evaluation(task, eval_set, engine, directory, console, stop)
-        trainer = Trainer(task, total_steps, source, evaluation, engine, directory, console, stop, template)
+        trainer = Trainer(
+            task, total_steps, source, evaluation, engine, directory, console, stop, Saves(engine.device), template
+        )
         try:
             engine.on_main(lock.acquire)
             engine.on_main(lambda: check_outside(config))
@@ -230,7 +235,8 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     try:
         say_all(console, log.notes)
         console.start(progress.logged, trainer.total_steps)
-        loop(trainer, progress, log)
+        with trainer.saves.ended(console):
+            loop(trainer, progress, log)
     finally:
         console.doing("closing the logs")
         log.close()
@@ -290,7 +296,8 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
         progress.step += 1
         progress.tokens += batch.denominators["tokens"]
         row = {"train/loss": loss, "train/grad_norm": float(grad_norm), "train/lr": lr, "train/tokens": progress.tokens}
-        row |= trainer.task.means_of(made, ctx) | throughput.metrics(batch, step_s=time.perf_counter() - began_s)
+        row |= trainer.saves.metrics() | trainer.task.means_of(made, ctx)
+        row |= throughput.metrics(batch, step_s=time.perf_counter() - began_s)
         finish_step(trainer, progress, log, row)
 
 
@@ -316,7 +323,8 @@ def finish_step(trainer: Trainer, progress: Progress, log: metrics.MetricsLog, r
 
     if stop_requested or not any_can_go_on or is_due(config.checkpoint.every, step, trainer.total_steps):
         log.sync()
-        saved = save(trainer, progress)
+        going_on = not stop_requested and bool(any_can_go_on) and step < trainer.total_steps
+        saved = save(trainer, progress, in_background=going_on and config.checkpoint.background)
         if stop_requested:
             raise stopped_after(trainer, progress, saved)
         if not any_can_go_on:
@@ -394,8 +402,11 @@ class Evaluation:
         return found
 
 
-def save(trainer: Trainer, progress: Progress) -> str:
-    """Saves everything that the next step depends on. Returns the checkpoint's folder."""
+def save(trainer: Trainer, progress: Progress, *, in_background: bool = False) -> str:
+    """Saves everything that the next step depends on. Returns the checkpoint's folder.
+
+    in_background: it is copied now, and whole later.
+    """
     config, engine, directory = trainer.config, trainer.engine, trainer.directory
     if progress.step == trainer.total_steps:
         engine.on_main(directory.forget_export)
@@ -407,6 +418,13 @@ def save(trainer: Trainer, progress: Progress) -> str:
         "config": to_dict(config),
         "chosen": engine.chosen,
     }
+    if in_background:
+        root, step, keep = str(directory.checkpoints), progress.step, config.checkpoint.keep
+        remote = config.checkpoint.remote
+        return trainer.saves.begin(
+            root, step, lambda: engine.stage_state(state), backend=engine.backend, remote=remote, keep=keep
+        )
+    trainer.saves.finish()
     return engine.save_checkpoint(
         str(directory.checkpoints),
         config.checkpoint.remote,

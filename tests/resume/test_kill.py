@@ -18,9 +18,9 @@ QUICK = {
 SEEDED = {"tp1": 4, "tp2": 4, "pp2 tied": 3, "dp2": 3, "ep2": 3, "fsdp dp2": 3}
 
 
-def kill_and_compare(folder, inputs, unharmed, name, chosen):
+def kill_and_compare(folder, inputs, unharmed, name, chosen, **changes):
     """The moments one after another in one run, then to the end."""
-    run = runs.new_run(folder, inputs, runs.LAYOUTS[name])
+    run = runs.new_run(folder, inputs, runs.LAYOUTS[name], **changes)
     ends = []
     for moment in chosen:
         ends.append(kill_at(run, moment))
@@ -57,3 +57,16 @@ def test_there_are_20_moments_at_every_place_and_a_third_inside_saves():
     drawn = [moment for name, count in SEEDED.items() for moment in moments(f"kill {name}", count)]
     assert len(drawn) == 20 and {moment.place for moment in drawn} == set(PLACES)
     assert sum(moment.place in ("save", "marker", "rename", "delete") for moment in drawn) >= 7
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_while_it_saves_in_the_background(inputs, unharmed, tmp_path):
+    chosen = [Moment("marker", "last rank", 1, 0.0)]
+    kill_and_compare(tmp_path, inputs, unharmed, "dp2", chosen, checkpoint={"background": True})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [*SEEDED, "lora tp2"])
+def test_a_run_that_saves_in_the_background_is_killed_at_seeded_moments(inputs, unharmed, tmp_path, name):
+    chosen = moments(f"kill in the background {name}", SEEDED.get(name, 2))
+    kill_and_compare(tmp_path, inputs, unharmed, name, chosen, checkpoint={"background": True})

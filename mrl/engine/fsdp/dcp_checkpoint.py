@@ -15,15 +15,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mrl.converters.fields import NEUTRAL
 from mrl.converters.mcore_weights import architecture, check_architecture, differing
+from mrl.engine import background
+from mrl.engine.atomic_checkpoint import Ranks
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.optim import Optimizer
 from mrl.engine.load_errors import LOAD_ERRORS, cannot_load
 from mrl.engine.lora.identity import check_identity
 from mrl.engine.rng import Generators
+from mrl.engine.torch_dist.data_files import saved_bytes
 from mrl.errors import CheckpointError
 
 
@@ -47,11 +51,45 @@ def save(
     dcp.save(tensors(model, optimizer), checkpoint_id=folder)
     torch.save(generators.states(), os.path.join(folder, f"rng_{dist.get_rank()}.pt"))
     if dist.get_rank() == 0:
-        updates = 0 if optimizer is None else optimizer.updates
-        about = described(model)
-        saved = {"schedule_step": schedule_step, "updates": updates, "state": dict(state), "architecture": about}
-        saved |= {"adapters": model.adapter_identity}
-        torch.save(saved, os.path.join(folder, STATE))
+        torch.save(_about(model, optimizer, schedule_step, state), os.path.join(folder, STATE))
+
+
+def stage(
+    model: Model,
+    optimizer: Optimizer | None,
+    *,
+    generators: Generators,
+    schedule_step: int,
+    state: Mapping[str, Any],
+    device: torch.device,
+) -> background.Write:
+    """Copies what `save` writes to host memory. Returns what writes it: the same tensors and state."""
+    copies = {name: _on_host(tensor) for name, tensor in tensors(model, optimizer).items()}
+    rng, about = saved_bytes(generators.states()), saved_bytes(_about(model, optimizer, schedule_step, state))
+    background.settle(device)
+
+    def write_copy(folder: str, ranks: Ranks) -> None:
+        dcp.save(copies, checkpoint_id=folder, process_group=ranks.group)
+        with open(os.path.join(folder, f"rng_{ranks.rank}.pt"), "wb") as out:
+            out.write(rng)
+        if ranks.rank == 0:
+            with open(os.path.join(folder, STATE), "wb") as out:
+                out.write(about)
+        ranks.gather(None)
+
+    return write_copy
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):  # `from_local` would take the copy back to the mesh's device
+        return DTensor(background.on_host(tensor.to_local()), tensor._spec, requires_grad=False)
+    return background.on_host(tensor)
+
+
+def _about(model: Model, optimizer: Optimizer | None, schedule_step: int, state: Mapping[str, Any]) -> dict[str, Any]:
+    updates = 0 if optimizer is None else optimizer.updates
+    about = {"schedule_step": schedule_step, "updates": updates, "state": dict(state)}
+    return about | {"architecture": described(model), "adapters": model.adapter_identity}
 
 
 def load(

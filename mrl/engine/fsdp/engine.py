@@ -15,6 +15,7 @@ from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
 from mrl.converters.hf_config import read_hf_config
 from mrl.engine import collective, guards
+from mrl.engine.background import Write
 from mrl.engine.base import (
     CACHE_TOKENS,
     PLAIN_CTX,
@@ -267,6 +268,13 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         with self.offload.used("parameters", "optimizer"), generators.installed():
             dcp_checkpoint.save(
                 folder, self.model, self.optimizer, generators=generators, schedule_step=steps, state=state
+            )
+
+    def stage_state(self, state: Mapping[str, Any]) -> Write:
+        steps, generators = self.schedule_step, self.generators
+        with self.offload.used("parameters", "optimizer"), generators.installed():
+            return dcp_checkpoint.stage(
+                self.model, self.optimizer, generators=generators, schedule_step=steps, state=state, device=self.device
             )
 
     def load_state(self, folder: str) -> dict[str, Any]:

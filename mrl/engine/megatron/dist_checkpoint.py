@@ -27,7 +27,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 
 from mrl.converters.mcore_weights import architecture
-from mrl.engine import collective
+from mrl.engine import background, collective
+from mrl.engine.atomic_checkpoint import Ranks
 from mrl.engine.lora.identity import check_identity
 from mrl.engine.megatron import checkpoint_names, lora, optim_state, weights
 from mrl.engine.megatron.model import Model
@@ -60,6 +61,40 @@ def save(model: Model, path: str, *, schedule_step: int, state: Mapping[str, Any
     collective.on_main(lambda: _writing(path, common))
     everyone = collective.gather_on_main(collective.on_every(lambda: _writing(path, own)))
     collective.on_main(lambda: _writing(path, lambda: write_index(folder / "mcore", everyone)))
+
+
+def stage(model: Model, *, schedule_step: int, state: Mapping[str, Any]) -> background.Write:
+    """Copies what `save` writes to host memory. Returns what writes it: the same files. Collective."""
+    rank = dist.get_rank()
+    about = saved_bytes({"schedule_step": schedule_step} | _description(model) | {"state": dict(state)})
+    rng, placed = saved_bytes(_plain_rng(model)), _placed(model)
+    boxes = [box for each in placed if not any(each.replica) for box in each.boxes]
+    boxes += () if model.optimizer is None else optim_state.to_write(model.optimizer, placed)
+    boxes = [dataclasses.replace(box, data=background.on_host(box.data)) for box in boxes]
+    background.settle(model.device)
+
+    def write_copy(path: str, ranks: Ranks) -> None:
+        folder = Path(path)
+
+        def common() -> None:
+            (folder / "mcore").mkdir(parents=True)
+            (folder / "rng").mkdir()
+            (folder / "engine.pt").write_bytes(about)
+
+        def own() -> Written:
+            (folder / "rng" / f"rank_{rank:05d}.pt").write_bytes(rng)
+            return write(folder / "mcore" / f"__{rank}_0.distcp", boxes)
+
+        def main(fn: Callable[[], None]) -> None:
+            if ranks.rank == 0:
+                _writing(path, fn)
+            ranks.gather(None)
+
+        main(common)
+        everyone = ranks.gather(_writing(path, own))
+        main(lambda: write_index(folder / "mcore", everyone))
+
+    return write_copy
 
 
 def _writing(path: str, fn: Callable[[], T]) -> T:

@@ -17,6 +17,7 @@ from mrl.converters.families import fields_of
 from mrl.converters.rules import buffer_names, expected_hf_names
 from mrl.converters.safetensors_io import tensor_infos
 from mrl.engine import collective, guards
+from mrl.engine.background import Write
 from mrl.engine.base import (
     CACHE_TOKENS,
     PLAIN_CTX,
@@ -312,6 +313,11 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     def save_state(self, folder: str, state: Mapping[str, Any]) -> None:
         with self._used("parameters", "optimizer"):
             dist_checkpoint.save(self.model, folder, schedule_step=self.schedule_step, state=state)
+
+    @installed
+    def stage_state(self, state: Mapping[str, Any]) -> Write:
+        with self._used("parameters", "optimizer"):
+            return dist_checkpoint.stage(self.model, schedule_step=self.schedule_step, state=state)
 
     @installed
     def load_state(self, folder: str) -> dict[str, Any]:

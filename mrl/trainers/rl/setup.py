@@ -46,6 +46,7 @@ from mrl.trainers.rl.show import show_evaluation
 from mrl.trainers.rl.state import Trainer
 from mrl.trainers.run_directory import RunDirectory
 from mrl.trainers.run_lock import RunLock
+from mrl.trainers.saves import Saves, check_background
 from mrl.trainers.signals import StopSignal
 
 
@@ -101,7 +102,11 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
             greedy_answers=recipe.needs_greedy_answer, doing=console.doing,
         )  # fmt: skip
         evaluation = _evaluation(config, tokenizer, vocab_size, rollouts, scores, dispatch, console, directory, stop)
+        check_background(
+            config.checkpoint.background, {f"{role}.engine.backend": e for role, e in dispatch.engines.items()}
+        )
         yield Trainer(
+            saves=Saves(dispatch.device),
             config=config,
             recipe=recipe,
             total_steps=total_steps,

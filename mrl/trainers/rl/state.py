@@ -15,7 +15,7 @@ from mrl.config.ppo import PPOConfig
 from mrl.config.resume import check_resume
 from mrl.converters.hub import check_same_model, model_fingerprint
 from mrl.data.prompts import PromptSource
-from mrl.engine.atomic_checkpoint import step_name
+from mrl.engine.atomic_checkpoint import ROLES, step_name
 from mrl.errors import Stopped
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.trainers import common
@@ -26,6 +26,7 @@ from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.notices import EqualRewards, TokenLimit
 from mrl.trainers.run_directory import RunDirectory, Start, is_own
+from mrl.trainers.saves import Saves
 from mrl.trainers.signals import StopSignal
 
 
@@ -70,6 +71,7 @@ class Trainer:
     """
     chat_template: str | None  # the text of data.chat_template, which the export gets too
     token_limit: TokenLimit
+    saves: Saves
     equal_rewards: EqualRewards = dataclasses.field(default_factory=EqualRewards)
 
     def position(self, step: int) -> tuple[int, int]:
@@ -82,8 +84,18 @@ class Trainer:
         return any(self.dispatch.max_over_ranks(self.stop.requested))
 
 
-def save(trainer: Trainer, progress: Progress, experience: Experience | None) -> str:
-    """Saves everything that the next step depends on. Returns the checkpoint's folder."""
+def save(
+    trainer: Trainer,
+    progress: Progress,
+    experience: Experience | None,
+    *,
+    is_best: bool = False,
+    going_on: bool = False,
+) -> str:
+    """Saves everything that the next step depends on. Returns the checkpoint's folder.
+
+    is_best: it is named so when it is whole. going_on: training does, so it may be written in the background.
+    """
     config, dispatch, directory = trainer.config, trainer.dispatch, trainer.directory
     if progress.step == trainer.total_steps:
         dispatch.on_main(directory.forget_export)
@@ -97,14 +109,23 @@ def save(trainer: Trainer, progress: Progress, experience: Experience | None) ->
         "config": to_dict(config),
         "chosen": dispatch.chosen,
     }
-    return dispatch.save_checkpoint(
-        str(directory.checkpoints),
-        config.checkpoint.remote,
-        global_step=progress.step,
-        keep=config.checkpoint.keep,
-        state=state,
-        protect=() if progress.best_step is None else (step_name(progress.best_step),),
-    )
+    root, remote, keep = str(directory.checkpoints), config.checkpoint.remote, config.checkpoint.keep
+    name = step_name(progress.step)
+    protect = () if progress.best_step is None else (step_name(progress.best_step),)
+
+    def name_best() -> None:
+        if is_best:
+            directory.name_best(name, remote)
+
+    if going_on and config.checkpoint.background:
+        return trainer.saves.begin(
+            root, progress.step, lambda: dispatch.stage_checkpoint(state), backend=ROLES, remote=remote, keep=keep,
+            protect=protect, then=name_best,
+        )  # fmt: skip
+    trainer.saves.finish()
+    saved = dispatch.save_checkpoint(root, remote, global_step=progress.step, keep=keep, state=state, protect=protect)
+    dispatch.on_main(name_best)
+    return saved
 
 
 def restore(trainer: Trainer, start: Start) -> tuple[Progress, Experience | None]:

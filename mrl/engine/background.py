@@ -1,0 +1,143 @@
+"""Checkpoints that a thread of each rank writes while training goes on (`checkpoint.background`).
+
+What is saved is copied to host memory at a step's border. From then on the thread works with the copy alone, and the
+threads of all ranks speak over a gloo group of their own, so nothing of theirs comes between the collectives of
+training. They end in `atomic_checkpoint.writing` as every save does: the folder gets its name once all ranks have put
+their files on disk, so a kill leaves the checkpoint before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mrl.engine.atomic_checkpoint import Ranks
+from mrl.engine.collective import TIMEOUT, max_over_ranks
+from mrl.errors import CheckpointError, UserError, first_line
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failed:
+    """What the thread of a rank says in place of what the others gather."""
+
+    error: UserError
+
+
+class _Told(Exception):
+    """Another rank's thread has failed."""
+
+
+Write = Callable[[str, Ranks], None]
+"""Writes this rank's part of what was copied into a folder; `Ranks` joins the threads of all ranks."""
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Returns a copy in host memory; one of a CUDA tensor is whole after the next `settle`."""
+    if not tensor.is_cuda:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor.detach(), non_blocking=True)
+
+
+def settle(device: torch.device) -> None:
+    """Waits until the copies that `on_host` began are whole."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def in_a_line(error: BaseException, rank: int) -> UserError:
+    """Returns what the user is told of an error of a thread."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, CheckpointException):  # of torch's: what each rank met, with a traceback
+        rank, error = next((rank, failure[0]) for rank, failure in error.failures.items())
+    said = f"checkpoint.background: on rank {rank} a checkpoint could not be written"
+    if isinstance(error, OSError):
+        return CheckpointError(f"{said} ({error.strerror}); give it room, and run the same command again")
+    return CheckpointError(f"{said} ({type(error).__name__}: {first_line(error)})")
+
+
+class Saver:
+    """At most one checkpoint that is being written. Methods are collective unless they say otherwise."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._error: UserError | None = None
+        self._write_s = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save has begun whose end `finish` or `look` has not told; the same on every rank."""
+        return self._thread is not None
+
+    def begin(self, work: Callable[[Ranks], None]) -> None:
+        """Starts `work` in a thread; `finish` comes first where one is under way."""
+        assert not self.busy
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._error = None
+        ranks = Ranks(dist.get_rank(), dist.get_world_size(), self._gather, self._group)
+
+        def run() -> None:
+            began_s = time.perf_counter()
+            try:
+                if self.device.type == "cuda":
+                    torch.cuda.set_device(self.device)  # a thread begins with the first GPU
+                work(ranks)
+            except _Told:
+                pass
+            except BaseException as error:  # raised at the next border
+                self._error = in_a_line(error, ranks.rank)
+                with contextlib.suppress(_Told):  # wherever the other threads wait next, they learn of it
+                    self._gather(_Failed(self._error))
+            self._write_s = time.perf_counter() - began_s
+
+        self._thread = threading.Thread(target=run, name="mrl-checkpoint", daemon=True)
+        self._thread.start()
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks' threads. Raises _Told where one of them has failed instead: the first such
+        error is that of all."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, value, group=self._group)
+        if failed := [one for one in everyone if isinstance(one, _Failed)]:
+            self._error = failed[0].error
+            raise _Told
+        return everyone
+
+    def look(self) -> float | None:
+        """Returns the seconds that writing took, once, where all ranks have ended; None before. Raises what went
+        wrong."""
+        if self._thread is None:
+            return None
+        (running,) = max_over_ranks(self.device, float(self._thread.is_alive()))
+        return None if running else self.finish()
+
+    def finish(self) -> float | None:
+        """Waits for the save under way, if any. Returns the seconds that writing took. Raises what went wrong."""
+        if self._thread is None:
+            return None
+        self.wait()
+        (seconds,) = max_over_ranks(self.device, self._write_s)
+        if self._error is not None:
+            raise self._error
+        return seconds
+
+    def wait(self) -> UserError | None:
+        """Waits for this rank's thread, without a word to other ranks' training. Returns what went wrong. Not
+        collective."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self._error

@@ -1,0 +1,86 @@
+"""The saves of a run that are written while it trains (`checkpoint.background`): begun, looked after, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import torch
+
+from mrl.engine import saving
+from mrl.engine.atomic_checkpoint import step_name
+from mrl.engine.background import Saver, Write
+from mrl.engine.base import BaseEngine
+from mrl.errors import ConfigError
+from mrl.trainers.console import Console
+
+
+def check_background(wanted: bool, engines: Mapping[str, BaseEngine]) -> None:
+    """Refuses `checkpoint.background` with an engine that cannot. engines: by the section of the config."""
+    for key, engine in engines.items():
+        if wanted and not engine.saves_in_background:
+            raise ConfigError(
+                "checkpoint.background",
+                True,
+                f"needs an engine that can copy its state, and {key} {engine.backend} has no stage_state",
+                "set it to false",
+            )
+
+
+class Saves:
+    """All methods but `ended` on its way out of an error are collective."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.saver = Saver(device)
+        self._held_s: float | None = None
+        self._written_s: float | None = None
+
+    def begin(
+        self,
+        root: str,
+        step: int,
+        stage: Callable[[], Write],
+        *,
+        backend: str,
+        remote: str | None,
+        keep: int | None,
+        protect: Collection[str] = (),
+        then: Callable[[], None] = lambda: None,
+    ) -> str:
+        """Copies the state and has it written. Returns the folder that will be."""
+        began_s = time.perf_counter()
+        self.finish()  # one at a time: it bounds host memory, and saves end in order
+        write = stage()
+        saving.in_background(
+            self.saver, root, step, write, backend=backend, remote=remote, keep=keep, protect=protect, then=then
+        )
+        self._held_s = time.perf_counter() - began_s
+        return os.path.join(root, step_name(step))
+
+    def finish(self) -> None:
+        """Waits for the save under way, if any, and raises what went wrong with it."""
+        written_s = self.saver.finish()
+        self._written_s = self._written_s if written_s is None else written_s
+
+    def metrics(self) -> dict[str, float]:
+        """Returns how long the save before this step held training up, and how long one that has ended was written.
+        Raises what went wrong with it."""
+        found = {} if self._held_s is None else {"perf/save_held_s": self._held_s}
+        written_s = self.saver.look()
+        written_s = self._written_s if written_s is None else written_s
+        self._held_s = self._written_s = None
+        return found if written_s is None else found | {"perf/save_write_s": written_s}
+
+    @contextlib.contextmanager
+    def ended(self, console: Console) -> Iterator[None]:
+        """On the way out the save under way has ended: with an error of its own, or beside the one inside."""
+        try:
+            yield
+        except BaseException as error:
+            failed = self.saver.wait()
+            if failed is not None and failed is not error:
+                console.say(f"and the checkpoint that was being written failed: {failed}")
+            raise
+        self.finish()
