@@ -99,7 +99,8 @@ class Saver:
                 pass
             except BaseException as error:  # raised at the next border
                 self._error = in_a_line(error, ranks.rank)
-                with contextlib.suppress(_Told):  # wherever the other threads wait next, they learn of it
+                # Wherever the other threads wait next, they learn of it. Where one is gone, gloo raises RuntimeError.
+                with contextlib.suppress(_Told, RuntimeError):
                     self._gather(_Failed(self._error))
             self._write_s = time.perf_counter() - began_s
 

@@ -81,6 +81,7 @@ CHARTS: tuple[Chart, ...] = (
     _chart("Speed and memory", "phases", "Seconds by phase", "perf/rollout_s", "perf/reward_s", "perf/log_probs_s",
            "perf/update_s", "perf/eval_s", stacked=True),
     _chart("Speed and memory", "step_s", "Seconds a step", "perf/step_s"),
+    _chart("Speed and memory", "saves", "Seconds of saves", "perf/save_held_s", "perf/save_write_s"),
     _chart("Speed and memory", "mfu", "Model FLOPs utilization", "perf/mfu"),
     _chart("Speed and memory", "memory", "Peak memory of a rank (GB)", "perf/memory_gb"),
     _chart("Speed and memory", "progress", "Tokens trained", "train/tokens"),

@@ -1,4 +1,4 @@
-"""The saves of a run that are written while it trains (`checkpoint.background`): begun, looked after, ended."""
+"""The saves of a run, those among them that are written while it trains (`checkpoint.background`): begun and ended."""
 
 from __future__ import annotations
 
@@ -58,6 +58,14 @@ class Saves:
         )
         self._held_s = time.perf_counter() - began_s
         return os.path.join(root, step_name(step))
+
+    def now(self, save: Callable[[], str]) -> str:
+        """Calls `save`, which waits until its checkpoint is whole. Returns the folder."""
+        began_s = time.perf_counter()
+        self.finish()
+        saved = save()
+        self._held_s = time.perf_counter() - began_s
+        return saved
 
     def finish(self) -> None:
         """Waits for the save under way, if any, and raises what went wrong with it."""

@@ -418,17 +418,12 @@ def save(trainer: Trainer, progress: Progress, *, in_background: bool = False) -
         "config": to_dict(config),
         "chosen": engine.chosen,
     }
+    root, remote = str(directory.checkpoints), config.checkpoint.remote
+    step, keep = progress.step, config.checkpoint.keep
     if in_background:
-        root, step, keep = str(directory.checkpoints), progress.step, config.checkpoint.keep
-        remote = config.checkpoint.remote
         return trainer.saves.begin(
             root, step, lambda: engine.stage_state(state), backend=engine.backend, remote=remote, keep=keep
         )
-    trainer.saves.finish()
-    return engine.save_checkpoint(
-        str(directory.checkpoints),
-        config.checkpoint.remote,
-        global_step=progress.step,
-        max_ckpt_to_keep=config.checkpoint.keep,
-        state=state,
+    return trainer.saves.now(
+        lambda: engine.save_checkpoint(root, remote, global_step=step, max_ckpt_to_keep=keep, state=state)
     )

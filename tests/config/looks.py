@@ -98,6 +98,11 @@ def steps_with(name: str) -> Look:
     return lambda run: [row["step"] for row in run.metrics if name in row]
 
 
+def is_in_metrics(name: str) -> Look:
+    """Whether a metric is there in any step."""
+    return lambda run: any(name in row for row in run.metrics)
+
+
 def eval_loss_is_train_loss(run: Run) -> bool | None:
     """Of a run that hardly trains; None where it evaluates nothing."""
     last = run.metrics[-1]

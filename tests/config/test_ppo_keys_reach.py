@@ -209,6 +209,8 @@ CHECKPOINT = [
     Row("checkpoint.remote", looks.checkpoints("../copy"), [(DEFAULT, []), ("file://{run}/copy", [1])], PPO),
     Row("checkpoint.remote", metric("step"), [(DEFAULT, [1, 2]), ("file://{run}/copy", [2])], PPO | TWICE,
         after=ELSEWHERE | {"train.steps": 1, "checkpoint.remote": "file://{run}/copy"}, what="resume from it"),
+    Row("checkpoint.background", looks.is_in_metrics("perf/save_write_s"), [(DEFAULT, False), (True, True)],
+        THREE | {"checkpoint.every": 1}),
     Row("checkpoint.export_hf", looks.loads_in_transformers, [(True, True), (False, False)]),
     Row("checkpoint.best", named_is_the_best("reward/digits/mean", 1), [(BEST["checkpoint.best"], True)], BEST),
     Row("checkpoint.best", reach_ppo.best, [(DEFAULT, (None, [6]))], BEST, what="none"),

@@ -22,6 +22,7 @@ from mrl.trainers.rl import prepare, state
 from mrl.trainers.rl.experience import epoch_order
 from mrl.trainers.rl.role_guard import RoleGuard
 from mrl.trainers.run_directory import RunDirectory, Start
+from mrl.trainers.saves import Saves
 from mrl.trainers.step_guard import StepGuard
 from tests.config.test_load import PPO_BASE, base, merged
 from tests.trainers.test_parts import make_checkpoint
@@ -76,6 +77,7 @@ def test_the_last_save_removes_the_export_of_a_shorter_run(tmp_path, monkeypatch
     saver = there(
         save_checkpoint=lambda *args, **kwargs: folder.hf.exists(), config=there(model=there(path="m")), chosen={}
     )
+    parts["saves"] = Saves(torch.device("cpu"))
     trainer = there(engine=saver, dispatch=saver, directory=folder, console=there(), **parts)
     trainer.config = from_dict(base())
     assert sft.save(trainer, sft.Progress(step=step)) is stays

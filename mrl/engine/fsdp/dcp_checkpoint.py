@@ -69,6 +69,7 @@ def stage(
     background.settle(device)
 
     def write_copy(folder: str, ranks: Ranks) -> None:
+        ranks.gather(None)  # a rank that failed before this says so here, not amid the collectives of dcp
         dcp.save(copies, checkpoint_id=folder, process_group=ranks.group)
         with open(os.path.join(folder, f"rng_{ranks.rank}.pt"), "wb") as out:
             out.write(rng)

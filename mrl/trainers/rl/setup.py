@@ -102,9 +102,6 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
             greedy_answers=recipe.needs_greedy_answer, doing=console.doing,
         )  # fmt: skip
         evaluation = _evaluation(config, tokenizer, vocab_size, rollouts, scores, dispatch, console, directory, stop)
-        check_background(
-            config.checkpoint.background, {f"{role}.engine.backend": e for role, e in dispatch.engines.items()}
-        )
         yield Trainer(
             saves=Saves(dispatch.device),
             config=config,
@@ -139,6 +136,8 @@ def _engines(config: PPOConfig, folders: Mapping[str, str], recipe: Recipe) -> d
     for role, role_config in role_configs(config, folders, recipe).items():
         with keys_of(config, role):
             engines[role] = build_engine(role_config)
+    by_key = {f"{role}.engine.backend": engine for role, engine in engines.items()}
+    check_background(config.checkpoint.background, by_key)
     return engines
 
 

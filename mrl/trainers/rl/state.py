@@ -122,8 +122,11 @@ def save(
             root, progress.step, lambda: dispatch.stage_checkpoint(state), backend=ROLES, remote=remote, keep=keep,
             protect=protect, then=name_best,
         )  # fmt: skip
-    trainer.saves.finish()
-    saved = dispatch.save_checkpoint(root, remote, global_step=progress.step, keep=keep, state=state, protect=protect)
+    saved = trainer.saves.now(
+        lambda: dispatch.save_checkpoint(
+            root, remote, global_step=progress.step, keep=keep, state=state, protect=protect
+        )
+    )
     dispatch.on_main(name_best)
     return saved
 

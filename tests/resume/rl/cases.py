@@ -35,7 +35,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., int | None]]] = {
     "evaluation": (Rollouts, "sample", lambda *_, step, series="step", **__: step if series == "eval" else None),
     "forwards": (ppo, "prepare", lambda trainer, progress, collected: progress.step + 1),
     "step": (ppo, "one_step", lambda trainer, progress, experience: progress.step + 1),
-    "save": (ppo, "save", lambda trainer, progress, experience: progress.step),
+    "save": (ppo, "save", lambda trainer, progress, experience, **_: progress.step),
 }
 """Place -> the call that it is before, and the step that such a call belongs to (None: it is another place)."""
 
