@@ -16,7 +16,9 @@ SFT_METRICS: dict[str, str] = {
     "perf/step_s": "seconds the step took, without evaluation and saving",
     "perf/tokens_per_s": "tokens in the global mini-batch, trained or not, without padding, per second over all ranks",
     "perf/mfu": "model FLOPs of the step over what the GPUs' dense bf16 peak allows; absent where that is not known",
-    "perf/save_held_s": "seconds that the last save before the step held training up; of one in the background, those of the copy",
+    "perf/save_held_s": (
+        "seconds that the last save before the step held training up; of one in the background, those of the copy"
+    ),
     "perf/save_write_s": "seconds that writing a save in the background took, where it has ended since the last step",
     "perf/memory_gb": (
         "peak memory of a rank so far, the largest over ranks: of the GPU, or the process where there is none"
