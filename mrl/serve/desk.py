@@ -106,6 +106,14 @@ class _Numbered:
         self.pass_refused()
         return taken
 
+    def leave(self) -> list[Waiting]:
+        """Takes all that waits off the queue, whose next operation comes after it."""
+        left = list(self.waiting.values())
+        self.next = max(self.waiting) + 1
+        self.waiting.clear()
+        self.pass_refused()
+        return left
+
     def pass_refused(self) -> None:
         while self.next in self.refused:
             self.refused.remove(self.next)
@@ -213,10 +221,8 @@ class Desk:
                 if not isinstance(made, _Numbered) or made.ready() or not made.waiting:
                     continue
                 if min(waiting.promise.asked_at for waiting in made.waiting.values()) < before:
-                    left += [(made.next, waiting) for waiting in made.waiting.values()]
-                    made.next = max(made.waiting) + 1
-                    made.waiting.clear()
-                    made.pass_refused()
+                    lacking = made.next
+                    left += [(lacking, waiting) for waiting in made.leave()]
         for lacking, waiting in left:
             why, fix = (
                 "has not come, and later ones waited for it",
@@ -393,10 +399,7 @@ class Desk:
         with self._lock:
             for made in self._queues.values():
                 if isinstance(made, _Numbered) and made.waiting:
-                    left += made.waiting.values()
-                    made.next = max(made.waiting) + 1
-                    made.waiting.clear()
-                    made.pass_refused()
+                    left += made.leave()
         for waiting in left:
             self.fail(waiting.promise, "server", why)
 

@@ -413,10 +413,7 @@ CHECKPOINT = [
         "checkpoint.remote", looks.steps_made_here, [(DEFAULT, [1, 2]), ("file://{run}/copy", [2])], SECOND,
         after=FIRST | ELSEWHERE | {"checkpoint.remote": "file://{run}/copy"}, what="resume from it",
     ),
-    Row(
-        "checkpoint.background", looks.is_in_metrics("perf/save_write_s"), [(DEFAULT, False), (True, True)],
-        {"train.steps": 3, "checkpoint.every": 1},
-    ),
+    Row("checkpoint.background", looks.is_in_metrics("perf/save_write_s"), [(DEFAULT, False), (True, True)], {"train.steps": 3, "checkpoint.every": 1}),
     Row("checkpoint.export_hf", looks.loads_in_transformers, [(DEFAULT, True), (False, False)]),
 ]  # fmt: skip
 

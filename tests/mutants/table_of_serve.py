@@ -37,7 +37,7 @@ OF_SERVE = (
         ("began + GATHER_MOST_S - time", "began + 100 - time"),
         ("for p in self._promises.values() if p.result is not None]", "for p in self._promises.values()]"),
         ("taken = [self.waiting.pop(self.next - 1)]\n        self.pass_refused()", "taken = [self.waiting.pop(self.next - 1)]"),
-        ("made.next = max(made.waiting) + 1", "made.next += 1"),
+        ("self.next = max(self.waiting) + 1", "self.next += 1"),
         ("if not isinstance(made, _Numbered) or made.ready() or not made.waiting:", "if not isinstance(made, _Numbered) or not made.waiting:"),
     ),
     *_of(
