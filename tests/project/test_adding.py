@@ -46,7 +46,7 @@ FAMILY = Family(
 TINY = '    "seed_oss": ("seed_oss", {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),\n'
 RECIPE = '    "mine": {"advantage": "rloo", "objective": "cispo", "clip_low": 1.0, "clip_high": 3.0},\n'
 KEY = '    greeting: str = key("hello", "said when a run starts", may_change=True)\n'
-READS = "    console.say(config.log.greeting)\n"
+READS = "    console.say(task.config.log.greeting)\n"
 REWARD = """\
 def brevity(prompt, completion, row):
     return 1.0 / (1 + len(completion) + row["weight"])
