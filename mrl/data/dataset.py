@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.ppo import PromptsConfig
+from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
 from mrl.converters.hf_config import VISION_LANGUAGE
 from mrl.data.encode import NO_TEMPLATE, Encoder
@@ -64,7 +65,7 @@ class RowDataset(abc.ABC, Generic[T]):
 
     def __init__(
         self,
-        config: DataConfig | PromptsConfig | PreferenceDataConfig,
+        config: DataConfig | PromptsConfig | PreferenceDataConfig | ScoredDataConfig,
         tokenizer: PreTrainedTokenizerBase,
         *,
         part: Part = "train",

@@ -26,7 +26,7 @@ from mrl.batch import Batch, make_batch
 from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.keys import listed
 from mrl.data.batches import Batches
-from mrl.data.dataset import Rejected, RowDataset
+from mrl.data.dataset import Rejected, RowDataset, T
 from mrl.data.encode import Encoded, Encoder
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Row, check_messages, parse_row
@@ -81,13 +81,13 @@ def parse(row: Row, format: str) -> list[tuple[Chat | Pair, bool]]:
         label = row["label"]
         if not isinstance(label, bool) and label not in (0, 1):
             raise BadRow(f"label is {label!r:.40}; give true for a good completion and false for a bad one")
-        return [(_answer(row, row["prompt"], "completion"), bool(label))]
+        return [(answer_of(row, row["prompt"], "completion"), bool(label))]
     prompt = row.get("prompt")
     if prompt is None:
         prompt = _shared_messages(row)
         rest = {name: row[name][len(prompt) :] for name in ("chosen", "rejected")}
         row = {**row, **rest}
-    return [(_answer(row, prompt, name), name == "chosen") for name in ("chosen", "rejected")]
+    return [(answer_of(row, prompt, name), name == "chosen") for name in ("chosen", "rejected")]
 
 
 def _shared_messages(row: Row) -> list[dict[str, Any]]:
@@ -110,8 +110,8 @@ def _shared_messages(row: Row) -> list[dict[str, Any]]:
     return chosen[:shared]
 
 
-def _answer(row: Row, prompt: Any, name: str) -> Chat | Pair:
-    """Returns the prompt with the answer in the field `name`."""
+def answer_of(row: Row, prompt: Any, name: str) -> Chat | Pair:
+    """Returns the prompt with the answer in the field `name`. Raises BadRow."""
     answer = row[name]
     if isinstance(prompt, list) and isinstance(answer, list):
         asked, said = check_messages(prompt, "prompt"), check_messages(answer, name)
@@ -244,11 +244,11 @@ class PreferenceSource(Batches[Preference]):
 
 
 def in_order(
-    dataset: PreferenceDataset, rows_at_once: int, report: Report | None = None
-) -> Iterator[tuple[list[int], list[Preference]]]:
+    dataset: RowDataset[T], rows_at_once: int, report: Report | None = None
+) -> Iterator[tuple[list[int], list[T]]]:
     """Yields all usable rows once, in their order, with their indices; the last time there may be fewer."""
     report = report if report is not None else Report()
-    found: list[tuple[int, Preference]] = []
+    found: list[tuple[int, T]] = []
     usable = 0
     for row in range(len(dataset)):
         loaded = report.count(dataset, row)

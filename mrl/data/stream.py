@@ -15,6 +15,7 @@ import numpy as np
 
 from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.ppo import PromptsConfig
+from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
 from mrl.data.dataset import Rejected, RowDataset, T
 from mrl.errors import CheckpointError, DataError
@@ -79,7 +80,7 @@ class Report:
         )
 
 
-def may_leave_out(config: DataConfig | PromptsConfig | PreferenceDataConfig) -> bool:
+def may_leave_out(config: DataConfig | PromptsConfig | PreferenceDataConfig | ScoredDataConfig) -> bool:
     """Returns whether rows may be left out, so that fewer than all of them fill the batches."""
     return config.truncation == "drop" or config.on_bad_row == "skip"
 

@@ -22,6 +22,7 @@ from mrl.batch import make_batch
 from mrl.converters.hf_config import pad_token_of, read_hf_config
 from mrl.data.encode import Encoder
 from mrl.data.formats import Chat, Text
+from mrl.data.scored import scored_token
 from mrl.errors import ConfigError, DataError, RewardError
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Trajectory
@@ -114,12 +115,6 @@ class RewardModel:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*system, *chat.messages, *_answers(trajectory)]
         return Chat(messages, tools=chat.tools, template_kwargs=chat.template_kwargs)
-
-
-def scored_token(ids: Sequence[int], pad_token_id: int | None) -> int:
-    """Returns the index in `ids` at which the score is read: the last token other than the padding, the first where
-    all are padding."""
-    return max((place for place, token in enumerate(ids) if token != pad_token_id), default=0)
 
 
 def _answers(trajectory: Trajectory) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from mrl.converters.hf_config import normalize, pad_token_of
-from mrl.roles.reward_model import scored_token
+from mrl.data.scored import scored_token
 from tests.data.tiny_tokenizers import CHATML, WITH_TOOLS, make_tokenizer
 from tests.engine.harness import run_case
 from tests.roles.tiny_roles import roles

@@ -1,0 +1,251 @@
+"""Rows that a reward model learns from, in tokens: pairs of answers, graded answers, answers whose steps have labels.
+
+    format        fields                                              becomes
+    preference    prompt, chosen, rejected: strings, or message       two sequences, the chosen one first
+                  lists; or chosen and rejected alone: whole
+                  conversations that begin with the same messages;
+                  optional margin: a number
+    graded        prompt, completion (strings or message lists),      one sequence
+                  score: a number
+    steps         prompt (a string or messages), completions: the     one sequence, read at the end of every step
+                  steps of one answer, strings; labels: of each,
+                  true, false, or a number from 0 to 1
+
+A sequence is what `mrl ppo` gives a reward model (mrl/roles/reward_model.py): the whole conversation through the chat
+template, or, without one, prompt and answer joined, with EOS. Its score is read at `scored_token`. Tools and template
+arguments are as in mrl/data/formats.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from mrl.algorithms.scores import MARGIN, TARGETS
+from mrl.batch import Batch, make_batch
+from mrl.config.keys import listed
+from mrl.config.rm import FORMAT_OF, ScoredDataConfig
+from mrl.converters.hf_config import pad_token_of
+from mrl.data.batches import Batches
+from mrl.data.dataset import Rejected, RowDataset
+from mrl.data.encode import Encoder
+from mrl.data.files import BadRow
+from mrl.data.formats import Chat, Pair, Row, Text, question
+from mrl.data.preferences import answer_of, parse
+from mrl.data.steps import encode_steps
+from mrl.errors import DataError, ModelError
+
+FIELDS = {
+    "preference": ("chosen", "rejected"),
+    "graded": ("prompt", "completion", "score"),
+    "steps": ("prompt", "completions", "labels"),
+}
+LIKE = "rename fields with data.columns, as {question: prompt, answer: completion, rating: score}"
+MOST = 1e9
+"""Of a score and a margin: what is larger does not survive float32 arithmetic."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A sequence, and what its scores should be."""
+
+    ids: list[int]
+    places: tuple[int, ...]  # of the tokens whose scores are read, ascending
+    targets: tuple[float, ...]  # of each: its grade or label; 0 in a pair
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredRow:
+    """A row in tokens."""
+
+    sequences: tuple[Scored, ...]  # the chosen one and the rejected one, or one alone
+    margin: float = 0.0  # by which the chosen one should be better
+    truncated: bool = False  # none is
+
+
+def scored_token(ids: Sequence[int], pad_token_id: int | None) -> int:
+    """Returns the index in `ids` at which the score is read: the last token other than the padding, the first where
+    all are padding. So does transformers (5, modeling_layers.GenericForSequenceClassification)."""
+    return max((place for place, token in enumerate(ids) if token != pad_token_id), default=0)
+
+
+def padding(hf_config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Returns the token that pads sequences for a sequence classifier, at which therefore none is scored.
+
+    It is that of config.json, which transformers goes by; else the tokenizer's, else its EOS token. Raises ModelError.
+    """
+    for token in (pad_token_of(hf_config), tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None and 0 <= token < len(tokenizer):
+            return token
+    raise ModelError(
+        "the tokenizer has no padding and no EOS token, and a sequence classifier needs one that pads; set pad_token "
+        "in tokenizer_config.json"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def detect(row: Row) -> str:
+    """Returns the one form whose fields the row has. None or several is a DataError."""
+    fits = [name for name, fields in FIELDS.items() if all(field in row for field in fields)]
+    if len(fits) == 1:
+        return fits[0]
+    if fits:
+        raise DataError(f"has the fields of the formats {' and '.join(fits)}; set data.format to one of them")
+    raise DataError(
+        f"the fields {listed(row) or 'none'} are of no known form: give prompt, chosen and rejected, prompt, "
+        f"completion and score, or prompt, completions and labels; {LIKE}"
+    )
+
+
+def _number(value: Any, name: str) -> float:
+    """Returns the number in the field `name`. Raises BadRow."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MOST:
+        raise BadRow(f"{name} is {_shown(value)}; give a number from {-MOST:g} to {MOST:g}")
+    return float(value)
+
+
+def _label(value: Any, name: str) -> float:
+    if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
+        raise BadRow(
+            f"{name} is {_shown(value)}; give true for a right step, false for a wrong one, or a number from 0 to 1"
+        )
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > MOST:
+        return "a number of more than nine digits"  # Python refuses to write one of more than 4,300
+    return f"{value!r:.40}"
+
+
+def _steps(row: Row) -> tuple[list[str], list[float]]:
+    """Returns the steps of a row, and the label of each. Raises BadRow."""
+    steps, labels = row["completions"], row["labels"]
+    for name, value in (("completions", steps), ("labels", labels)):
+        if not isinstance(value, list) or not value:
+            raise BadRow(f"{name} is {_shown(value)}; give a list with one entry for each step")
+    if len(steps) != len(labels):
+        raise BadRow(f"has {len(steps)} completions and {len(labels)} labels; give one label for each step")
+    for number, step in enumerate(steps):
+        if not isinstance(step, str) or not step.strip():
+            raise BadRow(f"completions[{number}] is {_shown(step)}; give the text of a step")
+    return steps, [_label(label, f"labels[{number}]") for number, label in enumerate(labels)]
+
+
+class ScoredDataset(RowDataset[ScoredRow]):
+    """Rows that a reward model learns from. loss: `loss.name`. pad_token_id: as `padding` has it."""
+
+    config: ScoredDataConfig
+
+    def __init__(self, *args: Any, loss: str, pad_token_id: int, **options: Any) -> None:
+        self._loss, self._pad = loss, pad_token_id
+        super().__init__(*args, **options)
+
+    def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._encoder = Encoder(tokenizer, "all")
+        self.format = self.config.format if self.config.format != "auto" else self._detect(detect)
+        if self.format != FORMAT_OF[self._loss]:
+            right = next(name for name, format in FORMAT_OF.items() if format == self.format)
+            why = f"{self.path}: has rows of the format {self.format}, and loss.name {self._loss} is of others"
+            fix = f"set loss.name to {right}, or give {', '.join(FIELDS[FORMAT_OF[self._loss]])}"
+            raise DataError(f"data.{self.part}", why=why, fix=fix)
+
+    def _make(self, index: int, row: dict[str, Any]) -> ScoredRow | Rejected:
+        for field in FIELDS[self.format]:
+            if row.get(field) is None:
+                raise BadRow(
+                    f"has no field {field!r}, which the format {self.format} needs; it has {listed(row)}: {LIKE}"
+                )
+        made = {"preference": self._pair, "graded": self._graded, "steps": self._with_steps}[self.format](row)
+        longest = max(len(sequence.ids) for sequence in made.sequences)
+        if longest > self.config.max_length:
+            what = f"the row has a sequence of {longest} tokens and data.max_length is {self.config.max_length}"
+            if self.config.truncation == "drop":
+                return Rejected("dropped", f"{self.where(index)}: {what}")
+            raise DataError(f"{what}; raise data.max_length, or set data.truncation to drop")
+        for sequence in made.sequences:
+            self._check_vocabulary(sequence.ids)
+        return made
+
+    def _pair(self, row: Row) -> ScoredRow:
+        margin = 0.0 if row.get("margin") is None else _number(row["margin"], "margin")
+        chosen, rejected = (self._read(row, content) for content, _ in parse(row, "preference"))
+        if chosen.ids[: chosen.places[0] + 1] == rejected.ids[: rejected.places[0] + 1]:
+            raise BadRow("chosen and rejected are the same tokens, which teaches nothing; remove the row")
+        return ScoredRow((chosen, rejected), margin)
+
+    def _graded(self, row: Row) -> ScoredRow:
+        score = _number(row["score"], "score")
+        return ScoredRow((self._read(row, answer_of(row, row["prompt"], "completion"), score),))
+
+    def _with_steps(self, row: Row) -> ScoredRow:
+        steps, labels = _steps(row)
+        prompt, separator = row["prompt"], self.config.step_separator
+        answer: Any = separator.join(steps)
+        if isinstance(prompt, list):
+            answer = [{"role": "assistant", "content": answer}]
+        content = self._whole(row, answer_of({**row, "completion": answer}, prompt, "completion"))
+        ids, ends = encode_steps(self._encoder, content, steps, separator)
+        places = [*(scored_token(ids[: end + 1], self._pad) for end in ends), scored_token(ids, self._pad)]
+        if sorted(set(places)) != places:
+            raise BadRow(
+                "two of its steps end at the same token, as no token but the padding is between them; join such steps"
+            )
+        return ScoredRow((Scored(ids, tuple(places), tuple(labels)),))
+
+    def _read(self, row: Row, content: Chat | Pair, target: float = 0.0) -> Scored:
+        """Returns a sequence that is scored at its end."""
+        ids = self._encoder.encode(self._whole(row, content)).ids
+        return Scored(ids, (scored_token(ids, self._pad),), (target,))
+
+    def _whole(self, row: Row, content: Chat | Pair) -> Chat | Text:
+        """Returns a prompt with its answer as `mrl ppo` would have a policy's completion scored."""
+        if isinstance(content, Chat):
+            if content.messages[-1]["role"] != "assistant":
+                role = content.messages[-1]["role"]
+                raise BadRow(f"its last message is of the role {role}; end with the assistant's, which is scored")
+            return content
+        if not self._encoder.has_template:
+            return Text(content.plain_prompt + content.completion)
+        chat = question(row, content.prompt, content.plain_prompt).chat
+        return dataclasses.replace(
+            chat, messages=[*chat.messages, {"role": "assistant", "content": content.completion}]
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- batches
+
+
+def scored_batch(rows: Sequence[ScoredRow], *, group: int) -> Batch:
+    """Returns the global mini-batch of some rows, with what `mrl.algorithms.scores` reads and divides by.
+
+    A batch has no value for a sequence's last token, after which nothing is predicted: one more, 0, makes it the last
+    but one. Labels train where a score is read. group: 2 where rows are pairs, else 1.
+    """
+    ids, masks, targets = [], [], []
+    for sequence in (sequence for row in rows for sequence in row.sequences):
+        length, at = len(sequence.ids), dict(zip(sequence.places, sequence.targets, strict=True))
+        ids.append([*sequence.ids, 0])
+        masks.append([0.0, *(float(place in at) for place in range(length))])
+        targets.append(torch.tensor([at.get(place, 0.0) for place in range(length)]))
+    margins = torch.tensor([row.margin for row in rows for _ in row.sequences])
+    batch = make_batch(ids, masks, token_fields={TARGETS: torch.cat(targets)}, sequence_fields={MARGIN: margins})
+    units = float(batch.loss_mask.sum()) / group
+    return dataclasses.replace(batch, denominators={**batch.denominators, "units": units}, group=group)
+
+
+class ScoredSource(Batches[ScoredRow]):
+    """An endless source of global mini-batches (see `mrl.data.batches.Batches`)."""
+
+    def __init__(self, dataset: ScoredDataset, *, group: int, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self.group = group
+
+    def _batch(self, items: Sequence[ScoredRow]) -> Batch:
+        return scored_batch(items, group=self.group)

@@ -1,0 +1,68 @@
+"""The keys of reward models: contradictions, each refused in one line."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from mrl.config.build import build_section
+from mrl.config.load import apply_override
+from mrl.config.rm import RMConfig
+from mrl.config.rm_checks import check_rm
+from mrl.errors import ConfigError
+
+BASE = {
+    "output_dir": "runs/rm",
+    "model": {"path": "model"},
+    "loss": {"name": "bradley_terry"},
+    "data": {"train": "pairs.jsonl", "max_length": 100},
+    "train": {"steps": 10, "global_batch_size": 8},
+}
+STEPS, GRADED = ("loss.name=steps",), ("loss.name=regression",)
+
+
+def made(*overrides: str) -> RMConfig:
+    raw = copy.deepcopy(BASE)
+    for override in overrides:
+        apply_override(raw, override)
+    config = build_section(RMConfig, raw, "", RMConfig)
+    check_rm(config)
+    return config
+
+
+REFUSED = [
+    (("loss.name=dpo",), 'loss.name: value "dpo" is not one of the choices'),
+    (("loss=null",), "loss.name"),
+    (("loss.beta=1",), "loss.beta"),
+    (("loss.centering=-1",), "loss.centering: value -1 is out of range"),
+    ((*STEPS, "loss.centering=0.1"), "loss.centering: value 0.1 is not read by loss steps"),
+    ((*GRADED, "loss.centering=0"), "loss.centering: value 0.0 is not read by loss regression"),
+    (("data.format=steps",), 'data.format: value "steps" is no form of row for loss.name bradley_terry; set loss.name'),
+    ((*GRADED, "data.format=preference"), "set loss.name to bradley_terry, or data.format to graded"),
+    (("data.format=messages",), 'data.format: value "messages" is not one of the choices'),
+    ((*GRADED, "data.step_separator=x"), 'data.step_separator: value "x" is not used by loss.name regression'),
+    (("data.truncation=left",), 'data.truncation: value "left" is not one of the choices'),
+    (("engine.micro_batch.size=3",), "engine.micro_batch.size: value 3 is odd"),
+    (("engine.micro_batch.tokens=199",), "engine.micro_batch.tokens: value 199 is less than a pair of sequences of"),
+    ((*STEPS, "engine.micro_batch.tokens=99"), "engine.micro_batch.tokens: value 99 is less than data.max_length 100"),
+    (("engine.backend=fsdp", "engine.parallel.tp=2"), "engine.parallel.tp"),
+    (("reference.cache=true",), "reference.cache: value true is given to an unknown key"),
+    (("train.epochs=1",), "train.steps: value 10 is given together with train.epochs 1"),
+    (("train.eval_every=2",), "train.eval_every: value 2 is not used without data.eval"),
+    (("optimizer.warmup_steps=11",), "optimizer.warmup_steps: value 11 is above train.steps 10"),
+    (("model.lora.rank=4", "model.init=random"), 'model.init: value "random" makes a base that no other run has'),
+]
+
+
+@pytest.mark.parametrize("overrides, says", REFUSED, ids=[" ".join(o) for o, _ in REFUSED])
+def test_contradictions_are_one_line(overrides, says):
+    with pytest.raises(ConfigError) as caught:
+        made(*overrides)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_micro_batch_holds_a_pair_or_one_answer():
+    assert made("engine.micro_batch.tokens=200").longest_group[0] == 200 and made().group == 2
+    single = made(*STEPS, "engine.micro_batch.tokens=100", "data.step_separator=x")
+    assert (single.longest_group[0], single.group) == (100, 1)
