@@ -114,6 +114,7 @@ def test_version_and_help():
         "check",
         "config",
         "convert",
+        "data",
         "doctor",
         "dpo",
         "eval",

@@ -29,6 +29,7 @@ class DPO(TrainingCommand[DPOConfig]):
         mrl dpo dpo.yaml --dry-run"""
     root = DPOConfig
     trainer = "mrl.trainers.dpo:run"
+    task = "mrl.trainers.dpo:DPOTask"
     order = 3
     null_is = {
         "reference.engine": "engine",

@@ -35,6 +35,7 @@ class PPO(TrainingCommand[PPOConfig]):
         mrl ppo grpo.yaml --dry-run"""
     root = PPOConfig
     trainer = "mrl.trainers.ppo:run"
+    task = "mrl.trainers.rl.prompts:PromptsTask"
     checked = "mrl.check.of_ppo:CHECKED"
     order = 2
     generates = True

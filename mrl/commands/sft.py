@@ -23,6 +23,7 @@ class SFT(TrainingCommand[SFTConfig]):
         torchrun --nproc_per_node 8 -m mrl sft sft.yaml"""
     root = SFTConfig
     trainer = "mrl.trainers.sft:run"
+    task = "mrl.trainers.sft:SFTTask"
     checked = "mrl.check.of_sft:CHECKED"
     order = 1
 

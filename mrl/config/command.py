@@ -46,6 +46,9 @@ class Length(Protocol):
     def steps(self) -> int | None: ...
 
     @property
+    def epochs(self) -> float | None: ...
+
+    @property
     def global_batch_size(self) -> int: ...
 
 
@@ -61,6 +64,9 @@ class Config(Protocol):
 
 class OnRows(Config, Protocol):
     """What the config of a command has that trains on rows for a number of steps: all but `mrl serve`."""
+
+    @property
+    def seed(self) -> int: ...
 
     @property
     def data(self) -> RowsConfig: ...
@@ -114,6 +120,9 @@ class TrainingCommand(abc.ABC, Generic[C]):
     examples: str  # command lines at the end of the help
     root: type[C]  # a frozen dataclass of keys
     trainer: str  # "module:function"; every rank calls function(config, command_line)
+    task: str | None = None
+    """"module:NAME" of a `mrl.trainers.task.RowsTask` made of a config: the rows that `mrl data show` shows. None: it
+    refuses configs of this command."""
     checked: str | None = None  # "module:NAME" of a `mrl.check.command.Checked`; None: `mrl check` refuses its configs
     order: int = 100  # place among the commands that train, where documentation and messages list them
     generates: bool = False  # whether its models sample text

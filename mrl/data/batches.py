@@ -95,6 +95,10 @@ class Batches(RowStream[T]):
             self._ahead.cancel()
             self._ahead = None
 
+    def batch_of(self, items: Sequence[T]) -> Batch:
+        """Returns the global mini-batch of some rows."""
+        return self._batch(items)
+
     def _build(self, start: Progress) -> _Built[T]:
         taken = self._after(start, self.global_batch_size)
         return _Built(self._batch(taken.items), taken)

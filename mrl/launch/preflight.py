@@ -60,6 +60,11 @@ def check_files(command: TrainingCommand, config: Config) -> list[Part]:
     return parts
 
 
+def check_rows_files(config: OnRows) -> None:
+    """Raises a UserError where a file of rows that `config` names is missing."""
+    _check_data(config.data)
+
+
 def check_code(command: TrainingCommand, config: Config) -> None:
     """Loads the user's own code, as a run does when it starts. Raises ConfigError where it is none."""
     with quiet():

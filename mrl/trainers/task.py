@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,6 +19,15 @@ from mrl.trainers.console import Console
 
 C = TypeVar("C")
 HFConfig = dict[str, Any]
+
+
+class RowsTask(Protocol):
+    """What `mrl data show` asks of a command: its rows. A `Task` is one."""
+
+    def dataset(
+        self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part
+    ) -> RowDataset[Any]:
+        """Returns the rows of data.train or data.eval."""
 
 
 class Task(abc.ABC, Generic[C]):

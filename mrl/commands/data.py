@@ -1,0 +1,52 @@
+"""`mrl data show`: what the rows of a config become, before anything is trained on them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from mrl.commands import CONFIG, OVERRIDES, Command, Group, Option, echo
+
+
+def _show(
+    *, config_path: str, overrides: Sequence[str], rows: int, count: bool, evaluation: bool, tokens: bool
+) -> None:
+    from mrl.launch import showing
+
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    showing.run(
+        config_path, overrides, rows=rows, count=count, part="eval" if evaluation else "train", by_token=tokens,
+        coloured=coloured, echo=echo,
+    )  # fmt: skip
+
+
+SHOW = Command(
+    help="""Say what rows become: their tokens, which of them train and with what weight, lengths, packing.
+
+    CONFIG is the file of any command that trains on rows. Only the tokenizer of its model is read, no weights. Rows are
+    those that the run begins with, in its order. What trains is coloured on a terminal, and stands in ⟦ ⟧ elsewhere.
+    """,
+    examples="""
+        mrl data show sft.yaml
+        mrl data show sft.yaml data.loss_on=last --rows 1 --tokens
+        mrl data show dpo.yaml --eval
+        mrl data show sft.yaml --count""",
+    run=_show,
+    params=(
+        CONFIG,
+        OVERRIDES,
+        Option(names="--rows", kind="number", minimum=0, default=3, metavar="N", help="Rows whose tokens are shown."),
+        Option(names="--count", kind="flag", help="Read every row: all lengths, what is left out, steps of the run."),
+        Option(names="--eval", into="evaluation", kind="flag", help="Rows of data.eval in place of data.train."),
+        Option(names="--tokens", kind="flag", help="A line for each token: its place, id, weight and text."),
+    ),
+)  # fmt: skip
+
+COMMAND = Group(
+    help="See what data becomes.",
+    examples="""
+        mrl data show sft.yaml
+        mrl data show sft.yaml --count""",
+    commands={"show": SHOW},
+)

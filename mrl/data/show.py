@@ -1,0 +1,124 @@
+"""Rows as people read them: the text of their tokens with what trains marked, and lengths as a histogram.
+
+Dimensions: a sequence has `T` tokens, of which the first never trains: nothing precedes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from mrl.data.dataset import Example
+from mrl.data.preferences import Preference
+from mrl.data.prompts import Prompt
+from mrl.errors import printable
+
+ENDS, MOST = 300, 640  # tokens shown at each end of a sequence with more than MOST
+BINS, WIDTH = 10, 40  # of a histogram: its lines, and characters of the longest bar
+OPEN, CLOSE = "⟦", "⟧"
+TRAINS, OTHER_WEIGHT, CONTEXT, RESET = "\x1b[1;32m", "\x1b[1;35m", "\x1b[2m", "\x1b[0m"
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownSequence:
+    """One sequence of a row. weights_T: of each token in the loss, 0 where it does not train."""
+
+    name: str  # what it is in its row: "" where the row is this sequence alone
+    ids_T: Sequence[int]
+    weights_T: Sequence[float]
+
+    @property
+    def trained(self) -> int:
+        return sum(weight != 0 for weight in self.weights_T)
+
+
+def sequences_of(item: object) -> list[ShownSequence]:
+    """Returns the sequences that a row in tokens is."""
+    match item:
+        case Example():
+            return [ShownSequence("", item.ids, _shown_weights(item.mask))]
+        case Preference():
+            names = {True: "chosen", False: "rejected"} if len(item.answers) > 1 else {True: "good", False: "bad"}
+            return [ShownSequence(names[a.is_chosen], a.ids, _shown_weights(a.mask)) for a in item.answers]
+        case Prompt():
+            return [ShownSequence("prompt", item.tokens, [0.0] * len(item.tokens))]
+    raise TypeError(f"no sequences are known of a {type(item).__name__}")
+
+
+def _shown_weights(mask: Sequence[float]) -> list[float]:
+    return [0.0, *map(float, mask[1:])]
+
+
+def text_lines(tokenizer: PreTrainedTokenizerBase, of: ShownSequence, *, coloured: bool) -> Iterator[str]:
+    """Yields the text of a sequence, line by line. Of a long one the middle is left out."""
+    ids, weights, total = list(of.ids_T), list(of.weights_T), len(of.ids_T)
+    if total <= MOST:
+        yield from _marked(tokenizer, ids, weights, coloured)
+        return
+    yield from _marked(tokenizer, ids[:ENDS], weights[:ENDS], coloured)
+    left_out = weights[ENDS:-ENDS]
+    yield f"... {len(left_out):,} tokens, {sum(w != 0 for w in left_out):,} of them train ..."
+    yield from _marked(tokenizer, ids[-ENDS:], weights[-ENDS:], coloured)
+
+
+def _marked(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], weights: Sequence[float], coloured: bool
+) -> Iterator[str]:
+    """Yields lines of the text, with what has one weight between marks, which are closed at the end of each line."""
+    line = ""
+    for weight, run in itertools.groupby(zip(ids, weights, strict=True), key=lambda pair: pair[1]):
+        text = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
+        first, *rest = text.split("\n")
+        line += _run(first, weight, coloured)
+        for part in rest:
+            yield line
+            line = _run(part, weight, coloured)
+    if line:
+        yield line
+
+
+def _run(text: str, weight: float, coloured: bool) -> str:
+    shown = printable(text)
+    if not shown:
+        return ""
+    number = "" if weight in (0, 1) else f"{weight:g}:"
+    if coloured:
+        colour = CONTEXT if weight == 0 else TRAINS if weight == 1 else OTHER_WEIGHT
+        return f"{colour}{number}{shown}{RESET}"
+    return shown if weight == 0 else f"{OPEN}{number}{shown}{CLOSE}"
+
+
+def token_lines(tokenizer: PreTrainedTokenizerBase, of: ShownSequence, *, coloured: bool) -> Iterator[str]:
+    """Yields a line for each token: its place, id, weight in the loss, and text."""
+    yield f"{'place':>7} {'id':>8} {'weight':>7}  text"
+    for place, (token, weight) in enumerate(zip(of.ids_T, of.weights_T, strict=True)):
+        line = f"{place:>7} {token:>8} {weight:>7g}  {printable(repr(tokenizer.decode([token])))}"
+        yield f"{TRAINS}{line}{RESET}" if coloured and weight else line
+
+
+def histogram(values: Sequence[int]) -> list[str]:
+    """Returns lines of a histogram with bins of equal width: from and to, how many, a bar."""
+    if not values:
+        return []
+    low, high = min(values), max(values)
+    width = max(1, -(-(high - low + 1) // BINS))
+    counts = [0] * (-(-(high - low + 1) // width))
+    for value in values:
+        counts[(value - low) // width] += 1
+    edges = [(low + i * width, min(high, low + (i + 1) * width - 1)) for i in range(len(counts))]
+    wide, most = len(f"{high:,}"), max(counts)
+    return [
+        f"{first:>{wide},} to {last:>{wide},}  {count:>9,}  {'#' * -(-count * WIDTH // most)}".rstrip()
+        for (first, last), count in zip(edges, counts, strict=True)
+    ]
+
+
+def summary(values: Sequence[int]) -> str:
+    """Returns mean, median, 95th percentile and the largest of lengths, in words. A percentile is one of the values."""
+    ordered = sorted(values)
+    at = lambda share: ordered[max(0, -(-share * len(ordered) // 100) - 1)]  # noqa: E731
+    mean = sum(ordered) / len(ordered)
+    return f"mean {mean:,.1f}, median {at(50):,}, 95 % within {at(95):,}, longest {ordered[-1]:,}"

@@ -1,0 +1,181 @@
+"""`mrl data show` at work: reads the config and its rows as a run does, and builds no engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from mrl.config.command import OnRows, TrainingCommand, command_of_yaml
+from mrl.config.load import load_config, read_yaml
+from mrl.errors import ConfigError
+from mrl.launch import preflight
+
+if TYPE_CHECKING:
+    from mrl.data.show import ShownSequence
+
+SAMPLE, LARGEST = 256, 4096
+"""Rows whose lengths are looked at without --count: so many at least, and no more for a large batch."""
+
+
+def run(
+    path: str, overrides: Sequence[str], *, rows: int, count: bool, part: Literal["train", "eval"], by_token: bool,
+    coloured: bool, echo: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Prints what rows of the config in the file `path` become. rows: of which tokens are shown."""
+    command = command_of_yaml(read_yaml(path))
+    config = load_config(path, overrides, command.root)
+    if command.task is None:
+        why = f"knows no rows of `mrl {command.name}`"
+        raise ConfigError("mrl data show", why=why, fix="give the config of a command that trains on rows")
+    with preflight.quiet():
+        preflight.check_rows_files(config)
+        read = _read(command, config, part)
+    for line in read.lines(rows=rows, count=count, by_token=by_token, coloured=coloured):
+        echo(line)
+
+
+def _read(command: TrainingCommand[Any], config: Any, part: Literal["train", "eval"]) -> Read:
+    from mrl.converters.hf_config import read_hf_config
+    from mrl.converters.hub import model_folder
+    from mrl.data.tokenizer import load_tokenizer
+
+    assert command.task is not None
+    module, _, name = command.task.partition(":")
+    task = getattr(importlib.import_module(module), name)(config)
+    model = next(iter(command.parts(config))).model
+    folder = model_folder(model.path, weights=False)
+    hf_config = read_hf_config(folder)
+    tokenizer = load_tokenizer(folder, model.trust_remote_code, config.data.chat_template)
+    return Read(command, config, task, tokenizer, task.dataset(tokenizer, folder, hf_config, part), part)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row that is used."""
+
+    place: str  # its file and line
+    item: Any
+
+
+@dataclasses.dataclass
+class Seen:
+    """Sequences of the rows that were looked at; `str` counts them."""
+
+    rows: int = 0
+    trained: int = 0  # tokens that train
+    lengths: list[int] = dataclasses.field(default_factory=list)
+
+    def add(self, sequences: Sequence[ShownSequence]) -> None:
+        self.rows += 1
+        self.trained += sum(sequence.trained for sequence in sequences)
+        self.lengths += [len(sequence.ids_T) for sequence in sequences]
+
+    def __str__(self) -> str:
+        tokens = sum(self.lengths)
+        share = f"{100 * self.trained / tokens:.1f} %"
+        return f"{len(self.lengths):,} sequences, {tokens:,} tokens, {self.trained:,} train ({share})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """The rows of a config, open."""
+
+    command: TrainingCommand[Any]
+    config: OnRows
+    task: Any
+    tokenizer: Any
+    dataset: Any
+    part: Literal["train", "eval"]
+
+    def lines(self, *, rows: int, count: bool, by_token: bool, coloured: bool) -> Iterator[str]:
+        """Yields what is printed."""
+        from mrl.data.show import histogram, sequences_of, summary
+        from mrl.data.stream import Report
+
+        kind = getattr(self.dataset, "format", None)
+        form = "" if kind is None else f" of the format {kind}"
+        yield f"data.{self.part}: {self.dataset.path}: {len(self.dataset):,} rows{form}"
+        report, seen = Report(), Seen()
+        batch = self.command.rows_of_batch(self.config)
+        wanted = max(rows, min(LARGEST, max(SAMPLE, batch)))
+        packs = self.part == "train" and not self.command.generates and batch <= LARGEST
+        kept: list[Row] = []
+        for row in itertools.islice(self._rows(report), None if count else wanted):
+            seen.add(sequences_of(row.item))
+            if len(kept) < max(rows, batch if packs else 0):
+                kept.append(row)
+        if not seen.rows:
+            raise report.of_which_none_is_left(self.dataset)
+        for row in kept[:rows]:
+            yield ""
+            yield from self._row(row, by_token, coloured)
+        yield ""
+        whole = count or seen.rows + report.skipped + report.dropped == len(self.dataset)
+        yield f"{'all rows' if whole else f'the first {seen.rows:,} rows that are used'}: {seen}"
+        yield f"tokens of a sequence: {summary(seen.lengths)}"
+        yield from (f"  {line}" for line in histogram(seen.lengths))
+        yield f"rows used: {seen.rows:,}, " + ", ".join(f"{what}: {number:,}" for what, number in report.counts.items())
+        yield from (f"  {note}" for note in report.notes)
+        if packs and len(kept) >= batch:
+            yield self._packing([row.item for row in kept[:batch]])
+        if self.part == "train" and count:
+            yield self._steps(seen.rows, batch)
+
+    def _rows(self, report: Any) -> Iterator[Row]:
+        """Yields each row that is used once: those of data.train in the order of the run's first epoch."""
+        from mrl.data.stream import row_order
+
+        shuffle = self.part == "train" and self.config.data.shuffle
+        for row in row_order(self.config.seed, 0, len(self.dataset), shuffle).tolist():
+            item = report.count(self.dataset, row)
+            if item is not None:
+                yield Row(self.dataset.where(row), item)
+
+    def _row(self, row: Row, by_token: bool, coloured: bool) -> Iterator[str]:
+        from mrl.data.show import sequences_of, text_lines, token_lines
+
+        cut = "; truncated" if row.item.truncated else ""
+        for sequence in sequences_of(row.item):
+            name = f"{sequence.name}: " if sequence.name else ""
+            yield f"{row.place}: {name}{len(sequence.ids_T):,} tokens, {sequence.trained:,} train{cut}"
+            shown = token_lines if by_token else text_lines
+            for line in shown(self.tokenizer, sequence, coloured=coloured):
+                yield f"  {line}".rstrip()
+
+    def _packing(self, items: Sequence[Any]) -> str:
+        """Returns how the first global batch is laid into micro-batches, where one replica has it all."""
+        from mrl.engine.microbatch import plan_micro_batches
+
+        batch = self.task.source(self.dataset).batch_of(items)
+        part = next(part for part in self.command.parts(self.config) if part.optimizer is not None)
+        role = self.command.engine_config(self.config, part)
+        limit, lengths = role.engine.micro_batch, batch.lengths.tolist()
+        made = plan_micro_batches(
+            lengths, group=batch.group, size=limit.size, tokens=limit.tokens, packed=role.packing
+        )  # fmt: skip
+        sums = [sum(lengths[i] for i in one) for one in made]
+        most = [len(one) * max(lengths[i] for i in one) for one in made]
+        of = f"at most {limit.tokens:,} tokens" if limit.tokens is not None else f"{limit.size} sequences"
+        laid = "sequences end to end" if role.packing else f"padding {100 * (1 - sum(sums) / sum(most)):.1f} %"
+        text = (
+            f"the first batch on one replica: {len(lengths):,} sequences in {len(made)} micro-batches of {of}, {laid}"
+        )
+        if role.packing and limit.tokens is not None:
+            text += f", {100 * sum(sums) / (len(made) * limit.tokens):.1f} % full"
+        return text
+
+    def _steps(self, usable: int, batch: int) -> str:
+        from mrl.data.batches import steps_for_epochs
+
+        train = self.config.train
+        what = "iterations" if self.command.generates else "steps"
+        if train.steps is not None:
+            made = train.steps if not self.command.generates else None
+            passes = "" if made is None else f": {made * batch / usable:.2f} passes over the rows"
+            return f"length: train.steps {train.steps:,}, {batch:,} rows in each of the {what}{passes}"
+        epochs = 1.0 if train.epochs is None else train.epochs
+        made = steps_for_epochs(epochs, usable, batch)
+        return f"length: {epochs:g} epochs of {usable:,} rows, {batch:,} a step: {made:,} {what}"

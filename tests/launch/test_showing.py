@@ -1,0 +1,132 @@
+"""`mrl data show`: rows as a run reads them, in its order, with what trains marked."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from mrl import cli
+from mrl.commands import data as record
+from mrl.data.show import TRAINS, ShownSequence, histogram, summary, text_lines
+from mrl.data.stream import row_order
+from tests.data.tiny_tokenizers import make_tokenizer, write_jsonl
+from tests.trainers import tiny_runs
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_runs.make_inputs(folder)
+    pairs = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i + 20)} for i in range(6)]
+    write_jsonl(folder / "pairs.jsonl", pairs)
+    sft = tiny_runs.make_config(folder, folder / "run", data={"eval": str(folder / "eval.jsonl")})
+    pairs_alone = {"train": str(folder / "pairs.jsonl"), "max_length": 64}
+    grpo = {
+        "output_dir": str(folder / "rl"), "actor": {"model": sft["model"]}, "algorithm": {"name": "grpo"},
+        "rewards": {"functions": [{"name": "length", "maximum": 4}]}, "data": {"train": str(folder / "pairs.jsonl")},
+        "train": {"steps": 3, "global_batch_size": 8}, "rollout": {"samples_per_prompt": 4, "max_new_tokens": 8},
+    }  # fmt: skip
+    serve = {"output_dir": str(folder / "s"), "model": sft["model"], "serve": {"port": 1}}
+    configs = {"sft": sft, "dpo": sft | {"loss": {"name": "dpo"}, "data": pairs_alone}, "grpo": grpo, "serve": serve}
+    for name, config in configs.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def show(inputs, name: str, *words: str) -> list[str]:
+    done = CliRunner().invoke(cli.main, ["data", "show", str(inputs / f"{name}.yaml"), *words])
+    assert done.exit_code == 0, done.output
+    return done.stdout.replace(f"{inputs}/", "").splitlines()
+
+
+def test_rows_are_shown_in_the_order_of_the_run_with_what_trains_between_marks(inputs):
+    lines = show(inputs, "sft", "--rows", "10")
+    places = [int(found[1]) for line in lines if (found := re.match(r"train.jsonl:(\d+): \d+ tokens, \d train$", line))]
+    assert places == [row + 1 for row in row_order(0, 0, 10).tolist()]
+    first = lines.index("train.jsonl:3: 17 tokens, 2 train")
+    assert lines[first + 1 : first + 5] == [
+        "  <|im_start|>user", "  2+2+2=<|im_end|>", "  <|im_start|>assistant", "  ⟦6<|im_end|>⟧",
+    ]  # fmt: skip
+    assert "all rows: 10 sequences, 151 tokens, 23 train (15.2 %)" in lines
+    assert "tokens of a sequence: mean 15.1, median 15, 95 % within 18, longest 18" in lines
+    assert lines[-1] == (
+        "the first batch on one replica: 4 sequences in 2 micro-batches of 2 sequences, sequences end to end"
+    )
+
+
+def test_count_reads_all_and_gives_the_steps(inputs):
+    keys = ["train.steps=null", "train.epochs=3", "data.truncation=drop", "data.max_length=15"]
+    lines = show(inputs, "sft", "--count", "--rows", "0", *keys)
+    assert "rows used: 6, skipped: 0, dropped: 4, truncated: 0" in lines
+    assert lines[-1] == "length: 3 epochs of 6 rows, 4 a step: 5 steps"
+    lines = show(inputs, "sft", "--rows", "1", "data.truncation=right", "data.max_length=17", "data.loss_on=all")
+    assert "rows used: 10, skipped: 0, dropped: 0, truncated: 2" in lines
+
+
+def test_pairs_and_prompts_have_their_sequences(inputs):
+    lines = show(inputs, "dpo", "--rows", "1", "engine.micro_batch.size=null", "engine.micro_batch.tokens=128")
+    assert {"pairs.jsonl:1: chosen: 15 tokens, 2 train", "pairs.jsonl:1: rejected: 16 tokens, 3 train"} <= set(lines)
+    assert re.match(
+        r"the first batch on one replica: 8 sequences in 1 micro-batches of at most 128 tokens, sequences end to end, "
+        r"9\d\.\d % full$", lines[-1],
+    )  # fmt: skip
+    lines = show(inputs, "grpo", "--rows", "1", "--count", "data.columns={chosen: answer}")
+    assert "pairs.jsonl:1: prompt: 12 tokens, 0 train" in lines
+    assert lines[-1] == "length: train.steps 3, 2 rows in each of the iterations"
+
+
+def test_a_line_for_each_token_of_the_evaluation_rows(inputs):
+    lines = show(inputs, "sft", "--eval", "--tokens", "--rows", "1")
+    assert lines[2] == "eval.jsonl:1: 17 tokens, 4 train"
+    table = [line.split() for line in lines[4:21]]
+    assert [row[0] for row in table] == [str(i) for i in range(17)]
+    assert [row[3] for row in table if row[2] == "1"] == ["'1'", "'0'", "'0'", "'<|im_end|>'"]
+
+
+def test_what_cannot_be_shown_is_one_line(inputs):
+    for name, words, says in (
+        ("serve", (), "mrl: mrl data show: knows no rows of `mrl serve`; give the config of a command"),
+        ("sft", ("data.train=none.jsonl",), 'mrl: data.train: value "none.jsonl" does not exist'),
+        ("dpo", ("--eval",), "mrl: data.eval: is null; name the rows to evaluate on"),
+        ("sft", ("data.max_length=14",), "mrl: train.jsonl:3: the row has 17 tokens and data.max_length is 14"),
+        ("sft", ("data.max_length=3", "data.truncation=drop"), "mrl: data.train: train.jsonl: none of its 10 rows can"),
+    ):
+        done = CliRunner().invoke(cli.main, ["data", "show", str(inputs / f"{name}.yaml"), *words])
+        line = done.stderr.replace(f"{inputs}/", "").replace("'none", '"none').replace("jsonl'", 'jsonl"')
+        assert (done.exit_code, line.count("\n")) == (2, 1) and line.startswith(says), line
+
+
+def test_weights_colours_and_what_a_terminal_would_take_for_a_command():
+    tokenizer = make_tokenizer()
+    texts = ["hello", "\x1b[2J", "dog\nfox", "lazy"]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    weights = [weight for one, weight in zip(ids, (0.0, 1.0, 0.5, 1.0), strict=True) for _ in one]
+    of = ShownSequence("", [token for one in ids for token in one], weights)
+    assert list(text_lines(tokenizer, of, coloured=False)) == ["hello⟦\\x1b[2J⟧⟦0.5:dog⟧", "⟦0.5:fox⟧⟦lazy⟧"]
+    coloured = list(text_lines(tokenizer, of, coloured=True))
+    assert f"{TRAINS}\\x1b[2J\x1b[0m" in coloured[0] and f"{TRAINS}lazy\x1b[0m" in coloured[1]
+    long = ShownSequence("", [ids[0][0]] * 1000, [0.0] + [1.0] * 999)
+    assert "... 400 tokens, 400 of them train ..." in list(text_lines(tokenizer, long, coloured=False))
+
+
+def test_a_histogram_counts_every_value_once():
+    values = [3, 3, 4, 60, 61, 102]
+    lines = histogram(values)
+    assert sum(int(line.split()[3].replace(",", "")) for line in lines) == len(values)
+    assert lines[0].split()[:4] == ["3", "to", "12", "3"] and lines[-1].split()[:3] == ["93", "to", "102"]
+    assert (histogram([]), histogram([7])) == ([], ["7 to 7          1  " + "#" * 40])
+    assert summary(list(range(1, 101))) == "mean 50.5, median 50, 95 % within 95, longest 100"
+
+
+def test_colours_are_for_terminals_that_want_them(monkeypatch, inputs):
+    given: list[bool] = []
+    monkeypatch.setattr("mrl.launch.showing.run", lambda *_, coloured, **__: given.append(coloured))
+    for terminal, no_colour in ((False, ""), (True, ""), (True, "1")):
+        monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal, raising=False)
+        monkeypatch.setenv("NO_COLOR", no_colour)
+        record._show(config_path="x", overrides=(), rows=1, count=False, evaluation=False, tokens=False)
+    assert given == [False, True, False], json.dumps(given)
