@@ -67,6 +67,8 @@ class KeptSequences:
         """As the function `share`; but where anything is kept, a request stays with the replica that had its key."""
         if not self.room:
             return list(share(len(requests), part, parts))
+        known = {request.key for request in requests}
+        self._replicas = {key: replica for key, replica in self._replicas.items() if key in known}
         fresh = [request.key for request in requests if request.key not in self._replicas]
         for replica in range(parts):
             self._replicas |= {fresh[i]: replica for i in share(len(fresh), replica, parts)}
@@ -82,6 +84,13 @@ class KeptSequences:
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             one.tokens = one.tokens[:same]
             if not same:
+                del self._kept[key]
+
+    def shrink(self, room: int) -> None:
+        """Keeps no more than `room` tokens from now on, and forgets what has no room."""
+        self.room = room
+        for key in list(self._kept):
+            if self.tokens > room:
                 del self._kept[key]
 
     def length(self, key: SamplingKey) -> int:

@@ -33,6 +33,15 @@ asked for again within 45 s."""
 MOST_BYTES = 2**28
 """Bytes of results that are kept for KEPT_S, whether they were fetched or not: log-probs of long data are megabytes."""
 
+MOST_UNFETCHED = 2**30
+"""Bytes of results that nobody has fetched, above which nothing more is taken until some are, or are out of date."""
+
+MOST_WAITING_BYTES = 2**31
+"""Bytes of the calls of models that wait at once."""
+
+UNFETCHED_S = 400.0
+"""Seconds after which a result that nobody has fetched goes too, where there are too many."""
+
 LATE_S = 400.0
 """Seconds that calls wait for one with a lower number: a client tries for 300 s to send it."""
 
@@ -71,6 +80,7 @@ class Waiting:
 
     operation: Any
     promise: Promise
+    size: int = 0  # bytes that it holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +157,7 @@ class Desk:
         self._by_key: dict[Hashable, Promise] = {}
         self._name, self._ids = secrets.token_hex(4), itertools.count(1)  # no id of an earlier start comes again
         self._closed: str | None = None
+        self._unfetched = 0  # bytes
         self._together: set[str] = set()  # promises of what is done together that are not kept yet, drawn or waiting
         self._looked = clock()
 
@@ -212,28 +223,34 @@ class Desk:
                 made.pass_refused()
                 self._lock.notify_all()
 
-    def give_up(self) -> None:
-        """Fails what has waited for LATE_S seconds for an operation with a lower number, and goes on after it."""
+    def give_up(self) -> dict[Hashable, int]:
+        """Fails what has waited for LATE_S seconds for an operation with a lower number, and goes on after it. Returns
+        the numbers that have not come, by the queues that waited for them."""
         left: list[tuple[int, Waiting]] = []
+        lacked: dict[Hashable, int] = {}
         with self._lock:
             before = self.clock() - LATE_S
-            for made in self._queues.values():
+            for queue, made in self._queues.items():
                 if not isinstance(made, _Numbered) or made.ready() or not made.waiting:
                     continue
                 if min(waiting.promise.asked_at for waiting in made.waiting.values()) < before:
-                    lacking = made.next
-                    left += [(lacking, waiting) for waiting in made.leave()]
+                    lacked[queue] = made.next
+                    left += [(lacked[queue], waiting) for waiting in made.leave()]
         for lacking, waiting in left:
             why, fix = (
                 "has not come, and later ones waited for it",
                 "look at the client's first error, and send them again",
             )
             self.fail(waiting.promise, "user", str(UserError("seq_id", lacking, why, fix)))
+        return lacked
 
-    def put(self, queue: Hashable, number: int, operation: Any, *, model: str | None = None) -> Promise:
-        """Puts an operation of a model on its queue. The same number gets the first promise again.
+    def put(
+        self, queue: Hashable, number: int, operation: Any, *, model: str | None = None, size: int = 0
+    ) -> Promise:  # fmt: skip
+        """Puts an operation of a model on its queue. The same number gets the first promise again. size: bytes of it.
 
-        Raises KeyError where there is no such queue, and Busy.
+        Raises KeyError where there is no such queue, and Busy. There is always room for the one that a model waits for:
+        others' operations keep no model from going on, nor do its own that came too early.
         """
         key = (queue, number)
         with self._lock:
@@ -243,10 +260,10 @@ class Desk:
             assert isinstance(made, _Numbered)
             if number < made.next:  # it was done, and its result is no longer kept: it is not to be done twice
                 return Promise(f"gone-{number}", model)
-            self._check_room(made)
+            self._check_room(made, size=size, next=number == made.next)
             promise = self._promise(key, model)
             made.refused.discard(number)
-            made.waiting[number] = Waiting(operation, promise)
+            made.waiting[number] = Waiting(operation, promise, size)
             self._lock.notify_all()
             return promise
 
@@ -270,12 +287,19 @@ class Desk:
             self._lock.notify_all()
             return promise
 
-    def _check_room(self, made: _Numbered | _Together, count: int = 1) -> None:
+    def _check_room(
+        self, made: _Numbered | _Together, count: int = 1, *, size: int = 0, next: bool = False
+    ) -> None:  # fmt: skip
+        if self._unfetched > MOST_UNFETCHED:
+            self._forget()
+        if self._closed is not None or self._unfetched > MOST_UNFETCHED:
+            raise Busy
         if isinstance(made, _Together):
             waiting = len(self._together)  # a turn takes all of a queue, and what it does not end comes back to it
         else:
-            waiting = sum(len(q.waiting) for q in self._queues.values() if isinstance(q, _Numbered))
-        if self._closed is not None or waiting + count > self.most_waiting:
+            of_models = [one for q in self._queues.values() if isinstance(q, _Numbered) for one in q.waiting.values()]
+            waiting, size = len(of_models), size + sum(one.size for one in of_models)
+        if (waiting + count > self.most_waiting or size > MOST_WAITING_BYTES) and not next:
             raise Busy
 
     def _promise(self, key: Hashable, model: str | None) -> Promise:
@@ -293,17 +317,20 @@ class Desk:
         done = [p for p in self._promises.values() if p.result is not None]
         old = {p.id for p in done if p.done_at < before} | self._too_much(done, now)
         if old:
+            forgotten = [p.result for p in done if p.id in old and p.result is not None and p.fetched_at is None]
+            self._unfetched -= sum(len(result.body) for result in forgotten)
             self._promises = {id: p for id, p in self._promises.items() if id not in old}
             self._by_key = {key: p for key, p in self._by_key.items() if p.id not in old}
 
     @staticmethod
     def _too_much(done: Sequence[Promise], now: float) -> set[str]:
         """Returns the promises, of those that came to something, that are forgotten before their time: the first that
-        were fetched, so many that the rest has MOST_BYTES."""
+        were fetched, then the first that nobody wants, so many that the rest has MOST_BYTES."""
         sizes = {p.id: len(p.result.body) for p in done if p.result is not None}
         excess, found = sum(sizes.values()) - MOST_BYTES, set[str]()
         fetched = [(p.fetched_at, p.id) for p in done if p.fetched_at is not None and p.fetched_at < now - FETCHED_S]
-        for _, id in sorted(fetched):
+        unwanted = [(p.done_at, p.id) for p in done if p.fetched_at is None and p.done_at < now - UNFETCHED_S]
+        for _, id in [*sorted(fetched), *sorted(unwanted)]:
             if excess <= 0:
                 break
             excess -= sizes[id]
@@ -313,6 +340,8 @@ class Desk:
     def fetched(self, promise: Promise) -> None:
         """Says that the result of a promise is on its way to its client."""
         with self._lock:
+            if promise.fetched_at is None and promise.result is not None and promise.id in self._promises:
+                self._unfetched -= len(promise.result.body)
             promise.fetched_at = self.clock()
 
     def find(self, id: str) -> Promise:
@@ -383,6 +412,7 @@ class Desk:
     def finish(self, promise: Promise, result: Result) -> None:
         """Says what a promise came to."""
         with self._lock:
+            self._unfetched += len(result.body)
             promise.result, promise.done_at = result, self.clock()
             self._together.discard(promise.id)
             told, promise.told = promise.told, []
@@ -393,8 +423,8 @@ class Desk:
         """Says that a promise came to nothing, and why."""
         self.finish(promise, failed(category, line))
 
-    def give_back(self, why: str) -> None:
-        """Fails what waits on the queues of models; the next operation of each comes after it."""
+    def give_back(self, why: str) -> list[Any]:
+        """Fails what waits on the queues of models, and returns it; the next operation of each comes after it."""
         left: list[Waiting] = []
         with self._lock:
             for made in self._queues.values():
@@ -402,6 +432,7 @@ class Desk:
                     left += made.leave()
         for waiting in left:
             self.fail(waiting.promise, "server", why)
+        return [waiting.operation for waiting in left]
 
     def close(self, why: str) -> None:
         """Takes nothing more: what arrives is told to come again, what waits goes on."""
@@ -433,6 +464,7 @@ class Desk:
                 result = Result(base64.b64decode(one["body"]), one["media_type"])
                 promise = Promise(one["id"], one["model"], result, done_at=self.clock())
                 self._promises[promise.id] = self._by_key[one["queue"], one["number"]] = promise
+                self._unfetched += len(result.body)
 
 
 def failed(category: Category, line: str) -> Result:

@@ -6,6 +6,7 @@ it. A model's weights are in its checkpoints alone: one that trained on after it
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -137,6 +138,11 @@ class Ledger:
     def session(self, id: str) -> None:
         self._write("session", id=id, time=time.time())
 
+    def hear(self, id: str) -> None:
+        """Says that the client of a session is there. A session that has ended stays so."""
+        if self.sessions.get(id, ENDED) != ENDED:
+            self.sessions[id] = time.time()
+
     def finish(self, id: str) -> None:
         """Says that the client of a session has ended."""
         self._write("finished", id=id)
@@ -168,10 +174,12 @@ class Ledger:
         self._write("sampler", **dataclasses.asdict(record))
 
     def expire(self, now: float) -> None:
-        """Removes what was saved for a time that is over."""
+        """Removes what was saved for a time that is over. Where that cannot be written, it is tried again later: the
+        server would end for it."""
         for saved in self.saved.values():
             if saved.expires is not None and saved.expires <= now:
-                self.delete(saved.path)
+                with contextlib.suppress(OSError):
+                    self._write("deleted", path=saved.path)  # though a client may have deleted it just now
 
     # -- where things are --------------------------------------------------------------------------------------------
 

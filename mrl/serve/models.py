@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,12 +25,12 @@ from mrl.config.schema import LoraConfig
 from mrl.config.serve import ServeKeys
 from mrl.engine import guards
 from mrl.engine.base import BaseEngine, Completion, GenerateRequest
-from mrl.engine.collective import all_ranks, on_main, wait_for_all
+from mrl.engine.collective import all_ranks, on_every, on_main, wait_for_all
 from mrl.engine.kept import KeptSequences
 from mrl.engine.lora.folder import adapters, read_adapter, write_adapter
 from mrl.engine.sampling import SamplingKey
 from mrl.engine.trained_state import TrainedState
-from mrl.errors import UserError
+from mrl.errors import UserError, one_line
 from mrl.rollout.stops import StopTexts
 from mrl.serve import operations as ops
 from mrl.serve import padded
@@ -123,15 +123,33 @@ class Models:
         self.spoken = time.monotonic()  # when the main rank told the others of an operation last
         self._do: Mapping[type, Callable[[Any], Any]] = {
             ops.Create: self._create, ops.Load: self._load, ops.Pass: self._pass, ops.Step: self._step,
-            ops.Save: self._save, ops.Export: self._export, ops.Freeze: self._freeze, ops.Thaw: self._thaw,
-            ops.SampleAll: self._sample_all, ops.Forget: self._forget, ops.Suspend: self._suspend,
-            ops.Resume: self._resume,
+            ops.Drop: self._drop, ops.Save: self._save, ops.Export: self._export, ops.Freeze: self._freeze,
+            ops.Thaw: self._thaw, ops.SampleAll: self._sample_all, ops.Forget: self._forget,
+            ops.Suspend: self._suspend, ops.Resume: self._resume,
         }  # fmt: skip
 
     def do(self, operation: Any) -> Any:
         """Does an operation and returns what came of it. Collective. A UserError is raised on every rank alike, and the
-        models are as they were."""
-        return self._do[type(operation)](operation)
+        models are as they were, but for gradients where memory ran out."""
+        try:
+            return self._do[type(operation)](operation)
+        except torch.OutOfMemoryError as error:
+            if all_ranks().size > 1 or not isinstance(operation, (ops.Pass, ops.SampleAll)):
+                raise  # others wait for this rank, or the model is half of what it was
+            line = one_line(error, 160)
+        return self._ran_out(operation, line)  # here, as the error has held on to what the engine was computing
+
+    def _ran_out(self, operation: ops.Pass | ops.SampleAll, line: str) -> NoReturn:
+        """Goes on without what a call was computing, which was too much for the device. Raises OwnFault."""
+        torch.cuda.empty_cache()
+        if isinstance(operation, ops.SampleAll):
+            self.running.pop(operation.snapshot, None)
+            raise OwnFault(
+                "asample", why=f"ran out of memory ({line})", fix="ask for fewer, or lower serve.cache_tokens"
+            )
+        if not operation.forward_only:
+            self._drop(ops.Drop(operation.model))
+        raise OwnFault("forward_backward", why=f"ran out of memory ({line})", fix="lower engine.micro_batch.tokens")
 
     # -- whose turn it is --------------------------------------------------------------------------------------------
 
@@ -148,8 +166,9 @@ class Models:
             if name not in self.waiting:
                 raise UserError("model_id", name, "is gone", "create another")
             self._put_away()
-            held = self.waiting.pop(name)
+            held = self.waiting[name]
             self._fill(held)
+            del self.waiting[name]
             self.active = name, held.kind
         return self.active[1]
 
@@ -231,6 +250,11 @@ class Models:
         self.watched.add(asked.model)
         return {"grad_norm": float(norm)}
 
+    def _drop(self, asked: ops.Drop) -> None:
+        self._take(asked.model)
+        self.engine.optimizer_zero_grad()
+        self.accumulated.discard(asked.model)
+
     def _save(self, asked: ops.Save) -> str:
         """Returns the folder of the checkpoint."""
         kind = self._take(asked.model)
@@ -257,11 +281,18 @@ class Models:
     def _suspend(self, asked: ops.Suspend) -> None:
         """Every rank writes what it holds: nothing is gathered, and nothing changes its layout."""
         self._put_away()
-        on_main(lambda: os.makedirs(asked.folder))
+        _write(lambda: os.makedirs(asked.folder), asked.folder)
         parts = {"models": self.waiting, "snapshots": self.snapshots}
         plain: dict[str, Any] = {p: {name: _as_plain(held) for name, held in of.items()} for p, of in parts.items()}
-        torch.save(plain | {"accumulated": sorted(self.accumulated)}, self._own_file(asked.folder))
-        wait_for_all()
+        plain["accumulated"], path = sorted(self.accumulated), self._own_file(asked.folder)
+
+        def write() -> None:
+            try:
+                torch.save(plain, path)
+            except RuntimeError as error:  # torch's own, of a disk that is full
+                raise OSError(None, one_line(error, 160), path) from error
+
+        on_every(lambda: _written(write, path))
 
     def _resume(self, asked: ops.Resume) -> None:
         found = torch.load(self._own_file(asked.folder), map_location="cpu", weights_only=True)
@@ -296,11 +327,12 @@ class Models:
         if self.lora is None:
             self.engine.load_hf(asked.folder)
         else:
-            _, tensors = read_adapter(asked.folder)
+            _, tensors = on_every(lambda: read_adapter(asked.folder))  # what one rank cannot read, none goes on with
             self.engine.set_adapters(padded.widened(tensors, self._shapes(asked.kind), self.lora.rank))
         self.snapshots[asked.snapshot] = self._frozen(asked.kind)
         thawed = [name for name in self.snapshots if name.startswith(PREFIX) and name not in self.running]
-        self._forget(ops.Forget(snapshots=thawed[:-THAWED]))  # it is read again when it is asked for again
+        most = self.keys.snapshots if self.lora is None else THAWED  # a whole model each, or adapters
+        self._forget(ops.Forget(snapshots=thawed[:-most]))  # it is read again when it is asked for again
 
     def _forget(self, asked: ops.Forget) -> None:
         for name in asked.models:
@@ -320,7 +352,18 @@ class Models:
     def _sample_all(self, asked: ops.SampleAll) -> dict[str, Sampled]:
         """Returns what has ended, by the names of its samples."""
         running, kept = self.running.setdefault(asked.snapshot, ({}, KeptSequences(self.keys.cache_tokens)))
+        for _, of_snapshot in self.running.values():  # together they have the room of one
+            of_snapshot.shrink(self.keys.cache_tokens // len(self.running))
         running |= {name: _Running.of(sample) for name, sample in asked.begun.items()}
+        try:
+            return self._drawn(asked, running, kept)
+        except UserError:  # all that is drawn from there has failed
+            self.running.pop(asked.snapshot, None)
+            raise
+
+    def _drawn(
+        self, asked: ops.SampleAll, running: dict[str, _Running], kept: KeptSequences
+    ) -> dict[str, Sampled]:  # fmt: skip
         self._show(asked.snapshot)
         going = [(one, i) for one in running.values() for i in one.going]
         requests = [self._request(one, i, asked.tokens) for one, i in going]
@@ -416,14 +459,14 @@ def _of_plain(plain: Mapping[str, Any]) -> Held:
 
 def _write(fn: Callable[[], Any], path: str) -> None:
     """Calls `fn`, which writes at `path`, on the main rank. What the file system refuses is a UserError of all."""
+    on_main(lambda: _written(fn, path))
 
-    def written() -> None:
-        try:
-            fn()
-        except OSError as error:
-            raise unwritten(error, path) from error
 
-    on_main(written)
+def _written(fn: Callable[[], Any], path: str) -> None:
+    try:
+        fn()
+    except OSError as error:
+        raise unwritten(error, path) from error
 
 
 class OwnFault(UserError):

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import inspect
 import json
 import math
 import secrets
@@ -38,6 +39,8 @@ from mrl.serve.sampling import MOST_SAMPLES, Sampling, sampling_of, source_of
 from mrl.serve.training import Served, Work
 
 DEFAULT_TOKENS = 16
+OF_THE_CALL = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+"""Names that are no variables of a chat template: a request could bring a template of its own, which would be run."""
 MOST_PROMPTS = 1024
 MOST_TOP = 20
 DONE = b"data: [DONE]\n\n"
@@ -60,6 +63,7 @@ class Wanted:
     top: int | None  # log-probs, with so many others; None for none
     without: bool  # completions are thrown away: the prompt alone is scored
     stream: bool
+    usage: bool  # a stream ends with how many tokens there were
 
 
 class OpenAI:
@@ -98,7 +102,7 @@ class OpenAI:
         messages, tools = field(body, "messages", list), field(body, "tools", list, None)
         if not messages or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages):
             raise UserError("messages", why="is no list of messages with a role", fix="give one")
-        chat = Chat(messages=messages, tools=tools, template_kwargs=field(body, "chat_template_kwargs", dict, {}))
+        chat = Chat(messages=messages, tools=tools, template_kwargs=_variables(body))
         try:
             ids = self.encoder.prompt(chat)
         except (UserError, ValueError) as error:
@@ -152,7 +156,12 @@ class OpenAI:
                 ids, count, max(most, 1), sampling_of(params), secrets.randbits(62) if seed is None else seed,
                 stop_tokens, stop, scored, top or 0 if scored else 0, top or 0,
             ))  # fmt: skip
-        return Wanted(kind, name, self._source(name), samples, echo, top, most == 0, field(body, "stream", bool, False))
+        stream = field(body, "stream", bool, False)
+        if stream and (echo or top is not None):
+            why = "does not go with logprobs or echo on this server"
+            raise UserError("stream", True, why, "leave stream out, or the others")
+        usage = field(field(body, "stream_options", dict, {}), "include_usage", bool, False)
+        return Wanted(kind, name, self._source(name), samples, echo, top, most == 0, stream, usage)
 
     def _top(self, body: Mapping[str, Any], kind: Kind) -> int | None:
         top: int | None
@@ -199,10 +208,8 @@ class OpenAI:
                 for k in range(sample.count)
             )
         ]
-        prompt = sum(len(sample.tokens) for sample in wanted.samples)
         new = 0 if wanted.without else sum(len(one.tokens) for sampled in found for one in sampled.completions)
-        usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-        return _head(id, wanted, wanted.kind) | {"choices": choices, "usage": usage}
+        return _head(id, wanted, wanted.kind) | {"choices": choices, "usage": _usage(wanted, new)}
 
     def _choice(self, wanted: Wanted, index: int, sample: Sample, sampled: Sampled, which: int) -> dict[str, Any]:
         one = sampled.completions[which]
@@ -265,7 +272,7 @@ class OpenAI:
             [_Part(self.tokenizer, sample) for _ in range(sample.count)] for sample in wanted.samples
         ]  # fmt: skip
         first = [sum(sample.count for sample in wanted.samples[:i]) for i in range(len(wanted.samples))]
-        left = len(wanted.samples)
+        left, new = len(wanted.samples), 0
         while left:
             i, what = await queue.get()
             if isinstance(what, Result):
@@ -274,14 +281,18 @@ class OpenAI:
                     break
                 left -= 1
                 continue
+            whole = isinstance(what, Sampled)
             completions = what.completions if isinstance(what, Sampled) else what
             for k, one in enumerate(completions):
-                whole = isinstance(what, Sampled)
+                new += len(one.tokens) if whole else 0
                 if (piece := texts[i][k](one, whole)) or whole:
                     reason = ("stop" if one.finished else "length") if whole else None
                     yield _event(_head(id, wanted, _chunk_of(wanted.kind)) | {
                         "choices": [_delta(wanted.kind, first[i] + k, piece, reason)]
                     })  # fmt: skip
+        if wanted.usage:
+            about = _head(id, wanted, _chunk_of(wanted.kind))
+            yield _event(about | {"choices": [], "usage": _usage(wanted, new)})
         yield DONE
 
 
@@ -339,6 +350,20 @@ def _is_ids(prompt: Any) -> bool:
 def _error(result: Result) -> str | None:
     """Returns what a result says went wrong."""
     return json.loads(result.body).get("error")
+
+
+def _variables(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the variables that a request gives to the chat template. Raises UserError."""
+    given = field(body, "chat_template_kwargs", dict, {})
+    if other := sorted(OF_THE_CALL & given.keys()):
+        why = "is no variable of the chat template"
+        raise UserError(f"chat_template_kwargs.{other[0]}", why=why, fix="leave it out")
+    return given
+
+
+def _usage(wanted: Wanted, new: int) -> dict[str, int]:
+    prompt = sum(len(sample.tokens) for sample in wanted.samples)
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 def _about(name: str) -> dict[str, Any]:

@@ -64,6 +64,13 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
+class Drop:
+    """Forgets the gradients that have accumulated."""
+
+    model: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Save:
     """A checkpoint: `folder/step_XXXXXXXX`."""
 

@@ -41,7 +41,7 @@ from mrl.serve.datums import Limits
 from mrl.serve.desk import Desk, Result, Turn, Waiting
 from mrl.serve.ledger import Ledger, Saved
 from mrl.serve.links import ROOT, Links
-from mrl.serve.models import Models, OwnFault, Sampled, unwritten
+from mrl.serve.models import Models, OwnFault, unwritten
 from mrl.serve.openai import OpenAI
 from mrl.serve.records import Records
 from mrl.serve.sampling import Sampling
@@ -267,12 +267,17 @@ def lead(server: Server, models: Models, stop: StopSignal) -> None:
         server.ledger.clear()
         if turn is not None:
             do_turn(server, models, turn)
-        elif now - models.spoken > PULSE_S:
+        if time.monotonic() - models.spoken > PULSE_S:  # also where inference servers do all that there is to do
             together(models, ops.Rest())
         if now - looked > min(LOOK_AGAIN_S, server.config.serve.silent_s / 4):
             _let_go(server, models)
             looked = now
-    suspend(server, models)
+    try:
+        suspend(server, models)
+    except UserError:  # a full disk; all ranks have it
+        server.http.stop()
+        together(models, ops.End())
+        raise
     together(models, ops.End())
 
 
@@ -287,13 +292,19 @@ def suspend(server: Server, models: Models) -> None:
         server.ledger.clear()
         if not isinstance(turn.queue, Samples):
             do_turn(server, models, turn)
-    server.desk.give_back("the server was ended before this was done, and it was not done; send it again")
+    why = "the server was ended before this was done, and it was not done; send it again"
+    for work in server.desk.give_back(why):
+        work.lost(why)
     folder = server.ledger.suspended
     shutil.rmtree(folder, ignore_errors=True)
     together(models, ops.Suspend(f"{folder}.partial"))
-    state = {"layout": layout_of(server.config), "desk": server.desk.state()}
-    (folder.parent / f"{folder.name}.partial" / "desk.json").write_text(json.dumps(state), encoding="utf-8")
-    os.rename(f"{folder}.partial", folder)
+    lost = {model: list(passes.items()) for model, passes in server.training.lost.items()}
+    state = {"layout": layout_of(server.config), "desk": server.desk.state(), "lost": lost}
+    try:
+        (folder.parent / f"{folder.name}.partial" / "desk.json").write_text(json.dumps(state), encoding="utf-8")
+        os.rename(f"{folder}.partial", folder)
+    except OSError as error:
+        raise unwritten(error) from error
     server.http.stop()
 
 
@@ -307,6 +318,7 @@ def resume(server: Server, models: Models) -> str:
     state = json.loads((folder / "desk.json").read_text(encoding="utf-8"))
     together(models, ops.Resume(str(folder)))
     server.desk.restore(state["desk"])
+    server.training.lost = {model: dict(passes) for model, passes in state["lost"].items()}
     here = server.training.back(models.waiting, models.snapshots)
     os.rename(folder, f"{folder}.partial")  # at once: half of it would be nothing to go on with
     shutil.rmtree(f"{folder}.partial")
@@ -342,6 +354,7 @@ def do_turn(server: Server, models: Models, turn: Turn) -> None:
     try:
         result = _done(models, waiting.operation)
     except UserError as error:
+        waiting.operation.lost(str(error))
         server.desk.fail(waiting.promise, "server" if isinstance(error, OwnFault) else "user", str(error))
         if isinstance(operation, (ops.Create, ops.Load)) and not server.ledger.models[operation.model].here:
             server.training.forget(operation.model, error)
@@ -353,7 +366,12 @@ def _done(models: Models, work: Work) -> Result:
     """Does what a client asked for, on all ranks. A full disk does not end the server, but where it stops one of
     several ranks, for which the others wait."""
     alone = all_ranks().size == 1
-    work.check()
+    try:
+        work.check()
+    except UserError:
+        if work.otherwise is not None:
+            together(models, work.otherwise)
+        raise
     try:
         found = together(models, work.operation)
         alone = True
@@ -376,10 +394,11 @@ def _sample(server: Server, models: Models, queue: Samples, waiting: Sequence[Wa
         running = models.running[snapshot][0] if snapshot in models.running else {}
         begun = {one.promise.id: one.operation.operation for one in waiting if one.promise.id not in running}
         ended = together(models, ops.SampleAll(snapshot, begun, SLICE))
-        results = {id: _as_result(found, waiting, id) for id, found in ended.items()}
+        of = {one.promise.id: one.operation for one in waiting}
+        results = {id: of[id].answer(found) for id, found in ended.items()}
     except UserError as error:
         for one in waiting:
-            server.desk.fail(one.promise, "user", str(error))
+            server.desk.fail(one.promise, "server" if isinstance(error, OwnFault) else "user", str(error))
         return
     for one in waiting:
         if one.promise.id in results:
@@ -416,11 +435,6 @@ def _saved(server: Server, queue: Samples) -> Saved:
     return saved
 
 
-def _as_result(found: Sampled, waiting: Sequence[Waiting], id: str) -> Result:
-    [work] = [one.operation for one in waiting if one.promise.id == id]
-    return work.answer(found)
-
-
 def _snapshot(server: Server, models: Models, queue: Samples) -> str | None:
     """Returns the name of the snapshot to sample from, which is read where it is only saved. Raises UserError."""
     if queue.path is None:
@@ -440,7 +454,8 @@ def _snapshot(server: Server, models: Models, queue: Samples) -> str | None:
 def _let_go(server: Server, models: Models) -> None:
     """Frees what the models of silent clients hold, and removes what was saved for a time that is over."""
     server.ledger.expire(time.time())
-    server.desk.give_up()
+    for model, count in server.desk.give_up().items():
+        server.training.lose(str(model), count, f"the call with seq_id {count} has not come")
     gone = server.gone(time.time())
     silent = [
         m.id for m in server.ledger.models.values() if m.here and m.session in gone and not server.desk.waits(m.id)

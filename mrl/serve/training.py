@@ -42,6 +42,8 @@ class Work:
     operation: Any
     answer: Callable[[Any], Result]
     check: Callable[[], None] = lambda: None  # called just before it is done; may raise UserError
+    otherwise: Any = None  # an operation that is done where `check` raised
+    lost: Callable[[str], None] = lambda line: None  # told why, where nothing came of it
     progress: Callable[[Sequence[Completion]], None] | None = None  # told of completions while they are drawn
 
 
@@ -72,6 +74,7 @@ class Training:
 
     def __init__(self, served: Served, ledger: Ledger, desk: Desk) -> None:
         self.served, self.ledger, self.desk = served, ledger, desk
+        self.lost: dict[str, dict[int, str]] = {}  # model -> numbers of passes that came to nothing since its last step
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
@@ -102,7 +105,7 @@ class Training:
         id = field(asked.json, "session_id", str)
         if self.ledger.sessions.get(id, ENDED) == ENDED:  # a late one revives none
             raise Refused(410, f"there is no session {id[:40]} here (any more)")
-        self.ledger.sessions[id] = time.time()
+        self.ledger.hear(id)
         return JSONResponse({})
 
     async def finish_session(self, asked: Asked) -> Response:
@@ -116,6 +119,9 @@ class Training:
         id = field(body, "session_id", str)
         if id not in self.ledger.sessions:
             raise UserError("session_id", id, "is no session of this server", "make a new ServiceClient")
+        if self.ledger.sessions[id] == ENDED:  # what it made would be let go at once
+            raise UserError("session_id", id, "has ended", "make a new ServiceClient")
+        self.ledger.hear(id)  # its last heartbeat may have been one of hours ago, to an earlier start of the server
         return id
 
     # -- models ------------------------------------------------------------------------------------------------------
@@ -236,25 +242,52 @@ class Training:
         """Says that the ranks no longer have a model."""
         self.ledger.models[id].here = False
         self.desk.drop(id, why)
+        self.lost.pop(id, None)
 
     # -- passes and steps --------------------------------------------------------------------------------------------
 
-    async def _numbered(self, model: ModelRecord, number: int, work: Callable[[], Work]) -> Response:
+    async def _numbered(
+        self, model: ModelRecord, number: int, work: Callable[[], Work],
+        lost: Callable[[str], None] = lambda line: None, *, size: int = 0,
+    ) -> Response:  # fmt: skip
         """Promises a call of a model. One that is sent again is promised what it was, whatever has changed since; one
-        that is refused is not waited for by those after it."""
+        that is refused is not waited for by those after it. lost: is told why a call is refused. size: bytes of it."""
         known = self.desk.known(model.id, number)
         if known is None:
             try:
                 made = await run_in_threadpool(work)  # images may take long to read
-            except UserError:
+            except UserError as error:
+                lost(str(error))
                 self.desk.refuse(model.id, number)
                 raise
-            known = self.desk.put(model.id, number, made, model=model.id)
+            try:
+                known = self.desk.put(model.id, number, made, model=model.id, size=size)
+            except KeyError:  # it was let go meanwhile
+                raise self._lost(model.id) from None
         return promised(known)
+
+    def lose(self, model: str, number: int, line: str) -> None:
+        """Says why a pass came to nothing. The step after it fails: its gradients would be those of a part of a batch,
+        as a client sends a large one in several passes, and the step before it has heard of any."""
+        self.lost.setdefault(model, {})[number] = line
+
+    def _check_passes(self, model: ModelRecord, number: int) -> None:
+        """Raises UserError where a pass before the step with this number came to nothing."""
+        lost = self.lost.get(model.id, {})
+        if before := sorted(each for each in lost if each < number):
+            line = lost[before[0]]
+            for each in before:
+                del lost[each]
+            why = f"has the gradients of a part of what was sent, as a forward_backward failed ({line})"
+            raise UserError("optim_step", why=why, fix="they are forgotten: send the batch again, and a step after it")
 
     async def forward_backward(self, asked: Asked) -> Response:
         call = datums.read_call(asked.body)
-        model = self._model({"model_id": call.model})
+        model, count = self._model({"model_id": call.model}), number({"seq_id": call.number}, "seq_id", least=1)
+
+        def lose(line: str) -> None:
+            if not call.forward_only:
+                self.lose(model.id, count, line)
 
         def work() -> Work:
             options, batch = datums.options_of(call), datums.batch_of(call, self.served.limits)
@@ -263,9 +296,9 @@ class Training:
                 log_probs, loss = found
                 return Result(datums.answer(batch, log_probs, {"loss": loss}), PROTOBUF)
 
-            return Work(ops.Pass(model.id, batch, call.loss, options, call.forward_only), answer)
+            return Work(ops.Pass(model.id, batch, call.loss, options, call.forward_only), answer, lost=lose)
 
-        return await self._numbered(model, call.number, work)
+        return await self._numbered(model, count, work, lose, size=len(asked.body))
 
     async def optim_step(self, asked: Asked) -> Response:
         body = asked.json
@@ -275,10 +308,13 @@ class Training:
                 {"optimizer_config": {"type": field(body, "optimizer_params", dict, {}).get("type", "adamw")}}
             )
             given = field(body, "adam_params", dict, field(body, "optimizer_params", dict, {}))
-            return Work(ops.Step(model.id, update_of(given)), lambda found: as_result({"metrics": found}))
+            return Work(
+                ops.Step(model.id, update_of(given)), lambda found: as_result({"metrics": found}),
+                lambda: self._check_passes(model, count), ops.Drop(model.id),
+            )  # fmt: skip
 
-        model = self._model(body)
-        return await self._numbered(model, number(body, "seq_id", least=1), work)
+        model, count = self._model(body), number(body, "seq_id", least=1)
+        return await self._numbered(model, count, work)
 
     # -- saves -------------------------------------------------------------------------------------------------------
 

@@ -151,6 +151,19 @@ def test_two_requests_of_one_key_go_on_with_nothing():
     assert done == [alone(wanted[1])] and sum(len(step.restored) for step in steps) == 1
 
 
+def test_what_has_no_room_any_more_is_forgotten():
+    """Of conversations, and of which replica had them: else those of a long run would be many."""
+    kept, limits = KeptSequences(100), {"cache_tokens": 100, "prefill_tokens": 100}
+    wanted = [GenerateRequest([1, 2, 3], 4, key=SamplingKey(sample=i)) for i in range(4)]
+    complete(wanted, **limits, kept=kept)
+    assert kept.tokens == 4 * 6
+    kept.shrink(13)
+    assert kept.tokens == 12 and kept.room == 13
+    kept.share(wanted, 0, 2)
+    kept.share(wanted[:1], 0, 2)
+    assert len(kept._replicas) == 1
+
+
 def test_a_conversation_stays_with_its_replica():
     def wanted(*samples):
         return [GenerateRequest([1], 1, key=SamplingKey(sample=i)) for i in samples]

@@ -8,7 +8,7 @@ import pytest
 
 from mrl.errors import UserError
 from mrl.serve import desk as desk_module
-from mrl.serve.desk import KEPT_S, LATE_S, Busy, Desk, Gone, Result
+from mrl.serve.desk import KEPT_S, LATE_S, UNFETCHED_S, Busy, Desk, Gone, Result
 
 
 class Clock:
@@ -72,7 +72,7 @@ def test_a_number_that_never_comes(desk, clock):
     desk.give_up()
     assert waiting[0].result is None, "it has not waited for long enough"
     clock.now += 1
-    desk.give_up()
+    assert desk.give_up() == {"a": 1}
     for promise in waiting:
         said = json.loads(promise.result.body)
         assert said["category"] == "user" and said["error"].startswith("seq_id: value 1 has not come")
@@ -122,6 +122,65 @@ def test_no_room(desk):
     with pytest.raises(Busy):
         desk.put_together("s", 2, "none")
     assert taken(desk) == ("a", [1]), "what waits is done"
+
+
+def test_the_one_that_a_model_waits_for_has_room(desk):
+    """Others' operations, or its own that came too early, keep no model from going on."""
+    for name in ("a", "b"):
+        desk.open(name, first=1)
+    for number in (2, 3, 4, 5):
+        desk.put("a", number, number)
+    desk.put("b", 1, "of another")
+    with pytest.raises(Busy):
+        desk.put("b", 2, "more of another")
+    desk.put("a", 1, 1)
+    assert [taken(desk)[1] for _ in range(3)] == [[1], ["of another"], [2]]
+
+
+def test_bytes_that_wait_at_once(desk, monkeypatch):
+    monkeypatch.setattr(desk_module, "MOST_WAITING_BYTES", 10)
+    desk.open("a", first=1)
+    for number, size in ((1, 9), (2, 1)):
+        desk.put("a", number, number, size=size)
+    with pytest.raises(Busy):
+        desk.put("a", 3, 3, size=1)
+    desk.put("a", 3, 3, size=0)
+    assert taken(desk) == ("a", [1])
+    desk.put("a", 4, 4, size=9)
+
+
+def test_results_that_nobody_fetches(desk, clock, monkeypatch):
+    """Nothing more is taken where there are too many, until some are fetched or nobody is likely to come for them."""
+    monkeypatch.setattr(desk_module, "MOST_UNFETCHED", 20)
+    monkeypatch.setattr(desk_module, "MOST_BYTES", 10)
+    desk.open("a", first=1)
+    promises = [desk.put("a", number, number) for number in (1, 2, 3)]
+    while desk.take(0) is not None:
+        pass
+    for promise in promises[:2]:
+        desk.finish(promise, Result(b"0123456789"))
+    desk.put("a", 4, 4)
+    desk.finish(promises[2], Result(b"0"))
+    for ask in (lambda: desk.put("a", 5, 5), lambda: desk.put_together("s", 1, 1), lambda: desk.check_room(1)):
+        with pytest.raises(Busy):
+            ask()
+    for _ in range(2):  # one that is fetched twice
+        desk.fetched(promises[1])
+    desk.put("a", 5, 5)
+    promise = desk.put("a", 6, 6)
+    desk.finish(promise, Result(b"0123456789"))
+    with pytest.raises(Busy):
+        desk.put("a", 7, 7)
+    clock.now = UNFETCHED_S + 1
+    desk.put("a", 7, 7)
+    for one in (promises[0], promises[1]):
+        with pytest.raises(Gone):
+            desk.find(one.id)
+    again = Desk(most_waiting=4, clock=clock)
+    monkeypatch.setattr(desk_module, "MOST_UNFETCHED", 0)
+    again.restore(desk.state())
+    with pytest.raises(Busy):
+        again.put("a", 9, 9)
 
 
 def test_room_for_all_or_none(desk):
@@ -263,7 +322,7 @@ def test_whoever_no_longer_waits_is_forgotten(desk):
 def test_what_is_given_back_fails_and_the_next_call_comes_after_it(desk):
     desk.open("a", first=1)
     left = [desk.put("a", number, number) for number in (1, 2)]
-    desk.give_back("the server was ended")
+    assert desk.give_back("the server was ended") == [1, 2]
     assert all(b"the server was ended" in promise.result.body for promise in left)
     assert desk.take(0) is None
     after = desk.put("a", 3, "after")

@@ -52,6 +52,35 @@ def test_what_is_saved_for_a_time_is_removed_after_it(ledger):
     assert [path.name for path in (ledger.folder / RUN / "weights").iterdir()] == ["later"]
 
 
+def test_what_cannot_be_removed_now_is_removed_later(ledger, monkeypatch):
+    """A full disk, or a client that has deleted it just now, does not end the server."""
+    ledger.save(saved("soon", expires=5.0))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mrl.serve.ledger._append", full)
+        ledger.expire(10.0)
+    assert saved("soon").path in ledger.saved
+    before = ledger.saved
+    ledger.delete(saved("soon").path)
+    ledger.saved = before
+    ledger.expire(10.0)
+    assert saved("soon").path not in ledger.saved
+
+
+def test_a_client_that_comes_back_is_heard(ledger, tmp_path):
+    """The next start knows when it was made; one that has ended stays so."""
+    ledger.session("s2")
+    ledger.finish("s2")
+    again = Ledger(tmp_path)
+    before = again.sessions["s1"]
+    for session in ("s1", "s2", "s3"):
+        again.hear(session)
+    assert again.sessions["s1"] > before and again.sessions["s2"] == ENDED and "s3" not in again.sessions
+
+
 def test_whoever_goes_through_a_mapping_is_not_disturbed(ledger):
     for _ in ledger.saved.values():
         ledger.save(saved("new"))

@@ -1,21 +1,28 @@
-"""The models of a server on real engines: what a first step tells of the server itself."""
+"""The models of a server on real engines: what a first step tells of the server itself, and what memory that runs out
+leaves behind."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
+import torch
 
 from mrl.algorithms.sums import DENOMINATOR
 from mrl.config.schema import RoleConfig
 from mrl.config.serve import ServeKeys
+from mrl.engine.base import Completion
 from mrl.engine.registry import build_engine
+from mrl.engine.sampling import SamplingParams
 from mrl.engine.trained_state import Update
+from mrl.errors import UserError
+from mrl.serve import models as models_module
 from mrl.serve import operations as ops
 from mrl.serve.models import Models, OwnFault
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.layouts import world_and_role
+from tests.tiers import slow_but
 
 FULL = ops.Kind()
 
@@ -51,11 +58,85 @@ def first_steps(config: RoleConfig) -> None:
     assert step(models, "a", lr=1e-3) > 0
 
 
-def step(models: Models, name: str, lr: float, without: str | None = None) -> float:
-    """A step after one pass; without: a parameter whose gradient is lost between them. Returns the gradients' norm."""
+@pytest.mark.parametrize("backend", slow_but(["fsdp"], ["megatron", "fsdp"]))
+def test_memory_that_runs_out_ends_one_call(folder, backend):
+    processes, role = world_and_role(backend, folder, size=1)
+    run_case(processes, f"{__name__}:without_memory", config=role)
+
+
+class Hungry(models_module.SummedLoss):
+    """A loss for which there is no memory at its second micro-batch."""
+
+    seen = 0
+
+    def __call__(self, *given):
+        Hungry.seen += 1
+        if Hungry.seen == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
+        return super().__call__(*given)
+
+
+def without_memory(config: RoleConfig) -> None:
+    """The gradients of its model are forgotten, and all goes on as if it had not been asked; other models, as they were."""
+    engine = build_engine(config)
+    engine.init_model()
+    models = Models(engine, None, None, config.model.path, ServeKeys())
+    for name in ("a", "b", "undisturbed"):
+        models.do(ops.Create(name, FULL))
+    expected = [step(models, "undisturbed", lr=1e-2) for _ in range(3)]
+    assert [step(models, "a", lr=1e-2), step(models, "b", lr=1e-2)] == [expected[0]] * 2
+    models.do(gradients("a"))
+    models.do(gradients("b"))
+    models_module.SummedLoss, right = Hungry, models_module.SummedLoss
+    Hungry.seen = 0
+    try:
+        with pytest.raises(
+            OwnFault, match=r"forward_backward: ran out of memory \(.*9 GiB\); lower engine.micro_batch"
+        ):
+            models.do(gradients("a"))
+    finally:
+        models_module.SummedLoss = right
+    update = Update(1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, clip_grad=0.0)
+    with pytest.raises(UserError, match="optim_step: has no gradient"):
+        models.do(ops.Step("a", update))
+    assert [step(models, "a", lr=1e-2) for _ in range(2)] == expected[1:]
+    assert models.do(ops.Step("b", update))["grad_norm"] == expected[1], "what it had accumulated is there"
+    models.do(gradients("a"))
+    models.do(ops.Drop("a"))
+    with pytest.raises(UserError, match="optim_step: has no gradient"):
+        models.do(ops.Step("a", update))
+    _sampling_without_memory(models)
+
+
+def _sampling_without_memory(models: Models) -> None:
+    """What was drawn from the snapshot is given up, and the next samples are whole."""
+    sample = ops.Sample([5, 6, 7], 1, 4, SamplingParams(temperature=1.0), 3, [], [])
+    [whole] = models.do(ops.SampleAll(None, {"1": sample}, 16)).values()
+    assert models.do(ops.SampleAll(None, {"2": sample}, 2)) == {}
+    generate = models.engine.generate
+
+    def fails(*_: object, **__: object) -> list[Completion]:
+        raise torch.OutOfMemoryError("no room")
+
+    models.engine.generate = fails
+    with pytest.raises(OwnFault, match=r"asample: ran out of memory \(no room\)"):
+        models.do(ops.SampleAll(None, {"3": sample}, 2))
+    models.engine.generate = generate
+    assert not models.running
+    [again] = models.do(ops.SampleAll(None, {"4": sample}, 16)).values()
+    assert again.completions == whole.completions and not models.running
+
+
+def gradients(name: str) -> ops.Pass:
+    """A pass that accumulates them."""
     made = tiny.uneven_batch()
     data = dataclasses.replace(made, token_fields={"weights": made.loss_mask}, denominators={DENOMINATOR: 1.0})
-    models.do(ops.Pass(name, data, "cross_entropy", {}, forward_only=False))
+    return ops.Pass(name, data, "cross_entropy", {}, forward_only=False)
+
+
+def step(models: Models, name: str, lr: float, without: str | None = None) -> float:
+    """A step after one pass; without: a parameter whose gradient is lost between them. Returns the gradients' norm."""
+    models.do(gradients(name))
     if without is not None:
         models.engine.model.trained()[without].grad = None
     update = Update(lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, clip_grad=0.0)

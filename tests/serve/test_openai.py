@@ -1,11 +1,13 @@
 """The door of OpenAI's interface, with OpenAI's own client."""
 
+import json
+
 import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.serve.serving import rows, serving, step
+from tests.serve.serving import ask, rows, serving, step
 
 pytestmark = pytest.mark.slow
 
@@ -115,6 +117,34 @@ def test_a_snapshot_that_is_gone_is_not_listed(client, server):
     if id not in listed:
         with pytest.raises(Exception, match=told):
             client.completions.create(model=id, prompt=[5, 6], max_tokens=1)
+
+
+def test_a_stream_ends_with_how_many_tokens_there_were(client, model):
+    asked = {"model": model, "prompt": [[5, 6], [7, 8, 9]], "max_tokens": 4, "seed": 1, "n": 2}
+    whole = client.completions.create(**asked).usage
+    *pieces, last = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert not last.choices and last.usage == whole and whole.prompt_tokens == 5
+    assert all(piece.usage is None for piece in pieces)
+    assert client.completions.create(**asked, stream=True).__next__().usage is None
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"chat_template_kwargs": {"chat_template": "{% for i in range(9) %}{% endfor %}"}}, "chat_template_kwargs.chat_template: is no variable"),
+        ({"chat_template_kwargs": {"return_tensors": "pt"}}, "chat_template_kwargs.return_tensors: is no variable"),
+        ({"stream": True, "logprobs": True}, "stream: value true does not go with logprobs or echo"),
+    ],
+)  # fmt: skip
+def test_what_is_not_done_of_a_chat_is_said(server, client, model, more, says):
+    """Nothing that arrives is run, and nothing of it goes unread."""
+    before = len(server.log.read_text())
+    status, answer = ask(
+        server, "/v1/chat/completions",
+        {"model": model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, **more},
+    )  # fmt: skip
+    assert status == 400 and says in json.loads(answer)["detail"]
+    assert "Traceback" not in server.log.read_text()[before:]
 
 
 def test_mistakes_are_told(client, model):

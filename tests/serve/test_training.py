@@ -4,11 +4,13 @@ what it was."""
 import asyncio
 import json
 
+import numpy as np
 import pytest
+import torch
 
 from mrl.config.schema import LoraConfig
 from mrl.errors import UserError
-from mrl.serve import messages
+from mrl.serve import datums, messages
 from mrl.serve.app import Asked
 from mrl.serve.datums import Limits
 from mrl.serve.desk import Desk
@@ -43,8 +45,85 @@ def done(training, found=None):
     if turn is None:
         return None
     [waiting] = turn.waiting
+    waiting.operation.check()
     training.desk.finish(waiting.promise, waiting.operation.answer(found))
     return waiting.operation.operation
+
+
+def passed(number, *, wrong=False, forward_only=False):
+    """The body of a pass over one position."""
+    sent = messages.ForwardBackwardRequest(
+        model_id=MODEL, seq_id=number, loss_fn="cross_entropy", forward_only=forward_only
+    )  # fmt: skip
+    datum = sent.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array([12 if wrong else 1], "<i4").tobytes()
+    for name, value, dtype in (("target_tokens", np.array([2], "<i8"), 2), ("weights", np.array([1], "<f4"), 1)):
+        datum.loss_fn_inputs[name].dense, datum.loss_fn_inputs[name].dtype = value.tobytes(), dtype
+        datum.loss_fn_inputs[name].shape.append(1)
+    return {"raw": sent.SerializeToString()}
+
+
+FOUND = (torch.zeros(1), 0.0)
+
+
+def test_a_part_of_a_batch_is_not_trained_on(training):
+    """A client cuts a batch into passes, and its step is on its way before it hears that one of them failed."""
+    call(training, "forward_backward", **passed(1))
+    call(training, "optim_step", model_id=MODEL, seq_id=2)
+    call(training, "forward_backward", **passed(3))
+    with pytest.raises(UserError, match="value 12 is no token"):
+        call(training, "forward_backward", **passed(4, wrong=True))
+    with pytest.raises(UserError, match="value 12 is no token"):
+        call(training, "forward_backward", **passed(5, wrong=True, forward_only=True))
+    call(training, "forward_backward", **passed(6))
+    for number in (7, 8):
+        call(training, "optim_step", model_id=MODEL, seq_id=number)
+    done(training, FOUND)
+    assert done(training, {}).model == MODEL, "the step before is not of it"
+    for _ in (3, 6):
+        done(training, FOUND)
+    with pytest.raises(
+        UserError, match=r"part of what was sent, as a forward_backward failed \(data\[0\].*12 is no token.*"
+    ):
+        done(training)
+    assert done(training, {}).model == MODEL, "it is said once"
+    assert training.lost == {MODEL: {}}
+    with pytest.raises(UserError, match="value 12 is no token"):
+        call(training, "forward_backward", **passed(9, wrong=True))
+    training.forget(MODEL, UserError("gone"))
+    assert not training.lost
+
+
+@pytest.mark.parametrize("number", [0, -3])
+def test_a_pass_without_a_number(training, number):
+    """It would be taken for the model's first operation, that made it."""
+    with pytest.raises(UserError, match=f"seq_id: value {number} is below 1"):
+        call(training, "forward_backward", **passed(number))
+
+
+def test_a_session_that_has_ended_makes_nothing(training):
+    training.ledger.finish("s1")
+    with pytest.raises(UserError, match='session_id: value "s1" has ended; make a new ServiceClient'):
+        call(training, "create_model", session_id="s1", model_seq_id=1)
+
+
+def test_a_model_that_is_let_go_while_a_call_is_read(training, monkeypatch):
+    read = datums.batch_of
+
+    def slowly(*given):
+        training.forget(MODEL, UserError("gone"))
+        return read(*given)
+
+    monkeypatch.setattr(datums, "batch_of", slowly)
+    with pytest.raises(UserError, match="model_id: .* is gone: "):
+        call(training, "forward_backward", **passed(1))
+
+
+def test_an_old_session_whose_client_has_come_back(training):
+    """Else the first look at silent clients, before its next heartbeat, lets go what it has just made."""
+    training.ledger.sessions["s1"] = 5.0
+    call(training, "create_model", session_id="s1", model_seq_id=1)
+    assert training.ledger.sessions["s1"] > 5.0
 
 
 @pytest.mark.parametrize(
@@ -68,8 +147,8 @@ def test_a_refused_call_holds_up_none_of_those_after_it(training, name, body, sa
     for _ in range(2):
         with pytest.raises(UserError, match=says):
             call(training, name, **sent)
-    call(training, "optim_step", model_id=MODEL, seq_id=2)
-    assert done(training).update.lr == 1e-4
+    call(training, "forward_backward", **passed(2))
+    assert done(training, FOUND).loss == "cross_entropy"
 
 
 def test_a_save_that_is_sent_again_is_what_it_was(training):
