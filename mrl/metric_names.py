@@ -8,7 +8,7 @@ SFT_METRICS: dict[str, str] = {
     "step": "optimizer steps made, from 1; 0 is the evaluation of `mrl ppo` before training",
     "train/loss": (
         "mean negative log-likelihood of the global mini-batch's trained tokens, before the step; of `mrl ppo`, "
-        "`actor/loss`; of `mrl dpo`, its loss"
+        "`actor/loss`; of `mrl dpo`, its loss; with a teacher, what is minimized"
     ),
     "train/grad_norm": "global L2 norm of the gradient before clipping",
     "train/lr": "learning rate that the step was made with",
@@ -24,8 +24,8 @@ SFT_METRICS: dict[str, str] = {
         "peak memory of a rank so far, the largest over ranks: of the GPU, or the process where there is none"
     ),
     "eval/loss": (
-        "mean negative log-likelihood of the evaluation set's trained tokens, or of `mrl dpo` its loss there, after "
-        "the step"
+        "mean negative log-likelihood of the evaluation set's trained tokens, or of `mrl dpo` and with a teacher the "
+        "loss there, after the step"
     ),
 }
 """Name -> meaning of what `mrl sft` writes."""
@@ -148,7 +148,25 @@ DPO_METRICS: dict[str, str] = {
 }  # fmt: skip
 """Name -> meaning of what `mrl dpo` writes beside `SFT_METRICS`, whose losses are those of `loss.name` there."""
 
-METRICS: dict[str, str] = SFT_METRICS | PPO_METRICS | DPO_METRICS
+DISTILL_METRICS: dict[str, str] = {
+    "distill/divergence": (
+        "mean over trained tokens of the divergence that `teacher.loss` names, of the student's next-token "
+        "distribution from the teacher's, in nats, before the step"
+    ),
+    "distill/nll": "mean negative log-likelihood of the trained tokens, which `train/loss` is without a teacher",
+    "distill/teacher_tail": (
+        "mean over trained tokens of the probability that the teacher gives to all others than its `teacher.top_k` "
+        "likeliest; absent where these are the whole vocabulary"
+    ),
+    **{
+        f"eval/{name}": f"`{name}` on the evaluation set, after the step"
+        for name in ("distill/divergence", "distill/nll", "distill/teacher_tail")
+    },
+}
+"""Name -> meaning of what `mrl sft` writes beside `SFT_METRICS` where it has a teacher; train/loss and eval/loss are
+then of the loss with its weights."""
+
+METRICS: dict[str, str] = SFT_METRICS | PPO_METRICS | DPO_METRICS | DISTILL_METRICS
 """Name -> meaning, the same on every backend and layout."""
 
 _WITH_LABEL = [re.compile(name.replace("<label>", ".+")) for name in METRICS if "<label>" in name]

@@ -17,7 +17,7 @@ from mrl.trainers import sft
 
 
 class CheckedSFT(Checked[SFTConfig]):
-    resumes_without = "evaluation, guards and the batch size"
+    resumes_without = "a teacher, evaluation, guards and the batch size"
 
     def subjects(self, config: SFTConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         [part] = parts
@@ -40,6 +40,7 @@ class CheckedSFT(Checked[SFTConfig]):
             model=small.model(config.model, ""),
             engine=small.engine(config.engine, ""),
             optimizer=small.optimizer(config.optimizer),
+            teacher=None,
             data=small.rows.as_data(config.data, small.place),
             train=dataclasses.replace(
                 config.train, steps=2, epochs=None, eval_every=None, eval_batches=None, guards=False,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mrl.config.command import Part, TrainingCommand
+from mrl.config.phases import Phases
 from mrl.config.schema import SFTConfig
 from mrl.parallel import ParallelDims
 
@@ -26,11 +28,14 @@ class SFT(TrainingCommand[SFTConfig]):
     task = "mrl.trainers.sft:SFTTask"
     checked = "mrl.check.of_sft:CHECKED"
     order = 1
+    null_is = {"teacher.engine": "engine", "teacher.model.dtype": "model.dtype"}
 
     def check(self, config: SFTConfig) -> None:
         from mrl.config.checks import check_config
+        from mrl.config.teacher_checks import check_teacher
 
         check_config(config)
+        check_teacher(config)
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
         if "model" in raw and not {"actor", "algorithm", "loss"} & raw.keys():
@@ -38,7 +43,17 @@ class SFT(TrainingCommand[SFTConfig]):
         return None
 
     def parts(self, config: SFTConfig) -> list[Part]:
-        return [Part("", config.model, config.engine, optimizer=config.optimizer)]
+        found = [Part("", config.model, config.engine, optimizer=config.optimizer)]
+        if config.teacher is not None and config.teacher.server is None:
+            found.append(Part("teacher", config.teacher_model, config.teacher.engine or config.engine))
+        return found
+
+    def keys_of(self, config: SFTConfig, role: str) -> contextlib.AbstractContextManager[None]:
+        from mrl.config.roles import own_keys
+
+        if not role:
+            return contextlib.nullcontext()
+        return own_keys(role, has_engine=config.teacher is not None and config.teacher.engine is not None, of="model")
 
     def longest(self, config: SFTConfig) -> tuple[int, str]:
         return config.data.max_length, "data.max_length"
@@ -46,13 +61,40 @@ class SFT(TrainingCommand[SFTConfig]):
     def describe(self, config: SFTConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
         from mrl.launch.describe import micro_batch, processes
 
-        [dims], train = layouts, config.train
+        dims, train = layouts[0], config.train
         length = f"{train.steps} steps" if train.steps is not None else f"{train.resolved_epochs:g} epochs"
         return [
             f"layout: {dims.describe()} on {processes(dims)}",
             f"micro-batch: {micro_batch(config.engine, config.data.max_length)}",
+            *self._teacher(config, layouts),
             f"length: {length} of {train.global_batch_size} sequences a step",
         ]
+
+    def _teacher(self, config: SFTConfig, layouts: Sequence[ParallelDims]) -> list[str]:
+        from mrl.launch.describe import processes
+
+        teacher = config.teacher
+        if teacher is None:
+            return []
+        where = f"at {teacher.server.url}" if teacher.server is not None else ""
+        where = where or f"{layouts[1].describe()} on {processes(layouts[1])}"
+        kind = f"jsd (beta {teacher.resolved_beta:g})" if teacher.loss == "jsd" else teacher.loss
+        ids = "the whole vocabulary" if teacher.top_k is None else f"its {teacher.top_k} likeliest tokens and the rest"
+        when = ", computed before the first step" if teacher.cache else ""
+        return [
+            f"teacher: {where}{when}",
+            f"loss: {teacher.weight:g} {kind} over {ids} at temperature {teacher.temperature:g}, "
+            f"{1 - teacher.weight:g} negative log-likelihood",
+        ]
+
+    def phases(self, config: SFTConfig) -> Phases:
+        from mrl.config.phases import Phase
+
+        size, teacher = config.train.global_batch_size, config.teacher
+        if teacher is None or teacher.server is not None or teacher.cache:
+            return super().phases(config)
+        forward = Phase("forward of the teacher", "teacher", "forward", size)
+        return Phases((forward, Phase("update of the model", "", "train", size)), offload_idle=False)
 
 
 COMMAND = SFT()

@@ -329,16 +329,84 @@ class LogConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TeacherModelConfig:
+    path: str = key(
+        REQUIRED,
+        "Hugging Face model folder or hub id, with the tokenizer of model.path; of a server, what it serves: its "
+        "tokenizer alone is read",
+        moves=True,
+    )
+    dtype: Literal["bfloat16", "float32"] | None = key(None, "as model.dtype, which null is")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TeacherServerConfig:
+    url: str = key(REQUIRED, "the server, as http://host:8000")
+    name: str | None = key(None, "name of the model there; null is the only one that it serves")
+    concurrency: int = key(32, "requests at a time", minimum=1, maximum=MOST_WAYS)
+    timeout_s: float = key(600.0, "longest wait for an answer", above=0, maximum=MOST_SECONDS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """A model whose next-token distributions are learned (docs/distill.md)."""
+
+    model: TeacherModelConfig = key(REQUIRED, "the teacher")
+    engine: EngineConfig | None = key(None, "its engine and layout; null is the model's", may_change=True)
+    server: TeacherServerConfig | None = key(
+        None, "a server that has the teacher, in place of an engine: vLLM, or mrl serve", may_change=True
+    )
+    loss: Literal["forward_kl", "reverse_kl", "jsd"] = key(
+        "forward_kl", "the divergence of the student's distributions from the teacher's"
+    )
+    beta: float | None = key(
+        None,
+        "of jsd: the teacher's share of the mixture that both are compared with; null is 0.5",
+        above=0,
+        maximum=0.999,
+    )
+    temperature: float = key(1.0, "divides the logits of both in the divergence", minimum=0.01, maximum=100)
+    top_k: int | None = key(
+        64,
+        "token ids at which both are compared, the teacher's likeliest, beside one bucket for all others; null is the "
+        "whole vocabulary, exactly, in memory for that many numbers a token",
+        minimum=1,
+    )
+    weight: float = key(
+        1.0, "share of the divergence in the loss; the rest is the loss of fine-tuning", above=0, maximum=1
+    )
+    cache: bool = key(
+        False,
+        "compute its log-probs of all rows before the first step, and keep them in output_dir/teacher; it then takes "
+        "no memory while training",
+        may_change=True,
+    )
+
+    @property
+    def resolved_beta(self) -> float:
+        return 0.5 if self.beta is None else self.beta
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SFTConfig:
     output_dir: str = key(REQUIRED, "the run's directory", may_change=True)
     seed: int = key(0, "seed of initialisation, dropout and data order", minimum=0, maximum=2**32 - 1)
     model: ModelConfig = key(REQUIRED, "the model")
     engine: EngineConfig = key(EngineConfig, "the engine and its layout")
     optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule")
+    teacher: TeacherConfig | None = key(None, "a model that is distilled into this one (docs/distill.md)")
     data: DataConfig = key(REQUIRED, "the data")
     train: TrainConfig = key(REQUIRED, "length of the run")
     checkpoint: CheckpointConfig = key(CheckpointConfig, "saving and resuming", may_change=True)
     log: LogConfig = key(LogConfig, "where metrics go", may_change=True)
+
+    @property
+    def teacher_model(self) -> ModelConfig:
+        """The teacher's model, null resolved; there must be one."""
+        assert self.teacher is not None, "no teacher"
+        own = self.teacher.model
+        dtype = own.dtype or self.model.dtype
+        return dataclasses.replace(self.model, path=own.path, init="pretrained", dtype=dtype, lora=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

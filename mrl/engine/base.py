@@ -165,8 +165,9 @@ class BaseEngine(EngineChecks, abc.ABC):
         """Runs this rank's share of a mini-batch (see `shard_data`), micro-batch by micro-batch.
 
         ctx: "temperature", which an lm head divides its logits by; a caller that gives a ctx says it. "entropy": "none"
-        (what is left out), "detached" or "differentiable". "top": of a `forward_only`, also the so many largest
-        log-probs of each token, "top_log_probs" and "top_tokens" [T, top]. "last": true where no further call adds to
+        (what is left out), "detached" or "differentiable". "first_temperature": of the first of several labels of a
+        token, where it is another. "top": of a `forward_only`, also the so many largest log-probs of each token whose
+        label trains, "top_log_probs" and "top_tokens" [T, top]. "last": true where no further call adds to
         the gradients before `optimizer_step`: an engine may reduce them while it computes, and another call that trains
         is then an error. The rest is the caller's own. None is `PLAIN_CTX`. Gradients accumulate until
         `optimizer_zero_grad`. Returns `(predictions, loss, ctx)`, or `(predictions, ctx)` when `forward_only`:

@@ -16,6 +16,7 @@ are computed again in the backward pass, in chunks, so no fp32 [T, V] exists; lo
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal, get_args
 
 import torch
@@ -74,6 +75,7 @@ def log_probs_from_hidden(
     keep_logits: bool | None = None,
     reduce_hidden_grad: bool = True,
     rule: LogitRule = PLAIN,
+    first_temperature: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each label under `logits = rule(hidden @ weight.T)`, and each distribution's entropy if asked.
 
@@ -86,8 +88,17 @@ def log_probs_from_hidden(
 
     keep_logits: keep the logits (in hidden's dtype) for the backward pass instead of computing them again there; None
     keeps them while they are small. reduce_hidden_grad: sum hidden's gradient over the group; False leaves each rank's
-    part to a caller whose own backward reduces it (sequence parallelism reduce-scatters).
+    part to a caller whose own backward reduces it (sequence parallelism reduce-scatters). first_temperature: of the
+    first of several labels, where it is another than that of the rest, at the cost of a second softmax.
     """
+    if first_temperature not in (None, temperature):
+        of = functools.partial(
+            log_probs_from_hidden, hidden, weight, shard=shard, rows=rows, chunk=chunk, keep_logits=keep_logits,
+            reduce_hidden_grad=reduce_hidden_grad, rule=rule,
+        )  # fmt: skip
+        of_first, _ = of(labels[:, :1], temperature=first_temperature)
+        of_rest, entropies = of(labels[:, 1:], temperature=temperature, entropy=entropy)
+        return torch.cat([of_first, of_rest], dim=1), entropies
     columns = weight.shape[0]
     count = hidden.shape[0] if rows is None else rows.shape[0]
     if keep_logits is None:
@@ -107,6 +118,7 @@ def top_log_probs(
     top: int,
     *,
     shard: VocabShard,
+    rows: Tensor | None = None,
     temperature: float = 1.0,
     chunk: int | None = None,
     rule: LogitRule = PLAIN,
@@ -116,6 +128,10 @@ def top_log_probs(
     Arguments as of `log_probs_from_hidden`. Where the vocabulary has fewer the rest is -inf, with id 0. The same on
     every rank of the group; nothing carries a gradient.
     """
+    if rows is not None:
+        found = top_log_probs(hidden[rows], weight, top, shard=shard, temperature=temperature, chunk=chunk, rule=rule)
+        values, ids = (v.new_zeros(hidden.shape[0], top).index_copy(0, rows, v) for v in found)
+        return values, ids
     spec = _Spec(shard, temperature, "none", chunk or _chunk_tokens(weight.shape[0], hidden.device), rule)
     parts, best = [], []
     for part in _chunks(hidden.shape[0], spec.chunk):
@@ -125,13 +141,16 @@ def top_log_probs(
     if not parts:
         empty = hidden.new_zeros(0, top, dtype=torch.promote_types(hidden.dtype, torch.float32))
         return empty, empty.to(torch.int64)
-    log_sum = _join(torch.cat([m for m, _ in parts]), torch.cat([s for _, s in parts], dim=1), shard.group)[2]
+    largest, log_total = _join(torch.cat([m for m, _ in parts]), torch.cat([s for _, s in parts], dim=1), shard.group)[
+        2:
+    ]
     values, ids = torch.cat([v for v, _ in best]), torch.cat([i for _, i in best]) + shard.start
     if shard.group is not None:
         values, ids = (_gathered(t, shard.group) for t in (values, ids))
         values, order = values.topk(top, dim=1)
         ids = ids.gather(1, order)
-    return values - log_sum[:, None], ids.where(values != -torch.inf, torch.zeros_like(ids))
+    # in the order of `_join`, whose log-probs of the same tokens are these to the bit
+    return values - largest[:, None] - log_total[:, None], ids.where(values != -torch.inf, torch.zeros_like(ids))
 
 
 def _largest(z_CV: Tensor, top: int) -> tuple[Tensor, Tensor]:
@@ -212,8 +231,8 @@ def _local_sums(z_CV: Tensor, labels_C: Tensor, spec: _Spec) -> tuple[Tensor, Te
     return max_C, torch.stack(sums)
 
 
-def _join(local_max: Tensor, sums: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Joins the ranks' columns. Returns (log-probs [T, K], entropy [T], log-sum-exp [T])."""
+def _join(local_max: Tensor, sums: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, ...]:
+    """Joins the ranks' columns. Returns log-probs [T, K], and [T] each: entropy, the largest logit `m`, and `log s`."""
     total, weighted = sums[:2]
     largest = local_max
     if group is not None:
@@ -227,7 +246,7 @@ def _join(local_max: Tensor, sums: Tensor, group: dist.ProcessGroup | None) -> t
     target, here = sums[2:].chunk(2)
     log_total = total.log()
     log_probs = (target - largest - log_total).where(here == 1, torch.full_like(target, torch.nan))
-    return log_probs.t(), log_total - weighted / total, largest + log_total
+    return log_probs.t(), log_total - weighted / total, largest, log_total
 
 
 def _logits_gradient(
@@ -326,10 +345,12 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _join_parts(
     parts: list[tuple[Tensor, Tensor]], labels: Tensor, like: Tensor, spec: _Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_join` of the chunks, log-probs in the shape of the labels; of no tokens, empty tensors (the ranks of a group
-    have the same tokens)."""
+    """Returns log-probs in the shape of the labels, entropy and log-sum-exp of all chunks; of no tokens, empty tensors
+    (the ranks of a group have the same tokens)."""
     if not parts:
         empty = like.new_zeros(0, dtype=torch.promote_types(like.dtype, torch.float32))
         return empty.new_zeros(labels.shape), empty.clone(), empty.clone()
-    joined = _join(torch.cat([m for m, _ in parts]), torch.cat([s for _, s in parts], dim=1), spec.shard.group)
-    return joined[0].reshape(labels.shape), *joined[1:]
+    log_probs, entropy, largest, log_total = _join(
+        torch.cat([m for m, _ in parts]), torch.cat([s for _, s in parts], dim=1), spec.shard.group
+    )
+    return log_probs.reshape(labels.shape), entropy, largest + log_total

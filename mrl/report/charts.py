@@ -43,6 +43,11 @@ CHARTS: tuple[Chart, ...] = (
     _chart("Reward", "reward_range", "Lowest and highest reward", "reward/min", "reward/max"),
     _chart("Reward", "equal_groups", "Groups with equal rewards", "reward/equal_groups"),
     _chart("Reward", "faults", "Faults of reward functions", "reward/faults", "eval/faults"),
+    _chart("Distillation", "divergence", "Divergence from the teacher", "distill/divergence",
+           "eval/distill/divergence"),
+    _chart("Distillation", "distill_nll", "Negative log-likelihood", "distill/nll", "eval/distill/nll"),
+    _chart("Distillation", "teacher_tail", "Probability beyond the teacher's likeliest", "distill/teacher_tail",
+           "eval/distill/teacher_tail"),
     _chart("Preferences", "preference_accuracy", "Pairs in the right order", "rewards/accuracy",
            "eval/rewards/accuracy"),
     _chart("Preferences", "preference_margin", "Margin of rewards", "rewards/margin", "eval/rewards/margin"),
@@ -91,7 +96,7 @@ CHARTS: tuple[Chart, ...] = (
 
 MAIN = (
     "train/loss", "eval/loss", "reward/mean", "reward/*/mean", "eval/accuracy",
-    "rewards/accuracy", "eval/rewards/accuracy", "rewards/margin", "actor/kl", "actor/approx_kl",
+    "rewards/accuracy", "eval/rewards/accuracy", "rewards/margin", "distill/divergence", "actor/kl", "actor/approx_kl",
     "actor/entropy", "actor/clip_fraction", "critic/loss", "critic/explained_variance", "rollout/response_length",
     "rollout/finished", "rollout/logprob_gap", "train/grad_norm", "train/lr", "perf/step_s", "perf/tokens_per_s",
     "perf/mfu", "perf/memory_gb",
@@ -100,7 +105,7 @@ MAIN = (
 
 GOALS: dict[str, Goal] = {
     "train/loss": "low", "eval/loss": "low", "critic/loss": "low", "reward/mean": "high", "reward/*/mean": "high",
-    "rewards/accuracy": "high",
+    "rewards/accuracy": "high", "distill/divergence": "low", "eval/distill/divergence": "low",
     "eval/rewards/accuracy": "high", "rewards/margin": "high", "eval/rewards/margin": "high",
     "eval/accuracy": "high", "eval/reward": "high", "critic/explained_variance": "high", "perf/tokens_per_s": "high",
     "rollout/tokens_per_s": "high", "perf/mfu": "high", "perf/step_s": "low",

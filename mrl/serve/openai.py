@@ -43,6 +43,8 @@ OF_THE_CALL = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_tem
 """Names that are no variables of a chat template: a request could bring a template of its own, which would be run."""
 MOST_PROMPTS = 1024
 MOST_TOP = 20
+MOST_PROMPT_NUMBERS = 2**20
+"""Log-probs of one answer's `prompt_logprobs`: some 80 megabytes."""
 DONE = b"data: [DONE]\n\n"
 NOT_DONE = ("best_of", "suffix", "logit_bias", "response_format", "functions", "function_call", "audio", "modalities")
 NOT_HERE = {
@@ -61,6 +63,7 @@ class Wanted:
     samples: Sequence[Sample]  # one for each prompt
     echo: bool
     top: int | None  # log-probs, with so many others; None for none
+    top_of_prompt: int | None  # vLLM's prompt_logprobs, likewise
     without: bool  # completions are thrown away: the prompt alone is scored
     stream: bool
     usage: bool  # a stream ends with how many tokens there were
@@ -151,17 +154,26 @@ class OpenAI:
             if most > room:
                 fix = f"ask for at most {max(room, 0)}, or raise serve.max_length"
                 raise UserError("max_tokens", most, f"is more than fits after the {len(ids)} tokens of prompt {i}", fix)
-            scored = echo and top is not None
+            above = [of for of in (top if echo else None, self._top_of_prompt(body, kind, len(ids))) if of is not None]
             samples.append(Sample(
                 ids, count, max(most, 1), sampling_of(params), secrets.randbits(62) if seed is None else seed,
-                stop_tokens, stop, scored, top or 0 if scored else 0, top or 0,
+                stop_tokens, stop, bool(above), max(above, default=0), top or 0,
             ))  # fmt: skip
-        stream = field(body, "stream", bool, False)
-        if stream and (echo or top is not None):
-            why = "does not go with logprobs or echo on this server"
+        of_prompt, stream = self._top_of_prompt(body, kind, 1), field(body, "stream", bool, False)
+        if stream and (echo or top is not None or of_prompt is not None):
+            why = "does not go with logprobs, prompt_logprobs or echo on this server"
             raise UserError("stream", True, why, "leave stream out, or the others")
         usage = field(field(body, "stream_options", dict, {}), "include_usage", bool, False)
-        return Wanted(kind, name, self._source(name), samples, echo, top, most == 0, stream, usage)
+        return Wanted(kind, name, self._source(name), samples, echo, top, of_prompt, most == 0, stream, usage)
+
+    def _top_of_prompt(self, body: Mapping[str, Any], kind: Kind, tokens: int) -> int | None:
+        """Returns how many log-probs are told at each of the `tokens` tokens of a prompt, beside its own."""
+        top: int | None = number(body, "prompt_logprobs", None) if kind == "text_completion" else None
+        most = min(self.served.limits.vocab_size, MOST_PROMPT_NUMBERS // max(tokens, 1))
+        if top is not None and top > most:
+            why = f"is too many for a prompt of {tokens} tokens"
+            raise UserError("prompt_logprobs", top, why, f"give at most {most}")
+        return top
 
     def _top(self, body: Mapping[str, Any], kind: Kind) -> int | None:
         top: int | None
@@ -221,6 +233,8 @@ class OpenAI:
         if wanted.kind == "chat.completion":
             content = None if scores is None else {"content": _of_chat(scores)}
             return choice | {"message": {"role": "assistant", "content": text}, "logprobs": content}
+        if wanted.top_of_prompt is not None:
+            choice["prompt_logprobs"] = self._of_prompt(sample, sampled, wanted.top_of_prompt)
         if wanted.echo:
             text = self.tokenizer.decode(list(sample.tokens), skip_special_tokens=False) + text
         return choice | {"text": text, "logprobs": None if scores is None else _of_completion(scores)}
@@ -234,11 +248,26 @@ class OpenAI:
             above = sampled.top_of_prompt
             for i, token in enumerate(sample.tokens):
                 log_prob = None if i == 0 else (sampled.prompt_log_probs or [])[i - 1]
-                others = None if i == 0 or above is None else (above[0][i - 1], above[1][i - 1])
+                others = None if i == 0 or above is None else _first_of(above, i - 1, wanted.top or 0)
                 found.append(self._score(token, log_prob, others))
         beside = None if sampled.top_of_samples is None else sampled.top_of_samples[which]
         for i, (token, log_prob) in enumerate(zip(new.tokens, new.log_probs, strict=True)):
             found.append(self._score(token, log_prob, None if beside is None else (beside[0][i], beside[1][i])))
+        return found
+
+    def _of_prompt(self, sample: Sample, sampled: Sampled, top: int) -> list[Any]:
+        """Returns vLLM's prompt_logprobs: id -> log-prob, rank and text, of each token and the `top` likeliest."""
+        found: list[Any] = [None]
+        for i, token in enumerate(sample.tokens[1:]):
+            each: dict[int, tuple[float, int | None]] = {token: ((sampled.prompt_log_probs or [])[i], None)}
+            if top and sampled.top_of_prompt is not None:
+                log_probs, ids = _first_of(sampled.top_of_prompt, i, top)
+                above = zip(ids.tolist(), log_probs.tolist(), strict=True)
+                each |= {id: (value, rank) for rank, (id, value) in enumerate(above, 1) if math.isfinite(value)}
+            found.append({
+                str(id): {"logprob": value, "rank": rank, "decoded_token": self._text(id)}
+                for id, (value, rank) in each.items()
+            })  # fmt: skip
         return found
 
     def _score(self, token: int, log_prob: float | None, others: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
@@ -294,6 +323,11 @@ class OpenAI:
             about = _head(id, wanted, _chunk_of(wanted.kind))
             yield _event(about | {"choices": [], "usage": _usage(wanted, new)})
         yield DONE
+
+
+def _first_of(found: tuple[Tensor, Tensor], place: int, top: int) -> tuple[Tensor, Tensor]:
+    """Returns the `top` largest log-probs at a place, and their ids, of `found` [places, at least top]."""
+    return found[0][place, :top], found[1][place, :top]
 
 
 def _tell_result(tell: Callable[[Any], None], index: int, promise: Promise) -> None:

@@ -21,6 +21,7 @@ SHOWN = (
     ("eval/accuracy", "accuracy", "{:.1%}"),
     ("train/loss", "loss", "{:.4f}"),
     ("eval/loss", "eval", "{:.4f}"),
+    ("distill/divergence", "divergence", "{:.4f}"),
     ("rewards/accuracy", "accuracy", "{:.3f}"),
     ("rewards/margin", "margin", "{:.3f}"),
     ("actor/kl", "kl", "{:.3g}"),

@@ -31,7 +31,7 @@ from mrl.engine.base import BaseEngine, Ctx
 from mrl.engine.registry import build_engine
 from mrl.trainers.common import say_all
 from mrl.trainers.console import Console
-from mrl.trainers.reference import Cache, answers_by, with_reference
+from mrl.trainers.reference import Cache, answers_by, weight_files, with_reference
 from mrl.trainers.sft import run_task
 from mrl.trainers.task import HFConfig, Task
 
@@ -123,7 +123,7 @@ class DPOTask(Task[DPOConfig]):
         folder = engine.config.model.path if path is None else model_folder(path, weights=True)
         plain = to_dict(config)
         made_by = {
-            "model": engine.on_main(lambda: [model_fingerprint(folder), _weight_files(folder)]),
+            "model": engine.on_main(lambda: [model_fingerprint(folder), weight_files(folder)]),
             "keys": {key: plain["model"].get(key) for key in ("init", "dtype")},
             "seed": config.seed,
             "reference": plain["reference"]["model"]["dtype"],
@@ -165,9 +165,3 @@ class DPOTask(Task[DPOConfig]):
             policy, reference = functools.partial(answers_by, engine), functools.partial(self._reference_of, engine)
             ctx["kl"] = kl_estimate(policy(others), reference(others))
         return with_reference(batch, self._reference_of(engine, batch)), ctx
-
-
-def _weight_files(folder: str) -> list[tuple[str, int, int]]:
-    """Returns what tells a folder's weights from others: names, sizes and times of its files."""
-    found = ((path.name, path.stat()) for path in sorted(pathlib.Path(folder).glob("*.safetensors")))
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]

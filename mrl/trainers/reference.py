@@ -47,10 +47,41 @@ def with_reference(batch: Batch, log_probs_S: Tensor) -> Batch:
 
 def digests(batch: Batch) -> list[bytes]:
     """Returns a name for each sequence of a batch: of its tokens, and of which of them train."""
+    assert not batch.multi_modal_inputs, "images have no name"
     fields = (batch.tokens, batch.labels, batch.loss_mask != 0)
     parts = [part.numpy().tobytes() for field in fields for part in field.cpu().split(batch.lengths.tolist())]
     count = batch.num_sequences
     return [hashlib.sha256(b"".join(parts[i::count])).digest()[:16] for i in range(count)]
+
+
+def weight_files(folder: str) -> list[tuple[str, int, int]]:
+    """Returns what tells a folder's weights from others: names, sizes and times of its files."""
+    found = ((path.name, path.stat()) for path in sorted(pathlib.Path(folder).glob("*.safetensors")))
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+
+
+def saved_by(path: pathlib.Path, made_by: str, *, mmap: bool = False) -> dict[str, Any] | None:
+    """Returns what torch has saved in the file; None where there is none, or it was made by something else.
+
+    A damaged one counts as none. mmap: tensors stay in the file until they are read.
+    """
+    try:
+        found = torch.load(path, weights_only=True, mmap=mmap)
+        return found if found["made_by"] == made_by else None
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError, AttributeError, TypeError):
+        return None
+    except Exception as error:  # the unpickler's own, of a file that is no checkpoint
+        if type(error).__name__ != "UnpicklingError":
+            raise
+        return None
+
+
+def save_at_once(path: pathlib.Path, content: Mapping[str, Any]) -> None:
+    """Writes the file, at once or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    torch.save(dict(content), partial)
+    partial.replace(path)
 
 
 class Cache:
@@ -64,29 +95,18 @@ class Cache:
         self.known: dict[bytes, float] = {}
 
     def read(self) -> bool:
-        """Reads the file. Returns whether there is one, made by the same. A damaged one counts as none."""
-        try:
-            found = torch.load(self.path, weights_only=True)
-            if found["made_by"] != self.made_by:
-                return False
-            names, values = found["names"].numpy(), found["log_probs"].tolist()
-        except (OSError, RuntimeError, EOFError, KeyError, ValueError, AttributeError, TypeError):
+        """Reads the file. Returns whether there is one, made by the same."""
+        found = saved_by(self.path, self.made_by)
+        if found is None:
             return False
-        except Exception as error:  # the unpickler's own, of a file that is no checkpoint
-            if type(error).__name__ != "UnpicklingError":
-                raise
-            return False
+        names, values = found["names"].numpy(), found["log_probs"].tolist()
         self.known = {name.tobytes(): value for name, value in zip(names, values, strict=True)}
         return True
 
     def write(self) -> None:
-        """Writes the file, at once or not at all."""
         names = torch.frombuffer(bytearray(b"".join(self.known)), dtype=torch.uint8).view(-1, 16)
         values = torch.tensor(list(self.known.values()), dtype=torch.float64)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        torch.save({"made_by": self.made_by, "names": names, "log_probs": values}, partial)
-        partial.replace(self.path)
+        save_at_once(self.path, {"made_by": self.made_by, "names": names, "log_probs": values})
 
     def add(self, batch: Batch, log_probs_S: Tensor) -> None:
         self.known |= zip(digests(batch), log_probs_S.tolist(), strict=True)

@@ -15,12 +15,13 @@ import itertools
 import math
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from mrl import metrics
+from mrl.algorithms.distill import WEIGHED_BY
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
 from mrl.config.checks import check_batch, check_schedule, resolve_engine_tokens
@@ -33,10 +34,10 @@ from mrl.data.batches import Batches, BatchSource, Report, count_usable, eval_ba
 from mrl.data.dataset import Part, RowDataset, SFTDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
-from mrl.engine.base import PLAIN_CTX, BaseEngine
+from mrl.engine.base import PLAIN_CTX, BaseEngine, Ctx
 from mrl.engine.collective import is_main
 from mrl.engine.registry import build_engine
-from mrl.errors import DataError, Stopped, TrainingError
+from mrl.errors import ConfigError, DataError, Stopped, TrainingError
 from mrl.trainers.common import (
     Progress,
     already_done,
@@ -61,6 +62,7 @@ from mrl.trainers.saves import Saves, check_background
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.step_guard import StepGuard
 from mrl.trainers.task import HFConfig, Task
+from mrl.trainers.teacher import Teacher
 from mrl.trainers.throughput import Throughput, memory_gb
 
 
@@ -96,12 +98,19 @@ class SFTTask(Task[SFTConfig]):
     def __init__(self, config: SFTConfig) -> None:
         super().__init__(config)
         self.loss_fn = sft_loss
+        self.teacher = None if config.teacher is None else Teacher(config)
+        self.means = {} if self.teacher is None else WEIGHED_BY
 
     def role(self, folder: str) -> RoleConfig:
         return role_config(self.config, folder)
 
     def dataset(self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part) -> SFTDataset:
         vision = load_vision(folder, hf_config)
+        if self.teacher is not None and part == "train":
+            if vision is not None:
+                why = "is set, and model.path is a model that reads images, which is not distilled"
+                raise ConfigError("teacher", why=why, fix="leave it out, or give a model of text alone")
+            self.teacher.check(tokenizer, hf_config)
         return SFTDataset(self.config.data, tokenizer, part=part, vocab_size=vocab_size_of(hf_config), vision=vision)
 
     def source(self, dataset: RowDataset[Any]) -> BatchSource:
@@ -111,6 +120,16 @@ class SFTTask(Task[SFTConfig]):
     def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
         assert isinstance(dataset, SFTDataset)
         return eval_batches(dataset, self.config.train.global_batch_size, report)
+
+    def begin(self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console) -> None:
+        if self.teacher is not None:
+            self.loss_fn = self.teacher.loss_fn
+            every = lambda: itertools.chain.from_iterable(self.eval_batches(rows, None) for rows in sets)  # noqa: E731
+            self.teacher.begin(engine, every, place, console)
+        super().begin(engine, sets, place, console)
+
+    def prepare(self, engine: BaseEngine, batch: Batch) -> tuple[Batch, Ctx]:
+        return (batch, {}) if self.teacher is None else self.teacher.prepare(batch)
 
 
 def run(config: SFTConfig, command_line: str = "") -> None:

@@ -144,7 +144,8 @@ def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx, rule: Lo
     trains, and the largest log-probs [T, top]; or values [T].
 
     head: "lm" or "value". rule: what the model makes of what its output layer gives.
-    ctx: "temperature" divides the logits; "entropy" is none (default), detached or differentiable; "top" how many.
+    ctx: "temperature" divides the logits; "entropy" is none (default), detached or differentiable; "top" how many;
+    "first_temperature" as in `BaseEngine.forward_backward_step`.
     """
     hidden, weight = output_weight(hf, hidden_of(hf, inputs))
     if head == "value":
@@ -153,10 +154,10 @@ def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx, rule: Lo
     shard, temperature = VocabShard(weight.shape[0]), ctx["temperature"]
     log_probs, entropy = log_probs_from_hidden(
         hidden, weight, inputs.labels, shard=shard, rows=inputs.trained, temperature=temperature,
-        entropy=ctx.get("entropy", "none"), rule=rule,
+        entropy=ctx.get("entropy", "none"), rule=rule, first_temperature=ctx.get("first_temperature"),
     )  # fmt: skip
     outputs = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
     if top := ctx.get("top", 0):
-        found = top_log_probs(hidden, weight, top, shard=shard, temperature=temperature, rule=rule)
+        found = top_log_probs(hidden, weight, top, shard=shard, rows=inputs.trained, temperature=temperature, rule=rule)
         outputs |= dict(zip(("top_log_probs", "top_tokens"), found, strict=True))
     return {name: inputs.restore(values) for name, values in outputs.items()}

@@ -121,10 +121,13 @@ def _log_probs(hidden: Tensor, weight: Tensor, *, setup: Setup, ins: model_input
         temperature=ctx["temperature"],
         entropy=mode,
         reduce_hidden_grad=not setup.dims.sp,
+        first_temperature=ctx.get("first_temperature"),
     )
     columns = [log_probs.view(len(log_probs), -1)] + ([] if entropy is None else [entropy[:, None]])
     if top := ctx.get("top", 0):
-        largest, tokens = top_log_probs(hidden, weight, top, shard=shard, temperature=ctx["temperature"])
+        largest, tokens = top_log_probs(
+            hidden, weight, top, shard=shard, rows=ins.trained, temperature=ctx["temperature"]
+        )
         columns += [largest, tokens.to(largest.dtype)]  # exact up to 2**24
     return torch.cat(columns, dim=-1)
 

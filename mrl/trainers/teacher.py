@@ -1,0 +1,277 @@
+"""The teacher of `mrl sft`: its likeliest tokens after each place, by an engine, a server, or what they gave before.
+
+Dimensions: `T` tokens of a batch end to end, `N` of them that train, `K` ids of each, the teacher's likeliest first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mrl.algorithms.distill import TEACHER, DistillLoss
+from mrl.batch import Batch
+from mrl.config.checks import micro_batch_tokens
+from mrl.config.roles import own_keys
+from mrl.config.schema import RoleConfig, SFTConfig
+from mrl.converters.hf_config import read_hf_config, vocab_size_of
+from mrl.converters.hub import model_fingerprint, model_folder
+from mrl.data.tokenizer import load_tokenizer
+from mrl.engine.base import BaseEngine, Ctx
+from mrl.engine.registry import build_engine
+from mrl.errors import ConfigError, quoted
+from mrl.roles.dispatch import mesh
+from mrl.trainers.common import say_all
+from mrl.trainers.console import Console
+from mrl.trainers.reference import digests, save_at_once, saved_by, weight_files
+from mrl.trainers.teacher_server import TeacherServer
+
+
+@dataclasses.dataclass(frozen=True)
+class Top:
+    """What a teacher says of the trained tokens of a batch, in their order."""
+
+    ids: Tensor  # [N, K] int32
+    log_probs: Tensor  # [N, K] fp32, largest first
+
+
+class Teacher:
+    """The teacher of a run, from the check of its vocabulary to the batches that it has told its distributions."""
+
+    def __init__(self, config: SFTConfig) -> None:
+        assert config.teacher is not None, "no teacher"
+        self.config, self.keys = config, config.teacher
+        self.folder = ""
+        self.vocab_size = self.own_vocab_size = 0  # rows of the student's output layer, and of the teacher's
+        self.cache: TopCache | None = None
+        self.top: Callable[[Batch], Top]  # of a global mini-batch, on every rank; collective
+
+    @property
+    def ids_per_token(self) -> int:
+        return self.own_vocab_size if self.keys.top_k is None else self.keys.top_k
+
+    @property
+    def loss_fn(self) -> DistillLoss:
+        keys = self.keys
+        whole = keys.top_k is None and self.vocab_size == self.own_vocab_size
+        return DistillLoss(
+            kind=keys.loss, beta=keys.resolved_beta, temperature=keys.temperature, weight=keys.weight, tail=not whole
+        )
+
+    def check(self, tokenizer: PreTrainedTokenizerBase, hf_config: dict[str, Any]) -> None:
+        """Raises ConfigError where its vocabulary is not the student's. tokenizer, hf_config: the student's."""
+        path, server = self.keys.model.path, self.keys.server
+        with own_keys("teacher", has_engine=self.keys.engine is not None, of="model"):
+            self.folder = model_folder(path, weights=server is None)
+            own = load_tokenizer(self.folder, self.config.model.trust_remote_code)
+            sizes = [vocab_size_of(which) for which in (hf_config, read_hf_config(self.folder))]
+        check_same_vocabulary(tokenizer.get_vocab(), own.get_vocab(), path)
+        for size, key, which in zip(
+            sizes, ("model.path", "teacher.model.path"), (self.config.model.path, path), strict=True
+        ):
+            if size is None:
+                why = "has no vocab_size in its config.json, which distillation compares"
+                raise ConfigError(key, quoted(which), why, "give a model that has")
+        self.vocab_size, self.own_vocab_size = (size or 0 for size in sizes)
+        if self.keys.top_k is not None and self.keys.top_k > self.own_vocab_size:
+            why = f"is more than the {self.own_vocab_size} tokens of the vocabulary"
+            raise ConfigError("teacher.top_k", self.keys.top_k, why, "give null for all of them")
+
+    # -- before the first step ----------------------------------------------------------------------------------------
+
+    def begin(
+        self, engine: BaseEngine, rows: Callable[[], Iterator[Batch]], place: pathlib.Path, console: Console
+    ) -> None:
+        """Builds the teacher, or computes what it says of all rows. Collective.
+
+        engine: the student's. rows: yields all rows of data.train and data.eval, in batches. place: output_dir.
+        """
+        if not self.keys.cache:
+            self.top = self._asked(engine, console)
+            return
+        self.cache = cache = TopCache(place / "teacher" / "log_probs.pt", self._made_by(engine))
+        cache.read()
+        missing = cache.lacks(rows())
+        first = next(missing, None)
+        if first is None:
+            console.say(f"teacher: its log-probs of {cache.count:,} rows are in {cache.path}")
+        else:
+            ask = self._asked(engine, console)
+            console.doing("computing the teacher's log-probs")
+            added = TopParts()
+            for batch in itertools.chain([first], missing):
+                found = ask(batch)
+                if engine.is_main:
+                    added.add(batch, found)
+                console.detail(f"{added.count:,} rows")
+            engine.on_main(lambda: cache.write(added))
+            cache.read()
+            console.say(f"teacher: its log-probs of {cache.count:,} rows are written to {cache.path}")
+        self.top = cache.of
+
+    def _made_by(self, engine: BaseEngine) -> dict[str, Any]:
+        """Returns what the log-probs depend on, beside the rows."""
+        keys, server = self.keys, self.keys.server
+        by: dict[str, Any] = {"ids": self.ids_per_token, "temperature": keys.temperature}
+        if server is not None:
+            asked = TeacherServer(server)
+            about = engine.on_main(lambda: {"server": asked.name, "model": model_fingerprint(self.folder)})
+            return by | about
+        model = engine.on_main(lambda: [model_fingerprint(self.folder), weight_files(self.folder)])
+        return by | {"model": model, "dtype": self.config.teacher_model.dtype}
+
+    def _asked(self, engine: BaseEngine, console: Console) -> Callable[[Batch], Top]:
+        """Returns what asks the teacher itself, which is built now."""
+        count = self.ids_per_token
+        if self.keys.server is not None:
+            server = TeacherServer(self.keys.server)
+            name = engine.on_main(lambda: server.name)  # which the main process keeps: it alone asks
+            console.say(f"teacher: {name} at {server.http.url}")
+            return lambda batch: Top(*engine.on_main(lambda: server.top(batch, count)))
+        console.doing("building the teacher")
+        with own_keys("teacher", has_engine=self.keys.engine is not None, of="model"):
+            teacher = build_engine(role_of(self.config, self.folder))
+            say_all(console, [f"teacher: {note}" for note in teacher.notes])
+            teacher.init_model()
+        ctx = {"temperature": self.keys.temperature, "top": count}
+        return lambda batch: top_by(teacher, batch, ctx)
+
+    # -- a batch ------------------------------------------------------------------------------------------------------
+
+    def prepare(self, batch: Batch) -> tuple[Batch, Ctx]:
+        """Returns a global mini-batch with the teacher's ids as further labels, and what the student's forward is
+        asked for. Collective."""
+        found = self.top(batch)
+        trained = batch.loss_mask.nonzero()[:, 0]
+        here = found.ids < self.vocab_size  # of a teacher with more rows than the student
+        labels = torch.zeros(batch.num_tokens, 1 + found.ids.shape[1], dtype=torch.int64)
+        labels[:, 0] = batch.labels
+        labels[trained, 1:] = (found.ids * here).long()
+        log_probs = torch.zeros(batch.num_tokens, found.ids.shape[1])
+        log_probs[trained] = found.log_probs.masked_fill(~here, -torch.inf)
+        fields = {**batch.token_fields, TEACHER: log_probs}
+        ctx = {"temperature": self.keys.temperature, "first_temperature": 1.0}
+        return dataclasses.replace(batch, labels=labels, token_fields=fields), ctx
+
+
+def role_of(config: SFTConfig, folder: str) -> RoleConfig:
+    """Returns what the teacher's engine is built from. folder: what `teacher.model.path` stands for."""
+    assert config.teacher is not None, "no teacher"
+    engine = config.teacher.engine or config.engine
+    tokens = micro_batch_tokens(engine.micro_batch, config.data.max_length)
+    return RoleConfig(
+        model=dataclasses.replace(config.teacher_model, path=folder),
+        engine=dataclasses.replace(engine, micro_batch=dataclasses.replace(engine.micro_batch, tokens=tokens)),
+        optimizer=None, seed=config.seed, packing=config.data.packing,
+    )  # fmt: skip
+
+
+def top_by(engine: BaseEngine, batch: Batch, ctx: Mapping[str, Any]) -> Top:
+    """Returns what an engine without a loss says of a global mini-batch, on every rank. ctx: temperature, and top."""
+    with engine.eval_mode():
+        found = mesh(engine, batch, lambda share: engine.forward_backward_step(share, dict(ctx), True)[0])
+    trained = batch.loss_mask.nonzero()[:, 0]
+    return Top(found["top_tokens"][trained].int(), found["top_log_probs"][trained].float())
+
+
+def check_same_vocabulary(student: Mapping[str, int], teacher: Mapping[str, int], path: str) -> None:
+    """Raises ConfigError where a token has another id. student, teacher: token -> id, of their tokenizers."""
+    if student == teacher:
+        return
+    tokens = {**student, **teacher}
+    differing = sorted(
+        (token for token in tokens if student.get(token) != teacher.get(token)),
+        key=lambda token: (student.get(token, tokens[token]), token),
+    )
+    first = differing[0]
+    ids = [f"id {ids[first]}" if first in ids else "no token" for ids in (teacher, student)]
+    why = (
+        f"has another vocabulary than model.path: {len(differing):,} tokens differ, as {quoted(first)}, {ids[0]} there "
+        f"and {ids[1]} here"
+    )
+    raise ConfigError("teacher.model.path", quoted(path), why, "give a teacher with the same tokenizer")
+
+
+class TopParts:
+    """What a teacher said of rows, one after another, by their names (`digests`)."""
+
+    def __init__(self) -> None:
+        self.names: list[bytes] = []
+        self.parts: list[Top] = []
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+    def add(self, batch: Batch, found: Top) -> None:
+        counts = trained_counts(batch)
+        each = zip(found.ids.split(counts), found.log_probs.split(counts), strict=True)
+        self.names += digests(batch)
+        self.parts += [Top(ids.clone(), log_probs.clone()) for ids, log_probs in each]
+
+
+def trained_counts(batch: Batch) -> list[int]:
+    """Returns the trained tokens of each sequence."""
+    return [int(part.count_nonzero()) for part in batch.loss_mask.split(batch.lengths.tolist())]
+
+
+class TopCache:
+    """What the teacher said of rows, known by their tokens, in a file beside the run, which is mapped into memory.
+
+    made_by: what it depends on beside the tokens; a file that says otherwise is made anew.
+    """
+
+    def __init__(self, path: pathlib.Path, made_by: Mapping[str, Any]) -> None:
+        self.path, self.made_by = path, json.dumps(made_by, sort_keys=True)
+        self.places: dict[bytes, slice] = {}
+        self.all: Top | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.places)
+
+    def read(self) -> None:
+        """Reads the file, if there is one that was made by the same."""
+        found = saved_by(self.path, self.made_by, mmap=True)
+        if found is None:
+            return
+        ends = found["counts"].cumsum(0).tolist()
+        names = [name.tobytes() for name in found["names"].numpy()]
+        self.places = {
+            name: slice(*place) for name, place in zip(names, zip([0, *ends[:-1]], ends, strict=True), strict=True)
+        }
+        self.all = Top(found["ids"], found["log_probs"])
+
+    def write(self, added: TopParts) -> None:
+        """Writes what is known and what is added."""
+        names, parts = dict(zip(added.names, added.parts, strict=True)), []
+        if self.all is not None:
+            for name, place in self.places.items():
+                names.setdefault(name, Top(self.all.ids[place], self.all.log_probs[place]))
+        parts = list(names.values())
+        save_at_once(self.path, {
+            "made_by": self.made_by,
+            "names": torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8).view(-1, 16),
+            "counts": torch.tensor([len(part.ids) for part in parts]),
+            "ids": torch.cat([part.ids for part in parts]),
+            "log_probs": torch.cat([part.log_probs for part in parts]),
+        })  # fmt: skip
+
+    def lacks(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yields those of the batches that have a row which is not known."""
+        for batch in batches:
+            if not self.places.keys() >= set(digests(batch)):
+                yield batch
+
+    def of(self, batch: Batch) -> Top:
+        """Returns what was said of a batch. KeyError: a row is not known."""
+        assert self.all is not None, "nothing is known"
+        places: Sequence[slice] = [self.places[name] for name in digests(batch)]
+        return Top(*(torch.cat([each[place] for place in places]) for each in (self.all.ids, self.all.log_probs)))

@@ -1,0 +1,77 @@
+"""A teacher on a server: the likeliest tokens after each place of a text, by `prompt_logprobs` of vLLM's API."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.batch import Batch
+from mrl.config.schema import TeacherServerConfig
+from mrl.errors import ConfigError, quoted
+from mrl.rollout.http import Http
+
+COMPLETIONS = "/v1/completions"
+
+
+class TeacherServer:
+    """One server. It is asked by the main process alone."""
+
+    def __init__(self, config: TeacherServerConfig) -> None:
+        self.config = config
+        self.http = Http(config.url, timeout_s=config.timeout_s, key="teacher.server.url")
+
+    @functools.cached_property
+    def name(self) -> str:
+        """The name of the model there. Raises ConfigError where it has to be chosen."""
+        answer = self.http.get("/v1/models")
+        try:
+            names = [one["id"] for one in answer["data"]]
+        except (KeyError, TypeError) as error:
+            raise self.http.error(f"/v1/models answered otherwise than expected ({error!r})") from error
+        name = self.config.name
+        if name is None and len(names) == 1:
+            return str(names[0])
+        if name is not None and name in names:
+            return name
+        served = ", ".join(names) or "none"
+        if name is None:
+            raise ConfigError("teacher.server.name", None, "leaves open which model is asked", f"give one of {served}")
+        raise ConfigError("teacher.server.name", quoted(name), "is not served there", f"give one of {served}")
+
+    def top(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
+        """Returns the `count` likeliest ids [N, count] int32 after the trained places, and their log-probs, fp32."""
+        lengths = batch.lengths.tolist()
+        parts = zip(*(field.split(lengths) for field in (batch.tokens, batch.labels, batch.loss_mask)), strict=True)
+        texts = [([*tokens.tolist(), int(labels[-1])], mask.nonzero()[:, 0].tolist()) for tokens, labels, mask in parts]
+        with concurrent.futures.ThreadPoolExecutor(self.config.concurrency) as pool:
+            rows = [
+                row for found in pool.map(lambda text: self._of_text(text[0], text[1], count), texts) for row in found
+            ]
+        ids = torch.tensor([[token for token, _ in row] for row in rows], dtype=torch.int32)
+        return ids.view(-1, count), torch.tensor([[lp for _, lp in row] for row in rows]).view(-1, count)
+
+    def _of_text(self, ids: Sequence[int], places: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
+        """Returns (id, log-prob) of the likeliest tokens after each of the places, the likeliest first."""
+        body = {
+            "model": self.name, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count,
+        }  # fmt: skip
+        answer = self.http.post(COMPLETIONS, body)
+        try:
+            return [_largest(answer["choices"][0]["prompt_logprobs"][place + 1], count) for place in places]
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise self.http.error(
+                f"{COMPLETIONS} answered otherwise than expected ({error!r}); see docs/distill.md for what works"
+            ) from error
+
+
+def _largest(found: dict[str, Any], count: int) -> list[tuple[int, float]]:
+    """Returns the largest of a token's neighbours, among which the token itself is told too, wherever it stands."""
+    each = sorted(((int(token), float(about["logprob"])) for token, about in found.items()), key=lambda one: -one[1])
+    if len(each) < count:
+        raise ValueError(f"{len(each)} log-probs of a token for {count}")
+    return each[:count]

@@ -1,0 +1,102 @@
+"""The section `teacher` of `mrl sft`: what null stands for, and contradictions, each refused in one line."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+
+from mrl.commands.sft import COMMAND
+from mrl.config.build import build_section
+from mrl.config.load import apply_override
+from mrl.config.schema import EngineConfig, MicroBatchConfig, SFTConfig
+from mrl.errors import ConfigError
+from mrl.parallel import ParallelDims
+from mrl.trainers.teacher import role_of
+
+BASE = {
+    "output_dir": "runs/distill",
+    "model": {"path": "model", "lora": {"rank": 4}},
+    "teacher": {"model": {"path": "teacher"}},
+    "data": {"train": "rows.jsonl", "max_length": 100},
+    "train": {"steps": 10, "global_batch_size": 8},
+}
+SERVER = ("teacher.server.url=http://host:8000",)
+
+
+def made(*overrides: str) -> SFTConfig:
+    raw = copy.deepcopy(BASE)
+    for override in overrides:
+        apply_override(raw, override)
+    config = build_section(SFTConfig, raw, "", SFTConfig)
+    COMMAND.check(config)
+    return config
+
+
+REFUSED = [
+    (("teacher.loss=kl",), 'teacher.loss: value "kl" is not one of the choices'),
+    (("teacher.beta=0.5",), "teacher.beta: value 0.5 is not read by teacher.loss forward_kl; leave it out; it is of jsd"),
+    (("teacher.loss=jsd", "teacher.beta=0"), "teacher.beta: value 0 is out of range"),
+    (("teacher.loss=jsd", "teacher.beta=1"), "teacher.beta: value 1 is out of range"),
+    (("teacher.weight=0",), "teacher.weight: value 0 is out of range"),
+    (("teacher.weight=1.5",), "teacher.weight: value 1.5 is out of range"),
+    (("teacher.temperature=0",), "teacher.temperature: value 0 is out of range"),
+    (("teacher.top_k=0",), "teacher.top_k: value 0 is out of range"),
+    (("teacher.model.path=null",), "teacher.model.path"),
+    (("teacher.path=other",), 'teacher.path: value "other" is given to an unknown key'),
+    (("teacher.model.lora.rank=4",), "teacher.model.lora"),
+    (("teacher.engine.micro_batch.tokens=50",), "teacher.engine.micro_batch.tokens: value 50 is less than"),
+    (("teacher.engine.recompute=full",), 'teacher.engine.recompute: value "full" is for training, and the teacher never'),
+    (("teacher.engine.offload=[optimizer]",), "teacher.engine.offload"),
+    (("teacher.engine.backend=fsdp", "teacher.engine.parallel.tp=2"), "teacher.engine.parallel.tp"),
+    ((*SERVER, "teacher.engine.backend=fsdp"), "teacher.engine: is given and not used beside teacher.server"),
+    ((*SERVER, "teacher.model.dtype=float32"), 'teacher.model.dtype: value "float32" is not used beside teacher.server'),
+    ((*SERVER, "teacher.top_k=null"), "teacher.top_k: value null is the whole vocabulary, which no server gives"),
+    ((*SERVER, "teacher.temperature=2"), "teacher.temperature: value 2 is not what a server's log-probs are taken at"),
+    (("teacher.server.url=host:8000",), 'teacher.server.url: value "host:8000" is no URL; write it as http://host'),
+    ((*SERVER, "teacher.server.concurrency=0"), "teacher.server.concurrency: value 0 is out of range"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides, says", REFUSED, ids=[" ".join(o) for o, _ in REFUSED])
+def test_contradictions_are_one_line(overrides, says):
+    with pytest.raises(ConfigError) as caught:
+        made(*overrides)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_null_is_the_students():
+    """But its adapters, which a teacher has not."""
+    config = made("model.dtype=float32")
+    assert (config.teacher_model.path, config.teacher_model.dtype, config.teacher_model.lora) == (
+        "teacher",
+        "float32",
+        None,
+    )
+    assert [part.role for part in COMMAND.parts(config)] == ["", "teacher"]
+    assert COMMAND.parts(config)[1].engine == config.engine and COMMAND.parts(config)[1].optimizer is None
+    assert [phase.role for phase in COMMAND.phases(config).phases] == ["teacher", ""]
+    assert [phase.role for phase in COMMAND.phases(made("teacher.cache=true")).phases] == [""]
+    assert [part.role for part in COMMAND.parts(made(*SERVER))] == [""]
+
+
+def test_the_teachers_engine_is_what_its_section_says():
+    """Whole, whatever its keys are; a token budget that is null is resolved."""
+    own = "teacher.engine.parallel.pp=2", "teacher.engine.micro_batch.size=3", "teacher.engine.device=cpu"
+    role = role_of(made(*own, "data.packing=false", "seed=3"), "folder")
+    named = EngineConfig(device="cpu", micro_batch=MicroBatchConfig(size=3))
+    expected = dataclasses.replace(named, parallel=dataclasses.replace(named.parallel, pp=2))
+    assert role.engine == expected and role.optimizer is None and (role.packing, role.seed) == (False, 3)
+    assert role.model.path == "folder" and role_of(made(), "folder").engine.micro_batch.tokens == 4096
+
+
+def test_a_dry_run_says_what_is_compared():
+    config = made("teacher.loss=jsd", "teacher.top_k=null", "teacher.weight=0.25", "teacher.temperature=2")
+    one = ParallelDims(world_size=1, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, sp=False)
+    lines = COMMAND.describe(config, COMMAND.parts(config), [one, one])
+    assert (
+        lines[2].startswith("teacher: ")
+        and "0.25 jsd (beta 0.5) over the whole vocabulary at temperature 2" in lines[3]
+    )
+    assert COMMAND.describe(made(*SERVER), [], [one])[2] == "teacher: at http://host:8000"

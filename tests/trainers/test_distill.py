@@ -1,0 +1,260 @@
+"""`mrl sft` with a teacher, end to end on tiny models: equal to transformers and torch's AdamW, on every layout, with a
+cache, and after a stop."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
+
+from mrl.config.schema import DataConfig
+from mrl.data.dataset import SFTDataset
+from mrl.metric_names import DISTILL_METRICS, SFT_METRICS
+from mrl.metrics import read
+from tests.engine.harness import run_case
+from tests.tiers import slow_but
+from tests.trainers import tiny_runs
+
+CASE = "tests.trainers.cases:train"
+ROWS, BATCH, STEPS = tiny_runs.TRAIN_ROWS, tiny_runs.BATCH, 3
+
+KINDS = {  # teacher
+    "forward_kl, exact": {"loss": "forward_kl", "top_k": None},
+    "forward_kl, top 5, hot, with sft": {"loss": "forward_kl", "top_k": 5, "temperature": 2.0, "weight": 0.75},
+    "reverse_kl, exact, hot": {"loss": "reverse_kl", "top_k": None, "temperature": 1.5},
+    "reverse_kl, top 5": {"loss": "reverse_kl", "top_k": 5},
+    "jsd, exact, with sft": {"loss": "jsd", "beta": 0.3, "top_k": None, "weight": 0.5},
+    "jsd, top 5": {"loss": "jsd", "top_k": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def places(inputs, tmp_path_factory) -> pathlib.Path:
+    """`model`, `teacher` (the same but wider, with other weights and rows of padding), `train.jsonl` and `eval.jsonl`."""
+    folder = tmp_path_factory.mktemp("distillation")
+    for name in ("train.jsonl", "eval.jsonl"):
+        shutil.copy(inputs / name, folder / name)
+    shutil.copytree(inputs / "model", folder / "model")
+    shutil.copytree(inputs / "model", folder / "teacher")
+    config = AutoModelForCausalLM.from_pretrained(folder / "model").config
+    config.hidden_size, config.num_hidden_layers, config.initializer_range = 64, 2, 0.2
+    torch.manual_seed(7)
+    Qwen3ForCausalLM(config).save_pretrained(folder / "teacher")
+    return folder
+
+
+def make_config(places: pathlib.Path, output_dir: pathlib.Path, **changes: Any) -> dict[str, Any]:
+    own = {
+        "optimizer": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0},
+        "teacher": {"model": {"path": str(places / "teacher")}, "top_k": 5},
+        "data": {"shuffle": False},
+        "train": {"steps": STEPS, "global_batch_size": BATCH},
+        "checkpoint": {"export_hf": False},
+    }
+    for section, value in changes.items():
+        own[section] = {**own.get(section, {}), **value} if isinstance(value, dict) else value
+    return tiny_runs.make_config(places, output_dir, **own)
+
+
+def train(config: dict[str, Any], world: int = 1, **details: Any) -> tuple[str, str]:
+    return run_case(world, CASE, config=config, **details)[:2]
+
+
+def losses(output_dir: pathlib.Path) -> list[float]:
+    return [row["train/loss"] for row in read(output_dir / "metrics.jsonl")]
+
+
+# ---------------------------------------------------------------------------------------------- transformers and torch
+
+
+def logits(model: torch.nn.Module, ids: list[int], mask: list[int]) -> Tensor:
+    """Those before the trained tokens, in float64."""
+    return model(torch.tensor([ids])).logits[0, :-1].double()[torch.tensor(mask[1:], dtype=torch.bool)]
+
+
+def divergence(keys: dict[str, Any], teacher: Tensor, student: Tensor) -> Tensor:
+    """The papers' sums, of whole distributions or of the teacher's likeliest tokens and all others in one."""
+    p, q = ((z / keys.get("temperature", 1.0)).softmax(-1) for z in (teacher, student))
+    if keys["top_k"] is not None:
+        ids = p.topk(keys["top_k"]).indices
+        p, q = (torch.cat([x.gather(1, ids), 1 - x.gather(1, ids).sum(1, keepdim=True)], 1) for x in (p, q))
+    kl = lambda a, b: (a * (a / b).log()).sum()  # noqa: E731
+    beta = keys.get("beta", 0.5)
+    m = beta * p + (1 - beta) * q
+    kinds = {"forward_kl": kl(p, q), "reverse_kl": kl(q, p), "jsd": beta * kl(p, m) + (1 - beta) * kl(q, m)}
+    return kinds[keys["loss"]]
+
+
+def oracle(places: pathlib.Path, keys: dict[str, Any], which: str = "train", steps: int = STEPS) -> list[float]:
+    """The losses of transformers and torch's AdamW."""
+    model, teacher = (AutoModelForCausalLM.from_pretrained(places / name) for name in ("model", "teacher"))
+    data = DataConfig(train=str(places / f"{which}.jsonl"), max_length=64)
+    dataset = SFTDataset(data, AutoTokenizer.from_pretrained(places / "model"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    weight, found = keys.get("weight", 1.0), []
+    batch = BATCH if which == "train" else len(dataset)
+    for step in range(steps):
+        rows = [dataset.load((step * batch + i) % len(dataset)) for i in range(batch)]
+        count = sum(sum(row.mask[1:]) for row in rows)
+        loss = torch.zeros((), dtype=torch.float64)
+        for row in rows:
+            of_student = logits(model, row.ids, row.mask)
+            with torch.no_grad():
+                of_teacher = logits(teacher, row.ids, row.mask)
+            labels = torch.tensor([i for i, m in zip(row.ids[1:], row.mask[1:], strict=True) if m])
+            nll = -of_student.log_softmax(-1).gather(1, labels[:, None]).sum()
+            far = divergence(keys, of_teacher, of_student) * keys.get("temperature", 1.0) ** 2
+            loss = loss + ((1 - weight) * nll + weight * far) / count
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def losses_of(places):
+    known: dict[str, list[float]] = {}
+    return lambda name: known.setdefault(name, oracle(places, KINDS[name]))
+
+
+@pytest.mark.parametrize("name", slow_but(list(KINDS)[:2], KINDS))
+def test_steps_are_those_of_transformers_and_adamw(places, tmp_path, losses_of, name):
+    """Three steps, the later ones of a trained student: equal losses show equal gradients and updates."""
+    assert train(make_config(places, tmp_path, teacher=KINDS[name])) == ("done", "")
+    assert losses(tmp_path) == pytest.approx(losses_of(name), rel=2e-5)
+
+
+MEGATRON = {"backend": "megatron"}
+LAYOUTS = {  # processes, the student's engine, the teacher's where it is another, data
+    "fsdp2, padded": (2, {}, None, {"packing": False}),
+    "fsdp2, the teacher at tp2": (2, {}, {**MEGATRON, "parallel": {"tp": 2}}, {}),
+    "dp2, packed, by tokens": (2, {**MEGATRON, "micro_batch": {"tokens": 80, "size": None}}, None, {}),
+    "tp2, the teacher at pp2": (
+        2, {**MEGATRON, "parallel": {"tp": 2}}, {**MEGATRON, "parallel": {"pp": 2}, "micro_batch": {"size": 4}}, {},
+    ),
+    "pp2": (2, {**MEGATRON, "parallel": {"pp": 2}, "micro_batch": {"size": 4}}, None, {}),
+    "cp2": (2, {**MEGATRON, "parallel": {"cp": 2}}, None, {}),
+    "fsdp cp2": (2, {"parallel": {"cp": 2}}, None, {}),
+    "tp2 pp2, padded": (4, {**MEGATRON, "parallel": {"tp": 2, "pp": 2}}, None, {"packing": False}),
+}  # fmt: skip
+
+
+ON_LAYOUTS = [(layout, list(KINDS)[(2 * i + j) % len(KINDS)]) for i, layout in enumerate(LAYOUTS) for j in (0, 1)]
+
+
+@pytest.mark.parametrize("layout, name", slow_but(ON_LAYOUTS[6:7], ON_LAYOUTS))
+def test_layouts_give_the_same_steps(places, tmp_path, losses_of, layout, name):
+    world, engine, own, data = LAYOUTS[layout]
+    every = {"device": "cpu", "micro_batch": {"size": 2}, "backend": "fsdp"}
+    teacher = KINDS[name] | ({} if own is None else {"engine": every | own})
+    config = make_config(places, tmp_path, teacher=teacher, engine=every | engine, data=data)
+    assert train(config, world) == ("done", "")
+    assert losses(tmp_path) == pytest.approx(losses_of(name), rel=2e-5)
+
+
+# --------------------------------------------------------------------------------------------------------- the teacher
+
+
+@pytest.mark.parametrize("engine", slow_but(["megatron"], ["megatron", "fsdp"]))
+def test_a_student_that_is_its_teacher_does_not_move(places, tmp_path, engine):
+    """Loss and gradient are 0 to the bit: no step of AdamW is made of rounding."""
+    teacher = {"model": {"path": str(places / "model")}, "loss": "jsd"}
+    config = make_config(places, tmp_path, teacher=teacher, engine={"backend": engine}, train={"guards": False})
+    assert train(config) == ("done", "")
+    assert [(row["train/loss"], row["train/grad_norm"]) for row in read(tmp_path / "metrics.jsonl")] == [(0, 0)] * STEPS
+
+
+def test_cached_log_probs_are_those_of_the_teacher_to_the_bit(places, tmp_path):
+    """Evaluation too; a second run of another length takes what is there, and adds nothing."""
+    live, cached = tmp_path / "live", tmp_path / "cached"
+    data = {"eval": str(places / "eval.jsonl"), "shuffle": True}
+    for folder, cache in ((live, False), (cached, True)):
+        assert train(make_config(places, folder, teacher={"cache": cache}, data=data)) == ("done", "")
+    assert tiny_runs.steps(live) == tiny_runs.steps(cached)
+    never = {"perf/mfu", "perf/save_held_s", "perf/save_write_s"}  # the one save is the last step's
+    assert set(read(live / "metrics.jsonl")[-1]) == (set(SFT_METRICS) | set(DISTILL_METRICS)) - never
+
+
+def test_a_cache_of_another_teacher_is_made_anew_and_a_damaged_one_too(places, tmp_path):
+    run = tmp_path / "run"
+    config = make_config(places, run, teacher={"cache": True}, train={"steps": 1})
+    said = run_case(1, CASE, config=config)[2]
+    assert "teacher: its log-probs of 10 rows are written to" in said
+    whole, file = losses(run), run / "teacher" / "log_probs.pt"
+
+    def again(config: dict[str, Any]) -> str:
+        shutil.rmtree(run / "checkpoints")
+        (run / "metrics.jsonl").unlink()
+        ended, message, said = run_case(1, CASE, config=config)
+        assert (ended, message) == ("done", "")
+        return said
+
+    assert "teacher: its log-probs of 10 rows are in" in again(config) and losses(run) == whole
+    file.write_bytes(file.read_bytes()[:100])
+    assert "are written to" in again(config) and losses(run) == whole
+    hot = make_config(places, run, teacher={"cache": True, "temperature": 2.0}, train={"steps": 1})
+    assert "are written to" in again(hot) and losses(run) != whole
+    more = make_config(places, run, teacher={"cache": True, "temperature": 2.0}, train={"steps": 1},
+                       data={"eval": str(places / "eval.jsonl")})  # fmt: skip
+    assert "teacher: its log-probs of 17 rows are written to" in again(more)
+
+
+@pytest.mark.parametrize("cache", slow_but([True], [True, False]))
+def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path, cache):
+    teacher = {"teacher": {"cache": cache}, "data": {"shuffle": True}}
+    whole, stopped = (make_config(places, tmp_path / which, **teacher) for which in ("whole", "stopped"))
+    assert train(whole, 2) == ("done", "")
+    assert train(stopped, 2, happening="signals", step=2)[0] == "stopped"
+    assert train(stopped, 2) == ("done", "")
+    assert tiny_runs.steps(tmp_path / "stopped") == tiny_runs.steps(tmp_path / "whole")
+
+
+def test_an_evaluation_is_the_loss_on_all_rows(places, tmp_path):
+    name = "forward_kl, top 5, hot, with sft"
+    config = make_config(places, tmp_path, teacher=KINDS[name], optimizer={"lr": 1e-12}, train={"steps": 1},
+                         data={"eval": str(places / "eval.jsonl")})  # fmt: skip
+    assert train(config) == ("done", "")
+    (found,) = read(tmp_path / "metrics.jsonl")
+    assert found["eval/loss"] == pytest.approx(oracle(places, KINDS[name], "eval", 1)[0], rel=2e-5)
+    parts = 0.25 * found["eval/distill/nll"] + 0.75 * 4 * found["eval/distill/divergence"]
+    assert found["eval/loss"] == pytest.approx(parts, rel=1e-6)
+
+
+def test_adapters_learn_from_a_teacher(places, tmp_path):
+    """A student that is a base and adapters: the divergence falls."""
+    config = make_config(places, tmp_path, model={"lora": {"rank": 4}}, optimizer={"lr": 1e-2}, train={"steps": 12})
+    assert train(config) == ("done", "")
+    found = [row["distill/divergence"] for row in read(tmp_path / "metrics.jsonl")]
+    assert found[-1] < 0.8 * found[0]
+
+
+# ------------------------------------------------------------------------------------------------------- what is refused
+
+
+def refused(places: pathlib.Path, tmp_path: pathlib.Path, **changes: Any) -> str:
+    ended, message = train(make_config(places, tmp_path / "run", **changes))
+    assert ended in ("ConfigError", "ModelError") and "\n" not in message, (ended, message)
+    assert not (tmp_path / "run").exists()
+    return message
+
+
+def test_another_vocabulary_is_refused_by_the_token_that_differs(places, tmp_path):
+    shutil.copytree(places / "teacher", tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    text = file.read_text()
+    assert '"7": ' in text
+    file.write_text(text.replace('"7": ', '"seven": '))
+    said = refused(places, tmp_path, teacher={"model": {"path": str(tmp_path / "other")}})
+    assert "teacher.model.path: value" in said and "has another vocabulary than model.path: 2 tokens differ" in said
+    assert "no token there and id" in said and said.endswith("give a teacher with the same tokenizer")
+    said = refused(places, tmp_path, teacher={"top_k": 10**6})
+    assert "teacher.top_k: value 1000000 is more than the" in said and said.endswith("give null for all of them")
+    said = refused(places, tmp_path, teacher={"model": {"path": str(tmp_path / "nowhere")}})
+    assert "nowhere" in said
