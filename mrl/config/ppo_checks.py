@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from mrl.config.checks import check_backend, check_log, check_lora, check_micro_batch, check_optimizer, check_schedule
 from mrl.config.keys import Key, changed, listed
 from mrl.config.ppo import PPOConfig, PromptsConfig, RolloutConfig
+from mrl.config.recipes import OF_A_TEACHER
 from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, check_spec, label_of
 from mrl.config.roles import ROLES, TRAINED, has_own_engine, model_of
 from mrl.config.schema import EngineConfig
@@ -60,6 +61,7 @@ def check_ppo(config: PPOConfig) -> None:
             "makes the policy that trains another one than the policy that sampled",
             "set it to 0, or train.guards to false to go on with it",
         )
+    _check_teacher(config)
     _check_rewards(config)
     check_rollout(config)
     _check_eval(config)
@@ -164,12 +166,30 @@ def check_never_trains(engine: EngineConfig, path: str, who: str) -> None:
             raise ConfigError(f"{path}.{name}", value, f"is for training, and {who} never trains", "leave it out")
 
 
+def _check_teacher(config: PPOConfig) -> None:
+    """The teacher of on-policy distillation is the reference, and stays what it is."""
+    name, reference = config.algorithm.name, config.reference
+    if name not in OF_A_TEACHER:
+        return
+    if config.algorithm.kl_in not in (None, "reward"):
+        why = f"takes from algorithm.name {name} its reward, the KL to the teacher"
+        raise ConfigError("algorithm.kl_in", config.algorithm.kl_in, why, "leave it out")
+    if reference.model.path is None:
+        why = f"leaves algorithm.name {name} no teacher"
+        raise ConfigError("reference.model.path", None, why, "give the folder of one, with the actor's tokenizer")
+    if reference.update_every is not None:
+        why = f"would make the actor its own teacher, with algorithm.name {name}"
+        raise ConfigError("reference.update_every", reference.update_every, why, "leave it out")
+
+
 def _check_rewards(config: PPOConfig) -> None:
     """Something is rewarded, and no key of a reward model stands alone."""
     if config.reward.model.path is None:
         refuse_unread(
             changed(config.reward, "reward"), "without reward.model.path", "set reward.model.path, or leave it out"
         )
+    if config.algorithm.name in OF_A_TEACHER:
+        return
     functions = config.rewards.functions if config.rewards is not None else ()
     elsewhere = config.rollout.environment is not None or (
         config.reward.model.path is not None and config.reward.weight != 0

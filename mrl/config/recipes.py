@@ -43,7 +43,15 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
     # MiniMax 2025, eq. 4-5: no lower bound, and no number for the upper one. Weights up to 5: Khatri 2025, and TRL,
     # trl/trainer/grpo_config.py, epsilon_high for cispo.
     "cispo": dict(advantage="grpo", objective="cispo", clip_low=1.0, clip_high=4.0),
+    # On-policy distillation: the reward of a sampled token is minus its reverse KL to the teacher, log p - log q, and
+    # none answers for later ones (discount 0). Agarwal 2023 (GKD, on samples of the student alone); as a policy
+    # gradient Lu 2025, "On-Policy Distillation" (Thinking Machines Lab): kl_penalty_coef and kl_discount_factor of
+    # tinker-cookbook, tinker_cookbook/recipes/distillation/on_policy_distillation.py.
+    "opd": dict(advantage="returns", gamma=0.0, kl_in="reward", kl_estimator="k1", kl_coef=1.0),
 }
+
+OF_A_TEACHER = ("opd",)
+"""Algorithms whose reward is the distance to a teacher, which is the reference: they need no other reward."""
 
 ALGORITHMS = tuple(ROWS)
 """Names that `algorithm.name` takes."""

@@ -368,8 +368,8 @@ class TeacherConfig:
     temperature: float = key(1.0, "divides the logits of both in the divergence", minimum=0.01, maximum=100)
     top_k: int | None = key(
         64,
-        "token ids at which both are compared, the teacher's likeliest, beside one bucket for all others; null is the "
-        "whole vocabulary, exactly, in memory for that many numbers a token",
+        "token ids at which both are compared, the teacher's likeliest, beside one bucket for all others; null, or so "
+        "many as there are, is the whole vocabulary, exactly, in memory for that many numbers a token",
         minimum=1,
     )
     weight: float = key(

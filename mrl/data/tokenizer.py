@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import jinja2
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mrl.converters.tokenizer_files import TOKENIZER_FILES
 from mrl.data.files import one_line
-from mrl.errors import DataError, ModelError
+from mrl.errors import ConfigError, DataError, ModelError, quoted
 
 
 def load_tokenizer(
@@ -79,3 +80,26 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         ) from e
     except (jinja2.TemplateError, ValueError, TypeError, KeyError):
         pass  # it wants another conversation than this; the rows will tell
+
+
+def check_same_vocabulary(
+    student: Mapping[str, int], teacher: Mapping[str, int], path: str, key: str, own: str
+) -> None:
+    """Raises ConfigError where a token has another id. student, teacher: token -> id, of their tokenizers.
+
+    path, key: the teacher's, and where the config has it. own: the key of the student's.
+    """
+    if student == teacher:
+        return
+    tokens = {**student, **teacher}
+    differing = sorted(
+        (token for token in tokens if student.get(token) != teacher.get(token)),
+        key=lambda token: (student.get(token, tokens[token]), token),
+    )
+    first = differing[0]
+    ids = [f"id {ids[first]}" if first in ids else "no token" for ids in (teacher, student)]
+    why = (
+        f"has another vocabulary than {own}: {len(differing):,} tokens differ, as {quoted(first)}, {ids[0]} there "
+        f"and {ids[1]} here"
+    )
+    raise ConfigError(key, quoted(path), why, "give a teacher with the same tokenizer")

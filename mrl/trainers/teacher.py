@@ -23,7 +23,7 @@ from mrl.config.roles import own_keys
 from mrl.config.schema import RoleConfig, SFTConfig
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import model_fingerprint, model_folder
-from mrl.data.tokenizer import load_tokenizer
+from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
 from mrl.engine.base import BaseEngine, Ctx
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, quoted
@@ -55,12 +55,12 @@ class Teacher:
 
     @property
     def ids_per_token(self) -> int:
-        return self.own_vocab_size if self.keys.top_k is None else self.keys.top_k
+        return min(self.keys.top_k or self.own_vocab_size, self.own_vocab_size)
 
     @property
     def loss_fn(self) -> DistillLoss:
         keys = self.keys
-        whole = keys.top_k is None and self.vocab_size == self.own_vocab_size
+        whole = self.ids_per_token == self.own_vocab_size == self.vocab_size
         return DistillLoss(
             kind=keys.loss, beta=keys.resolved_beta, temperature=keys.temperature, weight=keys.weight, tail=not whole
         )
@@ -72,7 +72,7 @@ class Teacher:
             self.folder = model_folder(path, weights=server is None)
             own = load_tokenizer(self.folder, self.config.model.trust_remote_code)
             sizes = [vocab_size_of(which) for which in (hf_config, read_hf_config(self.folder))]
-        check_same_vocabulary(tokenizer.get_vocab(), own.get_vocab(), path)
+        check_same_vocabulary(tokenizer.get_vocab(), own.get_vocab(), path, "teacher.model.path", "model.path")
         for size, key, which in zip(
             sizes, ("model.path", "teacher.model.path"), (self.config.model.path, path), strict=True
         ):
@@ -80,9 +80,6 @@ class Teacher:
                 why = "has no vocab_size in its config.json, which distillation compares"
                 raise ConfigError(key, quoted(which), why, "give a model that has")
         self.vocab_size, self.own_vocab_size = (size or 0 for size in sizes)
-        if self.keys.top_k is not None and self.keys.top_k > self.own_vocab_size:
-            why = f"is more than the {self.own_vocab_size} tokens of the vocabulary"
-            raise ConfigError("teacher.top_k", self.keys.top_k, why, "give null for all of them")
 
     # -- before the first step ----------------------------------------------------------------------------------------
 
@@ -179,24 +176,6 @@ def top_by(engine: BaseEngine, batch: Batch, ctx: Mapping[str, Any]) -> Top:
         found = mesh(engine, batch, lambda share: engine.forward_backward_step(share, dict(ctx), True)[0])
     trained = batch.loss_mask.nonzero()[:, 0]
     return Top(found["top_tokens"][trained].int(), found["top_log_probs"][trained].float())
-
-
-def check_same_vocabulary(student: Mapping[str, int], teacher: Mapping[str, int], path: str) -> None:
-    """Raises ConfigError where a token has another id. student, teacher: token -> id, of their tokenizers."""
-    if student == teacher:
-        return
-    tokens = {**student, **teacher}
-    differing = sorted(
-        (token for token in tokens if student.get(token) != teacher.get(token)),
-        key=lambda token: (student.get(token, tokens[token]), token),
-    )
-    first = differing[0]
-    ids = [f"id {ids[first]}" if first in ids else "no token" for ids in (teacher, student)]
-    why = (
-        f"has another vocabulary than model.path: {len(differing):,} tokens differ, as {quoted(first)}, {ids[0]} there "
-        f"and {ids[1]} here"
-    )
-    raise ConfigError("teacher.model.path", quoted(path), why, "give a teacher with the same tokenizer")
 
 
 class TopParts:

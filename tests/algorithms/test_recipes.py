@@ -18,7 +18,19 @@ from tests.algorithms.sequences import close, examples, flat, ragged
 from tests.algorithms.test_advantages import put_back, returns_oracle
 from tests.trainers.tiny_runs import REPO
 
-NAMES = ["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "dapo", "gspo", "cispo"]
+NAMES = [
+    "ppo",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
+    "dapo",
+    "gspo",
+    "cispo",
+    "opd",
+]
 
 
 def test_the_names():
@@ -30,7 +42,7 @@ def test_every_recipe_is_whole(name):
     made = recipes.recipe(name)
     assert all(value is not None for value in dataclasses.asdict(made).values())
     assert made.needs_critic == (name == "ppo") and made.needs_greedy_answer == (name == "remax")
-    assert made.needs_groups == (name not in ("ppo", "remax", "reinforce_pp"))
+    assert made.needs_groups == (name not in ("ppo", "remax", "reinforce_pp", "opd"))
     assert (made.kl_coef > 0) == made.needs_reference
     actor = recipes.actor_loss(made, max_response_length=100)
     assert (actor.kl_coef > 0) == (made.kl_in == "loss")
@@ -46,6 +58,13 @@ def test_what_the_papers_say():
     assert parts("remax", "gamma", "kl_coef") == (0.99, 0.05) and parts("rloo", "kl_coef") == (0.05,)
     assert parts("reinforce_pp_baseline", "kl_in", "kl_estimator", "kl_coef") == ("loss", "k2", 1e-5)
     assert parts("cispo", "clip_low", "clip_high") == (1.0, 4.0)  # weights from 0 to 5
+    assert parts("opd", "advantage", "gamma", "kl_in", "kl_estimator", "kl_coef") == (
+        "returns",
+        0.0,
+        "reward",
+        "k1",
+        1.0,
+    )
     assert {made.dual_clip for made in recipes.RECIPES.values()} == {0.0}
     assert parts("dr_grpo", "advantage", "aggregation") == ("group_mean", "fixed_length")
     assert recipes.overlong_cache(recipes.recipe("dapo"), max_response_length=20480) == 4096

@@ -66,6 +66,9 @@ def test_each_numeric_key_at_the_extremes_of_its_type(command):
         for value in [*EXTREMES, key.bounds["maximum"]]:
             plain = json.loads(json.dumps(base))
             as_written = [value] * 2 if isinstance(key.default, tuple) and key.default else [value]
+            for section, needed in fuzz.REQUIRED_BESIDE.items():
+                if key.path.startswith(section):
+                    fuzz.put(plain, *needed)
             fuzz.put(plain, key.path, as_written if fuzz.is_list(key) else value)
             message = refusal(from_dict, plain, root) or ""
             assert len(message) <= LONGEST and "\n" not in message, key.path

@@ -19,12 +19,13 @@ from mrl.config.checks import check_batch
 from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.ppo_checks import check_schedules
+from mrl.config.recipes import OF_A_TEACHER
 from mrl.config.roles import engine_of, keys_of, model_of, role_configs, roles_of
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import model_folder
 from mrl.data.prompts import PromptDataset, PromptSource, first_prompts
 from mrl.data.stream import Report
-from mrl.data.tokenizer import load_tokenizer
+from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
 from mrl.engine.base import BaseEngine
 from mrl.engine.collective import is_main
 from mrl.engine.registry import build_engine
@@ -70,6 +71,13 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
     folders = {role: _model_folder(config, role) for role in roles_of(config, recipe)}
     vocab_size = vocab_size_of(read_hf_config(folders["actor"]))  # first: a wrong config.json fails the tokenizer too
     tokenizer = load_tokenizer(folders["actor"], config.actor.model.trust_remote_code, config.data.chat_template)
+    if config.algorithm.name in OF_A_TEACHER:
+        with keys_of(config, "reference"):
+            teacher = load_tokenizer(folders["reference"], config.actor.model.trust_remote_code)
+        path = model_of(config, "reference").path
+        check_same_vocabulary(
+            tokenizer.get_vocab(), teacher.get_vocab(), path, "reference.model.path", "actor.model.path"
+        )
     source = PromptSource(
         PromptDataset(config.data, tokenizer, vocab_size=vocab_size), seed=config.seed, shuffle=config.data.shuffle
     )
@@ -77,7 +85,11 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
     directory = RunDirectory(pathlib.Path(config.output_dir))
     with contextlib.ExitStack() as ends:
         bases = {"reference": "actor"} if "reference" in folders and "reference" not in engines else {}
-        dispatch = WorkerDispatch(engines, offload_idle=_offload_idle(config, engines["actor"]), bases=bases)
+        # a teacher stays what its folder has
+        constant = ("reward", "reference") if config.algorithm.name in OF_A_TEACHER else ("reward",)
+        dispatch = WorkerDispatch(
+            engines, offload_idle=_offload_idle(config, engines["actor"]), constant=constant, bases=bases
+        )
         lock = RunLock(directory.path)
         ends.callback(lock.release)
         dispatch.on_main(lock.acquire)  # before anything of another run there could be touched

@@ -88,6 +88,9 @@ def make_config(inputs: pathlib.Path, output_dir: pathlib.Path, name: str = "grp
     }
     if name == "ppo":
         config["critic"] = {"optimizer": {**optimizer, "lr": 1e-2}}
+    if name == "opd":
+        del config["rewards"]
+        config["reference"] = {"model": {"path": str(inputs / "other")}}
     return merge(config, changes)
 
 
