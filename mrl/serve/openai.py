@@ -161,7 +161,7 @@ class OpenAI:
             ))  # fmt: skip
         of_prompt, stream = self._top_of_prompt(body, kind, 1), field(body, "stream", bool, False)
         if stream and (echo or top is not None or of_prompt is not None):
-            why = "does not go with logprobs, prompt_logprobs or echo on this server"
+            why = "does not go with logprobs or echo on this server, nor with prompt_logprobs"
             raise UserError("stream", True, why, "leave stream out, or the others")
         usage = field(field(body, "stream_options", dict, {}), "include_usage", bool, False)
         return Wanted(kind, name, self._source(name), samples, echo, top, of_prompt, most == 0, stream, usage)

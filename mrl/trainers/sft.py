@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import pathlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -127,6 +128,9 @@ class SFTTask(Task[SFTConfig]):
             every = lambda: itertools.chain.from_iterable(self.eval_batches(rows, None) for rows in sets)  # noqa: E731
             self.teacher.begin(engine, every, place, console)
         super().begin(engine, sets, place, console)
+
+    def folders(self) -> Mapping[str, str]:
+        return {} if self.teacher is None else {"teacher.model.path": self.teacher.folder}
 
     def prepare(self, engine: BaseEngine, batch: Batch) -> tuple[Batch, Ctx]:
         return (batch, {}) if self.teacher is None else self.teacher.prepare(batch)
@@ -281,6 +285,11 @@ def restore(trainer: Trainer, start: Start) -> Progress:
     check_same_model(
         state.get("model"), engine.config.model.path, before=state["config"]["model"]["path"], now=config.model.path
     )
+    for key, folder in trainer.task.folders().items():
+        before, now = (
+            functools.reduce(operator.getitem, key.split("."), of) for of in (state["config"], to_dict(config))
+        )
+        check_same_model(state["models"].get(key), folder, before=str(before), now=str(now), key=key)
     trainer.source.load_state_dict(state["data"])
     progress = Progress(**state["progress"])
     if not is_own(trainer.directory, start, state["config"], config.checkpoint):
@@ -434,6 +443,7 @@ def save(trainer: Trainer, progress: Progress, *, in_background: bool = False) -
         "progress": dataclasses.asdict(progress),
         "data": trainer.source.state_dict(),
         "model": model_fingerprint(engine.config.model.path),
+        "models": {key: model_fingerprint(folder) for key, folder in trainer.task.folders().items()},
         "config": to_dict(config),
         "chosen": engine.chosen,
     }

@@ -67,6 +67,10 @@ class Task(abc.ABC, Generic[C]):
         """
         engine.set_loss_fn(self.loss_fn, self.denominator)
 
+    def folders(self) -> Mapping[str, str]:
+        """Returns the key of each model beside the one that trains, whose `moves` a resume checks -> its folder."""
+        return {}
+
     def prepare(self, engine: BaseEngine, batch: Batch) -> tuple[Batch, Ctx]:
         """Returns a global mini-batch with all that the loss needs, and the loss's own ctx. Collective; outside of the
         engine's modes."""

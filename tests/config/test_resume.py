@@ -95,7 +95,7 @@ SAME = {
 def test_what_a_key_says_of_a_change_holds_of_all_below_it(root):
     """What may change in one role may in all of them, and what the run compares lies in each role's model and in the rows."""
     allowed, paths = may_change(root), [key.path for key in walk(root)]
-    roles = ("actor.", "critic.", "reference.", "reward.") if root is PPOConfig else ("",)
+    roles = ("actor.", "critic.", "reference.", "reward.") if root is PPOConfig else ("", "teacher.")
     assert set(moving(root)) == {*(f"{role}model.path" for role in roles), "data.train"} < set(allowed)
     assert {f"{role}engine.parallel" for role in roles} | {"log", "checkpoint", "output_dir"} < set(allowed)
     for path in SAME[root].split():

@@ -216,6 +216,19 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path, cache):
     assert tiny_runs.steps(tmp_path / "stopped") == tiny_runs.steps(tmp_path / "whole")
 
 
+@pytest.mark.slow
+def test_another_teacher_does_not_go_on_with_a_run(places, tmp_path):
+    """It may lie elsewhere, if it is the same."""
+    steps = {"train": {"steps": 1}}
+    assert train(make_config(places, tmp_path / "run", **steps)) == ("done", "")
+    shutil.copytree(places / "teacher", tmp_path / "moved")
+    more = {"teacher": {"model": {"path": str(tmp_path / "moved")}}, "train": {"steps": 2}}
+    assert train(make_config(places, tmp_path / "run", **more)) == ("done", "")
+    more = {"teacher": {"model": {"path": str(places / "model")}}, "train": {"steps": 3}}
+    ended, said = train(make_config(places, tmp_path / "run", **more))
+    assert ended == "ConfigError" and said.startswith("teacher.model.path: value") and "config.json differ" in said
+
+
 def test_an_evaluation_is_the_loss_on_all_rows(places, tmp_path):
     name = "forward_kl, top 5, hot, with sft"
     config = make_config(places, tmp_path, teacher=KINDS[name], optimizer={"lr": 1e-12}, train={"steps": 1},

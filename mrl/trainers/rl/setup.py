@@ -71,13 +71,7 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
     folders = {role: _model_folder(config, role) for role in roles_of(config, recipe)}
     vocab_size = vocab_size_of(read_hf_config(folders["actor"]))  # first: a wrong config.json fails the tokenizer too
     tokenizer = load_tokenizer(folders["actor"], config.actor.model.trust_remote_code, config.data.chat_template)
-    if config.algorithm.name in OF_A_TEACHER:
-        with keys_of(config, "reference"):
-            teacher = load_tokenizer(folders["reference"], config.actor.model.trust_remote_code)
-        path = model_of(config, "reference").path
-        check_same_vocabulary(
-            tokenizer.get_vocab(), teacher.get_vocab(), path, "reference.model.path", "actor.model.path"
-        )
+    _check_teacher(config, folders, tokenizer)
     source = PromptSource(
         PromptDataset(config.data, tokenizer, vocab_size=vocab_size), seed=config.seed, shuffle=config.data.shuffle
     )
@@ -85,11 +79,8 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
     directory = RunDirectory(pathlib.Path(config.output_dir))
     with contextlib.ExitStack() as ends:
         bases = {"reference": "actor"} if "reference" in folders and "reference" not in engines else {}
-        # a teacher stays what its folder has
-        constant = ("reward", "reference") if config.algorithm.name in OF_A_TEACHER else ("reward",)
-        dispatch = WorkerDispatch(
-            engines, offload_idle=_offload_idle(config, engines["actor"]), constant=constant, bases=bases
-        )
+        offload_idle = _offload_idle(config, engines["actor"])
+        dispatch = WorkerDispatch(engines, offload_idle=offload_idle, constant=_constant(config), bases=bases)
         lock = RunLock(directory.path)
         ends.callback(lock.release)
         dispatch.on_main(lock.acquire)  # before anything of another run there could be touched
@@ -134,6 +125,21 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
             chat_template=tokenizer.chat_template if config.data.chat_template is not None else None,
             token_limit=TokenLimit(max_new_tokens=config.rollout.max_new_tokens),
         )
+
+
+def _check_teacher(config: PPOConfig, folders: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError where the actor and its teacher, if it has one, do not have the same tokens."""
+    if config.algorithm.name not in OF_A_TEACHER:
+        return
+    with keys_of(config, "reference"):
+        own = load_tokenizer(folders["reference"], config.actor.model.trust_remote_code).get_vocab()
+    path = model_of(config, "reference").path
+    check_same_vocabulary(tokenizer.get_vocab(), own, path, "reference.model.path", "actor.model.path")
+
+
+def _constant(config: PPOConfig) -> tuple[str, ...]:
+    """Returns the roles whose weights stay those of their folders: a teacher's do."""
+    return ("reward", "reference") if config.algorithm.name in OF_A_TEACHER else ("reward",)
 
 
 def _model_folder(config: PPOConfig, role: str) -> str:
