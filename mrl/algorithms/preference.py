@@ -17,12 +17,13 @@ over its tokens), `mp(y)` that over its number of tokens, `r(y) = lp(y) - lp_ref
     simpo   -log s(beta (mp(w) - mp(l)) - gamma)
                             Meng et al., 2024 (arXiv 2405.14734), eq. 6
 
-Each is a mean over the units of the global mini-batch, to which `sft_weight` times the mean negative log-likelihood of
-all tokens of chosen answers is added. Length-normalized dpo and ipo have `mp(y) - mp_ref(y)` for `r(y)`.
+Each is a mean over the units of the global mini-batch, weighted by their rows' weights, to which `sft_weight` times the
+mean negative log-likelihood of all tokens of chosen answers is added. Length-normalized dpo and ipo have
+`mp(y) - mp_ref(y)` for `r(y)`.
 
-`z`, kto's estimate of the KL from the reference, is a mean over the global mini-batch of `r` of answers to other
-prompts, at least 0, without a gradient (section 4 of the paper). It is made before the step, by the policy as it is
-then, and comes as `ctx["kl"]`: so it depends neither on ranks nor on micro-batches.
+`z`, kto's estimate of the KL from the reference, is a mean over the global mini-batch, not weighted, of `r` of answers
+to other prompts, at least 0, without a gradient (section 4 of the paper). It is made before the step, by the policy as
+it is then, and comes as `ctx["kl"]`: so it depends neither on ranks nor on micro-batches.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ DENOMINATOR = "units"
 """Of `Batch.denominators`, what the loss is divided by: pairs, or answers of kto. The batch also has the counts
 "chosen" and "rejected" of its answers and "chosen_tokens"."""
 
-CHOSEN, REFERENCE = "chosen", "reference"
-"""Sequence fields [S]: 1 for a chosen or good answer, else 0; the reference's log-prob of the answer."""
+CHOSEN, REFERENCE, WEIGHT = "chosen", "reference", "weight"
+"""Sequence fields [S]: 1 for a chosen or good answer, else 0; the reference's log-prob of the answer; where not all are
+1, what the answer's row counts. Counts in denominators are sums of these weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,14 +153,16 @@ class PreferenceLoss:
     def __call__(self, data: Batch, predictions: Mapping[str, Tensor], ctx: Ctx) -> tuple[Tensor, Ctx]:
         loss, of, by = LOSSES[self.name], _answers(data, predictions["log_probs"]), self.numbers
         scores_S, rewards_S = loss.score(of, by), by.beta * loss.reward(of, by).detach()
+        weights_S = weights_of(data)
         if loss.of_margin is None:
-            total = _kto(scores_S, of.chosen_S, float(ctx["kl"]), by).sum()
+            total = (weights_S * _kto(scores_S, of.chosen_S, float(ctx["kl"]), by)).sum()
             sums = {}
         else:
-            total = loss.of_margin(scores_S[0::2] - scores_S[1::2], by).sum()
-            margins_N = rewards_S[0::2] - rewards_S[1::2]
-            sums = {"rewards/margin": margins_N.sum(), "rewards/accuracy": (margins_N > 0).double().sum()}
-        log_probs_S = of.log_probs_S
+            weights_N, margins_N = weights_S[0::2], rewards_S[0::2] - rewards_S[1::2]
+            total = (weights_N * loss.of_margin(scores_S[0::2] - scores_S[1::2], by)).sum()
+            right_N = (margins_N > 0).double()
+            sums = {"rewards/margin": (weights_N * margins_N).sum(), "rewards/accuracy": (weights_N * right_N).sum()}
+        log_probs_S, rewards_S = weights_S * of.log_probs_S, weights_S * rewards_S
         chosen = log_probs_S[of.chosen_S].sum()
         if by.sft_weight:
             total = total - by.sft_weight * chosen * _scale(data, "chosen_tokens")
@@ -185,6 +189,13 @@ def _answers(data: Batch, log_probs_T: Tensor) -> Answers:
         sum_per_sequence((mask_T != 0).double(), data.lengths),
         chosen_S,
     )
+
+
+def weights_of(data: Batch) -> Tensor:
+    """[S] float64: what each answer counts."""
+    if WEIGHT in data.sequence_fields:
+        return data.sequence_fields[WEIGHT].double()
+    return torch.ones(data.num_sequences, dtype=torch.float64, device=data.lengths.device)
 
 
 def answer_log_probs(data: Batch, log_probs_T: Tensor) -> Tensor:

@@ -36,11 +36,11 @@ class Rows:
     def as_data(self, own: DataConfig, place: Path) -> DataConfig:
         """Returns `data` on these rows in tokens, in a file that is written to the folder `place`."""
         path = place / "rows.jsonl"
-        lines = [json.dumps({"input_ids": e.ids, "loss_mask": [int(bool(m)) for m in e.mask]}) for e in self.examples]
+        lines = [json.dumps({"input_ids": e.ids, "weights": e.mask}) for e in self.examples]
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         return dataclasses.replace(
             own, train=str(path), eval=None, split=None, columns={}, format="tokenized", truncation="error",
-            loss_on="all" if own.loss_on == "last" else own.loss_on, max_length=self.longest,
+            loss_on="all", system=None, max_length=self.longest,
         )  # fmt: skip
 
     def problems(self) -> list[str]:

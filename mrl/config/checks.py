@@ -30,6 +30,8 @@ MOST_PASSES = 1000
 def check_config(config: SFTConfig) -> None:
     """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
     max_length = config.data.max_length
+    if not config.data.loss_on:
+        raise ConfigError("data.loss_on", [], "names no role", "give roles, as in [assistant, tool], or all")
     check_train(config.train, config.data.eval)
     check_micro_batch(config.engine.micro_batch, max_length, f"data.max_length {max_length}")
     check_optimizer(config.optimizer)

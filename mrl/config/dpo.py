@@ -95,6 +95,7 @@ class PreferenceDataConfig(RowsConfig):
         "form of a row: preference (prompt, chosen, rejected; or chosen and rejected as whole conversations), or "
         "unpaired (prompt, completion, label: true for a good one), for kto; auto detects it by the first row's fields",
     )
+    system: str | None = key(None, "text of a system message before conversations that have none")
     max_length: int = key(2048, "longest sequence in tokens, prompt and answer", minimum=2)
     truncation: Literal["error", "drop"] = key(
         "error",

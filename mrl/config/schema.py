@@ -224,6 +224,11 @@ class OptimizerConfig:
     )
 
 
+Role = Literal["system", "developer", "user", "assistant", "tool", "function", "ipython"]
+LossOn = Literal["assistant", "last", "all"] | tuple[Role, ...]
+"""What trains of a conversation."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsConfig:
     """Where rows come from and in which order: what `data` of both commands has."""
@@ -253,9 +258,12 @@ class DataConfig(RowsConfig):
     format: Literal["auto", "messages", "prompt_completion", "alpaca", "text", "tokenized"] = key(
         "auto", "form of a row; auto detects it from the first row's fields"
     )
-    loss_on: Literal["assistant", "last", "all"] = key(
-        "assistant", "tokens that train: every assistant turn, the last one, or everything"
+    loss_on: LossOn = key(
+        "assistant",
+        "tokens that train: every assistant turn, the last one, everything, or the turns of a list of roles, as in "
+        "[assistant, tool]",
     )
+    system: str | None = key(None, "text of a system message before conversations that have none")
     max_length: int = key(2048, "longest sequence in tokens", minimum=2)
     truncation: Literal["error", "right", "left", "drop"] = key(
         "error", "what happens to a longer row: stop, cut an end, or leave it out; counted and reported"

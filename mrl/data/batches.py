@@ -118,7 +118,11 @@ class BatchSource(Batches[Example]):
 def batch_of(examples: Sequence[Example]) -> Batch:
     """Returns the global mini-batch of some rows."""
     inputs = [e.multi_modal_inputs for e in examples]
-    return make_batch([e.ids for e in examples], [e.mask for e in examples], multi_modal_inputs=inputs)
+    batch = make_batch([e.ids for e in examples], [e.mask for e in examples], multi_modal_inputs=inputs)
+    if not batch.denominators["tokens"]:
+        why = f"all {len(examples)} rows of a batch have weight 0, so there is nothing to divide by"
+        raise DataError("data", why=why, fix="leave out rows of weight 0, or raise train.global_batch_size")
+    return batch
 
 
 def eval_batches(dataset: SFTDataset, global_batch_size: int, report: Report | None = None) -> Iterator[Batch]:

@@ -6,7 +6,7 @@ import abc
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
@@ -19,11 +19,21 @@ from mrl.config.schema import DataConfig
 from mrl.converters.hf_config import VISION_LANGUAGE
 from mrl.data.encode import NO_TEMPLATE, Encoder
 from mrl.data.files import BadRow
-from mrl.data.formats import Chat, Pair, Text, Tokens, check_columns, detect_format, parse_row, rename_fields
+from mrl.data.formats import (
+    Chat,
+    Pair,
+    Text,
+    Tokens,
+    check_columns,
+    detect_format,
+    parse_row,
+    rename_fields,
+    row_weight,
+)
 from mrl.data.rows import Part, open_rows
 from mrl.data.tokenizer import check_chat_template, read_chat_template
 from mrl.data.vision import Vision, WithImages
-from mrl.errors import DataError, UserError
+from mrl.errors import DataError, UserError, show
 
 
 class Loaded(Protocol):
@@ -41,7 +51,7 @@ class Example:
     """A row that trains."""
 
     ids: list[int]  # at most `max_length`
-    mask: list[int]  # 1 for each id that trains (not shifted)
+    mask: Sequence[float]  # the weight of each id in the loss, 0 where it does not train (not shifted)
     truncated: bool
     multi_modal_inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """What its images are to the model, as `Batch` has it of one sequence."""
@@ -169,22 +179,32 @@ class SFTDataset(RowDataset[Example]):
         config = self.config
         if self._vision is not None and self._vision.chat_template is not None and config.chat_template is None:
             tokenizer.chat_template = self._vision.chat_template  # the tokenizer's own may know nothing of images
-        self._encoder = Encoder(tokenizer, config.loss_on)
+        self._encoder = Encoder(tokenizer, config.loss_on, config.system)
         self.format = config.format if config.format != "auto" else self._detect(detect_format)
         if self.format == "messages" and tokenizer.chat_template is None:
             raise DataError(f"data.{self.part}", why=f"{self.path}: {NO_TEMPLATE}")
-        if self.format in ("text", "tokenized") and config.loss_on == "last":
-            raise DataError(
-                "data.loss_on", why=f"'last', but {self.format} rows have no turns", fix="set assistant or all"
-            )
+        if self.format in ("text", "tokenized"):
+            if config.loss_on not in ("assistant", "all"):
+                why = f"{show(config.loss_on)}, but {self.format} rows have no turns"
+                raise DataError("data.loss_on", why=why.replace('"', "'"), fix="set assistant or all")
+            if config.system is not None:
+                why = f"is set, but {self.format} rows have no turns"
+                raise DataError("data.system", why=why, fix="leave it out")
+        if config.system is not None and tokenizer.chat_template is None:
+            raise DataError("data.system", why=NO_TEMPLATE)
 
     def _make(self, index: int, row: dict[str, Any]) -> Example | Rejected:
-        content = parse_row(row, self.format)
+        content, weight = parse_row(row, self.format), row_weight(row)
         if self._vision is None:
             _check_text_alone(content)
-            return self._fit(index, WithImages(self._encoder.encode(content), {}))
-        images = content.images if isinstance(content, Chat) else ()
-        return self._fit(index, self._vision.expand(self._encoder.encode(content), images, self._rows.folder(index)))
+            fitted = self._fit(index, WithImages(self._encoder.encode(content), {}))
+        else:
+            images = content.images if isinstance(content, Chat) else ()
+            expanded = self._vision.expand(self._encoder.encode(content), images, self._rows.folder(index))
+            fitted = self._fit(index, expanded)
+        if isinstance(fitted, Rejected) or weight == 1:
+            return fitted
+        return dataclasses.replace(fitted, mask=[weight * w for w in fitted.mask])
 
     def too_long(self, tokens: int) -> str:
         """Returns what is said of a row with too many tokens, where data.truncation is error."""

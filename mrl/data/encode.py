@@ -1,7 +1,7 @@
 """From the content of a row to token ids and the mask of those that train; never by guessing.
 
 A *conversation* goes through the tokenizer's chat template. What trains (`data.loss_on`: every assistant turn, the last
-one, or everything) is found in one of two ways:
+one, those of a list of roles, or everything) is found in one of two ways:
 
 - The template has `{% generation %}` markers: they say it. There must be one marked span per assistant turn.
 - Otherwise the conversation is rendered up to each assistant turn (with the generation prompt: what the model will be
@@ -13,6 +13,10 @@ An assistant turn trains from the first token after the generation prompt up to 
 special token of the turn. White space that a template puts after it ("\\n" after <|im_end|>) does not train, since
 generation has stopped by then; inside generation markers it does. A turn whose end-of-turn token would not train is
 an error: that model would not learn to stop.
+
+A message of another role than assistant trains from the first token of its content, up to and with its end-of-turn
+token where the template writes one. Its content begins where renderings with other contents in its place begin to
+differ. A message's `weight` multiplies what its tokens count in the loss; one of weight 0 does not train.
 
 A *pair* of strings (prompt_completion, alpaca) becomes a user and an assistant turn where the tokenizer has a chat
 template. Without one the two strings are joined as they are and the EOS token ends them, as in TRL; a template file of
@@ -29,20 +33,23 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from mrl.config.schema import LossOn
 from mrl.data.files import BadRow, one_line
 from mrl.data.formats import Chat, Pair, Text, Tokens
 from mrl.errors import DataError, ModelError
 
-LossOn = Literal["assistant", "last", "all"]
-
 # transformers compiles a chat template once per process and keeps the positions of its generation markers on the
 # compiled object while it renders, so two threads must not render at once.
 _RENDERING = threading.Lock()
+
+STAND_INS = ("a", "7")
+"""Contents that stand in for a message's own, and begin with different tokens."""
 
 NO_TEMPLATE = (
     "the tokenizer has no chat template, which a conversation needs; name a Jinja file in data.chat_template, "
@@ -52,21 +59,23 @@ NO_TEMPLATE = (
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """Token ids of one sequence, and 1 for each that trains (not shifted: `mask[i]` belongs to `ids[i]`)."""
+    """Token ids of one sequence, and the weight of each in the loss, 0 where it does not train (not shifted: `mask[i]`
+    belongs to `ids[i]`)."""
 
     ids: list[int]
-    mask: list[int]
+    mask: Sequence[float]
 
 
 class Encoder:
     """Turns parsed rows into tokens.
 
-    Raises BadRow for a row's fault and DataError for the template's or tokenizer's.
+    system: text of a system message before conversations that have none. Raises BadRow for a row's fault and DataError
+    for the template's or tokenizer's.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn, system: str | None = None) -> None:
         self.tokenizer = tokenizer
-        self.loss_on = loss_on
+        self.loss_on, self.system = loss_on, system
         self.has_template = tokenizer.chat_template is not None
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_ids = frozenset(special | set(tokenizer.all_special_ids))
@@ -121,6 +130,8 @@ class Encoder:
                 "end the prompt with the colon or newline and begin the completion with the space"
             )
         ids = self._end(ids)
+        if not isinstance(self.loss_on, str) and "assistant" not in self.loss_on:
+            raise BadRow("has nothing to train on: the completion is the assistant's; name assistant in data.loss_on")
         trained = 0 if self.loss_on == "all" else len(before)
         return Encoded(ids, [int(i >= trained) for i in range(len(ids))])
 
@@ -132,7 +143,9 @@ class Encoder:
                     f"input_ids[{i}] is {token}, but the tokenizer has {size} tokens; tokenize with the model's own "
                     "tokenizer"
                 )
-        mask = [1] * len(row.ids) if row.mask is None or self.loss_on == "all" else list(row.mask)
+        mask: list[float] = [1] * len(row.ids)
+        if row.mask is not None and (self.loss_on != "all" or row.weighs):
+            mask = list(row.mask)
         return Encoded(list(row.ids), mask)
 
     # ------------------------------------------------------------------------------------------------ conversations
@@ -141,23 +154,70 @@ class Encoder:
         """Returns a conversation through the chat template; see the top of this file for what trains."""
         if not self.has_template:
             raise DataError(NO_TEMPLATE)
-        turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
+        chat = self._with_system(chat)
+        trained = self._trained(chat)
+        ids, spans = self._spans(chat, [i for i, weight in trained.items() if weight])
         if self.loss_on == "all":
-            ids, _ = self.render(chat, chat.messages)
             return Encoded(ids, [1] * len(ids))
-        wanted = [i for i in (turns[-1:] if self.loss_on == "last" else turns) if i >= chat.given]
-        if not wanted:
+        mask: list[float] = [0] * len(ids)
+        for turn, (start, end) in spans.items():
+            mask[start:end] = [trained[turn]] * (end - start)
+        return Encoded(ids, mask)
+
+    def _with_system(self, chat: Chat) -> Chat:
+        if self.system is None or any(message["role"] in ("system", "developer") for message in chat.messages):
+            return chat
+        messages = [{"role": "system", "content": self.system}, *chat.messages]
+        weights = (None, *chat.weights) if chat.weights else ()
+        return dataclasses.replace(chat, messages=messages, given=chat.given + bool(chat.given), weights=weights)
+
+    def _trained(self, chat: Chat) -> dict[int, float]:
+        """Returns the weight of each message that trains by its role and place, 0 among them. Raises BadRow."""
+        if self.loss_on == "all":
+            if any(weight is not None for weight in chat.weights):
+                raise BadRow(
+                    "has a weight of a message, and data.loss_on all trains whatever the template writes; set "
+                    "data.loss_on to assistant, or to a list of roles"
+                )
+            return {}
+        roles = ("assistant",) if isinstance(self.loss_on, str) else self.loss_on
+        of_roles = [i for i, m in enumerate(chat.messages) if m["role"] in roles and i >= chat.given]
+        weights = chat.weights or [None] * len(chat.messages)
+        for i, weight in enumerate(weights):
+            if weight and i not in of_roles:
+                why = "is in the prompt" if i < chat.given else f"has the role {chat.messages[i]['role']}"
+                raise BadRow(
+                    f"message {i} has weight {weight:g} and never trains: it {why}; give it weight 0 or none, or name "
+                    "its role in data.loss_on"
+                )
+        if self.loss_on == "last":
+            turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
+            of_roles = [i for i in turns[-1:] if i >= chat.given]
+        found: dict[int, float] = {}
+        for i in of_roles:
+            weight = weights[i]
+            found[i] = 1 if weight is None or weight == 1 else weight
+        if not any(found.values()):
             where = "the completion" if chat.given else "the conversation"
-            raise BadRow(f"has nothing to train on: {where} has no assistant turn; add one, or set data.loss_on to all")
-        if self._has_markers(chat):
-            ids, spans = self._marked_spans(chat, turns, wanted)
+            if found:
+                raise BadRow(f"has nothing to train on: all of {where} that would has weight 0; remove the row")
+            turn = "an assistant turn" if roles == ("assistant",) else f"a turn of {' or '.join(roles)}"
+            raise BadRow(
+                f"has nothing to train on: {where} has no {turn.split(' ', 1)[1]}; add one, or set data.loss_on to all"
+            )
+        return found
+
+    def _spans(self, chat: Chat, wanted: list[int]) -> tuple[list[int], dict[int, tuple[int, int]]]:
+        """Returns the whole rendering, and where what trains of each message `wanted` starts and ends in it."""
+        turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
+        answers = [i for i in wanted if i in turns]
+        if answers and self._has_markers(chat):
+            ids, of_answers = self._marked_spans(chat, turns, answers)
         else:
             ids, _ = self.render(chat, chat.messages)
-            spans = [self._verified_span(chat, turn, ids) for turn in wanted]
-        mask = [0] * len(ids)
-        for start, end in spans:
-            mask[start:end] = [1] * (end - start)
-        return Encoded(ids, mask)
+            of_answers = [self._verified_span(chat, turn, ids) for turn in answers]
+        spans = dict(zip(answers, of_answers, strict=True))
+        return ids, spans | {i: self._content_span(chat, i, ids) for i in wanted if i not in spans}
 
     def render(
         self, chat: Chat, messages: list[dict[str, Any]], *, prompt: bool = False, marks: bool = False
@@ -223,9 +283,7 @@ class Encoder:
             raise self._rewritten(chat, turn, "up to it, with the generation prompt,", before, whole)
         is_last = turn == len(chat.messages) - 1
         after = whole if is_last else self.render(chat, chat.messages[: turn + 1])[0]
-        common = next(
-            (i for i, (a, b) in enumerate(zip(after, whole, strict=False)) if a != b), min(len(after), len(whole))
-        )
+        common = _common(after, whole)
         # Templates may end a rendering in their own way (Phi-3: EOS after the last turn): that is no part of the turn.
         if not all(self._is_blank(t) or t in self.special_ids for t in after[common:]):
             raise self._rewritten(chat, turn, "to its end", after, whole)
@@ -239,6 +297,28 @@ class Encoder:
                 fix="write {{ eos_token }} after the content in data.chat_template, or mark its end token special",
             )
         return start, end
+
+    def _content_span(self, chat: Chat, number: int, whole: list[int]) -> tuple[int, int]:
+        """Returns the start and end of what message `number`, of another role than assistant, says in `whole`."""
+        message = chat.messages[number]
+        if not isinstance(message["content"], str):
+            raise BadRow(
+                f"messages[{number}].content is a list of parts, which trains in assistant turns alone; leave the role "
+                f"{message['role']} out of data.loss_on"
+            )
+        after = whole if number == len(chat.messages) - 1 else self.render(chat, chat.messages[: number + 1])[0]
+        start = len(after)
+        for other in STAND_INS:  # one of them begins otherwise than the content
+            stand_in = [*chat.messages[:number], {**message, "content": other}]
+            start = min(start, _common(after, self.render(chat, stand_in)[0]))
+        end = _common(after, whole)
+        if end < start or not all(self._is_blank(t) or t in self.special_ids for t in after[end:]):
+            raise self._rewritten(chat, number, "to its end", after, whole)
+        end_of_turn = self._end_of_turn(whole, start, end)
+        if end_of_turn is None:
+            while end > start and self._is_blank(whole[end - 1]):
+                end -= 1
+        return start, end if end_of_turn is None else end_of_turn
 
     def _end_of_turn(self, ids: list[int], start: int, end: int) -> int | None:
         """Returns the position after the last special token of ids[start:end], if only white space follows it."""
@@ -254,7 +334,7 @@ class Encoder:
 
     def difference(self, part: list[int], whole: list[int]) -> tuple[str, str]:
         """Returns the texts around the first token in which two sequences differ."""
-        at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
+        at = _common(part, whole)
         return self._show(part[max(0, at - 4) : at + 6]), self._show(whole[max(0, at - 4) : at + 6])
 
     def _rewritten(self, chat: Chat, turn: int, extent: str, part: list[int], whole: list[int]) -> DataError:
@@ -276,3 +356,9 @@ class Encoder:
             fix="put {% generation %} markers around the assistant's text in "
             f"data.chat_template, or set data.loss_on to {instead}",
         )
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """Returns how many tokens both sequences begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -9,7 +9,10 @@
     text                text                                           Text
     tokenized           input_ids, optional one of labels (-100: not   Tokens
                         trained), loss_mask, assistant_masks,
-                        completion_mask (1: trained)
+                        completion_mask (1: trained), weights (of
+                        each token in the loss)
+
+A row of any of them may have a `weight`: what its tokens count in the loss, 1 by default, and so may a message.
 
 Fields that a format does not know are left alone. Content may be a list of parts, with images (mrl/data/images.py).
 `mrl.data.encode` has what a Pair becomes in tokens.
@@ -50,6 +53,8 @@ PROMPT_FIELDS: Mapping[str, tuple[str, ...]] = {
     "alpaca": ("instruction",),
 }
 MASK_FIELDS = ("loss_mask", "assistant_masks", "completion_mask")
+WEIGHTS = "weights"
+LARGEST_WEIGHT = 1e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +68,8 @@ class Chat:
     template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     images: tuple[Image, ...] = ()
     """Those of its parts of type image, in their order; the parts hold nothing but their type."""
+    weights: tuple[float | None, ...] = ()
+    """Of each message in the loss, None where it gives none; () where no message does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +100,8 @@ class Tokens:
     """A row that is token ids already."""
 
     ids: list[int]
-    mask: list[int] | None  # which of them train; None where the row does not say
+    mask: list[float] | None  # which of them train, or their weights; None where the row does not say
+    weighs: bool = False  # whether the mask is weights, which data.loss_on all does not overrule
 
 
 def rename_fields(row: Row, columns: Mapping[str, str]) -> Row:
@@ -207,6 +215,19 @@ def parse_row(row: Row, format: str) -> Chat | Pair | Text | Tokens:
     raise AssertionError(f"format {format!r}")
 
 
+def row_weight(row: Row) -> float:
+    """Returns what the tokens of a row count in the loss. Raises BadRow."""
+    return 1 if row.get("weight") is None else _weight(row["weight"], "weight", "data.columns={weight: weight_unused}")
+
+
+def _weight(value: Any, name: str, other: str | None = None) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= LARGEST_WEIGHT:  # nor NaN
+        rename = f", or rename the field with {other} where it is no weight" if other is not None else ""
+        raise BadRow(f"{name} is {_kind(value)}; give a number from 0 to {LARGEST_WEIGHT:g}{rename}")
+    return 1 if value == 1 else float(value)
+
+
 def _fields(row: Row) -> str:
     return listed(row) or "none"
 
@@ -243,11 +264,18 @@ def _chat_with_images(row: Row, messages: list[dict[str, Any]], *, given: int) -
             f'has {len(beside)} images in its field {field} and {waiting} parts of the form {{"type": "image"}} that '
             "stand for them; give one part for each, where it is to be seen"
         )
+    names = [f"prompt[{i}]" if i < given else f"completion[{i - given}]" for i in range(len(messages))]
+    weights = tuple(
+        None if m.get("weight") is None else _weight(m["weight"], f"{name if given else f'messages[{i}]'}.weight")
+        for i, (m, name) in enumerate(zip(messages, names, strict=True))
+    )
+    messages = [{name: value for name, value in m.items() if name != "weight"} for m in messages]
     rest = iter([image_of(value, f"{field}[{i}]") for i, value in enumerate(beside)])
     images = tuple(part["image"] if "image" in part else next(rest) for part in parts)
     bare = lambda content: [{k: v for k, v in part.items() if k != "image"} for part in content]  # noqa: E731
     bared = [{**m, "content": bare(m["content"])} if isinstance(m["content"], list) else m for m in messages]
-    return dataclasses.replace(_chat(row, bared, given=given), images=images)
+    has_weight = any(weight is not None for weight in weights)
+    return dataclasses.replace(_chat(row, bared, given=given), images=images, weights=weights if has_weight else ())
 
 
 def check_messages(value: Any, field: str, *, parts: bool = False) -> list[dict[str, Any]]:
@@ -346,11 +374,16 @@ def _string(value: Any, name: str, *, empty: bool = True) -> str:
 
 def _tokens(row: Row) -> Tokens:
     ids = _integers(row["input_ids"], "input_ids")
-    given = [name for name in ("labels", *MASK_FIELDS) if row.get(name) is not None]
+    given = [name for name in ("labels", WEIGHTS, *MASK_FIELDS) if row.get(name) is not None]
     if len(given) > 1:
         raise BadRow(f"has {' and '.join(given)}; keep the one that says which tokens train")
     if not given:
         return Tokens(ids, None)
+    if given[0] == WEIGHTS:
+        listed_weights = row[WEIGHTS] if isinstance(row[WEIGHTS], list) else []
+        if len(listed_weights) != len(ids):
+            raise BadRow(f"weights is {_kind(row[WEIGHTS])}; give a list of {len(ids)} numbers, one per token")
+        return Tokens(ids, [_weight(weight, f"weights[{i}]") for i, weight in enumerate(listed_weights)], weighs=True)
     values = _integers(row[given[0]], given[0])
     if len(values) != len(ids):
         raise BadRow(f"{given[0]} has {len(values)} entries and input_ids {len(ids)}; give one per token")

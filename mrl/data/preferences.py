@@ -3,33 +3,36 @@
     format        fields                                              becomes
     preference    prompt, chosen, rejected: strings, or message       two answers, the chosen one first
                   lists; or chosen and rejected alone: whole
-                  conversations that begin with the same messages
+                  conversations that begin with the same messages;
+                  a prompt beside them is the text of the last such
     unpaired      prompt, completion (strings or message lists),      one answer
                   label: true for a good one
 
-All of an answer's assistant turns train, and nothing before them. Both answers of a row must follow the very same
-tokens: that is compared after the chat template, token by token, and never made so by cutting. Tools and template
-arguments are as in mrl/data/formats.py.
+A row's `weight` is what it counts in the loss, 1 by default. All of an answer's assistant turns train, and nothing
+before them. Both answers of a row must follow the very same tokens: that is compared after the chat template, token by
+token, and never made so by cutting. Tools and template arguments are as in mrl/data/formats.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mrl.algorithms.preference import CHOSEN
+from mrl.algorithms.preference import CHOSEN, WEIGHT, weights_of
+from mrl.algorithms.ragged import sum_per_sequence
 from mrl.batch import Batch, make_batch
 from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.keys import listed
 from mrl.data.batches import Batches
 from mrl.data.dataset import Rejected, RowDataset, T
-from mrl.data.encode import Encoded, Encoder
+from mrl.data.encode import NO_TEMPLATE, Encoded, Encoder
 from mrl.data.files import BadRow
-from mrl.data.formats import Chat, Pair, Row, check_messages, parse_row
+from mrl.data.formats import Chat, Pair, Row, check_messages, parse_row, row_weight
 from mrl.data.stream import Report
 from mrl.errors import DataError
 
@@ -56,6 +59,7 @@ class Preference:
     """A row in tokens: the chosen answer and the rejected one, or a single one."""
 
     answers: tuple[Answer, ...]
+    weight: float = 1  # in the loss
     truncated: bool = False  # none is
 
 
@@ -83,11 +87,22 @@ def parse(row: Row, format: str) -> list[tuple[Chat | Pair, bool]]:
             raise BadRow(f"label is {label!r:.40}; give true for a good completion and false for a bad one")
         return [(answer_of(row, row["prompt"], "completion"), bool(label))]
     prompt = row.get("prompt")
-    if prompt is None:
+    if prompt is None or _is_said_again(prompt, row):
         prompt = _shared_messages(row)
         rest = {name: row[name][len(prompt) :] for name in ("chosen", "rejected")}
         row = {**row, **rest}
     return [(answer_of(row, prompt, name), name == "chosen") for name in ("chosen", "rejected")]
+
+
+def _is_said_again(prompt: Any, row: Row) -> bool:
+    """Returns whether a prompt in text is what the last message says that chosen and rejected, whole conversations,
+    both begin with."""
+    chosen, rejected = row["chosen"], row["rejected"]
+    if not (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
+        return False
+    pairs = zip(chosen, rejected, strict=False)
+    shared = [one for one, other in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return bool(shared) and isinstance(shared[-1], dict) and shared[-1].get("content") == prompt
 
 
 def _shared_messages(row: Row) -> list[dict[str, Any]]:
@@ -147,7 +162,9 @@ class PreferenceDataset(RowDataset[Preference]):
         super().__init__(*args, **options)
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._encoder = Encoder(tokenizer, "assistant")
+        if self.config.system is not None and tokenizer.chat_template is None:
+            raise DataError("data.system", why=NO_TEMPLATE)
+        self._encoder = Encoder(tokenizer, "assistant", self.config.system)
         self.format = self.config.format if self.config.format != "auto" else self._detect(detect)
         if self._paired and self.format == "unpaired":
             why = f"{self.path}: has single answers with a label, and the loss is of pairs"
@@ -163,12 +180,19 @@ class PreferenceDataset(RowDataset[Preference]):
             if self.config.truncation == "drop":
                 return Rejected("dropped", f"{self.where(index)}: {what}")
             raise DataError(f"{what}; raise data.max_length, or set data.truncation to drop")
-        return Preference(answers)
+        return Preference(answers, row_weight(row))
 
     def _encode(self, content: Chat | Pair, chosen: bool) -> Answer:
+        if isinstance(content, Chat) and any(weight not in (None, 0, 1) for weight in content.weights):
+            raise BadRow(
+                "has a message with a weight other than 0 and 1; an answer's log-prob counts a token or does not"
+            )
         encoded: Encoded = self._encoder.encode(content)
         self._check_vocabulary(encoded.ids)
-        mask = [0, *encoded.mask[1:]]  # nothing precedes the first token, so it never trains
+        mask = [
+            0,
+            *(int(weight) for weight in encoded.mask[1:]),
+        ]  # nothing precedes the first token, so it never trains
         if not any(mask):
             raise BadRow(f"has nothing to train on: none of its {len(mask)} tokens trains (the first never does)")
         return Answer(encoded.ids, mask, chosen)
@@ -192,19 +216,26 @@ def batch_of(rows: Sequence[Preference], *, group: int) -> Batch:
     """Returns the global mini-batch of some rows, pairs chosen first. group: 2 where the loss is of pairs, else 1."""
     answers = [answer for row in rows for answer in row.answers]
     chosen = torch.tensor([answer.is_chosen for answer in answers])
-    made = make_batch([a.ids for a in answers], [a.mask for a in answers], sequence_fields={CHOSEN: chosen})
+    fields = {CHOSEN: chosen}
+    if any(row.weight != 1 for row in rows):
+        fields[WEIGHT] = torch.tensor([row.weight for row in rows for _ in row.answers], dtype=torch.float64)
+        if not fields[WEIGHT].any():
+            why = f"all {len(rows)} rows of a batch have weight 0, so there is nothing to divide by"
+            raise DataError("data", why=why, fix="leave out rows of weight 0, or raise train.global_batch_size")
+    made = make_batch([a.ids for a in answers], [a.mask for a in answers], sequence_fields=fields)
     return with_denominators(made, group=group)
 
 
 def with_denominators(batch: Batch, *, group: int) -> Batch:
     """Returns a whole global mini-batch with the counts that `mrl.algorithms.preference` divides by."""
     chosen_S = batch.sequence_fields[CHOSEN].bool()
-    chosen_T = chosen_S.repeat_interleave(batch.lengths)
+    weights_S = weights_of(batch)
+    tokens_S = sum_per_sequence((batch.loss_mask != 0).double(), batch.lengths)
     counts = {
-        "units": batch.num_sequences / group,
-        "chosen": float(chosen_S.sum()),
-        "rejected": float((~chosen_S).sum()),
-        "chosen_tokens": float(batch.loss_mask[chosen_T].count_nonzero()),
+        "units": float(weights_S.sum()) / group,
+        "chosen": float(weights_S[chosen_S].sum()),
+        "rejected": float(weights_S[~chosen_S].sum()),
+        "chosen_tokens": float((weights_S * tokens_S)[chosen_S].sum()),
     }
     return dataclasses.replace(batch, denominators={**batch.denominators, **counts}, group=group)
 

@@ -68,7 +68,9 @@ class Vision:
         if not images:
             return WithImages(encoded, {})
         made = [self._process(image, image.open(folder)) for image in images]
-        ids, mask, tokens_of = [], [], iter([tokens for tokens, _ in made])
+        ids: list[int] = []
+        mask: list[float] = []
+        tokens_of = iter([tokens for tokens, _ in made])
         for token, trains in zip(encoded.ids, encoded.mask, strict=True):
             of_image = next(tokens_of) if token in self.placeholders else None
             ids += [token] if of_image is None else of_image

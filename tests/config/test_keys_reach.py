@@ -25,19 +25,16 @@ from mrl.config.keys import walk
 from mrl.config.schema import SFTConfig
 from tests.config import inputs, looks, teacher_rows
 from tests.config.reach import DEFAULT, Refusal, Row, Runs
+from tests.config.reach_data import DATA, HARDLY, IN_ORDER, MEGATRON, SIX, UNEVEN, on_one_backend
 
-MEGATRON, FSDP = ("megatron",), ("fsdp",)
+FSDP = ("fsdp",)
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # Keys that rows share.
 FIRST, SECOND = {"train.steps": 1}, {"train.steps": 2}
-HARDLY = {"optimizer.lr": 1e-30}  # what is exported or evaluated is the model that the run began with
 DENSE, OTHER, MOE, DROPOUT = ({"model.path": f"{{inputs}}/{name}"} for name in ("dense", "other", "experts", "dropout"))
 RANDOM = {"model.init": "random"}
-SUMS, SIX, HUNDREDS = ({"data.train": f"{{inputs}}/{name}.jsonl"} for name in ("sums", "six", "hundreds"))
 IN_TWOS = SIX | {"train.global_batch_size": 2}
-IN_ORDER = {"data.shuffle": False}
-UNEVEN = {"data.train": "{inputs}/uneven.jsonl", "data.max_length": 20} | IN_ORDER
 EVEN = {"data.train": "{inputs}/even.jsonl", "data.max_length": 20}
 EVAL = {"data.eval": "{inputs}/six.jsonl"}
 WANDB = {"log.wandb.project": "mine"}
@@ -60,11 +57,6 @@ loss_of_seed_0 = looks.the_same_as_with(looks.metric("train/loss"), seed=0)
 loss_without_dropout = looks.the_same_as_with(looks.metric("train/loss"), **{"model.lora.dropout": 0.0})
 LORA = {"model.lora.rank": 4}
 LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-
-
-def on_one_backend(*rows: Row) -> list[Row]:
-    """Rows of keys that no engine knows of."""
-    return [dataclasses.replace(row, on=MEGATRON) for row in rows]
 
 
 def on_two_ranks(*rows: Row) -> list[Row]:
@@ -281,87 +273,6 @@ OPTIMIZER = [
         CURVE | {"optimizer.schedule": "wsd"}, what="of wsd",
     ),
 ]  # fmt: skip
-
-DATA = on_one_backend(
-    Row(
-        "data.train", looks.sorted_rows,
-        [(SUMS["data.train"], [0, 1, 2, 3]), (HUNDREDS["data.train"], [100, 101, 102, 103])],
-    ),
-    Row(
-        "data.eval", looks.all_of(looks.eval_loss_is_train_loss, looks.evaluated_rows),
-        [
-            (DEFAULT, (None, [])), (SUMS["data.train"], (True, [0, 1, 2, 3])),
-            (HUNDREDS["data.train"], (False, [100, 101, 102, 103])), ("{inputs}/saved", (False, [300, 301, 302, 303])),
-        ],
-        HARDLY,
-    ),
-    Row(
-        "data.split", looks.sorted_rows, [(DEFAULT, [0, 1, 2, 3]), ("more", [200, 201, 202, 203])],
-        {"data.train": "{inputs}/saved"},
-    ),
-    Row(
-        "data.format", looks.trained_text,
-        [
-            (DEFAULT, Refusal("DataError", "set data.format")), ("messages", "11<|im_end|>"),
-            ("prompt_completion", "22<|im_end|>"), ("alpaca", "33<|im_end|>"), ("text", "4<|im_end|>"),
-            ("tokenized", "55"),
-        ],
-        {"data.train": "{inputs}/forms.jsonl"},
-    ),
-    Row(
-        "data.columns", looks.trained_text,
-        [
-            (DEFAULT, Refusal("DataError", "fit no format")),
-            ({"question": "prompt", "answer": "completion"}, "2<|im_end|>"),
-            ({"question": "completion", "answer": "prompt"}, "1+1=<|im_end|>"),
-        ],
-        {"data.train": "{inputs}/columns.jsonl"},
-    ),
-    Row(
-        "data.chat_template", looks.first_text,
-        [
-            (DEFAULT, "<|im_start|>user\n0=<|im_end|>\n<|im_start|>assistant\n0<|im_end|>\n"),
-            ("{inputs}/plain.jinja", "0=0<|im_end|>"),
-        ],
-        IN_ORDER,
-    ),
-    Row(
-        "data.loss_on", looks.trained_text,
-        [
-            (DEFAULT, "1<|im_end|>2<|im_end|>"), ("last", "2<|im_end|>"),
-            ("all", "user\n1=<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n"
-                    "<|im_start|>user\n2=<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"),
-        ],
-        {"data.train": "{inputs}/turns.jsonl"},
-    ),
-    Row(
-        "data.max_length", looks.lengths, [(DEFAULT, [[4, 8, 11, 16]]), (10, [[4, 8, 9, 9]])],
-        UNEVEN | {"data.truncation": "right"},
-    ),
-    Row(
-        "data.truncation", looks.all_of(looks.ends, looks.left_out),
-        [
-            (DEFAULT, Refusal("DataError", "uneven.jsonl:1: the row has 17 tokens")),
-            ("right", ([(3, 12), (3, 7), (3, 12), (3, 11)], "truncated: 2")),
-            ("left", ([(10, 19), (3, 7), (5, 14), (3, 11)], "truncated: 2")),
-            ("drop", ([(3, 7), (3, 11), (3, 7), (3, 11)], "dropped: 4")),
-        ],
-        UNEVEN | {"data.max_length": 10},
-    ),
-    Row(
-        "data.shuffle", looks.epochs,
-        [
-            (DEFAULT, {"as in the file": False, "the same again": False}),
-            (False, {"as in the file": True, "the same again": True}),
-        ],
-        SIX | {"train.global_batch_size": 6, "train.steps": 2},
-    ),
-    Row(
-        "data.on_bad_row", looks.all_of(looks.rows, looks.left_out),
-        [(DEFAULT, Refusal("DataError", "bad.jsonl:2: ")), ("skip", ([0, 2, 3, 4], "skipped: 1"))],
-        IN_ORDER | {"data.train": "{inputs}/bad.jsonl"},
-    ),
-)  # fmt: skip
 
 TRAIN = [
     Row(

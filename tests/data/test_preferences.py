@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
 
+import pytest
+import torch
+
+from mrl.algorithms.preference import LOSSES, REFERENCE, Numbers, PreferenceLoss
 from mrl.config.dpo import PreferenceDataConfig
 from mrl.data.dataset import Rejected
 from mrl.data.preferences import PreferenceDataset, batch_of, in_order, with_other_answers
@@ -36,8 +40,9 @@ def refusal(tmp_path, row, **keys):
         PAIR,
         {"prompt": "2 + 2?", "chosen": "4", "rejected": "fish"},
         {"chosen": ASKED + GOOD, "rejected": ASKED + BAD},
+        {"prompt": "2 + 2?", "chosen": ASKED + GOOD, "rejected": ASKED + BAD},
     ],
-    ids=["messages", "strings", "implicit prompt"],
+    ids=["messages", "strings", "implicit prompt", "prompt again in text"],
 )
 def test_every_form_becomes_the_same_two_answers(tmp_path, row, template):
     tokenizer = make_tokenizer(template) if template else make_tokenizer()
@@ -108,6 +113,15 @@ WRONG = {
     "sharegpt": ({**PAIR, "chosen": [{"from": "gpt", "value": "4"}]}, "chosen[0] has from and value (ShareGPT)"),
     "a user answers": ({**PAIR, "chosen": ASKED[:0] + turns("no")}, "has nothing to train on"),
     "parts": ({**PAIR, "chosen": [{"role": "assistant", "content": [{"type": "text", "text": "4"}]}]}, "list of parts"),
+    "prompt of others": (
+        {"prompt": "3?", "chosen": ASKED + GOOD, "rejected": ASKED + BAD},
+        "prompt is none and chosen a",
+    ),
+    "weight": ({**PAIR, "weight": "1"}, "weight is '1'; give a number from 0"),
+    "message's weight": (
+        {**PAIR, "chosen": [{**GOOD[0], "weight": 0.5}]},
+        "has a message with a weight other than 0 and",
+    ),
     "tools": ({**PAIR, "tools": "no json"}, "tools is a string that is not JSON"),
 }
 
@@ -169,3 +183,41 @@ def test_the_kl_of_kto_gives_each_prompt_an_answer_to_another(tmp_path):
                      ("1", "no2<|im_end|>"), ("2", "no0<|im_end|>"), ("2", "yes0<|im_end|>")]  # fmt: skip
     short = with_other_answers(batch_of([found.load(i) for i in range(3)], group=1), 14)
     assert short.max_length <= 13
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_row_of_weight_2_is_that_row_twice(tmp_path, name):
+    """In the loss, its gradient and every metric, and nothing changes where all rows have one weight."""
+    paired = LOSSES[name].of_margin is not None
+    form = {"prompt": "hello", "chosen": "fox", "rejected": "lazy dog"}
+    rows = [
+        form | {"weight": 2},
+        form | {"chosen": "the quick", "rejected": "4"},
+        form | {"chosen": "over", "weight": 0},
+    ]
+    numbers = Numbers(beta=0.3, sft_weight=0.7, gamma=0.2, desirable_weight=1.5)
+
+    def losses_of(rows: list[dict], order: list[int]) -> dict[str, torch.Tensor]:
+        config = PreferenceDataConfig(train=write_jsonl(tmp_path / "rows.jsonl", rows), max_length=64)
+        dataset = PreferenceDataset(config, make_tokenizer(), paired=False)
+        batch = batch_of([dataset.load(i) for i in order], group=2 if paired else 1)
+        log_probs_T = -(batch.labels % 7 + 1).double() / 9
+        log_probs_T.requires_grad_(True)
+        reference_S = torch.linspace(-1, -1, batch.num_sequences)
+        data = dataclasses.replace(batch, sequence_fields={**batch.sequence_fields, REFERENCE: reference_S})
+        total, ctx = PreferenceLoss(name, numbers)(data, {"log_probs": log_probs_T}, {"kl": 0.1})
+        loss = total / batch.denominators["units"]
+        (gradient_T,) = torch.autograd.grad(loss, log_probs_T)
+        by_label = torch.zeros(500, dtype=torch.float64).index_add(0, batch.labels, gradient_T)
+        return {"loss": loss.detach(), "gradient": by_label} | {
+            metric: torch.as_tensor(value) / batch.denominators["units"] for metric, value in ctx["metrics"].items()
+        }
+
+    plain = [{k: v for k, v in row.items() if k != "weight"} for row in rows]
+    for weighted, repeated in (
+        (losses_of(rows, [0, 1, 2]), losses_of(plain, [0, 0, 1])),
+        (losses_of([row | {"weight": 3} for row in plain], [0, 1]), losses_of(plain, [0, 1])),
+    ):
+        assert weighted.keys() == repeated.keys()
+        for what, value in weighted.items():
+            torch.testing.assert_close(value, repeated[what], rtol=1e-12, atol=1e-12, msg=what)
