@@ -166,10 +166,19 @@ DISTILL_METRICS: dict[str, str] = {
 """Name -> meaning of what `mrl sft` writes beside `SFT_METRICS` where it has a teacher; train/loss and eval/loss are
 then of the loss with its weights."""
 
-METRICS: dict[str, str] = SFT_METRICS | PPO_METRICS | DPO_METRICS | DISTILL_METRICS
+SOURCE_METRICS: dict[str, str] = {
+    "data/<source>/rows": "rows that the source of `data.train` has given since the start of the run",
+    "data/<source>/tokens": "tokens of these rows, trained or not",
+    "data/<source>/epochs": "passes over the rows of the source since the start of the run",
+    "eval/<set>/<metric>": "`eval/loss`, or of `mrl dpo` any `eval/<metric>`, of one of the sets of `data.eval`",
+}
+"""Name -> meaning of what is written where `data.train` is a list of sources, and where `data.eval` is a mapping:
+metrics without a set's name are of all sets together then."""
+
+METRICS: dict[str, str] = SFT_METRICS | SOURCE_METRICS | PPO_METRICS | DPO_METRICS | DISTILL_METRICS
 """Name -> meaning, the same on every backend and layout."""
 
-_WITH_LABEL = [re.compile(name.replace("<label>", ".+")) for name in METRICS if "<label>" in name]
+_WITH_LABEL = [re.compile(re.sub(r"<\w+>", ".+", name)) for name in METRICS if "<" in name]
 
 
 def is_metric(name: str) -> bool:

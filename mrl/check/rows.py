@@ -14,6 +14,7 @@ from mrl.config.schema import DataConfig, ModelConfig
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.data.batches import BatchSource, batch_of
 from mrl.data.dataset import Example, Rejected, SFTDataset
+from mrl.data.mixture import train_rows
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.errors import DataError
@@ -89,7 +90,8 @@ def first_rows(
     tokenizer = load_tokenizer(model.path, model.trust_remote_code, data.chat_template)
     hf_config = read_hf_config(model.path)
     vision = load_vision(model.path, hf_config)
-    dataset = SFTDataset(data, tokenizer, vocab_size=vocab_size_of(hf_config), vision=vision)
+    vocab_size = vocab_size_of(hf_config)
+    dataset = train_rows(data, lambda one: SFTDataset(one, tokenizer, vocab_size=vocab_size, vision=vision))
     count = min(sequences, of_batch)
     source = BatchSource(dataset, global_batch_size=count, seed=seed, shuffle=data.shuffle, prefetch=False)
     batch = source.next()

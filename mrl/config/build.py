@@ -89,18 +89,19 @@ def _coerce(annotation: Any, value: Any, key: Key) -> Any:
     if annotation is int and type(value) is int:
         return _in_bounds(value, value, key)
     if annotation is str and type(value) is str:
-        return _text(value, key)
+        return checked_text(value, key.path)
     if annotation in (bool, type(None)) and type(value) is annotation:
         return value
     return _refuse(value, key)
 
 
-def _text(value: str, key: Key) -> str:
-    """Text that can be written to files and given to the operating system: no NUL, no half of a UTF-16 pair."""
+def checked_text(value: str, path: str) -> str:
+    """Returns a text, written at the dotted `path`, that files and the operating system can hold: no NUL, no half of a
+    UTF-16 pair."""
     for character in value:
         if character == "\0" or "\ud800" <= character <= "\udfff":
             raise ConfigError(
-                key.path, value, f"holds the character U+{ord(character):04X}, which no text can have", "leave it out"
+                path, value, f"holds the character U+{ord(character):04X}, which no text can have", "leave it out"
             )
     return value
 

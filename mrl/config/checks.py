@@ -102,7 +102,7 @@ def micro_batch_tokens(micro_batch: MicroBatchConfig, max_length: int) -> int | 
     return micro_batch.tokens or max(4096, max_length)
 
 
-def check_train(train: TrainConfig, eval_rows: str | None) -> None:
+def check_train(train: TrainConfig, eval_rows: object | None) -> None:
     """A length, and evaluation keys that go with data.eval (`eval_rows`)."""
     if train.steps is not None and train.epochs is not None:
         raise ConfigError(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from mrl.config.preference_losses import NO_REFERENCE, OF_SINGLE_ROWS, ROWS
 from mrl.config.schema import (
+    EVAL_HELP,
+    MIX_BY_HELP,
     REQUIRED,
+    TRAIN_HELP,
     CheckpointConfig,
     EngineConfig,
     LogConfig,
@@ -17,6 +21,7 @@ from mrl.config.schema import (
     TrainConfig,
     key,
 )
+from mrl.config.sources import PreferenceShare, PreferenceSource, eval_of, train_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +95,11 @@ class PreferenceReferenceConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceDataConfig(RowsConfig):
+    train: str | tuple[PreferenceShare, ...] = key(REQUIRED, TRAIN_HELP, moves=True, parse=train_of(PreferenceShare))
+    eval: str | Mapping[str, PreferenceSource] | None = key(
+        None, EVAL_HELP, may_change=True, parse=eval_of(PreferenceSource)
+    )
+    mix_by: Literal["rows", "tokens"] = key("rows", MIX_BY_HELP, may_change=True)
     format: Literal["auto", "preference", "unpaired"] = key(
         "auto",
         "form of a row: preference (prompt, chosen, rejected; or chosen and rejected as whole conversations), or "

@@ -200,7 +200,7 @@ def expected(annotation: Any, bounds: Mapping[str, float | None] | None = None) 
         return _list_in_words(args[0])
     if origin is tuple:
         return f"a list of {len(args)} numbers"
-    if origin is dict:
+    if origin in (dict, Mapping):
         return "a mapping of text to text" if args[1] is str else "a mapping"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[annotation]
     return words + (_bounds_in_words(bounds) if annotation in NUMBERS else "")

@@ -27,6 +27,7 @@ from mrl.config.schema import (
     RowsConfig,
     key,
 )
+from mrl.config.sources import FORMS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,6 +194,8 @@ class AlgorithmConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptsConfig(RowsConfig):
+    train: str = key(REQUIRED, f"training rows: {FORMS}", moves=True)
+    eval: str | None = key(None, "evaluation rows, in the same forms", may_change=True)
     system: str | None = key(None, "a system message before every prompt")
     max_prompt_length: int = key(1024, "longest prompt in tokens", minimum=1)
     truncation: Literal["error", "left", "drop"] = key(

@@ -126,7 +126,7 @@ class Change:
 
     def __str__(self) -> str:
         effect = " (the learning-rate schedule follows the new length)" if self.key in CHANGES_SCHEDULE else ""
-        return f"{self.key}: {show(self.before)} at the save, {show(self.after)} now{effect}"
+        return f"{self.key}: {_short(self.before)} at the save, {_short(self.after)} now{effect}"
 
 
 def _may_change(key: str, pair: tuple[Any, Any], root: type) -> bool:

@@ -17,6 +17,7 @@ from mrl.config.schema import (
     TrainConfig,
     key,
 )
+from mrl.config.sources import FORMS
 
 FORMAT_OF: Mapping[str, str] = {"bradley_terry": "preference", "regression": "graded", "steps": "steps"}
 """`loss.name` -> the form of row that it is of, a `data.format`."""
@@ -44,6 +45,8 @@ class ScoreLossConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoredDataConfig(RowsConfig):
+    train: str = key(REQUIRED, f"training rows: {FORMS}", moves=True)
+    eval: str | None = key(None, "evaluation rows, in the same forms", may_change=True)
     format: Literal["auto", "preference", "graded", "steps"] = key(
         "auto",
         "form of a row: preference (prompt, chosen, rejected; or chosen and rejected as whole conversations), graded "

@@ -7,51 +7,24 @@ help text and the allowed values, from which `docs/config.md` and the error mess
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, Literal
 
+from mrl.config.fields import MOST_SECONDS as MOST_SECONDS
+from mrl.config.fields import MOST_SEQUENCES, MOST_WAYS, REQUIRED, key
 from mrl.config.megatron_speed import ROUNDING
+from mrl.config.sources import (
+    FORMS,
+    LossOn,
+    SFTShare,
+    SFTSource,
+    Share,
+    Source,
+    eval_of,
+    train_of,
+)
 
-REQUIRED: Any = dataclasses.MISSING
-
-MOST_WAYS = 2**16
-"""Ranks that one degree of parallelism may have, and ranks of an adapter: more than any machine or matrix has."""
-
-MOST_SEQUENCES = 10**7
-"""Sequences of a batch: what a run holds of it on the host would take hundreds of gigabytes with more."""
-
-MOST_SECONDS = 1e6
-"""Longest wait, some eleven days: the system calls that wait take milliseconds as a 32-bit number."""
-
-
-def key(
-    default: Any,
-    help: str,
-    *,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    parse: Callable[[Any, str], Any] | None = None,
-    may_change: bool | frozenset[str] = False,
-    moves: bool = False,
-) -> Any:
-    """Returns a config key with its default (REQUIRED for none), meaning, and numeric bounds (`above` is exclusive; one
-    that states none has those of `mrl.config.keys.MOST`).
-
-    parse: what reads a section that dataclasses alone do not describe: `(plain data, dotted path) -> section`.
-    may_change: a run that is resumed may have another value, of a section in all of its keys: model and data stay the
-    same. Of a mapping: the names whose entries may be others.
-    moves: it may name another place, and the run compares what lies there with what the checkpoint was trained on.
-    """
-    metadata = {
-        "help": help, "minimum": minimum, "above": above, "maximum": maximum, "parse": parse,
-        "may_change": may_change or moves, "moves": moves,
-    }  # fmt: skip
-    if default is REQUIRED:
-        return dataclasses.field(metadata=metadata)
-    if isinstance(default, type):  # a nested section
-        return dataclasses.field(default_factory=default, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+__all__ = ["MOST_SECONDS", "MOST_SEQUENCES", "MOST_WAYS", "REQUIRED", "key"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,21 +197,19 @@ class OptimizerConfig:
     )
 
 
-Role = Literal["system", "developer", "user", "assistant", "tool", "function", "ipython"]
-LossOn = Literal["assistant", "last", "all"] | tuple[Role, ...]
-"""What trains of a conversation."""
+TRAIN_HELP = f"training rows: {FORMS}; or a list of sources that are mixed (docs/data.md)"
+EVAL_HELP = "evaluation rows, in the same forms; or a mapping of names to sources, each with a loss of its own"
+MIX_BY_HELP = "what weights of the sources of data.train are shares of"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsConfig:
     """Where rows come from and in which order: what `data` of both commands has."""
 
-    train: str = key(
-        REQUIRED,
-        "training rows: .jsonl[.gz|.zst], .parquet, a folder or glob of them, a saved `datasets` folder, or a hub id",
-        moves=True,
+    train: str | tuple[Share, ...] = key(REQUIRED, f"training rows: {FORMS}", moves=True, parse=train_of(Share))
+    eval: str | Mapping[str, Source] | None = key(
+        None, "evaluation rows, in the same forms", may_change=True, parse=eval_of(Source)
     )
-    eval: str | None = key(None, "evaluation rows, in the same forms", may_change=True)
     split: str | None = key(
         None, "split of a `datasets` folder or hub id; default train (and test or validation for eval)"
     )
@@ -255,6 +226,9 @@ class RowsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(RowsConfig):
+    train: str | tuple[SFTShare, ...] = key(REQUIRED, TRAIN_HELP, moves=True, parse=train_of(SFTShare))
+    eval: str | Mapping[str, SFTSource] | None = key(None, EVAL_HELP, may_change=True, parse=eval_of(SFTSource))
+    mix_by: Literal["rows", "tokens"] = key("rows", MIX_BY_HELP, may_change=True)
     format: Literal["auto", "messages", "prompt_completion", "alpaca", "text", "tokenized"] = key(
         "auto", "form of a row; auto detects it from the first row's fields"
     )

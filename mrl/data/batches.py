@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any, Generic
 
 from mrl.batch import Batch, make_batch
-from mrl.data.dataset import Example, RowDataset, SFTDataset, T
+from mrl.data.dataset import Example, RowDataset, T
 from mrl.data.stream import Progress, Report, RowStream, Taken, count_usable, may_leave_out, row_order
 from mrl.errors import DataError
 
@@ -125,7 +125,7 @@ def batch_of(examples: Sequence[Example]) -> Batch:
     return batch
 
 
-def eval_batches(dataset: SFTDataset, global_batch_size: int, report: Report | None = None) -> Iterator[Batch]:
+def eval_batches(dataset: RowDataset[Example], global_batch_size: int, report: Report | None = None) -> Iterator[Batch]:
     """Yields all usable rows once, in their order; the last batch may be smaller. `report` is filled on the way."""
     report = report if report is not None else Report()
     examples: list[Example] = []

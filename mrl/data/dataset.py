@@ -84,6 +84,8 @@ class RowDataset(abc.ABC, Generic[T]):
         path = config.train if part == "train" else config.eval
         if path is None:
             raise DataError("data.eval", why="is null", fix="name the rows to evaluate on")
+        if not isinstance(path, str):
+            raise DataError(f"data.{part}", why="is several sources, which are not taken here", fix="give one path")
         self.config, self.path, self.part, self.vocab_size = config, path, part, vocab_size
         check_columns(config.columns)
         tokenizer = copy.deepcopy(tokenizer)  # a fast tokenizer must not be used by two threads at once
@@ -100,6 +102,10 @@ class RowDataset(abc.ABC, Generic[T]):
     def where(self, index: int) -> str:
         """Returns `file:line` of a row, or `file:row N`."""
         return self._rows.where(index)
+
+    def tokens_of(self, item: T) -> int:
+        """Returns the tokens of a row, trained or not; of rows that can be mixed."""
+        raise AssertionError(f"rows of a {type(self).__name__} are not mixed")
 
     def fingerprint(self) -> list[dict[str, Any]]:
         """Identifies the data by {"name", "rows", "size", "hash"} of each file."""
@@ -205,6 +211,9 @@ class SFTDataset(RowDataset[Example]):
         if isinstance(fitted, Rejected) or weight == 1:
             return fitted
         return dataclasses.replace(fitted, mask=[weight * w for w in fitted.mask])
+
+    def tokens_of(self, item: Example) -> int:
+        return len(item.ids)
 
     def too_long(self, tokens: int) -> str:
         """Returns what is said of a row with too many tokens, where data.truncation is error."""

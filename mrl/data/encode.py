@@ -39,7 +39,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from mrl.config.schema import LossOn
+from mrl.config.sources import LossOn
 from mrl.data.files import BadRow, one_line
 from mrl.data.formats import Chat, Pair, Text, Tokens
 from mrl.errors import DataError, ModelError

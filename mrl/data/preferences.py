@@ -182,6 +182,9 @@ class PreferenceDataset(RowDataset[Preference]):
             raise DataError(f"{what}; raise data.max_length, or set data.truncation to drop")
         return Preference(answers, row_weight(row))
 
+    def tokens_of(self, item: Preference) -> int:
+        return sum(len(answer.ids) for answer in item.answers)
+
     def _encode(self, content: Chat | Pair, chosen: bool) -> Answer:
         if isinstance(content, Chat) and any(weight not in (None, 0, 1) for weight in content.weights):
             raise BadRow(
@@ -266,7 +269,7 @@ def with_other_answers(batch: Batch, max_length: int) -> Batch:
 class PreferenceSource(Batches[Preference]):
     """An endless source of global mini-batches of preferences (see `mrl.data.batches.Batches`)."""
 
-    def __init__(self, dataset: PreferenceDataset, *, group: int, **options: Any) -> None:
+    def __init__(self, dataset: RowDataset[Preference], *, group: int, **options: Any) -> None:
         super().__init__(dataset, **options)
         self.group = group
 

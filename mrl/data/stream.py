@@ -8,7 +8,7 @@ used, also where the epoch ends between them, so no row is lost.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic
 
 import numpy as np
@@ -18,7 +18,8 @@ from mrl.config.ppo import PromptsConfig
 from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
 from mrl.data.dataset import Rejected, RowDataset, T
-from mrl.errors import CheckpointError, DataError
+from mrl.data.mixture import MixedDataset, Mixer, Read, differences, seed_of, usable_by_source
+from mrl.errors import CheckpointError, DataError, show
 
 NOTES_PER_BATCH = 5
 
@@ -43,6 +44,7 @@ class Progress:
     skipped: int = 0
     dropped: int = 0
     truncated: int = 0
+    sources: tuple[Read, ...] = ()  # of a mixture: how far each has been read; epoch and position are 0 then
 
 
 @dataclasses.dataclass
@@ -98,6 +100,21 @@ def count_usable(dataset: RowDataset[T]) -> tuple[int, dict[str, int]]:
     return usable, report.counts
 
 
+def usable_of_mixture(dataset: MixedDataset[Any], seed: int, *, shuffle: bool = True) -> list[tuple[int, int | None]]:
+    """Returns of each source its rows that can be used, and how many its epochs let a run have; None for no bound.
+
+    Reads every row where some may be left out.
+    """
+    report, every = Report(), range(len(dataset))
+    reads = may_leave_out(dataset.config)
+    is_usable = [report.count(dataset, row) is not None if reads else True for row in every]
+    if not any(is_usable):
+        raise report.of_which_none_is_left(dataset)
+    return usable_by_source(
+        dataset, is_usable, lambda name, epoch, rows: row_order(seed_of(seed, name), epoch, rows, shuffle)
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Taken(Generic[T]):
     """Rows that were taken from a stream."""
@@ -114,10 +131,15 @@ class RowStream(Generic[T]):
     def __init__(self, dataset: RowDataset[T], *, seed: int, shuffle: bool = True) -> None:
         self.dataset, self.seed, self.shuffle = dataset, seed, shuffle
         self.rows: list[int] = []  # row indices of what was taken last; `dataset.where` names them
-        self._fingerprint = dataset.fingerprint()
         self._progress = Progress()
         self._notes: list[str] = []
         self._order: tuple[int, np.ndarray] | None = None
+        self.mixer = Mixer(dataset, self._order_of_source) if isinstance(dataset, MixedDataset) else None
+        if self.mixer is None:
+            self._fingerprint = dataset.fingerprint()
+        else:
+            self._fingerprints = [source.fingerprint() for source in self.mixer.dataset.sources]
+            self._progress = Progress(sources=(Read(),) * len(self.mixer.weights))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -135,6 +157,8 @@ class RowStream(Generic[T]):
 
     def _after(self, start: Progress, count: int) -> Taken[T]:
         """Returns the `count` usable rows that follow `start`: a pure function of it and of the settings."""
+        if self.mixer is not None:
+            return self._mixed(self.mixer, start, count)
         report = Report()
         items: list[T] = []
         rows: list[int] = []
@@ -157,6 +181,53 @@ class RowStream(Generic[T]):
         )  # fmt: skip
         return Taken(items, rows, progress, report.notes)
 
+    def _mixed(self, mixer: Mixer, start: Progress, count: int) -> Taken[T]:
+        """As `_after`, of a mixture."""
+        report, reads = Report(), list(start.sources)
+        items: list[T] = []
+        rows: list[int] = []
+        fruitless = [0] * len(reads)
+        while len(items) < count:
+            number = mixer.choose(reads)
+            row = mixer.row(number, reads[number])
+            item = report.count(self.dataset, row)
+            mixer.after(reads, number, item)
+            fruitless[number] = 0 if item is not None else fruitless[number] + 1
+            if fruitless[number] > len(mixer.dataset.sources[number]):
+                raise report.of_which_none_is_left(mixer.dataset.sources[number])
+            if item is not None:
+                items.append(item)
+                rows.append(row)
+        progress = Progress(
+            0, 0, start.skipped + report.skipped, start.dropped + report.dropped, start.truncated + report.truncated,
+            tuple(reads),
+        )  # fmt: skip
+        return Taken(items, rows, progress, report.notes)
+
+    def walk(self) -> Iterator[Taken[T]]:
+        """Yields the rows of the run from its beginning, one at a time, and moves nothing."""
+        progress = Progress(sources=(Read(),) * (0 if self.mixer is None else len(self.mixer.weights)))
+        while True:
+            taken = self._after(progress, 1)
+            yield taken
+            progress = taken.progress
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Rows, tokens and passes of each source of a mixture since the start of the run."""
+        if self.mixer is None:
+            return {}
+        found: dict[str, float] = {}
+        dataset = self.mixer.dataset
+        for share, source, read in zip(dataset.shares, dataset.sources, self._progress.sources, strict=True):
+            epochs = read.epoch + read.position / len(source)
+            values = {"rows": read.rows, "tokens": read.tokens, "epochs": epochs}
+            found |= {f"data/{share.title}/{what}": value for what, value in values.items()}
+        return found
+
+    def _order_of_source(self, name: str, epoch: int, rows: int) -> np.ndarray:
+        return row_order(seed_of(self.seed, name), epoch, rows, self.shuffle)
+
     def _moved(self, taken: Taken[T]) -> None:
         """The position is after `taken` now."""
         self.rows, self._progress = taken.rows, taken.progress
@@ -172,13 +243,23 @@ class RowStream(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after what was taken last, with what it means: plain numbers, strings, lists."""
-        return {
-            "version": 1,
-            **dataclasses.asdict(self._progress),
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "data": self._fingerprint,
-        }
+        made = dataclasses.asdict(self._progress)
+        del made["sources"]
+        same = {"seed": self.seed, "shuffle": self.shuffle}
+        if self.mixer is None:
+            return {"version": 1, **made, **same, "data": self._fingerprint}
+        mix_by = self.mixer.dataset.config.mix_by
+        return {"version": 2, **made, **same, "mix_by": mix_by, "sources": self._state_of_sources(self.mixer)}
+
+    def _state_of_sources(self, mixer: Mixer) -> list[dict[str, Any]]:
+        dataset, reads = mixer.dataset, self._progress.sources
+        return [
+            {
+                "name": share.title, "weight": share.weight, "epochs": share.epochs, "settings": mixer.settings(number),
+                "data": self._fingerprints[number], **dataclasses.asdict(read),
+            }
+            for number, (share, read) in enumerate(zip(dataset.shares, reads, strict=True))
+        ]  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after what was taken last when `state` was made.
@@ -186,29 +267,70 @@ class RowStream(Generic[T]):
         Raises CheckpointError where the position would mean other rows: the data, the seed or the shuffle changed.
         Files may have moved. The number of rows that are taken at a time may differ: the position counts rows.
         """
-        fields = [f.name for f in dataclasses.fields(Progress)]
-        if state.get("version") != 1 or any(k not in state for k in (*fields, "seed", "shuffle", "data")):
+        version = 1 if self.mixer is None else 2
+        fields = [f.name for f in dataclasses.fields(Progress) if f.name != "sources"]
+        needed = (*fields, "seed", "shuffle", "data" if version == 1 else "sources")
+        if state.get("version") in (1, 2) and state["version"] != version:
+            was, now = ("one path", "a list of sources")[:: 1 if version == 2 else -1]
+            why = f"is {now} and was {was} when the checkpoint was saved, and their orders have nothing in common"
+            fix = f"give {was} again, or start a new run in another output_dir from its hf/"
+            raise CheckpointError("data.train", why=why, fix=fix)
+        if state.get("version") != version or any(k not in state for k in needed):
             raise CheckpointError(
                 f"the data position in the checkpoint has the fields {', '.join(sorted(state)) or 'none'}, "
                 "not those of this version; resume with the version of mrl that saved it"
             )
-        for name, now in (("seed", self.seed), ("data.shuffle", self.shuffle)):
+        for name, value in (("seed", self.seed), ("data.shuffle", self.shuffle)):
             saved = state[name.removeprefix("data.")]
-            if saved != now:
+            if saved != value:
                 raise CheckpointError(
                     name,
-                    why=f"is {now} and was {saved} when the checkpoint was saved, so the order of the rows would "
+                    why=f"is {value} and was {saved} when the checkpoint was saved, so the order of the rows would "
                     "change",
                     fix=f"set it to {saved}, or start a new run in another output_dir",
                 )
-        if change := _data_change(state["data"], self._fingerprint):
-            raise CheckpointError(
-                f"data.{self.dataset.part}",
-                why=f"{change}, and the position in the checkpoint means other rows now",
-                fix="put the data back, or start a new run in another output_dir",
-            )
-        self._progress = Progress(**{name: state[name] for name in fields})
         self.rows, self._notes = [], []
+        sources = () if self.mixer is None else self._resumed_sources(self.mixer, state)
+        if self.mixer is None:
+            _check_same(f"data.{self.dataset.part}", state["data"], self._fingerprint)
+        self._progress = Progress(**{name: state[name] for name in fields}, sources=sources)
+
+    def _resumed_sources(self, mixer: Mixer, state: Mapping[str, Any]) -> tuple[Read, ...]:
+        """Returns how far each source had been read when `state` was made; notes what is mixed otherwise now."""
+        before = {entry["name"]: entry for entry in state["sources"]}
+        now = self._state_of_sources(mixer)
+        reads = []
+        for entry in now:
+            saved = before.get(entry["name"], entry)
+            key = f"data.train, source {entry['name']}"
+            _check_same(key, saved["data"], entry["data"])
+            for name, value in entry["settings"].items():
+                if saved["settings"].get(name) != value:
+                    was = saved["settings"].get(name)
+                    raise CheckpointError(
+                        f"{key}, {name}",
+                        why=f"is {show(value)} and was {show(was)} when the checkpoint was saved, so its rows would "
+                        "become others",
+                        fix="set it back, or give the source another name to begin it anew",
+                    )
+            reads.append(Read(**{field.name: saved[field.name] for field in dataclasses.fields(Read)}))
+        words = differences(state["sources"], now)
+        if state["mix_by"] != (mix_by := mixer.dataset.config.mix_by):
+            words.append(f"data.mix_by was {state['mix_by']} and is {mix_by}")
+        if words:
+            self._notes.append(f"data.train: {'; '.join(words)}: shares count from here")
+            reads = [dataclasses.replace(read, given=0) for read in reads]
+        return tuple(reads)
+
+
+def _check_same(key: str, saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
+    """Raises CheckpointError where the data of `key` is not what it was."""
+    if change := _data_change(saved, now):
+        raise CheckpointError(
+            key,
+            why=f"{change}, and the position in the checkpoint means other rows now",
+            fix="put the data back, or start a new run in another output_dir",
+        )
 
 
 def _data_change(saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> str | None:

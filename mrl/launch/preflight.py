@@ -26,6 +26,7 @@ from mrl.config.checks import (
 )
 from mrl.config.command import Config, OnRows, Part, TrainingCommand
 from mrl.config.schema import CheckpointConfig, ModelConfig, RowsConfig
+from mrl.config.sources import Source
 from mrl.engine.checks import Sequences
 from mrl.errors import ConfigError, DataError, ModelError, first_line, quoted, unwritable
 from mrl.parallel import ParallelDims
@@ -245,21 +246,42 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _check_data(data: RowsConfig) -> None:
-    for key, value in (("data.train", data.train), ("data.eval", data.eval)):
-        if value is not None and _is_missing(value):
+    for key, value in paths_of(data):
+        if _is_missing(value):
             raise DataError(
                 key,
                 quoted(value),
                 "does not exist",
                 "give a .jsonl or .parquet file, a folder or glob of them, or a hub id",
             )
-    if data.chat_template is not None and not os.path.isfile(data.chat_template):
-        raise DataError("data.chat_template", quoted(data.chat_template), "does not exist", "give a Jinja file")
+    templates = {"data.chat_template": data.chat_template}
+    templates |= {f"{key}.chat_template": source.chat_template for key, source in _sources(data)}
+    for key, template in templates.items():
+        if template is not None and not os.path.isfile(template):
+            raise DataError(key, quoted(template), "does not exist", "give a Jinja file")
+
+
+def _sources(data: RowsConfig) -> Iterator[tuple[str, Source]]:
+    """Yields the sources of data.train and data.eval, with their keys."""
+    if not isinstance(data.train, str):
+        yield from ((f"data.train[{i}]", source) for i, source in enumerate(data.train))
+    if data.eval is not None and not isinstance(data.eval, str):
+        yield from ((f"data.eval.{name}", source) for name, source in data.eval.items())
+
+
+def paths_of(data: RowsConfig) -> Iterator[tuple[str, str]]:
+    """Yields the paths of data.train and data.eval, with their keys."""
+    for key, value in (("data.train", data.train), ("data.eval", data.eval)):
+        if isinstance(value, str):
+            yield key, value
+    yield from ((f"{key}.path", source.path) for key, source in _sources(data))
 
 
 def _check_rows(config: OnRows, rows_of_batch: int) -> None:
     """Whether the rows of a plain file of JSON lines are far too few for a batch. It reads as many as that takes,
     hardly ever more than a few; other forms the run looks at."""
+    if not isinstance(config.data.train, str):
+        return
     path = os.path.expanduser(config.data.train)
     batch = config.train.global_batch_size
     needed = math.ceil(rows_of_batch / MOST_PASSES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from mrl.config.command import OnRows, TrainingCommand, command_of_yaml
@@ -14,6 +14,7 @@ from mrl.errors import ConfigError
 from mrl.launch import preflight
 
 if TYPE_CHECKING:
+    from mrl.config.sources import Share
     from mrl.data.show import ShownSequence
 
 SAMPLE, LARGEST = 256, 4096
@@ -32,14 +33,16 @@ def run(
         raise ConfigError("mrl data show", why=why, fix="give the config of a command that trains on rows")
     with preflight.quiet():
         preflight.check_rows_files(config)
-        read = _read(command, config, part)
-    for line in read.lines(rows=rows, count=count, by_token=by_token, coloured=coloured):
-        echo(line)
+        found = _read(command, config, part)
+    for number, read in enumerate(found):
+        for line in ["", *read.lines(rows=rows, count=count, by_token=by_token, coloured=coloured)][number == 0 :]:
+            echo(line)
 
 
-def _read(command: TrainingCommand[Any], config: Any, part: Literal["train", "eval"]) -> Read:
+def _read(command: TrainingCommand[Any], config: Any, part: Literal["train", "eval"]) -> list[Read]:
     from mrl.converters.hf_config import read_hf_config
     from mrl.converters.hub import model_folder
+    from mrl.data.mixture import eval_rows, train_rows
     from mrl.data.tokenizer import load_tokenizer
 
     assert command.task is not None
@@ -49,7 +52,12 @@ def _read(command: TrainingCommand[Any], config: Any, part: Literal["train", "ev
     folder = model_folder(model.path, weights=False)
     hf_config = read_hf_config(folder)
     tokenizer = load_tokenizer(folder, model.trust_remote_code, config.data.chat_template)
-    return Read(command, config, task, tokenizer, task.dataset(tokenizer, folder, hf_config, part), part)
+    value = getattr(config.data, part)
+    if value is None or isinstance(value, str):
+        return [Read(command, config, task, tokenizer, task.dataset(tokenizer, folder, hf_config, part), part)]
+    make = lambda data: task.of_data(data).dataset(tokenizer, folder, hf_config, part)  # noqa: E731
+    sets = {"": train_rows(config.data, make)} if part == "train" else eval_rows(config.data, make)
+    return [Read(command, config, task, tokenizer, rows, part, name) for name, rows in sets.items()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +66,7 @@ class Row:
 
     place: str  # its file and line
     item: Any
+    source: str = ""  # of a mixture
 
 
 @dataclasses.dataclass
@@ -89,6 +98,12 @@ class Read:
     tokenizer: Any
     dataset: Any
     part: Literal["train", "eval"]
+    name: str = ""  # of a set of data.eval, where there are several
+
+    @property
+    def shares(self) -> Sequence[Share]:
+        """The sources of a mixture; () where there is one path alone."""
+        return getattr(self.dataset, "shares", ())
 
     def lines(self, *, rows: int, count: bool, by_token: bool, coloured: bool) -> Iterator[str]:
         """Yields what is printed."""
@@ -97,42 +112,70 @@ class Read:
 
         kind = getattr(self.dataset, "format", None)
         form = "" if kind is None else f" of the format {kind}"
-        yield f"data.{self.part}: {self.dataset.path}: {len(self.dataset):,} rows{form}"
-        report, seen = Report(), Seen()
+        key = f"data.{self.part}.{self.name}".rstrip(".")
+        yield f"{key}: {self.dataset.path}: {len(self.dataset):,} rows{form}"
         batch = self.command.rows_of_batch(self.config)
-        wanted = max(rows, min(LARGEST, max(SAMPLE, batch)))
         packs = self.part == "train" and not self.command.generates and batch <= LARGEST
-        kept: list[Row] = []
-        for row in itertools.islice(self._rows(report), None if count else wanted):
-            seen.add(sequences_of(row.item))
-            if len(kept) < max(rows, batch if packs else 0):
-                kept.append(row)
-        if not seen.rows:
+        kept = list(itertools.islice(self._rows(Report()), max(rows, batch if packs else 0)))
+        report, seen = Report(), {name: Seen() for name in ["", *(share.title for share in self.shares)]}
+        every = self._every_row(report) if count else self._rows(report)
+        for row in itertools.islice(every, None if count else max(rows, min(LARGEST, max(SAMPLE, batch)))):
+            for name in {"", row.source}:
+                seen[name].add(sequences_of(row.item))
+        whole = seen.pop("")
+        if not whole.rows:
             raise report.of_which_none_is_left(self.dataset)
         for row in kept[:rows]:
             yield ""
             yield from self._row(row, by_token, coloured)
         yield ""
-        whole = count or seen.rows + report.skipped + report.dropped == len(self.dataset)
-        yield f"{'all rows' if whole else f'the first {seen.rows:,} rows that are used'}: {seen}"
-        yield f"tokens of a sequence: {summary(seen.lengths)}"
-        yield from (f"  {line}" for line in histogram(seen.lengths))
-        yield f"rows used: {seen.rows:,}, " + ", ".join(f"{what}: {number:,}" for what, number in report.counts.items())
+        is_all = count or whole.rows + report.skipped + report.dropped == len(self.dataset)
+        yield f"{'all rows' if is_all else f'the first {whole.rows:,} rows that are used'}: {whole}"
+        for name, of_source in seen.items():
+            of_rows, of_tokens = of_source.rows / whole.rows, sum(of_source.lengths) / sum(whole.lengths)
+            shares = f"{100 * of_rows:.1f} % of the rows, {100 * of_tokens:.1f} % of the tokens"
+            yield f"  {name}: {of_source.rows:,} rows, {of_source}" + ("" if count else f"; {shares}")
+        yield f"tokens of a sequence: {summary(whole.lengths)}"
+        yield from (f"  {line}" for line in histogram(whole.lengths))
+        counts = ", ".join(f"{what}: {number:,}" for what, number in report.counts.items())
+        yield f"rows used: {whole.rows:,}, {counts}"
         yield from (f"  {note}" for note in report.notes)
         if packs and len(kept) >= batch:
             yield self._packing([row.item for row in kept[:batch]])
         if self.part == "train" and count:
-            yield self._steps(seen.rows, batch)
+            yield self._steps(whole.rows, batch)
 
     def _rows(self, report: Any) -> Iterator[Row]:
-        """Yields each row that is used once: those of data.train in the order of the run's first epoch."""
-        from mrl.data.stream import row_order
+        """Yields each row that is used once: those of data.train in the order of the run's first epoch; of a mixture,
+        as many as its sources have. Fills the report."""
+        from mrl.data.stream import NOTES_PER_BATCH, row_order
 
-        shuffle = self.part == "train" and self.config.data.shuffle
-        for row in row_order(self.config.seed, 0, len(self.dataset), shuffle).tolist():
+        if not self.shares:
+            shuffle = self.part == "train" and self.config.data.shuffle
+            yield from self._loaded(row_order(self.config.seed, 0, len(self.dataset), shuffle).tolist(), report)
+            return
+        for number, taken in enumerate(self.task.source(self.dataset).walk(), start=1):
+            report.skipped, report.dropped, report.truncated = (
+                getattr(taken.progress, name) for name in ("skipped", "dropped", "truncated")
+            )
+            report.notes += taken.notes[: NOTES_PER_BATCH - len(report.notes)]
+            yield self._at(taken.rows[0], taken.items[0])
+            if number + report.skipped + report.dropped >= len(self.dataset):
+                return
+
+    def _every_row(self, report: Any) -> Iterator[Row]:
+        """Yields every row that is used, in the order of the files where sources are mixed."""
+        return self._loaded(range(len(self.dataset)), report) if self.shares else self._rows(report)
+
+    def _loaded(self, rows: Iterable[int], report: Any) -> Iterator[Row]:
+        for row in rows:
             item = report.count(self.dataset, row)
             if item is not None:
-                yield Row(self.dataset.where(row), item)
+                yield self._at(row, item)
+
+    def _at(self, row: int, item: Any) -> Row:
+        source = self.shares[self.dataset.find(row)[0]].title if self.shares else ""
+        return Row(self.dataset.where(row), item, source)
 
     def _row(self, row: Row, by_token: bool, coloured: bool) -> Iterator[str]:
         from mrl.data.show import sequences_of, text_lines, token_lines
@@ -140,7 +183,8 @@ class Read:
         cut = "; truncated" if row.item.truncated else ""
         for sequence in sequences_of(row.item):
             name = f"{sequence.name}: " if sequence.name else ""
-            yield f"{row.place}: {name}{len(sequence.ids_T):,} tokens, {sequence.trained:,} train{cut}"
+            source = f"{row.source}: " if row.source else ""
+            yield f"{source}{row.place}: {name}{len(sequence.ids_T):,} tokens, {sequence.trained:,} train{cut}"
             shown = token_lines if by_token else text_lines
             for line in shown(self.tokenizer, sequence, coloured=coloured):
                 yield f"  {line}".rstrip()
@@ -169,7 +213,12 @@ class Read:
 
     def _steps(self, usable: int, batch: int) -> str:
         from mrl.data.batches import steps_for_epochs
+        from mrl.trainers.console import open_console
+        from mrl.trainers.mixture_length import length_of_mixture
 
+        if self.shares:
+            steps = length_of_mixture(self.config, self.dataset, open_console("none", enabled=False))
+            return f"length: {steps:,} steps of {batch:,} rows, mixed from {usable:,}"
         train = self.config.train
         what = "iterations" if self.command.generates else "steps"
         if train.steps is not None:

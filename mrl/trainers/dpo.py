@@ -25,6 +25,7 @@ from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
 from mrl.converters.hf_config import vocab_size_of
 from mrl.converters.hub import model_fingerprint, model_folder
 from mrl.data.dataset import Part, RowDataset
+from mrl.data.mixture import MixedDataset
 from mrl.data.preferences import PreferenceDataset, PreferenceSource, batch_of, in_order, with_other_answers
 from mrl.data.stream import Report
 from mrl.engine.base import BaseEngine, Ctx
@@ -79,7 +80,7 @@ class DPOTask(Task[DPOConfig]):
         return PreferenceDataset(self.config.data, tokenizer, part=part, vocab_size=vocab_size, paired=paired)
 
     def source(self, dataset: RowDataset[Any]) -> PreferenceSource:
-        assert isinstance(dataset, PreferenceDataset)
+        assert isinstance(dataset, PreferenceDataset | MixedDataset)
         config = self.config
         return PreferenceSource(
             dataset, group=config.group, global_batch_size=config.train.global_batch_size, seed=config.seed,
@@ -87,7 +88,7 @@ class DPOTask(Task[DPOConfig]):
         )  # fmt: skip
 
     def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
-        assert isinstance(dataset, PreferenceDataset)
+        assert isinstance(dataset, PreferenceDataset | MixedDataset)
         for _, rows in in_order(dataset, self.config.train.global_batch_size, report):
             yield batch_of(rows, group=self.config.group)
 

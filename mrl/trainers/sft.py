@@ -33,6 +33,7 @@ from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import check_same_model, model_fingerprint, model_folder
 from mrl.data.batches import Batches, BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
 from mrl.data.dataset import Part, RowDataset, SFTDataset
+from mrl.data.mixture import MixedDataset, eval_rows, train_rows
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine.base import PLAIN_CTX, BaseEngine, Ctx
@@ -57,6 +58,7 @@ from mrl.trainers.common import (
     stopped,
 )
 from mrl.trainers.console import Console, open_console
+from mrl.trainers.mixture_length import length_of_mixture
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed, is_own
 from mrl.trainers.run_lock import RunLock
 from mrl.trainers.saves import Saves, check_background
@@ -90,7 +92,7 @@ class Trainer:
     @property
     def sets(self) -> list[RowDataset[Any]]:
         """data.train, and data.eval where there is one."""
-        return [self.source.dataset, *([] if self.evaluation is None else [self.evaluation.dataset])]
+        return [self.source.dataset, *([] if self.evaluation is None else self.evaluation.sets.values())]
 
 
 class SFTTask(Task[SFTConfig]):
@@ -119,7 +121,6 @@ class SFTTask(Task[SFTConfig]):
         return BatchSource(dataset, global_batch_size=size, seed=self.config.seed, shuffle=data.shuffle)
 
     def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
-        assert isinstance(dataset, SFTDataset)
         return eval_batches(dataset, self.config.train.global_batch_size, report)
 
     def begin(self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console) -> None:
@@ -159,9 +160,13 @@ def _run(task: Task[Any], command_line: str, console: Console) -> None:
     folder = model_folder(config.model.path, weights=config.model.init == "pretrained")
     hf_config = read_hf_config(folder)  # first: a wrong config.json fails the tokenizer too
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.data.chat_template)
-    of_part = functools.partial(task.dataset, tokenizer, folder, hf_config)
-    train_set = of_part("train")
-    eval_set = None if config.data.eval is None else of_part("eval")
+
+    def open_rows(part: Part, data: Any) -> RowDataset[Any]:
+        of_data = task if data is config.data else task.of_data(data)
+        return of_data.dataset(tokenizer, folder, hf_config, part)
+
+    train_set = train_rows(config.data, functools.partial(open_rows, "train"))
+    eval_sets = eval_rows(config.data, functools.partial(open_rows, "eval"))
     engine = build_engine(task.role(folder))
     check_background(config.checkpoint.background, {"engine.backend": engine})
     directory = RunDirectory(pathlib.Path(config.output_dir))
@@ -172,7 +177,7 @@ def _run(task: Task[Any], command_line: str, console: Console) -> None:
     says = "the run saves and stops at the end of the step at hand" if console.shows else None
     with StopSignal(says) as stop:
         template = tokenizer.chat_template if config.data.chat_template is not None else None
-        evaluation = None if eval_set is None else Evaluation(task, eval_set, engine, directory, console, stop)
+        evaluation = Evaluation(task, eval_sets, engine, directory, console, stop) if eval_sets else None
         trainer = Trainer(
             task, total_steps, source, evaluation, engine, directory, console, stop, Saves(engine.device), template
         )
@@ -199,6 +204,8 @@ def length_of(config: Any, train_set: RowDataset[Any], console: Console) -> int:
     """
     rows, batch = len(train_set), config.train.global_batch_size
     check_batch(batch, batch, rows)
+    if isinstance(train_set, MixedDataset):
+        return length_of_mixture(config, train_set, console)
     if config.train.steps is not None:
         return config.train.steps
     epochs = 1.0 if config.train.epochs is None else config.train.epochs
@@ -291,6 +298,7 @@ def restore(trainer: Trainer, start: Start) -> Progress:
         )
         check_same_model(state["models"].get(key), folder, before=str(before), now=str(now), key=key)
     trainer.source.load_state_dict(state["data"])
+    say_all(trainer.console, trainer.source.take_notes())
     progress = Progress(**state["progress"])
     if not is_own(trainer.directory, start, state["config"], config.checkpoint):
         progress.run_id = engine.on_main(metrics.new_run_id)  # another run's page is not ours to write on
@@ -324,7 +332,7 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
         progress.step += 1
         progress.tokens += batch.denominators["tokens"]
         row = {"train/loss": loss, "train/grad_norm": float(grad_norm), "train/lr": lr, "train/tokens": progress.tokens}
-        row |= trainer.saves.metrics() | trainer.task.means_of(made, ctx)
+        row |= source.metrics | trainer.saves.metrics() | trainer.task.means_of(made, ctx)
         row |= throughput.metrics(batch, step_s=time.perf_counter() - began_s)
         finish_step(trainer, progress, log, row)
 
@@ -370,44 +378,67 @@ def stopped_after(trainer: Trainer, progress: Progress, saved: str | None) -> St
 
 
 class Evaluation:
-    """The loss on data.eval, as often as it is asked for."""
+    """The loss on data.eval, as often as it is asked for. sets: by name, "" where there is one alone."""
 
     def __init__(
         self,
         task: Task[Any],
-        dataset: RowDataset[Any],
+        sets: Mapping[str, RowDataset[Any]],
         engine: BaseEngine,
         directory: RunDirectory,
         console: Console,
         stop: StopSignal,
     ) -> None:
-        self.task, self.dataset, self.engine = task, dataset, engine
+        self.task, self.sets, self.engine = task, sets, engine
         self.directory, self.console, self.stop = directory, console, stop
         self.reported = False
 
-    def batches(self, report: Report | None = None) -> Iterator[Batch]:
-        """Yields the batches of one evaluation. report: of rows left out, is filled on the way."""
-        every = self.task.eval_batches(self.dataset, report)
+    def batches(self, name: str, report: Report | None = None) -> Iterator[Batch]:
+        """Yields the batches of one evaluation on a set. report: of rows left out, is filled on the way."""
+        every = self.task.eval_batches(self.sets[name], report)
         return itertools.islice(every, self.task.config.train.eval_batches)
 
     def read_rows(self) -> None:
         """Reads all that is evaluated on, and raises what is wrong with a row."""
-        for _ in self.batches():
-            pass
+        for name in self.sets:
+            for _ in self.batches(name):
+                pass
 
     def run(self, step: int) -> dict[str, float] | None:
-        """Mean loss after `step`, and the task's other means: the sums of all batches, divided once.
+        """Mean loss after `step`, and the task's other means: the sums of all batches, divided once; of each set, and
+        of all together.
 
         None where a signal came first.
 
         Raises TrainingError where the loss is not finite.
         """
-        engine, task, report = self.engine, self.task, Report()
         self.console.doing("evaluating")
-        means = {"loss": task.denominator, **task.means}
+        means = {"loss": self.task.denominator, **self.task.means}
+        all_sums, all_counts = dict.fromkeys(means, 0.0), dict.fromkeys(means, 0.0)
+        found: dict[str, float] = {}
+        for name in self.sets:
+            measured = self._measure(name, means)
+            if measured is None:
+                return None
+            sums, counts = measured
+            if name:
+                found |= {f"eval/{name}/{mean}": sums[mean] / counts[mean] for mean in means if counts[mean]}
+            for mean in means:
+                all_sums[mean] += sums[mean]
+                all_counts[mean] += counts[mean]
+        self.reported = True
+        found = {f"eval/{mean}": all_sums[mean] / all_counts[mean] for mean in means if all_counts[mean]} | found
+        if not math.isfinite(found["eval/loss"]):
+            good = last_good(self.engine, self.directory, step)
+            raise TrainingError(f"step {step}: the loss on data.eval is {found['eval/loss']}; {good}")
+        return found
+
+    def _measure(self, of: str, means: Mapping[str, str]) -> tuple[dict[str, float], dict[str, float]] | None:
+        """Returns the sums of the means on one set and what they are divided by; None where a signal came first."""
+        engine, task, report = self.engine, self.task, Report()
         sums, counts = dict.fromkeys(means, 0.0), dict.fromkeys(means, 0.0)
         tokens = 0.0
-        for batch in self.batches(report):
+        for batch in self.batches(of, report):
             if any(engine.max_over_ranks(self.stop.requested)):
                 return None
             made, ctx = task.prepare(engine, batch)
@@ -419,15 +450,10 @@ class Evaluation:
                 sums[name] += mean * made.denominators[means[name]]
                 counts[name] += made.denominators[means[name]]
             tokens += made.denominators["tokens"]
-            self.console.detail(f"{tokens:,.0f} tokens")
+            self.console.detail(f"{of} {tokens:,.0f} tokens".lstrip())
         if not self.reported:
-            say_left_out(self.console, "eval", report.counts, report.notes)
-        self.reported = True
-        found = {f"eval/{name}": sums[name] / counts[name] for name in means if counts[name]}
-        if not math.isfinite(found["eval/loss"]):
-            good = last_good(engine, self.directory, step)
-            raise TrainingError(f"step {step}: the loss on data.eval is {found['eval/loss']}; {good}")
-        return found
+            say_left_out(self.console, f"eval.{of}".rstrip("."), report.counts, report.notes)
+        return sums, counts
 
 
 def save(trainer: Trainer, progress: Progress, *, in_background: bool = False) -> str:

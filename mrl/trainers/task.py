@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import copy
+import dataclasses
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -41,6 +43,12 @@ class Task(abc.ABC, Generic[C]):
 
     def __init__(self, config: C) -> None:
         self.config = config
+
+    def of_data(self, data: Any) -> Self:
+        """Returns the same task on another section `data`."""
+        made = copy.copy(self)
+        made.config = dataclasses.replace(self.config, data=data)  # type: ignore[type-var]
+        return made
 
     @abc.abstractmethod
     def role(self, folder: str) -> RoleConfig:

@@ -22,7 +22,7 @@ import time
 import traceback
 import typing
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -31,7 +31,7 @@ from click.testing import CliRunner
 from mrl.cli import main as mrl
 from mrl.config.command import roots
 from mrl.config.dpo import PreferenceDataConfig
-from mrl.config.keys import Key, walk
+from mrl.config.keys import Key, types_of, walk
 from mrl.config.ppo import PromptsConfig
 from mrl.config.rewards import NAMED, FunctionReward
 from mrl.config.schema import DataConfig
@@ -194,7 +194,10 @@ def value_of(rng: random.Random, annotation: Any) -> Any:
         return rng.choice([*args, args[0].upper(), rng.choice(TEXTS)])
     if origin is tuple:
         return [value_of(rng, args[0]) for _ in range(rng.choice([0, 1, 2, 2, 3, 300]))]
-    if origin is dict:
+    if dataclasses.is_dataclass(annotation):
+        fields = list(types_of(annotation).items())
+        return {name: value_of(rng, of) for name, of in [fields[0], *rng.sample(fields, 2)]}
+    if origin in (dict, Mapping):
         return {rng.choice(TEXTS): value_of(rng, args[1]) for _ in range(rng.choice([0, 1, 3]))}
     if args:
         return value_of(rng, rng.choice(args))

@@ -25,10 +25,20 @@ DATA = on_one_backend(
         [(SUMS["data.train"], [0, 1, 2, 3]), (HUNDREDS["data.train"], [100, 101, 102, 103])],
     ),
     Row(
+        "data.train", looks.sorted_rows,
+        [([SUMS["data.train"]], [0, 1, 2, 3]), ([SUMS["data.train"], HUNDREDS["data.train"]], [0, 1, 100, 101])],
+        IN_ORDER, what="sources",
+    ),
+    Row(
+        "data.mix_by", looks.lengths, [(DEFAULT, [[4, 16, 25, 25]]), ("tokens", [[4, 11, 16, 25]])],
+        IN_ORDER | {"data.train": ["{inputs}/uneven.jsonl", "{inputs}/turns.jsonl"]},
+    ),
+    Row(
         "data.eval", looks.all_of(looks.eval_loss_is_train_loss, looks.evaluated_rows),
         [
             (DEFAULT, (None, [])), (SUMS["data.train"], (True, [0, 1, 2, 3])),
             (HUNDREDS["data.train"], (False, [100, 101, 102, 103])), ("{inputs}/saved", (False, [300, 301, 302, 303])),
+            ({"a": SUMS["data.train"], "b": {"path": "{inputs}/saved"}}, (False, [0, 1, 2, 3, 300, 301, 302, 303])),
         ],
         HARDLY,
     ),

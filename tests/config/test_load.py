@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 import typing
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given, settings
@@ -123,6 +124,12 @@ def values_of(annotation, bounds) -> st.SearchStrategy:
         return st.sampled_from(
             [[{"name": "math", "weight": 0.5}], [{"name": "code"}, {"function": "a/b.py:f", "label": "1e5"}]]
         )
+    if origin is Mapping or (origin is tuple and dataclasses.is_dataclass(args[0])):  # sources of rows
+        own = {"columns": {"a": "b"}, "system": "1e5", "chat_template": "null"}
+        kind = args[-1] if origin is Mapping else args[0]
+        source = {"path": "yes"} | {name: value for name, value in own.items() if name in kind.__dataclass_fields__}
+        one, two = (source | ({} if origin is Mapping else {"name": name, "weight": 0.5}) for name in ("1", "2"))
+        return st.sampled_from([{"1": one, "b": "x"}] if origin is Mapping else [["a", "b.jsonl"], [one, two]])
     if origin is tuple and args[-1] is Ellipsis:
         return st.lists(values_of(args[0], bounds), unique=True)
     if origin is tuple:

@@ -173,7 +173,7 @@ def test_moved_data_and_another_batch_size_go_on_at_the_same_row(path, tmp_path)
     assert resumed.rows == row_order(0, 0, 8).tolist()[3:5]
 
 
-@pytest.mark.parametrize("state", [{}, {"version": 2}, {"version": 1, "epoch": 0}])
+@pytest.mark.parametrize("state", [{}, {"version": 3}, {"version": 1, "epoch": 0}])
 def test_a_foreign_state_is_refused(path, state):
     with pytest.raises(CheckpointError, match="not those of this version"):
         make(path).load_state_dict(state)

@@ -130,3 +130,28 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch, inputs):
         monkeypatch.setenv("NO_COLOR", no_colour)
         record._show(config_path="x", overrides=(), rows=1, count=False, evaluation=False, tokens=False)
     assert given == [False, True, False], json.dumps(given)
+
+
+def test_a_mixture_is_shown_in_its_order_with_the_share_of_each_source(inputs):
+    sources = f"[{{path: {inputs}/train.jsonl, weight: 3}}, {{path: {inputs}/eval.jsonl, weight: 1}}]"
+    lines = show(inputs, "sft", "--rows", "8", f"data.train={sources}", "train.steps=null")
+    assert lines[0] == "data.train: train, eval: 17 rows"
+    places = [
+        line.split(":")[0] for line in lines if re.match(r"(train|eval): \w+.jsonl:\d+: \d+ tokens, \d train$", line)
+    ]
+    assert places == ["train", "eval", "train", "train"] * 2
+    assert any(
+        re.match(r"  train: 13 rows, 13 sequences, .*; 76.5 % of the rows, \d\d.\d % of the tokens", x) for x in lines
+    )
+    lines = show(inputs, "sft", "--rows", "0", "--count", f"data.train={sources}", "train.steps=null")
+    assert [line.split(",")[0] for line in lines if line.startswith("  train:") or line.startswith("  eval:")] == [
+        "  train: 10 rows", "  eval: 7 rows",
+    ]  # fmt: skip
+    assert lines[-1] == "length: 5 steps of 4 rows, mixed from 17"
+    sets = f"data.eval={{one: {inputs}/eval.jsonl, two: {{path: {inputs}/train.jsonl, loss_on: all}}}}"
+    lines = show(inputs, "sft", "--rows", "0", "--eval", sets)
+    heads = [line for line in lines if line.startswith("data.eval")]
+    assert heads == [
+        f"data.eval.{n}: {f}.jsonl: {k} rows of the format messages"
+        for n, f, k in (("one", "eval", 7), ("two", "train", 10))
+    ]

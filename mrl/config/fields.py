@@ -1,0 +1,48 @@
+"""What a key of the schema is declared with: its default, meaning and bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+REQUIRED: Any = dataclasses.MISSING
+
+MOST_WAYS = 2**16
+"""Ranks that one degree of parallelism may have, and ranks of an adapter: more than any machine or matrix has."""
+
+MOST_SEQUENCES = 10**7
+"""Sequences of a batch: what a run holds of it on the host would take hundreds of gigabytes with more."""
+
+MOST_SECONDS = 1e6
+"""Longest wait, some eleven days: the system calls that wait take milliseconds as a 32-bit number."""
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    parse: Callable[[Any, str], Any] | None = None,
+    may_change: bool | frozenset[str] = False,
+    moves: bool = False,
+) -> Any:
+    """Returns a config key with its default (REQUIRED for none), meaning, and numeric bounds (`above` is exclusive; one
+    that states none has those of `mrl.config.keys.MOST`).
+
+    parse: what reads a section that dataclasses alone do not describe: `(plain data, dotted path) -> section`.
+    may_change: a run that is resumed may have another value, of a section in all of its keys: model and data stay the
+    same. Of a mapping: the names whose entries may be others.
+    moves: it may name another place, and the run compares what lies there with what the checkpoint was trained on.
+    """
+    metadata = {
+        "help": help, "minimum": minimum, "above": above, "maximum": maximum, "parse": parse,
+        "may_change": may_change or moves, "moves": moves,
+    }  # fmt: skip
+    if default is REQUIRED:
+        return dataclasses.field(metadata=metadata)
+    if isinstance(default, type):  # a nested section
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)

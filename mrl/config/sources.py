@@ -1,0 +1,165 @@
+"""The sources that rows come from, where `data.train` is a list of them and `data.eval` a mapping.
+
+    data:
+      train:
+        - {path: math.jsonl, weight: 0.7, epochs: 3}
+        - {path: openai/gsm8k:main, weight: 0.3, columns: {question: prompt, answer: completion}}
+      eval: {math: math-test.jsonl, gsm8k: {path: openai/gsm8k:main, columns: {question: prompt, answer: completion}}}
+
+What a source leaves out is as `data` has it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+from mrl.config.build import build_section, checked_text
+from mrl.config.fields import REQUIRED, key
+from mrl.config.keys import kind
+from mrl.errors import ConfigError
+
+Role = Literal["system", "developer", "user", "assistant", "tool", "function", "ipython"]
+LossOn = Literal["assistant", "last", "all"] | tuple[Role, ...]
+"""What trains of a conversation."""
+
+FORMS = ".jsonl[.gz|.zst], .parquet, a folder or glob of them, a saved `datasets` folder, or a hub id"
+NAME = r"[\w.-]+"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """Rows at one path, and how they are read; null is as `data` has it."""
+
+    path: str = key(REQUIRED, FORMS)
+    columns: dict[str, str] | None = key(None, "rename fields before a row is read")
+    chat_template: str | None = key(None, "file with a Jinja chat template")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Share(Source):
+    """Rows at one path, and their share of a mixture."""
+
+    name: str | None = key(None, "its name in metrics and messages; default the last part of its path")
+    weight: float | None = key(
+        None, "its share of the mixture is weight over the sum of weights; null for all is their numbers of rows",
+        above=0,
+    )  # fmt: skip
+    epochs: float | None = key(
+        None, "passes over its rows, after which the others go on without it", above=0, maximum=1e6
+    )
+    split: str | None = key(None, "split of a `datasets` folder or hub id")
+
+    @property
+    def title(self) -> str:
+        """Its name, made of the path where none is given: "" where none can be made."""
+        if self.name is not None:
+            return self.name
+        last = os.path.basename(self.path.rstrip("/"))
+        for suffix in (".gz", ".zst", ".jsonl", ".json", ".parquet"):
+            last = last.removesuffix(suffix)
+        return re.sub(r"[^\w.-]+", "_", last) if re.search(r"\w", last) else ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SFTSource(Source):
+    """A source of `mrl sft`."""
+
+    format: Literal["auto", "messages", "prompt_completion", "alpaca", "text", "tokenized"] | None = key(
+        None, "form of a row"
+    )
+    loss_on: LossOn | None = key(None, "tokens that train")
+    system: str | None = key(None, "text of a system message before conversations that have none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceSource(Source):
+    """A source of `mrl dpo`."""
+
+    format: Literal["auto", "preference", "unpaired"] | None = key(None, "form of a row")
+    system: str | None = key(None, "text of a system message before conversations that have none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SFTShare(SFTSource, Share):
+    """A source of data.train of `mrl sft`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceShare(PreferenceSource, Share):
+    """A source of data.train of `mrl dpo`."""
+
+
+S = TypeVar("S", bound=Share)
+E = TypeVar("E", bound=Source)
+
+
+def train_of(of: type[S]) -> Callable[[Any, str], str | tuple[S, ...]]:
+    """Returns what reads data.train, whose sources are of the class `of`."""
+
+    def parse(raw: Any, path: str) -> str | tuple[S, ...]:
+        if isinstance(raw, str):
+            return checked_text(raw, path)
+        if raw is None:
+            why, fix = "is missing and has no default", f"give text, or a list of sources (training rows: {FORMS})"
+            raise ConfigError(path, why=why, fix=fix)
+        if not isinstance(raw, list | tuple):
+            quote = " (quote it to make it text)" if isinstance(raw, bool | int | float) else ""
+            fix = "give text, or a list of sources, as in [{path: a.jsonl, weight: 0.7}, {path: b.jsonl, weight: 0.3}]"
+            raise ConfigError(path, raw, f"is {kind(raw)}{quote}", fix)
+        if not raw:
+            raise ConfigError(path, [], "names no source", "give a path, or a list of sources")
+        sources = tuple(_source(of, entry, f"{path}[{i}]") for i, entry in enumerate(raw))
+        _check_shares(sources, path)
+        return sources
+
+    return parse
+
+
+def eval_of(of: type[E]) -> Callable[[Any, str], str | dict[str, E] | None]:
+    """Returns what reads data.eval, whose sources are of the class `of`."""
+
+    def parse(raw: Any, path: str) -> str | dict[str, E] | None:
+        if raw is None or isinstance(raw, str):
+            return raw if raw is None else checked_text(raw, path)
+        if not isinstance(raw, Mapping) or not raw:
+            quote = " (quote it to make it text)" if isinstance(raw, bool | int | float) else ""
+            what = "names no source" if isinstance(raw, Mapping) else f"is {kind(raw)}{quote}"
+            fix = "give text, a mapping of names to sources, as in {math: math.jsonl}, or null"
+            raise ConfigError(path, raw, what, fix)
+        for name in raw:
+            _check_name(name, path)
+        return {name: _source(of, entry, f"{path}.{name}") for name, entry in raw.items()}
+
+    return parse
+
+
+def _source(of: type[E], raw: Any, path: str) -> E:
+    source: E = build_section(of, {"path": raw} if isinstance(raw, str) else raw, path, of)
+    if getattr(source, "loss_on", None) == ():
+        raise ConfigError(f"{path}.loss_on", [], "names no role", "give roles, as in [assistant, tool], or all")
+    return source
+
+
+def _check_name(name: Any, path: str) -> None:
+    if not isinstance(name, str) or not re.fullmatch(NAME, name):
+        raise ConfigError(path, name, "is no name for metrics", "give letters, digits, _, - and . alone")
+
+
+def _check_shares(sources: tuple[S, ...], path: str) -> None:
+    """Names that tell sources apart, and weights for all of them or none."""
+    titles = [source.title for source in sources]
+    for i, (source, title) in enumerate(zip(sources, titles, strict=True)):
+        if not title:
+            why = f"is missing, and none can be made of path {source.path!r}"
+            raise ConfigError(f"{path}[{i}].name", why=why, fix="give one, as in name: math")
+        _check_name(title, f"{path}[{i}].name")
+        if title in titles[:i]:
+            raise ConfigError(f"{path}[{i}].name", title, "is taken", "give each source a name of its own")
+        if (source.weight is None) != (sources[0].weight is None):
+            lacks = i if source.weight is None else 0
+            why = "is missing, and another source has one"
+            raise ConfigError(f"{path}[{lacks}].weight", why=why, fix="give a weight to all sources, or to none")

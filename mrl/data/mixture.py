@@ -1,0 +1,232 @@
+"""Rows of several sources, mixed by their weights: which source the next row is of, and which row of it.
+
+Every source has an order of its own, epoch after epoch, a function of (seed, its name, epoch). The next row is of the
+source that is furthest behind its share: with `W` the sum of weights, source `i` is due `w_i / W` of what the sources
+have given, and what it has given is behind that by
+
+    due_i = w_i / W * (given_1 + ... + given_n) - given_i
+
+The source with the largest `due` gives the next row that can be used, the first of equals. So no source is ever a whole
+row ahead of its share (`due_i > -1`), or, where shares are of tokens, ahead by more than its last row. The integers
+that this is computed with, and how far each source has been read, are the position that a checkpoint holds: the mixture
+is a function of the seed and of the number of rows that were taken.
+
+A source whose `epochs` are over gives no more: shares of the others count anew from there. They do so, too, where a
+resumed run has other weights or sources.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from mrl.config.sources import Share, Source
+from mrl.data.dataset import Loaded, Rejected, RowDataset
+from mrl.errors import DataError
+
+T = TypeVar("T", bound=Loaded)
+D = TypeVar("D", bound=Any)
+
+BEFORE = ("columns", "chat_template", "format", "loss_on", "system", "split")
+"""Keys of a source that say what its rows become."""
+
+
+def with_source(data: D, source: Source, part: Literal["train", "eval"]) -> D:
+    """Returns a section `data` on the rows of one source alone."""
+    own = {name: getattr(source, name) for name in BEFORE if getattr(source, name, None) is not None}
+    return dataclasses.replace(data, **{part: source.path}, **own)
+
+
+def train_rows(data: Any, make: Callable[[Any], RowDataset[T]]) -> RowDataset[T]:
+    """Returns the rows of data.train. make: opens those of a section `data` with one path."""
+    if isinstance(data.train, str):
+        return make(data)
+    return MixedDataset(data, [make(with_source(data, source, "train")) for source in data.train])
+
+
+def eval_rows(data: Any, make: Callable[[Any], RowDataset[T]]) -> dict[str, RowDataset[T]]:
+    """Returns the rows of data.eval by name, "" where it is one path; {} where it is null. make: as `train_rows`."""
+    if data.eval is None:
+        return {}
+    if isinstance(data.eval, str):
+        return {"": make(data)}
+    return {name: make(with_source(data, source, "eval")) for name, source in data.eval.items()}
+
+
+class MixedDataset(RowDataset[T]):
+    """The rows of several sources, one source after the other; `RowStream` mixes them.
+
+    sources: as `data.train` lists them, in its order.
+    """
+
+    config: Any  # a DataConfig or PreferenceDataConfig
+
+    def __init__(self, data: Any, sources: Sequence[RowDataset[T]]) -> None:
+        self.config, self.part, self.vocab_size = data, "train", sources[0].vocab_size
+        self.shares: tuple[Share, ...] = data.train
+        self.sources = list(sources)
+        self.starts = [0, *np.cumsum([len(source) for source in sources]).tolist()]
+        self.path = ", ".join(share.title for share in self.shares)
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def find(self, index: int) -> tuple[int, int]:
+        """Returns the number of the source that row `index` is of, and its index there."""
+        number = bisect.bisect_right(self.starts, index) - 1
+        return number, index - self.starts[number]
+
+    def where(self, index: int) -> str:
+        number, row = self.find(index)
+        return self.sources[number].where(row)
+
+    def fingerprint(self) -> list[dict[str, Any]]:
+        return [file for source in self.sources for file in source.fingerprint()]
+
+    def load(self, index: int) -> T | Rejected:
+        number, row = self.find(index)
+        return self.sources[number].load(row)
+
+    def first_row(self) -> tuple[dict[str, Any], str]:
+        return self.sources[0].first_row()
+
+    def _begin(self, tokenizer: Any) -> None:
+        raise AssertionError("each source has begun")
+
+    def _make(self, index: int, row: dict[str, Any]) -> T | Rejected:
+        raise AssertionError("each source makes its rows")
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """How far a source has been read (`position` rows of `epoch` are used up), and what it has given."""
+
+    epoch: int = 0
+    position: int = 0
+    rows: int = 0
+    tokens: int = 0
+    given: int = 0  # rows or tokens, since shares count
+
+
+class Mixer:
+    """Chooses rows of a `MixedDataset`; see the module. `read` is how far each source has been read."""
+
+    def __init__(self, dataset: MixedDataset[Any], order: Callable[[str, int, int], np.ndarray]) -> None:
+        """order: (name, epoch, number of rows) -> row indices of a source."""
+        self.dataset, self._order = dataset, order
+        self.by_tokens = dataset.config.mix_by == "tokens"
+        weights = [
+            Fraction(len(source)) if share.weight is None else Fraction(str(share.weight))
+            for share, source in zip(dataset.shares, dataset.sources, strict=True)
+        ]
+        scale = math.lcm(*(weight.denominator for weight in weights))
+        self.weights = [int(weight * scale) for weight in weights]
+        self.last = [
+            None if share.epochs is None else math.floor(Fraction(str(share.epochs)) * len(source))
+            for share, source in zip(dataset.shares, dataset.sources, strict=True)
+        ]
+        for share, source, last in zip(dataset.shares, dataset.sources, self.last, strict=True):
+            if last == 0:
+                why = f"is {share.epochs:g}, which of its {len(source)} rows is none"
+                raise DataError(f"data.train, source {share.title}, epochs", why=why, fix="give more, or leave it out")
+        self._cached: dict[int, tuple[int, np.ndarray]] = {}
+
+    def is_over(self, number: int, read: Read) -> bool:
+        """Returns whether the passes that a source may make are made."""
+        last = self.last[number]
+        return last is not None and read.epoch * len(self.dataset.sources[number]) + read.position >= last
+
+    def choose(self, reads: Sequence[Read]) -> int:
+        """Returns the number of the source that the next row is of. Raises DataError where all are over."""
+        open_ = [i for i, read in enumerate(reads) if not self.is_over(i, read)]
+        if not open_:
+            raise DataError(
+                "data.train", why="every source has given the passes over its rows that its epochs allow",
+                fix="lower train.steps or train.epochs, or raise epochs of a source",
+            )  # fmt: skip
+        given, weight = sum(reads[i].given for i in open_), sum(self.weights[i] for i in open_)
+        return max(open_, key=lambda i: (self.weights[i] * given - weight * reads[i].given, -i))
+
+    def row(self, number: int, read: Read) -> int:
+        """Returns the index, among the rows of all sources, of the next row of source `number`."""
+        cached = self._cached.get(number)
+        if cached is None or cached[0] != read.epoch:
+            size = len(self.dataset.sources[number])
+            cached = (read.epoch, self._order(self.dataset.shares[number].title, read.epoch, size))
+            self._cached[number] = cached
+        return self.dataset.starts[number] + int(cached[1][read.position])
+
+    def after(self, reads: list[Read], number: int, item: Any | None) -> None:
+        """Counts a row of source `number` that was read, in `reads`. item: what it became; None where left out."""
+        read = reads[number]
+        size = len(self.dataset.sources[number])
+        epoch, position = (read.epoch, read.position + 1) if read.position + 1 < size else (read.epoch + 1, 0)
+        rows, tokens = 0, 0
+        if item is not None:
+            rows, tokens = 1, self.dataset.sources[number].tokens_of(item)
+        reads[number] = Read(
+            epoch, position, read.rows + rows, read.tokens + tokens, read.given + (tokens if self.by_tokens else rows)
+        )
+        if self.is_over(number, reads[number]):
+            reads[:] = [dataclasses.replace(one, given=0) for one in reads]
+
+    def settings(self, number: int) -> dict[str, Any]:
+        """Returns what the rows of a source become tokens by, as plain data."""
+        config = self.dataset.sources[number].config
+        found = {name: getattr(config, name) for name in BEFORE if hasattr(config, name)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Returns the seed of the order of a source: other than that of its neighbours, wherever it stands in the list."""
+    return (seed + int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")) % 2**64
+
+
+def usable_by_source(dataset: MixedDataset[Any], is_usable: Sequence[bool], order: Any) -> list[tuple[int, int | None]]:
+    """Returns of each source its rows that can be used, and how many its epochs let the run have; None for no bound.
+
+    is_usable: of every row. order: as `Mixer` takes it.
+    """
+    mixer, found = Mixer(dataset, order), []
+    for number, (source, share) in enumerate(zip(dataset.sources, dataset.shares, strict=True)):
+        flags = np.asarray(is_usable[dataset.starts[number] : dataset.starts[number + 1]], dtype=bool)
+        last = mixer.last[number]
+        most = None
+        if last is not None:
+            epochs, rest = divmod(last, len(source))
+            most = epochs * int(flags.sum()) + int(flags[order(share.title, epochs, len(source))[:rest]].sum())
+        found.append((int(flags.sum()), most))
+    return found
+
+
+def differences(
+    saved: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
+) -> list[str]:  # fmt: skip
+    """Returns in words what a resumed run mixes otherwise, from the entries of `sources` of two states; [] for
+    nothing."""
+    before = {entry["name"]: entry for entry in saved}
+    names = {entry["name"] for entry in now}
+    words = [
+        f"{entry['name']} is new and begins with its first row"
+        for entry in now if entry["name"] not in before
+    ] + [
+        f"{name} is no longer there, of which {entry['rows']:,} rows were used"
+        for name, entry in before.items() if name not in names
+    ]  # fmt: skip
+    for entry in now:
+        old = before.get(entry["name"], entry)
+        for what in ("weight", "epochs"):
+            if old[what] != entry[what]:
+                words.append(f"{what} of {entry['name']} was {_shown(old[what])} and is {_shown(entry[what])}")
+    return words
+
+
+def _shown(value: float | None) -> str:
+    return "null" if value is None else f"{value:g}"

@@ -1,0 +1,120 @@
+"""Training on a mixture of sources: one order on every layout, resumed bitwise, and a loss for each set of data.eval."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from mrl.metric_names import is_metric
+from mrl.metrics import read
+from tests.engine.harness import run_case
+from tests.trainers import tiny_runs
+
+CASE = "tests.trainers.cases:train"
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def data(inputs, tmp_path_factory) -> dict[str, Any]:
+    """A section `data` of three sources in two forms, and two sets of evaluation rows."""
+    folder = tmp_path_factory.mktemp("sources")
+    pairs = [{"q": f"{i}+{i}=", "a": str(2 * i)} for i in range(5)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    pairs_source = {"path": str(folder / "pairs.jsonl"), "columns": {"q": "prompt", "a": "completion"}}
+    return {
+        "train": [
+            {"path": str(inputs / "train.jsonl"), "weight": 0.5}, {**pairs_source, "weight": 0.3, "epochs": 1},
+            {"path": str(inputs / "eval.jsonl"), "weight": 0.2, "loss_on": ["user", "assistant"], "name": "more"},
+        ],
+        "eval": {"sums": str(inputs / "eval.jsonl"), "pairs": pairs_source},
+        "max_length": 64,
+    }  # fmt: skip
+
+
+def config_of(inputs: pathlib.Path, place: pathlib.Path, data: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    config = tiny_runs.make_config(
+        inputs, place, train={"steps": STEPS, "eval_every": 3}, checkpoint={"export_hf": False}, **changes
+    )
+    return config | {"data": data}
+
+
+def run(world: int, config: dict, **details: Any) -> tuple[str, str, str]:
+    return run_case(world, CASE, config=config, **details)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_mixture_is_resumed_bitwise_and_one_on_every_number_of_replicas(inputs, data, tmp_path, world):
+    assert run(world, config_of(inputs, tmp_path / "live", data))[:2] == ("done", "")
+    stopped = config_of(inputs, tmp_path / "stopped", data)
+    assert run(world, stopped, happening="signals", step=4)[0] == "stopped"
+    assert run(world, stopped)[:2] == ("done", "")
+    live = tiny_runs.steps(tmp_path / "live")
+    assert live == tiny_runs.steps(tmp_path / "stopped")
+    last = live[-1]
+    given = {name: last[f"data/{name}/rows"] for name in ("train", "pairs", "more")}
+    assert sum(given.values()) == STEPS * tiny_runs.BATCH and given["pairs"] == 5 == 5 * last["data/pairs/epochs"]
+    assert all(is_metric(name) for name in last)
+    if world == 2:
+        assert run(1, config_of(inputs, tmp_path / "alone", data))[:2] == ("done", "")
+        for ours, theirs in zip(live, tiny_runs.steps(tmp_path / "alone"), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4)
+            assert all(ours[name] == theirs[name] for name in ours if name.startswith(("data/", "train/tokens")))
+
+
+def test_a_set_of_evaluation_rows_has_the_loss_that_it_has_alone(inputs, data, tmp_path):
+    def losses(name: str, evaluation: Any, **keys: Any) -> dict[str, float]:
+        config = config_of(inputs, tmp_path / name, {**data, "eval": evaluation, **keys}, optimizer={"lr": 1e-30})
+        assert run(1, config)[:2] == ("done", "")
+        return {
+            key: value for key, value in read(tmp_path / name / "metrics.jsonl")[-1].items() if key.startswith("eval/")
+        }
+
+    both = losses("both", data["eval"])
+    assert both.keys() == {"eval/loss", "eval/sums/loss", "eval/pairs/loss"}
+    assert losses("sums", data["eval"]["sums"]) == {"eval/loss": both["eval/sums/loss"]}
+    plain = data | {"train": data["train"][1]["path"]}
+    alone = {"path": data["eval"]["pairs"]["path"], "columns": data["eval"]["pairs"]["columns"]}
+    config = config_of(inputs, tmp_path / "pairs", plain | {"eval": alone["path"], "columns": alone["columns"]},
+                       optimizer={"lr": 1e-30})  # fmt: skip
+    assert run(1, config)[:2] == ("done", "")
+    pairs_loss = read(tmp_path / "pairs" / "metrics.jsonl")[-1]["eval/loss"]
+    assert both["eval/pairs/loss"] == pytest.approx(pairs_loss, rel=1e-6)
+    low, high = sorted((both["eval/sums/loss"], both["eval/pairs/loss"]))
+    assert low < both["eval/loss"] < high
+
+
+def test_what_a_resume_may_change_of_the_sources(inputs, data, tmp_path):
+    config = config_of(inputs, tmp_path / "run", {**data, "eval": None})
+    config["train"] = {"steps": 3, "global_batch_size": tiny_runs.BATCH}
+    assert run(1, config)[:2] == ("done", "")
+    longer = config | {"train": config["train"] | {"steps": 5}}
+    heavier = [data["train"][0] | {"weight": 2.0}, *data["train"][1:]]
+    kind, message, said = run(1, longer | {"data": {**data, "eval": None, "train": heavier}})
+    assert (kind, message) == ("done", "")
+    assert "data.train: weight of train was 0.5 and is 2: shares count from here" in said
+    assert "changed since the checkpoint: data.train: [3 entries] at the save, [3 entries] now" in said
+    last = config | {"train": config["train"] | {"steps": 7}}
+    for train, says in (
+        (data["train"][0]["path"], "data.train: is one path and was a list of sources"),
+        ([data["train"][0] | {"system": "x"}], 'data.train, source train, system: is "x" and was null'),
+    ):
+        kind, message, _ = run(1, last | {"data": {**data, "eval": None, "train": train}})
+        assert kind == "CheckpointError" and message.startswith(says), message
+
+
+def test_a_run_as_long_as_the_epochs_of_its_sources(inputs, data, tmp_path):
+    shares = [{"path": str(inputs / "train.jsonl"), "epochs": 2}, {"path": str(inputs / "eval.jsonl"), "epochs": 1}]
+    config = config_of(inputs, tmp_path / "run", {"train": shares, "max_length": 64})
+    config["train"] = {"global_batch_size": tiny_runs.BATCH}
+    kind, _, said = run(1, config)
+    assert kind == "done" and "data.train: 17 rows can be used, which makes the 6 steps that the epochs of" in said
+    last = tiny_runs.steps(tmp_path / "run")[-1]
+    assert (last["step"], last["data/train/rows"] + last["data/eval/rows"]) == (6, 24)
+    for keys, says in (({"steps": 7}, "train.steps: value 7 takes 28 rows"), ({"epochs": 2}, "train.epochs: value 2")):
+        config = config | {"output_dir": str(tmp_path / "long"), "train": {"global_batch_size": 4, **keys}}
+        kind, message, _ = run(1, config)
+        assert kind == "ConfigError" and message.startswith(says), message
+        assert "the sources of data.train have 27 within their epochs; give at most 6 steps" in message
