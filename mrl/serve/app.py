@@ -13,6 +13,7 @@ import functools
 import hmac
 import json
 import logging
+import resource
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -34,6 +35,8 @@ HOLD_S = 25.0
 
 BUSY_S = 1
 """Seconds after which a client that found no room is to come again."""
+
+MOST_FILES = 65536
 
 Handler = Callable[["Asked"], Awaitable[Response]]
 
@@ -69,7 +72,7 @@ class Door:
             return Asked(request, b"")
         if self.key is None:
             # a web page of any site can reach a server on loopback, also by a name that it has made lead here
-            if "origin" in request.headers or not is_loopback(request.url.hostname or ""):
+            if "origin" in request.headers or not is_loopback(_host_of(request)):
                 raise Refused(403, "a browser may not ask: set MRL_SERVE_KEY and send it")
         elif not hmac.compare_digest(_key_of(request).encode(), self.key.encode()):
             raise Refused(401, "the key is not this server's: set TINKER_API_KEY to its MRL_SERVE_KEY")
@@ -89,6 +92,14 @@ class Door:
             if size > self.most_bytes:
                 raise Refused(413, limit)
         return b"".join(parts)
+
+
+def _host_of(request: Request) -> str:
+    """Returns what a client calls this machine; nothing where that is no name."""
+    try:
+        return request.url.hostname or ""
+    except ValueError:
+        return ""
 
 
 def _key_of(request: Request) -> str:
@@ -180,6 +191,15 @@ def listening(host: str, port: int) -> socket.socket:
     return made
 
 
+def take_more_connections() -> None:
+    """Lets this process have MOST_FILES open, where it may: a client has a connection for each of up to 2,000 samples,
+    and many systems begin with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 class HTTPServer:
     """The server on a thread of its own."""
 
@@ -201,6 +221,7 @@ class HTTPServer:
 
     def start(self) -> None:
         """Begins to answer."""
+        take_more_connections()
         self.thread.start()
 
     def stop(self) -> None:

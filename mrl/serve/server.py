@@ -264,6 +264,8 @@ def lead(server: Server, models: Models, stop: StopSignal) -> None:
     while not stop.requested:
         turn = server.desk.take(LOOK_S)
         now = time.monotonic()
+        if not server.http.thread.is_alive():  # nobody would hear of it otherwise
+            raise RuntimeError("the thread that listens has ended")
         server.ledger.clear()
         if turn is not None:
             do_turn(server, models, turn)
@@ -318,7 +320,7 @@ def resume(server: Server, models: Models) -> str:
     state = json.loads((folder / "desk.json").read_text(encoding="utf-8"))
     together(models, ops.Resume(str(folder)))
     server.desk.restore(state["desk"])
-    server.training.lost = {model: dict(passes) for model, passes in state["lost"].items()}
+    server.training.lost = {model: dict(passes) for model, passes in state.get("lost", {}).items()}
     here = server.training.back(models.waiting, models.snapshots)
     os.rename(folder, f"{folder}.partial")  # at once: half of it would be nothing to go on with
     shutil.rmtree(f"{folder}.partial")

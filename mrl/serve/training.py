@@ -196,6 +196,7 @@ class Training:
             raise UserError("model_id", id, "is no model of this server", "create one")
         if not self.desk.has(id):
             raise self._lost(id)
+        self.ledger.models[id].asked_at = time.time()
         return self.ledger.models[id]
 
     def _lost(self, id: str) -> UserError:

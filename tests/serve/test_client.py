@@ -173,11 +173,27 @@ def test_a_snapshot_stays_as_it_was(server):
 def test_sampling_options(server, model):
     sampler, prompt = server.client().create_sampling_client(base_model=model), types.ModelInput.from_ints([5, 6, 7])
     greedy = types.SamplingParams(max_tokens=12, temperature=0.0, stop=[])
-    [one] = sampler.sample(prompt, 1, greedy, include_prompt_logprobs=True, topk_prompt_logprobs=2).result().sequences
+    asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
+    found = sampler.sample(prompt, 1, greedy, **asked).result()
+    [one] = found.sequences
     assert len(one.tokens) == 12 and one.stop_reason == "length"
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     expected = hf.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, 3:]
     assert list(one.tokens) == expected.tolist()
+    with torch.no_grad():
+        log_p = hf(torch.tensor([[5, 6, 7, *one.tokens]])).logits[0].log_softmax(-1)
+    of_tokens = log_p[:-1].gather(1, torch.tensor([6, 7, *one.tokens])[:, None])[:, 0].tolist()
+    assert found.prompt_logprobs[0] is None and found.topk_prompt_logprobs[0] is None
+    assert found.prompt_logprobs[1:] == pytest.approx(of_tokens[:2], abs=1e-5)
+    assert list(one.logprobs) == pytest.approx(of_tokens[2:], abs=1e-5)
+    for i, top in enumerate(found.topk_prompt_logprobs[1:]):
+        values, ids = log_p[i].topk(2)
+        assert [id for id, _ in top] == ids.tolist() and [lp for _, lp in top] == pytest.approx(
+            values.tolist(), abs=1e-5
+        )
+    for narrow in ({"top_k": 1}, {"top_p": 1e-6}):
+        params = types.SamplingParams(max_tokens=12, stop=[], **narrow)
+        assert list(sampler.sample(prompt, 1, params).result().sequences[0].tokens) == expected.tolist()
     stop = types.SamplingParams(max_tokens=12, temperature=0.0, stop=[int(expected[3])])
     [short] = sampler.sample(prompt, 1, stop).result().sequences
     cut = expected.tolist().index(int(expected[3])) + 1
@@ -214,14 +230,42 @@ def test_a_killed_server_goes_on_from_what_was_saved(model, tmp_path):
         client = server.train(seed=9)
         step(client, rows(8))
         path = client.save_state("before").result().path
+        named, unnamed = sampler_of(client, "shown"), client.save_weights_and_get_sampling_client()
+        prompt = types.ModelInput.from_ints([5, 6, 7, 8])
+        scored = named.compute_logprobs(prompt).result()
+        assert unnamed.compute_logprobs(prompt).result() == scored
         expected = step(client, rows(9))
         client.forward_backward(rows(10), "cross_entropy").result()
         server.end(signal.SIGKILL)
         server.start()
         with pytest.raises(Exception, match="is gone: the server was started anew.*go on from tinker://"):
             client.optim_step(ADAM).result()
+        assert named.compute_logprobs(prompt).result() == scored, (
+            "what was saved under a name is sampled from as before"
+        )
+        with pytest.raises(Exception, match="is gone: newer ones took its place, its client ended, or the server"):
+            unnamed.compute_logprobs(prompt).result()
         went_on = server.client().create_training_client_from_state_with_optimizer(path)
         assert step(went_on, rows(9)) == expected
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("before", "after"), [("one", "tp2"), ("pp2", "one"), ("dp2", "pp2")])
+def test_a_save_goes_on_in_another_layout(model, tmp_path, before, after):
+    """The optimizer goes with it: the third step is that of the first layout, to fp32's rounding."""
+    nproc, overrides = LAYOUTS[before]
+    with serving(tmp_path, model, *overrides, nproc=nproc) as server:
+        client = server.train(seed=9)
+        for s in (1, 2):
+            step(client, rows(s))
+        path = client.save_state("before").result().path
+        expected = step(client, rows(3))
+        server.end(signal.SIGKILL)
+        server.nproc, overrides = LAYOUTS[after]
+        server.overrides = list(overrides)
+        server.start()
+        went_on = server.client().create_training_client_from_state_with_optimizer(path)
+        assert step(went_on, rows(3)) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -356,6 +400,9 @@ def test_records_and_archives(server):
     assert id in [one.training_run_id for one in rest.list_training_runs(limit=100).result().training_runs]
     found = {one.checkpoint_id: one for one in rest.list_checkpoints(id).result().checkpoints}
     assert found.keys() == {"weights/kept", "sampler_weights/shown"}
+    rest.set_checkpoint_ttl_from_tinker_path(f"tinker://{id}/sampler_weights/shown", 3600).result()
+    left = (rest.list_checkpoints(id).result().checkpoints[1].expires_at - found["weights/kept"].time).total_seconds()
+    assert 3500 < left < 7200 and rest.list_checkpoints(id).result().checkpoints[0].expires_at is None
     rest.delete_checkpoint(id, "weights/kept").result()
     assert [one.checkpoint_id for one in rest.list_checkpoints(id).result().checkpoints] == ["sampler_weights/shown"]
     with pytest.raises(Exception, match="is not saved on this server"):

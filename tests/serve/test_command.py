@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import shlex
 import signal
 import socket
@@ -19,6 +20,7 @@ from mrl.config.load import from_dict
 from mrl.config.serve import ServeConfig
 from mrl.engine.collective import join_processes
 from mrl.errors import ConfigError
+from mrl.serve.app import MOST_FILES, take_more_connections
 from mrl.serve.server import layout_of, reached_at, refuse_other_layout
 from tests.serve.serving import Serving, serving
 
@@ -70,6 +72,17 @@ def test_the_address_that_clients_are_told():
     here = socket.gethostname()
     told = {"127.0.0.1": "127.0.0.1", "0.0.0.0": here, "::": here, "::1": "[::1]", "node7": "node7"}
     assert {host: reached_at(host) for host in told} == told
+
+
+def test_more_files_than_many_systems_begin_with():
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        take_more_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, MOST_FILES) if hard > 0 else MOST_FILES, hard)
+        take_more_connections()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
 
 
 def test_what_another_layout_suspended_is_not_gone_on_with(tmp_path):

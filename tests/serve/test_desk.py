@@ -351,3 +351,39 @@ def test_no_more_is_forgotten_than_has_to_be(desk, clock, monkeypatch, most, kep
         else:
             with pytest.raises(Gone):
                 desk.find(promise.id)
+
+
+def test_what_is_sent_together_again_is_done_once(desk):
+    desk.open("a", first=1)
+    promise = desk.put_together("s", "key", "x")
+    assert desk.put_together("s", "key", "x") is promise and taken(desk) == ("s", ["x"]) and taken(desk) is None
+
+
+def test_the_next_start_goes_on_at_the_same_numbers(desk, clock):
+    """With the results that may yet be asked for; no promise of another start is taken for one of its own."""
+    desk.open("a", first=0)
+    promises = [desk.put("a", number, number) for number in (0, 1)]
+    for promise in promises:
+        taken(desk)
+        desk.finish(promise, Result(promise.id.encode(), "x/y"))
+    again = Desk(most_waiting=4, clock=clock)
+    again.restore(json.loads(json.dumps(desk.state())))
+    assert again.put("a", 1, 1).result == promises[1].result
+    later = again.put("a", 2, "next")
+    assert taken(again) == ("a", ["next"]) and later.id not in {promise.id for promise in promises}
+    again.drop("a", UserError("gone"))
+    again.open("b", first=1)
+    again.put("b", 1, "of another")
+    assert taken(again) == ("b", ["of another"])
+
+
+def test_a_result_is_kept_from_when_it_was_there(desk, clock):
+    """However long it was on its way."""
+    desk.open("a", first=1)
+    promise = desk.put("a", 1, "x")
+    taken(desk)
+    clock.now = KEPT_S
+    desk.finish(promise, Result(b"x"))
+    clock.now += 20
+    desk.put("a", 2, "which forgets")
+    assert desk.find(promise.id) is promise

@@ -23,6 +23,7 @@ OPTIMIZER = {
 ADAM = types.AdamParams(
     learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0
 )  # fmt: skip
+REPO = pathlib.Path(__file__).parents[2]
 REWARD = "def score(prompt, completion, row):\n    return float(len(completion) % 5)\n"
 
 
@@ -83,6 +84,52 @@ def test_fine_tuning(layout, full, model, tmp_path):
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.nightly
+def test_grpo_on_the_sums_of_the_example(tmp_path):
+    """examples/arithmetic/grpo.yaml, whose samples the client replays with importance_sampling: all weights train, from the
+    half-trained model that the example makes, and each step is that of `mrl ppo`."""
+    steps, example = 8, REPO / "examples" / "arithmetic"
+    subprocess.run([sys.executable, example / "make_data.py"], cwd=tmp_path, check=True)
+    config = yaml.safe_load((example / "config.yaml").read_text())
+    early = (
+        "output_dir=sft",
+        "engine.parallel.tp=1",
+        "train.steps=175",
+        "optimizer.decay_steps=450",
+        "train.eval_every=null",
+    )
+    run("sft", tmp_path, config, early)
+    config = yaml.safe_load((example / "grpo.yaml").read_text())
+    config["actor"] = {"model": {"path": "sft/hf", "dtype": "float32"}, "optimizer": {**OPTIMIZER, "lr": 3e-4}}
+    config["data"].pop("eval")
+    config |= {"output_dir": "ppo", "train": {"steps": steps, "global_batch_size": 256}, "checkpoint": {}}
+    metrics = run("ppo", tmp_path, config, ("log.samples.every=1",))
+    metrics = [row for row in metrics if "actor/loss" in row]
+    with serving(tmp_path, str(tmp_path / "sft" / "hf"), full=True) as server:
+        client, adam = server.train(), ADAM.model_copy(update={"learning_rate": 3e-4})
+        for step in range(steps):
+            data = of_samples(tmp_path / "ppo" / "samples" / f"step_{step + 1:08d}.jsonl")
+            passed, stepped = client.forward_backward(data, "importance_sampling"), client.optim_step(adam)
+            found = passed.result().metrics["loss:sum"], stepped.result().metrics["grad_norm"]
+            expected = metrics[step]["actor/loss"], metrics[step]["train/grad_norm"]
+            assert found[0] == pytest.approx(expected[0], abs=1e-5), step
+            assert found[1] == pytest.approx(expected[1], rel=1e-3), step  # sampler and trainer round apart by 1e-7
+    rewards = [row["reward/mean"] for row in metrics]
+    assert sum(rewards[-3:]) > sum(rewards[:3]), "it learns"
+
+
+def of_samples(file: pathlib.Path) -> list[types.Datum]:
+    """The samples of a step of `mrl ppo`, with the advantages that they had there."""
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    data = []
+    for one in samples:
+        share = one["advantage"] / sum(one["mask"]) / len(samples)  # a mean over tokens, then over samples
+        log_probs = [m * lp for m, lp in zip(one["mask"], one["log_probs"], strict=True)]
+        advantages = [m * share for m in one["mask"]]
+        data.append(datum(one["tokens"], logprobs=log_probs[1:], advantages=advantages[1:]))
+    return data
+
+
 def test_samples_of_grpo(model, tmp_path):
     """The samples of `mrl ppo`, replayed by the client with importance_sampling."""
     (tmp_path / "prompts.jsonl").write_text(
@@ -105,14 +152,7 @@ def test_samples_of_grpo(model, tmp_path):
     with serving(tmp_path, model) as server:
         client = server.train(rank=RANK, seed=5)
         for step in range(STEPS):
-            lines = (tmp_path / "ppo" / "samples" / f"step_{step + 1:08d}.jsonl").read_text().splitlines()
-            samples = [json.loads(line) for line in lines]
-            data = []
-            for one in samples:
-                share = one["advantage"] / sum(one["mask"]) / len(samples)  # a mean over tokens, then over samples
-                of_token = [m * share for m in one["mask"]]
-                log_probs = [m * lp for m, lp in zip(one["mask"], one["log_probs"], strict=True)]
-                data.append(datum(one["tokens"], logprobs=log_probs[1:], advantages=of_token[1:]))
+            data = of_samples(tmp_path / "ppo" / "samples" / f"step_{step + 1:08d}.jsonl")
             passed, stepped = client.forward_backward(data, "importance_sampling"), client.optim_step(ADAM)
             found = passed.result().metrics["loss:sum"], stepped.result().metrics["grad_norm"]
             expected = metrics[step]["actor/loss"], metrics[step]["train/grad_norm"]

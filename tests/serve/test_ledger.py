@@ -1,7 +1,9 @@
 """What the server remembers from one start to the next."""
 
+import dataclasses
 import errno
 import io
+import time
 
 import pytest
 
@@ -86,6 +88,16 @@ def test_whoever_goes_through_a_mapping_is_not_disturbed(ledger):
         ledger.save(saved("new"))
     for _ in ledger.sessions.items():
         ledger.session("s2")
+    for model in ledger.models.values():
+        ledger.model(dataclasses.replace(model, id="s1:train:1"))
+    assert ledger.models.keys() == {RUN, "s1:train:1"}
+
+
+def test_what_is_kept_from_now_on(ledger):
+    ledger.keep_for(saved("a"), 60)
+    assert 50 < ledger.saved[saved("a").path].expires - time.time() < 70
+    ledger.keep_for(saved("a"), None)
+    assert ledger.saved[saved("a").path].expires is None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 what it was."""
 
 import asyncio
+import dataclasses
 import json
 
 import numpy as np
@@ -13,10 +14,11 @@ from mrl.errors import UserError
 from mrl.serve import datums, messages
 from mrl.serve.app import Asked
 from mrl.serve.datums import Limits
-from mrl.serve.desk import Desk
-from mrl.serve.ledger import Ledger
+from mrl.serve.desk import Busy, Desk
+from mrl.serve.ledger import ENDED, Ledger
 from mrl.serve.models import Models
 from mrl.serve.operations import Kind
+from mrl.serve.requests import Refused
 from mrl.serve.training import Served, Training
 
 MODEL = "s1:train:0"
@@ -183,3 +185,115 @@ def test_adapters_keep_their_alpha(training):
 def test_no_clipping_at_all(training):
     call(training, "optim_step", model_id=MODEL, seq_id=1, adam_params={"grad_clip_norm": 1e12})
     assert done(training).update.clip_grad == 1e12
+
+
+def test_a_forward_that_was_refused_spoils_no_batch(training):
+    call(training, "forward_backward", **passed(1))
+    with pytest.raises(UserError, match="value 12 is no token"):
+        call(training, "forward_backward", **passed(2, wrong=True, forward_only=True))
+    call(training, "optim_step", model_id=MODEL, seq_id=3)
+    done(training, FOUND)
+    assert done(training, {}).model == MODEL
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"lora_config": {"rank": 5}}, "lora_config.rank: value 5 is above the rank 4 of this server"),
+        ({"lora_config": {"rank": 0}}, "rank: value 0 is below 1"),
+        ({"lora_config": {"train_attn": False, "train_mlp": False}}, "trains neither attention nor MLP"),
+        ({"base_model": "other"}, 'base_model: value "other" is not served here; give base'),
+        ({"optimizer_config": {"type": "muon"}}, 'optimizer_config.type: value "muon" is not known here'),
+        ({"session_id": "s9"}, 'session_id: value "s9" is no session'),
+    ],
+)  # fmt: skip
+def test_models_that_are_not_made(training, body, says):
+    with pytest.raises(UserError, match=says):
+        call(training, "create_model", **{"session_id": "s1", "model_seq_id": 1, **body})
+    assert done(training) is None
+
+
+def test_no_more_models_than_are_held(training):
+    """One that is not made yet counts; where one is about to be let go, the client is to come again."""
+    assert training.ledger.models[MODEL].here
+    call(training, "create_model", session_id="s1", model_seq_id=1, lora_config={"rank": 4})
+    with pytest.raises(UserError, match="is one more than the 2 that are held at once; close a ServiceClient first"):
+        call(training, "create_model", session_id="s1", model_seq_id=2)
+    training.ledger.session("s2")
+    training.ledger.finish("s1")
+    with pytest.raises(Busy):
+        call(training, "create_model", session_id="s2", model_seq_id=0)
+    training.served = dataclasses.replace(training.served, lora=None, most_models=9)
+    training.ledger.hear("s1")
+    training.ledger.sessions["s1"] = 5.0
+    with pytest.raises(UserError, match="is a second one, beside s1:train:0: all weights train here"):
+        call(training, "create_model", session_id="s2", model_seq_id=0)
+
+
+@pytest.mark.parametrize("version", ["0.28.9", "0.3", "", "newest"])
+def test_clients_of_old(training, version):
+    with pytest.raises(Refused, match="is too old for this server: pip install -U 'tinker>=0.29'"):
+        asyncio.run(training.create_session(Asked(None, json.dumps({"sdk_version": version}).encode())))
+    for right in ("0.29.0", "0.30.1", "1.0"):
+        asyncio.run(training.create_session(Asked(None, json.dumps({"sdk_version": right}).encode())))
+
+
+def test_a_heartbeat_of_a_session_that_has_ended(training):
+    training.ledger.finish("s1")
+    with pytest.raises(Refused, match="there is no session s1"):
+        asyncio.run(training.session_heartbeat(Asked(None, b'{"session_id": "s1"}')))
+    assert training.ledger.sessions["s1"] == ENDED
+
+
+def test_names_that_are_taken(training):
+    """Of a state where it is not to be overwritten; the newest to sample from is wanted, and whoever saves says for how long."""
+    for number, name, body in (
+        (1, "save_weights", {"ttl_seconds": 60}), (2, "save_weights", {"overwrite": True}),
+        (3, "save_weights_for_sampler", {"ttl_seconds": 60}), (4, "save_weights_for_sampler", {}),
+    ):  # fmt: skip
+        call(training, name, model_id=MODEL, seq_id=number, path="a", **body)
+        done(training)
+        part = "weights" if number < 3 else "sampler_weights"
+        saved = training.ledger.saved[f"tinker://{MODEL}/{part}/a"]
+        assert (saved.expires is None) == (not body.get("ttl_seconds"))
+        assert saved.expires is None or saved.expires == pytest.approx(saved.time + 60)
+    for number in (5, 6):  # both wait, and are refused when it comes to the second
+        call(training, "save_weights", model_id=MODEL, seq_id=number, path="b")
+    done(training)
+    with pytest.raises(UserError, match='path: value "b" is saved already'):
+        done(training)
+    training.forget(MODEL, UserError("gone"))
+    with pytest.raises(UserError, match=f"go on from tinker://{MODEL}/weights/b"):
+        call(training, "optim_step", model_id=MODEL, seq_id=7)
+
+
+def test_what_a_model_may_take_on(training):
+    """A save of its kind, whatever seed it began with; with what the optimizer had gathered where that is asked for."""
+    call(training, "save_weights", model_id=MODEL, seq_id=1, path="a")
+    call(training, "save_weights_for_sampler", model_id=MODEL, seq_id=2, path="a")
+    for _ in range(2):
+        done(training)
+    path = f"tinker://{MODEL}/weights/a"
+    call(training, "create_model", session_id="s1", model_seq_id=1, lora_config={"rank": 4, "seed": 9})
+    done(training)
+    body = {"model_id": "s1:train:1", "path": path}
+    call(training, "load_weights", seq_id=1, **body)
+    call(training, "load_weights", seq_id=2, optimizer=True, **body)
+    assert [done(training).optimizer for _ in range(2)] == [False, True]
+    with pytest.raises(UserError, match="path: value .* has weights to sample from alone"):
+        call(training, "load_weights", seq_id=3, **{**body, "path": path.replace("weights", "sampler_weights")})
+    training.served = dataclasses.replace(training.served, lora=None)
+    with pytest.raises(UserError, match="path: value .* has adapters; serve with the model.lora"):
+        call(training, "load_weights", seq_id=4, **body)
+
+
+def test_a_model_is_unloaded_once(training):
+    first = call(training, "unload_model", model_id=MODEL)
+    done(training)
+    assert call(training, "unload_model", model_id=MODEL) == first and done(training) is None
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay"])
+def test_numbers_of_a_step_have_a_bound(training, name):
+    with pytest.raises(UserError, match=f"adam_params.{name}: value 2000000.0 is out of range"):
+        call(training, "optim_step", model_id=MODEL, seq_id=1, adam_params={name: 2e6})

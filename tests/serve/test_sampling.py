@@ -1,0 +1,218 @@
+"""What a sampling client asks for, and what it is answered, without a model."""
+
+import asyncio
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.engine.base import Completion
+from mrl.engine.sampling import SamplingParams
+from mrl.errors import UserError
+from mrl.serve import messages
+from mrl.serve.app import Asked
+from mrl.serve.datums import Limits
+from mrl.serve.desk import Desk
+from mrl.serve.ledger import Ledger, SamplerRecord, Saved
+from mrl.serve.models import Sampled
+from mrl.serve.openai import OpenAI, _Part
+from mrl.serve.operations import Kind, Sample
+from mrl.serve.sampling import Sampling, as_message, sampling_of, source_of
+from mrl.serve.training import Served
+from tests.data.tiny_tokenizers import make_tokenizer
+
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}, {"tokens": [3]}]}
+PATH = "tinker://s1:train:0/sampler_weights/a"
+
+
+@pytest.fixture
+def sampling(tmp_path):
+    ledger = Ledger(tmp_path)
+    ledger.session("s1")
+    for part in ("sampler_weights", "weights"):
+        ledger.save(Saved("s1:train:0", part, "a", Kind(4), "base", 7.0, 10))
+    ledger.sampler(SamplerRecord("s1:sample:0", "s1", "base", path=PATH, saved=7.0))
+    return Sampling(Served("base", "folder", Limits(10, 6), None, 1), ledger, Desk(most_waiting=9), end_tokens=[9])
+
+
+def asked(sampling, **body):
+    return sampling.sample_of({"prompt": PROMPT, **body})
+
+
+def test_what_is_asked_for(sampling):
+    one = asked(
+        sampling,
+        num_samples=2,
+        sampling_params={"max_tokens": 3, "seed": 5, "top_k": 4, "top_p": 0.5, "temperature": 0},
+    )
+    assert (one.tokens, one.count, one.max_new_tokens, one.seed) == ([1, 2, 3], 2, 3, 5)
+    assert one.sampling == SamplingParams(0.0, 4, 0.5) and (one.stop, one.stop_tokens) == ([], [9])
+    default = asked(sampling)
+    assert default.sampling == SamplingParams(1.0, 0, 1.0) and (default.count, default.max_new_tokens) == (1, 3)
+    assert asked(sampling).seed != default.seed, "each is drawn anew where no seed is given"
+    assert not default.prompt_log_probs and default.top_of_prompt == default.top_of_samples == 0
+    more = asked(sampling, prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=3)
+    assert (more.prompt_log_probs, more.top_of_prompt, more.top_of_samples) == (True, 2, 3)
+
+
+@pytest.mark.parametrize(("stop", "texts", "ids"), [
+    (None, [], [9]), ([], [], []), ([4, 5], [], [4, 5]), ("end", ["end"], [9]), (["a", "b"], ["a", "b"], [9]),
+])  # fmt: skip
+def test_what_ends_a_completion(sampling, stop, texts, ids):
+    one = asked(sampling, sampling_params={"stop": stop})
+    assert (one.stop, one.stop_tokens) == (texts, ids)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"sampling_params": {"max_tokens": 4}}, "max_tokens: value 4 is more than fits after 3 tokens; ask for at most 3"),
+        ({"sampling_params": {"temperature": 1e-7}}, "temperature: value 1e-07 is out of range"),
+        ({"sampling_params": {"temperature": -1.0}}, "temperature: value -1.0 is out of range"),
+        ({"sampling_params": {"temperature": 101.0}}, "temperature: value 101.0 is out of range"),
+        ({"sampling_params": {"top_p": 0.0}}, "top_p: value 0.0 is out of range"),
+        ({"sampling_params": {"top_k": -2}}, "top_k: value -2 is out of range"),
+        ({"sampling_params": {"stop": [""]}}, "stop: value .* is no text"),
+        ({"sampling_params": {"stop": [1, "a"]}}, "stop: value .* is no text"),
+        ({"num_samples": 0}, "num_samples: value 0 is below 1"),
+        ({"num_samples": 4097}, "num_samples: value 4097 is too many at once"),
+        ({"topk_prompt_logprobs": 11}, "topk_prompt_logprobs: value 11 is above the vocabulary"),
+        ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k: is not done by this server"),
+        ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n: is not done"),
+        ({"prompt": {"chunks": []}}, "prompt: has no token"),
+        ({"prompt": {"chunks": [{"tokens": [1] * 7}]}}, "prompt: has 7 tokens; send at most 6"),
+        ({"prompt": {"chunks": [{"tokens": [10]}]}}, "prompt: value 10 is no token"),
+        ({"prompt": {"chunks": [{"tokens": [True]}]}}, r"chunks\[0\].tokens: has what is no token id"),
+        ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, r"chunks\[0\]: is no encoded_text"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(sampling, body, says):
+    with pytest.raises(UserError, match=says):
+        asked(sampling, **body)
+
+
+def test_more_largest_log_probs_than_an_answer_holds(sampling, monkeypatch):
+    monkeypatch.setattr("mrl.serve.sampling.MOST_TOP_NUMBERS", 12)
+    asked(sampling, topk_prompt_logprobs=4, topk_sample_logprobs=2, num_samples=2, sampling_params={"max_tokens": 3})
+    with pytest.raises(UserError, match="topk_prompt_logprobs: value 5 is too many for 3 tokens; ask for at most 4"):
+        asked(sampling, topk_prompt_logprobs=5)
+    with pytest.raises(UserError, match="topk_sample_logprobs: value 3 is too many for 6 tokens; ask for at most 2"):
+        asked(sampling, topk_sample_logprobs=3, num_samples=2, sampling_params={"max_tokens": 3})
+
+
+def called(handler, **body):
+    return json.loads(asyncio.run(handler(Asked(None, json.dumps(body).encode()))).body)
+
+
+def test_a_sample_that_is_sent_again_is_drawn_once(sampling):
+    body = {"sampling_session_id": "s1:sample:0", "prompt": PROMPT, "num_samples": 3}
+    first = called(sampling.asample, seq_id=1, **body)
+    assert called(sampling.asample, seq_id=1, **body) == first and len(set(first["sample_sequence_ids"])) == 3
+    assert called(sampling.asample, seq_id=2, **body)["request_id"] != first["request_id"]
+    turn = sampling.desk.take(0)
+    assert len(turn.waiting) == 2 and turn.queue == source_of(sampling.ledger.samplers["s1:sample:0"])
+    assert (turn.queue.path, turn.queue.saved, turn.queue.snapshot) == (PATH, 7.0, None)
+
+
+def test_samplers(sampling):
+    made = called(sampling.create_sampling_session, session_id="s1", sampling_session_seq_id=1, model_path=PATH)
+    record = sampling.ledger.samplers[made["sampling_session_id"]]
+    assert (record.path, record.saved, record.base) == (PATH, 7.0, "base")
+    called(sampling.create_sampling_session, session_id="s1", sampling_session_seq_id=1)
+    assert sampling.ledger.samplers[record.id] is record, "it was sent again"
+    base = called(sampling.create_sampling_session, session_id="s1", sampling_session_seq_id=2, base_model="base")
+    assert sampling.ledger.samplers[base["sampling_session_id"]].path is None
+    for body, says in (
+        ({"model_path": PATH.replace("sampler_weights", "weights")}, "model_path: value .* has weights to train on alone"),
+        ({"model_path": "runs/x"}, "model_path: value .* is no tinker:// path"),
+        ({"base_model": "other"}, 'base_model: value "other" is not served here'),
+        ({"session_id": "s2"}, 'session_id: value "s2" is no session'),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=says):
+            called(sampling.create_sampling_session, **{"session_id": "s1", "sampling_session_seq_id": 3, **body})
+
+
+def test_the_answer():
+    sample = Sample([1, 2, 3], 2, 4, SamplingParams(), 0, [], [], True, 2, 1)
+    top = torch.tensor([[-0.5, -1.0], [-0.25, -math.inf]]), torch.tensor([[4, 5], [6, 7]])
+    of_samples = [(torch.tensor([[-0.1]]), torch.tensor([[8]])), (torch.zeros(0, 1), torch.zeros(0, 1).long())]
+    completions = [Completion([8], [-0.1], finished=True), Completion([], [], finished=False)]
+    out = messages.SampleResponse.FromString(as_message(Sampled(completions, [-1.5, -2.5], top, of_samples), sample))
+    assert [one.stop_reason for one in out.sequences] == [messages.STOP, messages.LENGTH]
+    assert np.frombuffer(out.sequences[0].tokens, "<i4").tolist() == [8] and out.sequences[1].tokens == b""
+    assert np.frombuffer(out.sequences[0].logprobs, "<f4").tolist() == pytest.approx([-0.1])
+    np.testing.assert_array_equal(np.frombuffer(out.prompt_logprobs, "<f4"), [math.nan, -1.5, -2.5])
+    found = out.topk_prompt_logprobs
+    assert (found.k, found.length) == (2, 3)
+    assert np.frombuffer(found.logprobs, "<f4").tolist() == [-99999.0, -99999.0, -0.5, -1.0, -0.25, -99999.0]
+    assert np.frombuffer(found.token_ids, "<i4").tolist() == [0, 0, 4, 5, 6, 0]
+    beside = out.sequences[0].topk_sampled_logprobs
+    assert (beside.k, beside.length, np.frombuffer(beside.token_ids, "<i4").tolist()) == (1, 1, [8])
+    plain = Sample([1], 1, 1, SamplingParams(), 0, [], [])
+    assert not messages.SampleResponse.FromString(
+        as_message(Sampled(completions[:1], None, None, None), plain)
+    ).HasField("prompt_logprobs")
+    of_one = Sample([1], 1, 1, SamplingParams(), 0, [], [], True, 2)
+    alone = messages.SampleResponse.FromString(as_message(Sampled(completions[:1], [], None, None), of_one))
+    assert (alone.topk_prompt_logprobs.k, alone.topk_prompt_logprobs.length) == (2, 1), (
+        "of a prompt of one token nothing is known"
+    )
+
+
+def test_defaults_of_sampling():
+    assert sampling_of({}) == SamplingParams(1.0, 0, 1.0) and sampling_of({"top_k": 0}).top_k == 0
+
+
+def test_a_text_that_comes_in_parts_ends_before_its_stop():
+    """What may begin a stop text waits until it is known; in the end nothing of it was shown."""
+    tokenizer = make_tokenizer()
+    ids = tokenizer("the quick brown fox", add_special_tokens=False)["input_ids"]
+    for stop, expected in (
+        (["brown"], "the quick "),
+        (["zebra"], "the quick brown fox"),
+        (["fox", "quick"], "the "),
+        (["quick brown"], "the "),
+    ):
+        part, shown = _Part(tokenizer, Sample([1], 1, 99, SamplingParams(), 0, [], stop)), ""
+        for end in range(1, len(ids) + 1):
+            shown += part(Completion(ids[:end], [0.0] * end, finished=False), False)
+            assert expected.startswith(shown), (stop, shown)
+        assert shown + part(Completion(ids, [0.0] * len(ids), finished=True), True) == expected
+
+
+def test_a_token_has_the_log_prob_of_its_neighbours_list(sampling):
+    door = OpenAI(sampling.served, sampling.ledger, sampling.desk, sampling, make_tokenizer(), lambda: ["s1:train:0:3"])
+    log_probs, ids = torch.tensor([-0.5, -1.0, -math.inf]), torch.tensor([7, 8, 9])
+    assert door._score(7, -0.50001, (log_probs, ids))["log_prob"] == -0.5
+    assert (
+        door._score(11, -3.0, (log_probs, ids))["log_prob"] == -3.0
+        and door._score(9, -4.0, (log_probs, ids))["log_prob"] == -4.0
+    )
+    assert list(door._score(7, 0.0, (log_probs, ids))["top"].values()) == [-0.5, -1.0]
+    sampling.ledger.sampler(SamplerRecord("s1:sample:5", "s1", "base", snapshot="s1:train:0:3"))
+    sampling.ledger.sampler(SamplerRecord("s1:sample:6", "s1", "base", snapshot="s1:train:0:2"))
+    listed = [one["id"] for one in called(door.models)["data"]]
+    assert listed == ["base", PATH, "s1:sample:5"], "saves to sample from, and snapshots that are there"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"n": 1025}, "n: value 1025 makes more than 4096 completions"),
+        ({"logprobs": 21}, "logprobs: value 21 is above 20"),
+        ({"max_tokens": 5}, "max_tokens: value 5 is more than fits after the 2 tokens of prompt 0"),
+        ({"model": PATH.replace("sampler_weights", "weights")}, "model: value .* has weights to train on alone"),
+        ({"logit_bias": {"1": 2}}, "logit_bias: is not done"),
+        ({"prompt": []}, "prompt: is no text"),
+        ({"stream": True, "echo": True}, "stream: value true does not go with"),
+        ({"n": 3, "prompt": [[1], [2], [3], [4], [5], [6], [7], [8], [9], [1]]}, "prompt: is 10 prompts; send at most 9"),
+    ],
+)  # fmt: skip
+def test_what_the_other_door_refuses(sampling, body, says):
+    door = OpenAI(sampling.served, sampling.ledger, sampling.desk, sampling, make_tokenizer(), list)
+    given = {"model": "base", "prompt": [[1, 2], [3], [4], [5]], "max_tokens": 2, **body}
+    with pytest.raises(UserError, match=says):
+        called(door.completions, **given)
+    assert sampling.desk.take(0) is None
