@@ -1,4 +1,5 @@
-"""mrl: its engine through the engine contract on given batches, or the whole `mrl sft` command."""
+"""mrl: its engine through the engine contract on given batches, or a whole command: `mrl sft`, or the one that the spec names
+with its keys."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def engine_run(spec: dict, out: str) -> None:
 
 
 def command_run(spec: dict, out: str) -> None:
-    """`mrl sft` as a user starts it, in this process; a step ends where its line of metrics is written."""
+    """A command as a user starts it, in this process; a step ends where its line of metrics is written."""
     from mrl import metrics
     from mrl.cli import main
 
@@ -99,10 +100,10 @@ def command_run(spec: dict, out: str) -> None:
         "train": {"steps": spec["steps"], "global_batch_size": spec["batch_size"]},
         "checkpoint": {"resume": "never", "export_hf": False},
         "log": {"console": "plain"},
-    }
+    } | spec.get("keys", {})
     path = folder / "run.yaml"
     path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
-    sys.argv = ["mrl", "sft", str(path), "--nproc", "1"]
+    sys.argv = ["mrl", spec.get("command", "sft"), str(path), "--nproc", "1"]
     if code := main(standalone_mode=False):
         raise SystemExit(code)
     meter.write(out)

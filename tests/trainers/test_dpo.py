@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import math
 import pathlib
@@ -12,7 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from mrl.config.dpo import PreferenceDataConfig
 from mrl.data.preferences import PreferenceDataset
@@ -35,15 +44,33 @@ def pair(first: int) -> dict[str, str]:
     }  # fmt: skip
 
 
+def with_experts(config: Qwen3Config) -> Qwen3MoeForCausalLM:
+    names = ("layer_types", "architectures", "model_type")
+    shared = {name: value for name, value in config.to_dict().items() if name not in names}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **shared | experts))
+
+
+def with_four_layers(config: Qwen3Config) -> Qwen3ForCausalLM:
+    config = copy.deepcopy(config)
+    config.num_hidden_layers, config.layer_types = 4, config.layer_types * 2
+    return Qwen3ForCausalLM(config)
+
+
+OF_KIND = {"": Qwen3ForCausalLM, "deep ": with_four_layers, "experts ": with_experts}
+
+
 @pytest.fixture(scope="module")
 def places(inputs, tmp_path_factory) -> pathlib.Path:
-    """`model`, `other` (the same with other weights), `train.jsonl` and `eval.jsonl`."""
+    """`model`, `other` (the same with other weights), each also `deep` and with `experts`; `train.jsonl`, `eval.jsonl`."""
     folder = tmp_path_factory.mktemp("preferences")
-    shutil.copytree(inputs / "model", folder / "model")
-    shutil.copytree(inputs / "model", folder / "other")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    config = AutoModelForCausalLM.from_pretrained(inputs / "model").config
     torch.manual_seed(7)
-    Qwen3ForCausalLM(model.config).save_pretrained(folder / "other")
+    for kind in ("", "deep ", "experts "):
+        for name in ("model", "other"):
+            shutil.copytree(inputs / "model", folder / f"{kind}{name}")
+            if kind or name == "other":
+                OF_KIND[kind](config).save_pretrained(folder / f"{kind}{name}")
     for name, first, count in (("train", 3, ROWS), ("eval", 100, 5)):
         rows = [pair(first + i) for i in range(count)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -112,9 +139,10 @@ def oracle_loss(name: str, model: Any, reference: Any, rows: list) -> Tensor:
     return sum(1 - torch.sigmoid(0.1 * s * (r - z)) for s, r in zip(signs, ratios, strict=True)) / len(answers)
 
 
-def oracle(places: pathlib.Path, name: str) -> list[float]:
+def oracle(places: pathlib.Path, name: str, kind: str) -> list[float]:
     """The losses of transformers and torch's AdamW."""
-    model, reference = (AutoModelForCausalLM.from_pretrained(places / which) for which in ("model", "other"))
+    folders = [places / f"{kind}{which}" for which in ("model", "other")]
+    model, reference = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders)
     data = PreferenceDataConfig(train=str(places / "train.jsonl"), max_length=64)
     dataset = PreferenceDataset(data, AutoTokenizer.from_pretrained(places / "model"), paired=name != "kto")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
@@ -135,8 +163,7 @@ LOSSES = ("dpo", "ipo", "kto", "orpo", "simpo")
 
 @pytest.fixture(scope="module")
 def losses_of(places):
-    known: dict[str, list[float]] = {}
-    return lambda name: known.setdefault(name, oracle(places, name))
+    return functools.cache(lambda name, kind="": oracle(places, name, kind))
 
 
 def losses(output_dir: pathlib.Path) -> list[float]:
@@ -160,7 +187,10 @@ LAYOUTS = {  # processes, engine
     "fsdp4": (4, {}, {}),
     "tp2 pp2, padded": (4, {**MEGATRON, "parallel": {"tp": 2, "pp": 2}}, {"packing": False}),
     "dp2 pp2, by tokens": (4, {**MEGATRON, "parallel": {"pp": 2}, "micro_batch": {"tokens": 160, "size": None}}, {}),
+    "pp2 vpp2": (2, {**MEGATRON, "parallel": {"pp": 2, "vpp": 2}}, {}),
+    "ep2": (2, {**MEGATRON, "parallel": {"ep": 2}, "micro_batch": {"size": 4}}, {}),
 }
+KINDS = {"pp2 vpp2": "deep ", "ep2": "experts "}  # of the model, where it is another
 
 
 @pytest.mark.parametrize(
@@ -172,10 +202,14 @@ LAYOUTS = {  # processes, engine
 def test_layouts_give_the_same_steps(places, tmp_path, losses_of, layout, name):
     """kto's KL too, whose answers come from rows of other ranks."""
     world, engine, data = LAYOUTS[layout]
+    kind = KINDS.get(layout, "")
     engine = {"device": "cpu", "micro_batch": {"size": 2}, "backend": "fsdp", **engine}
     config = make_config(places, tmp_path, loss={"name": name}, engine=engine, data={"eval": None, **data})
+    config["model"]["path"] = str(places / f"{kind}model")
+    if "reference" in config:
+        config["reference"]["model"]["path"] = str(places / f"{kind}other")
     assert train(config, world) == ("done", "")
-    assert losses(tmp_path) == pytest.approx(losses_of(name), rel=2e-5)
+    assert losses(tmp_path) == pytest.approx(losses_of(name, kind), rel=2e-5)
 
 
 # ------------------------------------------------------------------------------------------------------ the reference
