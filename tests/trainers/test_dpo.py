@@ -28,7 +28,7 @@ from mrl.data.preferences import PreferenceDataset
 from mrl.metric_names import DPO_METRICS, SFT_METRICS
 from mrl.metrics import read
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import nightly_but, slow_but
 from tests.trainers import tiny_runs
 
 CASE = "tests.trainers.dpo_cases:train"
@@ -193,11 +193,14 @@ LAYOUTS = {  # processes, engine
 KINDS = {"pp2 vpp2": "deep ", "ep2": "experts "}  # of the model, where it is another
 
 
+FAST = [("tp2", "dpo"), ("dp2, packed, by tokens", "kto")]
+TURNS = list(zip(LAYOUTS, LOSSES * 2, strict=True))  # every layout, with one loss
+
+
 @pytest.mark.parametrize(
     "layout, name",
-    slow_but(
-        [("tp2", "dpo"), ("dp2, packed, by tokens", "kto")], [(layout, name) for layout in LAYOUTS for name in LOSSES]
-    ),
+    slow_but(FAST, dict.fromkeys([*FAST, *TURNS]))
+    + nightly_but([], [(layout, name) for layout in LAYOUTS for name in LOSSES if (layout, name) not in FAST + TURNS]),
 )
 def test_layouts_give_the_same_steps(places, tmp_path, losses_of, layout, name):
     """kto's KL too, whose answers come from rows of other ranks."""
