@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from mrl.config.serve_checks import is_loopback
 from mrl.errors import UserError, one_line
-from mrl.serve.desk import Busy, Desk, Gone, Promise, Result
+from mrl.serve.desk import JSON, OF, Busy, Desk, Gone, Promise, Result, failed
 from mrl.serve.requests import Refused, read_json
 
 HOLD_S = 25.0
@@ -137,8 +137,10 @@ def as_result(value: Any) -> Result:
     return Result(json.dumps(value).encode())
 
 
-def retrieving(desk: Desk) -> Handler:
-    """Returns the handler of /retrieve_future: it holds the request until the promise is done, for HOLD_S at most."""
+def retrieving(desk: Desk, what_became_of: Callable[[str], UserError]) -> Handler:
+    """Returns the handler of /retrieve_future: it holds the request until the promise is done, for HOLD_S at most.
+
+    what_became_of: says of a model whose promise is not known why it is not, and what to do."""
 
     async def retrieve(asked: Asked) -> Response:
         id = asked.json.get("request_id")
@@ -147,6 +149,8 @@ def retrieving(desk: Desk) -> Handler:
         try:
             promise = desk.find(id)
         except Gone:
+            if model := id.partition(OF)[2]:
+                return Response(failed("server", one_line(str(what_became_of(model)), 400)).body, media_type=JSON)
             raise Refused(410, f"there is no promise {id[:40]} here (any more)") from None
         loop, done = asyncio.get_running_loop(), asyncio.Event()
         when_done = functools.partial(_set, loop, done)
@@ -178,8 +182,8 @@ def listening(host: str, port: int) -> socket.socket:
         # asyncio sets it only for sockets that name TCP; without it, each answer waits 40 ms for the client's ACK
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
-        fix = "give another --port, or end what listens there"
-        raise UserError("--port", port, f"cannot be listened on at {host} ({error.strerror})", fix) from None
+        why, fix = str(error.strerror).partition(" (while")[0], "give another --port, or end what listens there"
+        raise UserError("--port", port, f"cannot be listened on at {host} ({why})", fix) from None
     return made
 
 

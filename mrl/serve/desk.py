@@ -49,6 +49,10 @@ GATHER_S, GATHER_MOST_S = 0.005, 0.05
 """Seconds that a turn waits for the next of those that come one soon after another, and for all of them: what is done
 together costs little more than what is done alone. Clients that waited for one turn come back together."""
 
+OF = "@"
+"""Before the name of the model in a promise's id: where the promise is not known any more, the client is told what
+became of the model. Of an answer of 410 it shows no more than `Promise expired/broken`."""
+
 LOOK_S = 10.0
 """How often what is out of date is looked for: looking costs as much as all that is kept."""
 
@@ -259,7 +263,7 @@ class Desk:
             made = self._queues[queue]
             assert isinstance(made, _Numbered)
             if number < made.next:  # it was done, and its result is no longer kept: it is not to be done twice
-                return Promise(f"gone-{number}", model)
+                return Promise(f"gone-{number}{OF}{model}", model)
             self._check_room(made, size=size, next=number == made.next)
             promise = self._promise(key, model)
             made.refused.discard(number)
@@ -304,7 +308,8 @@ class Desk:
 
     def _promise(self, key: Hashable, model: str | None) -> Promise:
         self._forget()
-        promise = Promise(f"{self._name}-{next(self._ids)}", model, asked_at=self.clock())
+        id = f"{self._name}-{next(self._ids)}" + ("" if model is None else f"{OF}{model}")
+        promise = Promise(id, model, asked_at=self.clock())
         self._promises[promise.id] = self._by_key[key] = promise
         return promise
 

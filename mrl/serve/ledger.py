@@ -194,7 +194,7 @@ class Ledger:
     def find(self, path: str) -> Saved:
         """Returns what was saved. Raises UserError."""
         if path not in self.saved:
-            fix = "list what there is: ServiceClient().create_rest_client().list_user_checkpoints()"
+            fix = "list what there is: tinker checkpoint list, or GET /v1/models"
             raise UserError("path", path, "is not saved on this server", fix)
         return self.saved[path]
 

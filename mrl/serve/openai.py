@@ -105,11 +105,14 @@ class OpenAI:
         messages, tools = field(body, "messages", list), field(body, "tools", list, None)
         if not messages or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages):
             raise UserError("messages", why="is no list of messages with a role", fix="give one")
+        if body.get("tool_choice") not in (None, "auto", "none"):
+            raise UserError("tool_choice", body["tool_choice"], "is not done by this server", "leave it out")
+        messages = [one | {"content": _text_of(one["content"])} if "content" in one else one for one in messages]
         chat = Chat(messages=messages, tools=tools, template_kwargs=_variables(body))
         try:
             ids = self.encoder.prompt(chat)
         except (UserError, ValueError) as error:
-            raise UserError("messages", why=f"cannot be rendered ({error})", fix="look at the chat template") from None
+            raise UserError("messages", why=f"cannot be rendered: {error}") from None
         room = max(1, self.served.limits.length - len(ids))
         most = number(body, "max_tokens", number(body, "max_completion_tokens", room), least=1)
         return await self._answer(self._wanted(body, "chat.completion", [ids], most))
@@ -128,6 +131,9 @@ class OpenAI:
             return SamplerRecord("", "", name)
         if name in self.ledger.samplers:
             return self.ledger.samplers[name]
+        if name not in self.ledger.saved:
+            fix = f"give {self.served.base}, or another that GET /v1/models lists"
+            raise Refused(404, str(UserError("model", name, "is not served here", fix)))
         saved = self.ledger.find(name)
         if saved.part != "sampler_weights":
             raise UserError("model", name, "has weights to train on alone", "give one of save_weights_for_sampler")
@@ -307,7 +313,8 @@ class OpenAI:
             if isinstance(what, Result):
                 if (said := _error(what)) is not None:
                     yield _event({"error": {"message": said, "type": "invalid_request_error"}})
-                    break
+                    yield DONE
+                    return
                 left -= 1
                 continue
             whole = isinstance(what, Sampled)
@@ -375,6 +382,17 @@ def _prompts(prompt: Any) -> list[Any]:
     if len(several) > MOST_PROMPTS:
         raise UserError("prompt", why=f"has {len(several)} prompts", fix=f"give at most {MOST_PROMPTS}")
     return several
+
+
+def _text_of(content: Any) -> Any:
+    """Returns what a message says, as chat templates take it: parts of text joined by line ends. Raises UserError."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise UserError("messages", kind, "is a part that this server does not read here", "give parts of text")
+    return "\n".join(part["text"] for part in content)
 
 
 def _is_ids(prompt: Any) -> bool:

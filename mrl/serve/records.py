@@ -135,3 +135,10 @@ def _page(asked: Asked, everything: Sequence[Any]) -> tuple[list[Any], dict[str,
     limit, offset = min(number(query, "limit", 20), MOST), number(query, "offset", 0)
     cursor = {"offset": offset, "limit": limit, "total_count": len(everything)}
     return list(everything[offset : offset + limit]), cursor
+
+
+def as_cut(name: str) -> str:
+    """Returns what a sampling client gives to AutoTokenizer for a model's name: `tinker` takes a colon and what follows
+    the second of two slashes for a variant."""
+    name = name.partition(":")[0]
+    return name.rpartition("/")[0] if name.count("/") == 2 else name

@@ -43,7 +43,7 @@ from mrl.serve.ledger import Ledger, Saved
 from mrl.serve.links import ROOT, Links
 from mrl.serve.models import Models, OwnFault, unwritten
 from mrl.serve.openai import OpenAI
-from mrl.serve.records import Records
+from mrl.serve.records import Records, as_cut
 from mrl.serve.sampling import Sampling
 from mrl.serve.servers import Adapter, Servers
 from mrl.serve.training import Samples, Served, Training, Work
@@ -192,7 +192,7 @@ class Server:
             "POST create_sampling_session": sampling.create_sampling_session,
             "GET samplers/{id}": sampling.sampler,
             "POST asample": sampling.asample,
-            "POST retrieve_future": retrieving(self.desk),
+            "POST retrieve_future": retrieving(self.desk, training.became),
             "GET training_runs": records.training_runs,
             "GET training_runs/{id}": records.training_run,
             "GET training_runs/{id}/checkpoints": records.checkpoints_of_run,
@@ -228,6 +228,11 @@ class Server:
         """Says what a client needs."""
         host = reached_at(self.config.serve.host)
         self.console.say(f"serving {self.served.base}")
+        if (cut := as_cut(self.served.base)) != self.served.base:
+            self.console.say(
+                f"serve.name: a client that only samples looks for the tokenizer in {cut!r}, which is what it makes of "
+                "the name; give one with no colon, and with one slash or three"
+            )
         self.console.say(f"export TINKER_BASE_URL=http://{host}:{self.http.port}")
         self.console.say(f"export TINKER_API_KEY={'tml-local' if secret_of_clients() is None else f'${KEY}'}")
         self.console.close()  # or it would go on to say that the model is being built

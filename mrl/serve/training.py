@@ -206,6 +206,15 @@ class Training:
         fix = f"go on from {newest}" if newest else "nothing of it was saved: create another"
         return UserError("model_id", id, why, fix)
 
+    def became(self, id: str) -> UserError:
+        """Says of a model why a result of it is not known."""
+        if id not in self.ledger.models:
+            return UserError("model_id", id, "is no model of this server", "create one")
+        if not self.desk.has(id):
+            return self._lost(id)
+        why = "has done this, and its result is no longer kept"
+        return UserError("model_id", id, why, "go on: its next call comes after it")
+
     async def get_info(self, asked: Asked) -> Response:
         id = field(asked.json, "model_id", str)
         if id not in self.ledger.models:

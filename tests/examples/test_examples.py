@@ -117,24 +117,51 @@ def test_the_quickstart_in_ten_steps_at_tp2(tmp_path):
     assert rows[9]["eval/loss"] < rows[4]["eval/loss"] < 3.0
 
 
-def learns(folder: pathlib.Path, *arguments: str) -> str:
-    """What a program of the example prints, whose last line on exact match has 30 points more after than before."""
-    os.symlink(tiny_runs.REPO / "examples", folder / "examples")
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(tiny_runs.REPO), "OMP_NUM_THREADS": "1"}
+
+
+def learns(folder: pathlib.Path, *arguments: str, points: float = 30.0, **environment: str) -> str:
+    """What a program of the example prints, whose last line on exact match has so many points more after than before."""
+    if not (folder / "examples").exists():
+        os.symlink(tiny_runs.REPO / "examples", folder / "examples")
     done = subprocess.run(
         [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=1200,
-        env=os.environ | {"PYTHONPATH": str(tiny_runs.REPO), "OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     line = [line for line in done.stdout.splitlines() if ": exact match" in line][-1]
     before, after = (float(part.split()[-1]) for part in line.split("%")[:2])
-    assert after - before >= 30.0, line
+    assert after - before >= points, line
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    """The folder in which the quickstart ran, and what it printed."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    return folder, learns(folder, "examples/arithmetic/quickstart.py")
+
+
 @pytest.mark.slow
-def test_the_quickstart_learns_to_add(tmp_path):
-    said = learns(tmp_path, "examples/arithmetic/quickstart.py")
+def test_the_quickstart_learns_to_add(quickstart):
+    _, said = quickstart
     assert float(said.split("% before, ")[1].split("%")[0]) >= 80.0, said
+
+
+@pytest.mark.slow
+def test_the_loop_over_http_learns_to_add(quickstart):
+    """By the real client, from the model of the quickstart that the server has."""
+    folder, _ = quickstart
+    command = [sys.executable, "-u", "-m", "mrl", "serve", "examples/arithmetic/serve.yaml", "--port", "0"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as server:
+        try:
+            urls = (re.search(r"TINKER_BASE_URL=(\S+)", line) for line in server.stdout)
+            url = next(found[1] for found in urls if found is not None)
+            reach = {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0"}
+            learns(folder, "examples/arithmetic/over_http.py", "40", points=10.0, **reach)
+        finally:
+            server.terminate()
+    assert server.returncode == 75
 
 
 @pytest.mark.nightly

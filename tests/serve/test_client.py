@@ -225,7 +225,7 @@ def test_saved_in_one_client_goes_on_in_another(server):
 
 @pytest.mark.slow
 def test_a_killed_server_goes_on_from_what_was_saved(model, tmp_path):
-    """SIGKILL between forward_backward and optim_step; what was not saved is said to be gone."""
+    """SIGKILL between forward_backward and optim_step, and with calls on their way; what was not saved is said to be gone."""
     with serving(tmp_path, model) as server:
         client = server.train(seed=9)
         step(client, rows(8))
@@ -236,15 +236,20 @@ def test_a_killed_server_goes_on_from_what_was_saved(model, tmp_path):
         assert unnamed.compute_logprobs(prompt).result() == scored
         expected = step(client, rows(9))
         client.forward_backward(rows(10), "cross_entropy").result()
+        waiting = [client.forward_backward(rows(s), "cross_entropy") for s in range(30)]
         server.end(signal.SIGKILL)
         server.start()
-        with pytest.raises(Exception, match="is gone: the server was started anew.*go on from tinker://"):
+        gone = "is gone: the server was started anew.*go on from tinker://"
+        with pytest.raises(Exception, match=gone):
             client.optim_step(ADAM).result()
         assert named.compute_logprobs(prompt).result() == scored, (
             "what was saved under a name is sampled from as before"
         )
         with pytest.raises(Exception, match="is gone: newer ones took its place, its client ended, or the server"):
             unnamed.compute_logprobs(prompt).result()
+        with pytest.raises(Exception, match=gone):
+            for each in waiting:
+                each.result()
         went_on = server.client().create_training_client_from_state_with_optimizer(path)
         assert step(went_on, rows(9)) == expected
 

@@ -13,6 +13,8 @@ import time
 import psutil
 import pytest
 import yaml
+from tinker.lib.public_interfaces import sampling_client
+from transformers import AutoTokenizer
 
 from mrl.commands.serve import check_positions
 from mrl.config.command import record
@@ -21,6 +23,7 @@ from mrl.config.serve import ServeConfig
 from mrl.engine.collective import join_processes
 from mrl.errors import ConfigError
 from mrl.serve.app import MOST_FILES, take_more_connections
+from mrl.serve.records import as_cut
 from mrl.serve.server import layout_of, reached_at, refuse_other_layout
 from tests.serve.serving import Serving, serving
 
@@ -66,6 +69,17 @@ def test_sequences_fit_the_model(model_config, says):
         return
     with pytest.raises(ConfigError, match=says):
         check_positions(config, model_config)
+
+
+@pytest.mark.parametrize(
+    "name", ["org/model", "runs/half/hf", "./runs/half/hf", "/a/b", "/models/a/b", "org/model:latest"]
+)
+def test_names_in_which_a_sampling_client_finds_no_tokenizer(name, monkeypatch):
+    """As the client itself cuts them."""
+    found = []
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda id, **more: found.append(id))
+    sampling_client._load_tokenizer_from_model_info(name)
+    assert found == [as_cut(name)]
 
 
 def test_the_address_that_clients_are_told():

@@ -84,6 +84,13 @@ def test_a_chat_streams_what_it_would_answer(client, model):
     pieces = list(client.chat.completions.create(**asked, stream=True))
     text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
     assert text == whole.message.content
+    in_parts = {"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "2 + 2?"}]}
+    in_lines = {"role": "user", "content": "What is\n2 + 2?"}
+    by_parts, by_lines = (
+        client.chat.completions.create(**asked | {"messages": [one]}).choices[0].message.content
+        for one in (in_parts, in_lines)
+    )
+    assert by_parts == by_lines
     assert [piece.choices[0].finish_reason for piece in pieces if piece.choices][-1] == whole.finish_reason
 
 
@@ -152,5 +159,14 @@ def test_mistakes_are_told(client, model):
         client.completions.create(model=model, prompt="a", max_tokens=1000)
     with pytest.raises(openai.BadRequestError, match="presence_penalty: value 0.5 is not done by this server"):
         client.completions.create(model=model, prompt="a", presence_penalty=0.5)
-    with pytest.raises(openai.APIStatusError, match="nothing.*is not saved on this server"):
+    with pytest.raises(
+        openai.NotFoundError, match="model: value .*nothing.* is not served here; give .*GET /v1/models"
+    ):
         client.completions.create(model="nothing", prompt="a")
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}
+    for asked, says in (
+        ({"messages": [image]}, "messages: value .*image_url.* is a part that this server does not read"),
+        ({"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}, "tool_choice: value"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=says):
+            client.chat.completions.create(model=model, **asked)

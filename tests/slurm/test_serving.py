@@ -25,7 +25,8 @@ def url_of(run_dir, job, starts):
 
 
 def test_a_preempted_server_goes_on_with_its_clients(site, tmp_path):
-    """tp2 on two nodes. The same client goes on after the job's new start as if nothing had been between its two calls."""
+    """tp2 on two nodes. The same client goes on after each new start of the job as if nothing had been between its calls;
+    a start at which nobody saved anything is followed by another."""
     model, run_dir = make_model(tmp_path / "model"), site.folder / "run"
     config = {
         "output_dir": str(run_dir), "model": {"path": model, "dtype": "float32", "lora": {"rank": 8}},
@@ -41,7 +42,7 @@ def test_a_preempted_server_goes_on_with_its_clients(site, tmp_path):
         return made.create_lora_training_client(base_model=model, rank=4, seed=9).result()
 
     undisturbed, stopped = client(), client()
-    expected = [step(undisturbed, rows(s)) for s in (1, 2)]
+    expected = [step(undisturbed, rows(s)) for s in (1, 2, 3)]
     assert step(stopped, rows(1)) == expected[0]
     passed = stopped.forward_backward(rows(2), "cross_entropy").result()
     site.run("scancel", "--batch", "--signal=USR1", job)
@@ -49,5 +50,12 @@ def test_a_preempted_server_goes_on_with_its_clients(site, tmp_path):
     assert url_of(run_dir, job, 2) == url
     norm = stopped.optim_step(ADAM).result().metrics["grad_norm"]
     assert (passed.metrics["loss:sum"], norm) == expected[1]
-    assert any("received SIGUSR1" in line for line in slurm_site.history(run_dir, job))
+    site.run("scancel", "--batch", "--signal=USR1", job)
+    site.release(job)
+    assert url_of(run_dir, job, 3) == url
+    assert step(stopped, rows(3)) == expected[2]
+    ends = [line for line in slurm_site.history(run_dir, job) if line.startswith("stopped by a signal")]
+    assert [line.partition("suspended_")[2].partition("; ")[2] for line in ends] == [
+        "back into the queue as restart 1 of 3", "back into the queue as restart 2 of 3",
+    ]  # fmt: skip
     site.run("scancel", job)

@@ -168,6 +168,7 @@ def variables_of(job: Job, options: SlurmConfig) -> dict[str, Any]:
         "run_dir": job.output_dir,
         "slurm_dir": job.slurm_dir,
         "work_dir": job.work_dir,
+        "serves": job.command == "serve",
         "server_command": job.server_command,
         "command": _words(job, options),
         "directives": directives(job, options),
