@@ -22,6 +22,11 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
             ("use_rslora", "rslora"),
         )
     },
+    # axolotl's roles_to_train, ms-swift's and LLaMA-Factory's loss_scale, interleave_probs.
+    "data.train_on": ("data.loss_on",),
+    "data.roles_to_train": ("data.loss_on",),
+    "data.loss_scale": ("data.loss_on",),
+    "data.interleave_probs": ("data.train",),
     # verl's actor_rollout_ref.rollout.
     "rollout.n": ("rollout.samples_per_prompt",),
 }

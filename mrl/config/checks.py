@@ -33,6 +33,7 @@ def check_config(config: SFTConfig) -> None:
     if not config.data.loss_on:
         raise ConfigError("data.loss_on", [], "names no role", "give roles, as in [assistant, tool], or all")
     check_train(config.train, config.data.eval)
+    check_mix_by(config.data.train, config.data.mix_by)
     check_micro_batch(config.engine.micro_batch, max_length, f"data.max_length {max_length}")
     check_optimizer(config.optimizer)
     if config.train.steps is not None:
@@ -117,6 +118,13 @@ def check_train(train: TrainConfig, eval_rows: object | None) -> None:
                     "is not used without data.eval",
                     "set data.eval, or null here",
                 )
+
+
+def check_mix_by(train: object, mix_by: str) -> None:
+    """Shares are of a list of sources."""
+    if isinstance(train, str) and mix_by != "rows":
+        why, fix = "is not used where data.train is one path", "give a list of sources, or leave it out"
+        raise ConfigError("data.mix_by", mix_by, why, fix)
 
 
 def check_lora(model: ModelConfig, path: str = "model") -> None:

@@ -7,6 +7,7 @@ from mrl.config.checks import (
     check_log,
     check_lora,
     check_micro_batch,
+    check_mix_by,
     check_optimizer,
     check_schedule,
     check_train,
@@ -22,6 +23,7 @@ from mrl.errors import ConfigError
 def check_dpo(config: DPOConfig) -> None:
     """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
     check_train(config.train, config.data.eval)
+    check_mix_by(config.data.train, config.data.mix_by)
     _check_loss(config)
     _check_reference(config)
     _check_micro_batches(config, config.engine, "engine")

@@ -9,8 +9,9 @@ import json
 import pytest
 import torch
 
+from mrl.config.dpo import DPOConfig
 from mrl.config.load import from_dict
-from mrl.config.schema import DataConfig
+from mrl.config.schema import DataConfig, SFTConfig
 from mrl.config.sources import SFTShare, SFTSource, eval_of, train_of
 from mrl.data.batches import BatchSource, Report, eval_batches
 from mrl.data.dataset import SFTDataset
@@ -248,6 +249,7 @@ WRONG = {
     "entry": ([3], "data.train[0]: value 3 is a whole number; give a mapping with any of the keys"),
     "no path": ([{"name": "a"}], "data.train[0].path: is missing and has no default; give text"),
     "unknown key": ([{"path": "a", "wieght": 1}], "data.train[0].wieght: value 1 is given to an unknown key; did you mean"),
+    "another's name": ([{"path": "a", "ratio": 1}], "data.train[0].ratio: value 1 is given to an unknown key; the keys of"),
     "weight 0": ([{"path": "a", "weight": 0}], "data.train[0].weight: value 0 is out of range; give a number above 0"),
     "weight text": ([{"path": "a", "weight": "1"}], 'data.train[0].weight: value "1" is text'),
     "one weight": ([{"path": "a", "weight": 1}, {"path": "b"}], "data.train[1].weight: is missing, and another source has"),
@@ -281,6 +283,20 @@ def test_wrong_sources_are_one_line(key, value, says):
     with pytest.raises(ConfigError) as found:
         from_dict({**BASE, "data": {**BASE["data"], key: value}})
     assert str(found.value).startswith(says), found.value
+
+
+def test_what_others_call_loss_on_is_named():
+    with pytest.raises(ConfigError, match=r"^data.train_on: .* is given to an unknown key; did you mean data.loss_on"):
+        from_dict({**BASE, "data": {**BASE["data"], "train_on": ["assistant"]}})
+
+
+@pytest.mark.parametrize("root", [SFTConfig, DPOConfig])
+def test_shares_of_one_path_are_refused(root):
+    loss = {"loss": {"name": "dpo"}} if root is DPOConfig else {}
+    with pytest.raises(
+        ConfigError, match=r'^data.mix_by: value "tokens" is not used where data.train is one path; give'
+    ):
+        from_dict({**BASE, **loss, "data": {**BASE["data"], "mix_by": "tokens"}}, root)
 
 
 def test_a_share_of_no_row_is_refused(files):

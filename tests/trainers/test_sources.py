@@ -118,3 +118,27 @@ def test_a_run_as_long_as_the_epochs_of_its_sources(inputs, data, tmp_path):
         kind, message, _ = run(1, config)
         assert kind == "ConfigError" and message.startswith(says), message
         assert "the sources of data.train have 27 within their epochs; give at most 6 steps" in message
+
+
+def test_pairs_are_mixed_too_and_have_weights(inputs, tmp_path):
+    """With log-probs of the reference that are computed once for all sources and sets."""
+    pairs = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i + 20)} for i in range(6)]
+    others = [{"q": f"{i}+2=", "good": str(i + 2), "bad": str(i + 30), "weight": 0.5} for i in range(6)]
+    for name, rows in (("a", pairs), ("b", others)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of_b = {"path": str(tmp_path / "b.jsonl"), "columns": {"q": "prompt", "good": "chosen", "bad": "rejected"}}
+    train = [{"path": str(tmp_path / "a.jsonl"), "weight": 1}, {**of_b, "weight": 2}]
+    data = {"train": train, "eval": {"one": train[0]["path"], "two": of_b}, "max_length": 64}
+    config = config_of(inputs, tmp_path / "run", data, reference={"cache": True}) | {"loss": {"name": "dpo"}}
+    assert run_case(1, "tests.trainers.dpo_cases:train", config=config)[:2] == ("done", "")
+    last = tiny_runs.steps(tmp_path / "run")[-1]
+    assert (last["data/a/rows"], last["data/b/rows"]) == (8, 16) and all(is_metric(name) for name in last)
+    for name in ("loss", "rewards/margin", "logps/chosen", "nll/chosen"):  # six rows of weight 1, six of weight 0.5
+        one, two = last[f"eval/one/{name}"], last[f"eval/two/{name}"]
+        of_one = 6 / 9 if name != "nll/chosen" else tokens_of(pairs) / (tokens_of(pairs) + tokens_of(others) / 2)
+        assert last[f"eval/{name}"] == pytest.approx(of_one * one + (1 - of_one) * two, rel=1e-6), name
+
+
+def tokens_of(rows: list[dict[str, str]]) -> int:
+    """Tokens of the chosen answers, which a digit each and the end of the turn are."""
+    return sum(len(row.get("chosen") or row["good"]) + 1 for row in rows)
