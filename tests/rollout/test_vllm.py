@@ -18,9 +18,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mrl.batch import make_batch
+from mrl.config.schema import TeacherServerConfig
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import ConfigError, ServerError
 from mrl.rollout.base import SampleRequest
+from mrl.trainers.teacher_server import TeacherServer
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.rollout.real_vllm import FIRST_REQUEST_S, hf_stream, logs_of, requests, sampler_of
@@ -59,6 +62,22 @@ def test_log_probs_are_those_of_the_actor(servers, folders, tmp_path, backend, p
             config=config, raw_url=urls[0], processed_url=urls[1], weights_dir=str(tmp_path),
         )  # fmt: skip
     assert len(seen) == 12 and all(len(c.tokens) == 12 for completions in seen for c in completions)
+
+
+def test_it_is_a_teacher_by_its_likeliest_tokens(sampler, servers, folders):
+    """20 of each trained place, the most that a server gives by default; of more it says so in one line."""
+    client = TeacherServer(TeacherServerConfig(url=servers[0].url, concurrency=4))
+    texts = [TEXT, [7, 7, 30], [50, 2]]
+    ids, found = client.top(make_batch(texts, [[0, 1, 0, 1, 1, 1], [0, 1, 1], [0, 1]]), 20)
+    model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
+    with torch.no_grad():
+        every = [model(torch.tensor([text])).logits[0].log_softmax(-1) for text in texts]
+    at = torch.cat([every[0][[0, 2, 3, 4]], every[1][[0, 1]], every[2][[0]]])
+    torch.testing.assert_close(found, at.topk(20).values, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, at.gather(1, ids.long()), rtol=0, atol=1e-5)
+    with pytest.raises(ServerError, match="HTTP 400") as caught:
+        client.top(make_batch(texts, [[0, 1, 0, 1, 1, 1], [0, 1, 1], [0, 1]]), 21)
+    assert "\n" not in str(caught.value)
 
 
 def test_log_probs_that_no_mode_gives_are_refused(servers, sampler, tmp_path):
