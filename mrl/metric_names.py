@@ -10,6 +10,10 @@ SFT_METRICS: dict[str, str] = {
         "mean negative log-likelihood of the global mini-batch's trained tokens, before the step; of `mrl ppo`, "
         "`actor/loss`; of `mrl dpo`, its loss; with a teacher, what is minimized"
     ),
+    "train/mtp_loss": (
+        "mean negative log-likelihood that MTP layers give the trained tokens further on, over layers and, as "
+        "`train/loss`, all trained tokens; without `model.mtp.loss_weight`, before the step; absent without `model.mtp`"
+    ),
     "train/grad_norm": "global L2 norm of the gradient before clipping",
     "train/lr": "learning rate that the step was made with",
     "train/tokens": "trained tokens (sum of the loss mask) since the start of the run",

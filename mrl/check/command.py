@@ -18,6 +18,7 @@ from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.schema import EngineConfig, MicroBatchConfig, ModelConfig, OptimizerConfig
 
 C = TypeVar("C", bound=Config)
+M = TypeVar("M", bound=ModelConfig)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class TwoSteps:
     def processes(self) -> int:
         return math.lcm(*(layout.processes for layout in self.layouts.values()))
 
-    def model(self, own: ModelConfig, role: str) -> ModelConfig:
+    def model(self, own: M, role: str) -> M:
         """Returns the `model` of a role on the folder of the check."""
         made = self.models[role]
         return dataclasses.replace(own, path=made.path, init=made.init, dtype=self.dtype)

@@ -21,7 +21,8 @@ class CheckedSFT(Checked[SFTConfig]):
 
     def subjects(self, config: SFTConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         [part] = parts
-        made = sft.role_config(config, folders[part.role])
+        # of a model that is cut to a few layers there are no MTP layers left
+        made = dataclasses.replace(sft.role_config(config, folders[part.role]), mtp=None)
         return [Subject(part, made, sft_loss, "tokens", reference.Loss())]
 
     def rows(
@@ -37,7 +38,7 @@ class CheckedSFT(Checked[SFTConfig]):
         batch = max(small.processes, len(small.rows.examples) // 2)
         return dataclasses.replace(
             config,
-            model=small.model(config.model, ""),
+            model=dataclasses.replace(small.model(config.model, ""), mtp=None),
             engine=small.engine(config.engine, ""),
             optimizer=small.optimizer(config.optimizer),
             teacher=None,

@@ -12,7 +12,7 @@ GROUP = "mrl.engines"
 
 OWN: dict[str, tuple[str, ...]] = {
     "megatron": (
-        "model.lora", "engine.parallel", "engine.recompute", "engine.recompute_modules", "engine.moe",
+        "model.lora", "model.mtp", "engine.parallel", "engine.recompute", "engine.recompute_modules", "engine.moe",
         "engine.offload.parameters", "engine.offload.gradients", "engine.offload.optimizer", "engine.layer_spec",
         "engine.megatron",
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from mrl.config.backends import OWN, entry_point
+from mrl.config.megatron_speed import ON_HOST
 from mrl.config.schema import (
     EngineConfig,
     LogConfig,
@@ -208,8 +209,17 @@ def check_backend(model: ModelConfig, engine: EngineConfig, role: str = "") -> N
         entry_point(engine.backend, f"{role}.engine" if role else "engine")
         return
     check_supported(engine.backend, OWN[engine.backend], model, engine, role)
+    check_host_optimizer(engine, role)
     check_recompute_every(engine, role)
     check_recompute_modules(engine, role)
+
+
+def check_host_optimizer(engine: EngineConfig, role: str = "") -> None:
+    """An optimizer that lives on the host is not moved there between steps."""
+    path = f"{role}.engine" if role else "engine"
+    if engine.megatron.get(ON_HOST) and "optimizer" in engine.offload:
+        why = f"is of what {path}.megatron.{ON_HOST} keeps on the host always"
+        raise ConfigError(f"{path}.offload", "optimizer", why, "leave out one of them")
 
 
 def check_recompute_every(engine: EngineConfig, role: str = "") -> None:

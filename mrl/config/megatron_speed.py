@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 ROUNDING = frozenset("""
     gradient_accumulation_fusion batch_p2p_sync use_ring_exchange_p2p deallocate_pipeline_outputs
     overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage barrier_with_L1_time deterministic_mode
@@ -10,7 +13,23 @@ ROUNDING = frozenset("""
     moe_flex_dispatcher_backend moe_permute_fusion moe_router_fusion moe_deepep_num_sms moe_hybridep_num_sms
     overlap_grad_reduce overlap_param_gather bucket_size num_buckets pad_buckets_for_high_nccl_busbw nccl_ub
     check_for_nan_in_grad check_for_large_grads config_logger_dir fine_grained_activation_offloading offload_modules
-    min_offloaded_tensor_size
+    min_offloaded_tensor_size optimizer_cpu_offload
 """.split())  # fmt: skip  # noqa: SIM905
 """Fields that a resumed run may change: the same sums in another order or by another kernel, as another layout has
 them. A run that is resumed has any other as it was saved."""
+
+MOMENTS = {"exp_avg": "exp_avg_dtype", "exp_avg_sq": "exp_avg_sq_dtype"}
+"""AdamW's moments, and the field that has the dtype of each where `use_precision_aware_optimizer` is true."""
+
+ON_HOST = "optimizer_cpu_offload"
+"""The field that keeps masters and moments in host memory, where updates are made too."""
+
+
+def moment_bytes(given: Mapping[str, Any]) -> int:
+    """Returns bytes of both moments of an element. given: `engine.megatron`."""
+    return sum(2 if given.get(field) == "bfloat16" else 4 for field in MOMENTS.values())
+
+
+def state_bytes(parameter_bytes: int, moments: int, *, on_host: bool) -> int:
+    """Returns bytes of an element's master and both moments on the device. What is fp32 is its own master there."""
+    return 0 if on_host else moments + (0 if parameter_bytes == 4 else 4)

@@ -69,6 +69,24 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPConfig:
+    """Training of MTP layers, which predict further tokens."""
+
+    loss_weight: float = key(
+        0.1, "what their loss, a mean over the layers, is multiplied with before it is added to the loss", above=0
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SFTModelConfig(ModelConfig):
+    mtp: MTPConfig | None = key(
+        None,
+        "train the model's MTP layers (DeepSeek-V3, GLM-4.5), all that its config.json announces (megatron backend, "
+        "docs/layouts.md); null leaves them out",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     tp: int = key(1, "tensor parallel: ranks that share each weight matrix", minimum=1, maximum=MOST_WAYS)
     pp: int = key(1, "pipeline parallel: ranks that share the layers", minimum=1, maximum=MOST_WAYS)
@@ -373,7 +391,7 @@ class TeacherConfig:
 class SFTConfig:
     output_dir: str = key(REQUIRED, "the run's directory", may_change=True)
     seed: int = key(0, "seed of initialisation, dropout and data order", minimum=0, maximum=2**32 - 1)
-    model: ModelConfig = key(REQUIRED, "the model")
+    model: SFTModelConfig = key(REQUIRED, "the model")
     engine: EngineConfig = key(EngineConfig, "the engine and its layout")
     optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule")
     teacher: TeacherConfig | None = key(None, "a model that is distilled into this one (docs/distill.md)")
@@ -388,7 +406,7 @@ class SFTConfig:
         assert self.teacher is not None, "no teacher"
         own = self.teacher.model
         dtype = own.dtype or self.model.dtype
-        return dataclasses.replace(self.model, path=own.path, init="pretrained", dtype=dtype, lora=None)
+        return dataclasses.replace(self.model, path=own.path, init="pretrained", dtype=dtype, lora=None, mtp=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -398,6 +416,7 @@ class RoleConfig:
     head: "lm" for next-token logits, "value" for one number per token.
     packing: micro-batches hold sequences end to end (True) or padded to the longest (False).
     total_steps: optimizer steps of the whole run, which the LR schedule decays over.
+    mtp: how MTP layers train; None leaves them out.
     """
 
     model: ModelConfig
@@ -407,3 +426,4 @@ class RoleConfig:
     head: Literal["lm", "value"] = "lm"
     packing: bool = True
     total_steps: int = 1
+    mtp: MTPConfig | None = None

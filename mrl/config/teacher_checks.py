@@ -14,6 +14,9 @@ def check_teacher(config: SFTConfig) -> None:
     teacher = config.teacher
     if teacher is None:
         return
+    if config.model.mtp is not None:
+        why = "predicts one label for each token, and a teacher compares several"
+        raise ConfigError("model.mtp", config.model.mtp, why, "leave out it or teacher")
     if teacher.beta is not None and teacher.loss != "jsd":
         why = f"is not read by teacher.loss {teacher.loss}"
         raise ConfigError("teacher.beta", Shown(f"{teacher.beta:g}"), why, "leave it out; it is of jsd")

@@ -30,7 +30,7 @@ from mrl.converters.fused import unstacked
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.json_file import read_json
 from mrl.converters.mcore_weights import DESCRIPTION, FOLDER, MARKER, read_description
-from mrl.converters.mtp import layers_in, tensors_in
+from mrl.converters.mtp import copies_in, layers_in, tensors_in
 from mrl.converters.pickled import PICKLE, PICKLE_INDEX, PickleReader
 from mrl.converters.quantized import check_readable
 from mrl.converters.safetensors_io import DTYPES as KNOWN
@@ -382,13 +382,14 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     else:
         reader = FSDPReader(inside, family, hf_config, dtype, companions)
         head = reader.head
+    mtp = layers_in(reader.tensors, hf_config)
     if files is None and head == "lm" and not imported:
         files = _files_of(companions, reader, hf_config, head)
-    copies = _copies(names, reader, hf_config, head)
-    skipped = [] if imported else mtp_tensors_of_folder(companions, family, hf_config)
+        names = [n for n in copies_in(hf_config, mtp) if files is None or n in files.tensors]
+    skipped = [] if imported or mtp else mtp_tensors_of_folder(companions, family, hf_config)
     return Source(
-        inside, what, reader, hf_config, family, head, companions, files, copies, template,
-        skipped_tensors=skipped, notes=notes, adapters=adapters,
+        inside, what, reader, hf_config, family, head, companions, files,
+        _copies(names, reader, hf_config, head), template, skipped_tensors=skipped, notes=notes, adapters=adapters,
     )  # fmt: skip
 
 
@@ -485,16 +486,15 @@ def _files_of(companions: Path, reader: WeightReader, hf_config: Mapping[str, An
         return None
     if found is None:
         return None
-    besides = {*_copies(found.tensors, reader, hf_config, head), *tensors_in(found.tensors, hf_config)}
-    if found.tensors.keys() - besides != reader.tensors.keys():
+    copies = _copies(found.tensors, reader, hf_config, head)
+    besides = {*copies, *tensors_in(found.tensors, hf_config)}
+    if found.tensors.keys() - (besides - reader.tensors.keys()) != reader.tensors.keys():
         return None
+    again = copies_in(hf_config, layers_in(reader.tensors, hf_config))  # of MTP layers that trained
+    of = {n: n for n in reader.tensors} | {n: copies[n] for n in again if n in copies}
     # the dtype is the run's, the files and their order those of the folder it began with
     files = {
-        file: [
-            (name, dataclasses.replace(reader.tensors[name], file=file))
-            for name, _ in tensors
-            if name in reader.tensors
-        ]
+        file: [(name, dataclasses.replace(reader.tensors[of[name]], file=file)) for name, _ in tensors if name in of]
         for file, tensors in found.files.items()
     }
     return HFFiles({file: tensors for file, tensors in files.items() if tensors}, found.metadata, None, found.headers)

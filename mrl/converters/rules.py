@@ -19,6 +19,7 @@ from mrl.converters.table import (
     EMBEDDING,
     FINAL_NORM,
     LM_HEAD,
+    MTP_EMBEDDING,
     TIED_HEAD,
     VALUE_HEAD,
     Entry,
@@ -40,13 +41,15 @@ class ChunkPlan:
     mtp: int = 0  # MTP layers
 
 
-def chunk_plans(num_layers: int, pp: int, vpp: int = 1) -> dict[tuple[int, int], ChunkPlan]:
+def chunk_plans(num_layers: int, pp: int, vpp: int = 1, mtp: int = 0) -> dict[tuple[int, int], ChunkPlan]:
     """Returns the plan of each (pp_rank, chunk), in pipeline order: virtual stage `v * pp + p` is chunk `v` of rank
-    `p`.
+    `p`. mtp: MTP layers, which are on the last.
     """
     stages = stage_layers(num_layers, pp, vpp)
+    last = len(stages) - 1
     return {
-        (s % pp, s // pp): ChunkPlan(tuple(layers), s == 0, s == len(stages) - 1) for s, layers in enumerate(stages)
+        (s % pp, s // pp): ChunkPlan(tuple(layers), s == 0, s == last, mtp if s == last else 0)
+        for s, layers in enumerate(stages)
     }
 
 
@@ -64,7 +67,7 @@ class Rule:
     sizes: Mapping[str, int] = dataclasses.field(repr=False)
     expert: int | None = None  # global number of its expert
     layer: int | None = None  # global number of its layer
-    copy: bool = False  # a second copy of tied embeddings on the last pipeline stage: loaded, never exported
+    copy: bool = False  # a second copy of the embedding on the last pipeline stage: loaded, never exported
     buffer: bool = False  # no parameter; fp32 and untrained
 
     def spans(self, rank: int) -> list[Span]:
@@ -135,6 +138,8 @@ def _chunk_entries(
             yield LM_HEAD, None, None
         elif not chunk.has_embedding:
             yield TIED_HEAD, None, None
+    if chunk.mtp and not chunk.has_embedding:
+        yield MTP_EMBEDDING, None, None
     for local in range(chunk.mtp):
         layer = config["num_hidden_layers"] + local
         for entry in family.mtp_entries(config, layer):
@@ -207,7 +212,7 @@ def _rule(
         sizes=sizes,
         expert=expert,
         layer=layer,
-        copy=entry is TIED_HEAD,
+        copy=entry is TIED_HEAD or entry is MTP_EMBEDDING,
         buffer=entry.buffer,
     )
 

@@ -92,14 +92,7 @@ class Family:
         """Returns what global layer number `layer`, past the last, holds; `{l}` of the mcore side counts from the first
         such layer.
         """
-        return self.mtp + tuple(
-            dataclasses.replace(
-                entry,
-                mcore=entry.mcore.replace(_MCORE, _MTP_BLOCK),
-                te=entry.te and entry.te.replace(_MCORE, _MTP_BLOCK),
-            )
-            for entry in self.layer_entries(config, layer)
-        )
+        return self.mtp + tuple(map(in_mtp_block, self.layer_entries(config, layer)))
 
 
 def sizes_of(config: HFConfig, padded: int) -> dict[str, int]:
@@ -131,10 +124,18 @@ _MTP = "mtp.layers.{l}."
 _MTP_BLOCK = _MTP + "transformer_layer."
 _HF = "model.layers.{l}."
 
+
+def in_mtp_block(entry: Entry) -> Entry:
+    """Returns the entry of a layer as the block of an MTP layer has it."""
+    te = entry.te and entry.te.replace(_MCORE, _MTP_BLOCK)
+    return dataclasses.replace(entry, mcore=entry.mcore.replace(_MCORE, _MTP_BLOCK), te=te)
+
+
 EMBEDDING = Entry("embedding.word_embeddings.weight", (("model.embed_tokens.weight", ("vocab", "hidden")),), "vocab")
 FINAL_NORM = Entry("decoder.final_layernorm.weight", (("model.norm.weight", ("hidden",)),), "replicated")
 LM_HEAD = Entry("output_layer.weight", (("lm_head.weight", ("vocab", "hidden")),), "vocab")
 TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, "vocab")
+MTP_EMBEDDING = dataclasses.replace(EMBEDDING)  # on the last pipeline stage, for MTP layers
 VALUE_HEAD = Entry("output_layer.weight", (("score.weight", ("one", "hidden")),), "replicated")
 
 ATTENTION = (

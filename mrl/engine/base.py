@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -381,8 +382,8 @@ class BaseEngine(EngineChecks, abc.ABC):
     def export_hf(self, path: str, *, merged: bool = False) -> None:
         """Writes a folder that transformers loads: weights, config, tokenizer, generation config.
 
-        MTP layers are not in it, and config.json says so. Where `exports_adapter`, it is the folder of
-        `export_adapter`, unless `merged`.
+        MTP layers that do not train are not in it, and config.json says so. Where `exports_adapter`, it is the folder
+        of `export_adapter`, unless `merged`.
         """
 
     @property
@@ -399,20 +400,31 @@ class BaseEngine(EngineChecks, abc.ABC):
         self.on_main(lambda: write_adapter(path, lora, model, tensors, head=self.config.head))
 
     def _write_hf(
-        self, path: str, infos: Mapping[str, TensorInfo], family: Family | None, hf_config: Mapping[str, Any]
+        self,
+        path: str,
+        infos: Mapping[str, TensorInfo],
+        family: Family | None,
+        hf_config: Mapping[str, Any],
+        copies: Mapping[str, str] = types.MappingProxyType({}),
     ) -> None:
-        """Does `export_hf` with the tensors of `hf_weights`, of which `infos` says dtypes and shapes. Collective."""
+        """Does `export_hf` with the tensors of `hf_weights`, of which `infos` says dtypes and shapes. Collective.
+
+        copies: names under which one of them is written again -> that one's.
+        """
         writer: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.is_main:
             changes = self._config_changes(family, hf_config)
             writer = HFWriter(path, infos, companions=self.config.model.path, config_changes=changes)
         with writer as out:
             for name, tensor in self.hf_weights():  # nothing comes on other ranks
-                out.add(name, tensor)
+                for written in (name, *(copy for copy, of in copies.items() if of == name)):
+                    out.add(written, tensor)
         collective.wait_for_all()
 
     def _config_changes(self, family: Family | None, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what an export changes in config.json. family: None where mrl has no table of it."""
         changes = value_head_config(hf_config) if self.config.head == "value" else {}
-        further = family is not None and mtp_tensors_of_folder(self.config.model.path, family, hf_config)
-        return changes | ({MTP_COUNT: 0} if further else {})
+        if family is None or self.config.mtp is not None:
+            return changes
+        left_out = mtp_tensors_of_folder(self.config.model.path, family, hf_config)
+        return changes | ({MTP_COUNT: 0} if left_out else {})

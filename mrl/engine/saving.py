@@ -87,7 +87,7 @@ def loading(path: str, *, backend: str, remote: str | None = None, delete_local:
 
 @contextlib.contextmanager
 def starting_weights(
-    path: str, family: Family, hf_config: HFConfig, *, head: str, trained: bool
+    path: str, family: Family, hf_config: HFConfig, *, head: str, trained: bool, mtp: int = 0
 ) -> Iterator[Callable[[str], Any]]:
     """Gives `stored_weights`, after the checksums of the files of an imported folder have been compared. Collective.
 
@@ -95,5 +95,5 @@ def starting_weights(
     """
     if on_main(lambda: is_imported(path)):
         atomic_checkpoint.verify(path, all_ranks())
-    with stored_weights(path, family, hf_config, head=head, trained=trained) as read:
+    with stored_weights(path, family, hf_config, head=head, trained=trained, mtp=mtp) as read:
         yield read

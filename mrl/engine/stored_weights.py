@@ -16,23 +16,28 @@ from mrl.converters.mtp import announced, tensors_in
 from mrl.converters.safetensors_io import INDEX, SINGLE, SafetensorsReader
 from mrl.converters.table import Family, HFConfig
 from mrl.engine.torch_dist.reader import TorchDistReader
+from mrl.errors import ConfigError
 
 
 @contextlib.contextmanager
 def stored_weights(
-    path: str, family: Family, hf_config: HFConfig, *, head: str, trained: bool
+    path: str, family: Family, hf_config: HFConfig, *, head: str, trained: bool, mtp: int = 0
 ) -> Iterator[Callable[[str], Any]]:
     """Hugging Face name -> tensor or lazy slice of the folder `path`, all of them accounted for.
 
     path: a Hugging Face folder, or one that `mrl convert import` made.
 
-    trained: a value head that is going to be trained starts at zero where the folder has none.
+    trained: a value head that is going to be trained starts at zero where the folder has none. mtp: how many MTP layers
+    are read too; without any they are left unread.
     """
     imported = is_imported(path)
     with contextlib.closing(open_imported(path, family, hf_config) if imported else SafetensorsReader(path)) as stored:
         reader = stored if imported else unstacked(stored, family)
         may_lack = [SCORE] if head == "value" and trained else []
-        absent = check_model(reader, family, hf_config, head=head, may_lack=may_lack)
+        if mtp and not tensors_in(reader.tensors, hf_config):
+            why = f"trains MTP layers, and {path} holds none, though its config.json announces {mtp}"
+            raise ConfigError("model.mtp", why=why, fix="leave it out, or give a folder that has them")
+        absent = check_model(reader, family, hf_config, head=head, may_lack=may_lack, carried=mtp > 0)
         zeros = torch.zeros(1, hf_config["hidden_size"])
         yield lambda name: zeros if name in absent else reader(name)
 

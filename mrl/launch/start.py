@@ -13,7 +13,7 @@ from typing import Any
 from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.load import load_config
 from mrl.errors import ConfigError
-from mrl.launch import preflight
+from mrl.launch import gpu_variables, preflight
 from mrl.launch.describe import describe
 from mrl.launch.environment import JoinedWorld, interface_towards, joined_world
 from mrl.launch.worker import log_path, warnings_in
@@ -48,6 +48,9 @@ def start(
             print(f"# memory: {memory}", flush=True)
         return None
     command_line = shlex.join(["mrl", *sys.argv[1:]])
+    if "cpu" not in preflight.devices(command, config):
+        of_gpus = gpu_variables.generation_of_gpus
+        os.environ |= gpu_variables.to_set(parts, layouts, os.environ, generates=command.generates, generation=of_gpus)
     if joined is not None:
         join(joined)
         with warnings_in(log_path(os.path.join(config.output_dir, "logs"), joined.rank)):

@@ -23,7 +23,7 @@ from torch import Tensor
 from mrl.converters.families import fields_of
 from mrl.converters.rules import ChunkPlan
 from mrl.errors import ConfigError
-from mrl.mcore_models import layers, megatron_fields, platform
+from mrl.mcore_models import layers, megatron_fields, mtp, platform
 from mrl.mcore_models.attention import CacheLayout, PackedLayout
 from mrl.mcore_models.config import Config, LatentConfig, config_class
 from mrl.mcore_models.head import LanguageHead, ValueHead
@@ -37,6 +37,9 @@ _BIAS = re.compile(r"\.bias\d*$")  # of a grouped linear, one for each expert
 
 class Model(GPTModel):
     """megatron's GPTModel with our layouts, head and rotary embedding. The one place that names GPTModel."""
+
+    ahead: Sequence[mtp.Ahead] = ()
+    """What each MTP layer is run on in the forward at hand, set before it; none leaves them out."""
 
     def forward(self, tokens: Tensor, layout: PackedLayout | CacheLayout, padding: Tensor | None = None) -> Tensor:
         """tokens [T] (ignored past the first stage), padding [T] bool or None: True where no token is.
@@ -52,6 +55,24 @@ class Model(GPTModel):
             input_ids=tokens[None], position_ids=layout.positions[None], attention_mask=None, packed_seq_params=layout,
             padding_mask=None if padding is None else padding[None],
         )  # fmt: skip
+
+    def _postprocess(self, hidden_states: Tensor, **rest: Any) -> Tensor:
+        """What the head makes of hidden states, and of those of MTP layers: further columns of [1, T, K]."""
+        if not self.mtp_process:
+            return super()._postprocess(hidden_states, **rest)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        columns = [self.output_layer(hidden_states, weight=weight)[0]]
+        for layer, ahead in zip(self.mtp.layers, self.ahead, strict=False):
+            padding = ahead.padding
+            if self.config.sequence_parallel:
+                padding = padding.chunk(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]
+            embedded = self.embedding(input_ids=ahead.tokens[None], position_ids=rest["position_ids"])
+            hidden_states = layer(
+                hidden_states, embedded, rest["rotary_pos_emb"], rest["packed_seq_params"], padding[None]
+            )
+            self.output_layer.project = ahead.project
+            columns.append(self.output_layer(hidden_states, weight=weight)[0])
+        return torch.cat(columns, dim=-1).transpose(0, 1).contiguous()
 
     def _set_attention_backend(self) -> None:
         """Leaves NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN as they are: te_limits.py reads them.
@@ -72,6 +93,7 @@ def transformer_config(
     z_loss: float = 0.0,
     layer_spec: Literal["te", "local"] = "local",
     further: Mapping[str, Any] | None = None,
+    mtp_layers: int = 0,
 ) -> Config | LatentConfig:
     """megatron's configuration of the model in a layout. Raises ModelError or ConfigError on what cannot be built.
 
@@ -79,7 +101,7 @@ def transformer_config(
     """
     fields = fields_of(dict(hf))
     check_layout(fields, dims)
-    fields |= _layout_fields(fields["num_layers"], dims)
+    fields |= _layout_fields(fields["num_layers"], dims, mtp_layers)
     fields |= _recompute_fields(fields, recompute, recompute_modules, layer_spec)
     if "num_moe_experts" in fields:
         fields |= {
@@ -140,7 +162,7 @@ def _fusions(fields: Mapping[str, Any], hf: Mapping[str, Any], given: Mapping[st
     }
 
 
-def _layout_fields(num_layers: int, dims: ParallelDims) -> dict[str, Any]:
+def _layout_fields(num_layers: int, dims: ParallelDims, mtp_layers: int) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": dims.tp,
         "pipeline_model_parallel_size": dims.pp,
@@ -149,10 +171,12 @@ def _layout_fields(num_layers: int, dims: ParallelDims) -> dict[str, Any]:
         "expert_tensor_parallel_size": dims.etp,
         "sequence_parallel": dims.sp,
     }
+    if mtp_layers:
+        fields["mtp_num_layers"] = mtp_layers
     if dims.pp > 1:
         stages = [["decoder"] * len(stage) for stage in stage_layers(num_layers, dims.pp, dims.vpp)]
         stages[0].insert(0, "embedding")
-        stages[-1].append("loss")
+        stages[-1] += ["mtp"] * mtp_layers + ["loss"]
         fields |= {
             "pipeline_model_parallel_layout": stages,
             "variable_seq_lengths": True,  # packed micro-batches differ in length
@@ -201,12 +225,14 @@ def build_chunks(
                 parallel_state.set_virtual_pipeline_model_parallel_rank(v)
             model = Model(
                 config=config, transformer_layer_spec=layers.block_spec(config, list(chunk.layers)),
+                mtp_block_spec=mtp.block_spec(layers.mtp_parts(config, chunk.mtp)) if chunk.mtp else None,
                 vocab_size=padded_vocab, max_sequence_length=hf.get("max_position_embeddings") or 0,
                 pre_process=chunk.has_embedding, post_process=chunk.has_output, position_embedding_type="rope",
                 share_embeddings_and_output_weights=tied, pg_collection=groups, vp_stage=v if dims.vpp > 1 else None,
             )  # fmt: skip
             model.rotary_pos_emb = layers.Rotary(inverse, groups.cp)
-            for layer in model.decoder.layers:
+            further = [layer.transformer_layer for layer in model.mtp.layers] if chunk.mtp else []
+            for layer in (*model.decoder.layers, *further):
                 if config.multi_latent_attention:
                     layer.self_attention.turning = inverse.to(platform.device())
                     layer.self_attention.rotary_scale = scale

@@ -30,6 +30,7 @@ from mrl.mcore_models import elementwise, platform
 from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.config import Config, LatentConfig
 from mrl.mcore_models.latent import LatentAttention, LatentSubmodules
+from mrl.mcore_models.mtp import MTPSubmodules
 from mrl.mcore_models.router import Router
 
 
@@ -184,6 +185,17 @@ def block_spec(config: Config | LatentConfig, layers: list[int]) -> TransformerB
         layer_specs=[_local_layer(config, experts=config.num_moe_experts if moe[i] else None) for i in layers],
         layer_norm=RMSNorm,
     )
+
+
+def mtp_parts(config: Config | LatentConfig, count: int) -> list[MTPSubmodules]:
+    """Returns what MTP layers are made of. Their blocks are as the last layer: past the dense ones, where a model has
+    some."""
+    [layer] = block_spec(config, [config.num_layers - 1]).layer_specs
+    if config.layer_spec == "te":
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+        return [MTPSubmodules(TENorm, TEColumnParallelLinear, layer)] * count
+    return [MTPSubmodules(RMSNorm, ColumnParallelLinear, layer)] * count
 
 
 def _local_layer(config: Config | LatentConfig, experts: int | None) -> ModuleSpec:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from mrl.config.keys import listed
+from mrl.config.megatron_speed import MOMENTS
 from mrl.errors import ConfigError, one_line
 
 KEY = "engine.megatron"
@@ -91,6 +92,7 @@ SET_BY_MRL: Mapping[str, str] = {
            "distribute_saved_activations", "moe_layer_recompute"),
     **_use("set engine.recompute_modules", "recompute_modules"),
     **_use("set engine.moe.aux_loss", "moe_aux_loss_coeff", "moe_router_load_balancing_type"),
+    **_use("set model.mtp", "mtp_num_layers", "mtp_loss_scaling_factor"),
     **_use("set engine.moe.z_loss", "moe_z_loss_coeff"),
     **_use("set engine.layer_spec", "moe_grouped_gemm", "transformer_impl"),
     **_use("set NVTE_FLASH_ATTN, NVTE_FUSED_ATTN or NVTE_UNFUSED_ATTN to 0 (docs/gpu.md)", "attention_backend"),
@@ -102,10 +104,14 @@ SET_BY_MRL: Mapping[str, str] = {
     **_use("set optimizer.weight_decay", "weight_decay"),
     **_use("set optimizer.clip_grad", "clip_grad"),
     **_use("set engine.offload", "cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations",
-           "cpu_offloading_weights", "cpu_offloading_double_buffering", "optimizer_cpu_offload",
-           "optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d",
-           "pin_cpu_grads", "pin_cpu_params"),
-    **_use("the optimizer is AdamW", "optimizer", "decoupled_weight_decay"),
+           "cpu_offloading_weights", "cpu_offloading_double_buffering"),
+    **_use("all of the optimizer is on the host with optimizer_cpu_offload", "optimizer_offload_fraction",
+           "use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"),
+    **_use("the optimizer is AdamW", *"""
+        optimizer decoupled_weight_decay sgd_momentum muon_momentum muon_split_qkv muon_use_nesterov muon_nesterov
+        muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps muon_tp_mode muon_extra_scale_factor
+        muon_coefficient_type muon_scalar_optimizer adaptive_muon_beta2 adaptive_muon_eps
+        adaptive_muon_moment2_method""".split()),  # noqa: SIM905
     **_use("mrl divides the loss itself (docs/loss.md)", "calculate_per_token_loss", "gradient_reduce_div_fusion",
            "average_in_collective"),
     **_use("gradients are summed in fp32 always", "grad_reduce_in_fp32", "main_grads_dtype",
@@ -122,15 +128,18 @@ SET_BY_MRL: Mapping[str, str] = {
 """Field -> what to do in its place."""
 
 NOT_THERE: Mapping[str, str] = {
-    **_use("MTP layers do not train", "mtp_num_layers", "mtp_loss_scaling_factor", "mtp_use_repeated_layer",
+    **_use("MTP layers are those of the model, whose loss trains all of it", "mtp_use_repeated_layer",
            "mtp_detach_heads", "mtp_hybrid_override_pattern", "mtp_standalone"),
-    **_use("there is no training in FP8 or FP4", "fp8", "fp8_param", "fp8_param_gather", "fp4", "fp4_param",
-           "fp4_param_gather"),
+    **_use("there is no training in FP8 or FP4, whose products take a multiple of 8 tokens", *"""
+        fp8 fp8_param fp8_param_gather fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo
+        fp8_wgrad fp8_dot_product_attention fp8_multi_head_attention fp8_quantizer_factory tp_only_amax_red
+        first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 keep_fp8_transpose_cache
+        fp8_output_proj reuse_grad_buf_for_mxfp8_param_ag moe_router_padding_for_fp8 moe_router_padding_for_quantization
+        fp4 fp4_param fp4_param_gather fp4_recipe fp4_quantizer_factory""".split()),  # noqa: SIM905
     **_use("layers have no CUDA graphs", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl",
            "optimizer_cuda_graph"),
-    **_use("masters and moments are fp32", "use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype",
-           "main_params_dtype", "store_param_remainders"),
-    **_use("its buffers are made by megatron's own trainer", "tp_comm_overlap"),
+    **_use("masters are fp32", "main_params_dtype", "store_param_remainders"),
+    **_use("its buffers are of one size, and packed micro-batches are not", "tp_comm_overlap"),
     **_use("it needs a schedule that is made of other parts of a layer", "delay_wgrad_compute",
            "overlap_moe_expert_parallel_comm", "overlap_dispatch_backward_with_experts_wgrad",
            "ep_overlap_early_attn_memory_release"),
@@ -224,6 +233,16 @@ def check(given: Mapping[str, Any]) -> None:
             raise ConfigError(key, value, "is for a field that takes a Python object", "leave it out")
         if not (value is None and field.nullable) and not _is(value, field.annotation):
             raise ConfigError(key, value, "is of another type than megatron-core has", f"give {_words(field)}")
+        if name in MOMENTS.values():
+            _check_moment(key, value, aware=given.get("use_precision_aware_optimizer") is True)
+
+
+def _check_moment(key: str, value: Any, *, aware: bool) -> None:
+    if value not in ("float32", "bfloat16"):  # others have factors beside them, which no checkpoint of ours holds
+        raise ConfigError(key, value, "is no dtype that moments are kept in", "give float32 or bfloat16")
+    if not aware:
+        why, fix = f"is read with {KEY}.use_precision_aware_optimizer alone", "set that to true, or leave this out"
+        raise ConfigError(key, value, why, fix)
 
 
 def _version() -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mrl.config.command import Part
+from mrl.config.megatron_speed import ON_HOST, moment_bytes, state_bytes
 from mrl.converters.hf_config import normalize
 from mrl.errors import UserError
 from mrl.mcore_models.layer_spec import DTYPES
@@ -79,7 +80,8 @@ def _bytes_of_a_parameter(part: Part, ranks: int) -> float:
     item = DTYPES[part.model.dtype].itemsize
     if part.optimizer is None or part.model.lora is not None:
         return item
-    return item + 4 + (8 if item == 4 else 12) / ranks
+    further = part.engine.megatron
+    return item + 4 + state_bytes(item, moment_bytes(further), on_host=bool(further.get(ON_HOST))) / ranks
 
 
 def _powers(most: int) -> list[int]:

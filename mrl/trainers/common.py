@@ -214,10 +214,11 @@ def export(
     folder: str,
     chat_template: str | None,
     model: ModelConfig,
+    mtp: bool = False,
 ) -> None:
     """Writes output_dir/hf, at once or not at all. write: exports the model to a folder; collective. folder: what the
     model started from. chat_template: the text of data.chat_template, which takes the place of the tokenizer's. model:
-    as the user has it, whose path an adapter names as its base."""
+    as the user has it, whose path an adapter names as its base. mtp: its MTP layers are in the export."""
     console.doing("exporting the model")
     write(str(directory.partial_hf))
     adapter = model.lora is not None and model.lora.export == "adapter"
@@ -230,7 +231,7 @@ def export(
         console.say(f"adapter: {directory.hf} ({ranks.on_main(lambda: _use_of_adapter(folder, model.path))})")
         return
     without = ""
-    if ranks.on_main(lambda: mtp_tensors_of(folder)):
+    if not mtp and ranks.on_main(lambda: mtp_tensors_of(folder)):
         without = f"; without the layers of {folder} that predict further tokens: {COUNT} is 0 in config.json"
     console.say(f"model: {directory.hf} (loadable with transformers{without})")
 

@@ -116,6 +116,11 @@ class SFTTask(Task[SFTConfig]):
             self.teacher.check(tokenizer, hf_config)
         return SFTDataset(self.config.data, tokenizer, part=part, vocab_size=vocab_size_of(hf_config), vision=vision)
 
+    def means_of(self, batch: Batch, ctx: Ctx) -> dict[str, float]:
+        found = ctx["metrics"]  # an evaluation runs no MTP layers
+        of_mtp = {"train/mtp_loss": found["mtp_loss"]} if "mtp_loss" in found else {}
+        return super().means_of(batch, ctx) | of_mtp
+
     def source(self, dataset: RowDataset[Any]) -> BatchSource:
         size, data = self.config.train.global_batch_size, self.config.data
         return BatchSource(dataset, global_batch_size=size, seed=self.config.seed, shuffle=data.shuffle)
@@ -233,6 +238,7 @@ def role_config(config: SFTConfig, model_path: str) -> RoleConfig:
         optimizer=config.optimizer,
         seed=config.seed,
         packing=config.data.packing,
+        mtp=config.model.mtp,
     )
 
 
@@ -242,7 +248,8 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     say_all(console, engine.notes)  # first: a run that ends for want of memory has said what it was to be built of
     console.doing("building the model")
     engine.init_model()
-    say_mtp_layers(engine, console, {"model.path": engine.config.model.path})
+    if engine.config.mtp is None:
+        say_mtp_layers(engine, console, {"model.path": engine.config.model.path})
     say_adapters(console, "model.lora", engine.config)
     trainer.task.begin(engine, trainer.sets, directory.path, console)
     progress = restore(trainer, start)
@@ -274,9 +281,11 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
         say_left_out(console, "train", trainer.source.counts)
     trainer.stop.says = None  # the run ends by itself now
     if config.checkpoint.export_hf:
-        folder = engine.config.model.path
+        folder, mtp = engine.config.model.path, engine.config.mtp is not None
         template, model = trainer.chat_template, config.model
-        export(engine, directory, console, engine.export_hf, folder=folder, chat_template=template, model=model)
+        export(
+            engine, directory, console, engine.export_hf, folder=folder, chat_template=template, model=model, mtp=mtp
+        )
     say_done(engine, console, directory, steps=progress.step, tokens=progress.tokens)
 
 

@@ -12,7 +12,7 @@ import datasets
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.engine import tiny
+from tests.engine import mtp, tiny
 from tests.trainers import tiny_runs
 
 PLAIN_TEMPLATE = (
@@ -52,6 +52,8 @@ def make_models(folder: pathlib.Path) -> None:
     model("experts", "mixtral")
     model("dropout", attention_dropout=0.5)
     model("dead")
+    mtp.make_model(str(folder / "mtp"), "glm4_moe", vocab=len(tokenizer))
+    tokenizer.save_pretrained(folder / "mtp")
     weights = folder / "dead" / "model.safetensors"
     tensors = load_file(weights)
     save_file({**tensors, "lm_head.weight": torch.zeros_like(tensors["lm_head.weight"])}, weights, {"format": "pt"})

@@ -135,6 +135,18 @@ def exported_model(run: Run) -> str | None:
     return None
 
 
+MTP = {"model.path": "{inputs}/mtp", "optimizer.eps": 10.0, "optimizer.clip_grad": 0.0}
+"""Keys of a run that trains MTP layers, and whose updates are as large as gradients."""
+
+
+def mtp_update(run: Run) -> float:
+    """How much further an MTP layer's matrix went than in a run with a tenth as its loss's weight."""
+    name = "model.layers.2.eh_proj.weight"
+    start = load_file(run.inputs / "mtp" / "model.safetensors")[name]
+    moved, tenth = (r.weights[name] - start for r in (run, run.other(**{"model.mtp.loss_weight": 0.1})))
+    return round(float((moved * tenth).sum() / tenth.square().sum()), 1)
+
+
 # ----------------------------------------------------------------------------------------------------------- adapters
 
 

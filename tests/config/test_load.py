@@ -211,11 +211,14 @@ def test_plain_data_holds_every_key(root, raw):
         of_engine, of_server = ({"teacher": {"model": {"path": "t"}, **kind}} for kind in (
             {"engine": {}}, {"server": {"url": "http://h:1"}, "top_k": 20}))  # fmt: skip
         full = merged(raw, adapters | of_engine)
-        beside = {path for path in leaves(to_dict(from_dict(merged(raw, of_server), root))) if ".server." in path}
+        others = (leaves(to_dict(from_dict(merged(raw, of), root))) for of in (of_server, {"model": {"mtp": {}}}))
+        beside = {path for of in others for path in of if ".server." in path or ".mtp." in path}
     else:
         full = merged(raw, own | {"reward": {"engine": {}, "model": {"path": "r"}}})
         full = merged(full, {"actor": adapters, "critic": adapters})
-    assert leaves(to_dict(from_dict(full, root))) - {"teacher.server"} | beside == {key.path for key in walk(root)}
+    assert leaves(to_dict(from_dict(full, root))) - {"teacher.server", "model.mtp"} | beside == {
+        key.path for key in walk(root)
+    }
 
 
 @ROOTS

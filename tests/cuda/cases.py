@@ -29,7 +29,10 @@ class Case:
     recompute: str = "none"
     head: str = "lm"
     lora: bool = False
+    mtp: bool = False
     offload: tuple[str, ...] = ()
+    bf16_moments: bool = False
+    optimizer_on_host: bool = False
     micro_batches: int = 2  # one whose gradients wait for the next, and the last
     lengths: tuple[int, ...] = LENGTHS
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -37,7 +40,14 @@ class Case:
     def __str__(self) -> str:
         layout = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "vpp", "cp", "ep", "etp")
                   if getattr(self, name) not in (1, None)]  # fmt: skip
-        options = [self.recompute] * (self.recompute != "none") + ["lora"] * self.lora + ["value"] * (self.head != "lm")
+        options = (
+            [self.recompute] * (self.recompute != "none")
+            + ["lora"] * self.lora
+            + ["mtp"] * self.mtp
+            + ["bf16 moments"] * self.bf16_moments
+            + ["optimizer on the host"] * self.optimizer_on_host
+            + ["value"] * (self.head != "lm")
+        )
         return " ".join(
             [self.model.split("/")[1], *layout, *options, *map("offload {}".format, self.offload),
              f"rank {self.rank} of {self.world}"]
@@ -100,11 +110,12 @@ OF_EACH_FAMILY = [
     _case("mistralai/Mistral-7B-v0.1", world=2, cp=2, lengths=(5000, 229)),  # longer than its window
     _case("Qwen/Qwen2.5-7B", world=4, pp=2, rank=3),
     _case(DENSE, world=16, rank=9, tp=2, pp=2, vpp=2, cp=2),
-    _case(DENSE, world=2, tp=2, head="value", offload=EVERYTHING),
+    _case(DENSE, world=2, tp=2, head="value", offload=EVERYTHING, bf16_moments=True),
     _case(MOE, world=8, rank=5, tp=2, ep=4, etp=1),
     _case("allenai/OLMoE-1B-7B-0924", world=4, ep=2, lora=True),
+    _case("allenai/OLMoE-1B-7B-0924", world=4, ep=2, optimizer_on_host=True),
     _case(GATED, recompute="full"),
-    _case(GLM, world=4, rank=2, pp=2, ep=2),
+    _case(GLM, world=4, rank=2, pp=2, ep=2, mtp=True),
     _case(LATENT, world=2, tp=2),
     _case(SINKS, world=2, ep=2, lengths=(700, 100)),
     _case("mistralai/Mixtral-8x7B-v0.1", world=4, tp=2, ep=2),
@@ -155,11 +166,12 @@ def ceilings(case: Case) -> dict[str, float]:
     their weights; stages wait for the shapes of what they send each other. A copy of what the host has just made
     (`to_gpu`) is waited for too. Those that lay a micro-batch out (inputs.py) are not seen here: run.py gives them.
     """
-    layers = case.layers * (2 if case.recompute != "none" else 1)
+    layers = (case.layers + case.mtp) * (2 if case.recompute != "none" else 1)
     moe = "megatron/core/transformer/moe"
     between = r"megatron/core/pipeline_parallel/p2p_communication.py _communicate_shapes"
     return {
-        r"mrl/engine/megatron/pipeline.py totals __float__": 1,  # the loss, when all micro-batches are done
+        # the losses, when all micro-batches are done
+        r"mrl/engine/megatron/pipeline.py totals __float__": 1 + case.mtp,
         r"mrl/engine/megatron/engine.py most __int__": 1,  # how many micro-batches there are, before them
         rf"{moe}/moe_utils.py permute masked_select": 2 * layers,
         r"mrl/engine/megatron/even_experts.py _maybe_dtoh_and_synchronize d2h_event.synchronize": layers,

@@ -50,13 +50,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "glm4_moe", **_sizes(4096, 10944, 46, 96, 8, 151552, 128), "n_routed_experts": 128,
         "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1,
         "routed_scaling_factor": 1.0, "use_qk_norm": False, "attention_bias": True, "partial_rotary_factor": 0.5,
-        "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1,
     },
     "deepseek-ai/DeepSeek-V3": {
         "model_type": "deepseek_v3", **_sizes(7168, 18432, 61, 128, 128, 129280), "head_dim": 64,
         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
         "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
         "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
     },
     "openai/gpt-oss-20b": {
         "model_type": "gpt_oss", **_sizes(2880, 2880, 24, 64, 8, 201088, 64), "num_local_experts": 32,

@@ -108,4 +108,6 @@ def _moved(made: Any, move: Any) -> Any:
             changes[id(value)] = move(value)
         elif dataclasses.is_dataclass(value):
             changes[id(value)] = _moved(value, move)
+        elif isinstance(value, tuple) and all(map(dataclasses.is_dataclass, value)):
+            changes[id(value)] = tuple(_moved(part, move) for part in value)
     return dataclasses.replace(made, **{name: changes[id(v)] for name, v in found.items() if id(v) in changes})

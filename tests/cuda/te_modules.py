@@ -32,9 +32,11 @@ class Found:
     stored: set[tuple[Any, ...]]  # entries of the sharded state dict: name, shapes, place, and who writes
 
 
-def both(model: str, *, layers: int, rank: int, world: int, lora: bool, changes: dict, **degrees: int) -> list[Found]:
+def both(
+    model: str, *, layers: int, rank: int, world: int, lora: bool, changes: dict, mtp: bool = False, **degrees: int
+) -> list[Found]:
     """Returns what the specs te and local make of a model on one rank."""
-    from mrl.config.schema import EngineConfig, LoraConfig, ModelConfig, ParallelConfig, RoleConfig
+    from mrl.config.schema import EngineConfig, LoraConfig, ModelConfig, MTPConfig, ParallelConfig, RoleConfig
 
     fake.join_world(rank, world)
     folder = models.write(model, Path(tempfile.mkdtemp()), layers, **changes)
@@ -43,6 +45,7 @@ def both(model: str, *, layers: int, rank: int, world: int, lora: bool, changes:
         role = RoleConfig(
             model=ModelConfig(path=str(folder), init="random", lora=LoraConfig() if lora else None),
             engine=EngineConfig(parallel=ParallelConfig(**degrees), layer_spec=spec), optimizer=None,
+            mtp=MTPConfig() if mtp else None,
         )  # fmt: skip
         found.append(_of(role))
     return found
@@ -85,3 +88,36 @@ def _of(role: Any) -> Found:
             for box in each.boxes
         }
     return Found(model.spec, modules, parameters, stored)
+
+
+def adam(model: str, further: dict, *, layers: int) -> dict[str, Any]:
+    """Returns what `engine.megatron` (further) makes of AdamW: its class and, of FusedAdam, what it was made with; dtypes and
+    devices of masters and of moments as they are before a step."""
+    from mrl.config.schema import EngineConfig, ModelConfig, OptimizerConfig, RoleConfig
+    from mrl.engine.megatron import optim
+    from mrl.engine.megatron.engine import MegatronEngine
+
+    fake.join_world(0, 1)
+    folder = models.write(model, Path(tempfile.mkdtemp()), layers)
+    engine = EngineConfig(layer_spec="te", megatron=further)
+    role = RoleConfig(model=ModelConfig(path=str(folder), init="random"), engine=engine, optimizer=OptimizerConfig())
+    with fake.Fake():
+        made = MegatronEngine(role)
+        made.init_model()
+        [part] = optim.optimizers_of(made.model.optimizer)
+        of = part.optimizer
+        mains = [main for _, _, main, _ in optim.shards(made.model.optimizer)]
+        moments = {
+            name: sorted({_place(optim.new_moment(part, name, main)) for main in mains})
+            for name in ("exp_avg", "exp_avg_sq")
+        }
+        fused = {name: str(vars(of)[name]) for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weights",
+                                                       "use_decoupled_grad", "adam_w_mode") if name in vars(of)}  # fmt: skip
+        return {
+            "class": f"{type(of).__module__.split('.')[0]} {type(of).__name__}", "fused": fused,
+            "masters": sorted({_place(main) for main in mains}), **moments,
+        }  # fmt: skip
+
+
+def _place(tensor: Any) -> str:
+    return f"{tensor.device.type} {tensor.dtype}".replace("torch.", "")

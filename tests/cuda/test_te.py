@@ -93,6 +93,7 @@ SMALLER = {
     if model != "meta-llama/Llama-3.2-1B"  # as Llama-3.1-8B
 }
 WITHOUT_EXPERTS = ("Qwen/Qwen1.5-MoE-A2.7B", "openai/gpt-oss-20b")  # of which peft's "all-linear" takes no experts
+WITH_MTP = ("zai-org/GLM-4.5-Air", "deepseek-ai/DeepSeek-V3")
 EXPERTS, NO_EXPERTS = {"rank": 3, "world": 4, "tp": 2, "ep": 2}, {"rank": 3, "world": 4, "tp": 2, "pp": 2}
 FAST = {("Qwen/Qwen3-8B", False), ("Qwen/Qwen3-30B-A3B", True), ("deepseek-ai/DeepSeek-V3", False),
         ("openai/gpt-oss-20b", False)}  # fmt: skip
@@ -111,7 +112,11 @@ def test_both_specs_hold_the_same(te_worker, model, lora):
     changes = SMALLER[model]
     experts = any("experts" in name for name in changes)
     layout = EXPERTS if experts else NO_EXPERTS
-    te, local = te_worker.call("tests.cuda.te_modules:both", model, layers=2, lora=lora, changes=changes, **layout)
+    mtp = model in WITH_MTP and not lora
+    te, local = te_worker.call(
+        "tests.cuda.te_modules:both", model, layers=2, lora=lora, changes=changes, mtp=mtp, **layout
+    )
+    assert mtp == any(name.startswith("model.layers.2.") for names, *_ in te.parameters for name in names)
     assert (te.spec, local.spec) == ("te", "local")
     theirs = {name for package, names in te.modules.items() if "transformer_engine" in package for name in names}
     assert {"TERowParallelLinear", "TEDotProductAttention"} <= theirs
@@ -123,3 +128,31 @@ def test_both_specs_hold_the_same(te_worker, model, lora):
     assert te.stored == local.stored and len(te.stored) > 4
     adapted = {expert is not None for _, _, expert, tensor in te.parameters if tensor is not None}
     assert adapted == ({False} | ({True} if experts and model not in WITHOUT_EXPERTS else set()) if lora else set())
+
+
+# -- AdamW ------------------------------------------------------------------------------------------------------------
+
+AWARE = {"use_precision_aware_optimizer": True}
+BOTH = AWARE | {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "further, of, places",
+    [
+        ({}, "transformer_engine FusedAdam", ("cuda float32", "cuda float32", "cuda float32")),
+        (AWARE | {"exp_avg_dtype": "bfloat16"}, "transformer_engine FusedAdam", ("cuda float32", "cuda bfloat16", "cuda float32")),
+        (BOTH, "transformer_engine FusedAdam", ("cuda float32", "cuda bfloat16", "cuda bfloat16")),
+        (BOTH | {"optimizer_cpu_offload": True}, "mrl HostAdamW", ("cpu float32", "cpu bfloat16", "cpu bfloat16")),
+    ],
+)  # fmt: skip
+def test_masters_and_moments_are_where_and_as_stated(te_worker, further, of, places):
+    """FusedAdam keeps no masters of its own, beside megatron's, and takes plain gradients."""
+    found = te_worker.call("tests.cuda.te_modules:adam", DENSE, further, layers=2)
+    assert found["class"] == of
+    assert tuple(found[name] for name in ("masters", "exp_avg", "exp_avg_sq")) == tuple([place] for place in places)
+    if of.endswith("FusedAdam"):
+        dtypes = {
+            f"{name}_dtype": f"torch.{place.split()[1]}"
+            for name, place in zip(("exp_avg", "exp_avg_sq"), places[1:], strict=True)
+        }
+        assert found["fused"] == dtypes | {"master_weights": "False", "use_decoupled_grad": "False", "adam_w_mode": "1"}

@@ -15,6 +15,7 @@ from mrl.config.schema import (
     LoraConfig,
     MicroBatchConfig,
     ModelConfig,
+    MTPConfig,
     OptimizerConfig,
     ParallelConfig,
     RoleConfig,
@@ -29,12 +30,15 @@ from tests.cuda.cases import Case, Result
 def config_of(case: Case, folder: Path) -> RoleConfig:
     parallel = ParallelConfig(tp=case.tp, pp=case.pp, vpp=case.vpp, cp=case.cp, ep=case.ep, etp=case.etp, sp=case.sp)
     start, lora = ("pretrained", LoraConfig()) if case.lora else ("random", None)
+    moments = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), "bfloat16") | {"use_precision_aware_optimizer": True}
     engine = EngineConfig(
+        megatron=(moments if case.bf16_moments else {}) | ({"optimizer_cpu_offload": True} if case.optimizer_on_host else {}),
         parallel=parallel, recompute=case.recompute, offload=list(case.offload),
         micro_batch=MicroBatchConfig(size=len(case.lengths), tokens=None),
     )  # fmt: skip
     model = ModelConfig(path=str(folder), dtype=case.dtype, init=start, lora=lora)
-    return RoleConfig(model=model, engine=engine, optimizer=OptimizerConfig(), head=case.head)
+    mtp = MTPConfig() if case.mtp else None
+    return RoleConfig(model=model, engine=engine, optimizer=OptimizerConfig(), head=case.head, mtp=mtp)
 
 
 def batch_of(case: Case) -> Batch:

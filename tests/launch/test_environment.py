@@ -7,8 +7,12 @@ import socket
 import psutil
 import pytest
 
+from mrl.config.command import Part
+from mrl.config.schema import EngineConfig, ModelConfig
 from mrl.errors import ConfigError
+from mrl.launch import gpu_variables
 from mrl.launch.environment import first_host, interface_towards, joined_world
+from mrl.parallel import ParallelDims
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "gpu[03-04]", "SLURM_JOB_ID": "77"}  # fmt: skip
@@ -78,3 +82,37 @@ def test_gloo_takes_the_interface_towards_the_first_process():
         for one in addresses:
             if one.family == socket.AF_INET and not one.address.startswith("127."):
                 assert interface_towards(one.address) == name
+
+
+GROWING = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
+ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+@pytest.mark.parametrize(
+    "backend, degrees, environ, generates, generation, expected",
+    [
+        ("megatron", {"tp": 2}, {}, False, 9, ONE | GROWING),
+        ("megatron", {"cp": 2}, {}, True, 8, ONE),  # vLLM inside the trainer does not sleep with the other
+        ("megatron", {"tp": 2}, {}, False, 10, GROWING),  # Blackwell
+        ("megatron", {"tp": 2}, {}, False, None, {}),
+        ("megatron", {"pp": 2}, {}, False, 9, GROWING),
+        ("fsdp", {"cp": 2}, {}, False, 9, GROWING),
+        ("megatron", {"tp": 2}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": ""}, False, 9, {}),
+        ("megatron", {}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, False, 9, {}),
+    ],
+)  # fmt: skip
+def test_variables_of_gpus(backend, degrees, environ, generates, generation, expected):
+    part = Part("", ModelConfig(path="model"), EngineConfig(backend=backend))
+    dims = ParallelDims(world_size=2, **degrees)
+    found = gpu_variables.to_set([part], [dims], environ, generates=generates, generation=lambda: generation)
+    assert found == expected
+
+
+@pytest.mark.parametrize("says, expected", [("9.0\n8.6\n", 8), ("12.0\n", 12), ("[N/A]\n", None), (None, None)])
+def test_the_generation_is_what_nvidia_smi_says(tmp_path, monkeypatch, says, expected):
+    if says is not None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\nprintf '{says}'\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_variables.generation_of_gpus() == expected

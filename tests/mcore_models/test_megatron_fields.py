@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from mrl.mcore_models import build  # noqa: E402
 
+AWARE = {"use_precision_aware_optimizer": True}
 CLASSES = {"transformer": TransformerConfig, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
 
 
@@ -36,7 +37,7 @@ def test_the_source_names_the_fields_that_the_class_has(kind, made):
     [
         {"bucket_size": None}, {"bucket_size": 1000}, {"moe_input_jitter_eps": 1}, {"moe_input_jitter_eps": 0.5},
         {"offload_modules": ["core_attn"]}, {"moe_token_dispatcher_type": "flex"},
-        {"overlap_grad_reduce": True}, {"symmetric_ar_type": None}, {"cuda_graph_scope": ["attn"]},
+        {"overlap_grad_reduce": True}, AWARE | {"exp_avg_dtype": "bfloat16"}, {"symmetric_ar_type": None}, {"cuda_graph_scope": ["attn"]},
     ],
     ids=str,
 )  # fmt: skip
@@ -54,7 +55,9 @@ def test_values_of_the_type_are_taken(given):
         ({"lr": 1.0}, ".* sets itself; set optimizer.lr"),
         ({"overlap_grad_reduce": 1}, "overlap_grad_reduce: value 1 is of another type than megatron-core has; give true or false"),
         ({"bucket_size": "much"}, '.*"much" is of another type .*; give a whole number, or null'),
-        ({"exp_avg_dtype": "bfloat16"}, ".* is for what mrl does not have: masters and moments are fp32; leave it out"),
+        ({"main_params_dtype": "float16"}, ".* is for what mrl does not have: masters are fp32; leave it out"),
+        ({"exp_avg_dtype": "bfloat16"}, ".* is read with engine.megatron.use_precision_aware_optimizer alone; set that"),
+        (AWARE | {"exp_avg_sq_dtype": "uint8"}, "exp_avg_sq_dtype: value \"uint8\" is no dtype .*; give float32 or bfloat16"),
         ({"moe_token_dispatcher_type": "all"}, ".* give one of allgather, alltoall, flex"),
         ({"offload_modules": [1]}, ".* is of another type .* give a list"),
         ({"no_sync_func": "f"}, ".* is for a field that takes a Python object; leave it out"),

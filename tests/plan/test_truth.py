@@ -36,11 +36,13 @@ CASES = [
     Case(MOE, world=4, tp=2, ep=2, etp=1, changes=FEW),
     # on a CPU torch has no kernel for values of another width than keys
     Case("deepseek-ai/DeepSeek-V3", world=2, ep=2, changes=LATENT),
+    Case("deepseek-ai/DeepSeek-V3", world=2, pp=2, mtp=True, changes=LATENT),
+    Case(DENSE, world=2, bf16_moments=True, changes=NARROW),
 ]
 
 
 LORA = {"lora": LoraConfig(rank=3)}
-IN_CI = [CASES[0], CASES[2], CASES[9], CASES[10]]  # of two ranks; `make test-nightly` runs them all
+IN_CI = [CASES[0], CASES[2], CASES[9], CASES[10], *CASES[-2:]]  # of two ranks; `make test-nightly` runs them all
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.converters.families import FAMILIES
+from mrl.converters.table import in_mtp_block
 
 _EXTRA = "_extra_state"  # of transformer-engine's modules: scales of fp8, which nothing here uses
 
@@ -22,7 +23,8 @@ def _patterns() -> list[tuple[re.Pattern[str], str]]:
     """(a name under transformer-engine, the name for it) of all families; `l` is the layer."""
     found = {}
     for family in FAMILIES.values():
-        for entry in (*family.layer, *family.dense, *family.sparse):
+        of_layer = (*family.layer, *family.dense, *family.sparse)
+        for entry in (*of_layer, *map(in_mtp_block, of_layer)):
             if entry.te is not None and not entry.of_expert:
                 pattern = re.escape(entry.te).replace(re.escape("{l}"), r"(?P<l>\d+)")
                 found[pattern] = entry.mcore.replace("{l}", r"\g<l>")

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.config.backends import OWN
-from mrl.config.schema import EngineConfig, ModelConfig
-from mrl.converters.families import fields_of
+from mrl.config.schema import EngineConfig, ModelConfig, SFTModelConfig
+from mrl.converters.families import FAMILIES, fields_of
 from mrl.converters.hf_config import normalize
+from mrl.converters.mtp import announced
 from mrl.engine.checks import EngineChecks, Sequences, whole_number
 from mrl.errors import ConfigError, Shown, quoted
 from mrl.mcore_models import layer_spec, megatron_fields
@@ -40,6 +41,7 @@ class MegatronChecks(EngineChecks):
     def check_anywhere(
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> None:
+        check_mtp(model, dims, hf_config)
         if engine.layer_spec == "te":
             layer_spec.check_rules(fields_of(normalize(dict(hf_config))), dims, dtype=DTYPES[model.dtype])
 
@@ -55,6 +57,7 @@ class MegatronChecks(EngineChecks):
     def check_here(
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> None:
+        check_mtp(model, dims, hf_config)
         fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
         layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype)
 
@@ -67,6 +70,26 @@ def choices(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any]) ->
         modules = chosen_modules(fields, engine.recompute_modules, layer_spec=spec.name)
         lines.append(f"engine.recompute: selective computes {', '.join(modules)} again (docs/layouts.md)")
     return lines
+
+
+def check_mtp(model: ModelConfig, dims: ParallelDims, hf_config: Mapping[str, Any]) -> None:
+    """Whether MTP layers can train, where a config asks for that. hf_config: the content of config.json."""
+    if isinstance(model, SFTModelConfig) and model.mtp is not None:
+        mtp_layers(hf_config, dims, lora=model.lora is not None)
+
+
+def mtp_layers(hf_config: Mapping[str, Any], dims: ParallelDims, *, lora: bool) -> int:
+    """Returns how many MTP layers train. lora: adapters do. Raises ConfigError where they cannot."""
+    layers = announced(hf_config)
+    if not layers or hf_config["model_type"] not in FAMILIES:
+        why = f"is for a model with MTP layers, and num_nextn_predict_layers of its config.json is {layers}"
+        raise ConfigError("model.mtp", why=why, fix="leave it out")
+    if lora:
+        raise ConfigError("model.mtp", why="trains whole layers, and model.lora adapters alone", fix="set one of them")
+    if dims.pp > 1 and hf_config["tie_word_embeddings"]:
+        why = "gives the last stage an embedding of its own, and with model.mtp that of a tied model is there twice"
+        raise ConfigError("engine.parallel.pp", dims.pp, why, "set it to 1, or leave out model.mtp")
+    return layers
 
 
 def check_text_alone(model: Mapping[str, Any]) -> None:

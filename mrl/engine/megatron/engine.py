@@ -14,6 +14,7 @@ from torch import Tensor
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
 from mrl.converters.families import fields_of
+from mrl.converters.mtp import copies_in
 from mrl.converters.rules import buffer_names, expected_hf_names
 from mrl.converters.safetensors_io import tensor_infos
 from mrl.engine import collective, guards
@@ -85,7 +86,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         self.model = Model(config, dims)
         self.setup = pipeline.Setup(
             dims=dims, coords=self.model.coords, packed=config.packing, thd=self.model.spec == "te", head=config.head,
-            vocab_size=self.model.hf["vocab_size"],
+            vocab_size=self.model.hf["vocab_size"], mtp=self.model.mtp, mtp_weight=self.model.mtp_weight,
         )  # fmt: skip
         self._accumulated = False  # gradients, since they were zeroed
         self._reduced = False
@@ -173,7 +174,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         ctx = dict(PLAIN_CTX if ctx is None else ctx)
         order = self._plan(batch)
         micro_batches = [
-            pipeline.make_micro_batch(batch.select(indices), ctx, preprocess_fn, self.setup) for indices in order
+            pipeline.make_micro_batch(batch.select(indices), ctx, preprocess_fn, self.setup, trains=not forward_only)
+            for indices in order
         ]
         last = bool(ctx.get("last")) and not forward_only
         call = self._call(batch, forward_only, postprocess_fn, reduces=last and self._reduces_early)
@@ -190,11 +192,10 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             sums = collective.add_over(pipeline.totals(micro_batches), self._host_dp_group())
             payload = (sums, collective.in_batch_order([mb.predictions for mb in micro_batches], order, batch))
         sums, predictions = pipeline.from_last_stage(payload, self.device)
-        metrics = {
-            name.removeprefix("metrics/"): value / call.denominator for name, value in sums.items() if name != "loss"
-        }
-        ctx["metrics"] = metrics
-        loss = sums.get("loss", 0.0) / call.denominator
+        loss = sums.pop("loss", 0.0) / call.denominator
+        of_mtp = {"mtp_loss": sums.pop("mtp_loss") / call.tokens} if "mtp_loss" in sums else {}
+        metrics = {name.removeprefix("metrics/"): value / call.denominator for name, value in sums.items()}
+        ctx["metrics"] = metrics | of_mtp
         if forward_only:
             return predictions, ctx | ({"loss": loss} if call.loss_fn is not None else {})
         return predictions, loss, ctx
@@ -239,7 +240,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             mine = torch.tensor([float(batch.loss_mask.sum())], dtype=torch.float64, device=self.device)
             dist.all_reduce(mine, group=parallel_state.get_data_parallel_group())
             share = float(mine) / float(batch.denominators["tokens"] or 1.0) or 1.0
-        return pipeline.Call(self.loss_fn, denominator, share, forward_only, postprocess_fn, reduces)
+        tokens = collective.denominator_of(batch, "tokens") if self.setup.mtp else 1.0
+        return pipeline.Call(self.loss_fn, denominator, share, forward_only, postprocess_fn, reduces, tokens)
 
     @installed
     def unshard_data(self, predictions: Predictions, batch: Batch) -> Predictions:
@@ -386,7 +388,9 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             self.export_adapter(path)
             return
         model = self.model
-        shapes = expected_hf_names(model.family, model.hf, head=self.config.head)
-        exact = {name: shapes[name] for name in buffer_names(model.family, model.hf)}
-        infos = tensor_infos(shapes, model.dtype) | tensor_infos(exact, torch.float32)
-        self._write_hf(path, infos, model.family, model.hf)
+        shapes = expected_hf_names(model.family, model.hf, head=self.config.head, mtp=model.mtp)
+        exact = {name: shapes[name] for name in buffer_names(model.family, model.hf, mtp=model.mtp)}
+        copies = copies_in(model.hf, model.mtp)
+        of_copies = {name: shapes[of] for name, of in copies.items()}
+        infos = tensor_infos(shapes | of_copies, model.dtype) | tensor_infos(exact, torch.float32)
+        self._write_hf(path, infos, model.family, model.hf, copies)

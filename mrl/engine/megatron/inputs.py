@@ -22,6 +22,18 @@ from mrl.parallel import Coordinates, ParallelDims
 
 
 @dataclasses.dataclass(frozen=True)
+class AheadInputs:
+    """What an MTP layer is fed: the layer of depth `k` (from 1) joins a hidden state with the token that is `k` further
+    on in its sequence, and predicts the one after that."""
+
+    tokens: Tensor  # [P/cp] int64, 0 where there is none
+    labels: Tensor  # [P/cp] int64, 0 where there is none
+    padding: Tensor  # [P/cp] bool, True where there is none
+    trained: Tensor  # which places have a label that counts in the loss
+    loss_mask: Tensor  # [T] fp32, the weights of these labels in the micro-batch's order
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelInputs:
     """What one rank feeds the model."""
 
@@ -31,6 +43,7 @@ class ModelInputs:
     trained: Tensor | None  # which of these places have a label that counts in the loss; None for all
     layout: PackedLayout  # which places belong together
     places: Tensor  # [T] the place of each real token among all P
+    ahead: tuple[AheadInputs, ...] = ()  # for each MTP layer
 
 
 def padded_lengths(lengths: list[int], dims: ParallelDims, *, packed: bool) -> list[int]:
@@ -47,9 +60,17 @@ def padded_lengths(lengths: list[int], dims: ParallelDims, *, packed: bool) -> l
 
 
 def prepare(
-    batch: Batch, dims: ParallelDims, coords: Coordinates, *, packed: bool, device: torch.device, thd: bool
+    batch: Batch,
+    dims: ParallelDims,
+    coords: Coordinates,
+    *,
+    packed: bool,
+    device: torch.device,
+    thd: bool,
+    mtp: int = 0,
 ) -> ModelInputs:
-    """Lays the sequences of a micro-batch out for this rank. thd: for transformer-engine's attention."""
+    """Lays the sequences of a micro-batch out for this rank. thd: for transformer-engine's attention. mtp: MTP layers
+    that are run."""
     lengths = batch.lengths.tolist()
     padded = padded_lengths(lengths, dims, packed=packed)
     starts = torch.tensor([0, *padded[:-1]]).cumsum(0)[: len(lengths)]
@@ -63,14 +84,41 @@ def prepare(
     tokens[places], labels[places], padding[places] = batch.tokens.cpu(), batch.labels.cpu(), False
     counts[places] = batch.loss_mask.cpu() != 0
     positions = torch.cat([torch.arange(n) for n in padded])
-    order = None
+    order, mine = None, slice(None)
     if dims.cp > 1:
         mine = zigzag_places(tuple(padded), dims.cp, coords.cp_rank)
         tokens, labels, padding, counts, positions = (t[mine] for t in (tokens, labels, padding, counts, positions))
         order = zigzag_inverse(tuple(padded), dims.cp).to(device)
     layout = PackedLayout.make(padded, positions=positions.to(device), order=order, qkv_format="thd" if thd else "sbhd")
     trained = None if counts.all() else counts.nonzero()[:, 0].to(device)
-    return ModelInputs(tokens.to(device), labels.to(device), padding.to(device), trained, layout, places.to(device))
+    ahead = tuple(_ahead(batch, depth, places, total, mine, device) for depth in range(1, mtp + 1))
+    places = places.to(device)
+    return ModelInputs(tokens.to(device), labels.to(device), padding.to(device), trained, layout, places, ahead)
+
+
+def _ahead(
+    batch: Batch, depth: int, places: Tensor, total: int, mine: Tensor | slice, device: torch.device
+) -> AheadInputs:
+    """places: of the micro-batch's tokens among all `total`. mine: those of them that this rank has, in its order."""
+    assert batch.labels.dim() == 1, "MTP layers predict one label for each token"
+    lengths = batch.lengths.cpu()
+    has = batch.position_ids.cpu() + depth < lengths.repeat_interleave(lengths)
+    at = torch.arange(batch.num_tokens)[has] + depth
+    loss_mask = torch.zeros(batch.num_tokens)
+    loss_mask[has] = batch.loss_mask.cpu()[at]
+    tokens, labels = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
+    padding, counts = torch.ones(total, dtype=torch.bool), torch.zeros(total, dtype=torch.bool)
+    tokens[places[has]], labels[places[has]], padding[places[has]] = (
+        batch.tokens.cpu()[at],
+        batch.labels.cpu()[at],
+        False,
+    )
+    counts[places] = loss_mask != 0
+    trained = counts[mine].nonzero()[:, 0]  # on the host, which need not wait for it
+    tokens, labels, padding, trained, loss_mask = (
+        t.to(device) for t in (tokens[mine], labels[mine], padding[mine], trained, loss_mask)
+    )
+    return AheadInputs(tokens, labels, padding, trained, loss_mask)
 
 
 def restore(outputs: Tensor, inputs: ModelInputs, cp_group: dist.ProcessGroup) -> Tensor:

@@ -16,7 +16,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.batch import make_batch
+from mrl.config.megatron_speed import ON_HOST, moment_bytes, state_bytes
 from mrl.config.schema import ParallelConfig, RoleConfig
 from mrl.engine.megatron.even_experts import EvenExperts
 from mrl.engine.megatron.meta_run import BLOCK, AsOnAGPU, Traffic, Watch, in_backward, norms_of
@@ -55,11 +56,13 @@ class Buffer:
     elements: int  # padding included
     parameter_bytes: int  # of an element
     masters: tuple[int, ...]  # elements that each of these ranks updates
+    moments: int = 8  # bytes of both of an element
+    on_host: bool = False  # masters and moments
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of an element's master weight and both moments. What is fp32 itself is its own master."""
-        return 8 if self.parameter_bytes == 4 else 12
+        """Bytes of an element's master weight and both moments on the device."""
+        return state_bytes(self.parameter_bytes, self.moments, on_host=self.on_host)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,14 +181,13 @@ def measure(
         model = Model(dataclasses.replace(config, engine=engine), dims)
         model.transformer.perform_initialization = False
         with model.state.installed():
-            plans = weights.plans_here(model.hf, dims, model.coords)
+            plans = weights.plans_here(model.hf, dims, model.coords, mtp=model.mtp)
             chunks = wrapped = build_chunks(
                 model.transformer, model.hf, dims=dims, chunks=plans,
                 padded_vocab=padded_vocab(model.hf["vocab_size"], dims.tp), head=config.head,
             )  # fmt: skip
             if config.model.lora is not None:
-                rules = weights.rules_here(model.family, model.hf, dims, model.coords, spec="local", head=config.head)
-                shapes = adapters(config.model.path, config.model.lora, config.head)
+                rules, shapes = model.rules_under("local"), adapters(config.model.path, config.model.lora, config.head)
                 lora.attach(chunks, rules, shapes, config.model.lora, model.family, head=config.head)
             trained = config.optimizer is not None
             if not trained:
@@ -203,7 +205,9 @@ def measure(
                         known[key] = run.measure(chunk, of, plan)
                     found.append(known[key])
             parameters = [p for chunk in chunks for p in chunk.parameters()]
-            in_buffers = [_buffer(b) for b in optim.gradient_buffers(wrapped)] if trained else []
+            in_buffers = (
+                [_buffer(b, config.engine.megatron) for b in optim.gradient_buffers(wrapped)] if trained else []
+            )
             frozen = sum(p.numel() * p.element_size() for p in parameters if not (trained and p.requires_grad))
             return RankFigures(
                 coords=model.coords,
@@ -231,7 +235,7 @@ def _keys_of_chunks(config: RoleConfig, dims: ParallelDims, stage: int, more: tu
 
 def _tied_gradient(chunks: Sequence[Any], dims: ParallelDims) -> int:
     """Bytes of the fp32 gradient of an embedding that the last stage has, too, as its output layer."""
-    ends = [chunk for chunk in chunks if chunk.share_embeddings_and_output_weights and dims.pp > 1]
+    ends = [c for c in chunks if (c.share_embeddings_and_output_weights or c.config.mtp_num_layers) and dims.pp > 1]
     ends = [chunk for chunk in ends if chunk.pre_process or chunk.post_process]
     return sum(4 * chunk.shared_embedding_or_output_weight().numel() for chunk in ends)
 
@@ -254,7 +258,7 @@ def layer_spec_on_gpus(
     return "local" if wanted == "auto" and te_slows(fields, dims, gpu, dtype=dtype) is not None else "te"
 
 
-def _buffer(buffer: Any) -> Buffer:
+def _buffer(buffer: Any, further: Mapping[str, Any]) -> Buffer:
     """What megatron's buffer holds, and how its elements lie on the ranks that divide each of its buckets evenly."""
     ranks = buffer.data_parallel_group.size()
     masters = [0] * ranks
@@ -265,10 +269,12 @@ def _buffer(buffer: Any) -> Buffer:
             start, end = start - bucket.offset, end - bucket.offset
             for rank in range(start // share, -(-end // share)):
                 masters[rank] += min(end, (rank + 1) * share) - max(start, rank * share)
-    parameter = next(iter(buffer.param_index_map))
+    parameter, item = next(iter(buffer.param_index_map)), buffer.param_dtype.itemsize
     return Buffer(
         of_experts=not getattr(parameter, "allreduce", True), ranks=ranks, elements=buffer.grad_data.numel(),
-        parameter_bytes=buffer.param_dtype.itemsize, masters=tuple(masters),
+        parameter_bytes=item, masters=tuple(masters),
+        moments=moment_bytes(further),
+        on_host=bool(further.get(ON_HOST)),
     )  # fmt: skip
 
 
@@ -283,7 +289,7 @@ class _Run:
         self.dims, self.model, self.trains = dims, model, config.optimizer is not None
         self.setup = pipeline.Setup(
             dims=dims, coords=model.coords, packed=config.packing, thd=False, head=config.head,
-            vocab_size=model.hf["vocab_size"],
+            vocab_size=model.hf["vocab_size"], mtp=model.mtp, mtp_weight=model.mtp_weight,
         )  # fmt: skip
         tokens = [[0] * (n + 1) for n in lengths]  # the last one is a label alone
         self.batch = make_batch(tokens, [[1.0] * len(t) for t in tokens])
@@ -382,13 +388,14 @@ def kinds_of_stages(config: RoleConfig, dims: ParallelDims) -> list[StageKind]:
     """Returns the stages of a layout, from the first to the last."""
     from mrl.converters.families import fields_of
     from mrl.converters.hf_config import read_hf_config
+    from mrl.converters.mtp import announced
     from mrl.converters.rules import chunk_plans
 
     hf = read_hf_config(config.model.path)
     fields = fields_of(dict(hf))
     experts = fields.get("moe_layer_freq") if "num_moe_experts" in fields else None
     windows = fields.get("window_attn_skip_freq")
-    plans = chunk_plans(hf["num_hidden_layers"], dims.pp, dims.vpp)
+    plans = chunk_plans(hf["num_hidden_layers"], dims.pp, dims.vpp, 0 if config.mtp is None else announced(hf))
     adapted = _adapted_modules(config)
 
     def kind(layer: int) -> tuple:
@@ -398,7 +405,7 @@ def kinds_of_stages(config: RoleConfig, dims: ParallelDims) -> list[StageKind]:
     found = []
     for stage in range(dims.pp):
         chunks = [plans[stage, v] for v in range(dims.vpp)]
-        same = tuple((c.has_embedding, c.has_output, tuple(map(kind, c.layers))) for c in chunks)
+        same = tuple((c.has_embedding, c.has_output, c.mtp, tuple(map(kind, c.layers))) for c in chunks)
         found.append(StageKind(tuple(tuple(c.layers) for c in chunks), same))
     return found
 

@@ -20,6 +20,7 @@ from mrl.engine import collective
 from mrl.engine.lora.folder import adapters
 from mrl.engine.lora.identity import identity_of
 from mrl.engine.megatron import lora, optim, weights
+from mrl.engine.megatron.checks import mtp_layers
 from mrl.engine.megatron.groups import MegatronState
 from mrl.engine.saving import starting_weights
 from mrl.errors import ConfigError
@@ -37,12 +38,15 @@ class Model:
         self.dtype = layer_spec.DTYPES[config.model.dtype]
         self.hf = read_hf_config(config.model.path)
         self.family = family_for(self.hf)
+        self.mtp = 0 if config.mtp is None else mtp_layers(self.hf, dims, lora=config.model.lora is not None)
+        self.mtp_weight = 0.0 if config.mtp is None else config.mtp.loss_weight
         self.layer_spec = agreed_spec(config.engine.layer_spec, fields_of(dict(self.hf)), dims, self.dtype)
         self.spec = self.layer_spec.name
         self.transformer = transformer_config(
             self.hf, dims, dtype=self.dtype, recompute=config.engine.recompute,
             recompute_modules=config.engine.recompute_modules, aux_loss=config.engine.moe.aux_loss,
             z_loss=config.engine.moe.z_loss, layer_spec=self.spec, further=config.engine.megatron,
+            mtp_layers=self.mtp,
         )  # fmt: skip
         self.state = MegatronState(dims, config.seed)
         self.coords = self.state.coords
@@ -58,6 +62,12 @@ class Model:
     def device(self) -> torch.device:
         return platform.device()
 
+    def rules_under(self, spec: str) -> list[dict[str, Rule]]:
+        """Returns the rules of this rank's chunks, of the layers of a spec."""
+        return weights.rules_here(
+            self.family, self.hf, self.dims, self.coords, spec=spec, head=self.config.head, mtp=self.mtp
+        )
+
     def init(self, read: Callable[[str], Any] | None = None) -> None:
         """Builds the chunks and their optimizer and fills them. Collective.
 
@@ -65,9 +75,10 @@ class Model:
         """
         self.state.check()
         config, head = self.config, self.config.head
-        self.rules = weights.rules_here(self.family, self.hf, self.dims, self.coords, spec=self.spec, head=head)
+        self.rules = self.rules_under(self.spec)
         self.chunks = self.wrapped = build_chunks(
-            self.transformer, self.hf, dims=self.dims, chunks=weights.plans_here(self.hf, self.dims, self.coords),
+            self.transformer, self.hf, dims=self.dims,
+            chunks=weights.plans_here(self.hf, self.dims, self.coords, mtp=self.mtp),
             padded_vocab=padded_vocab(self.hf["vocab_size"], self.dims.tp), head=head,
         )  # fmt: skip
         if config.model.lora is not None:
@@ -88,7 +99,7 @@ class Model:
         """Where the config's weights start from: Hugging Face name -> tensor or lazy slice."""
         config = self.config
         if config.model.init == "random":
-            shapes = expected_hf_names(self.family, self.hf, head=config.head)
+            shapes = expected_hf_names(self.family, self.hf, head=config.head, mtp=self.mtp)
             random = RandomWeights(shapes, seed=config.seed, std=self.hf.get("initializer_range") or 0.02)
             yield reading(random, self.family)
             return
@@ -97,7 +108,7 @@ class Model:
 
     def weights_of(self, path: str, *, trained: bool) -> contextlib.AbstractContextManager[Callable[[str], Any]]:
         """`starting_weights` of another folder, or of the config's own."""
-        return starting_weights(path, self.family, self.hf, head=self.config.head, trained=trained)
+        return starting_weights(path, self.family, self.hf, head=self.config.head, trained=trained, mtp=self.mtp)
 
     def fill(self, read: Callable[[str], Any]) -> None:
         """Sets this rank's weights, and masters if any; adapters start anew, which leaves the model as it is."""

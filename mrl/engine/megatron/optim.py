@@ -15,13 +15,16 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, l2_norm_impl
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mrl.config.megatron_speed import MOMENTS, ON_HOST
 from mrl.config.schema import OptimizerConfig
 from mrl.engine.base import GradNorm
+from mrl.engine.megatron.rounded_adam import HostAdamW, RoundedAdamW
 from mrl.engine.trained_state import Update
 from mrl.mcore_models import megatron_fields, platform
 from mrl.mcore_models.build import Model
 from mrl.mcore_models.lora import sum_over_experts_tp
 
+PRECISION = ("use_precision_aware_optimizer", *MOMENTS.values())
 # megatron's own names for what becomes of a chunk's gradients
 BUFFERS = ("buffers", "expert_parallel_buffers")
 
@@ -64,6 +67,9 @@ def build_optimizer(
     """AdamW over this rank's shard of the parameters, with fp32 master weights; no decay of biases and norms. further:
     `engine.megatron`."""
     given = megatron_fields.of_kind(further, "optimizer")
+    on_host = given.pop(ON_HOST, False)
+    if on_host or not _is_transformer_engines():  # megatron has moments of another dtype from its FusedAdam alone
+        given = {k: v for k, v in given.items() if k not in PRECISION}
     try:
         settings = MegatronOptimizerConfig(
             optimizer="adam", lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay,
@@ -74,12 +80,42 @@ def build_optimizer(
         if not given:
             raise
         raise megatron_fields.refusal(given, error) from error
+    # Whether the optimizer that megatron makes has masters of its own, and takes gradients as `decoupled_grad`: ours on
+    # the host does. Else masters are megatron's, in fp32, as it has them itself beside some recipes of FP8.
+    settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = on_host
     optimizer = get_megatron_optimizer(settings, list(chunks))
+    dtypes = moment_dtypes(further)
     for part in optimizers_of(optimizer):
+        if on_host:
+            part.optimizer = HostAdamW.in_place_of(part.optimizer, dtypes)
+        elif isinstance(part.optimizer, torch.optim.AdamW) and set(dtypes.values()) != {torch.float32}:
+            part.optimizer = RoundedAdamW.in_place_of(part.optimizer, dtypes)
+        part.config.exp_avg_dtype, part.config.exp_avg_sq_dtype = dtypes["exp_avg"], dtypes["exp_avg_sq"]
         for group in part.param_groups:
             if isinstance(part.optimizer, torch.optim.AdamW):
                 group["fused"] = True  # one pass over memory; torch's default on a GPU copies whole lists of tensors
     return optimizer
+
+
+def moment_dtypes(further: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """Returns the dtype of each moment. further: `engine.megatron`."""
+    given = megatron_fields.of_kind(further, "optimizer")
+    return {name: given.get(field, torch.float32) for name, field in MOMENTS.items()}
+
+
+def new_moment(part: MegatronOptimizer, name: str, main: torch.Tensor) -> torch.Tensor:
+    """Returns a moment as it is before the first update."""
+    dtypes = {"exp_avg": part.config.exp_avg_dtype, "exp_avg_sq": part.config.exp_avg_sq_dtype}
+    return torch.zeros_like(main, dtype=dtypes[name])
+
+
+def is_view(main: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Returns whether a master is the parameter's own memory."""
+    return main.untyped_storage()._cdata == parameter.untyped_storage()._cdata
+
+
+def _is_transformer_engines() -> bool:
+    return Adam.__module__.startswith("transformer_engine")
 
 
 def chosen() -> dict[str, str]:
@@ -161,7 +197,10 @@ def step(optimizer: MegatronOptimizer, update: Update) -> GradNorm:
         for part in optimizers_of(optimizer):
             parameters = part.get_parameters()
             if update.clip_grad > 0 and parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=update.clip_grad, total_norm=norm)
+                on_host = isinstance(part.optimizer, HostAdamW)
+                clip_grad_by_total_norm_fp32(
+                    parameters, max_norm=update.clip_grad, total_norm=norm, use_decoupled_grad=on_host
+                )
         optimizer.step_with_ready_grads()
     return GradNorm(norm)
 
@@ -179,12 +218,15 @@ def shards(optimizer: MegatronOptimizer) -> Iterator[tuple[MegatronOptimizer, to
     """(the dense or expert optimizer, model parameter, its master weights here, their place in the flat parameter) of
     every parameter of which this data-parallel rank updates a part."""
     for part in optimizers_of(optimizer):
+        host = part.optimizer if isinstance(part.optimizer, HostAdamW) else None
+        float16_mains = part.shard_fp32_from_float16_groups if host is None else part.shard_float16_groups
         for model_groups, main_groups in (
-            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            (part.model_float16_groups, float16_mains),
             (part.model_fp32_groups, part.shard_fp32_groups),
         ):
             for parameters, mains in zip(model_groups, main_groups, strict=True):
                 for parameter, main in zip(parameters, mains, strict=True):
+                    main = main if host is None else host.masters[main]
                     span = part._get_model_param_range_map(parameter)["param"]
                     yield part, parameter, main, slice(span.start, span.end)
 
@@ -221,6 +263,8 @@ def offloadable(
 def _state_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     """Master weights and moments of this rank's shards."""
     for part in optimizers_of(optimizer):
+        if isinstance(part.optimizer, HostAdamW):
+            continue  # it is on the host, and stays there
         for group in part.optimizer.param_groups:
             yield from (p.data for p in group["params"])
         for state in part.optimizer.state.values():

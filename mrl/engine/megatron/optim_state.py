@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-from mrl.engine.megatron.optim import optimizers_of, shards
+from mrl.engine.megatron.optim import new_moment, optimizers_of, shards
 from mrl.engine.torch_dist.boxes import Box, Placed
 
 PARTS = ("master", "exp_avg", "exp_avg_sq")
@@ -53,7 +53,7 @@ def to_write(optimizer: MegatronOptimizer, placed: Iterable[Placed]) -> Iterator
         moments = part.optimizer.state.get(main, {})
         for name in PARTS:
             values = main if name == "master" else moments.get(name)
-            values = torch.zeros_like(main) if values is None else values
+            values = new_moment(part, name, main) if values is None else values
             yield from place.of_entries(span, values.detach().view(-1), _prefix(name))
 
 
@@ -64,7 +64,7 @@ def to_read(optimizer: MegatronOptimizer, placed: Iterable[Placed]) -> Iterator[
         moments = part.optimizer.state[main]
         for name in PARTS[1:]:
             if name not in moments:
-                moments[name] = torch.zeros_like(main)
+                moments[name] = new_moment(part, name, main)
         for name in PARTS:
             values = main if name == "master" else moments[name]
             yield from of_parameter[id(parameter)].of_entries(span, values.detach().view(-1), _prefix(name))

@@ -20,6 +20,7 @@ from mrl.engine.logprobs import VocabShard, log_probs_from_hidden, top_log_probs
 from mrl.engine.megatron import inputs as model_inputs
 from mrl.engine.megatron.scaling import megatron_loss, megatron_scale
 from mrl.mcore_models import platform
+from mrl.mcore_models.mtp import Ahead
 from mrl.parallel import Coordinates, ParallelDims
 
 
@@ -33,6 +34,8 @@ class Setup:
     thd: bool
     head: str
     vocab_size: int
+    mtp: int = 0  # MTP layers
+    mtp_weight: float = 0.0  # of the mean of their losses
 
 
 @dataclasses.dataclass
@@ -44,6 +47,7 @@ class MicroBatch:
     inputs: model_inputs.ModelInputs
     predictions: Predictions = dataclasses.field(default_factory=dict)  # filled on the last pipeline stage
     loss: Tensor | None = None  # likewise
+    mtp_loss: Tensor | None = None  # likewise: the sum over tokens of the mean over MTP layers, without its weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +60,22 @@ class Call:
     forward_only: bool
     postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None
     reduces: bool = False  # gradients are reduced from the last backward pass on, while it runs
+    tokens: float = 1.0  # that train in the whole global mini-batch: the denominator of the MTP layers' loss
 
 
-def make_micro_batch(batch: Batch, ctx: Ctx, preprocess_fn: Callable | None, setup: Setup) -> MicroBatch:
-    """Step one. `ctx` is copied: what a hook changes for one micro-batch changes nothing for the next."""
+def make_micro_batch(
+    batch: Batch, ctx: Ctx, preprocess_fn: Callable | None, setup: Setup, *, trains: bool = True
+) -> MicroBatch:
+    """Step one. `ctx` is copied: what a hook changes for one micro-batch changes nothing for the next. trains: without
+    it MTP layers are left out."""
     ctx = {**ctx, "metrics": {}}
     if preprocess_fn is not None and batch.num_sequences:
         batch, ctx = preprocess_fn(batch, ctx)
     device = platform.device()
-    inputs = model_inputs.prepare(batch, setup.dims, setup.coords, packed=setup.packed, device=device, thd=setup.thd)
+    inputs = model_inputs.prepare(
+        batch, setup.dims, setup.coords, packed=setup.packed, device=device, thd=setup.thd,
+        mtp=setup.mtp if trains else 0,
+    )  # fmt: skip
     return MicroBatch(batch.to(device), ctx, inputs)
 
 
@@ -101,16 +112,33 @@ def _forward_step(
     ins = micro_batch.inputs
     if model.post_process and setup.head == "lm":
         model.output_layer.project = functools.partial(_log_probs, setup=setup, ins=ins, ctx=micro_batch.ctx)
+        model.ahead = [
+            Ahead(of.tokens, of.padding, functools.partial(_log_probs_ahead, setup=setup, of=of, ctx=micro_batch.ctx))
+            for of in ins.ahead
+        ]
     padding = ins.padding if model.config.num_moe_experts else None
     output = chunk(ins.tokens, ins.layout, padding)
     return output, functools.partial(_loss, micro_batch, setup, call, count)
 
 
+def _log_probs_ahead(hidden: Tensor, weight: Tensor, *, setup: Setup, of: model_inputs.AheadInputs, ctx: Ctx) -> Tensor:
+    """[P/cp, 1] fp32: log-probs that an MTP layer gives its labels that train, 0 elsewhere."""
+    log_probs, _ = log_probs_from_hidden(
+        hidden, weight, of.labels, shard=_shard(weight, setup), rows=of.trained, temperature=ctx["temperature"],
+        entropy="none", reduce_hidden_grad=not setup.dims.sp,
+    )  # fmt: skip
+    return log_probs[:, None]
+
+
+def _shard(weight: Tensor, setup: Setup) -> VocabShard:
+    group = parallel_state.get_tensor_model_parallel_group()
+    return VocabShard(setup.vocab_size, group.rank() * weight.shape[0], group if group.size() > 1 else None)
+
+
 def _log_probs(hidden: Tensor, weight: Tensor, *, setup: Setup, ins: model_inputs.ModelInputs, ctx: Ctx) -> Tensor:
     """[P/cp, columns] fp32, as `_named` tells them apart: log-probs of the labels that train, 0 elsewhere, and what the
     ctx asks for beside."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    shard = VocabShard(setup.vocab_size, group.rank() * weight.shape[0], group if group.size() > 1 else None)
+    shard = _shard(weight, setup)
     mode = ctx.get("entropy", "none")
     log_probs, entropy = log_probs_from_hidden(
         hidden,
@@ -146,7 +174,8 @@ def _loss(micro_batch: MicroBatch, setup: Setup, call: Call, count: int, output:
     """Step three: outputs back in order, the hook, the loss as megatron wants it (see scaling.py)."""
     cp_group = parallel_state.get_context_parallel_group()
     columns = model_inputs.restore(output[0], micro_batch.inputs, cp_group)
-    is_lm = setup.head == "lm"
+    is_lm, ahead = setup.head == "lm", micro_batch.inputs.ahead
+    columns, of_mtp = columns[:, : columns.shape[1] - len(ahead)], columns[:, columns.shape[1] - len(ahead) :]
     predictions = _named(columns, micro_batch.data, micro_batch.ctx) if is_lm else {"values": columns[:, 0]}
     nothing = output.sum() * 0.0  # keeps every rank's backward pass the same, also for an empty micro-batch
     loss = nothing
@@ -158,7 +187,12 @@ def _loss(micro_batch: MicroBatch, setup: Setup, call: Call, count: int, output:
             micro_batch.loss = loss.detach().double()
             loss = loss + nothing
     micro_batch.predictions = {name: value.detach() for name, value in predictions.items()}
-    scaled = megatron_loss(loss, denominator=call.denominator, micro_batches=count, dp=setup.dims.dp, share=call.share)
+    scaled_by = functools.partial(megatron_loss, micro_batches=count, dp=setup.dims.dp, share=call.share)
+    scaled = scaled_by(loss, denominator=call.denominator)
+    if ahead:
+        mtp_loss = -(of_mtp * torch.stack([of.loss_mask for of in ahead], dim=1)).sum() / len(ahead)
+        micro_batch.mtp_loss = mtp_loss.detach().double()
+        scaled = scaled + scaled_by(mtp_loss * setup.mtp_weight, denominator=call.tokens)
     return scaled, {}
 
 
@@ -168,6 +202,8 @@ def totals(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
     for mb in micro_batches:
         if mb.loss is not None:
             sums["loss"] = sums.get("loss", 0.0) + float(mb.loss)
+        if mb.mtp_loss is not None:
+            sums["mtp_loss"] = sums.get("mtp_loss", 0.0) + float(mb.mtp_loss)
         for name, value in mb.ctx.get("metrics", {}).items():
             sums["metrics/" + name] = sums.get("metrics/" + name, 0.0) + float(value)
     return sums

@@ -53,7 +53,7 @@ def _by_rule(
 
 def _owned(model: Model) -> Iterator[Owned]:
     """Yields the rules of the whole model in the order of an export, and who holds what they are of."""
-    chunks = chunk_plans(model.hf["num_hidden_layers"], model.dims.pp, model.dims.vpp)
+    chunks = chunk_plans(model.hf["num_hidden_layers"], model.dims.pp, model.dims.vpp, model.mtp)
     return export_order(
         model.family, model.hf, layout=model.dims, chunks=chunks, spec=model.spec, head=model.config.head
     )

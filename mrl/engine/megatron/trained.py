@@ -19,7 +19,7 @@ MOMENTS = optim_state.PARTS[1:]
 def copy(chunks: Chunks, optimizer: MegatronOptimizer, *, gradients: bool, spent: bool) -> TrainedState:
     """Returns what this rank has. gradients: there are some that have accumulated and are not reduced."""
     moments = (
-        torch.zeros_like(main) if (kept := part.optimizer.state.get(main, {}).get(name)) is None else kept
+        optim.new_moment(part, name, main) if (kept := part.optimizer.state.get(main, {}).get(name)) is None else kept
         for part, _, main, _ in optim.shards(optimizer) for name in MOMENTS
     )  # fmt: skip
     return TrainedState(
@@ -40,7 +40,7 @@ def put(chunks: Chunks, optimizer: MegatronOptimizer, state: TrainedState) -> No
         of_main = part.optimizer.state[main]
         for name in MOMENTS:
             if name not in of_main:  # before its first step AdamW has none
-                of_main[name] = torch.zeros_like(main)
+                of_main[name] = optim.new_moment(part, name, main)
             moments.append(of_main[name])
     put_back(moments, state.moments)
     for part in optim.optimizers_of(optimizer):

@@ -36,14 +36,15 @@ def watched(model: Model) -> Iterator[guards.Watched]:
         name, rule = named[id(parameter)]
         gradient = parameter.main_grad.view(-1)[span]
         idle, waits = rule.expert is not None, id(parameter) in waiting
-        yield guards.Watched(name, main.detach().view(-1), gradient, may_be_idle=idle, waits=waits)
+        weight = main.detach().view(-1).to(gradient.device)  # from the host, where it is there
+        yield guards.Watched(name, weight, gradient, may_be_idle=idle, waits=waits)
 
 
 def weights(model: Model) -> Iterator[tuple[str, Tensor]]:
     """The names and weights of `watched`, after a step: its gradients may be gone."""
     named = _names(model)
     for _, parameter, main, _ in shards(model.optimizer):
-        yield named[id(parameter)][0], main.detach().view(-1)
+        yield named[id(parameter)][0], main.detach().view(-1).to(parameter.device)
 
 
 def replica_problems(model: Model) -> list[guards.Problem]:
@@ -67,7 +68,8 @@ def replica_problems(model: Model) -> list[guards.Problem]:
         checks.append((whole, parallel_state.get_expert_tensor_parallel_group()))
     embeddings = chosen(lambda rule: rule.hf == ("model.embed_tokens.weight",))
     group = parallel_state.get_embedding_group(check_initialized=False)
-    if model.hf["tie_word_embeddings"] and model.config.head == "lm" and model.dims.pp > 1 and embeddings:
+    twice = model.mtp or model.hf["tie_word_embeddings"] and model.config.head == "lm"
+    if twice and model.dims.pp > 1 and embeddings:
         checks.append((embeddings, group))
     found = [problem for parameters, over in checks for problem in guards.replica_problems(parameters, over)]
     return guards.union(found) if dist.get_world_size() > 1 else found

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mrl.converters.rules import ChunkPlan, Rule, chunk_plans, param_map
 from mrl.converters.table import Family
-from mrl.engine.megatron.optim import shards
+from mrl.engine.megatron.optim import is_view, shards
 from mrl.mcore_models.build import Model
 from mrl.parallel import Coordinates, ParallelDims
 
@@ -43,19 +43,19 @@ def load_masters(
         for name, p in model.named_parameters()
     }
     for _, parameter, main, span in shards(optimizer):
-        if parameter.dtype != main.dtype:
+        if not is_view(main, parameter):
             whole = rule_of[id(parameter)].load(read)
             main.data.copy_(whole.reshape(-1)[span].view(main.shape))
 
 
 def rules_here(
-    family: Family, hf: Mapping[str, Any], dims: ParallelDims, coords: Coordinates, *, spec: str, head: str
+    family: Family, hf: Mapping[str, Any], dims: ParallelDims, coords: Coordinates, *, spec: str, head: str, mtp: int
 ) -> list[dict[str, Rule]]:
-    """Returns the rules of this rank's chunks, by parameter name."""
-    plans = plans_here(hf, dims, coords)
+    """Returns the rules of this rank's chunks, by parameter name. mtp: MTP layers of the model."""
+    plans = plans_here(hf, dims, coords, mtp=mtp)
     return [param_map(family, hf, layout=dims, coords=coords, chunk=plan, spec=spec, head=head) for plan in plans]
 
 
-def plans_here(hf: Mapping[str, Any], dims: ParallelDims, coords: Coordinates) -> list[ChunkPlan]:
-    plans = chunk_plans(hf["num_hidden_layers"], dims.pp, dims.vpp)
+def plans_here(hf: Mapping[str, Any], dims: ParallelDims, coords: Coordinates, *, mtp: int) -> list[ChunkPlan]:
+    plans = chunk_plans(hf["num_hidden_layers"], dims.pp, dims.vpp, mtp)
     return [plans[coords.pp_rank, v] for v in range(dims.vpp)]

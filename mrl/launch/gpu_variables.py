@@ -1,0 +1,57 @@
+"""Environment variables of CUDA and of torch's allocator that a run sets for its processes, where the user has not.
+
+They are read when a process first uses a GPU, so they are set before torch is asked for one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+
+from mrl.config.command import Part
+from mrl.parallel import ParallelDims
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name
+BLACKWELL = 10  # the first number of its compute capability
+LIMIT_S = 30
+
+
+def to_set(
+    parts: Sequence[Part], layouts: Sequence[ParallelDims], environ: Mapping[str, str], *,
+    generates: bool, generation: Callable[[], int | None],
+) -> dict[str, str]:  # fmt: skip
+    """Returns the variables. generates: the run samples from models. generation: returns the first number of the GPUs'
+    compute capability; None where there are none, or it is not known: nothing is set then.
+
+    megatron-core queues a collective of tp or cp before the product that runs beside it, and before Blackwell the two
+    start in that order with one connection alone. FSDP's gathers, and an expert that is computed beside an exchange,
+    need several. Segments that grow leave fewer holes where lengths change from step to step; vLLM inside the trainer
+    does not sleep with them, and memory is shared with a server's processes in the old way alone.
+    """
+    known = generation()
+    if known is None:
+        return {}
+    found = {}
+    megatron = all(part.engine.backend == "megatron" for part in parts)
+    beside = any(part.engine.megatron.get("moe_shared_expert_overlap") for part in parts)
+    split = any(dims.tp > 1 or dims.cp > 1 for dims in layouts)
+    if CONNECTIONS not in environ and megatron and split and not beside and known < BLACKWELL:
+        found[CONNECTIONS] = "1"
+    if not generates and not any(name in environ for name in ALLOCATOR):
+        found |= dict.fromkeys(ALLOCATOR, "expandable_segments:True")
+    return found
+
+
+def generation_of_gpus() -> int | None:
+    """Asks nvidia-smi: torch would begin to use a GPU. The lowest where there are several kinds."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+        return min(int(line.split(".")[0]) for line in done.stdout.split())
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
