@@ -87,8 +87,10 @@ def test_fine_tuning(layout, full, model, tmp_path):
 @pytest.mark.nightly
 def test_grpo_on_the_sums_of_the_example(tmp_path):
     """examples/arithmetic/grpo.yaml, whose samples the client replays with importance_sampling: all weights train, from the
-    half-trained model that the example makes, and each step is that of `mrl ppo`."""
-    steps, example = 2, REPO / "examples" / "arithmetic"
+    half-trained model that the example makes, and each step is that of `mrl ppo`. As there, a ratio is to the log-probs that
+    the policy has before its one step, so that both multiply by 1: sampled ones are 1e-7 off, which AdamW makes more of
+    with each step."""
+    steps, example = 8, REPO / "examples" / "arithmetic"
     subprocess.run([sys.executable, example / "make_data.py"], cwd=tmp_path, check=True)
     config = yaml.safe_load((example / "config.yaml").read_text())
     early = (
@@ -109,13 +111,24 @@ def test_grpo_on_the_sums_of_the_example(tmp_path):
         client, adam = server.train(), ADAM.model_copy(update={"learning_rate": 3e-4})
         for step in range(steps):
             data = of_samples(tmp_path / "ppo" / "samples" / f"step_{step + 1:08d}.jsonl")
+            before = client.forward([scored(one) for one in data], "cross_entropy").result().loss_fn_outputs
+            for one, found in zip(data, before, strict=True):
+                one.loss_fn_inputs["logprobs"] = found["logprobs"]
             passed, stepped = client.forward_backward(data, "importance_sampling"), client.optim_step(adam)
             found = passed.result().metrics["loss:sum"], stepped.result().metrics["grad_norm"]
             expected = metrics[step]["actor/loss"], metrics[step]["train/grad_norm"]
-            assert found[0] == pytest.approx(expected[0], abs=1e-5), step
-            assert found[1] == pytest.approx(expected[1], rel=1e-3), step  # sampler and trainer round apart by 1e-7
+            print(step, found, expected)
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-5), step
     rewards = [row["reward/mean"] for row in metrics]
-    assert rewards[1] > rewards[0], "it learns"
+    print(rewards)
+    assert rewards[-1] > rewards[0] + 0.03, "it learns"
+
+
+def scored(one: types.Datum) -> types.Datum:
+    """The same tokens for a call of cross_entropy, which is asked for their log-probs alone."""
+    targets = one.loss_fn_inputs["target_tokens"]
+    weights = types.TensorData(data=[1.0] * len(targets.data), dtype="float32", shape=targets.shape)
+    return types.Datum(model_input=one.model_input, loss_fn_inputs={"target_tokens": targets, "weights": weights})
 
 
 def of_samples(file: pathlib.Path) -> list[types.Datum]:
