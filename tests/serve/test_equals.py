@@ -89,7 +89,7 @@ def test_grpo_on_the_sums_of_the_example(tmp_path):
     """examples/arithmetic/grpo.yaml, whose samples the client replays with importance_sampling: all weights train, from the
     half-trained model that the example makes, and each step is that of `mrl ppo`. As there, a ratio is to the log-probs that
     the policy has before its one step, so that both multiply by 1: sampled ones are 1e-7 off, which AdamW makes more of
-    with each step."""
+    with each step. That a loop learns is asked of examples/arithmetic/over_http.py."""
     steps, example = 8, REPO / "examples" / "arithmetic"
     subprocess.run([sys.executable, example / "make_data.py"], cwd=tmp_path, check=True)
     config = yaml.safe_load((example / "config.yaml").read_text())
@@ -117,11 +117,7 @@ def test_grpo_on_the_sums_of_the_example(tmp_path):
             passed, stepped = client.forward_backward(data, "importance_sampling"), client.optim_step(adam)
             found = passed.result().metrics["loss:sum"], stepped.result().metrics["grad_norm"]
             expected = metrics[step]["actor/loss"], metrics[step]["train/grad_norm"]
-            print(step, found, expected)
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-5), step
-    rewards = [row["reward/mean"] for row in metrics]
-    print(rewards)
-    assert rewards[-1] > rewards[0] + 0.03, "it learns"
 
 
 def scored(one: types.Datum) -> types.Datum:
