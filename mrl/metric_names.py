@@ -8,7 +8,7 @@ SFT_METRICS: dict[str, str] = {
     "step": "optimizer steps made, from 1; 0 is the evaluation of `mrl ppo` before training",
     "train/loss": (
         "mean negative log-likelihood of the global mini-batch's trained tokens, before the step; of `mrl ppo`, "
-        "`actor/loss`; of `mrl dpo`, its loss; with a teacher, what is minimized"
+        "`actor/loss`; of `mrl dpo` and `mrl rm`, their loss; with a teacher, what is minimized"
     ),
     "train/mtp_loss": (
         "mean negative log-likelihood that MTP layers give the trained tokens further on, over layers and, as "
@@ -16,7 +16,9 @@ SFT_METRICS: dict[str, str] = {
     ),
     "train/grad_norm": "global L2 norm of the gradient before clipping",
     "train/lr": "learning rate that the step was made with",
-    "train/tokens": "trained tokens (sum of the loss mask) since the start of the run",
+    "train/tokens": (
+        "trained tokens (sum of the loss mask; of `mrl rm`, scores that were read) since the start of the run"
+    ),
     "perf/step_s": "seconds the step took, without evaluation and saving",
     "perf/tokens_per_s": "tokens in the global mini-batch, trained or not, without padding, per second over all ranks",
     "perf/mfu": "model FLOPs of the step over what the GPUs' dense bf16 peak allows; absent where that is not known",
@@ -28,8 +30,8 @@ SFT_METRICS: dict[str, str] = {
         "peak memory of a rank so far, the largest over ranks: of the GPU, or the process where there is none"
     ),
     "eval/loss": (
-        "mean negative log-likelihood of the evaluation set's trained tokens, or of `mrl dpo` and with a teacher the "
-        "loss there, after the step"
+        "mean negative log-likelihood of the evaluation set's trained tokens, or of `mrl dpo`, `mrl rm` and with a "
+        "teacher the loss there, after the step"
     ),
 }
 """Name -> meaning of what `mrl sft` writes."""
@@ -133,7 +135,8 @@ reward, as `mrl.config.rewards.label_of` says."""
 DPO_METRICS: dict[str, str] = {
     "rewards/chosen": (
         "mean over chosen (or good) answers of the reward that the loss implies: beta times the log-ratio to the "
-        "reference, or, of a loss without one, times the mean log-prob of a token; before the step"
+        "reference, or, of a loss without one, times the mean log-prob of a token; of `mrl rm`, of the score; before "
+        "the step"
     ),
     "rewards/rejected": "the same of rejected (or bad) answers",
     "rewards/margin": "mean over pairs of the difference of both",
@@ -179,7 +182,22 @@ SOURCE_METRICS: dict[str, str] = {
 """Name -> meaning of what is written where `data.train` is a list of sources, and where `data.eval` is a mapping:
 metrics without a set's name are of all sets together then."""
 
-METRICS: dict[str, str] = SFT_METRICS | SOURCE_METRICS | PPO_METRICS | DPO_METRICS | DISTILL_METRICS
+
+RM_METRICS: dict[str, str] = {
+    "rewards/mean": "mean score of graded answers, before the step",
+    "rewards/error": "mean over graded answers of the absolute difference of score and grade",
+    "steps/accuracy": (
+        "fraction of the labelled steps whose score has the sign of the label: above 0 where that is above 0.5"
+    ),
+    "steps/right": "fraction of the labelled steps whose score is above 0",
+    **{
+        f"eval/{name}": f"`{name}` on the evaluation set, after the step"
+        for name in ("rewards/mean", "rewards/error", "steps/accuracy", "steps/right")
+    },
+}
+"""Name -> meaning of what `mrl rm` writes beside `SFT_METRICS` and, of pairs, the `rewards/...` of `DPO_METRICS`."""
+
+METRICS: dict[str, str] = SFT_METRICS | SOURCE_METRICS | PPO_METRICS | DPO_METRICS | RM_METRICS | DISTILL_METRICS
 """Name -> meaning, the same on every backend and layout."""
 
 _WITH_LABEL = [re.compile(re.sub(r"<\w+>", ".+", name)) for name in METRICS if "<" in name]

@@ -122,6 +122,7 @@ def test_version_and_help():
         "plan",
         "ppo",
         "report",
+        "rm",
         "serve",
         "sft",
         "slurm",
@@ -140,6 +141,7 @@ def test_config_prints_every_key():
     assert invoke("config", "sft").output == result.output
     assert "rollout.samples_per_prompt  (default 8; a whole number of at least 1)" in invoke("config", "ppo").output
     assert "loss.name  (required; one of dpo, ipo, kto, orpo, simpo)" in invoke("config", "dpo").output
+    assert "loss.name  (required; one of bradley_terry, regression, steps)" in invoke("config", "rm").output
 
 
 def test_config_prints_a_section_or_what_has_a_text():
@@ -151,7 +153,7 @@ def test_config_prints_a_section_or_what_has_a_text():
     assert "== mrl sft ==" in clip and "  optimizer.clip_grad  (" in clip and "  algorithm.clip_high  (" in clip
     assert invoke("config", "ppo", "critic", "--grep", "CLIP").output.count("(default") == 1
     for names, says in (
-        (["rolout"], "rolout is no section or key of mrl sft or ppo or dpo or serve; did you mean rollout?"),
+        (["rolout"], "rolout is no section or key of mrl sft or ppo or dpo or serve or rm; did you mean rollout?"),
         (["sft", "rollout"], "rollout is of mrl ppo; write mrl config ppo rollout"),
         (["sft", "zzz"], "zzz is no section or key of mrl sft; sections are output_dir, seed, model, "),
         (["sft", "--grep", "nowhere"], "no key has the text 'nowhere'"),

@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mrl.commands.rm import is_of_scores
 from mrl.config.command import Part, TrainingCommand
 from mrl.config.dpo import DPOConfig
 from mrl.config.phases import Phases
@@ -43,7 +44,7 @@ class DPO(TrainingCommand[DPOConfig]):
         check_dpo(config)
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
-        if "loss" in raw and "model" in raw:
+        if "loss" in raw and "model" in raw and not is_of_scores(raw):
             return "preference training (it has the sections model and loss)"
         return None
 
@@ -106,10 +107,10 @@ class DPO(TrainingCommand[DPOConfig]):
     def engine_config(self, config: DPOConfig, part: Part) -> RoleConfig:
         import dataclasses
 
-        from mrl.trainers.dpo import engine_config
+        from mrl.trainers.task import engine_of_groups
 
         made = super().engine_config(config, part)
-        return dataclasses.replace(made, engine=engine_config(config, part.engine))
+        return dataclasses.replace(made, engine=engine_of_groups(part.engine, config.longest_group[0]))
 
     def phases(self, config: DPOConfig) -> Phases:
         from mrl.config.phases import Phase

@@ -297,9 +297,10 @@ def command_of(root: type) -> TrainingCommand:
 def command_of_data(data: Mapping[str, Any]) -> TrainingCommand:
     """Returns the command whose resolved config `data` is, as plain data of this or an older version, by its keys."""
 
-    def distance(command: TrainingCommand) -> tuple[int, int]:
-        known = {key.path for key in walk(command.root, sections=True) if key.path.count(".") < 2}
-        return len(given - known), len(known - given)
+    def distance(command: TrainingCommand) -> tuple[int, int, int]:
+        keys = [key for key in walk(command.root, sections=True) if key.path.count(".") < 2]
+        known, required = {key.path for key in keys}, {key.path for key in keys if key.required and "." not in key.path}
+        return len(given - known), len(required - given), len(known - given)
 
     given = {
         *data,

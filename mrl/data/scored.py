@@ -162,6 +162,8 @@ class ScoredDataset(RowDataset[ScoredRow]):
                 raise BadRow(
                     f"has no field {field!r}, which the format {self.format} needs; it has {listed(row)}: {LIKE}"
                 )
+        if row.get("weight") not in (None, 1):
+            raise BadRow("has a weight, which reward models do not take yet; remove it, or leave the row out")
         made = {"preference": self._pair, "graded": self._graded, "steps": self._with_steps}[self.format](row)
         longest = max(len(sequence.ids) for sequence in made.sequences)
         if longest > self.config.max_length:

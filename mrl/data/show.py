@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from mrl.data.dataset import Example
 from mrl.data.preferences import Preference
 from mrl.data.prompts import Prompt
+from mrl.data.scored import Scored, ScoredRow
 from mrl.errors import printable
 
 ENDS, MOST = 300, 640  # tokens shown at each end of a sequence with more than MOST
@@ -43,6 +44,9 @@ def sequences_of(item: object) -> list[ShownSequence]:
         case Preference():
             names = {True: "chosen", False: "rejected"} if len(item.answers) > 1 else {True: "good", False: "bad"}
             return [ShownSequence(names[a.is_chosen], a.ids, _shown_weights(a.mask)) for a in item.answers]
+        case ScoredRow():
+            parts = ["chosen", "rejected"] if len(item.sequences) > 1 else [""]
+            return [ShownSequence(n, s.ids, _read_weights(s)) for n, s in zip(parts, item.sequences, strict=True)]
         case Prompt():
             return [ShownSequence("prompt", item.tokens, [0.0] * len(item.tokens))]
     raise TypeError(f"no sequences are known of a {type(item).__name__}")
@@ -50,6 +54,11 @@ def sequences_of(item: object) -> list[ShownSequence]:
 
 def _shown_weights(mask: Sequence[float]) -> list[float]:
     return [0.0, *map(float, mask[1:])]
+
+
+def _read_weights(sequence: Scored) -> list[float]:
+    """1 for each token whose score is read."""
+    return [float(place in sequence.places) for place in range(len(sequence.ids))]
 
 
 def text_lines(tokenizer: PreTrainedTokenizerBase, of: ShownSequence, *, coloured: bool) -> Iterator[str]:

@@ -57,6 +57,10 @@ CHARTS: tuple[Chart, ...] = (
            "eval/logps/chosen", "eval/logps/rejected"),
     _chart("Preferences", "preference_nll", "Negative log-likelihood of chosen tokens", "nll/chosen",
            "eval/nll/chosen"),
+    _chart("Preferences", "graded_rewards", "Scores of graded answers", "rewards/mean", "eval/rewards/mean"),
+    _chart("Preferences", "graded_error", "Distance of scores from grades", "rewards/error", "eval/rewards/error"),
+    _chart("Preferences", "steps", "Steps told right from wrong", "steps/accuracy", "eval/steps/accuracy",
+           "steps/right", "eval/steps/right"),
     _chart("Preferences", "kto_kl", "KL estimate", "kto/kl"),
     _chart("Policy", "kl", "KL", "actor/kl", "actor/approx_kl"),
     _chart("Policy", "sequence_kl", "KL of sequences", "actor/sequence_kl"),
@@ -96,7 +100,8 @@ CHARTS: tuple[Chart, ...] = (
 
 MAIN = (
     "train/loss", "eval/loss", "reward/mean", "reward/*/mean", "eval/accuracy",
-    "rewards/accuracy", "eval/rewards/accuracy", "rewards/margin", "distill/divergence", "actor/kl", "actor/approx_kl",
+    "rewards/accuracy", "eval/rewards/accuracy", "rewards/margin", "rewards/error", "steps/accuracy",
+    "eval/steps/accuracy", "distill/divergence", "actor/kl", "actor/approx_kl",
     "actor/entropy", "actor/clip_fraction", "critic/loss", "critic/explained_variance", "rollout/response_length",
     "rollout/finished", "rollout/logprob_gap", "train/grad_norm", "train/lr", "perf/step_s", "perf/tokens_per_s",
     "perf/mfu", "perf/memory_gb",
@@ -106,6 +111,7 @@ MAIN = (
 GOALS: dict[str, Goal] = {
     "train/loss": "low", "eval/loss": "low", "critic/loss": "low", "reward/mean": "high", "reward/*/mean": "high",
     "rewards/accuracy": "high", "distill/divergence": "low", "eval/distill/divergence": "low",
+    "rewards/error": "low", "eval/rewards/error": "low", "steps/accuracy": "high", "eval/steps/accuracy": "high",
     "eval/rewards/accuracy": "high", "rewards/margin": "high", "eval/rewards/margin": "high",
     "eval/accuracy": "high", "eval/reward": "high", "critic/explained_variance": "high", "perf/tokens_per_s": "high",
     "rollout/tokens_per_s": "high", "perf/mfu": "high", "perf/step_s": "low",

@@ -24,6 +24,8 @@ SHOWN = (
     ("distill/divergence", "divergence", "{:.4f}"),
     ("rewards/accuracy", "accuracy", "{:.3f}"),
     ("rewards/margin", "margin", "{:.3f}"),
+    ("rewards/error", "error", "{:.3f}"),
+    ("steps/accuracy", "accuracy", "{:.3f}"),
     ("actor/kl", "kl", "{:.3g}"),
     ("actor/entropy", "entropy", "{:.3f}"),
     ("actor/clip_fraction", "clip", "{:.1%}"),

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from mrl.algorithms.preference import DENOMINATOR, WEIGHED_BY, Numbers, PreferenceLoss, kl_estimate
 from mrl.batch import Batch
-from mrl.config.checks import micro_batch_tokens
 from mrl.config.dpo import DPOConfig
 from mrl.config.load import to_dict
 from mrl.config.roles import own_keys
@@ -34,19 +33,12 @@ from mrl.trainers.common import say_all
 from mrl.trainers.console import Console
 from mrl.trainers.reference import Cache, answers_by, weight_files, with_reference
 from mrl.trainers.sft import run_task
-from mrl.trainers.task import HFConfig, Task
+from mrl.trainers.task import HFConfig, Task, engine_of_groups
 
 
 def run(config: DPOConfig, command_line: str = "") -> None:
     """Trains on preferences as `mrl.trainers.sft.run_task` does."""
     run_task(DPOTask(config), command_line)
-
-
-def engine_config(config: DPOConfig, engine: EngineConfig) -> EngineConfig:
-    """Returns an engine whose micro-batches hold whole groups of sequences."""
-    longest, _ = config.longest_group
-    tokens = micro_batch_tokens(engine.micro_batch, longest)
-    return dataclasses.replace(engine, micro_batch=dataclasses.replace(engine.micro_batch, tokens=tokens))
 
 
 class DPOTask(Task[DPOConfig]):
@@ -69,7 +61,7 @@ class DPOTask(Task[DPOConfig]):
     def _role(self, folder: str, model: ModelConfig, engine: EngineConfig, *, trains: bool) -> RoleConfig:
         config = self.config
         return RoleConfig(
-            model=dataclasses.replace(model, path=folder), engine=engine_config(config, engine),
+            model=dataclasses.replace(model, path=folder), engine=engine_of_groups(engine, config.longest_group[0]),
             optimizer=config.optimizer if trains else None, seed=config.seed, packing=config.data.packing,
         )  # fmt: skip
 

@@ -283,9 +283,8 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     if config.checkpoint.export_hf:
         folder, mtp = engine.config.model.path, engine.config.mtp is not None
         template, model = trainer.chat_template, config.model
-        export(
-            engine, directory, console, engine.export_hf, folder=folder, chat_template=template, model=model, mtp=mtp
-        )
+        write = functools.partial(trainer.task.export, engine)
+        export(engine, directory, console, write, folder=folder, chat_template=template, model=model, mtp=mtp)
     say_done(engine, console, directory, steps=progress.step, tokens=progress.tokens)
 
 

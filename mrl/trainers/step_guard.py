@@ -27,6 +27,7 @@ class StepGuard:
     ) -> None:
         self._engine, self._directory, self._rows = engine, directory, rows
         self._watches_parameters = watches_parameters
+        self._below_zero_head = engine.config.head == "value"  # which may start at zero
         self._before = None
 
     def before_update(self, step: int, batch: Batch, loss: float) -> None:
@@ -41,13 +42,17 @@ class StepGuard:
         findings = self._engine.guard_after_step(self._before) if self._watches_parameters else []
         self._before = None
         problems = guards.faults(findings)
+        if self._below_zero_head:
+            problems = [problem for problem in problems if problem.kind is not guards.Kind.ZERO_GRADIENT]
+            self._below_zero_head = False
         if fault := norm_fault("the gradient norm", grad_norm, problems):
             raise self._failed(step, batch, fault)
         if problems:
             raise self._failed(
                 step, batch, f"the first step did not train the model as it should: {problems_in_words(problems)}"
             )
-        # A finding that is no fault is an adapter's A, which trains a step after its B: the next step is watched too.
+        # A finding that is no fault is an adapter's A, which trains a step after its B, or what is below a value head
+        # that starts at zero: the next step is watched too.
         self._watches_parameters = bool(findings)
 
     def _failed(self, step: int, batch: Batch, what: str) -> TrainingError:

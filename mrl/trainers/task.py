@@ -1,4 +1,4 @@
-"""What a run on rows trains for: the part that differs between `mrl sft` and `mrl dpo`, whose loop is one."""
+"""What a run on rows trains for: what differs between `mrl sft`, `mrl dpo` and `mrl rm`, whose loop is one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from mrl.batch import Batch
-from mrl.config.schema import RoleConfig
+from mrl.config.checks import micro_batch_tokens
+from mrl.config.schema import EngineConfig, RoleConfig
 from mrl.data.batches import Batches
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.stream import Report
@@ -30,6 +31,12 @@ class RowsTask(Protocol):
         self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part
     ) -> RowDataset[Any]:
         """Returns the rows of data.train or data.eval."""
+
+
+def engine_of_groups(engine: EngineConfig, longest: int) -> EngineConfig:
+    """Returns an engine whose micro-batches hold whole groups of sequences. longest: most tokens of a group."""
+    tokens = micro_batch_tokens(engine.micro_batch, longest)
+    return dataclasses.replace(engine, micro_batch=dataclasses.replace(engine.micro_batch, tokens=tokens))
 
 
 class Task(abc.ABC, Generic[C]):
@@ -88,3 +95,7 @@ class Task(abc.ABC, Generic[C]):
         """Returns the metrics of a step on a prepared batch, but those that are means of nothing."""
         found = ctx["metrics"]
         return {name: found[name] for name, count in self.means.items() if name in found and batch.denominators[count]}
+
+    def export(self, engine: BaseEngine, path: str) -> None:
+        """Writes the trained model to the folder `path`. Collective."""
+        engine.export_hf(path)

@@ -45,13 +45,16 @@ def peak_of(name: str) -> float | None:
     return next((peak for part, peak in PEAK_BF16_FLOPS if f" {part} " in words), None)
 
 
-def training_flops(hf: HFConfig, lengths_S: Tensor, labels: int, adapters: int | None = None) -> float:
+def training_flops(
+    hf: HFConfig, lengths_S: Tensor, labels: int, adapters: int | None = None, *, head: str = "lm"
+) -> float:
     """FLOPs of the matrix products in one forward and backward pass over sequences of these lengths.
 
     hf: the normalised content of config.json. labels: how many tokens train; the output layer computes no others
-    (docs/loss.md). 2 FLOPs per weight and token, of experts those that a token is sent to; causal attention at half the
-    full square; a backward pass twice the forward. Recomputation is not counted, nor is a sliding window (Narayanan et
-    al., "Efficient Large-Scale Language Model Training", 2021, appendix; Chowdhery et al., "PaLM", 2022, appendix B).
+    (docs/loss.md), and a value head has one output. 2 FLOPs per weight and token, of experts those that a token is sent
+    to; causal attention at half the full square; a backward pass twice the forward. Recomputation is not counted, nor
+    is a sliding window (Narayanan et al., "Efficient Large-Scale Language Model Training", 2021, appendix; Chowdhery
+    et al., "PaLM", 2022, appendix B).
 
     adapters: entries of A and B that a token goes through (`adapter_weights`), where they train and the model's weights
     do not: these then have a forward pass and the gradient of their input, and no gradient of their own.
@@ -66,7 +69,7 @@ def training_flops(hf: HFConfig, lengths_S: Tensor, labels: int, adapters: int |
     products = sizes.get("latent_q", sizes["q"]) + sizes.get("latent_out", sizes["q"])  # with keys, and with values
     lengths = lengths_S.double()
     scores = hf["num_hidden_layers"] * products * float((lengths * lengths).sum())
-    output = sizes["hidden"] * sizes["vocab"]
+    output = sizes["hidden"] * (sizes["vocab"] if head == "lm" else 1)
     tokens, passes = float(lengths.sum()), 3 if adapters is None else 2
     of_weights = 2 * weights * tokens + 2 * output * labels
     return passes * of_weights + 3 * (scores + 2 * (adapters or 0) * tokens)
@@ -95,6 +98,7 @@ class Throughput:
     def __init__(self, engine: BaseEngine) -> None:
         peak = peak_flops(engine.device)
         model, head = engine.config.model, engine.config.head
+        self.head = head
         self.hf = read_hf_config(model.path) if peak is not None else {}
         known = self.hf.get("model_type") in FAMILIES
         self.peak = peak * engine.world_size if peak is not None and known else None
@@ -107,5 +111,6 @@ class Throughput:
         row = {"perf/step_s": step_s, "perf/tokens_per_s": batch.num_tokens / step_s}
         if self.peak is not None:
             labels = int((batch.loss_mask != 0).sum())
-            row["perf/mfu"] = training_flops(self.hf, batch.lengths, labels, self.adapters) / (step_s * self.peak)
+            flops = training_flops(self.hf, batch.lengths, labels, self.adapters, head=self.head)
+            row["perf/mfu"] = flops / (step_s * self.peak)
         return row

@@ -49,6 +49,8 @@ SERVE_CONFIG: dict[str, Any] = {
 
 DPO_CONFIG: dict[str, Any] = {**CONFIG, "loss": {"name": "dpo"}}
 
+RM_CONFIG: dict[str, Any] = {**CONFIG, "loss": {"name": "bradley_terry"}}
+
 
 @dataclasses.dataclass(frozen=True)
 class Workspace:
@@ -71,6 +73,7 @@ class Workspace:
         self.write("config.yaml", yaml.safe_dump(CONFIG))
         self.write("ppo.yaml", yaml.safe_dump(PPO_CONFIG))
         self.write("dpo.yaml", yaml.safe_dump(DPO_CONFIG))
+        self.write("rm.yaml", yaml.safe_dump(RM_CONFIG))
         self.write("serve.yaml", yaml.safe_dump(SERVE_CONFIG))
         self.write("model/config.json", json.dumps(MODEL))
         self.write("rows.jsonl", "".join(json.dumps({"prompt": f"{i} + 1 =", "completion": f" {i + 1}"}) + "\n" for i in range(8)))  # fmt: skip

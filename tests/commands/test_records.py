@@ -13,6 +13,7 @@ from mrl.config import command as commands
 from mrl.config.dpo import DPOConfig
 from mrl.config.load import from_dict, to_dict
 from mrl.config.ppo import PPOConfig
+from mrl.config.rm import RMConfig
 from mrl.config.schema import SFTConfig
 from mrl.config.serve import ServeConfig
 from tests.config.test_load import BASE, PPO_BASE
@@ -49,7 +50,8 @@ def test_mrls_own_are_the_modules_of_its_folder():
         assert function and importlib.util.find_spec(module) is not None
         assert commands.record(command.name) is command is commands.command_of(command.root)
     assert list(commands.roots().items()) == [
-        ("sft", SFTConfig), ("ppo", PPOConfig), ("dpo", DPOConfig), ("serve", ServeConfig)
+        ("sft", SFTConfig), ("ppo", PPOConfig), ("dpo", DPOConfig), ("serve", ServeConfig),
+        ("rm", RMConfig),
     ]  # fmt: skip
 
 

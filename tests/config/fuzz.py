@@ -34,13 +34,15 @@ from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.keys import Key, types_of, walk
 from mrl.config.ppo import PromptsConfig
 from mrl.config.rewards import NAMED, FunctionReward
+from mrl.config.rm import FORMAT_OF, ScoredDataConfig
 from mrl.config.schema import DataConfig
 from mrl.data.batches import BatchSource
 from mrl.data.dataset import SFTDataset
 from mrl.data.preferences import PreferenceDataset, PreferenceSource
 from mrl.data.prompts import PromptDataset, PromptSource
+from mrl.data.scored import ScoredDataset, ScoredSource, detect
 from mrl.errors import UserError
-from tests.bad_input.mistakes import CONFIG, DPO_CONFIG, PPO_CONFIG, SERVE_CONFIG, Workspace
+from tests.bad_input.mistakes import CONFIG, DPO_CONFIG, PPO_CONFIG, RM_CONFIG, SERVE_CONFIG, Workspace
 from tests.trainers.tiny_runs import load_example
 
 LIMIT_S, LIMIT_CHARACTERS = 5.0, 400
@@ -48,8 +50,8 @@ REQUIRED_BESIDE = {
     "teacher.": ("teacher.model.path", "t"), "teacher.server.": ("teacher.server.url", "http://h:1"),
 }  # fmt: skip
 """Of sections that may be null: what has to be there where one is -> a key and its value."""
-FILES = {"sft": "config.yaml", "ppo": "ppo.yaml", "dpo": "dpo.yaml", "serve": "serve.yaml"}
-BASES = {"sft": CONFIG, "ppo": PPO_CONFIG, "dpo": DPO_CONFIG, "serve": SERVE_CONFIG}
+FILES = {"sft": "config.yaml", "ppo": "ppo.yaml", "dpo": "dpo.yaml", "rm": "rm.yaml", "serve": "serve.yaml"}
+BASES = {"sft": CONFIG, "ppo": PPO_CONFIG, "dpo": DPO_CONFIG, "rm": RM_CONFIG, "serve": SERVE_CONFIG}
 
 WHOLE = [
     0,
@@ -298,6 +300,11 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"chosen": CHAT, "rejected": [CHAT[0], {"role": "assistant", "content": "3"}]},
         {"prompt": "1+1=", "completion": "2", "label": True},
     ],
+    "rm": [
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5},
+        {"prompt": CHAT[:1], "completion": CHAT[1:], "score": 1.5},
+        {"prompt": "1+1=", "completions": ["1+1=2", "2"], "labels": [True, 0.5]},
+    ],
 }
 EXTRAS = [
     "tools",
@@ -379,6 +386,8 @@ def read_rows(
                     PreferenceDataConfig(**data, max_length=64), tokenizer(), vocab_size=len(tokenizer()), paired=False
                 )
                 PreferenceSource(pairs, group=1, global_batch_size=4, seed=0, prefetch=False).next()
+            elif command == "rm":
+                scored(data)
             else:
                 prompts = PromptDataset(
                     PromptsConfig(**data, max_prompt_length=32), tokenizer(), vocab_size=len(tokenizer())
@@ -389,6 +398,15 @@ def read_rows(
     except Exception as error:
         return 1, "", error
     return 0, "", None
+
+
+def scored(data: dict[str, str]) -> None:
+    format = "preference"
+    with contextlib.suppress(Exception):
+        format = detect(json.loads(pathlib.Path(data["train"]).read_text().splitlines()[0]))
+    loss, size = next(loss for loss in FORMAT_OF if FORMAT_OF[loss] == format), len(tokenizer())
+    rows = ScoredDataset(ScoredDataConfig(**data), tokenizer(), vocab_size=size, loss=loss, pad_token_id=0)
+    ScoredSource(rows, group=1 + (format == "preference"), global_batch_size=4, seed=0, prefetch=False).next()
 
 
 @functools.cache

@@ -163,6 +163,7 @@ CASES = {
     "of no form": ("bradley_terry", {"prompt": ASKED, "chosen": GOOD}, "are of no known form: give prompt, chosen"),
     "of two forms": ("bradley_terry", {**PAIR, **GRADED}, "the fields of the formats preference and graded"),
     "margin": ("bradley_terry", {**PAIR, "margin": "much"}, "margin is 'much'; give a number"),
+    "weight": ("bradley_terry", {**PAIR, "weight": 2}, "has a weight, which reward models do not take yet"),
     "margin is true": ("bradley_terry", {**PAIR, "margin": True}, "margin is True; give a number"),
     "the same": ("bradley_terry", {**PAIR, "rejected": GOOD}, "chosen and rejected are the same tokens"),
     "no prompt": ("bradley_terry", {"chosen": "a", "rejected": "b"}, "give the prompt in a field of its own"),

@@ -99,6 +99,25 @@ def test_arithmetic_tokenizer_marks_the_answer():
     )
 
 
+def test_a_reward_model_of_arithmetic_trains_on_sums_and_wrong_ones_near_them(tmp_path):
+    tiny_runs.load_example("arithmetic/make_data.py").make(tmp_path)
+    make = tiny_runs.load_example("arithmetic/comparisons.py").make
+    for name in ("train", "eval"):
+        make(tmp_path / f"{name}.jsonl", tmp_path / f"{name}-pairs.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "train-pairs.jsonl").read_text().splitlines()]
+    for row in rows:
+        right, wrong = (int(row[name][0]["content"]) for name in ("chosen", "rejected"))
+        assert right == sum(map(int, row["prompt"][0]["content"].rstrip("=").split("+"))) and 0 <= wrong != right
+    config = read_yaml(tiny_runs.REPO / "examples" / "arithmetic" / "rm.yaml")
+    config["output_dir"] = str(tmp_path / "run")
+    config["model"] |= {"path": str(tmp_path / "model"), "init": "random"}
+    config["data"] |= {name: str(tmp_path / f"{name}-pairs.jsonl") for name in ("train", "eval")}
+    config["train"] |= {"steps": 2, "eval_every": None, "eval_batches": 1}
+    config["optimizer"] |= {"warmup_steps": 1}
+    assert harness.run_case(1, "tests.trainers.rm_cases:train", config=config)[:2] == ("done", "")
+    assert 0 <= read(tmp_path / "run" / "metrics.jsonl")[-1]["eval/rewards/accuracy"] <= 1
+
+
 @pytest.mark.nightly
 def test_the_quickstart_in_ten_steps_at_tp2(tmp_path):
     """The command line, two processes, Megatron, evaluation, checkpoint, export, and the words at the end."""

@@ -32,6 +32,7 @@ def inputs(tmp_path_factory):
     }  # fmt: skip
     serve = {"output_dir": str(folder / "s"), "model": sft["model"], "serve": {"port": 1}}
     configs = {"sft": sft, "dpo": sft | {"loss": {"name": "dpo"}, "data": pairs_alone}, "grpo": grpo, "serve": serve}
+    configs["rm"] = sft | {"loss": {"name": "bradley_terry"}, "data": pairs_alone}
     for name, config in configs.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
     return folder
@@ -65,6 +66,12 @@ def test_count_reads_all_and_gives_the_steps(inputs):
     assert lines[-1] == "length: 3 epochs of 6 rows, 4 a step: 5 steps"
     lines = show(inputs, "sft", "--rows", "1", "data.truncation=right", "data.max_length=17", "data.loss_on=all")
     assert "rows used: 10, skipped: 0, dropped: 0, truncated: 2" in lines
+
+
+def test_pairs_of_a_reward_model_are_read_once_each(inputs):
+    lines = show(inputs, "rm", "--rows", "1", "--tokens")
+    first = lines.index("pairs.jsonl:1: chosen: 15 tokens, 1 train")
+    assert [line.split()[2] for line in lines[first + 2 : first + 17]] == ["0"] * 14 + ["1"]
 
 
 def test_pairs_and_prompts_have_their_sequences(inputs):

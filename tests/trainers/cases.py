@@ -160,7 +160,7 @@ def only_main_writes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def before_step(first: Callable[[sft.Trainer, int], Any]) -> Iterator[None]:
-    """Calls `first` with the trainer and the number of a step before each step of `mrl sft` or `mrl dpo`."""
+    """Calls `first` with the trainer and the number of a step before each step of `mrl sft`, `mrl dpo` or `mrl rm`."""
     now: dict[str, Any] = {}
 
     def note_loop(trainer: sft.Trainer, progress: Any, *_: Any) -> None:

@@ -1,0 +1,86 @@
+"""`mrl rm`: training of reward models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mrl.config.command import Part, TrainingCommand
+from mrl.config.phases import Phases
+from mrl.config.rm import FORMAT_OF, RMConfig
+from mrl.config.schema import RoleConfig
+from mrl.parallel import ParallelDims
+
+
+class RM(TrainingCommand[RMConfig]):
+    name = "rm"
+    help = """Train a reward model on the rows that the YAML file CONFIG names.
+
+    loss.name chooses the loss: bradley_terry on pairs, regression on graded answers, steps on labels of steps.
+    KEY=VALUE sets any config key, as in loss.centering=0.01; `mrl config` lists them.
+    """
+    examples = """
+        mrl rm rm.yaml
+        mrl rm rm.yaml loss.centering=0.01
+        mrl rm rm.yaml engine.parallel.tp=2 --nproc 4
+        mrl rm rm.yaml --dry-run"""
+    root = RMConfig
+    trainer = "mrl.trainers.rm:run"
+    task = "mrl.trainers.rm:RMTask"
+    order = 4
+
+    def check(self, config: RMConfig) -> None:
+        from mrl.config.rm_checks import check_rm
+
+        check_rm(config)
+
+    def recognise(self, raw: Mapping[str, Any]) -> str | None:
+        if is_of_scores(raw) and "model" in raw:
+            return f"a reward model (its loss.name is {raw['loss']['name']})"
+        return None
+
+    def meant_by(self, name: str) -> str | None:
+        if name.lower().replace("-", "_") in ("reward", "reward_model", "prm", "orm", *FORMAT_OF):
+            return "reward models are trained by `mrl rm`; write mrl rm CONFIG"
+        return None
+
+    def parts(self, config: RMConfig) -> list[Part]:
+        return [Part("", config.model, config.engine, head="value", optimizer=config.optimizer)]
+
+    def longest(self, config: RMConfig) -> tuple[int, str]:
+        return config.data.max_length, "data.max_length"
+
+    def describe(self, config: RMConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
+        from mrl.launch.describe import micro_batch, processes
+
+        [dims], train, loss = layouts, config.train, config.loss
+        length = f"{train.steps} steps" if train.steps is not None else f"{train.resolved_epochs:g} epochs"
+        return [
+            f"layout: {dims.describe()} on {processes(dims)}",
+            f"micro-batch: {micro_batch(config.engine, config.longest_group[0])}",
+            f"loss: {loss.name}" + (f" (centering {loss.centering or 0:g})" if loss.is_paired else ""),
+            f"length: {length} of {train.global_batch_size} rows a step",
+        ]
+
+    def engine_config(self, config: RMConfig, part: Part) -> RoleConfig:
+        import dataclasses
+
+        from mrl.trainers.task import engine_of_groups
+
+        made = super().engine_config(config, part)
+        return dataclasses.replace(made, engine=engine_of_groups(part.engine, config.longest_group[0]))
+
+    def phases(self, config: RMConfig) -> Phases:
+        from mrl.config.phases import Phase
+
+        sequences = config.train.global_batch_size * config.group
+        return Phases((Phase("update of the model", "", "train", sequences),))
+
+
+def is_of_scores(raw: Mapping[str, Any]) -> bool:
+    """Returns whether the section `loss` of a user's YAML names a loss on scores."""
+    loss = raw.get("loss")
+    return isinstance(loss, Mapping) and loss.get("name") in FORMAT_OF
+
+
+COMMAND = RM()

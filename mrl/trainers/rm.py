@@ -1,0 +1,91 @@
+"""Training of reward models: `mrl sft`'s loop with a value head, rows that say how good answers are, a loss on scores.
+
+Every rank runs this program. The losses are in mrl/algorithms/scores.py, rows and the token at which a score is read in
+mrl/data/scored.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mrl.algorithms.scores import DENOMINATOR, METRICS, ScoreLoss
+from mrl.batch import Batch
+from mrl.config.rm import RMConfig
+from mrl.config.schema import RoleConfig
+from mrl.converters.hf_config import pad_token_of, vocab_size_of
+from mrl.converters.tokenizer_files import write_pad_token
+from mrl.data.dataset import Part, RowDataset
+from mrl.data.preferences import in_order
+from mrl.data.scored import ScoredDataset, ScoredSource, padding, scored_batch
+from mrl.data.stream import Report
+from mrl.engine.base import BaseEngine
+from mrl.trainers.console import Console
+from mrl.trainers.sft import run_task
+from mrl.trainers.task import HFConfig, Task, engine_of_groups
+
+
+def run(config: RMConfig, command_line: str = "") -> None:
+    """Trains a reward model as `mrl.trainers.sft.run_task` does."""
+    run_task(RMTask(config), command_line)
+
+
+class RMTask(Task[RMConfig]):
+    """Training of a reward model."""
+
+    denominator = DENOMINATOR
+
+    def __init__(self, config: RMConfig) -> None:
+        super().__init__(config)
+        self.loss_fn = ScoreLoss(config.loss.name, config.loss.centering or 0.0)
+        self.means = dict.fromkeys(METRICS[config.loss.name], DENOMINATOR)
+        self.pad_token: tuple[int, str]  # set with the first rows: its id and text
+        self.pad_is_new = False  # whether config.json of model.path has none
+
+    def role(self, folder: str) -> RoleConfig:
+        config = self.config
+        return RoleConfig(
+            model=dataclasses.replace(config.model, path=folder), head="value",
+            engine=engine_of_groups(config.engine, config.longest_group[0]), optimizer=config.optimizer,
+            seed=config.seed, packing=config.data.packing,
+        )  # fmt: skip
+
+    def dataset(
+        self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part
+    ) -> ScoredDataset:
+        token = padding(hf_config, tokenizer)
+        self.pad_token = token, tokenizer.convert_ids_to_tokens(token)
+        self.pad_is_new = pad_token_of(hf_config) != token
+        config = self.config
+        return ScoredDataset(
+            config.data, tokenizer, part=part, vocab_size=vocab_size_of(hf_config), loss=config.loss.name,
+            pad_token_id=token,
+        )  # fmt: skip
+
+    def source(self, dataset: RowDataset[Any]) -> ScoredSource:
+        assert isinstance(dataset, ScoredDataset)
+        config = self.config
+        return ScoredSource(
+            dataset, group=config.group, global_batch_size=config.train.global_batch_size, seed=config.seed,
+            shuffle=config.data.shuffle,
+        )  # fmt: skip
+
+    def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
+        assert isinstance(dataset, ScoredDataset)
+        for _, rows in in_order(dataset, self.config.train.global_batch_size, report):
+            yield scored_batch(rows, group=self.config.group)
+
+    def begin(self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console) -> None:
+        super().begin(engine, sets, place, console)
+        token, text = self.pad_token
+        new = "; config.json has none yet, and the export names it" if self.pad_is_new else ""
+        console.say(f"scores are read at the last token that is not the padding, {text!r} ({token}){new}")
+
+    def export(self, engine: BaseEngine, path: str) -> None:
+        """Writes the model; its config.json and its tokenizer name the padding that scores were read by."""
+        super().export(engine, path)
+        engine.on_main(lambda: write_pad_token(path, *self.pad_token))
