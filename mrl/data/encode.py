@@ -176,8 +176,8 @@ class Encoder:
         if self.loss_on == "all":
             if any(weight is not None for weight in chat.weights):
                 raise BadRow(
-                    "has a weight of a message, and data.loss_on all trains whatever the template writes; set "
-                    "data.loss_on to assistant, or to a list of roles"
+                    "has a weight of a message, which counts where turns train by their role alone; leave it out, or "
+                    "set data.loss_on to assistant or a list of roles where it is all"
                 )
             return {}
         roles = ("assistant",) if isinstance(self.loss_on, str) else self.loss_on

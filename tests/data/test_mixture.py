@@ -89,6 +89,13 @@ def test_no_source_is_ever_a_row_ahead_of_its_share(files, weights):
         assert sorted(first) == list(range(SIZES[name])) and (len(second) < SIZES[name] or first != second)
 
 
+def test_the_mixture_is_fixed_for_all_time_and_each_seed_has_its_own(files):
+    entries = listed(files, a={"weight": 0.5}, b={"weight": 0.3}, c={"weight": 0.2})
+    order = taken(source(entries), 5)
+    assert "".join(name for name, _ in order) == "abcabacaba" * 2
+    assert taken(source(entries, seed=1), 5) != order and taken(source(entries), 5) == order
+
+
 def test_without_weights_an_epoch_is_every_row_once(files):
     order = taken(source(listed(files, a={}, b={}, c={}), size=23), 3)
     for epoch in (order[:23], order[23:46], order[46:]):

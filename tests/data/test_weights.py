@@ -57,6 +57,16 @@ def test_the_turns_of_a_list_of_roles_train(tmp_path, template, roles, trained):
     assert trained_text(make_tokenizer(), found) == trained
 
 
+@pytest.mark.parametrize("content", ["a", "7", "a fox", "7 dogs", "\nfox", "fox\n", " "])
+def test_a_content_is_found_whatever_it_begins_with(tmp_path, content):
+    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": "dog"}]
+    found = load(tmp_path, {"messages": talk}, loss_on=("user",))
+    (text,) = trained_text(make_tokenizer(), found)
+    assert text.removeprefix("\n") == f"{content}<|im_end|>".removeprefix(
+        "\n"
+    )  # a token may hold the line's end before
+
+
 def test_weights_of_messages_and_rows_multiply(tmp_path):
     messages = [dict(m) for m in TALK]
     messages[2]["weight"], messages[5]["weight"] = 0.5, 3
@@ -95,6 +105,8 @@ def test_a_system_text_stands_before_conversations_without_one(tmp_path):
         expected = load(tmp_path, {"messages": before}, loss_on=("assistant", "tool", "system"))
         trains = [("You are<|im_end|>", 1)] if "messages" in row else []
         assert with_text.ids == expected.ids and weighed(with_text) == trains + weighed(expected)[1:]
+    prompted = {"prompt": bare[:1], "completion": bare[1:2]}
+    assert weighed(load(tmp_path, prompted, system="You are", loss_on=("user", "assistant"))) == [("dog<|im_end|>", 1)]
     assert load(tmp_path, {"messages": TALK}, system="You are") == load(tmp_path, {"messages": TALK})
     text = make_tokenizer().decode(load(tmp_path, {"prompt": "fox", "completion": "dog"}, system="You are").ids)
     assert text.startswith("<|im_start|>system\nYou are<|im_end|>\n<|im_start|>user\nfox")
@@ -116,7 +128,7 @@ BAD = {
         "message 0 has weight 1 and never trains: it is in the prompt",
     ),
     "all 0": ({"messages": [USER, DOG | {"weight": 0}]}, {}, "has nothing to train on: all of the conversation that wou"),
-    "with all": ({"messages": [USER, DOG | {"weight": 2}]}, {"loss_on": "all"}, "has a weight of a message, and data.lo"),
+    "with all": ({"messages": [USER, DOG | {"weight": 2}]}, {"loss_on": "all"}, "has a weight of a message, which counts wh"),
     "no such role": ({"messages": [USER, DOG]}, {"loss_on": ("tool",)}, "has nothing to train on: the conversation has"),
     "of tokens": ({"input_ids": [1, 2], "weights": [1]}, {}, "weights is a list; give a list of 2 numbers, one per tok"),
     "a number": ({"input_ids": [1, 2], "weights": 3}, {}, "weights is 3; give a list of 2 numbers"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import of as _of
 from tests.mutants.table_of_commands import OF_COMMANDS
+from tests.mutants.table_of_data import OF_DATA
 from tests.mutants.table_of_serve import OF_SERVE
 
 LOSSES = (
@@ -459,5 +460,6 @@ PLANS = (
 MUTANTS = (
     *LOSSES, *KL, *ADVANTAGES, *BATCHES, *SCALING_AND_OPTIMIZER, *MODELS, *CONVERTERS, *CHECKPOINTS, *ON_GPUS, *PLANS,
     *OF_COMMANDS,
+    *OF_DATA,
     *OF_SERVE,
 )  # fmt: skip

@@ -1,0 +1,44 @@
+"""The mutants of rows, their weights and their mixture: another order, another share, another loss."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import of as _of
+
+OF_DATA = (
+    *_of(
+        "data/mixture.py",
+        "data/test_mixture.py",
+        ("self.weights[i] * given - weight * reads[i].given, -i)", "self.weights[i] * given - reads[i].given, -i)"),
+        ("self.weights[i] * given - weight * reads[i].given, -i)", "-reads[i].given / self.weights[i], i)"),
+        ("read.position >= last", "read.position > last"),
+        ("read.given + (tokens if self.by_tokens else rows)", "read.given + rows"),
+        ("return (seed + int.from_bytes(", "return (int.from_bytes("),
+        ("if old[what] != entry[what]:", "if what == 'weight' and old[what] != entry[what]:"),
+        ("most = epochs * int(flags.sum()) +", "most = epochs * len(source) +"),
+    ),
+    *_of(
+        "data/stream.py",
+        "data/test_mixture.py",
+        ("            reads = [dataclasses.replace(read, given=0) for read in reads]\n", ""),
+        ("row_order(seed_of(self.seed, name), epoch, rows, self.shuffle)", "row_order(seed_of(0, name), epoch, rows, self.shuffle)"),
+        ("row_order(seed_of(self.seed, name), epoch, rows, self.shuffle)", "row_order(seed_of(self.seed, name), 0, rows, self.shuffle)"),
+        ('if saved["settings"].get(name) != value:', "if False:"),
+        ("_check_same(key, saved[\"data\"], entry[\"data\"])", "pass"),
+    ),
+    *_of(
+        "data/encode.py",
+        "data/test_weights.py",
+        ("mask[start:end] = [trained[turn]] * (end - start)", "mask[start:end] = [1] * (end - start)"),
+        ('STAND_INS = ("a", "7")', 'STAND_INS = ("a", "a")'),
+        ("given=chat.given + bool(chat.given)", "given=chat.given"),
+    ),
+    *_of("data/dataset.py", "data/test_weights.py", ("mask=[weight * w for w in fitted.mask]", "mask=[w for w in fitted.mask]")),
+    *_of(
+        "algorithms/preference.py",
+        "data/test_preferences.py",
+        ("total = (weights_N * loss.of_margin(", "total = (loss.of_margin("),
+        ("total = (weights_S * _kto(", "total = (_kto("),
+        ("log_probs_S, rewards_S = weights_S * of.log_probs_S, weights_S * rewards_S", "log_probs_S = of.log_probs_S"),
+    ),
+    *_of("data/preferences.py", "data/test_preferences.py", ('"units": float(weights_S.sum()) / group', '"units": batch.num_sequences / group')),
+)  # fmt: skip
