@@ -35,6 +35,11 @@ def _chart(section: str, key: str, title: str, *patterns: str, stacked: bool = F
 CHARTS: tuple[Chart, ...] = (
     _chart("Loss", "loss", "Loss", "train/loss", "actor/loss"),
     _chart("Loss", "eval_loss", "Loss on the evaluation set", "eval/loss"),
+    _chart("Loss", "mtp_loss", "Loss of the MTP layers", "train/mtp_loss"),
+    _chart("Loss", "eval_set_losses", "Loss on each evaluation set", "eval/*/loss"),
+    _chart("Data", "source_rows", "Rows of each source", "data/*/rows"),
+    _chart("Data", "source_tokens", "Tokens of each source", "data/*/tokens"),
+    _chart("Data", "source_epochs", "Passes over each source", "data/*/epochs"),
     _chart("Loss", "critic_loss", "Loss of the critic", "critic/loss"),
     _chart("Reward", "reward", "Reward", "reward/mean"),
     _chart("Reward", "reward_by_function", "Reward by function", "reward/*/mean"),

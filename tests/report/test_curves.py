@@ -66,7 +66,8 @@ def test_smoothing_of_means_is_near_that_of_all_values():
 
 
 def test_every_metric_of_mrl_has_a_chart_that_was_chosen_for_it():
-    names = [name.replace("<label>", "gsm8k") for name in METRICS if name != "step"]
+    examples = {"<label>": "gsm8k", "<source>": "math", "<set>": "math", "<metric>": "loss"}
+    names = [re.sub(r"<\w+>", lambda found: examples[found[0]], name) for name in METRICS if name != "step"]
     charts = charts_of(names)
     assert [chart.title for chart in charts if chart.section == OTHER] == []
     assert sorted(name for chart in charts for name in chart.names) == sorted(names), "each once"
