@@ -41,7 +41,8 @@ def there(**fields):
 )
 def test_steps_are_watched_until_every_adapter_has_trained(tmp_path, found, fails_at):
     """A of an adapter trains a step after its B: the first step alone does not tell."""
-    engine = there(guard_before_step=lambda: "before", guard_after_step=lambda before: found.pop(0))
+    of_head = types.SimpleNamespace(head="lm")
+    engine = there(config=of_head, guard_before_step=lambda: "before", guard_after_step=lambda before: found.pop(0))
     guard = StepGuard(engine, RunDirectory(tmp_path), watches_parameters=True, rows=lambda: ["rows:1"])
     batch, failed = make_batch([[1, 2, 3]], [[0.0, 1.0, 1.0]]), None
     for step in (1, 2, 3):
