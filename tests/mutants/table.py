@@ -443,9 +443,13 @@ PLANS = (
         ("gpu.per_node % reach == 0", "True"),
     ),
     *_of(
+        "config/megatron_speed.py",
+        "plan/test_memory.py",
+        ("moments + (0 if parameter_bytes == 4 else 4)", "moments + 4"),
+    ),
+    *_of(
         "engine/megatron/meta.py",
         "plan/test_memory.py",
-        ("return 8 if self.parameter_bytes == 4 else 12", "return 12"),
         ("* 2 * fields[\"kv_channels\"] * item", "* 2 * fields[\"kv_channels\"] * 2"),
         ("max(1, fields[\"num_query_groups\"] // dims.tp)", "fields[\"num_query_groups\"]"),
         ("return sum(4 * buffer.elements for", "return sum(buffer.parameter_bytes * buffer.elements for"),
