@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from peft import PeftModel
 from tinker import types
 from transformers import AutoModelForCausalLM
 
@@ -32,9 +33,10 @@ def close(actual, expected, bound):
         torch.testing.assert_close(actual[name], expected[name], rtol=bound, atol=bound)
 
 
-def log_probs_of(model, data):
-    """transformers' log-probs of the targets of each datum."""
+def log_probs_of(model, data, adapter=None):
+    """transformers' log-probs of the targets of each datum, with an adapter as peft loads it."""
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    hf = hf if adapter is None else PeftModel.from_pretrained(hf, adapter)
     found = []
     for one in data:
         with torch.no_grad():
@@ -357,7 +359,8 @@ def files_of(client, path):
 
 
 @pytest.mark.slow
-def test_what_was_saved_for_others_is_downloaded(server):
+def test_what_was_saved_for_others_is_downloaded(server, model, tmp_path):
+    """And peft, which loads it over the base, gives the log-probs of the model that was saved."""
     client = server.train(seed=13)
     step(client, rows(11))
     path = client.save_weights_external("out").result().path
@@ -369,6 +372,10 @@ def test_what_was_saved_for_others_is_downloaded(server):
     url = json.loads(answer)["url"]
     with urllib.request.urlopen(url) as archive, tarfile.open(fileobj=io.BytesIO(archive.read())) as tar:
         assert set(tar.getnames()) == files.keys()
+        tar.extractall(tmp_path, filter="data")
+    trained = client.forward(rows(0), "cross_entropy").result().loss_fn_outputs
+    for one, log_probs in zip(trained, log_probs_of(model, rows(0), adapter=tmp_path), strict=True):
+        np.testing.assert_allclose(one["logprobs"].data, log_probs, rtol=1e-5, atol=1e-5)
     for wrong in (
         url.replace("out/all.tar", "../x"),
         url.replace("/archive/", "/file/"),
