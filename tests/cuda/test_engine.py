@@ -29,7 +29,7 @@ from tests.cuda.cases import (
     row,
 )
 from tests.engine import harness
-from tests.tiers import slow_but
+from tests.tiers import nightly_but, slow_but
 
 ALL = [*OF_EACH_FAMILY, *CORNERS, *(case for case in PRODUCT if case not in OF_EACH_FAMILY)]
 
@@ -37,7 +37,10 @@ ALL = [*OF_EACH_FAMILY, *CORNERS, *(case for case in PRODUCT if case not in OF_E
 FAST = [*(case for case in OF_EACH_FAMILY if case.model != LATENT), CORNERS[0]]  # the corner is of that family
 
 
-@pytest.mark.parametrize("case", slow_but(FAST, ALL), ids=str)
+OTHERS = [case for case in ALL if case not in FAST]  # every second one in CI's slow tier, all of them at night
+
+
+@pytest.mark.parametrize("case", slow_but(FAST, [*FAST, *OTHERS[::2]]) + nightly_but([], OTHERS[1::2]), ids=str)
 def test_a_rank_makes_an_update(worker, case):
     result = worker.call("tests.cuda.run:run", case)
     for kind, found in result.tensors.items():
