@@ -62,7 +62,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
         why = f"is given to `mrl {command.name}`, and what was saved is of `mrl {before_command.name}`"
         raise ConfigError("output_dir", new.get("output_dir"), why, "give another output_dir")
     root = command.root
-    old, new = _spell_out(old, new, command.null_is)
+    old, new = spell_out(old, new, command.null_is)
     keys = {key.path: key for key in walk(root)}
     defaults = {path: _plain(key.default) for path, key in keys.items() if not key.required}
     whole = [path for path, key in keys.items() if not isinstance(key.may_change, frozenset)]
@@ -135,10 +135,13 @@ def _may_change(key: str, pair: tuple[Any, Any], root: type) -> bool:
     return any(key == allowed or key.startswith(allowed + ".") for allowed in may_change(root))
 
 
-def _spell_out(
+def spell_out(
     old: Mapping[str, Any], new: Mapping[str, Any], null_is: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both configs, where a key is null in one of them alone, with the value that it takes from another key."""
+    """Returns both configs, where a key is null in one of them alone, with the value that it takes from another key.
+
+    null_is: of the command (see `TrainingCommand`).
+    """
     both = copy.deepcopy(dict(old)), copy.deepcopy(dict(new))
     for dotted, taken in null_is.items():
         (*sections, name), (*others, other) = dotted.split("."), taken.split(".")

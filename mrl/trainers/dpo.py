@@ -5,11 +5,12 @@ Every rank runs this program. The losses are in mrl/algorithms/preference.py, ro
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +54,7 @@ class DPOTask(Task[DPOConfig]):
         unpaired = {"rewards/margin", "rewards/accuracy"}
         self.means = {name: count for name, count in WEIGHED_BY.items() if loss.is_paired or name not in unpaired}
         self.reference: BaseEngine | None = None  # with a model of its own
+        self.reference_folder = ""  # set by `begin`; "" where the loss needs no reference
         self.cache: Cache | None = None
 
     def role(self, folder: str) -> RoleConfig:
@@ -91,18 +93,27 @@ class DPOTask(Task[DPOConfig]):
         config = self.config
         if not config.loss.needs_reference:
             return
+        path = config.reference.model.path
+        with self._reference_keys():
+            self.reference_folder = engine.config.model.path if path is None else model_folder(path, weights=True)
         if config.reference.cache:
             self._fill_cache(engine, sets, place, console)
         elif config.reference_has_own_model:
             console.doing("building the reference")
             self.reference = self._build_reference(console)
 
+    def folders(self) -> Mapping[str, str]:
+        return {"reference.model.path": self.reference_folder} if self.reference_folder else {}
+
+    def _reference_keys(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which what is said of `engine.x` or `model.x` is said of the reference's own key."""
+        return own_keys("reference", has_engine=self.config.reference.engine is not None, of="model")
+
     def _build_reference(self, console: Console) -> BaseEngine:
         config = self.config
-        model = config.reference_model
-        with own_keys("reference", has_engine=config.reference.engine is not None, of="model"):
-            folder = model_folder(model.path, weights=model.init == "pretrained")
-            engine = build_engine(self._role(folder, model, config.reference.engine or config.engine, trains=False))
+        with self._reference_keys():
+            own = config.reference.engine or config.engine
+            engine = build_engine(self._role(self.reference_folder, config.reference_model, own, trains=False))
             say_all(console, [f"reference: {note}" for note in engine.notes])
             engine.init_model()
         return engine
@@ -112,9 +123,7 @@ class DPOTask(Task[DPOConfig]):
     ) -> None:
         """Reads the log-probs of all rows, or computes those that are not known yet, before the first step."""
         config = self.config
-        path = config.reference.model.path
-        folder = engine.config.model.path if path is None else model_folder(path, weights=True)
-        plain = to_dict(config)
+        folder, plain = self.reference_folder, to_dict(config)
         made_by = {
             "model": engine.on_main(lambda: [model_fingerprint(folder), weight_files(folder)]),
             "keys": {key: plain["model"].get(key) for key in ("init", "dtype")},

@@ -26,8 +26,9 @@ from mrl.algorithms.distill import WEIGHED_BY
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
 from mrl.config.checks import check_batch, check_schedule, resolve_engine_tokens
+from mrl.config.command import command_of
 from mrl.config.load import to_dict
-from mrl.config.resume import check_resume
+from mrl.config.resume import check_resume, spell_out
 from mrl.config.schema import RoleConfig, SFTConfig
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import check_same_model, model_fingerprint, model_folder
@@ -300,11 +301,11 @@ def restore(trainer: Trainer, start: Start) -> Progress:
     check_same_model(
         state.get("model"), engine.config.model.path, before=state["config"]["model"]["path"], now=config.model.path
     )
+    both = spell_out(state["config"], to_dict(config), command_of(type(config)).null_is)
     for key, folder in trainer.task.folders().items():
-        before, now = (
-            functools.reduce(operator.getitem, key.split("."), of) for of in (state["config"], to_dict(config))
-        )
-        check_same_model(state["models"].get(key), folder, before=str(before), now=str(now), key=key)
+        before, now = (str(functools.reduce(operator.getitem, key.split("."), plain)) for plain in both)
+        # older versions saved no "models"
+        check_same_model(state.get("models", {}).get(key), folder, before=before, now=now, key=key)
     trainer.source.load_state_dict(state["data"])
     say_all(trainer.console, trainer.source.take_notes())
     progress = Progress(**state["progress"])

@@ -268,6 +268,20 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path, name, cache
     assert tiny_runs.steps(tmp_path / "stopped") == tiny_runs.steps(tmp_path / "whole")
 
 
+def test_another_reference_does_not_go_on_with_a_run(places, tmp_path):
+    """It may lie elsewhere, if it is the same, and null is the model's own folder."""
+
+    def ends(path: pathlib.Path | None, steps: int) -> tuple[str, str]:
+        reference = {"model": {"path": path and str(path)}}
+        return train(make_config(places, tmp_path / "run", reference=reference, train={"steps": steps}))
+
+    assert ends(None, 1) == ("done", "")
+    shutil.copytree(places / "model", tmp_path / "moved")
+    assert ends(tmp_path / "moved", 2) == ("done", "")
+    ended, said = ends(places / "deep other", 3)
+    assert ended == "ConfigError" and said.startswith("reference.model.path: value") and "config.json differ" in said
+
+
 def test_an_evaluation_is_the_loss_on_all_pairs(places, tmp_path):
     """Five rows in batches of four and one: their sums are divided once."""
     config = make_config(places, tmp_path, optimizer={"lr": 1e-12}, train={"steps": 1})
