@@ -184,6 +184,10 @@ def test_a_config_of_the_other_command_is_told_its_own(workspace):
     )  # fmt: skip
     refused = invoke("ppo", "config.yaml")
     assert refused.exit_code == 2 and refused.stderr.endswith("; run mrl sft config.yaml\n"), refused.stderr
+    assert invoke("rm", "dpo.yaml").stderr == (  # which has no section that mrl rm has not
+        "mrl: dpo.yaml: is a config of preference training (its loss.name is dpo); run mrl dpo dpo.yaml\n"
+    )
+    assert invoke("dpo", "rm.yaml").stderr.endswith("(its loss.name is bradley_terry); run mrl rm rm.yaml\n")
 
 
 def test_wandb_true_says_what_to_write(workspace):

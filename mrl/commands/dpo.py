@@ -7,11 +7,11 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrl.commands.rm import is_of_scores
-from mrl.config.command import Part, TrainingCommand
+from mrl.config.command import Part, TrainingCommand, loss_name
 from mrl.config.dpo import DPOConfig
 from mrl.config.phases import Phases
 from mrl.config.preference_losses import LOSSES
+from mrl.config.rm import FORMAT_OF
 from mrl.config.schema import RoleConfig
 from mrl.parallel import ParallelDims
 
@@ -32,6 +32,7 @@ class DPO(TrainingCommand[DPOConfig]):
     trainer = "mrl.trainers.dpo:run"
     task = "mrl.trainers.dpo:DPOTask"
     order = 3
+    losses = LOSSES
     null_is = {
         "reference.engine": "engine",
         "reference.model.path": "model.path",
@@ -44,12 +45,15 @@ class DPO(TrainingCommand[DPOConfig]):
         check_dpo(config)
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
-        if "loss" in raw and "model" in raw and not is_of_scores(raw):
-            return "preference training (it has the sections model and loss)"
-        return None
+        name = loss_name(raw)
+        if "loss" not in raw or "model" not in raw or name in FORMAT_OF:
+            return None
+        why = f"its loss.name is {name}" if name in self.losses else "it has the sections model and loss"
+        return f"preference training ({why})"
 
     def meant_by(self, name: str) -> str | None:
-        close = difflib.get_close_matches(name.lower(), [loss for loss in LOSSES if loss != "dpo"], n=1, cutoff=0.8)
+        others = [loss for loss in self.losses if loss != "dpo"]
+        close = difflib.get_close_matches(name.lower(), others, n=1, cutoff=0.8)
         if not close:
             return None
         return f"{close[0]} is a loss of `mrl dpo`; write mrl dpo CONFIG loss.name={close[0]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrl.config.command import Part, TrainingCommand
+from mrl.config.command import Part, TrainingCommand, loss_name
 from mrl.config.phases import Phases
 from mrl.config.rm import FORMAT_OF, RMConfig
 from mrl.config.schema import RoleConfig
@@ -28,6 +28,7 @@ class RM(TrainingCommand[RMConfig]):
     trainer = "mrl.trainers.rm:run"
     task = "mrl.trainers.rm:RMTask"
     order = 4
+    losses = tuple(FORMAT_OF)
 
     def check(self, config: RMConfig) -> None:
         from mrl.config.rm_checks import check_rm
@@ -35,12 +36,11 @@ class RM(TrainingCommand[RMConfig]):
         check_rm(config)
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
-        if is_of_scores(raw) and "model" in raw:
-            return f"a reward model (its loss.name is {raw['loss']['name']})"
-        return None
+        name = loss_name(raw)
+        return f"a reward model (its loss.name is {name})" if name in self.losses and "model" in raw else None
 
     def meant_by(self, name: str) -> str | None:
-        if name.lower().replace("-", "_") in ("reward", "reward_model", "prm", "orm", *FORMAT_OF):
+        if name.lower().replace("-", "_") in ("reward", "reward_model", "prm", "orm", *self.losses):
             return "reward models are trained by `mrl rm`; write mrl rm CONFIG"
         return None
 
@@ -75,12 +75,6 @@ class RM(TrainingCommand[RMConfig]):
 
         sequences = config.train.global_batch_size * config.group
         return Phases((Phase("update of the model", "", "train", sequences),))
-
-
-def is_of_scores(raw: Mapping[str, Any]) -> bool:
-    """Returns whether the section `loss` of a user's YAML names a loss on scores."""
-    loss = raw.get("loss")
-    return isinstance(loss, Mapping) and loss.get("name") in FORMAT_OF
 
 
 COMMAND = RM()

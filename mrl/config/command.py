@@ -128,6 +128,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
     generates: bool = False  # whether its models sample text
     options: Mapping[str, str] = {}  # option of the command line -> the key that it sets, as "--port": "serve.port"
     null_is: Mapping[str, str] = {}  # key -> the key whose value it takes where it is null
+    losses: Collection[str] = ()  # values of its loss.name, where it has that key
 
     def check(self, config: C) -> None:
         """Raises ConfigError where keys contradict each other or one would be left unread. It reads no file."""
@@ -319,12 +320,22 @@ def command_of_yaml(raw: Mapping[str, Any]) -> TrainingCommand:
     return next(recognised, None) or command_of_data(raw)
 
 
+def loss_name(raw: Mapping[str, Any]) -> Any:
+    """Returns the value of `loss.name` in a user's YAML; None where it has none."""
+    loss = raw.get("loss")
+    return loss.get("name") if isinstance(loss, Mapping) else None
+
+
 def check_recognised(raw: Mapping[str, Any], path: Any, root: type) -> None:
-    """Raises ConfigError where the user's YAML has a section that is not of `root`, plainly of another command."""
+    """Raises ConfigError where the user's YAML has a section that is not of `root`, plainly of another command, or
+    names a loss of another command."""
     unknown = raw.keys() - types_of(root).keys()
-    if not unknown:
-        return
+    losses = command_of(root).losses
+    foreign = loss_name(raw) if losses and loss_name(raw) not in losses else None
     for command in all_training():
+        of_section = unknown & types_of(command.root).keys()  # type: ignore[arg-type]
+        if not of_section and (foreign is None or foreign not in command.losses):
+            continue
         what = command.recognise(raw)
-        if what is not None and unknown & types_of(command.root).keys():  # type: ignore[arg-type]
+        if what is not None:
             raise ConfigError(path, why=f"is a config of {what}", fix=f"run mrl {command.name} {path}")
