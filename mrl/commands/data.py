@@ -24,8 +24,9 @@ def _show(
 SHOW = Command(
     help="""Say what rows become: their tokens, which of them train and with what weight, lengths, packing.
 
-    CONFIG is the file of any command that trains on rows. Only the tokenizer of its model is read, no weights. Rows are
-    those that the run begins with, in its order. What trains is coloured on a terminal, and stands in ⟦ ⟧ elsewhere.
+    CONFIG is the file of any command that trains on rows. Only the tokenizer of its model is read, no weights. Rows
+    are those that the run begins with, in its order. What trains is coloured on a terminal, and stands in ⟦ ⟧
+    elsewhere.
     """,
     examples="""
         mrl data show sft.yaml

@@ -209,6 +209,8 @@ class ScoredDataset(RowDataset[ScoredRow]):
     def _whole(self, row: Row, content: Chat | Pair) -> Chat | Text:
         """Returns a prompt with its answer as `mrl ppo` would have a policy's completion scored."""
         if isinstance(content, Chat):
+            if content.weights:
+                raise BadRow("has a weight of a message, which reward models do not take; leave it out")
             if content.messages[-1]["role"] != "assistant":
                 role = content.messages[-1]["role"]
                 raise BadRow(f"its last message is of the role {role}; end with the assistant's, which is scored")

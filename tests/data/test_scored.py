@@ -164,6 +164,11 @@ CASES = {
     "of two forms": ("bradley_terry", {**PAIR, **GRADED}, "the fields of the formats preference and graded"),
     "margin": ("bradley_terry", {**PAIR, "margin": "much"}, "margin is 'much'; give a number"),
     "weight": ("bradley_terry", {**PAIR, "weight": 2}, "has a weight, which reward models do not take yet"),
+    "weight of a message": (
+        "bradley_terry", {**PAIR, "chosen": [{**GOOD[0], "weight": 2}]},
+        "has a weight of a message, which reward models do not take; leave it out",
+    ),
+    "weight in a prompt": ("steps", {**STEPS, "prompt": [{**ASKED[0], "weight": 0}]}, "has a weight of a message, which reward"),
     "margin is true": ("bradley_terry", {**PAIR, "margin": True}, "margin is True; give a number"),
     "the same": ("bradley_terry", {**PAIR, "rejected": GOOD}, "chosen and rejected are the same tokens"),
     "no prompt": ("bradley_terry", {"chosen": "a", "rejected": "b"}, "give the prompt in a field of its own"),
