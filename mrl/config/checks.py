@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from mrl.config.answers import AnswersConfig
 from mrl.config.backends import OWN, entry_point
 from mrl.config.megatron_speed import ON_HOST
 from mrl.config.schema import (
@@ -36,6 +37,11 @@ def check_config(config: SFTConfig) -> None:
     check_train(config.train, config.data.eval)
     check_mix_by(config.data.train, config.data.mix_by)
     check_micro_batch(config.engine.micro_batch, max_length, f"data.max_length {max_length}")
+    check_trained(config)
+
+
+def check_trained(config: SFTConfig | AnswersConfig) -> None:
+    """The sections of the one model that a run on rows trains, and of its logs."""
     check_optimizer(config.optimizer)
     if config.train.steps is not None:
         check_schedule(config.optimizer, config.train.steps, f"train.steps {config.train.steps}")
@@ -161,6 +167,16 @@ def check_micro_batch(micro_batch: MicroBatchConfig, max_length: int, longest: s
             f"is less than {longest}, so a sequence may fit in no micro-batch",
             f"give at least {max_length}, or shorten them",
         )
+
+
+def check_groups(config: AnswersConfig, engine: EngineConfig, path: str = "engine") -> None:
+    """Micro-batches that hold whole groups of sequences. engine: that of the section `path`."""
+    size = engine.micro_batch.size
+    if size is not None and size % config.group:
+        why = f"is odd, and a micro-batch of {config.loss.name} holds both sequences of a pair"
+        raise ConfigError(f"{path}.micro_batch.size", size, why, f"give {size + 1}")
+    longest, key = config.longest_group
+    check_micro_batch(engine.micro_batch, longest, key, path)
 
 
 def check_optimizer(optimizer: OptimizerConfig, path: str = "optimizer") -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -45,7 +46,7 @@ def _yaml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_yaml, value)) + "]"
-    return str(value)
+    return json.dumps(value) if value == "\n" else str(value)  # a line break would end a table's row
 
 
 def sections(section: type, path: str = "", help: str = "") -> Iterator[tuple[str, str, list[Key]]]:

@@ -6,26 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from mrl.config.answers import AnswerLossConfig, AnswerRowsConfig, AnswersConfig
 from mrl.config.preference_losses import NO_REFERENCE, OF_SINGLE_ROWS, ROWS
-from mrl.config.schema import (
-    EVAL_HELP,
-    MIX_BY_HELP,
-    REQUIRED,
-    TRAIN_HELP,
-    CheckpointConfig,
-    EngineConfig,
-    LogConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RowsConfig,
-    TrainConfig,
-    key,
-)
+from mrl.config.schema import EVAL_HELP, MIX_BY_HELP, REQUIRED, TRAIN_HELP, EngineConfig, ModelConfig, key
 from mrl.config.sources import PreferenceShare, PreferenceSource, eval_of, train_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LossConfig:
+class LossConfig(AnswerLossConfig):
     """A loss and its numbers; null takes that of its row in mrl/config/preference_losses.py."""
 
     name: Literal["dpo", "ipo", "kto", "orpo", "simpo"] = key(REQUIRED, "the loss (docs/dpo.md)")
@@ -68,7 +56,6 @@ class LossConfig:
 
     @property
     def is_paired(self) -> bool:
-        """Whether it is a loss of pairs, both answers of which one micro-batch holds."""
         return self.name not in OF_SINGLE_ROWS
 
 
@@ -94,7 +81,7 @@ class PreferenceReferenceConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PreferenceDataConfig(RowsConfig):
+class PreferenceDataConfig(AnswerRowsConfig):
     train: str | tuple[PreferenceShare, ...] = key(REQUIRED, TRAIN_HELP, moves=True, parse=train_of(PreferenceShare))
     eval: str | Mapping[str, PreferenceSource] | None = key(
         None, EVAL_HELP, may_change=True, parse=eval_of(PreferenceSource)
@@ -106,45 +93,19 @@ class PreferenceDataConfig(RowsConfig):
         "unpaired (prompt, completion, label: true for a good one), for kto; auto detects it by the first row's fields",
     )
     system: str | None = key(None, "text of a system message before conversations that have none")
-    max_length: int = key(2048, "longest sequence in tokens, prompt and answer", minimum=2)
-    truncation: Literal["error", "drop"] = key(
-        "error",
-        "what happens to a row with a longer sequence: stop, or leave the row out, counted and reported; none is cut, "
-        "as an answer would lose its end, or a pair the prompt that it shares",
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DPOConfig:
-    output_dir: str = key(REQUIRED, "the run's directory", may_change=True)
-    seed: int = key(0, "seed of initialisation, dropout and data order", minimum=0, maximum=2**32 - 1)
+class DPOConfig(AnswersConfig):
     model: ModelConfig = key(REQUIRED, "the policy that is trained")
-    engine: EngineConfig = key(EngineConfig, "the engine and its layout")
-    optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule")
     loss: LossConfig = key(REQUIRED, "the loss on preferences")
     reference: PreferenceReferenceConfig = key(PreferenceReferenceConfig, "the policy that is compared with")
     data: PreferenceDataConfig = key(REQUIRED, "the data")
-    train: TrainConfig = key(REQUIRED, "length of the run; its batches count rows")
-    checkpoint: CheckpointConfig = key(CheckpointConfig, "saving and resuming", may_change=True)
-    log: LogConfig = key(LogConfig, "where metrics go", may_change=True)
 
     @property
     def sequences_of_row(self) -> int:
         """Most sequences that a row of data.train is."""
         return 1 if self.data.format == "unpaired" else 2
-
-    @property
-    def group(self) -> int:
-        """Sequences that one micro-batch holds together."""
-        return 2 if self.loss.is_paired else 1
-
-    @property
-    def longest_group(self) -> tuple[int, str]:
-        """Most tokens that one micro-batch has to hold, and the key that sets it in words."""
-        longest = self.data.max_length
-        if self.group == 1:
-            return longest, f"data.max_length {longest}"
-        return 2 * longest, f"a pair of sequences of data.max_length {longest}"
 
     @property
     def reference_has_own_model(self) -> bool:

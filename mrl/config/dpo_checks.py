@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from mrl.config.checks import (
-    check_backend,
-    check_log,
-    check_lora,
-    check_micro_batch,
-    check_mix_by,
-    check_optimizer,
-    check_schedule,
-    check_train,
-)
+from mrl.config.checks import check_backend, check_groups, check_mix_by, check_train, check_trained
 from mrl.config.dpo import DPOConfig
 from mrl.config.keys import changed
 from mrl.config.ppo_checks import refuse_unread
 from mrl.config.preference_losses import ROWS
-from mrl.config.schema import EngineConfig
 from mrl.errors import ConfigError
 
 
@@ -26,13 +16,8 @@ def check_dpo(config: DPOConfig) -> None:
     check_mix_by(config.data.train, config.data.mix_by)
     _check_loss(config)
     _check_reference(config)
-    _check_micro_batches(config, config.engine, "engine")
-    check_optimizer(config.optimizer)
-    if config.train.steps is not None:
-        check_schedule(config.optimizer, config.train.steps, f"train.steps {config.train.steps}")
-    check_backend(config.model, config.engine)
-    check_lora(config.model)
-    check_log(config.log)
+    check_groups(config, config.engine)
+    check_trained(config)
 
 
 def _check_loss(config: DPOConfig) -> None:
@@ -73,15 +58,5 @@ def _check_reference(config: DPOConfig) -> None:
         why = "cannot be true with kto, whose KL pairs prompts with other rows' answers in each batch"
         raise ConfigError("reference.cache", True, why, "set it to false")
     if reference.engine is not None:
-        _check_micro_batches(config, reference.engine, "reference.engine")
+        check_groups(config, reference.engine, "reference.engine")
         check_backend(config.reference_model, reference.engine, "reference")
-
-
-def _check_micro_batches(config: DPOConfig, engine: EngineConfig, path: str) -> None:
-    """Micro-batches that hold whole groups of sequences."""
-    size = engine.micro_batch.size
-    if size is not None and size % config.group:
-        why = f"is odd, and a micro-batch of {config.loss.name} holds both sequences of a pair"
-        raise ConfigError(f"{path}.micro_batch.size", size, why, f"give {size + 1}")
-    longest, key = config.longest_group
-    check_micro_batch(engine.micro_batch, longest, key, path)

@@ -1,0 +1,69 @@
+"""The keys that `mrl dpo` and `mrl rm` have in common: rows of answers, none of which is cut, and losses of pairs."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Literal
+
+from mrl.config.schema import (
+    REQUIRED,
+    CheckpointConfig,
+    EngineConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RowsConfig,
+    TrainConfig,
+    key,
+)
+
+
+class AnswerLossConfig(abc.ABC):
+    """The section `loss`."""
+
+    name: str
+
+    @property
+    @abc.abstractmethod
+    def is_paired(self) -> bool:
+        """Whether it is a loss of pairs, both answers of which one micro-batch holds."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerRowsConfig(RowsConfig):
+    max_length: int = key(2048, "longest sequence in tokens, prompt and answer", minimum=2)
+    truncation: Literal["error", "drop"] = key(
+        "error",
+        "what happens to a row with a longer sequence: stop, or leave the row out, counted and reported; none is cut, "
+        "as an answer would lose its end, or a pair the prompt that it shares",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswersConfig:
+    """A run on answers; each command has `model`, `loss` and `data` of its own."""
+
+    output_dir: str = key(REQUIRED, "the run's directory", may_change=True)
+    seed: int = key(0, "seed of initialisation, dropout and data order", minimum=0, maximum=2**32 - 1)
+    model: ModelConfig = key(REQUIRED, "the model")
+    engine: EngineConfig = key(EngineConfig, "the engine and its layout")
+    optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule")
+    loss: AnswerLossConfig = key(REQUIRED, "the loss")
+    data: AnswerRowsConfig = key(REQUIRED, "the data")
+    train: TrainConfig = key(REQUIRED, "length of the run; its batches count rows")
+    checkpoint: CheckpointConfig = key(CheckpointConfig, "saving and resuming", may_change=True)
+    log: LogConfig = key(LogConfig, "where metrics go", may_change=True)
+
+    @property
+    def group(self) -> int:
+        """Sequences that one micro-batch holds together."""
+        return 2 if self.loss.is_paired else 1
+
+    @property
+    def longest_group(self) -> tuple[int, str]:
+        """Most tokens that one micro-batch has to hold, and the key that sets it in words."""
+        longest = self.data.max_length
+        if self.group == 1:
+            return longest, f"data.max_length {longest}"
+        return 2 * longest, f"a pair of sequences of data.max_length {longest}"
