@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 
 import pytest
 
-from mrl.config.build import build_section
 from mrl.config.dpo import DPOConfig
-from mrl.config.dpo_checks import check_dpo
-from mrl.config.load import apply_override
 from mrl.config.preference_losses import LOSSES
-from mrl.errors import ConfigError
+from tests.config.refused import assert_refused, config_of
 
 BASE = {
     "output_dir": "runs/dpo",
@@ -23,13 +20,7 @@ BASE = {
 KTO = ("loss.name=kto",)
 
 
-def made(*overrides: str) -> DPOConfig:
-    raw = copy.deepcopy(BASE)
-    for override in overrides:
-        apply_override(raw, override)
-    config = build_section(DPOConfig, raw, "", DPOConfig)
-    check_dpo(config)
-    return config
+made = functools.partial(config_of, DPOConfig, BASE)
 
 
 REFUSED = [
@@ -71,9 +62,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("overrides, says", REFUSED, ids=[" ".join(o) for o, _ in REFUSED])
 def test_contradictions_are_one_line(overrides, says):
-    with pytest.raises(ConfigError) as caught:
-        made(*overrides)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert_refused(DPOConfig, BASE, overrides, says)
 
 
 @pytest.mark.parametrize("name", LOSSES)

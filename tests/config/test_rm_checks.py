@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 
 import pytest
 
-from mrl.config.build import build_section
-from mrl.config.load import apply_override
 from mrl.config.rm import RMConfig
-from mrl.config.rm_checks import check_rm
-from mrl.errors import ConfigError
+from tests.config.refused import assert_refused, config_of
 
 BASE = {
     "output_dir": "runs/rm",
@@ -22,13 +19,7 @@ BASE = {
 STEPS, GRADED = ("loss.name=steps",), ("loss.name=regression",)
 
 
-def made(*overrides: str) -> RMConfig:
-    raw = copy.deepcopy(BASE)
-    for override in overrides:
-        apply_override(raw, override)
-    config = build_section(RMConfig, raw, "", RMConfig)
-    check_rm(config)
-    return config
+made = functools.partial(config_of, RMConfig, BASE)
 
 
 REFUSED = [
@@ -57,9 +48,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("overrides, says", REFUSED, ids=[" ".join(o) for o, _ in REFUSED])
 def test_contradictions_are_one_line(overrides, says):
-    with pytest.raises(ConfigError) as caught:
-        made(*overrides)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert_refused(RMConfig, BASE, overrides, says)
 
 
 def test_a_micro_batch_holds_a_pair_or_one_answer():

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import functools
 
 import pytest
 
 from mrl.commands.sft import COMMAND
-from mrl.config.build import build_section
-from mrl.config.load import apply_override
 from mrl.config.schema import EngineConfig, MicroBatchConfig, SFTConfig
-from mrl.errors import ConfigError
 from mrl.parallel import ParallelDims
 from mrl.trainers.teacher import role_of
+from tests.config.refused import assert_refused, config_of
 
 BASE = {
     "output_dir": "runs/distill",
@@ -25,13 +23,7 @@ BASE = {
 SERVER = ("teacher.server.url=http://host:8000",)
 
 
-def made(*overrides: str) -> SFTConfig:
-    raw = copy.deepcopy(BASE)
-    for override in overrides:
-        apply_override(raw, override)
-    config = build_section(SFTConfig, raw, "", SFTConfig)
-    COMMAND.check(config)
-    return config
+made = functools.partial(config_of, SFTConfig, BASE)
 
 
 REFUSED = [
@@ -62,9 +54,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("overrides, says", REFUSED, ids=[" ".join(o) for o, _ in REFUSED])
 def test_contradictions_are_one_line(overrides, says):
-    with pytest.raises(ConfigError) as caught:
-        made(*overrides)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert_refused(SFTConfig, BASE, overrides, says)
 
 
 def test_null_is_the_students():

@@ -1,0 +1,28 @@
+"""Configs made of plain data and overrides, and those that are refused with one line."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import pytest
+
+from mrl.config.load import apply_override, from_dict
+from mrl.errors import ConfigError
+
+C = TypeVar("C")
+
+
+def config_of(root: type[C], base: Mapping[str, Any], *overrides: str) -> C:
+    """Returns the checked config of `base` with overrides (KEY=VALUE) over it."""
+    raw = copy.deepcopy(dict(base))
+    for override in overrides:
+        apply_override(raw, override)
+    return from_dict(raw, root)
+
+
+def assert_refused(root: type, base: Mapping[str, Any], overrides: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(root, base, *overrides)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
