@@ -148,6 +148,12 @@ def _steady(seconds: Sequence[float], tokens_per_step: Sequence[int], warmup: in
     return statistics.median(s / t for s, t in pairs) * statistics.mean(t for _, t in pairs)
 
 
+def leave_world() -> None:
+    """Makes a worker a process of its own: what `run_worker` says of ranks is for those that make a world."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+
+
 def read_arguments() -> tuple[dict[str, Any], str]:
     """A worker's arguments: its spec, and where its meter writes."""
     return json.loads(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8")), sys.argv[2]

@@ -4,13 +4,13 @@ those below. Losses are taken where they are computed: what TRL logs is rounded.
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 
 import torch
 from datasets import Dataset
-from measure import Meter, read_arguments
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from measure import Meter, leave_world, read_arguments
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl_parts import Clock, InOrder, arguments_of
 
 
 def of_name(name: str):
@@ -36,10 +36,7 @@ def in_order(trainer, meter: Meter):
     """The trainer with the rows in the file's order, which keeps each step's loss, and of ORPO's the likelihood in it, which TRL
     takes of the prompt, too."""
 
-    class InOrder(trainer):
-        def _get_train_sampler(self, *args, **kwargs):
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
+    class Noted(InOrder, trainer):
         def compute_loss(self, *args, **kwargs):
             found = super().compute_loss(*args, **kwargs)
             meter.losses.append(float(found[0] if isinstance(found, tuple) else found))
@@ -50,33 +47,17 @@ def in_order(trainer, meter: Meter):
                 meter.more[f"nll {len(meter.losses)}"] = float(metrics["nll_loss"])
             return super().store_metrics(metrics, **kwargs)
 
-    return InOrder
-
-
-class Clock(TrainerCallback):
-    def __init__(self, meter: Meter) -> None:
-        self.meter = meter
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.meter.mark()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.meter.step()
+    return Noted
 
 
 def main() -> None:
     spec, out = read_arguments()
     folder = pathlib.Path(spec["folder"])
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        del os.environ[name]
+    leave_world()
     meter = Meter()
     trainer, config = of_name(spec["trainer"])
-    arguments = config(
-        output_dir=str(folder / "trl"), use_cpu=True, max_steps=spec["steps"], learning_rate=spec["lr"],
-        per_device_train_batch_size=spec["batch_size"], report_to=[], save_strategy="no", logging_steps=1,
-        lr_scheduler_type="constant", adam_beta2=0.95, dataloader_pin_memory=False, disable_tqdm=True,
-        remove_unused_columns=False, bf16=False, gradient_checkpointing=False, **spec["arguments"],
-    )  # fmt: skip
+    own = {"remove_unused_columns": False, "bf16": False, "gradient_checkpointing": False}
+    arguments = config(**arguments_of(spec, batch_size=spec["batch_size"], **own))
     rows = [json.loads(line) for line in (folder / spec["rows"]).read_text(encoding="utf-8").splitlines()]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32), AutoTokenizer.from_pretrained(folder / "model")  # fmt: skip
     more = {}

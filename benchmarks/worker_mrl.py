@@ -4,12 +4,11 @@ with its keys."""
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import shutil
 import sys
 
-from measure import Meter, read_arguments
+from measure import Meter, leave_world, read_arguments
 
 PACKED, CHATS, COMMAND = "packed", "chats", "command"
 
@@ -79,8 +78,7 @@ def command_run(spec: dict, out: str) -> None:
     from mrl import metrics
     from mrl.cli import main
 
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        del os.environ[name]
+    leave_world()
     meter = Meter()
     write = metrics.MetricsLog.write
 

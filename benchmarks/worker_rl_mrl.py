@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import shutil
 import sys
 
 import psutil
-from measure import HERE, PhaseMeter, read_arguments
+from measure import HERE, PhaseMeter, leave_world, read_arguments
 
 
 def config_of(spec: dict) -> dict:
@@ -75,8 +74,7 @@ def main() -> None:
     from mrl.cli import main as mrl
 
     spec, out = read_arguments()
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        del os.environ[name]
+    leave_world()
     meter = WithChildren()
     hook(meter, spec)
     folder = pathlib.Path(spec["folder"])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 
 from datasets import load_dataset
-from measure import PhaseMeter, read_arguments
+from measure import PhaseMeter, leave_world, read_arguments
 from reward import even
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -59,8 +58,7 @@ class Clock(TrainerCallback):
 def main() -> None:
     spec, out = read_arguments()
     folder, steps = pathlib.Path(spec["folder"]), spec["steps_per_iteration"]
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        del os.environ[name]
+    leave_world()
     meter = PhaseMeter()
     config = GRPOConfig(
         output_dir=str(folder / "trl"), use_cpu=True,

@@ -13,14 +13,13 @@ os.environ |= {
 
 import torch  # noqa: E402
 import vllm  # noqa: E402
-from measure import PhaseMeter, read_arguments  # noqa: E402
+from measure import PhaseMeter, leave_world, read_arguments  # noqa: E402
 
 
 def main() -> None:
     spec, out = read_arguments()
     folder = pathlib.Path(spec["folder"])
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        del os.environ[name]
+    leave_world()
     engine = vllm.LLM(
         model=str(folder / "model"),
         dtype="float32",
