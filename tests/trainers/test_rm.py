@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
-from typing import Any
+from typing import Any, NamedTuple
 
 import peft
 import pytest
@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from mrl.config.rm import ScoredDataConfig
+from mrl.config.keys import walk
+from mrl.config.rm import RMConfig, ScoredDataConfig
+from mrl.config.schema import SFTConfig
 from mrl.data.scored import ScoredDataset, ScoredRow
 from mrl.metric_names import DPO_METRICS, RM_METRICS, SFT_METRICS
 from mrl.metrics import read
@@ -209,6 +211,66 @@ def test_an_evaluation_is_the_loss_on_all_rows(places, tmp_path, loss):
     }[loss]
     never = {"perf/mfu", "perf/save_held_s", "perf/save_write_s", "train/mtp_loss"}
     assert set(found) == set(SFT_METRICS) - never | own
+
+
+class Seen(NamedTuple):
+    """How a run ended, and its metrics."""
+
+    ended: str
+    said: str  # the error's line
+    rows: list[dict[str, float]]
+
+
+def first_loss_differs(before: Seen, after: Seen) -> bool:
+    return before.ended == after.ended == "done" and before.rows[0]["train/loss"] != after.rows[0]["train/loss"]
+
+
+OWN_KEYS = {  # key -> loss, other keys, a value, and what is seen of a run without it and one with it
+    "loss.name": (
+        "bradley_terry", {"loss.centering": None}, "steps",
+        lambda before, after: before.ended == "done" and "set loss.name to bradley_terry" in after.said,
+    ),
+    "loss.centering": ("bradley_terry", {}, 0.5, first_loss_differs),
+    "data.train": ("steps", {}, "{places}/steps-eval.jsonl", first_loss_differs),
+    "data.eval": (
+        "steps", {"data.eval": None}, "{places}/steps-eval.jsonl",
+        lambda before, after: ("eval/loss" in before.rows[0], "eval/loss" in after.rows[0]) == (False, True),
+    ),
+    "data.format": (
+        "regression", {"data.train": "{places}/both.jsonl"}, "graded",
+        lambda before, after: "set data.format to one of them" in before.said and after.ended == "done",
+    ),
+    "data.step_separator": ("steps", {}, " ", first_loss_differs),
+    "data.truncation": (
+        "steps", {"data.max_length": 20, "data.eval": None}, "drop",
+        lambda before, after: "or set data.truncation to drop" in before.said and after.ended == "done",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", OWN_KEYS)
+def test_a_key_of_its_own_reaches_what_it_configures(places, tmp_path, key):
+    loss, given, value, sees = OWN_KEYS[key]
+    both = [row("regression", first) | row("steps", first) for first in range(3, 3 + ROWS)]
+    (places / "both.jsonl").write_text("".join(json.dumps(each) + "\n" for each in both))
+
+    def run(folder: pathlib.Path, keys: dict[str, Any]) -> Seen:
+        config = make_config(places, folder, loss, train={"steps": 1})
+        for dotted, of in keys.items():
+            section, name = dotted.split(".")
+            config[section][name] = of.format(places=places) if isinstance(of, str) else of
+        ended, said = train(config)
+        return Seen(ended, said, read(folder / "metrics.jsonl") if ended == "done" else [])
+
+    before, after = run(tmp_path / "before", given), run(tmp_path / "after", given | {key: value})
+    assert sees(before, after), (before, after)
+
+
+def test_every_key_of_its_own_has_a_row():
+    """Those that `mrl sft` has not, or takes other values for; all others are seen in tests/config/test_keys_reach.py."""
+    of_sft = {key.path: key.annotation for key in walk(SFTConfig)}
+    assert {key.path for key in walk(RMConfig) if of_sft.get(key.path) != key.annotation} == {*OWN_KEYS}
 
 
 @pytest.mark.parametrize("loss, backend", [("bradley_terry", "fsdp"), ("steps", "megatron")])
