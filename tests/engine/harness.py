@@ -1,4 +1,5 @@
-"""Worlds of processes that run many test cases: each world size starts once in a test session.
+"""Worlds of processes that run many test cases: each world size starts once in a test session, or anew where they hold
+too much memory.
 
 A case is "package.module:function" with keyword arguments. Every rank of a world imports and calls it, with a gloo
 process group initialised, RANK, WORLD_SIZE and so on set, and the import path of the test's process; rank 0's return value comes back (pickled). A case
@@ -26,9 +27,15 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import psutil
+
 # Imported once, in the server that the workers are forked from; one that is not installed is passed over there.
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "megatron.core")
 OTHERS_GRACE_S = 3.0  # how long the other ranks have after one has failed
+MOST_BYTES = 8 << 30
+"""That all worlds may hold between two cases, where what ranks still share with the process they were forked from counts for each (15 new ranks:
+6 GiB, of which 4 are their own). A rank grows from case to case, to a GiB and more; two test processes and two vLLM servers that
+have no memory left stand still for minutes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +114,11 @@ class World:
     def alive(self) -> bool:
         return bool(self.processes) and all(process.is_alive() for process in self.processes)
 
+    def memory(self) -> int:
+        """Returns the bytes of its processes that are no file's."""
+        sizes = [psutil.Process(process.pid).memory_info() for process in self.processes if process.is_alive()]
+        return sum(size.rss - size.shared for size in sizes)
+
     def close(self) -> None:
         for pipe in self.pipes:
             pipe.close()
@@ -119,19 +131,30 @@ class World:
 
 
 _worlds: dict[int, World] = {}
+"""Size -> world; the one that was used last comes last."""
 
 
 def run_world(world_size: int, cases: Sequence[Case]) -> list[Result]:
     """Runs the cases in order in the world of that size, which is started where it is not up."""
     results = []
     for case in cases:
-        world = _worlds.get(world_size)
-        if world is None or not world.alive:
-            if world is not None:
-                world.close()
-            world = _worlds[world_size] = World(world_size)
-        results.append(world.run(case))
+        world = _worlds.pop(world_size, None)
+        if world is not None and not world.alive:
+            world.close()
+            world = None
+        _worlds[world_size] = world or World(world_size)
+        results.append(_worlds[world_size].run(case))
+        _make_room()
     return results
+
+
+def _make_room() -> None:
+    """Ends worlds until the rest hold no more than they may: the one that was used longest ago first."""
+    held = {size: world.memory() for size, world in _worlds.items()}
+    for size in list(_worlds):
+        if sum(held.values()) > MOST_BYTES:
+            del held[size]
+            _worlds.pop(size).close()
 
 
 def run_case(world_size: int, function: str, *, timeout_s: float = 180.0, **kwargs: Any) -> Any:

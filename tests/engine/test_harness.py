@@ -6,7 +6,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from tests.engine.harness import Case, run_world
+from tests.engine import harness
+from tests.engine.harness import Case, run_case, run_world
 
 HERE = "tests.engine.test_harness"
 
@@ -50,3 +51,15 @@ def test_values_errors_crashes_and_timeouts():
     assert failed.error.startswith("rank 1 of 2:") and "ValueError: on purpose" in failed.error
     assert crashed.error == "rank 1 died with exit code 7"
     assert slept.error == "ranks [0, 1] gave no answer within 1 s"
+
+
+def test_worlds_that_hold_too_much_end(monkeypatch):
+    """The one that was used longest ago goes first, and the next case of its size has a new one."""
+    first = [run_case(size, f"{HERE}:total", x=1)["pid"] for size in (1, 2)]
+    worlds = harness._worlds
+    monkeypatch.setattr(harness, "MOST_BYTES", worlds[1].memory() + worlds[2].memory() // 2)
+    assert run_case(1, f"{HERE}:total", x=1)["pid"] == first[0]
+    assert list(worlds) == [1]
+    monkeypatch.setattr(harness, "MOST_BYTES", 0)
+    assert run_case(1, f"{HERE}:total", x=1)["pid"] == first[0] and not worlds
+    assert run_case(1, f"{HERE}:total", x=1)["pid"] != first[0]
