@@ -98,13 +98,9 @@ def smallest_world(parallel: ParallelConfig) -> int:
     return parallel.pp * math.lcm(parallel.tp * parallel.cp, parallel.ep * parallel.expert_tp)
 
 
-def resolve_engine_tokens(config: SFTConfig) -> int | None:
-    """Returns the token budget of a micro-batch; None where micro-batches are cut by `size`."""
-    return micro_batch_tokens(config.engine.micro_batch, config.data.max_length)
-
-
 def micro_batch_tokens(micro_batch: MicroBatchConfig, max_length: int) -> int | None:
-    """As `resolve_engine_tokens`, where the longest sequence has `max_length` tokens."""
+    """Returns the token budget of a micro-batch; None where micro-batches are cut by `size`. max_length: tokens of the
+    longest sequence."""
     if micro_batch.size is not None:
         return None
     return micro_batch.tokens or max(4096, max_length)

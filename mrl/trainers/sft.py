@@ -25,7 +25,7 @@ from mrl import metrics
 from mrl.algorithms.distill import WEIGHED_BY
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
-from mrl.config.checks import check_batch, check_schedule, resolve_engine_tokens
+from mrl.config.checks import check_batch, check_schedule
 from mrl.config.command import command_of
 from mrl.config.load import to_dict
 from mrl.config.resume import check_resume, spell_out
@@ -65,7 +65,7 @@ from mrl.trainers.run_lock import RunLock
 from mrl.trainers.saves import Saves, check_background
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.step_guard import StepGuard
-from mrl.trainers.task import HFConfig, Task
+from mrl.trainers.task import HFConfig, Task, engine_of_groups
 from mrl.trainers.teacher import Teacher
 from mrl.trainers.throughput import Throughput, memory_gb
 
@@ -231,11 +231,9 @@ def length_of(config: Any, train_set: RowDataset[Any], console: Console) -> int:
 
 def role_config(config: SFTConfig, model_path: str) -> RoleConfig:
     """Returns the one role of supervised fine-tuning. model_path: the folder that `model.path` stands for."""
-    tokens = resolve_engine_tokens(config)
-    micro_batch = dataclasses.replace(config.engine.micro_batch, tokens=tokens)
     return RoleConfig(
         model=dataclasses.replace(config.model, path=model_path),
-        engine=dataclasses.replace(config.engine, micro_batch=micro_batch),
+        engine=engine_of_groups(config.engine, config.data.max_length),
         optimizer=config.optimizer,
         seed=config.seed,
         packing=config.data.packing,

@@ -34,7 +34,10 @@ class RowsTask(Protocol):
 
 
 def engine_of_groups(engine: EngineConfig, longest: int) -> EngineConfig:
-    """Returns an engine whose micro-batches hold whole groups of sequences. longest: most tokens of a group."""
+    """Returns an engine whose micro-batches hold whole groups of sequences (of one, or both of a pair).
+
+    longest: most tokens of a group.
+    """
     tokens = micro_batch_tokens(engine.micro_batch, longest)
     return dataclasses.replace(engine, micro_batch=dataclasses.replace(engine.micro_batch, tokens=tokens))
 

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from mrl.algorithms.distill import TEACHER, DistillLoss
 from mrl.batch import Batch
-from mrl.config.checks import micro_batch_tokens
 from mrl.config.roles import own_keys
 from mrl.config.schema import RoleConfig, SFTConfig
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
@@ -31,6 +30,7 @@ from mrl.roles.dispatch import mesh
 from mrl.trainers.common import say_all
 from mrl.trainers.console import Console
 from mrl.trainers.reference import digests, save_at_once, saved_by, weight_files
+from mrl.trainers.task import engine_of_groups
 from mrl.trainers.teacher_server import TeacherServer
 
 
@@ -161,11 +161,9 @@ class Teacher:
 def role_of(config: SFTConfig, folder: str) -> RoleConfig:
     """Returns what the teacher's engine is built from. folder: what `teacher.model.path` stands for."""
     assert config.teacher is not None, "no teacher"
-    engine = config.teacher.engine or config.engine
-    tokens = micro_batch_tokens(engine.micro_batch, config.data.max_length)
     return RoleConfig(
         model=dataclasses.replace(config.teacher_model, path=folder),
-        engine=dataclasses.replace(engine, micro_batch=dataclasses.replace(engine.micro_batch, tokens=tokens)),
+        engine=engine_of_groups(config.teacher.engine or config.engine, config.data.max_length),
         optimizer=None, seed=config.seed, packing=config.data.packing,
     )  # fmt: skip
 

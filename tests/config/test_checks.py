@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mrl.config.checks import check_replicas, parallel_dims, resolve_engine_tokens, smallest_world
+from mrl.config.checks import check_replicas, micro_batch_tokens, parallel_dims, smallest_world
 from mrl.config.load import from_dict
 from mrl.config.schema import ParallelConfig, SFTConfig
 from mrl.engine.checks import Sequences
@@ -54,7 +54,7 @@ def test_auto_and_null_degrees_are_resolved():
 )
 def test_micro_batch_tokens(max_length, micro_batch, tokens):
     config = from_dict(base(data={"max_length": max_length}, engine={"micro_batch": micro_batch}))
-    assert resolve_engine_tokens(config) == tokens
+    assert micro_batch_tokens(config.engine.micro_batch, config.data.max_length) == tokens
 
 
 @pytest.mark.parametrize(("train", "epochs"), [({}, 1.0), ({"epochs": 2}, 2.0), ({"steps": 3}, None)])
