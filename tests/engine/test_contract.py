@@ -16,7 +16,7 @@ from mrl.config.schema import FSDPConfig, LoraConfig
 from tests.engine.contract import PAD
 from tests.engine.harness import run_case
 from tests.engine.layouts import FEW, LAYOUTS, SPLIT, WHOLE, WIDE_LAYOUTS, world_and_role
-from tests.tiers import slow_but
+from tests.tiers import nightly_but, slow_but
 
 EVERYWHERE = (
     "predictions_come_back_in_order",
@@ -67,9 +67,11 @@ def test_more_layouts(folder, layout, case, family):
 
 
 OURS = [layout for layout in [*SPLIT, "megatron pp2 vpp2", "megatron cp2"] if not layout.startswith("external")]
+AT_NIGHT = ["fsdp dp2", "megatron pp2", "megatron cp2"]
 
 
-@pytest.mark.parametrize("layout", slow_but([], OURS))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", nightly_but([one for one in OURS if one not in AT_NIGHT], OURS))
 def test_what_a_server_asks(folder, layout):
     """What `mrl serve` needs beside; an engine of another package need not have it."""
     model = folder("llama", layers=4, tied=True)

@@ -1,6 +1,6 @@
 """Reinforcement learning of a real model on real prompts: SmolLM2-135M-Instruct, GSM8K, the math rewards, split over layers.
 
-Slow tier. The model's answers are mostly wrong at this size and length: what is shown is that everything fits together and
+Nightly tier. The model's answers are mostly wrong at this size and length: what is shown is that everything fits together and
 every guard holds.
 """
 
@@ -20,7 +20,7 @@ from tests.real.test_smollm2 import EXAMPLE, smollm2
 
 __all__ = ["smollm2"]
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 STEPS, SEQUENCES, NEW_TOKENS = 3, 8, 48
 
 

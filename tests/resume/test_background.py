@@ -15,6 +15,7 @@ from mrl import metrics
 from mrl.engine import atomic_checkpoint
 from tests.engine.harness import run_case
 from tests.resume import runs
+from tests.tiers import nightly_but, slow_but
 
 SLOW_S = 1.0
 
@@ -40,10 +41,7 @@ def slow_train(config):
         atomic_checkpoint.writing = own
 
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.mark.parametrize("name", ["dp2", "tp2", "pp2 tied", "fsdp dp2"])
+@pytest.mark.parametrize("name", slow_but([], ["dp2", "tp2", "pp2 tied", "fsdp dp2"]))
 def test_training_on_does_not_leak_into_a_checkpoint(inputs, tmp_path, name):
     layout, outputs = runs.LAYOUTS[name], []
     for background in (False, True):
@@ -91,7 +89,8 @@ def train_on_a_full_disk(config, full_from):
     return "nothing"
 
 
-@pytest.mark.parametrize("name", ["dp2", "fsdp dp2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", nightly_but(["fsdp dp2"], ["dp2", "fsdp dp2"]))
 def test_a_full_disk_ends_the_run_on_all_ranks_with_what_was_saved(inputs, unharmed, tmp_path, name):
     layout = runs.LAYOUTS[name]
     config = runs.make_config(inputs, tmp_path / "run", layout, checkpoint={"every": 3, "background": True})

@@ -7,7 +7,7 @@ from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.rollout.cases import STOP
 from tests.rollout.environments import write_environments
-from tests.tiers import slow_but
+from tests.tiers import nightly_but, slow_but
 
 # name -> (backend, degrees), all on two processes
 LAYOUTS = {
@@ -37,7 +37,9 @@ def without_log_probs(trajectories):
     return [{k: v for k, v in t.items() if k != "log_probs"} for t in trajectories]
 
 
-@pytest.mark.parametrize("kind", slow_but(["stop texts"], ["single", "stop texts", "Count", "Guess"]))
+@pytest.mark.parametrize(
+    "kind", [*slow_but(["stop texts"], ["single", "stop texts", "Count"]), *nightly_but([], ["Guess"])]
+)
 def test_the_same_trajectories_in_every_layout(folder, path, kind):
     keys = {"single": {}, "stop texts": {"stop": STOP}}.get(kind, {"environment": f"{path}:{kind}", "room": 60})
     first, *others = [run("samples", layout, folder, **keys) for layout in LAYOUTS]

@@ -290,7 +290,7 @@ def test_a_signal_between_two_calls_changes_nothing(model, tmp_path):
         assert (passed.result().metrics["loss:sum"], norm) == expected[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_under_load_loses_nothing(model, tmp_path):
     """Two clients have a dozen calls each on their way, and a third samples; each goes on to what it would have been."""
     with serving(tmp_path, model) as server:

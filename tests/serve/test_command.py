@@ -26,6 +26,7 @@ from mrl.serve.app import MOST_FILES, take_more_connections
 from mrl.serve.records import as_cut
 from mrl.serve.server import layout_of, reached_at, refuse_other_layout
 from tests.serve.serving import Serving, serving
+from tests.tiers import nightly_but
 
 BASE = {"model": {"path": "m", "lora": {"rank": 4}}}
 EXAMPLES = [line.strip() for line in record("serve").examples.strip().splitlines()]
@@ -120,7 +121,7 @@ def test_what_another_layout_suspended_is_not_gone_on_with(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", nightly_but(EXAMPLES[:1] + EXAMPLES[-1:], EXAMPLES))
 def test_examples_of_the_help(example, model, tmp_path, monkeypatch):
     """Each as it stands; a server that it starts is ended by a signal."""
     monkeypatch.setenv("MRL_SERVE_KEY", "tml-the-key-of-tests")

@@ -284,11 +284,10 @@ def test_what_a_dead_client_held_is_freed(model, tmp_path):
             time.sleep(1)
 
 
-@pytest.mark.parametrize("key", [None, "tml-another-key-of-16"])
-def test_a_key_is_asked_for(model, tmp_path, key):
+def test_a_key_is_asked_for(model, tmp_path):
     with serving(tmp_path, model, key="tml-the-key-of-tests") as server:
-        headers = {} if key is None else {"x-api-key": key}
-        assert ask(server, "/api/v1/healthz", method="GET", **headers)[0] == 401
+        for headers in ({}, {"x-api-key": "tml-another-key-of-16"}):
+            assert ask(server, "/api/v1/healthz", method="GET", **headers)[0] == 401
         assert ask(server, "/v1/models", method="GET", authorization="Bearer tml-the-key-of-tests")[0] == 200
         assert ask(server, "/api/v1/healthz", method="GET", **{"x-api-key": "tml-the-key-of-tests"})[0] == 200
 
