@@ -450,7 +450,7 @@ ENDINGS = {
 @pytest.mark.parametrize(
     ("joined", "name"),
     [
-        *slow_but([(True, "done"), (True, "fault")], [(True, name) for name in ENDINGS]),
+        *slow_but([(True, "fault")], [(True, name) for name in ENDINGS]),
         *slow_but([], [(False, "done"), (False, "user")]),
         *nightly_but([], [(False, name) for name in ENDINGS if name not in ("done", "user")]),
     ],

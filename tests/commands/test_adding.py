@@ -160,6 +160,7 @@ def test_its_step_is_checked(mrl):
     assert 0 < loss < 4.5, loss  # and not the negative log-prob of mrl sft
 
 
+@pytest.mark.slow
 def test_slurm_makes_its_job(mrl, tmp_path):
     job = ["--gpus-per-node", "0", "--processes-per-node", "2", "--time", "1:00:00"]
     done = mrl("slurm", "render", "unlearn", "config.yaml", *job)

@@ -123,6 +123,7 @@ def test_a_family_is_two_files(tree):
     assert touched(tree) == ["mrl/converters/families/seed_oss.py", "tests/engine/tiny.py"]
 
 
+@pytest.mark.slow
 def test_an_algorithm_is_one_file(tree, inputs):
     insert(tree / "mrl/config/recipes.py", RECIPE, "ROWS")
     said = run("-m", "mrl", "ppo", "grpo.yaml", "algorithm.name=mine", "--dry-run", folder=inputs, tree=tree)

@@ -17,6 +17,7 @@ from mrl.errors import ConfigError
 from mrl.rewards.calls import Sample
 from mrl.rewards.pool import Outcome, Retries, RewardPool, Task
 from tests.rewards.reward_files import processes_with, python, write_functions
+from tests.tiers import slow_but
 
 NAMES = (
     "script",
@@ -143,10 +144,18 @@ def test_faults(pool, name, completion, fault):
     assert bad.values is None and not bad.timed_out and re.match(fault, bad.fault), bad
 
 
+HANGS = {
+    "script": ("hang", "hang_in_c", "ignore_signals"), "async_script": ("sleep 1000", "hang", "stubborn", "hang_in_c"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "completion"),
-    [("script", "hang"), ("script", "hang_in_c"), ("script", "ignore_signals"), ("async_script", "sleep 1000"), ("async_script", "hang"), ("async_script", "stubborn"), ("async_script", "hang_in_c")],
-)  # fmt: skip
+    slow_but(
+        [("script", "hang_in_c"), ("async_script", "stubborn")],
+        [(name, how) for name, of in HANGS.items() for how in of],
+    ),
+)
 def test_a_call_that_hangs_is_alone_at_fault(pool, name, completion):
     start = time.monotonic()
     outcomes = pool.run(
