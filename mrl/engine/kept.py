@@ -55,6 +55,7 @@ class KeptSequences:
 
     def __init__(self, room: int) -> None:
         self.room = room
+        self.prepared: Any = None  # what an engine has made of its weights, which are the same in every call
         self._kept: dict[SamplingKey, _Kept] = {}
         self._replicas: dict[SamplingKey, int] = {}
 

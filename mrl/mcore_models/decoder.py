@@ -130,7 +130,8 @@ class _Layer:
 
 def _columns(weight: Tensor) -> Tensor:
     """[in, out] for `x @ w`. On a CPU laid out so: a product of few rows is a quarter faster than with the weight as it
-    is stored, and takes the weight's memory once more while completions are made. On a GPU a view."""
+    is stored, and takes the weight's memory once more while completions are made, of conversations from the first turn
+    to the last. On a GPU a view."""
     weight = weight.detach().t()
     return weight.contiguous() if weight.is_cpu else weight
 

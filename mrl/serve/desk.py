@@ -45,7 +45,7 @@ UNFETCHED_S = 400.0
 LATE_S = 400.0
 """Seconds that calls wait for one with a lower number: a client tries for 300 s to send it."""
 
-GATHER_S, GATHER_MOST_S = 0.005, 0.05
+GATHER_S, GATHER_MOST_S = 0.01, 0.25
 """Seconds that a turn waits for the next of those that come one soon after another, and for all of them: what is done
 together costs little more than what is done alone. Clients that waited for one turn come back together."""
 

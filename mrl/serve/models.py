@@ -365,6 +365,9 @@ class Models:
         self, asked: ops.SampleAll, running: dict[str, _Running], kept: KeptSequences
     ) -> dict[str, Sampled]:  # fmt: skip
         self._show(asked.snapshot)
+        for _, other in self.running.values():
+            if other is not kept:  # of weights that are made ready for drawing there is one copy
+                other.prepared = None
         going = [(one, i) for one in running.values() for i in one.going]
         requests = [self._request(one, i, asked.tokens) for one, i in going]
         drawn = self.engine.generate(

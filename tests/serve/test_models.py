@@ -127,6 +127,41 @@ def _sampling_without_memory(models: Models) -> None:
     assert again.completions == whole.completions and not models.running
 
 
+@pytest.mark.parametrize("backend", slow_but(["megatron"], ["megatron", "fsdp"]))
+def test_samples_that_take_turns_are_those_drawn_alone(folder, backend):
+    processes, role = world_and_role(backend, folder, size=1)
+    run_case(processes, f"{__name__}:turns", config=role)
+
+
+def turns(config: RoleConfig) -> None:
+    """Two snapshots of a model whose weights all train, a part of each at a time, and steps of the model between them."""
+    engine = build_engine(config)
+    engine.init_model()
+    models = Models(engine, None, None, config.model.path, ServeKeys())
+    models.do(ops.Create("a", FULL))
+    snapshots = ("before", "after")
+    for name in snapshots:
+        models.do(ops.Freeze("a", name))
+        step(models, "a", lr=0.1)
+    sample = ops.Sample([5, 6, 7], 2, 6, SamplingParams(temperature=1.0), 3, [], [])
+    alone = {name: models.do(ops.SampleAll(name, {"0": sample}, 16))["0"].completions for name in snapshots}
+    assert alone["before"] != alone["after"]
+    begun = {name: {"0": sample} for name in snapshots}
+    found = {}
+    for _ in range(3):
+        for name in snapshots:
+            for sampled in models.do(ops.SampleAll(name, begun.pop(name, {}), 2)).values():
+                found[name] = sampled.completions
+            step(models, "a", lr=0.1)
+    assert {name: [one.tokens for one in of] for name, of in found.items()} == {
+        name: [one.tokens for one in of] for name, of in alone.items()
+    }
+    for name in snapshots:
+        for one, whole in zip(found[name], alone[name], strict=True):
+            assert one.log_probs == pytest.approx(whole.log_probs, abs=1e-5)
+    assert not models.running
+
+
 def gradients(name: str) -> ops.Pass:
     """A pass that accumulates them."""
     made = tiny.uneven_batch()

@@ -91,10 +91,19 @@ class _Runner:
     def __init__(self, model: Model, schedule: Schedule, kept: KeptSequences) -> None:
         self.model, self.dims, self.kept = model, model.dims, kept
         self.lean = all(decoder.fits(chunk) for chunk in model.chunks)
-        self.decoders = [decoder.Decoder(chunk) for chunk in model.chunks] if self.lean else []
+        self.decoders = self._prepared() if self.lean else []
         self.caches = [KVCache(schedule.rows, schedule.length) for _ in model.chunks]
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
         self.ranks = dist.get_process_group_ranks(self.pp_group)
+
+    def _prepared(self) -> list[decoder.Decoder]:
+        """Returns the decoders of the chunks: on a CPU, where they copy weights, those of the call before."""
+        found = self.kept.prepared
+        if found is None:
+            found = [decoder.Decoder(chunk) for chunk in self.model.chunks]
+            if platform.device().type == "cpu":  # on a GPU they are views, of what may be offloaded between calls
+                self.kept.prepared = found
+        return found
 
     def forward(self, step: Step) -> tuple[list[int], list[float]]:
         """All chunks in pipeline order. Returns the tokens that follow the sampled sequences, and their log-probs."""
