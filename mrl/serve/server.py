@@ -54,7 +54,7 @@ from mrl.trainers.run_lock import RunLock
 from mrl.trainers.signals import StopSignal
 
 PULSE_S = 60.0
-SLICE = 16
+SLICE = 32
 """Tokens that are drawn of each sample before others have their turn, and what has come since joins in."""
 
 LOOK_S = 0.5
