@@ -75,6 +75,7 @@ class Promise:
     asked_at: float = 0.0
     done_at: float = 0.0
     fetched_at: float | None = None
+    unwanted: bool = False  # nobody will ask for it
     told: list[Callable[[], None]] = dataclasses.field(default_factory=list)  # called when it is done
 
 
@@ -355,6 +356,11 @@ class Desk:
             if id not in self._promises:
                 raise Gone
             return self._promises[id]
+
+    def abandon(self, promise: Promise) -> None:
+        """Says that nobody waits for a promise any more. Whoever takes turns leaves out what is not done of it."""
+        with self._lock:
+            promise.unwanted = True
 
     def tell(self, promise: Promise, when_done: Callable[[], None]) -> None:
         """Calls `when_done` when the promise is done; at once where it is."""

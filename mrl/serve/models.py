@@ -355,6 +355,8 @@ class Models:
         for _, of_snapshot in self.running.values():  # together they have the room of one
             of_snapshot.shrink(self.keys.cache_tokens // len(self.running))
         running |= {name: _Running.of(sample) for name, sample in asked.begun.items()}
+        for name in asked.left:
+            running.pop(name, None)
         try:
             return self._drawn(asked, running, kept)
         except UserError:  # all that is drawn from there has failed
@@ -370,9 +372,9 @@ class Models:
                 other.prepared = None
         going = [(one, i) for one in running.values() for i in one.going]
         requests = [self._request(one, i, asked.tokens) for one, i in going]
-        drawn = self.engine.generate(
+        drawn = [] if not requests else self.engine.generate(
             requests, cache_tokens=self.keys.cache_tokens, prefill_tokens=self.keys.prefill_tokens, kept=kept
-        )
+        )  # fmt: skip
         for (one, i), completion in zip(going, drawn, strict=True):
             one.add(i, completion)
         ended = {name: one for name, one in running.items() if not one.going}

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from typing import Any, Literal
 
 import torch
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -45,6 +46,7 @@ MOST_PROMPTS = 1024
 MOST_TOP = 20
 MOST_PROMPT_NUMBERS = 2**20
 """Log-probs of one answer's `prompt_logprobs`: some 80 megabytes."""
+HUNG_UP = object()
 DONE = b"data: [DONE]\n\n"
 NOT_DONE = ("best_of", "suffix", "logit_bias", "response_format", "functions", "function_call", "audio", "modalities")
 NOT_HERE = {
@@ -98,7 +100,7 @@ class OpenAI:
         body = asked.json
         prompts = [self._ids(prompt) for prompt in _prompts(body.get("prompt"))]
         wanted = self._wanted(body, "text_completion", prompts, number(body, "max_tokens", DEFAULT_TOKENS))
-        return await self._answer(wanted)
+        return await self._answer(wanted, asked)
 
     async def chat_completions(self, asked: Asked) -> Response:
         body = asked.json
@@ -115,7 +117,7 @@ class OpenAI:
             raise UserError("messages", why=f"cannot be rendered: {error}") from None
         room = max(1, self.served.limits.length - len(ids))
         most = number(body, "max_tokens", number(body, "max_completion_tokens", room), least=1)
-        return await self._answer(self._wanted(body, "chat.completion", [ids], most))
+        return await self._answer(self._wanted(body, "chat.completion", [ids], most), asked)
 
     # -- what is asked -----------------------------------------------------------------------------------------------
 
@@ -193,7 +195,8 @@ class OpenAI:
 
     # -- the answer --------------------------------------------------------------------------------------------------
 
-    async def _answer(self, wanted: Wanted) -> Response:
+    async def _answer(self, wanted: Wanted, asked: Asked) -> Response:
+        """Answers when all is drawn, or as it comes. Where the client hangs up nothing more is drawn for it."""
         id, queue = f"mrl-{secrets.token_hex(12)}", asyncio.Queue[Any]()
         loop = asyncio.get_running_loop()
         self.desk.check_room(len(wanted.samples))  # for all or none: it is asked for again
@@ -202,20 +205,33 @@ class OpenAI:
             with contextlib.suppress(RuntimeError):  # the server has ended
                 loop.call_soon_threadsafe(queue.put_nowait, what)
 
+        promises = []
         for i, sample in enumerate(wanted.samples):
             work = _Streamed(sample, i, tell)
             promise = self.desk.put_together(source_of(wanted.source), (id, i), work)
             self.desk.tell(promise, functools.partial(_tell_result, tell, i, promise))
+            promises.append(promise)
         if wanted.stream:
-            return StreamingResponse(self._stream(id, wanted, queue), media_type="text/event-stream")
+            return StreamingResponse(self._stream(id, wanted, queue, promises), media_type="text/event-stream")
         found: dict[int, Sampled] = {}
-        while len(found) < len(wanted.samples):
-            i, what = await queue.get()
-            if isinstance(what, Sampled):
-                found[i] = what
-            elif isinstance(what, Result) and (said := _error(what)) is not None:
-                raise UserError(said)
+        watch = asyncio.create_task(_hung_up(asked.request, tell))
+        try:
+            while len(found) < len(wanted.samples):
+                i, what = await queue.get()
+                if isinstance(what, Sampled):
+                    found[i] = what
+                elif what is HUNG_UP:
+                    return Response(status_code=499)  # which nobody reads
+                elif isinstance(what, Result) and (said := _error(what)) is not None:
+                    raise UserError(said)
+        finally:
+            watch.cancel()
+            self._abandon(promises)
         return JSONResponse(self._whole(id, wanted, [found[i] for i in range(len(found))]))
+
+    def _abandon(self, promises: Sequence[Promise]) -> None:
+        for promise in promises:
+            self.desk.abandon(promise)
 
     def _whole(self, id: str, wanted: Wanted, found: Sequence[Sampled]) -> dict[str, Any]:
         choices = [
@@ -302,7 +318,16 @@ class OpenAI:
 
     # -- streams -----------------------------------------------------------------------------------------------------
 
-    async def _stream(self, id: str, wanted: Wanted, queue: asyncio.Queue[Any]) -> AsyncIterator[bytes]:
+    async def _stream(
+        self, id: str, wanted: Wanted, queue: asyncio.Queue[Any], promises: Sequence[Promise]
+    ) -> AsyncIterator[bytes]:  # fmt: skip
+        try:
+            async for event in self._events(id, wanted, queue):
+                yield event
+        finally:  # also where the client has hung up
+            self._abandon(promises)
+
+    async def _events(self, id: str, wanted: Wanted, queue: asyncio.Queue[Any]) -> AsyncIterator[bytes]:
         texts = [
             [_Part(self.tokenizer, sample) for _ in range(sample.count)] for sample in wanted.samples
         ]  # fmt: skip
@@ -335,6 +360,13 @@ class OpenAI:
 def _first_of(found: tuple[Tensor, Tensor], place: int, top: int) -> tuple[Tensor, Tensor]:
     """Returns the `top` largest log-probs at a place, and their ids, of `found` [places, at least top]."""
     return found[0][place, :top], found[1][place, :top]
+
+
+async def _hung_up(request: Request, tell: Callable[[Any], None]) -> None:
+    """Tells when a client whose request was read has hung up."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    tell((None, HUNG_UP))
 
 
 def _tell_result(tell: Callable[[Any], None], index: int, promise: Promise) -> None:

@@ -128,6 +128,7 @@ class SampleAll:
     snapshot: str | None
     begun: Mapping[str, Sample]  # that are new, by names which no others have
     tokens: int
+    left: Sequence[str] = ()  # that go no further
 
 
 @dataclasses.dataclass(frozen=True)

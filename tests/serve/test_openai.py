@@ -1,6 +1,10 @@
 """The door of OpenAI's interface, with OpenAI's own client."""
 
+import contextlib
+import http.client
 import json
+import shutil
+import time
 
 import openai
 import pytest
@@ -170,3 +174,31 @@ def test_mistakes_are_told(client, model):
     ):
         with pytest.raises(openai.BadRequestError, match=says):
             client.chat.completions.create(model=model, **asked)
+
+
+def test_nothing_more_is_drawn_for_a_client_that_hung_up(model, tmp_path):
+    """All room of the server is taken by two completions of 20,000 tokens; without their client the next has it at once."""
+    model = shutil.copytree(model, tmp_path / "long")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 20100}))
+    model = str(model)
+    with serving(tmp_path, model, "serve.max_length=20100", "serve.max_waiting=2") as server:
+        door = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        for stream in (False, True):
+            connection = http.client.HTTPConnection("127.0.0.1", server.port)
+            body = {"model": model, "prompt": [[5, 6], [7, 8]], "max_tokens": 20000, "stop": [], "stream": stream}
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            if stream:
+                assert connection.getresponse().readline().startswith(b"data: ")
+            else:
+                time.sleep(1)
+            with pytest.raises(openai.RateLimitError):
+                door.completions.create(model=model, prompt=[5, 6], max_tokens=2)
+            connection.close()
+            deadline, answer = time.monotonic() + 10, None
+            while answer is None and time.monotonic() < deadline:
+                with contextlib.suppress(openai.RateLimitError):
+                    answer = door.completions.create(model=model, prompt=[5, 6], max_tokens=2)
+            assert answer is not None, (
+                f"there is no room 10 s after the client of a {'stream' if stream else 'whole'} went"
+            )

@@ -58,4 +58,6 @@ def test_a_preempted_server_goes_on_with_its_clients(site, tmp_path):
     assert [line.partition("suspended_")[2].partition("; ")[2] for line in ends] == [
         "back into the queue as restart 1 of 3", "back into the queue as restart 2 of 3",
     ]  # fmt: skip
+    said = slurm_site.invoke("status", run_dir).stdout.splitlines()
+    assert said[-1] == f"  {run_dir}: serves; 2 models so far, 0 saves"
     site.run("scancel", job)

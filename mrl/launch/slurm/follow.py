@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from mrl import metrics
 from mrl.errors import ConfigError
@@ -14,6 +16,7 @@ from mrl.launch.slurm import jobs
 from mrl.launch.slurm.checks import in_words, step_seconds
 
 POLL_S = 1.0
+LEDGER = "ledger.jsonl"
 SHOWN = ("train/loss", "reward/mean", "eval/loss", "eval/accuracy", "perf/tokens_per_s")
 """Metrics in a line of `status`, where the run has them."""
 
@@ -60,6 +63,8 @@ def _last_note(target: jobs.Target, job_id: str) -> list[str]:
 
 def _progress(run_dir: pathlib.Path, *, running: bool) -> list[str]:
     """Returns the last line of metrics.jsonl, and how long the steps that are left take at the pace of the newest."""
+    if _serves(run_dir / "config.yaml"):
+        return [f"  {run_dir}: {_served(run_dir / LEDGER)}"]
     path = run_dir / "metrics.jsonl"
     if not path.exists() or metrics.last_line(path) is None:
         return [f"  {run_dir}: no step yet"]
@@ -71,6 +76,25 @@ def _progress(run_dir: pathlib.Path, *, running: bool) -> list[str]:
     if running and steps and (step_s := step_seconds(run_dir)) is not None:
         left = f"; about {in_words((steps - row['step']) * step_s)} left"
     return [f"  {run_dir}: {', '.join(filter(None, (done, shown)))}{left}"]
+
+
+def _serves(config: pathlib.Path) -> bool:
+    """Returns whether a run is that of `mrl serve`."""
+    return config.exists() and re.search(r"^serve:", config.read_text(encoding="utf-8"), re.MULTILINE) is not None
+
+
+def _served(ledger: pathlib.Path) -> str:
+    """Returns what a server has done, by its ledger."""
+    events: dict[str, list[dict[str, Any]]] = {}
+    for line in ledger.read_text(encoding="utf-8").splitlines() if ledger.exists() else ():
+        with contextlib.suppress(ValueError):  # a line that broke off
+            event = json.loads(line)
+            events.setdefault(event["event"], []).append(event)
+    models, saves = len(events.get("model", ())), events.get("saved", [])
+    if not models and not saves:
+        return "serves; no model yet"
+    last = f", the last at {time.strftime('%F %T', time.localtime(saves[-1]['time']))}" if saves else ""
+    return f"serves; {models} models so far, {len(saves)} saves{last}"
 
 
 def _length(config: pathlib.Path) -> int | None:
