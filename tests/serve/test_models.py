@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mrl.algorithms.sums import DENOMINATOR
-from mrl.config.schema import RoleConfig
+from mrl.config.schema import LoraConfig, RoleConfig
 from mrl.config.serve import ServeKeys
 from mrl.engine.base import Completion
 from mrl.engine.registry import build_engine
@@ -127,22 +127,26 @@ def _sampling_without_memory(models: Models) -> None:
     assert again.completions == whole.completions and not models.running
 
 
-@pytest.mark.parametrize("backend", slow_but(["megatron"], ["megatron", "fsdp"]))
-def test_samples_that_take_turns_are_those_drawn_alone(folder, backend):
+@pytest.mark.parametrize(
+    ("backend", "rank"), slow_but([("megatron", 4)], [("megatron", 4), ("megatron", None), ("fsdp", None)])
+)
+def test_samples_that_take_turns_are_those_drawn_alone(folder, backend, rank):
     processes, role = world_and_role(backend, folder, size=1)
-    run_case(processes, f"{__name__}:turns", config=role)
+    if rank is not None:
+        role = dataclasses.replace(role, model=dataclasses.replace(role.model, lora=LoraConfig(rank=2 * rank)))
+    run_case(processes, f"{__name__}:turns", config=role, kind=ops.Kind(rank))
 
 
-def turns(config: RoleConfig) -> None:
-    """Two snapshots of a model whose weights all train, a part of each at a time, and steps of the model between them."""
+def turns(config: RoleConfig, kind: ops.Kind) -> None:
+    """Two snapshots of a model, a part of each at a time, and steps of the model between them."""
     engine = build_engine(config)
     engine.init_model()
-    models = Models(engine, None, None, config.model.path, ServeKeys())
-    models.do(ops.Create("a", FULL))
+    models = Models(engine, None, config.model.lora, config.model.path, ServeKeys())
+    models.do(ops.Create("a", kind))
     snapshots = ("before", "after")
     for name in snapshots:
-        models.do(ops.Freeze("a", name))
         step(models, "a", lr=0.1)
+        models.do(ops.Freeze("a", name))
     sample = ops.Sample([5, 6, 7], 2, 6, SamplingParams(temperature=1.0), 3, [], [])
     alone = {name: models.do(ops.SampleAll(name, {"0": sample}, 16))["0"].completions for name in snapshots}
     assert alone["before"] != alone["after"]
