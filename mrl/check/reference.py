@@ -1,5 +1,5 @@
-"""What Hugging Face and torch.optim.AdamW make of a batch, on one process and one sequence at a time: what engines are
-held against.
+"""What Hugging Face and torch.optim.AdamW, or Muon in plain torch, make of a batch, on one process and one sequence at
+a time: what engines are held against.
 
 Nothing of it is computed by mrl: no padding, no packing, no micro-batches. Labels are shifted here, from rows as the
 data gives them, and sums are divided once. Tensors have the names and shapes of the files that transformers writes.
@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
+from mrl.check.muon import Muon, matrices
 from mrl.config.schema import OptimizerConfig
 from mrl.converters.hf_config import VISION_LANGUAGE
 from mrl.data.dataset import Example
@@ -97,19 +98,24 @@ def run(
     rates: Sequence[float],
     fields: Sequence[Fields] = (),
 ) -> Reference:
-    """Makes a step of AdamW for each learning rate in `rates`, all on the same batch.
+    """Makes a step of the optimizer for each learning rate in `rates`, all on the same batch.
 
-    optimizer: whose betas, eps, weight decay and clipping count. fields: of each example's labels, for the loss.
+    optimizer: whose name, betas, eps, weight decay and clipping count, and what Muon has. fields: of each example's
+    labels, for the loss.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    kind = model.config.model_type if optimizer.name == "muon" else ""
+    of_muon = [(name, p) for name, p in trained if kind and matrices(name, p.data, model_type=kind)]
+    muon, in_muon = Muon(of_muon, optimizer, model_type=kind), {name for name, _ in of_muon}
     # stacked biases of experts have two dimensions, and are biases
-    decayed = [p for name, p in trained if p.ndim >= 2 and not name.endswith("bias")]
+    decayed = [p for name, p in trained if p.ndim >= 2 and not name.endswith("bias") and name not in in_muon]
     others = [p for name, p in trained if p.ndim < 2 or name.endswith("bias")]
     groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, foreach=False)
     losses, norms, first = [], [], None
     for rate in rates:
-        adamw.zero_grad()
+        for _, parameter in trained:
+            parameter.grad = None
         total, log_probs = backward(model, examples, loss, fields)
         # what a model freezes has a gradient by transformers' loading, which never comes
         gradients = {name: p.grad for name, p in trained if p.grad is not None}
@@ -124,6 +130,7 @@ def run(
         for group in adamw.param_groups:
             group["lr"] = rate
         adamw.step()
+        muon.step(rate)
         losses.append(total)
     assert first is not None, "no step was asked for"
     return Reference(losses[0], norms[0], *first, weights=weights_of(model), losses=losses, grad_norms=norms)

@@ -10,7 +10,8 @@ import math
 
 from mrl.config.answers import AnswersConfig
 from mrl.config.backends import OWN, entry_point
-from mrl.config.megatron_speed import ON_HOST
+from mrl.config.keys import changed
+from mrl.config.megatron_speed import ON_HOST, PRECISION_AWARE
 from mrl.config.schema import (
     EngineConfig,
     LogConfig,
@@ -46,6 +47,7 @@ def check_trained(config: SFTConfig | AnswersConfig) -> None:
     if config.train.steps is not None:
         check_schedule(config.optimizer, config.train.steps, f"train.steps {config.train.steps}")
     check_backend(config.model, config.engine)
+    check_muon(config.optimizer, config.model, config.engine)
     check_lora(config.model)
     check_log(config.log)
 
@@ -198,6 +200,25 @@ def check_optimizer(optimizer: OptimizerConfig, path: str = "optimizer") -> None
                     "is not used by schedule constant, which never decays",
                     "choose linear, cosine or wsd, or leave it out",
                 )
+
+
+def check_muon(optimizer: OptimizerConfig, model: ModelConfig, engine: EngineConfig, role: str = "") -> None:
+    """What muon goes with; its keys, where it is not chosen. role: whose sections these are."""
+    path = f"{role}." if role else ""
+    if optimizer.name != "muon":
+        for key, value in changed(optimizer.muon, f"{path}optimizer.muon"):
+            fix = f"set {path}optimizer.name to muon, or leave it out"
+            raise ConfigError(key.path, value, f"is not used by {path}optimizer.name {optimizer.name}", fix)
+        return
+    against = [f"{path}engine.megatron.{field}, which is of AdamW" for field in (ON_HOST, PRECISION_AWARE)
+               if engine.megatron.get(field)]  # fmt: skip
+    if model.lora is not None:
+        against.append(f"{path}model.lora: an adapter is no matrix of the model")
+    if engine.backend != "megatron":
+        against = [f"{path}engine.backend {engine.backend}, but with megatron alone"]
+    if against:
+        fix = f"leave one of them out, or set {path}optimizer.name to adamw"
+        raise ConfigError(f"{path}optimizer.name", "muon", f"does not go with {against[0]}", fix)
 
 
 def check_schedule(optimizer: OptimizerConfig, steps: int, length: str, path: str = "optimizer") -> None:

@@ -18,6 +18,9 @@ ROUNDING = frozenset("""
 """Fields that a resumed run may change: the same sums in another order or by another kernel, as another layout has
 them. A run that is resumed has any other as it was saved."""
 
+PRECISION_AWARE = "use_precision_aware_optimizer"
+"""The field that lets AdamW's moments have dtypes of their own."""
+
 MOMENTS = {"exp_avg": "exp_avg_dtype", "exp_avg_sq": "exp_avg_sq_dtype"}
 """AdamW's moments, and the field that has the dtype of each where `use_precision_aware_optimizer` is true."""
 

@@ -10,12 +10,20 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from mrl.config.checks import check_backend, check_log, check_lora, check_micro_batch, check_optimizer, check_schedule
+from mrl.config.checks import (
+    check_backend,
+    check_log,
+    check_lora,
+    check_micro_batch,
+    check_muon,
+    check_optimizer,
+    check_schedule,
+)
 from mrl.config.keys import Key, changed, listed
 from mrl.config.ppo import PPOConfig, PromptsConfig, RolloutConfig
 from mrl.config.recipes import OF_A_TEACHER
 from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, check_spec, label_of
-from mrl.config.roles import ROLES, TRAINED, has_own_engine, model_of
+from mrl.config.roles import ROLES, TRAINED, engine_of, has_own_engine, model_of
 from mrl.config.schema import EngineConfig
 from mrl.errors import ConfigError, Shown
 from mrl.metric_names import CONVERSATION_METRICS, PPO_METRICS
@@ -52,6 +60,7 @@ def check_ppo(config: PPOConfig) -> None:
             _check_engine(config, role, getattr(config, role).engine)
     for role in TRAINED:
         check_optimizer(getattr(config, role).optimizer, f"{role}.optimizer")
+        check_muon(getattr(config, role).optimizer, model_of(config, role), engine_of(config, role), role)
         check_lora(model_of(config, role), f"{role}.model")
     lora = config.actor.model.lora
     if lora is not None and lora.dropout and config.train.guards:

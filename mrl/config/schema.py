@@ -201,12 +201,42 @@ class EngineConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MuonConfig:
+    """Muon's own keys, by the names and meanings of megatron-core's `muon_*`."""
+
+    momentum: float = key(0.95, "decay rate of the running average of gradients", minimum=0, maximum=0.9999)
+    use_nesterov: bool = key(True, "the update is of the average moved on by the gradient itself (Nesterov)")
+    num_ns_steps: int = key(5, "Newton-Schulz steps that orthogonalise an update", minimum=1, maximum=99)
+    scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = key(
+        "spectral",
+        "what an update of R rows and C columns is multiplied with: sqrt(max(R, C)), sqrt(R / C) or "
+        "sqrt(max(1, R / C))",
+    )
+    extra_scale_factor: float = key(
+        0.2,
+        "what it is multiplied with beside that; 0.2 with spectral makes updates as large as AdamW's, so that lr and "
+        "weight_decay are too",
+        above=0,
+        maximum=1000,
+    )
+    dtype: Literal["auto", "bfloat16", "float32"] = key(
+        "auto", "what Newton-Schulz steps are computed in; auto is model.dtype", may_change=True
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    lr: float = key(1e-5, "peak learning rate of AdamW", above=0, maximum=10)
+    name: Literal["adamw", "muon"] = key(
+        "adamw",
+        "adamw, or muon for the matrices of layers (backend megatron) and adamw for embedding, head, norms and biases "
+        "(docs/muon.md)",
+    )
+    muon: MuonConfig = key(MuonConfig, "what only muon has")
+    lr: float = key(1e-5, "peak learning rate", above=0, maximum=10)
     min_lr: float = key(0.0, "learning rate that the schedule decays to", minimum=0, maximum=10)
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's decay rates")
     eps: float = key(1e-8, "AdamW's epsilon", minimum=1e-30, maximum=100)
-    weight_decay: float = key(0.0, "AdamW's weight decay; not applied to biases and norms", minimum=0, maximum=1000)
+    weight_decay: float = key(0.0, "decoupled weight decay; not applied to biases and norms", minimum=0, maximum=1000)
     clip_grad: float = key(1.0, "gradient norm above which gradients are scaled down; 0 for never", minimum=0)
     schedule: Literal["constant", "linear", "cosine", "wsd"] = key("cosine", "learning-rate schedule after the warm-up")
     warmup_steps: int = key(0, "steps over which the learning rate rises linearly from 0", minimum=0)

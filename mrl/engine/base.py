@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.batch import Batch
+from mrl.config.checks import check_muon
 from mrl.config.schema import OptimizerConfig, RoleConfig
 from mrl.converters.mtp import COUNT as MTP_COUNT
 from mrl.converters.rules import value_head_config
@@ -74,6 +75,8 @@ class BaseEngine(EngineChecks, abc.ABC):
 
     def __init__(self, config: RoleConfig) -> None:
         self.check_config(config.model, config.engine)
+        if config.optimizer is not None:
+            check_muon(config.optimizer, config.model, config.engine)
         self.config = config
         self.loss_fn: LossFn | None = None
         self.loss_denominator = "tokens"

@@ -107,11 +107,18 @@ SET_BY_MRL: Mapping[str, str] = {
            "cpu_offloading_weights", "cpu_offloading_double_buffering"),
     **_use("all of the optimizer is on the host with optimizer_cpu_offload", "optimizer_offload_fraction",
            "use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"),
-    **_use("the optimizer is AdamW", *"""
-        optimizer decoupled_weight_decay sgd_momentum muon_momentum muon_split_qkv muon_use_nesterov muon_nesterov
-        muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps muon_tp_mode muon_extra_scale_factor
-        muon_coefficient_type muon_scalar_optimizer adaptive_muon_beta2 adaptive_muon_eps
+    **_use("set optimizer.name", "optimizer"),
+    **_use("the optimizer is AdamW, or Muon with AdamW (optimizer.name)", *"""
+        decoupled_weight_decay sgd_momentum muon_scalar_optimizer adaptive_muon_beta2 adaptive_muon_eps
         adaptive_muon_moment2_method""".split()),  # noqa: SIM905
+    **_use("set optimizer.muon.momentum", "muon_momentum"),
+    **_use("set optimizer.muon.use_nesterov", "muon_use_nesterov", "muon_nesterov"),
+    **_use("set optimizer.muon.num_ns_steps", "muon_num_ns_steps"),
+    **_use("set optimizer.muon.scale_mode", "muon_scale_mode"),
+    **_use("set optimizer.muon.extra_scale_factor", "muon_extra_scale_factor"),
+    **_use("set optimizer.muon.dtype", "muon_fp32_matmul_prec"),
+    **_use("matrices are those of Hugging Face's files, and whole (docs/muon.md)", "muon_split_qkv", "muon_tp_mode"),
+    **_use("the coefficients are Jordan's", "muon_coefficient_type"),
     **_use("mrl divides the loss itself (docs/loss.md)", "calculate_per_token_loss", "gradient_reduce_div_fusion",
            "average_in_collective"),
     **_use("gradients are summed in fp32 always", "grad_reduce_in_fp32", "main_grads_dtype",

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mrl.config.schema import OptimizerConfig
+from mrl.config.schema import MuonConfig, OptimizerConfig
 from tests.config.reach import Run
 from tests.engine import tiny
 from tests.engine.parity import Row as Layout
@@ -206,27 +206,39 @@ def small_updates_add_up(run: Run) -> bool:
     return bool((after != before)[one_update_rounds_off].any())
 
 
-def adamw_has(name: str, *candidates: Any) -> Look:
-    """Those values of optimizer.NAME with which torch's AdamW makes of the model what the run exported."""
+def optimizer_has(name: str, *candidates: Any, bound: float = 2e-2) -> Look:
+    """Those values of optimizer.NAME with which plain torch makes of the model what the run exported."""
 
     def look(run: Run) -> list[Any]:
-        start = load_file(pathlib.Path(run.config["model.path"]) / "model.safetensors")
-        actual = torch.cat([(run.weights[key] - start[key]).flatten() for key in sorted(start)])
-        fits = []
-        for value in candidates:
-            expected = reference_weights(run, name, value)
-            update = torch.cat([(expected[key] - start[key]).flatten() for key in sorted(start)])
-            if tiny.relative_l2(actual, update) < 2e-2:
-                fits.append(value)
-        return fits
+        return [value for value in candidates if distance(run, name, value) < bound]
 
     return look
 
 
+def muon_is_exact(run: Run) -> bool:
+    return distance(run, "name", "muon") < 1e-3
+
+
+def distance(run: Run, name: str, value: Any) -> float:
+    """How far the run's update of all weights is from that of plain torch with another value of optimizer.NAME."""
+    start, expected = (
+        load_file(pathlib.Path(run.config["model.path"]) / "model.safetensors"),
+        reference_weights(run, name, value),
+    )
+    actual, update = (
+        torch.cat([(weights[key] - start[key]).flatten() for key in sorted(start)])
+        for weights in (run.weights, expected)
+    )
+    return tiny.relative_l2(actual, update)
+
+
 def reference_weights(run: Run, name: str, value: Any) -> dict[str, torch.Tensor]:
-    """What AdamW makes of the model on the batch that the run had in each of its steps."""
-    given = {k.removeprefix("optimizer."): v for k, v in run.config.items() if k.startswith("optimizer.")}
-    optimizer = OptimizerConfig(**given | {name: value})
+    """What plain torch makes of the model on the batch that the run had in each of its steps."""
+    given = {k.removeprefix("optimizer."): v for k, v in run.config.items() if k.startswith("optimizer.")} | {
+        name: value
+    }
+    of_muon = {k.removeprefix("muon."): given.pop(k) for k in list(given) if k.startswith("muon.")}
+    optimizer = OptimizerConfig(**given, muon=MuonConfig(**of_muon))
     if not optimizer.clip_grad:
         optimizer = dataclasses.replace(optimizer, clip_grad=math.inf)
     steps = run.config["train.steps"]

@@ -171,7 +171,7 @@ def moments(engine: Any) -> Iterator[torch.Tensor]:
     for part in parts:
         adamw = part.adamw if hasattr(part, "adamw") else part.optimizer
         for state in adamw.state.values():
-            yield from (state[name] for name in ("exp_avg", "exp_avg_sq"))
+            yield from (state[name] for name in ("exp_avg", "exp_avg_sq", "momentum") if name in state)
 
 
 def bytes_of(tensor: torch.Tensor) -> int:

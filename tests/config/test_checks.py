@@ -110,3 +110,23 @@ def test_number_of_processes():
     assert choose_nproc(4, device="auto", gpus=8, needed=2) == 4
     with pytest.raises(ConfigError, match="--nproc: value 16 is above the 8 GPUs"):
         choose_nproc(16, device="auto", gpus=8, needed=1)
+
+
+MUON = {"optimizer": {"name": "muon"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        (MUON | {"engine": {"backend": "fsdp"}}, 'optimizer.name: value "muon" does not go with engine.backend fsdp, '),
+        (MUON | {"model": {"path": "m", "lora": {"rank": 4}}}, 'optimizer.name: value "muon" does not go with model.lora: '),
+        (MUON | {"engine": {"megatron": {"optimizer_cpu_offload": True}}}, "engine.megatron.optimizer_cpu_offload, which is of AdamW"),
+        (MUON | {"engine": {"megatron": {"use_precision_aware_optimizer": True}}}, "use_precision_aware_optimizer, which is"),
+        ({"optimizer": {"muon": {"momentum": 0.5}}}, "optimizer.muon.momentum: value 0.5 is not used by optimizer.name adamw; set"),
+    ],
+)  # fmt: skip
+def test_what_muon_goes_with(sections, says):
+    from_dict(base(**MUON))
+    with pytest.raises(ConfigError) as refused:
+        from_dict(base(**sections))
+    assert says in str(refused.value) and "\n" not in str(refused.value)

@@ -42,6 +42,7 @@ ACCOUNT = {"WANDB_BASE_URL": "{wandb}", "WANDB_API_KEY": "a" * 40}  # of a serve
 
 # A linear schedule and eps make what AdamW does known to a few digits (see tests/engine/parity.py).
 ADAMW = {"optimizer.schedule": "linear", "optimizer.eps": 1e-6, "train.steps": 3}
+MUON = ADAMW | {"optimizer.name": "muon", "optimizer.lr": 0.1}
 CURVE = {"optimizer.schedule": "linear", "train.steps": 4}
 
 
@@ -236,21 +237,35 @@ PARALLEL = on_two_ranks(
 ]  # fmt: skip
 
 OPTIMIZER = [
-    Row("optimizer.lr", looks.adamw_has("lr", 1e-5, 1e-2), [(DEFAULT, [1e-5]), (1e-2, [1e-2])], ADAMW),
+    Row("optimizer.name", looks.optimizer_has("name", "adamw", "muon"), [(DEFAULT, ["adamw"]), ("muon", ["muon"])],
+        ADAMW, on=MEGATRON),
+    Row("optimizer.name", steps, [(DEFAULT, [1]), ("muon", Refusal("ConfigError", "optimizer.name: value \"muon\" "))],
+        on=FSDP),
+    *(
+        Row(f"optimizer.muon.{name}", looks.optimizer_has(f"muon.{name}", *values, bound=2e-3), [(DEFAULT, [values[0]]), *((value, [value]) for value in values)],
+            MUON, on=MEGATRON)
+        for name, values in (
+            ("momentum", (0.95, 0.2)), ("use_nesterov", (True, False)), ("num_ns_steps", (5, 2)),
+            ("scale_mode", ("spectral", "unit_rms_norm", "shape_scaling")), ("extra_scale_factor", (0.2, 0.4)),
+        )
+    ),
+    Row("optimizer.muon.dtype", looks.muon_is_exact, [(DEFAULT, True), ("auto", True), ("float32", True), ("bfloat16", False)],
+        MUON, on=MEGATRON),
+    Row("optimizer.lr", looks.optimizer_has("lr", 1e-5, 1e-2), [(DEFAULT, [1e-5]), (1e-2, [1e-2])], ADAMW),
     Row(
-        "optimizer.min_lr", looks.all_of(lr, looks.adamw_has("min_lr", 0.0, 4e-3)),
+        "optimizer.min_lr", looks.all_of(lr, looks.optimizer_has("min_lr", 0.0, 4e-3)),
         [(DEFAULT, (rates(1, 0.75, 0.5, 0.25), [0.0])), (4e-3, (rates(1, 0.85, 0.7, 0.55), [4e-3]))],
         ADAMW | {"train.steps": 4},
     ),
     Row(
-        "optimizer.betas", looks.adamw_has("betas", (0.9, 0.95), (0.5, 0.95), (0.9, 0.5)),
+        "optimizer.betas", looks.optimizer_has("betas", (0.9, 0.95), (0.5, 0.95), (0.9, 0.5)),
         [(DEFAULT, [(0.9, 0.95)]), ([0.5, 0.95], [(0.5, 0.95)]), ([0.9, 0.5], [(0.9, 0.5)])],
         ADAMW | {"optimizer.lr": 0.1, "train.steps": 4},
     ),
-    Row("optimizer.eps", looks.adamw_has("eps", 1e-8, 1e-1), [(DEFAULT, [1e-8]), (1e-1, [1e-1])], ADAMW),
-    Row("optimizer.weight_decay", looks.adamw_has("weight_decay", 0.0, 9.0), [(DEFAULT, [0.0]), (9.0, [9.0])], ADAMW),
+    Row("optimizer.eps", looks.optimizer_has("eps", 1e-8, 1e-1), [(DEFAULT, [1e-8]), (1e-1, [1e-1])], ADAMW),
+    Row("optimizer.weight_decay", looks.optimizer_has("weight_decay", 0.0, 9.0), [(DEFAULT, [0.0]), (9.0, [9.0])], ADAMW),
     Row(  # with a large eps an update is the gradient itself, and clipping it shows
-        "optimizer.clip_grad", looks.adamw_has("clip_grad", 0.0, 0.1, 1.0),
+        "optimizer.clip_grad", looks.optimizer_has("clip_grad", 0.0, 0.1, 1.0),
         [(DEFAULT, [1.0]), (0.1, [0.1]), (0.0, [0.0])], ADAMW | {"optimizer.eps": 10.0},
     ),
     Row(

@@ -53,6 +53,7 @@ def test_values_of_the_type_are_taken(given):
         ({"hidden_size": 8}, "hidden_size: value 8 is for a field that mrl sets itself; the model's config.json has it"),
         ({"tensor_model_parallel_size": 2}, ".* sets itself; set engine.parallel.tp"),
         ({"lr": 1.0}, ".* sets itself; set optimizer.lr"),
+        ({"muon_momentum": 0.9}, ".* sets itself; set optimizer.muon.momentum"),
         ({"overlap_grad_reduce": 1}, "overlap_grad_reduce: value 1 is of another type than megatron-core has; give true or false"),
         ({"bucket_size": "much"}, '.*"much" is of another type .*; give a whole number, or null'),
         ({"main_params_dtype": "float16"}, ".* is for what mrl does not have: masters are fp32; leave it out"),

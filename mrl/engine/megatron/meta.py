@@ -58,11 +58,17 @@ class Buffer:
     masters: tuple[int, ...]  # elements that each of these ranks updates
     moments: int = 8  # bytes of both of an element
     on_host: bool = False  # masters and moments
+    of_muon: tuple[int, ...] = ()  # those of `masters` that have one moment alone; empty for none
 
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of an element's master weight and both moments on the device."""
         return state_bytes(self.parameter_bytes, self.moments, on_host=self.on_host)
+
+    def optimizer_bytes_on(self, rank: int) -> int:
+        """Bytes of master weights and moments on one of the ranks that divide the buffer."""
+        of_muon = self.of_muon[rank] if self.of_muon else 0
+        return self.optimizer_bytes * self.masters[rank] - 4 * of_muon
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +92,12 @@ class RankFigures:
 
     def optimizer(self, dense_rank: int, expert_rank: int) -> int:
         """Bytes of master weights and both moments on a rank by its places among dp * cp and among edp."""
-        return sum(
-            b.optimizer_bytes * b.masters[expert_rank if b.of_experts else dense_rank] for b in self.grad_buffers
-        )
+        return sum(b.optimizer_bytes_on(expert_rank if b.of_experts else dense_rank) for b in self.grad_buffers)
 
     @property
     def largest_optimizer(self) -> int:
         """As `optimizer`, on the rank of the stage that has most."""
-        return sum(b.optimizer_bytes * max(b.masters) for b in self.grad_buffers)
+        return sum(max(b.optimizer_bytes_on(rank) for rank in range(b.ranks)) for b in self.grad_buffers)
 
 
 def prepare() -> None:
@@ -205,9 +209,7 @@ def measure(
                         known[key] = run.measure(chunk, of, plan)
                     found.append(known[key])
             parameters = [p for chunk in chunks for p in chunk.parameters()]
-            in_buffers = (
-                [_buffer(b, config.engine.megatron) for b in optim.gradient_buffers(wrapped)] if trained else []
-            )
+            in_buffers = _buffers(config, model, chunks, wrapped) if trained else []
             frozen = sum(p.numel() * p.element_size() for p in parameters if not (trained and p.requires_grad))
             return RankFigures(
                 coords=model.coords,
@@ -258,23 +260,32 @@ def layer_spec_on_gpus(
     return "local" if wanted == "auto" and te_slows(fields, dims, gpu, dtype=dtype) is not None else "te"
 
 
-def _buffer(buffer: Any, further: Mapping[str, Any]) -> Buffer:
-    """What megatron's buffer holds, and how its elements lie on the ranks that divide each of its buckets evenly."""
+def _buffers(config: RoleConfig, model: Any, chunks: Sequence[Any], wrapped: Sequence[Any]) -> list[Buffer]:
+    from mrl.engine.megatron import muon, optim
+
+    assert config.optimizer is not None
+    has_muon = config.optimizer.name == "muon"
+    matrices = muon.matrix_rules(chunks, model.rules_under("local")) if has_muon else {}
+    return [_buffer(buffer, config.engine.megatron, matrices) for buffer in optim.gradient_buffers(wrapped)]
+
+
+def _buffer(buffer: Any, further: Mapping[str, Any], matrices: Mapping[int, Any]) -> Buffer:
+    """What megatron's buffer holds, and how its elements lie on the ranks that divide each of its buckets evenly.
+    matrices: what Muon updates, by the id of the parameter."""
+    from mrl.engine.megatron.buckets import ranges_of_ranks
+
     ranks = buffer.data_parallel_group.size()
-    masters = [0] * ranks
-    for bucket in buffer.buckets:
-        share = bucket.grad_data.numel() // ranks
-        for parameter in bucket.params_list:
-            start, end, *_ = buffer.param_index_map[parameter]
-            start, end = start - bucket.offset, end - bucket.offset
-            for rank in range(start // share, -(-end // share)):
-                masters[rank] += min(end, (rank + 1) * share) - max(start, rank * share)
+    masters, of_muon = [0] * ranks, [0] * ranks
+    for parameter, ranges in ranges_of_ranks(buffer):
+        for rank, (start, end) in ranges.items():
+            masters[rank] += end - start
+            of_muon[rank] += (end - start) * (id(parameter) in matrices)
     parameter, item = next(iter(buffer.param_index_map)), buffer.param_dtype.itemsize
     return Buffer(
         of_experts=not getattr(parameter, "allreduce", True), ranks=ranks, elements=buffer.grad_data.numel(),
         parameter_bytes=item, masters=tuple(masters),
         moments=moment_bytes(further),
-        on_host=bool(further.get(ON_HOST)),
+        on_host=bool(further.get(ON_HOST)), of_muon=tuple(of_muon) if matrices else (),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from mrl.engine.lora.identity import identity_of
 from mrl.engine.megatron import lora, optim, weights
 from mrl.engine.megatron.checks import mtp_layers
 from mrl.engine.megatron.groups import MegatronState
+from mrl.engine.megatron.muon import matrix_rules
 from mrl.engine.saving import starting_weights
 from mrl.errors import ConfigError
 from mrl.mcore_models import layer_spec, platform
@@ -89,7 +90,10 @@ class Model:
                 chunk.requires_grad_(False)
         else:
             self.wrapped = optim.wrap(self.chunks, self.transformer, config.engine.megatron)
-            self.optimizer = optim.build_optimizer(config.optimizer, self.wrapped, self.dtype, config.engine.megatron)
+            matrices = matrix_rules(self.chunks, self.rules)
+            self.optimizer = optim.build_optimizer(
+                config.optimizer, self.wrapped, self.dtype, config.engine.megatron, matrices
+            )
         with self._start() if read is None else contextlib.nullcontext(read) as source:
             self.fill(source)
         self.adapter_identity = identity_of(config, self.family, self.hf)

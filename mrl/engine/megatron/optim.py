@@ -15,16 +15,18 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, l2_norm_impl
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mrl.config.megatron_speed import MOMENTS, ON_HOST
+from mrl.config.megatron_speed import MOMENTS, ON_HOST, PRECISION_AWARE
 from mrl.config.schema import OptimizerConfig
+from mrl.converters.rules import Rule
 from mrl.engine.base import GradNorm
+from mrl.engine.megatron.muon import MOMENTUM, Muon
 from mrl.engine.megatron.rounded_adam import HostAdamW, RoundedAdamW
 from mrl.engine.trained_state import Update
-from mrl.mcore_models import megatron_fields, platform
+from mrl.mcore_models import layer_spec, megatron_fields, platform
 from mrl.mcore_models.build import Model
 from mrl.mcore_models.lora import sum_over_experts_tp
 
-PRECISION = ("use_precision_aware_optimizer", *MOMENTS.values())
+PRECISION = (PRECISION_AWARE, *MOMENTS.values())
 # megatron's own names for what becomes of a chunk's gradients
 BUFFERS = ("buffers", "expert_parallel_buffers")
 
@@ -63,9 +65,10 @@ def build_optimizer(
     chunks: Sequence[DistributedDataParallel],
     dtype: torch.dtype,
     further: Mapping[str, Any],
+    matrices: Mapping[int, Rule],
 ) -> MegatronOptimizer:
-    """AdamW over this rank's shard of the parameters, with fp32 master weights; no decay of biases and norms. further:
-    `engine.megatron`."""
+    """AdamW over this rank's shard of the parameters, with fp32 master weights; no decay of biases and norms. Where the
+    config says so, Muon in its place for matrices of layers. further: `engine.megatron`. matrices: `matrix_rules`."""
     given = megatron_fields.of_kind(further, "optimizer")
     on_host = given.pop(ON_HOST, False)
     if on_host or not _is_transformer_engines():  # megatron has moments of another dtype from its FusedAdam alone
@@ -94,6 +97,12 @@ def build_optimizer(
         for group in part.param_groups:
             if isinstance(part.optimizer, torch.optim.AdamW):
                 group["fused"] = True  # one pass over memory; torch's default on a GPU copies whole lists of tensors
+    if config.name == "muon":
+        steps_in = dtype if config.muon.dtype == "auto" else layer_spec.DTYPES[config.muon.dtype]
+        mains = {id(parameter): main for _, parameter, main, _ in shards(optimizer)}
+        for part in optimizers_of(optimizer):
+            if part.buffers:  # a stage without experts has an optimizer for them all the same
+                part.optimizer = Muon.in_place_of(part, matrices, mains, config.muon, steps_in)
     return optimizer
 
 
@@ -103,10 +112,16 @@ def moment_dtypes(further: Mapping[str, Any]) -> dict[str, torch.dtype]:
     return {name: given.get(field, torch.float32) for name, field in MOMENTS.items()}
 
 
+def moment_names(part: MegatronOptimizer, main: torch.Tensor) -> Sequence[str]:
+    """Returns what moments the optimizer keeps of a master."""
+    is_matrix = isinstance(part.optimizer, Muon) and part.optimizer.has(main)
+    return (MOMENTUM,) if is_matrix else tuple(MOMENTS)
+
+
 def new_moment(part: MegatronOptimizer, name: str, main: torch.Tensor) -> torch.Tensor:
     """Returns a moment as it is before the first update."""
     dtypes = {"exp_avg": part.config.exp_avg_dtype, "exp_avg_sq": part.config.exp_avg_sq_dtype}
-    return torch.zeros_like(main, dtype=dtypes[name])
+    return torch.zeros_like(main, dtype=dtypes.get(name, torch.float32))
 
 
 def is_view(main: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -186,7 +201,7 @@ def step(optimizer: MegatronOptimizer, update: Update) -> GradNorm:
     2. The global L2 norm, each parameter counted once.
     3. Not finite: leave everything as it is and say so.
     4. Scale the gradients down to `update.clip_grad`.
-    5. AdamW on the shards, then gather the parameters.
+    5. AdamW, or Muon with it, on the shards, then gather the parameters.
     """
     _set_hyperparameters(optimizer, update)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""AdamW's state in a checkpoint: master weights and moments, keyed and split like the parameters they belong to.
+"""The optimizer's state in a checkpoint: masters and moments, keyed and split like the parameters they belong to.
 
 A data-parallel rank writes and reads the entries that it updates, as boxes of the whole tensors: nothing is gathered.
 
@@ -15,10 +15,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-from mrl.engine.megatron.optim import new_moment, optimizers_of, shards
+from mrl.engine.megatron.muon import MOMENTUM, Muon
+from mrl.engine.megatron.optim import moment_names, new_moment, optimizers_of, shards
 from mrl.engine.torch_dist.boxes import Box, Placed
-
-PARTS = ("master", "exp_avg", "exp_avg_sq")
 
 
 def step_count(optimizer: MegatronOptimizer) -> int:
@@ -30,9 +29,12 @@ def step_count(optimizer: MegatronOptimizer) -> int:
 
 
 def set_step_count(adam: torch.optim.Optimizer, steps: int) -> None:
-    """Puts the count of updates where this AdamW keeps it."""
+    """Puts the count of updates where this AdamW keeps it; Muon counts none."""
+    adam = adam.adamw if isinstance(adam, Muon) else adam
     if isinstance(adam, torch.optim.AdamW):
         for main, state in adam.state.items():
+            if MOMENTUM in state:
+                continue
             state["step"] = torch.tensor(float(steps), device=main.device)  # fused kernels read it there
     else:
         for group in adam.param_groups:
@@ -51,7 +53,7 @@ def to_write(optimizer: MegatronOptimizer, placed: Iterable[Placed]) -> Iterator
         if any(place.replica[:-1]):
             continue
         moments = part.optimizer.state.get(main, {})
-        for name in PARTS:
+        for name in ("master", *moment_names(part, main)):
             values = main if name == "master" else moments.get(name)
             values = new_moment(part, name, main) if values is None else values
             yield from place.of_entries(span, values.detach().view(-1), _prefix(name))
@@ -62,10 +64,11 @@ def to_read(optimizer: MegatronOptimizer, placed: Iterable[Placed]) -> Iterator[
     of_parameter = {id(each.tensor): each for each in placed}
     for part, parameter, main, span in shards(optimizer):
         moments = part.optimizer.state[main]
-        for name in PARTS[1:]:
+        names = moment_names(part, main)
+        for name in names:
             if name not in moments:
                 moments[name] = new_moment(part, name, main)
-        for name in PARTS:
+        for name in ("master", *names):
             values = main if name == "master" else moments[name]
             yield from of_parameter[id(parameter)].of_entries(span, values.detach().view(-1), _prefix(name))
 

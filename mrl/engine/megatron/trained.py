@@ -13,14 +13,13 @@ from mrl.engine.megatron import optim, optim_state
 from mrl.engine.trained_state import TrainedState, on_host, put_back
 
 Chunks = Sequence[DistributedDataParallel]
-MOMENTS = optim_state.PARTS[1:]
 
 
 def copy(chunks: Chunks, optimizer: MegatronOptimizer, *, gradients: bool, spent: bool) -> TrainedState:
     """Returns what this rank has. gradients: there are some that have accumulated and are not reduced."""
     moments = (
         optim.new_moment(part, name, main) if (kept := part.optimizer.state.get(main, {}).get(name)) is None else kept
-        for part, _, main, _ in optim.shards(optimizer) for name in MOMENTS
+        for part, _, main, _ in optim.shards(optimizer) for name in optim.moment_names(part, main)
     )  # fmt: skip
     return TrainedState(
         weights=on_host(_weights(chunks, optimizer)),
@@ -38,8 +37,8 @@ def put(chunks: Chunks, optimizer: MegatronOptimizer, state: TrainedState) -> No
     moments = []
     for part, _, main, _ in optim.shards(optimizer):
         of_main = part.optimizer.state[main]
-        for name in MOMENTS:
-            if name not in of_main:  # before its first step AdamW has none
+        for name in optim.moment_names(part, main):
+            if name not in of_main:  # before its first step there are none
                 of_main[name] = optim.new_moment(part, name, main)
             moments.append(of_main[name])
     put_back(moments, state.moments)

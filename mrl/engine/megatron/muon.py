@@ -1,0 +1,255 @@
+"""Muon for the matrices of layers, over megatron's distributed optimizer, and AdamW for everything else.
+
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves a matrix by its averaged gradient with all
+singular values brought near 1. That takes the whole matrix, of which a data-parallel rank updates a range of entries
+and a tensor-parallel rank holds rows or columns. An update is:
+
+1. AdamW's, of what is no matrix of a layer.
+2. Each rank averages the gradients of its own entries.
+3. Entries of a parameter that several data-parallel ranks update go to the one of them that has most: its owner.
+4. The owner gathers the parameter over tensor-parallel ranks, takes Hugging Face's matrices out of it (q, k and v; gate
+   and up), orthogonalises each, and keeps what its own shard holds of them.
+5. The other data-parallel ranks get their entries back, and each moves its masters.
+
+Matrices are those of Hugging Face's files, whatever megatron joins and splits: updates do not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from mrl.config.schema import MuonConfig
+from mrl.converters.rules import Rule
+from mrl.engine.megatron.buckets import ranges_of_ranks
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration, by Jordan: steepest at zero, so that singular values end between 0.7 and 1.2."""
+
+SMALLEST_NORM = 1e-7
+
+SCALES: Mapping[str, Callable[[int, int], float]] = {
+    "spectral": lambda rows, columns: max(rows, columns) ** 0.5,
+    "unit_rms_norm": lambda rows, columns: (rows / columns) ** 0.5,
+    "shape_scaling": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
+}
+
+MOMENTUM = "momentum"
+"""The one moment that Muon has of a matrix, as the optimizer's state and checkpoints call it."""
+
+
+def orthogonalise(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    """Returns the matrix [R, C] with its singular values near 1, by Newton-Schulz steps computed in `dtype`."""
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.to(dtype)
+    x = x.T if is_tall else x  # the products of rows with each other are then the smaller matrix
+    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def is_matrix(rule: Rule) -> bool:
+    """Returns whether Muon updates a parameter: matrices of layers. Embeddings and heads are of no layer."""
+    return rule.layer is not None and not rule.buffer and all(len(shape) == 2 for shape in rule.hf_shapes)
+
+
+def matrix_rules(chunks: Sequence[torch.nn.Module], rules: Sequence[Mapping[str, Rule]]) -> dict[int, Rule]:
+    """Returns the rules of what Muon updates in this rank's chunks, by the id of the parameter."""
+    return {
+        id(parameter): of_chunk[name]
+        for chunk, of_chunk in zip(chunks, rules, strict=True)
+        for name, parameter in chunk.named_parameters()
+        if is_matrix(of_chunk[name])
+    }
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shard:
+    """A parameter as this rank's model holds it, with the entries of it that each data-parallel rank updates."""
+
+    rule: Rule
+    ranges: Mapping[int, tuple[int, int]]  # by rank of the group: first entry, and the one past the last
+    main: Tensor | None  # masters of this rank's entries; None where it updates none of them
+    group: Mapping[str, Any] | None  # the hyper-parameters of these
+
+    @property
+    def owner(self) -> int:
+        """The rank that computes the update: the same on tensor-parallel ranks, whose buffers are laid out alike."""
+        return max(self.ranges, key=lambda rank: (self.ranges[rank][1] - self.ranges[rank][0], -rank))
+
+    @property
+    def entries(self) -> int:
+        return max(end for _, end in self.ranges.values())
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon on matrices of layers and AdamW on the rest of what one of megatron's optimizers updates."""
+
+    def __init__(
+        self, adamw: torch.optim.Optimizer, groups: list[dict[str, Any]], shards: Sequence[Shard],
+        ranks: dist.ProcessGroup, options: MuonConfig, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """groups: of adamw, without what the shards hold. ranks: the data-parallel group that divides these."""
+        super().__init__([torch.nn.Parameter(torch.empty(0))], {})  # torch wants one; megatron's shards are views
+        self.param_groups, self.state = groups, adamw.state
+        self.adamw, self.ranks, self.options, self.dtype = adamw, ranks, options, dtype
+        own = [shard for shard in shards if ranks.rank() in shard.ranges]
+        self.divided = [shard for shard in own if len(shard.ranges) > 1]
+        self.undivided = [shard for shard in own if len(shard.ranges) == 1]
+        self._masters = {id(shard.main) for shard in own}
+
+    def has(self, main: Tensor) -> bool:
+        """Returns whether a master is of a matrix, which Muon updates."""
+        return id(main) in self._masters
+
+    @classmethod
+    def in_place_of(
+        cls, part: MegatronOptimizer, matrices: Mapping[int, Rule], mains: Mapping[int, Tensor], options: MuonConfig,
+        dtype: torch.dtype,
+    ) -> Muon:  # fmt: skip
+        """Returns one that updates what `part.optimizer`, an AdamW, would.
+
+        matrices: as `matrix_rules` has them. mains: masters of this rank's entries, by the id of the parameter.
+        dtype: that Newton-Schulz steps are computed in.
+        """
+        adamw = part.optimizer
+        of_muon = {id(mains[number]): number for number in matrices if number in mains}
+        group_of: dict[int, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        for group in adamw.param_groups:
+            own = [main for main in group["params"] if id(main) in of_muon]
+            group["params"] = [main for main in group["params"] if id(main) not in of_muon]
+            if own:
+                groups.append(group | {"params": own})
+                group_of |= {of_muon[id(main)]: groups[-1] for main in own}
+        adamw.param_groups = [group for group in adamw.param_groups if group["params"]]
+        shards = [
+            Shard(matrices[id(parameter)], ranges, mains.get(id(parameter)), group_of.get(id(parameter)))
+            for buffer in part.buffers
+            for parameter, ranges in ranges_of_ranks(buffer)
+            if id(parameter) in matrices
+        ]
+        return cls(adamw, [*adamw.param_groups, *groups], shards, part.buffers[0].data_parallel_group, options, dtype)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        self.adamw.step()
+        # parameters of several ranks come first, with all messages at once: of a bucket a rank has two of them at most
+        wholes = self._to_owners({shard: self._average(shard) for shard in self.divided})
+        updates = {shard: self._update_of(shard, whole) for shard, whole in wholes.items()}
+        for shard, update in self._to_ranks(updates).items():
+            self._move(shard, update)
+        for shard in self.undivided:
+            self._move(shard, self._update_of(shard, self._average(shard)))
+
+    def _average(self, shard: Shard) -> Tensor:
+        """Puts the gradient into the running average, and returns what is orthogonalised: this rank's entries of it."""
+        assert shard.main is not None
+        gradient, state, beta = shard.main.grad, self.state[shard.main], self.options.momentum
+        assert gradient is not None
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(shard.main)
+        state[MOMENTUM].lerp_(gradient, 1 - beta)
+        moved = gradient.lerp(state[MOMENTUM], beta) if self.options.use_nesterov else state[MOMENTUM]
+        return moved.view(-1)
+
+    def _update_of(self, shard: Shard, flat: Tensor) -> Tensor:
+        """Returns the update of all entries of this rank's shard, of what `_average` makes of them. Collective over the
+        ranks that hold the parameter's other shards, each of which comes here for the same parameters in turn."""
+        rule = shard.rule
+        shards = [flat.view(rule.shape())]
+        if rule.degree > 1:
+            of_all = flat.new_empty(rule.degree * flat.numel())
+            dist.all_gather_into_tensor(of_all, flat.contiguous(), group=_axis_group(rule))
+            shards = [part.view(rule.shape(rank)) for rank, part in enumerate(of_all.chunk(rule.degree))]
+        updates = {}
+        for name, matrix in rule.merge(shards).items():
+            scale = SCALES[self.options.scale_mode](*matrix.shape) * self.options.extra_scale_factor
+            updates[name] = orthogonalise(matrix, self.options.num_ns_steps, self.dtype).to(flat.dtype) * scale
+        return rule.assemble(updates.__getitem__, rule.rank).reshape(-1)
+
+    def _move(self, shard: Shard, update: Tensor) -> None:
+        """Moves the masters of this rank's entries. update: of these alone."""
+        assert shard.main is not None and shard.group is not None
+        rate = shard.group["lr"]
+        shard.main.mul_(1 - rate * shard.group["weight_decay"])
+        shard.main.add_(update.view_as(shard.main), alpha=-rate)
+
+    def _to_owners(self, held: Mapping[Shard, Tensor]) -> dict[Shard, Tensor]:
+        """Returns all entries of the parameters that this rank owns. held: of each divided one, this rank's entries."""
+        rank, sent, wanted = self.ranks.rank(), _Messages(), _Messages()
+        wholes = {}
+        for shard in self.divided:
+            if shard.owner != rank:
+                sent.add(shard.owner, held[shard])
+                continue
+            wholes[shard] = held[shard].new_empty(shard.entries)
+            for peer, (start, end) in shard.ranges.items():
+                if peer == rank:
+                    wholes[shard][start:end] = held[shard]
+                else:
+                    wanted.add(peer, wholes[shard][start:end])
+        _exchange(sent, wanted, self.ranks)
+        return wholes
+
+    def _to_ranks(self, wholes: Mapping[Shard, Tensor]) -> dict[Shard, Tensor]:
+        """Returns this rank's entries of each divided parameter. wholes: all entries of those that it owns."""
+        rank, sent, wanted = self.ranks.rank(), _Messages(), _Messages()
+        own = {}
+        for shard in self.divided:
+            first, last = shard.ranges[rank]
+            if shard.owner != rank:
+                assert shard.main is not None
+                own[shard] = shard.main.new_empty(last - first)
+                wanted.add(shard.owner, own[shard])
+                continue
+            own[shard] = wholes[shard][first:last]
+            for peer, (start, end) in shard.ranges.items():
+                if peer != rank:
+                    sent.add(peer, wholes[shard][start:end])
+        _exchange(sent, wanted, self.ranks)
+        return own
+
+
+class _Messages:
+    """Tensors for each rank, in the order in which they were added; both ends of a message add them alike."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, list[Tensor]] = {}
+
+    def add(self, rank: int, tensor: Tensor) -> None:
+        self.of.setdefault(rank, []).append(tensor)
+
+
+def _exchange(sent: _Messages, wanted: _Messages, ranks: dist.ProcessGroup) -> None:
+    """Sends what was added to `sent`, and fills the tensors that were added to `wanted`."""
+    incoming = {rank: torch.cat(tensors) for rank, tensors in wanted.of.items()}
+    messages = [(dist.irecv, tensor, rank) for rank, tensor in incoming.items()]
+    messages += [(dist.isend, torch.cat(tensors), rank) for rank, tensors in sent.of.items()]
+    if messages:
+        operations = [
+            dist.P2POp(send, tensor, dist.get_global_rank(ranks, rank), ranks) for send, tensor, rank in messages
+        ]
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
+    for rank, tensors in wanted.of.items():
+        parts = incoming[rank].split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part)
+
+
+def _axis_group(rule: Rule) -> dist.ProcessGroup:
+    if rule.axis == "etp":
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()

@@ -1,0 +1,118 @@
+"""Muon: its arithmetic against torch's, and engines in any layout against plain torch on Hugging Face's model.
+
+The reference (mrl/check/muon.py) has whole matrices and fp64 products. Newton-Schulz steps stretch small singular values up to
+500 times (3.4445 to the fifth), and with them what fp32 gradients have of rounding: hence 1e-3 of an update, as with AdamW.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from mrl.config.schema import MuonConfig
+from mrl.engine.megatron.engine import MegatronEngine  # noqa: F401  (prepares megatron for this machine)
+from mrl.engine.megatron.muon import orthogonalise
+from tests.engine import muon, tiny
+from tests.engine.harness import run_case
+
+UPDATE = 1e-3
+
+
+@pytest.mark.parametrize("shape", [(48, 32), (32, 48), (32, 32), (1, 32)], ids=str)
+def test_newton_schulz_steps_are_torchs(shape):
+    """torch.optim.Muon has them in bfloat16 alone; in fp32 they are the polynomial of the singular values."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    parameter = torch.nn.Parameter(torch.zeros(shape))
+    parameter.grad = matrix.clone()
+    torch.optim.Muon(
+        [parameter], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="original"
+    ).step()
+    scale = max(1, shape[0] / shape[1]) ** 0.5
+    assert torch.allclose(
+        orthogonalise(matrix, 5, torch.bfloat16).float() * scale, -parameter.detach(), rtol=1e-6, atol=0
+    )
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / values.norm()
+    for _ in range(3):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    expected = left @ torch.diag(values) @ right
+    assert tiny.relative_l2(orthogonalise(matrix, 3, torch.float32), expected.float()) < 1e-5
+
+
+# family, processes, layout, whether a data-parallel boundary goes through a matrix
+LAYOUTS = [
+    ("qwen3", 1, {}, False),
+    ("qwen3", 2, {"tp": 2}, False),
+    ("qwen3_moe", 2, {}, True),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("qwen3", 2, {"pp": 2}, False),
+            ("qwen2", 4, {"tp": 4}, False),  # more ranks than key-value heads
+            ("llama", 4, {"tp": 2}, True),
+            ("qwen3", 4, {}, True),
+            ("gpt_oss", 2, {"ep": 2}, True),
+            ("qwen3_moe", 4, {"tp": 2, "etp": 1, "ep": 2}, True),
+            ("deepseek_v3", 4, {"tp": 2, "pp": 2, "ep": 2}, False),
+            ("glm4_moe", 4, {"tp": 2, "cp": 2}, True),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "world", "parallel", "divided"), LAYOUTS, ids=str)
+def test_updates_are_those_of_whole_matrices_in_every_layout(tmp_path, family, world, parallel, divided):
+    folder, optimizer = tiny.make_model(str(tmp_path / "model"), family), muon.OPTIMIZER
+    reference = tiny.hf_reference(folder, tiny.uneven_batch(), optimizer=optimizer)
+    torch.save(dataclasses.asdict(reference), tmp_path / "reference.pt")
+    small_buckets = {"overlap_grad_reduce": True, "bucket_size": 3000}
+    config = tiny.role(
+        folder, backend="megatron", parallel=parallel, size=2, optimizer=optimizer, megatron=small_buckets
+    )
+    found = run_case(world, "tests.engine.muon:updates", config=config, expected=str(tmp_path / "reference.pt"))
+    assert bool(found["divided"]) == divided, found["divided"]
+    assert found["losses"] < 1e-5 and found["norms"] < 1e-4, found
+    assert not {name: far for name, far in found["far"].items() if not far < UPDATE}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"momentum": 0.5}, {"use_nesterov": False}, {"num_ns_steps": 2}, {"scale_mode": "unit_rms_norm"},
+        {"scale_mode": "shape_scaling", "extra_scale_factor": 1.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_keys(tmp_path, keys):
+    folder = tiny.make_model(str(tmp_path / "model"), "qwen3")
+    optimizer = dataclasses.replace(muon.OPTIMIZER, muon=MuonConfig(**keys))
+    reference = tiny.hf_reference(folder, tiny.uneven_batch(), optimizer=optimizer)
+    torch.save(dataclasses.asdict(reference), tmp_path / "reference.pt")
+    config = tiny.role(folder, backend="megatron", size=2, optimizer=optimizer)
+    found = run_case(1, "tests.engine.muon:updates", config=config, expected=str(tmp_path / "reference.pt"))
+    assert not {name: far for name, far in found["far"].items() if not far < UPDATE}
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "dtype"),
+    [(2, {}, "float32"), pytest.param(4, {"tp": 2, "pp": 2}, "bfloat16", marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_state_is_kept_to_the_bit(tmp_path, world, parallel, dtype):
+    folder = tiny.make_model(str(tmp_path / "model"), "qwen3")
+    config = tiny.role(folder, backend="megatron", parallel=parallel, size=2, dtype=dtype, optimizer=muon.OPTIMIZER)
+    assert run_case(world, "tests.engine.muon:keeps", config=config, path=str(tmp_path)) == {"trained state": True}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_in_another_layout(tmp_path):
+    folder, path = tiny.make_model(str(tmp_path / "model"), "qwen3_moe"), str(tmp_path / "saved")
+    here, there = (
+        tiny.role(folder, backend="megatron", parallel=parallel, size=2, optimizer=muon.OPTIMIZER)
+        for parallel in ({}, {"tp": 2, "ep": 2})
+    )
+    run_case(2, "tests.engine.muon:saved_here", config=here, path=path)
+    assert run_case(4, "tests.engine.muon:resumed_there", config=there, path=path) < 1e-5
