@@ -34,6 +34,9 @@ Ctx = dict[str, Any]
 TEACHER = "teacher_log_probs"
 """Token field [T, K] fp32: the teacher's log-probs of `labels[:, 1:]`, -inf for no id. labels[:, 0] is the label."""
 
+TEACHER_OF = "teacher"
+"""Sequence field [S] int64: the number of each sequence's teacher; a batch that has none is of the first alone."""
+
 LEAST_TAIL = 2.0**-23
 """The probability that the last bucket has at least: in fp32 log-probs a smaller one is their rounding."""
 

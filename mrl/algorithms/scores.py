@@ -13,7 +13,7 @@ With the score `r(y)` of an answer, read at its end, and the logistic function `
                             a process reward model: Lightman et al., 2023 (arXiv 2305.20050); the cross-entropy, of hard
                             labels and of shares of roll-outs that succeed: Wang et al., 2023 (arXiv 2312.08935)
 
-Each is a mean over the pairs, answers or steps of the global mini-batch.
+Each is a mean over the pairs, answers or steps of the global mini-batch, weighted by their rows' weights.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
+from mrl.algorithms.preference import weights_of
+from mrl.algorithms.ragged import to_tokens
 from mrl.batch import Batch
 
 Ctx = dict[str, Any]
 Sums = dict[str, Tensor]
 
 DENOMINATOR = "units"
-"""Of `Batch.denominators`, what the loss and all metrics are divided by: pairs, answers or steps."""
+"""Of `Batch.denominators`, what the loss and all metrics are divided by: pairs, answers or steps, each counted with its
+row's weight (`mrl.algorithms.preference.WEIGHT`)."""
 
 TARGETS, MARGIN = "targets", "margin"
 """A token field [T], the grade or label of the score that is read there; a sequence field [S], the margin of a pair, at
@@ -59,39 +62,40 @@ class ScoreLoss:
     def __call__(self, data: Batch, predictions: Mapping[str, Tensor], ctx: Ctx) -> tuple[Tensor, Ctx]:
         values_T, read_T = predictions["values"], data.loss_mask != 0
         assert values_T.shape == read_T.shape, f"values {tuple(values_T.shape)}, mask {tuple(read_T.shape)}"
-        total, sums = _LOSSES[self.name](self, data, values_T[read_T].double(), read_T)
+        weights_N = to_tokens(weights_of(data), data.lengths)[read_T]
+        total, sums = _LOSSES[self.name](self, data, values_T[read_T].double(), read_T, weights_N)
         return total, {**ctx, "metrics": {**ctx.get("metrics", {}), **sums}}
 
-    def _bradley_terry(self, data: Batch, scores_N: Tensor, read_T: Tensor) -> tuple[Tensor, Sums]:
-        chosen, rejected = scores_N[0::2], scores_N[1::2]
+    def _bradley_terry(self, data: Batch, scores_N: Tensor, read_T: Tensor, weights_N: Tensor) -> tuple[Tensor, Sums]:
+        chosen, rejected, weights = scores_N[0::2], scores_N[1::2], weights_N[0::2]
         margins = chosen - rejected
-        total = -logsigmoid(margins - data.sequence_fields[MARGIN][0::2].double()).sum()
-        total = total + self.centering * (chosen + rejected).square().sum()
+        total = -(weights * logsigmoid(margins - data.sequence_fields[MARGIN][0::2].double())).sum()
+        total = total + self.centering * (weights * (chosen + rejected).square()).sum()
         margins = margins.detach()
         return total, {
-            "rewards/chosen": chosen.detach().sum(),
-            "rewards/rejected": rejected.detach().sum(),
-            "rewards/margin": margins.sum(),
-            "rewards/accuracy": (margins > 0).double().sum(),
+            "rewards/chosen": (weights * chosen.detach()).sum(),
+            "rewards/rejected": (weights * rejected.detach()).sum(),
+            "rewards/margin": (weights * margins).sum(),
+            "rewards/accuracy": (weights * (margins > 0)).sum(),
         }
 
-    def _regression(self, data: Batch, scores_N: Tensor, read_T: Tensor) -> tuple[Tensor, Sums]:
+    def _regression(self, data: Batch, scores_N: Tensor, read_T: Tensor, weights_N: Tensor) -> tuple[Tensor, Sums]:
         errors_N = scores_N - data.token_fields[TARGETS][read_T].double()
-        return errors_N.square().sum(), {
-            "rewards/mean": scores_N.detach().sum(),
-            "rewards/error": errors_N.detach().abs().sum(),
+        return (weights_N * errors_N.square()).sum(), {
+            "rewards/mean": (weights_N * scores_N.detach()).sum(),
+            "rewards/error": (weights_N * errors_N.detach().abs()).sum(),
         }
 
-    def _steps(self, data: Batch, scores_N: Tensor, read_T: Tensor) -> tuple[Tensor, Sums]:
+    def _steps(self, data: Batch, scores_N: Tensor, read_T: Tensor, weights_N: Tensor) -> tuple[Tensor, Sums]:
         labels_N = data.token_fields[TARGETS][read_T].double()
         right_N = scores_N.detach() > 0
-        return binary_cross_entropy_with_logits(scores_N, labels_N, reduction="sum"), {
-            "steps/accuracy": (right_N == (labels_N > 0.5)).double().sum(),
-            "steps/right": right_N.double().sum(),
+        return binary_cross_entropy_with_logits(scores_N, labels_N, weight=weights_N, reduction="sum"), {
+            "steps/accuracy": (weights_N * (right_N == (labels_N > 0.5))).sum(),
+            "steps/right": (weights_N * right_N).sum(),
         }
 
 
-_LOSSES: Mapping[str, Callable[[ScoreLoss, Batch, Tensor, Tensor], tuple[Tensor, Sums]]] = {
+_LOSSES: Mapping[str, Callable[[ScoreLoss, Batch, Tensor, Tensor, Tensor], tuple[Tensor, Sums]]] = {
     "bradley_terry": ScoreLoss._bradley_terry,
     "regression": ScoreLoss._regression,
     "steps": ScoreLoss._steps,

@@ -14,10 +14,12 @@ from mrl.check.folder import CheckedModel
 from mrl.check.layouts import Layout
 from mrl.check.rows import Rows
 from mrl.check.subject import Subject
+from mrl.config.answers import AnswersConfig
 from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.schema import EngineConfig, MicroBatchConfig, ModelConfig, OptimizerConfig
 
 C = TypeVar("C", bound=Config)
+A = TypeVar("A", bound=AnswersConfig)
 M = TypeVar("M", bound=ModelConfig)
 
 
@@ -44,6 +46,21 @@ class TwoSteps:
         """Returns the `engine` of a role in its layout."""
         fsdp, size = dataclasses.replace(own.fsdp, replicate=1), MicroBatchConfig(size=2)
         return dataclasses.replace(own, parallel=self.layouts[role].parallel, micro_batch=size, fsdp=fsdp)
+
+    def of_answers(self, config: A) -> A:
+        """Returns the config of a command that trains on answers, on the user's own rows."""
+        train = dataclasses.replace(
+            config.train, steps=2, epochs=None, eval_every=None, eval_batches=None, guards=False,
+            global_batch_size=max(4, self.processes),
+        )  # fmt: skip
+        return dataclasses.replace(
+            config,
+            model=self.model(config.model, ""),
+            engine=self.engine(config.engine, ""),
+            optimizer=self.optimizer(config.optimizer),
+            data=dataclasses.replace(config.data, eval=None),
+            train=train,
+        )
 
     def optimizer(self, own: OptimizerConfig) -> OptimizerConfig:
         """Returns an optimizer whose schedule fits in two steps."""

@@ -22,7 +22,7 @@ from mrl.batch import Batch
 from mrl.check.bounds import Bounds
 from mrl.check.compare import TensorErrors, is_sure, tensor_errors, update_error
 from mrl.config.schema import RoleConfig
-from mrl.engine.base import BaseEngine, LossFn
+from mrl.engine.base import PLAIN_CTX, BaseEngine, LossFn
 from mrl.engine.lora.folder import read_adapter
 from mrl.engine.registry import build_engine
 
@@ -76,8 +76,8 @@ class Work:
     config: RoleConfig
     batch: Batch
     loss_fn: LossFn
-    denominator: str  # of the loss: "tokens" or "sequences"
-    temperature: float
+    denominator: str  # of the loss, a count of the batch
+    ctx: Mapping[str, float]  # of the step: the temperature, and what else the loss function reads
     adapter: str | None  # a folder of adapters to start from
     reference: str  # a folder of `write`
     bounds: Bounds
@@ -131,7 +131,7 @@ def measure(work: Work) -> Measured | None:
     if work.adapter is not None:
         engine.load_adapter(work.adapter)
         before = read_adapter(work.adapter)[1].get
-    loss, log_probs = forward_backward(engine, work.batch, work.temperature)
+    loss, log_probs = forward_backward(engine, work.batch, work.ctx)
     gradients = tensor_errors(
         engine.hf_gradients(), store.reader("gradients"), store.names("gradients"), bound=bounds.gradients
     )
@@ -165,7 +165,7 @@ def write(work: Work) -> Written | None:
     start = dict(engine.hf_weights())
     if work.adapter is not None:
         engine.load_adapter(work.adapter)
-    loss, log_probs = forward_backward(engine, work.batch, work.temperature)
+    loss, log_probs = forward_backward(engine, work.batch, work.ctx)
     gradients = dict(engine.hf_gradients())
     grad_norm = float(engine.optimizer_step())
     weights = dict(trained_weights(engine))
@@ -184,12 +184,14 @@ def make_engine(config: RoleConfig, loss_fn: LossFn, denominator: str = "tokens"
     return engine
 
 
-def forward_backward(engine: BaseEngine, batch: Batch, temperature: float = 1.0) -> tuple[float, Tensor]:
+def forward_backward(
+    engine: BaseEngine, batch: Batch, ctx: Mapping[str, float] = PLAIN_CTX
+) -> tuple[float, Tensor]:  # fmt: skip
     """Returns the loss, and log-probs or values [T] in the order of the batch; gradients are on the engine."""
     name = "log_probs" if engine.config.head == "lm" else "values"
     engine.optimizer_zero_grad()
     with engine.train_mode():
-        predictions, loss, _ = engine.forward_backward_step(engine.shard_data(batch), {"temperature": temperature})
+        predictions, loss, _ = engine.forward_backward_step(engine.shard_data(batch), dict(ctx))
     return loss, engine.unshard_data({name: predictions[name]}, batch)[name].float().cpu()
 
 
@@ -231,7 +233,7 @@ def step_seconds(engine: BaseEngine, work: Work) -> float:
     seconds = []
     for _ in range(work.timed_steps + 1):
         began_s = time.perf_counter()
-        forward_backward(engine, work.batch, work.temperature)
+        forward_backward(engine, work.batch, work.ctx)
         engine.optimizer_step()
         seconds.append(time.perf_counter() - began_s)
     return engine.max_over_ranks(statistics.median(seconds[1:]))[0]

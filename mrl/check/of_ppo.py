@@ -23,6 +23,7 @@ from mrl.config.rewards import FunctionReward, RewardsConfig
 from mrl.config.roles import role_configs
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.data.dataset import Example
+from mrl.data.mixture import train_rows
 from mrl.data.prompts import PromptDataset, PromptSource
 from mrl.data.tokenizer import load_tokenizer
 from mrl.rollout.base import Trajectory, trajectories_to_batch
@@ -133,7 +134,8 @@ def _completions(
 ) -> Rows:  # fmt: skip
     """Returns prompts with completions that `model` samples. folder: the actor's, with its tokenizer."""
     tokenizer = load_tokenizer(folder, config.actor.model.trust_remote_code, config.data.chat_template)
-    dataset = PromptDataset(config.data, tokenizer, vocab_size=vocab_size_of(read_hf_config(folder)))
+    vocab_size = vocab_size_of(read_hf_config(folder))
+    dataset = train_rows(config.data, lambda data: PromptDataset(data, tokenizer, vocab_size=vocab_size))
     samples = min(config.rollout.samples_per_prompt, 2)
     prompts = PromptSource(dataset, seed=config.seed, shuffle=config.data.shuffle).take(max(1, sequences // samples))
     new = min(config.rollout.max_new_tokens, NEW_TOKENS)

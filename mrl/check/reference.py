@@ -66,6 +66,10 @@ def fixed_length(masks: Sequence[Tensor], length: int) -> list[Tensor]:
     return [mask_T / length / count for mask_T in masks]
 
 
+GroupLoss = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Fields]], Tensor]
+"""`(log-probs or values [T], loss masks [T], fields)`, of all sequences of a group -> what they add to the loss."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Loss:
     """What the gradient is taken of."""
@@ -74,6 +78,8 @@ class Loss:
     weights: TokenWeights = token_mean
     head: str = "lm"  # a key of `HEADS`
     temperature: float = 1.0  # that logits are divided by
+    of_group: GroupLoss | None = None  # takes the place of `of_tokens` and `weights`
+    group: int = 1  # neighbouring sequences that `of_group` takes together
 
 
 @dataclasses.dataclass
@@ -143,16 +149,22 @@ def backward(
     those of the model."""
     device = next(model.parameters()).device
     masks = [torch.tensor(example.mask[1:], dtype=torch.float32, device=device) for example in examples]
+    own = [{name: values.to(device) for name, values in of_one.items()} for of_one in fields or [{}] * len(examples)]
+    weights = loss.weights(masks) if loss.of_group is None else []
     total, predictions = 0.0, []
-    for number, (example, mask_T, weight_T) in enumerate(zip(examples, masks, loss.weights(masks), strict=True)):
-        predicted_T, labels_T = predict(model, example, head=loss.head, temperature=loss.temperature)
-        own = {name: values.to(device) for name, values in fields[number].items()} if fields else {}
-        if loss.head == "lm":
-            predicted_T = predicted_T * (mask_T != 0)
-        of_sequence = (loss.of_tokens(predicted_T, labels_T, own) * weight_T).sum()
-        of_sequence.backward()
-        total += of_sequence.item()
-        predictions.append(predicted_T.detach())
+    for first in range(0, len(examples), loss.group):
+        group = slice(first, first + loss.group)
+        predicted = []
+        for example, mask_T in zip(examples[group], masks[group], strict=True):
+            predicted_T, labels_T = predict(model, example, head=loss.head, temperature=loss.temperature)
+            predicted.append(predicted_T * (mask_T != 0) if loss.head == "lm" else predicted_T)
+        if loss.of_group is None:
+            share = (loss.of_tokens(predicted[0], labels_T, own[first]) * weights[first]).sum()
+        else:
+            share = loss.of_group(predicted, masks[group], own[group])
+        share.backward()
+        total += share.item()
+        predictions += [predicted_T.detach() for predicted_T in predicted]
     return total, torch.cat(predictions).cpu()
 
 

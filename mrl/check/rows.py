@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from mrl.batch import Batch
+from mrl.config.answers import AnswersConfig
 from mrl.config.schema import DataConfig, ModelConfig
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.data.batches import BatchSource, batch_of
@@ -18,6 +20,12 @@ from mrl.data.mixture import train_rows
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.errors import DataError
+from mrl.trainers.task import Task
+
+C = TypeVar("C", bound=AnswersConfig)
+
+SHORTEST = 16
+"""Tokens of an answer with its prompt, at least."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +36,8 @@ class Rows:
     fields: Sequence[Mapping[str, Tensor]]  # of each example's labels; () for none
     batch: Batch  # as engines take them
     words: str
+    ctx: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """What the loss function reads of its `ctx`."""
 
     @property
     def longest(self) -> int:
@@ -97,7 +107,7 @@ def first_rows(
     batch = source.next()
     loaded = [dataset.load(row) for row in source.rows]
     whole = [example for example in loaded if not isinstance(example, Rejected)]
-    shown = [_shortened(example, length) for example in whole]
+    shown = [shortened(example, length) for example in whole]
     words = f"data.train: the first {count} of the {of_batch} sequences of the first batch"
     if any(len(a.ids) != len(b.ids) for a, b in zip(shown, whole, strict=True)):
         batch = batch_of(shown)
@@ -105,7 +115,26 @@ def first_rows(
     return Rows(shown, (), batch, counted(words, batch))
 
 
-def _shortened(example: Example, length: int) -> Example:
+def first_items(make: Callable[[C], Task[C]], config: C, folder: str, *, rows: int) -> tuple[list[Any], str]:
+    """Returns what the first rows of the first batch of a command on answers are, and in words which these are. make:
+    its task. folder: of the model."""
+    of_batch = config.train.global_batch_size
+    rows = min(rows, of_batch)
+    task = make(dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=rows)))
+    tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.data.chat_template)
+    hf_config = read_hf_config(folder)
+    dataset = train_rows(config.data, lambda data: task.of_data(data).dataset(tokenizer, folder, hf_config, "train"))
+    source = task.source(dataset)
+    try:
+        source.next()
+        loaded = [dataset.load(row) for row in source.rows]
+    finally:
+        source.close()
+    found = [row for row in loaded if not isinstance(row, Rejected)]
+    return found, f"data.train: the first {rows} of the {of_batch} rows of the first batch"
+
+
+def shortened(example: Example, length: int) -> Example:
     """Returns at most `length` tokens of a row, some of which train. One with images stays whole."""
     if len(example.ids) <= length or example.multi_modal_inputs:
         return example

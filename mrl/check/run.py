@@ -156,7 +156,7 @@ def read_config(path: str, overrides: Sequence[str]) -> tuple[TrainingCommand, A
         apply_override(raw, override)
     command = command_of_yaml(raw)
     if command.checked is None:
-        known = " and ".join(f"mrl {other.name}" for other in all_training() if other.checked is not None)
+        known = ", ".join(f"mrl {other.name}" for other in all_training() if other.checked is not None)
         raise UserError(
             path, why=f"is a config of mrl {command.name}, which mrl check has no step for", fix=f"give one of {known}"
         )
@@ -342,10 +342,11 @@ class Session:
         self.rows = self.checked.rows(
             self.config, subject, model, sequences=sequences, length=length, device=on.device
         )  # fmt: skip
-        count = self.rows.batch.num_sequences
+        group = self.rows.batch.group
+        count, what = self.rows.batch.num_sequences // group, "sequences" if group == 1 else "pairs"
         for layout in layouts:
             if layout.dims.dp > count:
-                why = f"gives {count} sequences, and {layout} has {layout.dims.dp} replicas"
+                why = f"gives {count} {what}, and {layout} has {layout.dims.dp} replicas"
                 raise DataError("data.train", why=why, fix="give more rows, or other --layouts")
         self.header("data", self.rows.words)
         self.report.batch = self.rows.problems()
@@ -399,9 +400,10 @@ class Session:
         dtype = self._dtype(model)
         micro_batch = micro_batch_of(subject, rows, layouts)
         config = subject.on(layout, path=model.path, init=model.init, dtype=dtype, micro_batch=micro_batch)
+        ctx = {"temperature": subject.loss.temperature, **rows.ctx}
         return Work(
             config=config, batch=rows.batch, loss_fn=subject.loss_fn, denominator=subject.denominator,
-            temperature=subject.loss.temperature, adapter=adapter, reference=str(store), bounds=BOUNDS[dtype],
+            ctx=ctx, adapter=adapter, reference=str(store), bounds=BOUNDS[dtype],
             timed_steps=TIMED_STEPS if self.asked.speed else 0,
             writes=self.asked.against == "first" and layout == layouts[0],
         )  # fmt: skip
@@ -466,13 +468,15 @@ class Session:
 def micro_batch_of(subject: Subject, rows: Rows, layouts: Sequence[Layout]) -> MicroBatchConfig:
     """Returns how micro-batches are cut: as the config does, but small enough for two on each replica.
 
-    With router losses, which are means over a micro-batch, each holds one sequence: then all layouts have the same.
+    With router losses, which are means over a micro-batch, each holds one sequence, or one pair: then all layouts have
+    the same.
     """
-    own, count = subject.config.engine.micro_batch, rows.batch.num_sequences
+    own, group = subject.config.engine.micro_batch, rows.batch.group
     if subject.has_router_losses:
-        return MicroBatchConfig(size=1)
+        return MicroBatchConfig(size=group)
     if own.size is not None:
-        replicas = max(layout.dims.dp for layout in layouts)
-        return MicroBatchConfig(size=max(1, min(own.size, count // (2 * replicas))))
+        replicas, count = max(layout.dims.dp for layout in layouts), rows.batch.num_sequences // group
+        return MicroBatchConfig(size=group * max(1, min(own.size // group, count // (2 * replicas))))
     half = -(-rows.batch.num_tokens // 4)
-    return MicroBatchConfig(tokens=max(rows.batch.max_length, min(own.tokens or half, half)))
+    longest = int(rows.batch.lengths.view(-1, group).sum(-1).max())
+    return MicroBatchConfig(tokens=max(longest, min(own.tokens or half, half)))

@@ -19,7 +19,7 @@ class Subject:
     part: Part
     config: RoleConfig  # as the run builds it
     loss_fn: LossFn  # as engines take it
-    denominator: str  # of it: "tokens" or "sequences"
+    denominator: str  # of it, a count of the batch
     loss: Loss  # the same, as the reference takes it
 
     @property

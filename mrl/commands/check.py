@@ -28,6 +28,7 @@ COMMAND = Command(
         mrl check sft.yaml
         mrl check sft.yaml --layouts tp2,pp2xvpp2,dp2 --speed
         mrl check sft.yaml --layouts pp2 --resume
+        mrl check dpo.yaml --layouts tp2,dp2
         mrl check grpo.yaml --layouts tp2 --cut layers=4,width=256
         mrl check sft.yaml engine.backend=fsdp --against first --json""",
     run=run,

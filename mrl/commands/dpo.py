@@ -31,6 +31,7 @@ class DPO(TrainingCommand[DPOConfig]):
     root = DPOConfig
     trainer = "mrl.trainers.dpo:run"
     task = "mrl.trainers.dpo:DPOTask"
+    checked = "mrl.check.of_dpo:CHECKED"
     order = 3
     losses = LOSSES
     null_is = {

@@ -27,6 +27,7 @@ class RM(TrainingCommand[RMConfig]):
     root = RMConfig
     trainer = "mrl.trainers.rm:run"
     task = "mrl.trainers.rm:RMTask"
+    checked = "mrl.check.of_rm:CHECKED"
     order = 4
     losses = tuple(FORMAT_OF)
 

@@ -45,8 +45,9 @@ class SFT(TrainingCommand[SFTConfig]):
 
     def parts(self, config: SFTConfig) -> list[Part]:
         found = [Part("", config.model, config.engine, optimizer=config.optimizer)]
-        if config.teacher is not None and config.teacher.server is None:
-            found.append(Part("teacher", config.teacher_model, config.teacher.engine or config.engine))
+        for key, teacher in config.teacher.by_key.items() if config.teacher is not None else ():
+            if teacher.server is None:
+                found.append(Part(key, config.teacher_model(teacher.model), teacher.engine or config.engine))
         return found
 
     def engine_config(self, config: SFTConfig, part: Part) -> RoleConfig:
@@ -58,7 +59,8 @@ class SFT(TrainingCommand[SFTConfig]):
 
         if not role:
             return contextlib.nullcontext()
-        return own_keys(role, has_engine=config.teacher is not None and config.teacher.engine is not None, of="model")
+        assert config.teacher is not None, "no teacher"
+        return own_keys(role, has_engine=config.teacher.by_key[role].engine is not None, of="model")
 
     def longest(self, config: SFTConfig) -> tuple[int, str]:
         return config.data.max_length, "data.max_length"
@@ -71,23 +73,27 @@ class SFT(TrainingCommand[SFTConfig]):
         return [
             f"layout: {dims.describe()} on {processes(dims)}",
             f"micro-batch: {micro_batch(config.engine, config.data.max_length)}",
-            *self._teacher(config, layouts),
+            *self._teachers(config, dict(zip((part.role for part in parts), layouts, strict=True))),
             f"length: {length} of {train.global_batch_size} sequences a step",
         ]
 
-    def _teacher(self, config: SFTConfig, layouts: Sequence[ParallelDims]) -> list[str]:
+    def _teachers(self, config: SFTConfig, layouts: Mapping[str, ParallelDims]) -> list[str]:
+        """layouts: of each part's role."""
         from mrl.launch.describe import processes
 
         teacher = config.teacher
         if teacher is None:
             return []
-        where = f"at {teacher.server.url}" if teacher.server is not None else ""
-        where = where or f"{layouts[1].describe()} on {processes(layouts[1])}"
+        places = {
+            key: f"at {one.server.url}" if one.server is not None
+            else f"{layouts[key].describe()} on {processes(layouts[key])}"
+            for key, one in teacher.by_key.items()
+        }  # fmt: skip
         kind = f"jsd (beta {teacher.resolved_beta:g})" if teacher.loss == "jsd" else teacher.loss
         ids = "the whole vocabulary" if teacher.top_k is None else f"its {teacher.top_k} likeliest tokens and the rest"
         when = ", computed before the first step" if teacher.cache else ""
         return [
-            f"teacher: {where}{when}",
+            *(f"{key}: {where}{when}" for key, where in places.items()),
             f"loss: {teacher.weight:g} {kind} over {ids} at temperature {teacher.temperature:g}, "
             f"{1 - teacher.weight:g} negative log-likelihood",
         ]
@@ -96,10 +102,12 @@ class SFT(TrainingCommand[SFTConfig]):
         from mrl.config.phases import Phase
 
         size, teacher = config.train.global_batch_size, config.teacher
-        if teacher is None or teacher.server is not None or teacher.cache:
+        roles = [part.role for part in self.parts(config)[1:]]
+        if teacher is None or teacher.cache or not roles:
             return super().phases(config)
-        forward = Phase("forward of the teacher", "teacher", "forward", size)
-        return Phases((forward, Phase("update of the model", "", "train", size)), offload_idle=False)
+        # of several teachers each may have to say something of all rows
+        forwards = [Phase(f"forward of the {role.replace('.others.', ' ')}", role, "forward", size) for role in roles]
+        return Phases((*forwards, Phase("update of the model", "", "train", size)), offload_idle=False)
 
 
 COMMAND = SFT()

@@ -14,10 +14,12 @@ from mrl.config.build import build_section
 from mrl.config.recipes import ALGORITHMS
 from mrl.config.rewards import RewardsConfig, parse_rewards
 from mrl.config.schema import (
+    MIX_BY_HELP,
     MOST_SECONDS,
     MOST_SEQUENCES,
     MOST_WAYS,
     REQUIRED,
+    TRAIN_HELP,
     CheckpointConfig,
     EngineConfig,
     LogConfig,
@@ -27,7 +29,7 @@ from mrl.config.schema import (
     RowsConfig,
     key,
 )
-from mrl.config.sources import FORMS
+from mrl.config.sources import PromptShare, train_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,7 +196,8 @@ class AlgorithmConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptsConfig(RowsConfig):
-    train: str = key(REQUIRED, f"training rows: {FORMS}", moves=True)
+    train: str | tuple[PromptShare, ...] = key(REQUIRED, TRAIN_HELP, moves=True, parse=train_of(PromptShare))
+    mix_by: Literal["rows", "tokens"] = key("rows", MIX_BY_HELP, may_change=True)
     eval: str | None = key(None, "evaluation rows, in the same forms", may_change=True)
     system: str | None = key(None, "a system message before every prompt")
     max_prompt_length: int = key(1024, "longest prompt in tokens", minimum=1)

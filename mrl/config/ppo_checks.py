@@ -15,6 +15,7 @@ from mrl.config.checks import (
     check_log,
     check_lora,
     check_micro_batch,
+    check_mix_by,
     check_muon,
     check_optimizer,
     check_schedule,
@@ -55,6 +56,7 @@ def check_ppo(config: PPOConfig) -> None:
     """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
     _check_sizes(config)
     _check_length(config)
+    check_mix_by(config.data.train, config.data.mix_by)
     for role in ROLES:
         if has_own_engine(config, role):
             _check_engine(config, role, getattr(config, role).engine)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from mrl.config.answers import AnswerLossConfig, AnswerRowsConfig, AnswersConfig
-from mrl.config.schema import REQUIRED, ModelConfig, key
-from mrl.config.sources import FORMS
+from mrl.config.schema import EVAL_HELP, MIX_BY_HELP, REQUIRED, TRAIN_HELP, ModelConfig, key
+from mrl.config.sources import ScoredShare, ScoredSource, eval_of, train_of
 
 FORMAT_OF: Mapping[str, str] = {"bradley_terry": "preference", "regression": "graded", "steps": "steps"}
 """`loss.name` -> the form of row that it is of, a `data.format`."""
@@ -35,8 +35,9 @@ class ScoreLossConfig(AnswerLossConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoredDataConfig(AnswerRowsConfig):
-    train: str = key(REQUIRED, f"training rows: {FORMS}", moves=True)
-    eval: str | None = key(None, "evaluation rows, in the same forms", may_change=True)
+    train: str | tuple[ScoredShare, ...] = key(REQUIRED, TRAIN_HELP, moves=True, parse=train_of(ScoredShare))
+    eval: str | Mapping[str, ScoredSource] | None = key(None, EVAL_HELP, may_change=True, parse=eval_of(ScoredSource))
+    mix_by: Literal["rows", "tokens"] = key("rows", MIX_BY_HELP, may_change=True)
     format: Literal["auto", "preference", "graded", "steps"] = key(
         "auto",
         "form of a row: preference (prompt, chosen, rejected; or chosen and rejected as whole conversations), graded "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mrl.config.checks import check_groups, check_train, check_trained
+from collections.abc import Mapping
+
+from mrl.config.checks import check_groups, check_mix_by, check_train, check_trained
 from mrl.config.rm import FORMAT_OF, RMConfig
 from mrl.errors import ConfigError
 
@@ -10,6 +12,7 @@ from mrl.errors import ConfigError
 def check_rm(config: RMConfig) -> None:
     """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
     check_train(config.train, config.data.eval)
+    check_mix_by(config.data.train, config.data.mix_by)
     _check_loss(config)
     check_groups(config, config.engine)
     check_trained(config)
@@ -21,10 +24,16 @@ def _check_loss(config: RMConfig) -> None:
         why = f"is not read by loss {loss.name}, whose labels say where scores lie"
         raise ConfigError("loss.centering", loss.centering, why, "leave it out; it is of bradley_terry")
     wanted = FORMAT_OF[loss.name]
-    if data.format not in ("auto", wanted):
-        name = next(name for name, format in FORMAT_OF.items() if format == data.format)
-        why = f"is no form of row for loss.name {loss.name}"
-        raise ConfigError("data.format", data.format, why, f"set loss.name to {name}, or data.format to {wanted}")
+    formats: dict[str, str | None] = {"data.format": data.format}
+    if not isinstance(data.train, str):
+        formats |= {f"data.train[{i}].format": source.format for i, source in enumerate(data.train)}
+    if isinstance(data.eval, Mapping):
+        formats |= {f"data.eval.{name}.format": source.format for name, source in data.eval.items()}
+    for key, format in formats.items():
+        if format not in (None, "auto", wanted):
+            name = next(name for name, of_loss in FORMAT_OF.items() if of_loss == format)
+            why = f"is no form of row for loss.name {loss.name}"
+            raise ConfigError(key, format, why, f"set loss.name to {name}, or {key} to {wanted}")
     if data.step_separator != "\n" and loss.name != "steps":
         why = f"is not used by loss.name {loss.name}, whose answers have no steps"
         raise ConfigError("data.step_separator", data.step_separator, why, "leave it out")

@@ -7,11 +7,14 @@ help text and the allowed values, from which `docs/config.md` and the error mess
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from mrl.config.build import build_section
 from mrl.config.fields import MOST_SECONDS as MOST_SECONDS
 from mrl.config.fields import MOST_SEQUENCES, MOST_WAYS, REQUIRED, key
+from mrl.config.keys import kind
 from mrl.config.megatron_speed import ROUNDING
 from mrl.config.sources import (
     FORMS,
@@ -23,6 +26,7 @@ from mrl.config.sources import (
     eval_of,
     train_of,
 )
+from mrl.errors import ConfigError
 
 __all__ = ["MOST_SECONDS", "MOST_SEQUENCES", "MOST_WAYS", "REQUIRED", "key"]
 
@@ -286,6 +290,9 @@ class DataConfig(RowsConfig):
         "[assistant, tool]",
     )
     system: str | None = key(None, "text of a system message before conversations that have none")
+    teacher: str | None = key(
+        None, "name in teacher.others of the teacher of rows that name none; null is teacher.model"
+    )
     max_length: int = key(2048, "longest sequence in tokens", minimum=2)
     truncation: Literal["error", "right", "left", "drop"] = key(
         "error", "what happens to a longer row: stop, cut an end, or leave it out; counted and reported"
@@ -378,13 +385,38 @@ class TeacherServerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TeacherConfig:
-    """A model whose next-token distributions are learned (docs/distill.md)."""
+class OneTeacherConfig:
+    """A model whose next-token distributions are learned, and where it runs."""
 
     model: TeacherModelConfig = key(REQUIRED, "the teacher")
     engine: EngineConfig | None = key(None, "its engine and layout; null is the model's", may_change=True)
     server: TeacherServerConfig | None = key(
         None, "a server that has the teacher, in place of an engine: vLLM, or mrl serve", may_change=True
+    )
+
+
+def _other_teachers(raw: Any, path: str) -> dict[str, OneTeacherConfig]:
+    """Returns `teacher.others`."""
+    if raw is None:
+        return {}
+    if not isinstance(raw, Mapping):
+        fix = "give names with a model each, as in {math: {model: {path: DIR}}}"
+        raise ConfigError(path, raw, f"is {kind(raw)}", fix)
+    for name in raw:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
+            raise ConfigError(path, name, "is no name of a teacher", "give letters, digits, _ and - alone")
+    return {name: build_section(OneTeacherConfig, of, f"{path}.{name}", OneTeacherConfig) for name, of in raw.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TeacherConfig(OneTeacherConfig):
+    """Models whose next-token distributions are learned (docs/distill.md): one, or several by row."""
+
+    others: Mapping[str, OneTeacherConfig] = key(
+        dict,
+        "further teachers by name, each with `model`, `engine` and `server` of its own; rows whose `teacher`, or that "
+        "of their source, names one learn from it, and all other rows from teacher.model",
+        parse=_other_teachers,
     )
     loss: Literal["forward_kl", "reverse_kl", "jsd"] = key(
         "forward_kl", "the divergence of the student's distributions from the teacher's"
@@ -413,6 +445,11 @@ class TeacherConfig:
     )
 
     @property
+    def by_key(self) -> dict[str, OneTeacherConfig]:
+        """The teachers by the keys of their sections, that of all other rows first."""
+        return {"teacher": self} | {f"teacher.others.{name}": other for name, other in self.others.items()}
+
+    @property
     def resolved_beta(self) -> float:
         return 0.5 if self.beta is None else self.beta
 
@@ -430,11 +467,8 @@ class SFTConfig:
     checkpoint: CheckpointConfig = key(CheckpointConfig, "saving and resuming", may_change=True)
     log: LogConfig = key(LogConfig, "where metrics go", may_change=True)
 
-    @property
-    def teacher_model(self) -> ModelConfig:
-        """The teacher's model, null resolved; there must be one."""
-        assert self.teacher is not None, "no teacher"
-        own = self.teacher.model
+    def teacher_model(self, own: TeacherModelConfig) -> ModelConfig:
+        """Returns the model of a teacher, null resolved."""
         dtype = own.dtype or self.model.dtype
         return dataclasses.replace(self.model, path=own.path, init="pretrained", dtype=dtype, lora=None, mtp=None)
 

@@ -36,6 +36,12 @@ class Source:
 
     path: str = key(REQUIRED, FORMS)
     columns: dict[str, str] | None = key(None, "rename fields before a row is read")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RenderedSource(Source):
+    """Rows whose conversations no part of a run renders but the one that reads them."""
+
     chat_template: str | None = key(None, "file with a Jinja chat template")
 
 
@@ -65,7 +71,7 @@ class Share(Source):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SFTSource(Source):
+class SFTSource(RenderedSource):
     """A source of `mrl sft`."""
 
     format: Literal["auto", "messages", "prompt_completion", "alpaca", "text", "tokenized"] | None = key(
@@ -73,14 +79,22 @@ class SFTSource(Source):
     )
     loss_on: LossOn | None = key(None, "tokens that train")
     system: str | None = key(None, "text of a system message before conversations that have none")
+    teacher: str | None = key(None, "name in teacher.others of the teacher of its rows")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PreferenceSource(Source):
+class PreferenceSource(RenderedSource):
     """A source of `mrl dpo`."""
 
     format: Literal["auto", "preference", "unpaired"] | None = key(None, "form of a row")
     system: str | None = key(None, "text of a system message before conversations that have none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoredSource(RenderedSource):
+    """A source of `mrl rm`."""
+
+    format: Literal["auto", "preference", "graded", "steps"] | None = key(None, "form of a row")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +105,16 @@ class SFTShare(SFTSource, Share):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceShare(PreferenceSource, Share):
     """A source of data.train of `mrl dpo`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoredShare(ScoredSource, Share):
+    """A source of data.train of `mrl rm`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptShare(Share):
+    """A source of data.train of `mrl ppo`, whose chat template and system text sampler and reward model have too."""
 
 
 S = TypeVar("S", bound=Share)

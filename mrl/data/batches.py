@@ -15,6 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any, Generic
 
+import torch
+
+from mrl.algorithms.distill import TEACHER_OF
 from mrl.batch import Batch, make_batch
 from mrl.data.dataset import Example, RowDataset, T
 from mrl.data.stream import Progress, Report, RowStream, Taken, count_usable, may_leave_out, row_order
@@ -118,7 +121,11 @@ class BatchSource(Batches[Example]):
 def batch_of(examples: Sequence[Example]) -> Batch:
     """Returns the global mini-batch of some rows."""
     inputs = [e.multi_modal_inputs for e in examples]
-    batch = make_batch([e.ids for e in examples], [e.mask for e in examples], multi_modal_inputs=inputs)
+    teachers = torch.tensor([e.teacher for e in examples])
+    batch = make_batch(
+        [e.ids for e in examples], [e.mask for e in examples], multi_modal_inputs=inputs,
+        sequence_fields={TEACHER_OF: teachers} if teachers.any() else {},
+    )  # fmt: skip
     if not batch.denominators["tokens"]:
         why = f"all {len(examples)} rows of a batch have weight 0, so there is nothing to divide by"
         raise DataError("data", why=why, fix="leave out rows of weight 0, or raise train.global_batch_size")

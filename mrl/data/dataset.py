@@ -55,6 +55,7 @@ class Example:
     truncated: bool
     multi_modal_inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """What its images are to the model, as `Batch` has it of one sequence."""
+    teacher: int = 0  # the number of the one that it learns from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +166,8 @@ class RowDataset(abc.ABC, Generic[T]):
 
 
 class SFTDataset(RowDataset[Example]):
-    """Rows that train, as `Example`s. vision: of the model where it reads images."""
+    """Rows that train, as `Example`s. vision: of the model where it reads images. teachers: names of those beside the
+    first."""
 
     config: DataConfig
 
@@ -177,7 +179,9 @@ class SFTDataset(RowDataset[Example]):
         part: Part = "train",
         vocab_size: int | None = None,
         vision: Vision | None = None,
+        teachers: Sequence[str] = (),
     ) -> None:
+        self._teachers = list(teachers)
         self._vision = copy.deepcopy(vision)  # it has a tokenizer too
         super().__init__(config, tokenizer, part=part, vocab_size=vocab_size)
 
@@ -202,15 +206,26 @@ class SFTDataset(RowDataset[Example]):
     def _make(self, index: int, row: dict[str, Any]) -> Example | Rejected:
         content, weight = parse_row(row, self.format), row_weight(row)
         if self._vision is None:
-            _check_text_alone(content)
+            check_text_alone(content)
             fitted = self._fit(index, WithImages(self._encoder.encode(content), {}))
         else:
             images = content.images if isinstance(content, Chat) else ()
             expanded = self._vision.expand(self._encoder.encode(content), images, self._rows.folder(index))
             fitted = self._fit(index, expanded)
-        if isinstance(fitted, Rejected) or weight == 1:
+        if isinstance(fitted, Rejected):
             return fitted
-        return dataclasses.replace(fitted, mask=[weight * w for w in fitted.mask])
+        if self._teachers:
+            fitted = dataclasses.replace(fitted, teacher=self._teacher_of(row))
+        return fitted if weight == 1 else dataclasses.replace(fitted, mask=[weight * w for w in fitted.mask])
+
+    def _teacher_of(self, row: dict[str, Any]) -> int:
+        """Returns the number of a row's teacher, 0 for the first. Raises BadRow."""
+        name = self.config.teacher if row.get("teacher") is None else row["teacher"]
+        if name is None:
+            return 0
+        if name not in self._teachers:
+            raise BadRow(f"teacher is {name!r:.40}; give one of {', '.join(self._teachers)}, or leave it out")
+        return 1 + self._teachers.index(name)
 
     def tokens_of(self, item: Example) -> int:
         return len(item.ids)
@@ -258,7 +273,7 @@ class SFTDataset(RowDataset[Example]):
         return Example(ids, mask, too_long, row.inputs)
 
 
-def _check_text_alone(content: Chat | Pair | Text | Tokens) -> None:
+def check_text_alone(content: Chat | Pair | Text | Tokens) -> None:
     """Refuses what a model that reads text alone is not given; for it, not the row, may be the wrong one."""
     if not isinstance(content, Chat):
         return

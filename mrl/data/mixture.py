@@ -34,7 +34,7 @@ from mrl.errors import DataError
 T = TypeVar("T", bound=Loaded)
 D = TypeVar("D", bound=Any)
 
-BEFORE = ("columns", "chat_template", "format", "loss_on", "system", "split")
+BEFORE = ("columns", "chat_template", "format", "loss_on", "system", "split", "teacher")
 """Keys of a source that say what its rows become."""
 
 

@@ -10,17 +10,20 @@
 
 A row's `weight` is what it counts in the loss, 1 by default. All of an answer's assistant turns train, and nothing
 before them. Both answers of a row must follow the very same tokens: that is compared after the chat template, token by
-token, and never made so by cutting. Tools and template arguments are as in mrl/data/formats.py.
+token, and never made so by cutting. Tools, template arguments and images are as in mrl/data/formats.py; images stand in
+the prompt.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mrl.algorithms.preference import CHOSEN, WEIGHT, weights_of
@@ -29,11 +32,12 @@ from mrl.batch import Batch, make_batch
 from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.keys import listed
 from mrl.data.batches import Batches
-from mrl.data.dataset import Rejected, RowDataset, T
-from mrl.data.encode import NO_TEMPLATE, Encoded, Encoder
+from mrl.data.dataset import Rejected, RowDataset, T, check_text_alone
+from mrl.data.encode import NO_TEMPLATE, Encoder
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Row, check_messages, parse_row, row_weight
 from mrl.data.stream import Report
+from mrl.data.vision import Vision, WithImages
 from mrl.errors import DataError
 
 FIELDS = {"preference": ("chosen", "rejected"), "unpaired": ("prompt", "completion", "label")}
@@ -47,6 +51,8 @@ class Answer:
     ids: list[int]
     mask: list[int]  # 1 for each id of the answer that trains (not shifted)
     is_chosen: bool  # or good
+    multi_modal_inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    """What the images of its prompt are to the model, as `Batch` has it of one sequence."""
 
     @property
     def prompt(self) -> list[int]:
@@ -112,7 +118,7 @@ def _shared_messages(row: Row) -> list[dict[str, Any]]:
             raise BadRow(
                 f"{name} is no list of messages, and there is no prompt; give the prompt in a field of its own"
             )
-        check_messages(row[name], name)
+        check_messages(row[name], name, parts=True)
     chosen, rejected = row["chosen"], row["rejected"]
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
@@ -129,7 +135,7 @@ def answer_of(row: Row, prompt: Any, name: str) -> Chat | Pair:
     """Returns the prompt with the answer in the field `name`. Raises BadRow."""
     answer = row[name]
     if isinstance(prompt, list) and isinstance(answer, list):
-        asked, said = check_messages(prompt, "prompt"), check_messages(answer, name)
+        asked, said = check_messages(prompt, "prompt", parts=True), check_messages(answer, name, parts=True)
         if said[: len(asked)] == asked:
             raise BadRow(
                 f"{name} begins with the messages of prompt again; leave them out of it, or rename prompt with "
@@ -153,15 +159,21 @@ def answer_of(row: Row, prompt: Any, name: str) -> Chat | Pair:
 
 
 class PreferenceDataset(RowDataset[Preference]):
-    """Rows of preferences, as `Preference`s. paired: the loss is of pairs, so single answers are refused."""
+    """Rows of preferences, as `Preference`s.
+
+    paired: the loss is of pairs, so single answers are refused. vision: of the model where it reads images.
+    """
 
     config: PreferenceDataConfig
 
-    def __init__(self, *args: Any, paired: bool, **options: Any) -> None:
+    def __init__(self, *args: Any, paired: bool, vision: Vision | None = None, **options: Any) -> None:
         self._paired = paired
+        self._vision = copy.deepcopy(vision)  # it has a tokenizer, as in SFTDataset
         super().__init__(*args, **options)
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if self._vision is not None and self._vision.chat_template is not None and self.config.chat_template is None:
+            tokenizer.chat_template = self._vision.chat_template  # the tokenizer's own may know nothing of images
         if self.config.system is not None and tokenizer.chat_template is None:
             raise DataError("data.system", why=NO_TEMPLATE)
         self._encoder = Encoder(tokenizer, "assistant", self.config.system)
@@ -171,7 +183,7 @@ class PreferenceDataset(RowDataset[Preference]):
             raise DataError(f"data.{self.part}", why=why, fix="set loss.name to kto, or give chosen and rejected")
 
     def _make(self, index: int, row: dict[str, Any]) -> Preference | Rejected:
-        answers = tuple(self._encode(content, chosen) for content, chosen in parse(row, self.format))
+        answers = tuple(self._encode(index, content, chosen) for content, chosen in parse(row, self.format))
         if len(answers) == 2:
             self._check_pair(*answers)
         longest = max(len(answer.ids) for answer in answers)
@@ -185,12 +197,18 @@ class PreferenceDataset(RowDataset[Preference]):
     def tokens_of(self, item: Preference) -> int:
         return sum(len(answer.ids) for answer in item.answers)
 
-    def _encode(self, content: Chat | Pair, chosen: bool) -> Answer:
+    def _encode(self, index: int, content: Chat | Pair, chosen: bool) -> Answer:
         if isinstance(content, Chat) and any(weight not in (None, 0, 1) for weight in content.weights):
             raise BadRow(
                 "has a message with a weight other than 0 and 1; an answer's log-prob counts a token or does not"
             )
-        encoded: Encoded = self._encoder.encode(content)
+        row = WithImages(self._encoder.encode(content), {})
+        if self._vision is None:
+            check_text_alone(content)
+        else:
+            images = content.images if isinstance(content, Chat) else ()
+            row = self._vision.expand(row.encoded, images, self._rows.folder(index))
+        encoded = row.encoded
         self._check_vocabulary(encoded.ids)
         mask = [
             0,
@@ -198,7 +216,9 @@ class PreferenceDataset(RowDataset[Preference]):
         ]  # nothing precedes the first token, so it never trains
         if not any(mask):
             raise BadRow(f"has nothing to train on: none of its {len(mask)} tokens trains (the first never does)")
-        return Answer(encoded.ids, mask, chosen)
+        if self._vision is not None and self._vision.count(encoded.ids[mask.index(1) :]):
+            raise BadRow("has an image in an answer, after its first token that trains; images stand in the prompt")
+        return Answer(encoded.ids, mask, chosen, row.inputs)
 
     def _check_pair(self, chosen: Answer, rejected: Answer) -> None:
         if chosen.ids == rejected.ids:
@@ -219,14 +239,23 @@ def batch_of(rows: Sequence[Preference], *, group: int) -> Batch:
     """Returns the global mini-batch of some rows, pairs chosen first. group: 2 where the loss is of pairs, else 1."""
     answers = [answer for row in rows for answer in row.answers]
     chosen = torch.tensor([answer.is_chosen for answer in answers])
-    fields = {CHOSEN: chosen}
-    if any(row.weight != 1 for row in rows):
-        fields[WEIGHT] = torch.tensor([row.weight for row in rows for _ in row.answers], dtype=torch.float64)
-        if not fields[WEIGHT].any():
-            why = f"all {len(rows)} rows of a batch have weight 0, so there is nothing to divide by"
-            raise DataError("data", why=why, fix="leave out rows of weight 0, or raise train.global_batch_size")
-    made = make_batch([a.ids for a in answers], [a.mask for a in answers], sequence_fields=fields)
+    fields = {CHOSEN: chosen, **weight_field([row.weight for row in rows for _ in row.answers], len(rows))}
+    inputs = [answer.multi_modal_inputs for answer in answers]
+    made = make_batch(
+        [a.ids for a in answers], [a.mask for a in answers], sequence_fields=fields, multi_modal_inputs=inputs
+    )  # fmt: skip
     return with_denominators(made, group=group)
+
+
+def weight_field(weights_S: Sequence[float], rows: int) -> dict[str, Tensor]:
+    """Returns the sequence field of weights; none where all are 1. Raises DataError where all are 0. rows: how many
+    rows they are of."""
+    if all(weight == 1 for weight in weights_S):
+        return {}
+    if not any(weights_S):
+        why = f"all {rows} rows of a batch have weight 0, so there is nothing to divide by"
+        raise DataError("data", why=why, fix="leave out rows of weight 0, or raise train.global_batch_size")
+    return {WEIGHT: torch.tensor(weights_S, dtype=torch.float64)}
 
 
 def with_denominators(batch: Batch, *, group: int) -> Batch:
@@ -263,7 +292,7 @@ def with_other_answers(batch: Batch, max_length: int) -> Batch:
     for i, other in sorted(others.items()):
         sequences.append((ids[i][: firsts[i]] + ids[other][firsts[other] :])[:max_length])
         trained.append(([0] * firsts[i] + masks[other][firsts[other] :])[:max_length])
-    return make_batch(sequences, trained)
+    return make_batch(sequences, trained, multi_modal_inputs=batch.multi_modal_inputs)  # images are all of prompts
 
 
 class PreferenceSource(Batches[Preference]):

@@ -73,6 +73,9 @@ class PromptDataset(RowDataset[Prompt]):
         content = asked.messages if isinstance(asked, Chat) else asked.text
         return Prompt(index, self.where(index), row, content, ids, too_long)
 
+    def tokens_of(self, item: Prompt) -> int:
+        return len(item.tokens)
+
     def too_long(self, tokens: int) -> str:
         """Returns what is said of a prompt with too many tokens, where data.truncation is error."""
         return (
@@ -85,13 +88,13 @@ class PromptSource(RowStream[Prompt]):
     """An endless source of prompts that can be saved and continued exactly."""
 
     def take(self, count: int) -> list[Prompt]:
-        """Returns the next `count` prompts that can be used.
+        """Returns the next `count` prompts that can be used, whose `index` is that among the rows of all sources.
 
         Raises DataError as `PromptDataset.load` does, and takes none then.
         """
         taken = self._after(self._progress, count)
         self._moved(taken)
-        return taken.items
+        return [dataclasses.replace(item, index=row) for item, row in zip(taken.items, taken.rows, strict=True)]
 
     def usable(self) -> int:
         """Returns rows that can be used: those of an epoch. Reads every row once where some may be left out."""

@@ -12,8 +12,9 @@
                   true, false, or a number from 0 to 1
 
 A sequence is what `mrl ppo` gives a reward model (mrl/roles/reward_model.py): the whole conversation through the chat
-template, or, without one, prompt and answer joined, with EOS. Its score is read at `scored_token`. Tools and template
-arguments are as in mrl/data/formats.py.
+template, or, without one, prompt and answer joined, with EOS. Its score is read at `scored_token`. A row's `weight` is
+what each of its pairs, answers or steps counts in the loss, 1 by default. Tools and template arguments are as in
+mrl/data/formats.py.
 """
 
 from __future__ import annotations
@@ -25,17 +26,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from mrl.algorithms.preference import weights_of
+from mrl.algorithms.ragged import sum_per_sequence
 from mrl.algorithms.scores import MARGIN, TARGETS
 from mrl.batch import Batch, make_batch
 from mrl.config.keys import listed
 from mrl.config.rm import FORMAT_OF, ScoredDataConfig
 from mrl.converters.hf_config import pad_token_of
 from mrl.data.batches import Batches
-from mrl.data.dataset import Rejected, RowDataset
+from mrl.data.dataset import Rejected, RowDataset, check_text_alone
 from mrl.data.encode import Encoder
 from mrl.data.files import BadRow
-from mrl.data.formats import Chat, Pair, Row, Text, question
-from mrl.data.preferences import answer_of, parse
+from mrl.data.formats import Chat, Pair, Row, Text, question, row_weight
+from mrl.data.preferences import answer_of, parse, weight_field
 from mrl.data.steps import encode_steps
 from mrl.errors import DataError, ModelError
 
@@ -64,6 +67,7 @@ class ScoredRow:
 
     sequences: tuple[Scored, ...]  # the chosen one and the rejected one, or one alone
     margin: float = 0.0  # by which the chosen one should be better
+    weight: float = 1  # in the loss
     truncated: bool = False  # none is
 
 
@@ -139,7 +143,10 @@ def _steps(row: Row) -> tuple[list[str], list[float]]:
 
 
 class ScoredDataset(RowDataset[ScoredRow]):
-    """Rows that a reward model learns from. loss: `loss.name`. pad_token_id: as `padding` has it."""
+    """Rows that a reward model learns from. loss: `loss.name`. pad_token_id: as the function `padding` has it.
+
+    The attribute `padding` is that token and its text.
+    """
 
     config: ScoredDataConfig
 
@@ -148,6 +155,7 @@ class ScoredDataset(RowDataset[ScoredRow]):
         super().__init__(*args, **options)
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.padding = self._pad, str(tokenizer.convert_ids_to_tokens(self._pad))
         self._encoder = Encoder(tokenizer, "all")
         self.format = self.config.format if self.config.format != "auto" else self._detect(detect)
         if self.format != FORMAT_OF[self._loss]:
@@ -162,8 +170,6 @@ class ScoredDataset(RowDataset[ScoredRow]):
                 raise BadRow(
                     f"has no field {field!r}, which the format {self.format} needs; it has {listed(row)}: {LIKE}"
                 )
-        if row.get("weight") not in (None, 1):
-            raise BadRow("has a weight, which reward models do not take yet; remove it, or leave the row out")
         made = {"preference": self._pair, "graded": self._graded, "steps": self._with_steps}[self.format](row)
         longest = max(len(sequence.ids) for sequence in made.sequences)
         if longest > self.config.max_length:
@@ -173,7 +179,10 @@ class ScoredDataset(RowDataset[ScoredRow]):
             raise DataError(f"{what}; raise data.max_length, or set data.truncation to drop")
         for sequence in made.sequences:
             self._check_vocabulary(sequence.ids)
-        return made
+        return dataclasses.replace(made, weight=row_weight(row))
+
+    def tokens_of(self, item: ScoredRow) -> int:
+        return sum(len(sequence.ids) for sequence in item.sequences)
 
     def _pair(self, row: Row) -> ScoredRow:
         margin = 0.0 if row.get("margin") is None else _number(row["margin"], "margin")
@@ -209,6 +218,9 @@ class ScoredDataset(RowDataset[ScoredRow]):
     def _whole(self, row: Row, content: Chat | Pair) -> Chat | Text:
         """Returns a prompt with its answer as `mrl ppo` would have a policy's completion scored."""
         if isinstance(content, Chat):
+            if content.images:
+                raise BadRow("has an image, which reward models do not read; leave the row out")
+            check_text_alone(content)
             if content.weights:
                 raise BadRow("has a weight of a message, which reward models do not take; leave it out")
             if content.messages[-1]["role"] != "assistant":
@@ -238,16 +250,19 @@ def scored_batch(rows: Sequence[ScoredRow], *, group: int) -> Batch:
         ids.append([*sequence.ids, 0])
         masks.append([0.0, *(float(place in at) for place in range(length))])
         targets.append(torch.tensor([at.get(place, 0.0) for place in range(length)]))
+    weights = [row.weight for row in rows for _ in row.sequences]
     margins = torch.tensor([row.margin for row in rows for _ in row.sequences])
-    batch = make_batch(ids, masks, token_fields={TARGETS: torch.cat(targets)}, sequence_fields={MARGIN: margins})
-    units = float(batch.loss_mask.sum()) / group
+    fields = {MARGIN: margins, **weight_field(weights, len(rows))}
+    batch = make_batch(ids, masks, token_fields={TARGETS: torch.cat(targets)}, sequence_fields=fields)
+    scores_S = sum_per_sequence(batch.loss_mask.double(), batch.lengths)
+    units = float((weights_of(batch) * scores_S).sum()) / group
     return dataclasses.replace(batch, denominators={**batch.denominators, "units": units}, group=group)
 
 
 class ScoredSource(Batches[ScoredRow]):
     """An endless source of global mini-batches (see `mrl.data.batches.Batches`)."""
 
-    def __init__(self, dataset: ScoredDataset, *, group: int, **options: Any) -> None:
+    def __init__(self, dataset: RowDataset[ScoredRow], *, group: int, **options: Any) -> None:
         super().__init__(dataset, **options)
         self.group = group
 

@@ -104,6 +104,7 @@ def is_sampled(row: Mapping[str, Any]) -> bool:
 def score_rows(config: GenerateConfig, model: Loaded, console: Console) -> None:
     """Scores all rows of the request, part by part."""
     data = config.data
+    assert isinstance(data.train, str), "the command line names one path"
     of_user = f"data.max_prompt_length {data.max_prompt_length} and {config.rollout.max_new_tokens} new ones"
     bounded = of_user if config.place.limit is None else config.place.limited_by
     rows = CompletedRows(

@@ -26,7 +26,7 @@ from mrl.config.checks import (
 )
 from mrl.config.command import Config, OnRows, Part, TrainingCommand
 from mrl.config.schema import CheckpointConfig, ModelConfig, RowsConfig
-from mrl.config.sources import Source
+from mrl.config.sources import RenderedSource, Source
 from mrl.engine.checks import Sequences
 from mrl.errors import ConfigError, DataError, ModelError, first_line, quoted, unwritable
 from mrl.parallel import ParallelDims
@@ -255,7 +255,9 @@ def _check_data(data: RowsConfig) -> None:
                 "give a .jsonl or .parquet file, a folder or glob of them, or a hub id",
             )
     templates = {"data.chat_template": data.chat_template}
-    templates |= {f"{key}.chat_template": source.chat_template for key, source in _sources(data)}
+    for key, source in _sources(data):
+        if isinstance(source, RenderedSource):
+            templates[f"{key}.chat_template"] = source.chat_template
     for key, template in templates.items():
         if template is not None and not os.path.isfile(template):
             raise DataError(key, quoted(template), "does not exist", "give a Jinja file")

@@ -217,8 +217,12 @@ class Read:
         from mrl.trainers.mixture_length import length_of_mixture
 
         if self.shares:
-            steps = length_of_mixture(self.config, self.dataset, open_console("none", enabled=False))
-            return f"length: {steps:,} steps of {batch:,} rows, mixed from {usable:,}"
+            steps = length_of_mixture(
+                self.config, self.dataset, open_console("none", enabled=False), rows=batch,
+                each=self.task.steps_of_batch, check=lambda steps, length: None,
+            )  # fmt: skip
+            each = "" if self.task.steps_of_batch == 1 else f", {self.task.steps_of_batch:,} on each batch"
+            return f"length: {steps:,} steps{each} of {batch:,} rows, mixed from {usable:,}"
         train = self.config.train
         what = "iterations" if self.command.generates else "steps"
         if train.steps is not None:

@@ -22,14 +22,16 @@ from mrl.config.dpo import DPOConfig
 from mrl.config.load import to_dict
 from mrl.config.roles import own_keys
 from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
-from mrl.converters.hf_config import vocab_size_of
+from mrl.converters.hf_config import read_hf_config, reads_images, vocab_size_of
 from mrl.converters.hub import model_fingerprint, model_folder
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.mixture import MixedDataset
 from mrl.data.preferences import PreferenceDataset, PreferenceSource, batch_of, in_order, with_other_answers
 from mrl.data.stream import Report
+from mrl.data.vision import load_vision
 from mrl.engine.base import BaseEngine, Ctx
 from mrl.engine.registry import build_engine
+from mrl.errors import ConfigError
 from mrl.trainers.common import say_all
 from mrl.trainers.console import Console
 from mrl.trainers.reference import Cache, answers_by, weight_files, with_reference
@@ -71,7 +73,10 @@ class DPOTask(Task[DPOConfig]):
         self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part
     ) -> PreferenceDataset:
         paired, vocab_size = self.config.loss.is_paired, vocab_size_of(hf_config)
-        return PreferenceDataset(self.config.data, tokenizer, part=part, vocab_size=vocab_size, paired=paired)
+        return PreferenceDataset(
+            self.config.data, tokenizer, part=part, vocab_size=vocab_size, paired=paired,
+            vision=load_vision(folder, hf_config),
+        )  # fmt: skip
 
     def source(self, dataset: RowDataset[Any]) -> PreferenceSource:
         assert isinstance(dataset, PreferenceDataset | MixedDataset)
@@ -96,6 +101,12 @@ class DPOTask(Task[DPOConfig]):
         path = config.reference.model.path
         with self._reference_keys():
             self.reference_folder = engine.config.model.path if path is None else model_folder(path, weights=True)
+        policy_reads, reference_reads = (
+            reads_images(read_hf_config(folder)) for folder in (engine.config.model.path, self.reference_folder)
+        )
+        if policy_reads and not reference_reads:
+            why = "reads text alone, and model.path reads images"
+            raise ConfigError("reference.model.path", path, why, "give a model that reads images")
         if config.reference.cache:
             self._fill_cache(engine, sets, place, console)
         elif config.reference_has_own_model:

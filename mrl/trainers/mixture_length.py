@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from mrl.config.checks import check_schedule
 from mrl.data.batches import steps_for_epochs
 from mrl.data.mixture import MixedDataset
 from mrl.data.stream import may_leave_out, usable_of_mixture
@@ -13,14 +13,18 @@ from mrl.errors import ConfigError
 from mrl.trainers.console import Console
 
 
-def length_of_mixture(config: Any, train_set: MixedDataset[Any], console: Console) -> int:
+def length_of_mixture(
+    config: Any, train_set: MixedDataset[Any], console: Console, *, rows: int, check: Callable[[int, str], None],
+    each: int = 1,
+) -> int:  # fmt: skip
     """Returns steps of the run: train.steps; or as many as give train.epochs times the rows of all sources; or, where
     neither is set and every source has epochs, as many as their rows fill.
 
-    Rows that can be used are counted first where some may be left out and the length depends on them. Raises
+    rows: of a batch, on which `each` steps are made. check: raises ConfigError where the schedules do not fit a length,
+    in words. Rows that can be used are counted first where some may be left out and the length depends on them. Raises
     ConfigError where the sources give fewer rows than the length takes.
     """
-    train, batch = config.train, config.train.global_batch_size
+    train = config.train
     bounded = all(share.epochs is not None for share in train_set.shares)
     if train.steps is not None and not bounded:
         return train.steps
@@ -31,22 +35,22 @@ def length_of_mixture(config: Any, train_set: MixedDataset[Any], console: Consol
     if train.steps is not None:
         steps, length = train.steps, f"train.steps {train.steps}"
     elif train.epochs is None and most is not None:
-        steps = max(1, most // batch)
+        steps = max(1, most // rows) * each
         length = f"the {steps} steps that the epochs of the sources fill"
     else:
         epochs = 1.0 if train.epochs is None else train.epochs
-        rows = sum(usable for usable, _ in counted)
-        steps = steps_for_epochs(epochs, rows, batch)
+        steps = steps_for_epochs(epochs, sum(usable for usable, _ in counted), rows) * each
         length = f"the {steps} steps of {epochs:g} epochs"
-    if most is not None and steps * batch > most:
+    needed = -(-steps // each) * rows
+    if most is not None and needed > most:
         key = "train.steps" if train.steps is not None else "train.epochs"
         value = train.steps if train.steps is not None else Fraction(str(train.epochs or 1))
         raise ConfigError(
             key, float(value) if key == "train.epochs" else value,
-            f"takes {steps * batch:,} rows, and the sources of data.train have {most:,} within their epochs",
-            f"give at most {most // batch} steps, or raise epochs of a source",
+            f"takes {needed:,} rows, and the sources of data.train have {most:,} within their epochs",
+            f"give at most {most // rows * each} steps, or raise epochs of a source",
         )  # fmt: skip
     if train.steps is None:
-        check_schedule(config.optimizer, steps, length)
+        check(steps, length)
         console.say(f"data.train: {sum(usable for usable, _ in counted):,} rows can be used, which makes {length}")
     return steps

@@ -134,6 +134,7 @@ def loop(trainer: Trainer, progress: Progress, experience: Experience | None, lo
             check_rollout(trainer, progress, collected, experience)
             log_probs_s = time.perf_counter() - began_s
             progress.pending = rollout_metrics(trainer, collected, experience, log_probs_s=log_probs_s)
+            progress.pending |= trainer.source.metrics
             finish_rollout(trainer, progress, collected, experience, log)
             del collected  # its texts and tokens would fill the memory of the next rollout
 

@@ -46,12 +46,21 @@ def with_reference(batch: Batch, log_probs_S: Tensor) -> Batch:
 
 
 def digests(batch: Batch) -> list[bytes]:
-    """Returns a name for each sequence of a batch: of its tokens, and of which of them train."""
-    assert not batch.multi_modal_inputs, "images have no name"
+    """Returns a name for each sequence of a batch: of its tokens, of which of them train, and of its images."""
     fields = (batch.tokens, batch.labels, batch.loss_mask != 0)
     parts = [part.numpy().tobytes() for field in fields for part in field.cpu().split(batch.lengths.tolist())]
     count = batch.num_sequences
-    return [hashlib.sha256(b"".join(parts[i::count])).digest()[:16] for i in range(count)]
+    images = [_image_bytes(inputs) for inputs in batch.multi_modal_inputs] or [b""] * count
+    return [hashlib.sha256(b"".join(parts[i::count]) + images[i]).digest()[:16] for i in range(count)]
+
+
+def _image_bytes(inputs: Mapping[str, Tensor]) -> bytes:
+    """Returns what tells the images of a sequence from others; nothing of one without."""
+    return b"".join(
+        f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode()
+        + tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        for name, tensor in sorted(inputs.items())
+    )
 
 
 def weight_files(folder: str) -> list[tuple[str, int, int]]:

@@ -17,9 +17,10 @@ from mrl.algorithms.scores import DENOMINATOR, METRICS, ScoreLoss
 from mrl.batch import Batch
 from mrl.config.rm import RMConfig
 from mrl.config.schema import RoleConfig
-from mrl.converters.hf_config import pad_token_of, vocab_size_of
+from mrl.converters.hf_config import pad_token_of, read_hf_config, vocab_size_of
 from mrl.converters.tokenizer_files import write_pad_token
 from mrl.data.dataset import Part, RowDataset
+from mrl.data.mixture import MixedDataset
 from mrl.data.preferences import in_order
 from mrl.data.scored import ScoredDataset, ScoredSource, padding, scored_batch
 from mrl.data.stream import Report
@@ -43,8 +44,7 @@ class RMTask(Task[RMConfig]):
         super().__init__(config)
         self.loss_fn = ScoreLoss(config.loss.name, config.loss.centering or 0.0)
         self.means = dict.fromkeys(METRICS[config.loss.name], DENOMINATOR)
-        self.pad_token: tuple[int, str]  # set with the first rows: its id and text
-        self.pad_is_new = False  # whether config.json of model.path has none
+        self.padding: tuple[int, str]  # set by `begin`: the token and its text
 
     def role(self, folder: str) -> RoleConfig:
         config = self.config
@@ -57,17 +57,14 @@ class RMTask(Task[RMConfig]):
     def dataset(
         self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part
     ) -> ScoredDataset:
-        token = padding(hf_config, tokenizer)
-        self.pad_token = token, tokenizer.convert_ids_to_tokens(token)
-        self.pad_is_new = pad_token_of(hf_config) != token
         config = self.config
         return ScoredDataset(
             config.data, tokenizer, part=part, vocab_size=vocab_size_of(hf_config), loss=config.loss.name,
-            pad_token_id=token,
+            pad_token_id=padding(hf_config, tokenizer),
         )  # fmt: skip
 
     def source(self, dataset: RowDataset[Any]) -> ScoredSource:
-        assert isinstance(dataset, ScoredDataset)
+        assert isinstance(dataset, ScoredDataset | MixedDataset)
         config = self.config
         return ScoredSource(
             dataset, group=config.group, global_batch_size=config.train.global_batch_size, seed=config.seed,
@@ -75,17 +72,20 @@ class RMTask(Task[RMConfig]):
         )  # fmt: skip
 
     def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
-        assert isinstance(dataset, ScoredDataset)
+        assert isinstance(dataset, ScoredDataset | MixedDataset)
         for _, rows in in_order(dataset, self.config.train.global_batch_size, report):
             yield scored_batch(rows, group=self.config.group)
 
     def begin(self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console) -> None:
         super().begin(engine, sets, place, console)
-        token, text = self.pad_token
-        new = "; config.json has none yet, and the export names it" if self.pad_is_new else ""
+        rows = sets[0].sources[0] if isinstance(sets[0], MixedDataset) else sets[0]
+        assert isinstance(rows, ScoredDataset)
+        self.padding = token, text = rows.padding
+        is_new = pad_token_of(read_hf_config(engine.config.model.path)) != token
+        new = "; config.json has none yet, and the export names it" if is_new else ""
         console.say(f"scores are read at the last token that is not the padding, {text!r} ({token}){new}")
 
     def export(self, engine: BaseEngine, path: str) -> None:
         """Writes the model; its config.json and its tokenizer name the padding that scores were read by."""
         super().export(engine, path)
-        engine.on_main(lambda: write_pad_token(path, *self.pad_token))
+        engine.on_main(lambda: write_pad_token(path, *self.padding))

@@ -66,7 +66,7 @@ from mrl.trainers.saves import Saves, check_background
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.step_guard import StepGuard
 from mrl.trainers.task import HFConfig, Task, engine_of_groups
-from mrl.trainers.teacher import Teacher
+from mrl.trainers.teacher import Teachers
 from mrl.trainers.throughput import Throughput, memory_gb
 
 
@@ -102,20 +102,23 @@ class SFTTask(Task[SFTConfig]):
     def __init__(self, config: SFTConfig) -> None:
         super().__init__(config)
         self.loss_fn = sft_loss
-        self.teacher = None if config.teacher is None else Teacher(config)
-        self.means = {} if self.teacher is None else WEIGHED_BY
+        self.teachers = None if config.teacher is None else Teachers(config)
+        self.means = {} if self.teachers is None else WEIGHED_BY
 
     def role(self, folder: str) -> RoleConfig:
         return role_config(self.config, folder)
 
     def dataset(self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part) -> SFTDataset:
         vision = load_vision(folder, hf_config)
-        if self.teacher is not None and part == "train":
+        if self.teachers is not None and part == "train":
             if vision is not None:
                 why = "is set, and model.path is a model that reads images, which is not distilled"
                 raise ConfigError("teacher", why=why, fix="leave it out, or give a model of text alone")
-            self.teacher.check(tokenizer, hf_config)
-        return SFTDataset(self.config.data, tokenizer, part=part, vocab_size=vocab_size_of(hf_config), vision=vision)
+            self.teachers.check(tokenizer, hf_config)
+        others = [] if self.config.teacher is None else list(self.config.teacher.others)
+        return SFTDataset(
+            self.config.data, tokenizer, part=part, vocab_size=vocab_size_of(hf_config), vision=vision, teachers=others
+        )  # fmt: skip
 
     def means_of(self, batch: Batch, ctx: Ctx) -> dict[str, float]:
         found = ctx["metrics"]  # an evaluation runs no MTP layers
@@ -130,17 +133,17 @@ class SFTTask(Task[SFTConfig]):
         return eval_batches(dataset, self.config.train.global_batch_size, report)
 
     def begin(self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console) -> None:
-        if self.teacher is not None:
-            self.loss_fn = self.teacher.loss_fn
+        if self.teachers is not None:
+            self.loss_fn = self.teachers.loss_fn
             every = lambda: itertools.chain.from_iterable(self.eval_batches(rows, None) for rows in sets)  # noqa: E731
-            self.teacher.begin(engine, every, place, console)
+            self.teachers.begin(engine, every, place, console)
         super().begin(engine, sets, place, console)
 
     def folders(self) -> Mapping[str, str]:
-        return {} if self.teacher is None else {"teacher.model.path": self.teacher.folder}
+        return {} if self.teachers is None else self.teachers.folders
 
     def prepare(self, engine: BaseEngine, batch: Batch) -> tuple[Batch, Ctx]:
-        return (batch, {}) if self.teacher is None else self.teacher.prepare(batch)
+        return (batch, {}) if self.teachers is None else self.teachers.prepare(batch)
 
 
 def run(config: SFTConfig, command_line: str = "") -> None:
@@ -211,7 +214,8 @@ def length_of(config: Any, train_set: RowDataset[Any], console: Console) -> int:
     rows, batch = len(train_set), config.train.global_batch_size
     check_batch(batch, batch, rows)
     if isinstance(train_set, MixedDataset):
-        return length_of_mixture(config, train_set, console)
+        check = functools.partial(check_schedule, config.optimizer)
+        return length_of_mixture(config, train_set, console, rows=batch, check=check)
     if config.train.steps is not None:
         return config.train.steps
     epochs = 1.0 if config.train.epochs is None else config.train.epochs

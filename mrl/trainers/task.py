@@ -25,7 +25,8 @@ HFConfig = dict[str, Any]
 
 
 class RowsTask(Protocol):
-    """What `mrl data show` asks of a command: its rows. A `Task` is one."""
+    """What `mrl data show` asks of a command: its rows. A `Task` is one. Where data.train may be a list of sources, it
+    has a Task's `of_data`, `source` and `steps_of_batch` too."""
 
     def dataset(
         self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part
@@ -45,6 +46,8 @@ def engine_of_groups(engine: EngineConfig, longest: int) -> EngineConfig:
 class Task(abc.ABC, Generic[C]):
     """The rows of a command, the batches that they make, and the loss on them."""
 
+    steps_of_batch = 1
+    """Optimizer steps on each batch of rows."""
     loss_fn: LossFn
     denominator = "tokens"
     """Of `Batch.denominators`, what the loss is divided by."""

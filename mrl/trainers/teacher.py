@@ -1,11 +1,13 @@
-"""The teacher of `mrl sft`: its likeliest tokens after each place, by an engine, a server, or what they gave before.
+"""The teachers of `mrl sft`: their likeliest tokens after each place, by engines, servers, or what these gave before.
 
 Dimensions: `T` tokens of a batch end to end, `N` of them that train, `K` ids of each, the teacher's likeliest first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
@@ -16,10 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mrl.algorithms.distill import TEACHER, DistillLoss
+from mrl.algorithms.distill import TEACHER, TEACHER_OF, DistillLoss
+from mrl.algorithms.ragged import to_tokens
 from mrl.batch import Batch
 from mrl.config.roles import own_keys
-from mrl.config.schema import RoleConfig, SFTConfig
+from mrl.config.schema import OneTeacherConfig, RoleConfig, SFTConfig
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import model_fingerprint, model_folder
 from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
@@ -43,11 +46,14 @@ class Top:
 
 
 class Teacher:
-    """The teacher of a run, from the check of its vocabulary to the batches that it has told its distributions."""
+    """One of the teachers of a run, from the check of its vocabulary to what it says of batches.
 
-    def __init__(self, config: SFTConfig) -> None:
+    key: of its section.
+    """
+
+    def __init__(self, config: SFTConfig, key: str = "teacher") -> None:
         assert config.teacher is not None, "no teacher"
-        self.config, self.keys = config, config.teacher
+        self.config, self.keys, self.key, self.own = config, config.teacher, key, config.teacher.by_key[key]
         self.folder = ""
         self.vocab_size = self.own_vocab_size = 0  # rows of the student's output layer, and of the teacher's
         self.cache: TopCache | None = None
@@ -58,27 +64,26 @@ class Teacher:
         return min(self.keys.top_k or self.own_vocab_size, self.own_vocab_size)
 
     @property
-    def loss_fn(self) -> DistillLoss:
-        keys = self.keys
-        whole = self.ids_per_token == self.own_vocab_size == self.vocab_size
-        return DistillLoss(
-            kind=keys.loss, beta=keys.resolved_beta, temperature=keys.temperature, weight=keys.weight, tail=not whole
-        )
+    def says_all(self) -> bool:
+        """Whether what it says is of the whole vocabulary, and of nothing more."""
+        return self.ids_per_token == self.own_vocab_size == self.vocab_size
+
+    def _own_keys(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which what is said of `engine.x` or `model.x` is said of the teacher's own key."""
+        return own_keys(self.key, has_engine=self.own.engine is not None, of="model")
 
     def check(self, tokenizer: PreTrainedTokenizerBase, hf_config: dict[str, Any]) -> None:
         """Raises ConfigError where its vocabulary is not the student's. tokenizer, hf_config: the student's."""
-        path, server = self.keys.model.path, self.keys.server
-        with own_keys("teacher", has_engine=self.keys.engine is not None, of="model"):
+        path, server, key = self.own.model.path, self.own.server, f"{self.key}.model.path"
+        with self._own_keys():
             self.folder = model_folder(path, weights=server is None)
             own = load_tokenizer(self.folder, self.config.model.trust_remote_code)
             sizes = [vocab_size_of(which) for which in (hf_config, read_hf_config(self.folder))]
-        check_same_vocabulary(tokenizer.get_vocab(), own.get_vocab(), path, "teacher.model.path", "model.path")
-        for size, key, which in zip(
-            sizes, ("model.path", "teacher.model.path"), (self.config.model.path, path), strict=True
-        ):
+        check_same_vocabulary(tokenizer.get_vocab(), own.get_vocab(), path, key, "model.path")
+        for size, of, which in zip(sizes, ("model.path", key), (self.config.model.path, path), strict=True):
             if size is None:
                 why = "has no vocab_size in its config.json, which distillation compares"
-                raise ConfigError(key, quoted(which), why, "give a model that has")
+                raise ConfigError(of, quoted(which), why, "give a model that has")
         self.vocab_size, self.own_vocab_size = (size or 0 for size in sizes)
 
     # -- before the first step ----------------------------------------------------------------------------------------
@@ -88,17 +93,17 @@ class Teacher:
     ) -> None:
         """Builds the teacher, or computes what it says of all rows. Collective.
 
-        engine: the student's. rows: yields all rows of data.train and data.eval, in batches. place: output_dir.
+        engine: the student's. rows: yields all rows that it teaches, in batches. place: the folder of its cache.
         """
         if not self.keys.cache:
             self.top = self._asked(engine, console)
             return
-        self.cache = cache = TopCache(place / "teacher" / "log_probs.pt", self._made_by(engine))
+        self.cache = cache = TopCache(place / "log_probs.pt", self._made_by(engine))
         cache.read()
         missing = cache.lacks(rows())
         first = next(missing, None)
         if first is None:
-            console.say(f"teacher: its log-probs of {cache.count:,} rows are in {cache.path}")
+            console.say(f"{self.key}: its log-probs of {cache.count:,} rows are in {cache.path}")
         else:
             ask = self._asked(engine, console)
             console.doing("computing the teacher's log-probs")
@@ -110,60 +115,114 @@ class Teacher:
                 console.detail(f"{added.count:,} rows")
             engine.on_main(lambda: cache.write(added))
             cache.read()
-            console.say(f"teacher: its log-probs of {cache.count:,} rows are written to {cache.path}")
+            console.say(f"{self.key}: its log-probs of {cache.count:,} rows are written to {cache.path}")
         self.top = cache.of
 
     def _made_by(self, engine: BaseEngine) -> dict[str, Any]:
         """Returns what the log-probs depend on, beside the rows."""
-        keys, server = self.keys, self.keys.server
+        keys, server = self.keys, self.own.server
         by: dict[str, Any] = {"ids": self.ids_per_token, "temperature": keys.temperature}
         if server is not None:
             asked = TeacherServer(server)
             about = engine.on_main(lambda: {"server": asked.name, "model": model_fingerprint(self.folder)})
             return by | about
         model = engine.on_main(lambda: [model_fingerprint(self.folder), weight_files(self.folder)])
-        return by | {"model": model, "dtype": self.config.teacher_model.dtype}
+        return by | {"model": model, "dtype": self.config.teacher_model(self.own.model).dtype}
 
     def _asked(self, engine: BaseEngine, console: Console) -> Callable[[Batch], Top]:
         """Returns what asks the teacher itself, which is built now."""
         count = self.ids_per_token
-        if self.keys.server is not None:
-            server = TeacherServer(self.keys.server)
+        if self.own.server is not None:
+            server = TeacherServer(self.own.server)
             name = engine.on_main(lambda: server.name)  # which the main process keeps: it alone asks
-            console.say(f"teacher: {name} at {server.http.url}")
+            console.say(f"{self.key}: {name} at {server.http.url}")
             return lambda batch: Top(*engine.on_main(lambda: server.top(batch, count)))
         console.doing("building the teacher")
-        with own_keys("teacher", has_engine=self.keys.engine is not None, of="model"):
-            teacher = build_engine(role_of(self.config, self.folder))
-            say_all(console, [f"teacher: {note}" for note in teacher.notes])
+        with self._own_keys():
+            teacher = build_engine(role_of(self.config, self.own, self.folder))
+            say_all(console, [f"{self.key}: {note}" for note in teacher.notes])
             teacher.init_model()
         ctx = {"temperature": self.keys.temperature, "top": count}
         return lambda batch: top_by(teacher, batch, ctx)
 
-    # -- a batch ------------------------------------------------------------------------------------------------------
+
+class Teachers:
+    """All teachers of a run: each says what it does of the rows that name it."""
+
+    def __init__(self, config: SFTConfig) -> None:
+        assert config.teacher is not None, "no teacher"
+        self.keys, self.each = config.teacher, [Teacher(config, key) for key in config.teacher.by_key]
+
+    def check(self, tokenizer: PreTrainedTokenizerBase, hf_config: dict[str, Any]) -> None:
+        """As `Teacher.check`, of all."""
+        for one in self.each:
+            one.check(tokenizer, hf_config)
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """The folders of their models by key."""
+        return {f"{one.key}.model.path": one.folder for one in self.each}
+
+    @property
+    def loss_fn(self) -> DistillLoss:
+        keys, tail = self.keys, not all(one.says_all for one in self.each)
+        return DistillLoss(
+            kind=keys.loss, beta=keys.resolved_beta, temperature=keys.temperature, weight=keys.weight, tail=tail
+        )
+
+    def begin(
+        self, engine: BaseEngine, rows: Callable[[], Iterator[Batch]], place: pathlib.Path, console: Console
+    ) -> None:
+        """As `Teacher.begin`, of all. place: output_dir."""
+        names = ["", *self.keys.others]
+        for number, (name, one) in enumerate(zip(names, self.each, strict=True)):
+            one.begin(engine, functools.partial(_rows_of, number, rows), place / "teacher" / name, console)
 
     def prepare(self, batch: Batch) -> tuple[Batch, Ctx]:
-        """Returns a global mini-batch with the teacher's ids as further labels, and what the student's forward is
+        """Returns a global mini-batch with its teachers' ids as further labels, and what the student's forward is
         asked for. Collective."""
-        found = self.top(batch)
-        trained = batch.loss_mask.nonzero()[:, 0]
-        here = found.ids < self.vocab_size  # of a teacher with more rows than the student
-        labels = torch.zeros(batch.num_tokens, 1 + found.ids.shape[1], dtype=torch.int64)
+        count, trained = max(one.ids_per_token for one in self.each), batch.loss_mask != 0
+        labels = torch.zeros(batch.num_tokens, 1 + count, dtype=torch.int64)
         labels[:, 0] = batch.labels
-        labels[trained, 1:] = (found.ids * here).long()
-        log_probs = torch.zeros(batch.num_tokens, found.ids.shape[1])
-        log_probs[trained] = found.log_probs.masked_fill(~here, -torch.inf)
+        log_probs = torch.zeros(batch.num_tokens, count)
+        log_probs[trained] = -torch.inf  # of a teacher that says fewer ids than another
+        of_T = to_tokens(_numbers(batch), batch.lengths)
+        for number, one in enumerate(self.each):
+            own = _of_teacher(batch, number)
+            if own is None:
+                continue
+            found, at = one.top(own), ((of_T == number) & trained).nonzero()[:, 0]
+            here, width = found.ids < one.vocab_size, found.ids.shape[1]  # of a teacher with more rows than the student
+            labels[at, 1 : 1 + width] = (found.ids * here).long()
+            log_probs[at, :width] = found.log_probs.masked_fill(~here, -torch.inf)
         fields = {**batch.token_fields, TEACHER: log_probs}
         ctx = {"temperature": self.keys.temperature, "first_temperature": 1.0}
         return dataclasses.replace(batch, labels=labels, token_fields=fields), ctx
 
 
-def role_of(config: SFTConfig, folder: str) -> RoleConfig:
-    """Returns what the teacher's engine is built from. folder: what `teacher.model.path` stands for."""
-    assert config.teacher is not None, "no teacher"
+def _numbers(batch: Batch) -> Tensor:
+    """Returns [S] int64: the number of each sequence's teacher."""
+    return batch.sequence_fields.get(TEACHER_OF, torch.zeros_like(batch.lengths))
+
+
+def _of_teacher(batch: Batch, number: int) -> Batch | None:
+    """Returns the sequences of a teacher, in their order; None where it has none."""
+    own = (_numbers(batch) == number).nonzero()[:, 0].tolist()
+    if len(own) == batch.num_sequences:
+        return batch
+    return batch.select(own) if own else None
+
+
+def _rows_of(number: int, rows: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
+    """Yields the rows of a teacher, in batches."""
+    return (own for batch in rows() if (own := _of_teacher(batch, number)) is not None)
+
+
+def role_of(config: SFTConfig, teacher: OneTeacherConfig, folder: str) -> RoleConfig:
+    """Returns what a teacher's engine is built from. folder: what its model.path stands for."""
     return RoleConfig(
-        model=dataclasses.replace(config.teacher_model, path=folder),
-        engine=engine_of_groups(config.teacher.engine or config.engine, config.data.max_length),
+        model=dataclasses.replace(config.teacher_model(teacher.model), path=folder),
+        engine=engine_of_groups(teacher.engine or config.engine, config.data.max_length),
         optimizer=None, seed=config.seed, packing=config.data.packing,
     )  # fmt: skip
 

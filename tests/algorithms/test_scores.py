@@ -6,6 +6,7 @@ Not here: that layouts and micro-batches of engines give the same (tests/trainer
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -98,6 +99,28 @@ def test_micro_batches_change_neither_loss_nor_metrics(name, centering):
     whole, split = computed(name, centering, values_T), computed(name, centering, values_T, parts)
     assert float(whole[0]) == pytest.approx(float(split[0]), rel=1e-12)
     assert whole[1] == pytest.approx(split[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("name, centering", CASES)
+def test_a_row_of_weight_2_is_the_row_twice(name, centering):
+    """In loss, gradient and metrics; the first row counts half, and the last not at all."""
+    rows, group = rows_of(name), 2 if name == "bradley_terry" else 1
+    weights = [0.5, *[1.0] * (len(rows) - 2), 0.0]
+    weighted = scored_batch([dataclasses.replace(r, weight=w) for r, w in zip(rows, weights, strict=True)], group=group)
+    again = [row for row, weight in zip(rows, weights, strict=True) for _ in range(round(2 * weight))]
+    values = torch.tensor(random_values(name), dtype=torch.float64).split(weighted.lengths.tolist())
+    places = [i for i in range(weighted.num_sequences) for _ in range(round(2 * weights[i // group]))]
+    if group == 2:  # a pair twice is its two sequences twice, in their order
+        places = [
+            2 * pair + side for pair in range(len(rows)) for _ in range(round(2 * weights[pair])) for side in (0, 1)
+        ]
+    found = []
+    for batch, of_batch in ((weighted, values), (scored_batch(again, group=group), [values[i] for i in places])):
+        values_T = torch.cat(list(of_batch))
+        loss, ctx = ScoreLoss(name, centering)(batch, {"values": values_T}, {})
+        numbers = {"loss": loss, **ctx["metrics"]}
+        found.append({key: float(value) / batch.denominators[DENOMINATOR] for key, value in numbers.items()})
+    assert found[0] == pytest.approx(found[1], rel=1e-12) and found[0]["loss"] != 0
 
 
 def test_metrics_are_of_scores():

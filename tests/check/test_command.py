@@ -39,6 +39,10 @@ def test_the_first_example_is_the_plain_command():
 OTHERS = [
     "mrl check lora.yaml --layouts dp1,tp2,pp2",  # whose adapters have dropout
     "mrl check ppo.yaml --layouts dp1 --resume",
+    "mrl check dpo.yaml --layouts tp2,dp2 --resume",
+    "mrl check dpo.yaml --layouts dp1 loss.name=orpo engine.backend=fsdp",
+    "mrl check kto.yaml --layouts dp1,pp2 --resume",
+    "mrl check rm.yaml --layouts tp2,dp2 --resume",
 ]
 
 
@@ -56,11 +60,15 @@ def test_every_example_of_the_help_runs(place, monkeypatch, line):
         assert "\nthe same: " in done.stdout and "DIFFERENT" not in done.stdout
         assert max(map(len, done.stdout.splitlines())) <= 100
     assert sorted(path.name for path in place.iterdir()) == [
+        "dpo.yaml",
         "eval.jsonl",
         "grpo.yaml",
+        "kto.yaml",
         "lora.yaml",
         "model",
+        "pairs.jsonl",
         "ppo.yaml",
+        "rm.yaml",
         "sft.yaml",
         "train.jsonl",
     ]
@@ -115,5 +123,5 @@ def test_a_command_brings_what_is_checked(place, monkeypatch):
     done = mrl(place, "mrl check sft.yaml", monkeypatch)
     assert done.exit_code == 2
     assert done.stderr == (
-        "mrl: sft.yaml: is a config of mrl sft, which mrl check has no step for; give one of mrl ppo\n"
+        "mrl: sft.yaml: is a config of mrl sft, which mrl check has no step for; give one of mrl ppo, mrl dpo, mrl rm\n"
     )

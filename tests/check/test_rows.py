@@ -7,11 +7,16 @@ import dataclasses
 import pytest
 import torch
 
-from mrl.check.rows import Rows, _shortened, first_rows
+from mrl.check.command import checked_of
+from mrl.check.folder import CheckedModel
+from mrl.check.rows import Rows, first_rows, shortened
+from mrl.check.run import read_config
+from mrl.config.command import Part
 from mrl.config.load import from_dict
 from mrl.data.batches import BatchSource, batch_of
 from mrl.data.dataset import Example, SFTDataset
 from mrl.data.tokenizer import load_tokenizer
+from tests.check.works import make_configs
 from tests.trainers import tiny_runs
 
 
@@ -42,16 +47,16 @@ def test_they_are_the_first_of_the_run(config):
 
 def test_a_long_row_is_cut_where_it_trains():
     row = Example(list(range(100)), [0] * 60 + [1] * 40, False)
-    short = _shortened(row, 20)
+    short = shortened(row, 20)
     assert short.ids == list(range(50, 70)) and sum(short.mask) == 10
-    at_the_end = _shortened(Example(list(range(100)), [0] * 99 + [1], False), 20)
+    at_the_end = shortened(Example(list(range(100)), [0] * 99 + [1], False), 20)
     assert at_the_end.ids == list(range(80, 100)) and sum(at_the_end.mask) == 1
-    assert _shortened(row, 100) is row
+    assert shortened(row, 100) is row
     with_image = dataclasses.replace(row, multi_modal_inputs={"pixel_values": torch.zeros(1)})
-    assert _shortened(with_image, 20) is with_image
+    assert shortened(with_image, 20) is with_image
 
 
-def test_shortened_rows_are_said(config):
+def testshortened_rows_are_said(config):
     rows = rows_of(config, sequences=4, length=8)
     assert "of each at most 8 tokens around the first that trains" in rows.words and rows.batch.max_length == 7
     assert not rows.problems()
@@ -81,3 +86,24 @@ def test_a_batch_that_is_not_its_rows_is_found():
     ]
     assert problems(denominators=lambda d: {**d, "tokens": 5.0}) == ["denominators: tokens is 5.0, and the rows have 3"]
     assert "lengths: the sequences have [2, 5]" in problems(lengths=lambda lengths: lengths.flip(0))[0]
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto", "rm"])
+def test_rows_of_answers(name, tmp_path):
+    """As engines take them and as the reference does; a long answer is cut, and a pair keeps both of its answers."""
+    make_configs(tmp_path)
+    command, config = read_config(str(tmp_path / f"{name}.yaml"), ["model.lora=null"])
+    checked, folder = checked_of(command), str(tmp_path / "model")
+    [subject] = checked.subjects(
+        config, [Part("", config.model, config.engine, optimizer=config.optimizer)], {"": folder}
+    )
+    made = CheckedModel(folder, 0, "pretrained", "")
+    rows = checked.rows(config, subject, made, sequences=3, length=200, device="cpu")
+    assert not rows.problems() and rows.batch.num_sequences == 6 and rows.batch.group == (1 if name == "kto" else 2)
+    assert (
+        rows.words.startswith("data.train: the first 3 of the 4 rows of the first batch")
+        and "at most" not in rows.words
+    )
+    assert rows.ctx == ({"kl": 10.0} if name == "kto" else {})
+    short = checked.rows(config, subject, made, sequences=3, length=4, device="cpu")
+    assert not short.problems() and short.batch.max_length <= rows.batch.max_length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class Checked:
             self.folder, backend=backend, size=2, optimizer=OPTIMIZER, parallel=parallel, dtype=self.dtype
         )
         return Work(
-            config=config, batch=self.batch, loss_fn=sft_loss, denominator="tokens", temperature=1.0, adapter=None,
+            config=config, batch=self.batch, loss_fn=sft_loss, denominator="tokens", ctx={"temperature": 1.0}, adapter=None,
             reference=self.store, bounds=BOUNDS[self.dtype], undecided=self.undecided,
         )  # fmt: skip
 
@@ -71,7 +72,7 @@ def make(
 
 
 def make_configs(folder: Path) -> None:
-    """Writes sft.yaml, grpo.yaml and ppo.yaml, and what they name."""
+    """Writes sft.yaml, lora.yaml, grpo.yaml, ppo.yaml, dpo.yaml, kto.yaml and rm.yaml, and what they name."""
     tiny_runs.make_inputs(folder)
     config = Qwen3Config.from_pretrained(folder / "model")
     config.num_hidden_layers, config.layer_types = 4, ["full_attention"] * 4
@@ -93,3 +94,12 @@ def make_configs(folder: Path) -> None:
         "critic": {"engine": {"backend": "fsdp", "device": "cpu"}},
     }
     tiny_runs.write_config(folder / "ppo.yaml", ppo)
+    pairs = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": str(7 * i) * (1 + i % 2)} for i in range(3, 13)]
+    (folder / "pairs.jsonl").write_text(
+        "".join(json.dumps(row | {"weight": 1 + i % 2}) + "\n" for i, row in enumerate(pairs))
+    )
+    of_pairs = sft | {"data": sft["data"] | {"train": str(folder / "pairs.jsonl")}}
+    dpo = of_pairs | {"loss": {"name": "dpo", "sft_weight": 0.5}}
+    tiny_runs.write_config(folder / "dpo.yaml", dpo)
+    tiny_runs.write_config(folder / "kto.yaml", dpo | {"loss": {"name": "kto"}, "model": lora["model"]})
+    tiny_runs.write_config(folder / "rm.yaml", of_pairs | {"loss": {"name": "bradley_terry", "centering": 0.05}})

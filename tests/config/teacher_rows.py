@@ -37,6 +37,14 @@ ON_ANY_BACKEND = [
     Row("teacher.temperature", as_cold, [(DEFAULT, True), (2.0, False)], TAUGHT),
     Row("teacher.top_k", looks.is_in_metrics("distill/teacher_tail"), [(3, True), (None, False)], TAUGHT),
     Row("teacher.weight", as_alone, [(DEFAULT, True), (0.5, False)], TAUGHT),
+    Row(
+        "teacher.others", divergence, [({"b": {"model": {"path": SAME}}}, [0.0])],
+        UNGUARDED | {"teacher.model.path": OTHER, "data.teacher": "b"},
+    ),
+    Row(
+        "data.teacher", lambda run: run.metrics[0]["distill/divergence"] == 0, [(DEFAULT, False), ("b", True)],
+        UNGUARDED | {"teacher.model.path": OTHER, "teacher.others": {"b": {"model": {"path": SAME}}}},
+    ),
     Row("teacher.cache", lambda run: "are written to" in run.said, [(DEFAULT, False), (True, True)], TAUGHT),
 ]  # fmt: skip
 ROWS = [dataclasses.replace(row, on=("megatron",)) for row in ON_ANY_BACKEND]

@@ -164,6 +164,10 @@ REWARDS = [dataclasses.replace(r, key="rewards", what=r.key) if r.key.startswith
 DATA = [
     Row("data.train", lambda run: set(map(str, prompts(run))) == {"9+9="},
         [("{inputs}/train.jsonl", False), ("{inputs}/other.jsonl", True)]),
+    Row("data.train", sampled("index"), [(["{inputs}/train.jsonl"], [0, 0, 1, 1]), (["{inputs}/train.jsonl", "{inputs}/other.jsonl"], [0, 0, 10, 10])],
+        IN_ORDER, what="sources"),
+    Row("data.mix_by", sampled("index"), [(DEFAULT, [0, 0, 10, 10, 1, 1]), ("tokens", [0, 0, 10, 10, 11, 11])],
+        IN_ORDER | {"data.train": ["{inputs}/train.jsonl", "{inputs}/other.jsonl"], "train.global_batch_size": 6}),
     Row("data.eval", looks.steps_with("eval/accuracy"), [(DEFAULT, []), (EVAL["data.eval"], [1])]),
     Row("data.split", sampled("prompt"), [(DEFAULT, ["10+30+1=", "10+30+1=", "11+37+1+1=", "11+37+1+1="]), ("more", ["15+25=", "15+25=", "16+32+1=", "16+32+1="])],
         IN_ORDER | {"data.train": "{inputs}/saved"}),

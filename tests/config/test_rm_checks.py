@@ -31,6 +31,12 @@ REFUSED = [
     ((*GRADED, "loss.centering=0"), "loss.centering: value 0.0 is not read by loss regression"),
     (("data.format=steps",), 'data.format: value "steps" is no form of row for loss.name bradley_terry; set loss.name'),
     ((*GRADED, "data.format=preference"), "set loss.name to bradley_terry, or data.format to graded"),
+    (
+        ('data.train=[{"path": "a.jsonl"}, {"path": "b.jsonl", "format": "steps"}]',),
+        'data.train[1].format: value "steps" is no form of row for loss.name bradley_terry',
+    ),
+    (("data.mix_by=tokens",), 'data.mix_by: value "tokens" is not used where data.train is one path'),
+    (('data.train=[{"path": "a.jsonl", "system": "x"}]',), "data.train[0].system"),
     (("data.format=messages",), 'data.format: value "messages" is not one of the choices'),
     ((*GRADED, "data.step_separator=x"), 'data.step_separator: value "x" is not used by loss.name regression'),
     (("data.truncation=left",), 'data.truncation: value "left" is not one of the choices'),

@@ -20,6 +20,7 @@ BASE = {
     "data": {"train": "rows.jsonl", "max_length": 100},
     "train": {"steps": 10, "global_batch_size": 8},
 }
+ONE = ParallelDims(world_size=1, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, sp=False)
 SERVER = ("teacher.server.url=http://host:8000",)
 
 
@@ -48,6 +49,14 @@ REFUSED = [
     ((*SERVER, "teacher.top_k=null"), "teacher.top_k: value null is the whole vocabulary, which no server gives"),
     ((*SERVER, "teacher.temperature=2"), "teacher.temperature: value 2 is not what a server's log-probs are taken at"),
     (("teacher.server.url=host:8000",), 'teacher.server.url: value "host:8000" is no URL; write it as http://host'),
+    (("teacher.others={math: {model: {path: x}, engine: {backend: fsdp, parallel: {tp: 2}}}}",), "teacher.others.math.engine.parallel.tp"),
+    (("teacher.others={math: {model: {path: x}, server: {url: x}}}",), 'teacher.others.math.server.url: value "x" is no URL'),
+    (("teacher.others={math: {path: x}}",), 'teacher.others.math.path: value "x" is given to an unknown key'),
+    (("teacher.others={a.b: {model: {path: x}}}",), 'teacher.others: value "a.b" is no name of a teacher'),
+    (("teacher.others=[x]",), "teacher.others"),
+    (("data.teacher=math",), 'data.teacher: value "math" is no teacher of teacher.others; give it there'),
+    (("data.train=[{path: a, teacher: code}]", "teacher.others={math: {model: {path: x}}}"),
+     'data.train[0].teacher: value "code" is no teacher of teacher.others; give one of math'),
     ((*SERVER, "teacher.server.concurrency=0"), "teacher.server.concurrency: value 0 is out of range"),
 ]  # fmt: skip
 
@@ -60,7 +69,8 @@ def test_contradictions_are_one_line(overrides, says):
 def test_null_is_the_students():
     """But its adapters, which a teacher has not."""
     config = made("model.dtype=float32")
-    assert (config.teacher_model.path, config.teacher_model.dtype, config.teacher_model.lora) == (
+    model = config.teacher_model(config.teacher.model)
+    assert (model.path, model.dtype, model.lora) == (
         "teacher",
         "float32",
         None,
@@ -72,22 +82,34 @@ def test_null_is_the_students():
     assert [part.role for part in COMMAND.parts(made(*SERVER))] == [""]
 
 
+def test_each_of_several_teachers_is_a_model_of_its_own():
+    others = "teacher.others={a: {model: {path: x}, engine: {parallel: {tp: 2}}}, b: {model: {path: y}, server: {url: http://h}}}"
+    config = made(others)
+    parts = COMMAND.parts(config)
+    assert [(part.role, part.model.path, part.engine.parallel.tp) for part in parts[1:]] == [
+        ("teacher", "teacher", 1), ("teacher.others.a", "x", 2),
+    ]  # fmt: skip
+    assert [phase.role for phase in COMMAND.phases(config).phases] == ["teacher", "teacher.others.a", ""]
+    lines = COMMAND.describe(config, parts, [ONE, ONE, dataclasses.replace(ONE, world_size=2, tp=2, etp=2)])
+    assert "teacher.others.a: tp2 on 2 processes" in lines and "teacher.others.b: at http://h" in lines
+
+
 def test_the_teachers_engine_is_what_its_section_says():
     """Whole, whatever its keys are; a token budget that is null is resolved."""
     own = "teacher.engine.parallel.pp=2", "teacher.engine.micro_batch.size=3", "teacher.engine.device=cpu"
-    role = role_of(made(*own, "data.packing=false", "seed=3"), "folder")
+    config = made(*own, "data.packing=false", "seed=3")
+    role = role_of(config, config.teacher, "folder")
     named = EngineConfig(device="cpu", micro_batch=MicroBatchConfig(size=3))
     expected = dataclasses.replace(named, parallel=dataclasses.replace(named.parallel, pp=2))
     assert role.engine == expected and role.optimizer is None and (role.packing, role.seed) == (False, 3)
-    assert role.model.path == "folder" and role_of(made(), "folder").engine.micro_batch.tokens == 4096
+    assert role.model.path == "folder" and role_of(made(), made().teacher, "folder").engine.micro_batch.tokens == 4096
 
 
 def test_a_dry_run_says_what_is_compared():
     config = made("teacher.loss=jsd", "teacher.top_k=null", "teacher.weight=0.25", "teacher.temperature=2")
-    one = ParallelDims(world_size=1, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, sp=False)
-    lines = COMMAND.describe(config, COMMAND.parts(config), [one, one])
+    lines = COMMAND.describe(config, COMMAND.parts(config), [ONE, ONE])
     assert (
         lines[2].startswith("teacher: ")
         and "0.25 jsd (beta 0.5) over the whole vocabulary at temperature 2" in lines[3]
     )
-    assert COMMAND.describe(made(*SERVER), [], [one])[2] == "teacher: at http://host:8000"
+    assert COMMAND.describe(made(*SERVER), COMMAND.parts(made(*SERVER)), [ONE])[2] == "teacher: at http://host:8000"

@@ -112,7 +112,14 @@ WRONG = {
     "no role": ({**PAIR, "rejected": [{"content": "x"}]}, "rejected[0].role is missing or null"),
     "sharegpt": ({**PAIR, "chosen": [{"from": "gpt", "value": "4"}]}, "chosen[0] has from and value (ShareGPT)"),
     "a user answers": ({**PAIR, "chosen": ASKED[:0] + turns("no")}, "has nothing to train on"),
-    "parts": ({**PAIR, "chosen": [{"role": "assistant", "content": [{"type": "text", "text": "4"}]}]}, "list of parts"),
+    "parts": (
+        {**PAIR, "chosen": [{"role": "assistant", "content": [{"type": "text", "text": "4"}] * 2}]},
+        "content is a list of parts; the model reads text alone: join its text parts",
+    ),
+    "an image": (
+        {**PAIR, "prompt": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]},
+        "prompt[0].content[0].path is an image, and the model reads text alone",
+    ),
     "prompt of others": (
         {"prompt": "3?", "chosen": ASKED + GOOD, "rejected": ASKED + BAD},
         "prompt is none and chosen a",

@@ -163,7 +163,7 @@ CASES = {
     "of no form": ("bradley_terry", {"prompt": ASKED, "chosen": GOOD}, "are of no known form: give prompt, chosen"),
     "of two forms": ("bradley_terry", {**PAIR, **GRADED}, "the fields of the formats preference and graded"),
     "margin": ("bradley_terry", {**PAIR, "margin": "much"}, "margin is 'much'; give a number"),
-    "weight": ("bradley_terry", {**PAIR, "weight": 2}, "has a weight, which reward models do not take yet"),
+    "weight": ("bradley_terry", {**PAIR, "weight": -2}, "weight is -2; give a number from 0 to 1e+06"),
     "weight of a message": (
         "bradley_terry", {**PAIR, "chosen": [{**GOOD[0], "weight": 2}]},
         "has a weight of a message, which reward models do not take; leave it out",

@@ -155,6 +155,9 @@ def test_a_mixture_is_shown_in_its_order_with_the_share_of_each_source(inputs):
         "  train: 10 rows", "  eval: 7 rows",
     ]  # fmt: skip
     assert lines[-1] == "length: 5 steps of 4 rows, mixed from 17"
+    prompts = show(inputs, "grpo", "--rows", "4", "--count", f"data.train={sources}", "train.steps=null")
+    assert [line.split(":")[0] for line in prompts if re.match(r"(train|eval): \w+.jsonl:", line)] == [*places[:4]]
+    assert prompts[-1] == "length: 9 steps of 2 rows, mixed from 17"
     sets = f"data.eval={{one: {inputs}/eval.jsonl, two: {{path: {inputs}/train.jsonl, loss_on: all}}}}"
     lines = show(inputs, "sft", "--rows", "0", "--eval", sets)
     heads = [line for line in lines if line.startswith("data.eval")]

@@ -3,6 +3,7 @@ cache, and after a stop."""
 
 from __future__ import annotations
 
+import json
 import pathlib
 import shutil
 from typing import Any
@@ -90,14 +91,16 @@ def divergence(keys: dict[str, Any], teacher: Tensor, student: Tensor) -> Tensor
     return kinds[keys["loss"]]
 
 
-def oracle(places: pathlib.Path, keys: dict[str, Any], which: str = "train", steps: int = STEPS) -> list[float]:
-    """The losses of transformers and torch's AdamW."""
-    model, teacher = (AutoModelForCausalLM.from_pretrained(places / name) for name in ("model", "teacher"))
+def oracle(
+    places: pathlib.Path, keys: dict[str, Any], which: str = "train", steps: int = STEPS, others: tuple[str, ...] = ()
+) -> list[float]:  # fmt: skip
+    """The losses of transformers and torch's AdamW. others: the folders of further teachers, which rows name."""
+    model, *teachers = (AutoModelForCausalLM.from_pretrained(places / name) for name in ("model", "teacher", *others))
     data = DataConfig(train=str(places / f"{which}.jsonl"), max_length=64)
-    dataset = SFTDataset(data, AutoTokenizer.from_pretrained(places / "model"))
+    dataset = SFTDataset(data, AutoTokenizer.from_pretrained(places / "model"), teachers=others)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     weight, found = keys.get("weight", 1.0), []
-    batch = BATCH if which == "train" else len(dataset)
+    batch = len(dataset) if which == "eval" else BATCH
     for step in range(steps):
         rows = [dataset.load((step * batch + i) % len(dataset)) for i in range(batch)]
         count = sum(sum(row.mask[1:]) for row in rows)
@@ -105,7 +108,7 @@ def oracle(places: pathlib.Path, keys: dict[str, Any], which: str = "train", ste
         for row in rows:
             of_student = logits(model, row.ids, row.mask)
             with torch.no_grad():
-                of_teacher = logits(teacher, row.ids, row.mask)
+                of_teacher = logits(teachers[row.teacher], row.ids, row.mask)
             labels = torch.tensor([i for i, m in zip(row.ids[1:], row.mask[1:], strict=True) if m])
             nll = -of_student.log_softmax(-1).gather(1, labels[:, None]).sum()
             far = divergence(keys, of_teacher, of_student) * keys.get("temperature", 1.0) ** 2
@@ -269,3 +272,70 @@ def test_another_vocabulary_is_refused_by_the_token_that_differs(places, tmp_pat
     assert "no token there and id" in said and said.endswith("give a teacher with the same tokenizer")
     said = refused(places, tmp_path, teacher={"model": {"path": str(tmp_path / "nowhere")}})
     assert "nowhere" in said
+
+
+# ------------------------------------------------------------------------------------------------- several, row by row
+
+SEVERAL = {  # processes, engine, what the second teacher has of its own, keys of `teacher`
+    "one process": (1, {}, {}, {}),
+    "dp2, with a cache": (2, {**MEGATRON}, {}, {"cache": True}),
+    "tp2, the second at pp2": (
+        2, {**MEGATRON, "parallel": {"tp": 2}}, {"engine": {**MEGATRON, "parallel": {"pp": 2}}}, {},
+    ),
+    "fsdp2, exact": (2, {}, {}, {"top_k": None}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def by_row(places) -> pathlib.Path:
+    """`third`, another teacher, and rows of which every third names it: batches of four have one or two of them."""
+    shutil.copytree(places / "model", places / "third")
+    config = AutoModelForCausalLM.from_pretrained(places / "model").config
+    config.initializer_range = 0.3
+    torch.manual_seed(11)
+    Qwen3ForCausalLM(config).save_pretrained(places / "third")
+    rows = [json.loads(line) for line in (places / "train.jsonl").read_text().splitlines()]
+    rows = [{**row, "teacher": "third"} if i % 3 == 1 else row for i, row in enumerate(rows)]
+    (places / "by_row.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return places
+
+
+@pytest.mark.parametrize("name", slow_but(["one process"], SEVERAL))
+def test_each_row_learns_from_the_teacher_that_it_names(by_row, tmp_path, name):
+    world, engine, own, keys = SEVERAL[name]
+    keys = {"loss": "forward_kl", "top_k": 5, **keys}
+    third = {"model": {"path": str(by_row / "third")}, **own}
+    if "engine" in own:
+        third["engine"] = {"device": "cpu", "micro_batch": {"size": 2}, **own["engine"]}
+    config = make_config(
+        by_row, tmp_path, teacher={**keys, "others": {"third": third}}, data={"train": str(by_row / "by_row.jsonl")},
+        engine={"device": "cpu", "micro_batch": {"size": 2}, "backend": "fsdp", **engine},
+    )  # fmt: skip
+    assert train(config, world) == ("done", "")
+    assert losses(tmp_path) == pytest.approx(oracle(by_row, keys, "by_row", others=("third",)), rel=2e-5)
+
+
+@pytest.mark.slow
+def test_a_source_names_the_teacher_of_its_rows(by_row, tmp_path):
+    """As its rows would; rows of a name that no teacher has are bad ones."""
+    others = {"third": {"model": {"path": str(by_row / "third")}}}
+    lines = (by_row / "train.jsonl").read_text().splitlines()
+    named = [json.dumps({**json.loads(line), "teacher": "third"}) for line in lines]
+    (by_row / "named.jsonl").write_text("\n".join(named) + "\n")
+    found = []
+    for run, train_rows in {
+        "source": [{"path": str(by_row / "train.jsonl"), "teacher": "third"}],
+        "rows": [{"path": str(by_row / "named.jsonl"), "name": "train"}],
+    }.items():
+        config = make_config(by_row, tmp_path / run, teacher={"others": others}, data={"train": train_rows})
+        assert train(config) == ("done", "")
+        found.append(losses(tmp_path / run))
+    assert found[0] == found[1]
+    bad = make_config(
+        by_row,
+        tmp_path / "bad",
+        teacher={"others": {"math": others["third"]}},
+        data={"train": str(by_row / "named.jsonl")},
+    )
+    kind, message = train(bad)
+    assert kind == "DataError" and "named.jsonl:1: teacher is 'third'; give one of math, or leave it out" in message

@@ -35,14 +35,15 @@ LOSSES = ("bradley_terry", "regression", "steps")
 def row(loss: str, first: int) -> dict[str, Any]:
     """A row whose answers have other lengths, each row others."""
     numbers = [first] * (1 + first % 3)
-    prompt, right = "+".join(map(str, numbers)) + "=", str(sum(numbers))
+    prompt, right, weight = "+".join(map(str, numbers)) + "=", str(sum(numbers)), 1 + first % 2
     if loss == "bradley_terry":
         wrong = str(sum(numbers) * 7 + first) * (1 + first % 2)
-        return {"prompt": prompt, "chosen": right, "rejected": wrong, "margin": 0.1 * (first % 3)}
+        return {"prompt": prompt, "chosen": right, "rejected": wrong, "margin": 0.1 * (first % 3), "weight": weight}
     if loss == "regression":
-        return {"prompt": prompt, "completion": right * (1 + first % 2), "score": first % 5 - 2}
+        return {"prompt": prompt, "completion": right * (1 + first % 2), "score": first % 5 - 2, "weight": weight}
     steps = [str(first * (i + 1)) for i in range(1 + first % 3)]
-    return {"prompt": prompt, "completions": steps, "labels": [(first + i) % 2 or 0.3 for i in range(len(steps))]}
+    labels = [(first + i) % 2 or 0.3 for i in range(len(steps))]
+    return {"prompt": prompt, "completions": steps, "labels": labels, "weight": weight}
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +109,15 @@ def oracle_loss(loss: str, model: Any, rows: list[ScoredRow]) -> Tensor:
     """The papers' equations, sequence by sequence."""
     of_rows = [[scores(model, s.ids, s.places) for s in row.sequences] for row in rows]
     if loss == "bradley_terry":
-        pairs = [(good[0], bad[0], row.margin) for (good, bad), row in zip(of_rows, rows, strict=True)]
-        return sum(-logsigmoid(a - b - margin) + 0.05 * (a + b) ** 2 for a, b, margin in pairs) / len(pairs)
+        pairs = [(good[0], bad[0], row) for (good, bad), row in zip(of_rows, rows, strict=True)]
+        each = [r.weight * (-logsigmoid(a - b - r.margin) + 0.05 * (a + b) ** 2) for a, b, r in pairs]
+        return sum(each) / sum(row.weight for row in rows)
+    weights = torch.tensor([row.weight for row in rows for s in row.sequences for _ in s.targets], dtype=torch.float64)
     found = torch.stack([score for row in of_rows for sequence in row for score in sequence])
     targets = torch.tensor([t for row in rows for s in row.sequences for t in s.targets], dtype=torch.float64)
     if loss == "regression":
-        return ((found - targets) ** 2).mean()
-    return binary_cross_entropy_with_logits(found, targets)
+        return (weights * (found - targets) ** 2).sum() / weights.sum()
+    return binary_cross_entropy_with_logits(found, targets, weight=weights, reduction="sum") / weights.sum()
 
 
 def oracle(places: pathlib.Path, loss: str, name: str) -> list[tuple[float, float]]:
@@ -318,10 +321,12 @@ def test_adapters_and_the_head_train_and_are_exported(places, tmp_path, backend,
     if export == "adapter":
         model = peft.PeftModel.from_pretrained(model, tmp_path / "hf")
     with torch.no_grad():
-        answers = [row.sequences[0] for row in rows_of(places, "regression", "eval")]
+        rows = rows_of(places, "regression", "eval")
+        answers = [row.sequences[0] for row in rows]
         found = [float(scores(model.eval(), answer.ids, answer.places)[0]) for answer in answers]
     last = read(tmp_path / "metrics.jsonl")[-1]
-    assert sum(found) / 5 == pytest.approx(last["eval/rewards/mean"], rel=1e-5) and len(set(found)) == 5
+    mean = sum(row.weight * score for row, score in zip(rows, found, strict=True)) / sum(row.weight for row in rows)
+    assert mean == pytest.approx(last["eval/rewards/mean"], rel=1e-5) and len(set(found)) == 5
 
 
 # --------------------------------------------------------------------------------------------------- one score everywhere

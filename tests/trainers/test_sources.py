@@ -12,6 +12,7 @@ from mrl.metric_names import is_metric
 from mrl.metrics import read
 from tests.engine.harness import run_case
 from tests.trainers import tiny_runs
+from tests.trainers.rl.tiny_policies import metrics_of, samples_of
 
 CASE = "tests.trainers.cases:train"
 STEPS = 6
@@ -142,3 +143,82 @@ def test_pairs_are_mixed_too_and_have_weights(inputs, tmp_path):
 def tokens_of(rows: list[dict[str, str]]) -> int:
     """Tokens of the chosen answers, which a digit each and the end of the turn are."""
     return sum(len(row.get("chosen") or row["good"]) + 1 for row in rows)
+
+
+LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}, "dp2": {}}
+
+
+@pytest.fixture(scope="module")
+def on_one_process(inputs, data, tmp_path_factory) -> list[dict[str, float]]:
+    place = tmp_path_factory.mktemp("alone") / "run"
+    engine = {"backend": "megatron", "device": "cpu", "micro_batch": {"size": 2}}
+    assert run(1, config_of(inputs, place, data, engine=engine))[:2] == ("done", "")
+    return tiny_runs.steps(place)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_mixture_is_one_on_every_layout(inputs, data, tmp_path, on_one_process, layout):
+    """The rows of every step to the number, its losses and gradient norms within the bounds of layouts."""
+    engine = {"backend": "megatron", "device": "cpu", "micro_batch": {"size": 2}, "parallel": LAYOUTS[layout]}
+    assert run(2, config_of(inputs, tmp_path, data, engine=engine))[:2] == ("done", "")
+    for ours, theirs in zip(tiny_runs.steps(tmp_path), on_one_process, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            exact = name.startswith("data/") or name in ("step", "train/tokens", "train/lr")
+            assert value == (theirs[name] if exact else pytest.approx(theirs[name], rel=1e-5)), name
+
+
+@pytest.mark.slow
+def test_a_reward_model_of_several_sources_is_resumed_bitwise(inputs, tmp_path):
+    """The padding that scores are read by is known of rows that are opened source by source."""
+    for name, first in (("a", 3), ("b", 40)):
+        rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i + 20)} for i in range(first, first + 6)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train = [{"path": str(tmp_path / "a.jsonl"), "weight": 1}, {"path": str(tmp_path / "b.jsonl"), "weight": 3}]
+    data = {"train": train, "eval": {"one": train[0]["path"], "two": train[1]["path"]}, "max_length": 64}
+    live, stopped = (
+        config_of(inputs, tmp_path / name, data) | {"loss": {"name": "bradley_terry"}} for name in ("live", "stopped")
+    )
+    stopped["checkpoint"] = {"export_hf": True}
+    assert run_case(1, "tests.trainers.rm_cases:train", config=live)[:2] == ("done", "")
+    assert run_case(1, "tests.trainers.rm_cases:train", config=stopped, happening="signals", step=4)[0] == "stopped"
+    ended, message, said = run_case(1, "tests.trainers.rm_cases:train", config=stopped)
+    assert (ended, message) == ("done", "") and "scores are read at the last token that is not the padding" in said
+    steps = tiny_runs.steps(tmp_path / "live")
+    assert steps == tiny_runs.steps(tmp_path / "stopped") and all(is_metric(name) for name in steps[-1])
+    assert (steps[-1]["data/a/rows"], steps[-1]["data/b/rows"]) == (6, 18)
+    one, two = (steps[-1][f"eval/{name}/loss"] for name in ("one", "two"))
+    assert steps[-1]["eval/loss"] == pytest.approx((one + two) / 2) and one != two
+    assert (tmp_path / "stopped" / "hf" / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_prompts_of_several_sources_are_sampled_and_resumed_bitwise(inputs, data, tmp_path):
+    """Each prompt has the index of its row among those of all sources: completions are drawn by it."""
+    train = [data["train"][0], {**data["train"][1], "epochs": None}]
+    train[1]["columns"] = {"q": "prompt"}
+    model = {"path": str(inputs / "model"), "dtype": "float32"}
+    engine = {"backend": "fsdp", "device": "cpu", "micro_batch": {"size": 2}}
+
+    def config(name: str) -> dict[str, Any]:
+        return {
+            "output_dir": str(tmp_path / name), "actor": {"model": model, "engine": engine},
+            "rollout": {"samples_per_prompt": 2, "max_new_tokens": 4}, "algorithm": {"name": "grpo", "kl_in": "none"},
+            "rewards": {"functions": [{"name": "length", "maximum": 2, "slack": 4}], "workers": 1},
+            "data": {"train": train, "max_prompt_length": 40}, "train": {"steps": 4, "global_batch_size": 16},
+            "checkpoint": {"export_hf": False}, "log": {"console": "plain"},
+        }  # fmt: skip
+
+    case = "tests.resume.rl.cases:train"
+    assert run_case(1, case, config=config("live"))[:2] == ("done", "")
+    assert run_case(1, case, config=config("stopped"), happening="signals", place="step", step=3)[0] == "stopped"
+    assert run_case(1, case, config=config("stopped"))[:2] == ("done", "")
+    live = metrics_of(tmp_path / "live")
+    assert live == metrics_of(tmp_path / "stopped") and all(is_metric(name) for name in live[-1])
+    assert (live[-1]["data/train/rows"], live[-1]["data/pairs/rows"]) == (20, 12)
+    samples = [row for rows in samples_of(tmp_path / "live").values() for row in rows]
+    first, second = ({row["index"] for row in samples if (row["index"] >= 10) == of} for of in (False, True))
+    assert first == set(range(10)) and second == set(range(10, 15))
+    texts = {row["index"]: str(row["prompt"]) for row in samples}
+    assert len(set(texts.values())) == 15 and "3+3=" in texts[13]

@@ -10,16 +10,21 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch.nn.functional import logsigmoid
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from mrl.config.dpo import PreferenceDataConfig
 from mrl.converters.hf_config import read_hf_config
 from mrl.data.dataset import SFTDataset
+from mrl.data.preferences import PreferenceDataset
 from mrl.data.stream import row_order
 from mrl.data.vision import load_vision
+from mrl.errors import DataError
 from tests.data.pictures import picture, png_text
 from tests.data.tiny_tokenizers import config as data_config
 from tests.engine.harness import run_case
 from tests.engine.tiny_vision import make_vision_model
+from tests.tiers import slow_but
 from tests.trainers import tiny_runs
 
 CASE = "tests.trainers.cases:train"
@@ -147,3 +152,133 @@ def test_adapters_of_tower_and_text_load_in_peft(folder, tmp_path):
     model = PeftModel.from_pretrained(base, tmp_path / "hf")
     moved = {name for name, p in model.named_parameters() if ".lora_B." in name and bool(p.any())}
     assert any("visual" in name for name in moved) and any("language_model" in name for name in moved), moved
+
+
+# --------------------------------------------------------------------------------------------------------- preferences
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def pairs(folder) -> pathlib.Path:
+    """Preference rows, two of which differ by their images alone, and `other`, the same model with other weights."""
+    make_vision_model(str(folder / "other"), "qwen2_5_vl", seed=5)
+    rows = []
+    for i in range(6):
+        image = {"type": "image", "path": f"images/{i}.png"}
+        parts = [image, {"type": "text", "text": "What is it?" if i < 2 else f"{i}?"}]
+        prompt = [{"role": "user", "content": "hello there" if i == 4 else parts}]
+        good, bad = (
+            [{"role": "assistant", "content": text}] for text in ("The answer", "hello" if i < 2 else "no " * i)
+        )
+        rows.append({"prompt": prompt, "chosen": good, "rejected": bad})
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def preference_config(folder: pathlib.Path, output_dir: pathlib.Path, loss: str, **changes) -> dict:
+    own = {
+        "loss": {"name": loss}, "reference": {"model": {"path": str(folder / "other")}},
+        "data": {"train": str(folder / "pairs.jsonl"), "max_length": 128, "shuffle": False}, "engine": {},
+        "optimizer": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0},
+        "train": {"steps": STEPS, "global_batch_size": 4}, "checkpoint": {"export_hf": False},
+    }  # fmt: skip
+    for section, value in changes.items():
+        own[section] = {**own[section], **value}
+    return tiny_runs.make_config(folder, output_dir, **own)
+
+
+def preference_losses(folder: pathlib.Path, name: str) -> list[float]:
+    """Of transformers and torch's AdamW, answer by answer, at mrl's defaults."""
+    model, reference = (
+        AutoModelForImageTextToText.from_pretrained(folder / which, dtype=torch.float32) for which in ("model", "other")
+    )
+    vision = load_vision(str(folder / "model"), read_hf_config(folder / "model"))
+    data = PreferenceDataConfig(train=str(folder / "pairs.jsonl"), max_length=128)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    dataset = PreferenceDataset(data, tokenizer, paired=name == "dpo", vision=vision)
+
+    def log_prob(of: torch.nn.Module, ids: list[int], mask: list[int], inputs: dict) -> torch.Tensor:
+        ids, trained = torch.tensor([ids]), torch.tensor(mask[1:], dtype=torch.bool)
+        logits = of(ids, mm_token_type_ids=(ids == vision.image_token_id).int(), **inputs).logits[0, :-1].double()
+        return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0][trained].sum()
+
+    def ratio(ids: list[int], mask: list[int], inputs: dict) -> torch.Tensor:
+        with torch.no_grad():
+            other = log_prob(reference, ids, mask, inputs)
+        return log_prob(model, ids, mask, inputs) - other
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        answers = [a for i in range(4) for a in dataset.load((4 * step + i) % 6).answers]
+        ratios = [ratio(a.ids, a.mask, a.multi_modal_inputs) for a in answers]
+        if name == "dpo":
+            loss = sum(-logsigmoid(0.1 * (ratios[i] - ratios[i + 1])) for i in range(0, 8, 2)) / 4
+        else:  # the answer of the next row, chosen ones first, on each prompt with its images
+            order, kl = [0, 2, 4, 6, 1, 3, 5, 7], 0.0
+            for i, j in zip(order, [*order[1:], 0], strict=True):
+                start = len(answers[j].prompt)
+                ids = answers[i].prompt + answers[j].ids[start:]
+                mask = [0] * len(answers[i].prompt) + answers[j].mask[start:]
+                with torch.no_grad():
+                    kl += float(ratio(ids, mask, answers[i].multi_modal_inputs)) / 8
+            signs = [1, -1] * 4
+            loss = sum(1 - torch.sigmoid(0.1 * s * (r - max(0.0, kl))) for s, r in zip(signs, ratios, strict=True)) / 8
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "changes"),
+    slow_but(
+        [("dpo", 1, {"reference": {"cache": True}})],
+        [
+            ("dpo", 1, {"reference": {"cache": True}}),
+            ("kto", 2, {}),
+            ("dpo", 2, {"engine": {"parallel": {"cp": 2}}, "data": {"packing": False}}),
+        ],
+    ),
+)
+def test_pairs_with_images_train_as_transformers_does(pairs, tmp_path, name, world, changes):
+    """The reference's log-probs are kept by the images too: the first two rows have the same tokens."""
+    if "reference" in changes:
+        changes = {"reference": {"model": {"path": str(pairs / "other")}, **changes["reference"]}}
+    case = "tests.trainers.dpo_cases:train"
+    config = preference_config(pairs, tmp_path, name, **changes)
+    assert run_case(world, case, config=config)[:2] == ("done", "")
+    losses = [row["train/loss"] for row in tiny_runs.steps(tmp_path)]
+    assert losses == pytest.approx(preference_losses(pairs, name), rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"chosen": [{"role": "assistant", "content": [{"type": "image", "path": "images/1.png"}]}]},
+            "has an image in an",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image", "path": "images/gone.png"}]}]},
+            "there is no such file",
+        ),
+    ],
+)
+def test_bad_pairs_with_images_are_one_line(pairs, change, says):
+    row = {**json.loads((pairs / "pairs.jsonl").read_text().splitlines()[0]), **change}
+    (pairs / "bad.jsonl").write_text(json.dumps(row) + "\n")
+    vision = load_vision(str(pairs / "model"), read_hf_config(pairs / "model"))
+    data = PreferenceDataConfig(train=str(pairs / "bad.jsonl"), max_length=128)
+    dataset = PreferenceDataset(data, AutoTokenizer.from_pretrained(pairs / "model"), paired=True, vision=vision)
+    with pytest.raises(DataError, match=f"bad.jsonl:1: .*{says}"):
+        dataset.load(0)
+
+
+def test_a_reference_that_reads_text_alone_is_refused(pairs, inputs, tmp_path):
+    config = preference_config(pairs, tmp_path, "dpo", reference={"model": {"path": str(inputs / "model")}})
+    kind, message, _ = run_case(1, "tests.trainers.dpo_cases:train", config=config)
+    assert kind == "ConfigError" and "reads text alone, and model.path reads images" in message

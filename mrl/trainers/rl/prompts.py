@@ -7,15 +7,27 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mrl.config.ppo import PPOConfig
+from mrl.config.ppo import PPOConfig, PromptsConfig
 from mrl.converters.hf_config import vocab_size_of
-from mrl.data.dataset import Part
-from mrl.data.prompts import PromptDataset
+from mrl.data.dataset import Part, RowDataset
+from mrl.data.prompts import Prompt, PromptDataset, PromptSource
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptsTask:
     config: PPOConfig
+
+    def of_data(self, data: PromptsConfig) -> PromptsTask:
+        """Returns the same task on another section `data`."""
+        return PromptsTask(dataclasses.replace(self.config, data=data))
+
+    @property
+    def steps_of_batch(self) -> int:
+        return self.config.steps_per_iteration
+
+    def source(self, dataset: RowDataset[Prompt]) -> PromptSource:
+        """Returns the endless prompts of data.train."""
+        return PromptSource(dataset, seed=self.config.seed, shuffle=self.config.data.shuffle)
 
     def dataset(
         self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: dict[str, Any], part: Part

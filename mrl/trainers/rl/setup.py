@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import pathlib
@@ -23,6 +24,7 @@ from mrl.config.recipes import OF_A_TEACHER
 from mrl.config.roles import engine_of, keys_of, model_of, role_configs, roles_of
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import model_folder
+from mrl.data.mixture import MixedDataset, train_rows
 from mrl.data.prompts import PromptDataset, PromptSource, first_prompts
 from mrl.data.stream import Report
 from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
@@ -38,6 +40,7 @@ from mrl.rollout.rollouts import Rollouts
 from mrl.rollout.stops import end_tokens
 from mrl.trainers.common import say_left_out
 from mrl.trainers.console import Console, open_console
+from mrl.trainers.mixture_length import length_of_mixture
 from mrl.trainers.rl.collect import Collector, take_together
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.notices import TokenLimit
@@ -72,9 +75,8 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
     vocab_size = vocab_size_of(read_hf_config(folders["actor"]))  # first: a wrong config.json fails the tokenizer too
     tokenizer = load_tokenizer(folders["actor"], config.actor.model.trust_remote_code, config.data.chat_template)
     _check_teacher(config, folders, tokenizer)
-    source = PromptSource(
-        PromptDataset(config.data, tokenizer, vocab_size=vocab_size), seed=config.seed, shuffle=config.data.shuffle
-    )
+    prompts = train_rows(config.data, lambda data: PromptDataset(data, tokenizer, vocab_size=vocab_size))
+    source = PromptSource(prompts, seed=config.seed, shuffle=config.data.shuffle)
     engines = _engines(config, folders, recipe)
     directory = RunDirectory(pathlib.Path(config.output_dir))
     with contextlib.ExitStack() as ends:
@@ -170,6 +172,11 @@ def _length(config: PPOConfig, source: PromptSource, console: Console) -> int:
     """Optimizer steps of the run: train.steps, or as many iterations as train.epochs passes over the prompts need."""
     train, per_iteration, rows = config.train, config.steps_per_iteration, len(source.dataset)
     check_batch(train.global_batch_size, config.prompts_per_iteration, rows)
+    if isinstance(source.dataset, MixedDataset):
+        return length_of_mixture(
+            config, source.dataset, console, rows=config.prompts_per_iteration, each=per_iteration,
+            check=functools.partial(check_schedules, config),
+        )  # fmt: skip
     if train.steps is not None:
         return train.steps
     epochs = 1.0 if train.epochs is None else train.epochs
