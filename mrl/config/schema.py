@@ -182,8 +182,7 @@ class EngineConfig:
     )
     offload: tuple[Literal["parameters", "gradients", "optimizer", "activations"], ...] = key(
         (),
-        "state that waits in host memory between uses; activations (fsdp backend) from a layer's forward to its "
-        "backward",
+        "state that waits in host memory between uses; activations from a layer's forward to its backward",
         may_change=True,
     )
     parallel: ParallelConfig = key(

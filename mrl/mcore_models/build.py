@@ -94,10 +94,12 @@ def transformer_config(
     layer_spec: Literal["te", "local"] = "local",
     further: Mapping[str, Any] | None = None,
     mtp_layers: int = 0,
+    saves_to_host: bool = False,
 ) -> Config | LatentConfig:
     """megatron's configuration of the model in a layout. Raises ModelError or ConfigError on what cannot be built.
 
-    further: fields by name (`engine.megatron`), those of megatron's other classes among them.
+    further: fields by name (`engine.megatron`), those of megatron's other classes among them. saves_to_host: layers
+    save their activations there.
     """
     fields = fields_of(dict(hf))
     check_layout(fields, dims)
@@ -122,7 +124,7 @@ def transformer_config(
     megatron_fields.check(further or {})
     given = megatron_fields.of_kind(further or {}, "transformer")
     try:
-        config = config_class(fields)(**_fusions(fields, hf, given) | fields | given)
+        config = config_class(fields)(**_fusions(fields, hf, given, saves_to_host) | fields | given)
     except (AssertionError, ValueError) as error:
         if not given:
             raise
@@ -135,7 +137,9 @@ def transformer_config(
     return config
 
 
-def _fusions(fields: Mapping[str, Any], hf: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, bool]:
+def _fusions(
+    fields: Mapping[str, Any], hf: Mapping[str, Any], given: Mapping[str, Any], saves_to_host: bool
+) -> dict[str, bool]:
     """Which of megatron's fused kernels are used where `engine.megatron`, of which `given` is, does not say so.
 
     Those of transformer-engine are where its layers are. A rotary embedding whose cosines and sines have a factor
@@ -146,13 +150,17 @@ def _fusions(fields: Mapping[str, Any], hf: Mapping[str, Any], given: Mapping[st
     if given.get("apply_rope_fusion") and turned_here:
         why, fix = "is for a model whose rotary embedding transformer-engine's kernel does not have", "leave it out"
         raise ConfigError(f"{megatron_fields.KEY}.apply_rope_fusion", True, why, fix)
+    if given.get("gradient_accumulation_fusion") and saves_to_host:
+        why = "needs the weights themselves in the backward pass, and with engine.offload activations it has aliases"
+        raise ConfigError(f"{megatron_fields.KEY}.gradient_accumulation_fusion", True, why, "leave out one of them")
     if given.get("gradient_accumulation_fusion") and not te and not tensor_parallel_layers._grad_accum_fusion_available:
         why = "needs apex's kernel fused_weight_gradient_mlp_cuda, or the layers of transformer-engine"
         fix = "install NVIDIA's apex as docs/gpu.md says, set engine.layer_spec to te, or leave it out"
         raise ConfigError(f"{megatron_fields.KEY}.gradient_accumulation_fusion", True, why, fix)
     return {
         "bias_activation_fusion": True,  # on a CPU, elementwise.swiglu
-        "gradient_accumulation_fusion": te,
+        # a hook on saved tensors is given an alias of a weight, on which the kernel's marks are lost
+        "gradient_accumulation_fusion": te and not saves_to_host,
         "apply_rope_fusion": te and not turned_here,
         "moe_permute_fusion": te and "num_moe_experts" in fields,
         # kernels of apex that transformer-engine's layers have no use of

@@ -40,7 +40,7 @@ with the same name."""
 
 OF_TRANSFORMER_ENGINE = frozenset("""
     gradient_accumulation_fusion apply_rope_fusion fused_residual_rmsnorm moe_permute_fusion moe_router_fusion
-    fine_grained_activation_offloading offload_modules use_te_activation_func symmetric_ar_type moe_enable_deepep
+    use_te_activation_func symmetric_ar_type moe_enable_deepep
     moe_flex_dispatcher_backend use_te_rng_tracker moe_token_dispatcher_type
 """.split())  # fmt: skip  # noqa: SIM905
 """Fields for kernels of transformer-engine, or of packages beside it: a plan, whose layers are the local spec's, leaves
@@ -104,7 +104,10 @@ SET_BY_MRL: Mapping[str, str] = {
     **_use("set optimizer.weight_decay", "weight_decay"),
     **_use("set optimizer.clip_grad", "clip_grad"),
     **_use("set engine.offload", "cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations",
-           "cpu_offloading_weights", "cpu_offloading_double_buffering"),
+           "cpu_offloading_weights", "cpu_offloading_double_buffering", "cpu_offloading_retain_pinned_cpu_buffers"),
+    **_use("set engine.offload to [activations]", "fine_grained_activation_offloading", "offload_modules",
+           "min_offloaded_tensor_size", "delay_offload_until_cuda_graph", "delta_offload_bytes_across_pp_ranks",
+           "activation_offload_fraction", "fine_grained_offloading_max_inflight_offloads"),
     **_use("all of the optimizer is on the host with optimizer_cpu_offload", "optimizer_offload_fraction",
            "use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"),
     **_use("set optimizer.name", "optimizer"),

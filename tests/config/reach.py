@@ -135,10 +135,10 @@ class Seen:
 
     def note_loss(self, engine: Any) -> None:
         """Called when the loss function is."""
+        self.on_host |= engine.model.activations is not None and engine.model.activations.most > 0
         if self.steps == 1 and engine.backend == "fsdp":
             layers = [(n, m) for n, m in engine.model.module.named_modules() if MODULES.get(type(m).__name__) == "mlp"]
             self.gathered = {n for n, m in layers if not any(isinstance(p, DTensor) for p in m.parameters())}
-            self.on_host |= engine.model.activations is not None and engine.model.activations.most > 0
             self.compiled = torch._dynamo.utils.counters["frames"]["ok"]
 
     def note_call(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -153,13 +153,7 @@ ENGINE = [
         ],
         SECOND,
     ),
-    Row(
-        "engine.offload", looks.on_host, [(DEFAULT, False), (["activations"], True)], SECOND, what="activations", on=FSDP,
-    ),
-    Row(
-        "engine.offload", steps, [(DEFAULT, [1]), (["activations"], Refusal("ConfigError", "engine.offload: value \"activations\""))],
-        what="activations", on=MEGATRON,
-    ),
+    Row("engine.offload", looks.on_host, [(DEFAULT, False), (["activations"], True)], SECOND, what="activations"),
     Row(
         "engine.recompute_every", looks.forwards_of_all,
         [(DEFAULT, 4), (2, 3), (3, 3)], {"engine.recompute": "full"}, on=FSDP,

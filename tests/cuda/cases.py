@@ -86,7 +86,7 @@ def row(case: Case, found: Result) -> str:
 
 DENSE, MOE, LATENT = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
 GLM, SINKS, GATED = "zai-org/GLM-4.5-Air", "openai/gpt-oss-20b", "Qwen/Qwen1.5-MoE-A2.7B"
-EVERYTHING = ("parameters", "gradients", "optimizer")
+EVERYTHING = ("parameters", "gradients", "optimizer", "activations")
 
 
 def _few(model: str) -> dict[str, Any]:

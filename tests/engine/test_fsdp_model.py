@@ -13,7 +13,6 @@ import types
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -34,7 +33,7 @@ from mrl.engine.peak_bytes import PeakBytes
 from mrl.errors import CheckpointError, ConfigError, ModelError
 from mrl.mcore_models.masked import explicit_attention
 from tests.engine import tiny
-from tests.engine.contract import gradients, make_engine
+from tests.engine.contract import make_engine
 from tests.engine.harness import run_case
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
@@ -317,45 +316,6 @@ def test_no_rank_holds_a_whole_parameter(folder, family):
     config = tiny.role(folder(family, vocab=512))
     made, largest = run_case(2, "tests.engine.test_fsdp_model:largest_while_made", config=config)
     assert made <= largest // 2
-
-
-def test_activations_leave_the_device(folder):
-    """What blocks save waits on the host and is freed where it was; the numbers are the same in every bit, and nothing stays."""
-    kept = make_engine(tiny.role(folder("llama", layers=4)))
-    batch = tiny.uneven_batch()
-    (_, expected) = gradients(kept, batch)
-    most = {}
-    for recompute in ("none", "full"):
-        config = tiny.role(folder("llama", layers=4), offload=("activations",), recompute=recompute)
-        engine = make_engine(config)
-        offload, packed, alive = engine.model.activations, [], []
-        pack = offload.pack
-
-        def noted(weights, tensor, pack=pack, packed=packed):
-            out = pack(weights, tensor)
-            packed.append((StorageWeakRef(tensor.untyped_storage()), out is tensor))
-            return out
-
-        def loss_fn(data, predictions, ctx, packed=packed, alive=alive):
-            alive.append([kept for storage, kept in packed if not storage.expired()])
-            packed.clear()
-            return -(predictions["log_probs"] * data.loss_mask).sum(), ctx
-
-        offload.pack = noted
-        engine.set_loss_fn(loss_fn)
-        (_, found) = gradients(engine, batch)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-        assert offload.on_host == 0 < offload.most
-        # alive when the loss is computed: weights, and of each micro-batch what a caller of a block holds (angles, the last output)
-        assert all(of.count(False) <= 3 * 4 + 2 for of in alive) and len(alive) > 1
-        most[recompute] = offload.most
-    assert most["full"] < most["none"] / 5
-
-
-def test_what_offload_names_is_all_that_moves(folder):
-    engine = make_engine(tiny.role(folder("llama"), offload=("activations", "optimizer")))
-    assert engine.offload.kinds == {"optimizer"} and engine.model.activations is not None
-    assert make_engine(tiny.role(folder("llama"), offload=("optimizer",))).model.activations is None
 
 
 # -- the probe ---------------------------------------------------------------------------------------------------------

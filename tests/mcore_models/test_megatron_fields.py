@@ -36,8 +36,8 @@ def test_the_source_names_the_fields_that_the_class_has(kind, made):
     "given",
     [
         {"bucket_size": None}, {"bucket_size": 1000}, {"moe_input_jitter_eps": 1}, {"moe_input_jitter_eps": 0.5},
-        {"offload_modules": ["core_attn"]}, {"moe_token_dispatcher_type": "flex"},
-        {"overlap_grad_reduce": True}, AWARE | {"exp_avg_dtype": "bfloat16"}, {"symmetric_ar_type": None}, {"cuda_graph_scope": ["attn"]},
+        {"cuda_graph_scope": ["attn"]}, {"moe_token_dispatcher_type": "flex"},
+        {"overlap_grad_reduce": True}, AWARE | {"exp_avg_dtype": "bfloat16"}, {"symmetric_ar_type": None},
     ],
     ids=str,
 )  # fmt: skip
@@ -60,7 +60,8 @@ def test_values_of_the_type_are_taken(given):
         ({"exp_avg_dtype": "bfloat16"}, ".* is read with engine.megatron.use_precision_aware_optimizer alone; set that"),
         (AWARE | {"exp_avg_sq_dtype": "uint8"}, "exp_avg_sq_dtype: value \"uint8\" is no dtype .*; give float32 or bfloat16"),
         ({"moe_token_dispatcher_type": "all"}, ".* give one of allgather, alltoall, flex"),
-        ({"offload_modules": [1]}, ".* is of another type .* give a list"),
+        ({"offload_modules": ["core_attn"]}, ".* sets itself; set engine.offload to .activations."),
+        ({"cuda_graph_scope": [1]}, ".* is of another type .* give text, or a list"),
         ({"no_sync_func": "f"}, ".* is for a field that takes a Python object; leave it out"),
     ],
     ids=str,

@@ -176,7 +176,7 @@ def measure(
     from mrl.converters.rules import padded_vocab
     from mrl.engine.lora.folder import adapters
     from mrl.engine.megatron import lora, optim, weights
-    from mrl.engine.megatron.model import Model
+    from mrl.engine.megatron.model import Model, offload_activations
     from mrl.mcore_models.build import build_chunks
 
     further = {k: v for k, v in config.engine.megatron.items() if k not in megatron_fields.OF_TRANSFORMER_ENGINE}
@@ -193,6 +193,7 @@ def measure(
             if config.model.lora is not None:
                 rules, shapes = model.rules_under("local"), adapters(config.model.path, config.model.lora, config.head)
                 lora.attach(chunks, rules, shapes, config.model.lora, model.family, head=config.head)
+            offload_activations(chunks, config.engine)
             trained = config.optimizer is not None
             if not trained:
                 for chunk in chunks:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.config.schema import RoleConfig
+from mrl.config.schema import EngineConfig, RoleConfig
 from mrl.converters.families import family_for, fields_of
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
 from mrl.converters.rules import Rule, expected_hf_names, padded_vocab
 from mrl.converters.stacks import reading
 from mrl.engine import collective
+from mrl.engine.activations import ActivationOffload
 from mrl.engine.lora.folder import adapters
 from mrl.engine.lora.identity import identity_of
 from mrl.engine.megatron import lora, optim, weights
@@ -47,7 +48,7 @@ class Model:
             self.hf, dims, dtype=self.dtype, recompute=config.engine.recompute,
             recompute_modules=config.engine.recompute_modules, aux_loss=config.engine.moe.aux_loss,
             z_loss=config.engine.moe.z_loss, layer_spec=self.spec, further=config.engine.megatron,
-            mtp_layers=self.mtp,
+            mtp_layers=self.mtp, saves_to_host="activations" in config.engine.offload,
         )  # fmt: skip
         self.state = MegatronState(dims, config.seed)
         self.coords = self.state.coords
@@ -58,6 +59,7 @@ class Model:
         self.adapters: lora.Shapes = {}
         self.adapter_identity: dict[str, Any] | None = None  # what a checkpoint says of them
         self.optimizer: Any = None
+        self.activations: ActivationOffload | None = None  # where they are offloaded
 
     @property
     def device(self) -> torch.device:
@@ -85,6 +87,7 @@ class Model:
         if config.model.lora is not None:
             self.adapters = adapters(config.model.path, config.model.lora, head)
             self.rules = lora.attach(self.chunks, self.rules, self.adapters, config.model.lora, self.family, head=head)
+        self.activations = offload_activations(self.chunks, config.engine)
         if config.optimizer is None:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
@@ -127,6 +130,20 @@ class Model:
     def _fill_masters(self, read: Callable[[str], Any]) -> None:
         if self.optimizer is not None:
             weights.load_masters(self.optimizer, self.chunks, self.rules, read)
+
+
+def offload_activations(chunks: Sequence[Any], engine: EngineConfig) -> ActivationOffload | None:
+    """Has layers save to the host, where the config says so. Returns what holds it.
+
+    All layers of a chunk are one: with `recompute: full` megatron saves their inputs outside of them; these go, too.
+    """
+    if "activations" not in engine.offload:
+        return None
+    offload = ActivationOffload()
+    for chunk in chunks:
+        for module in (chunk.decoder, *(chunk.mtp.layers if chunk.mtp_process else ())):
+            offload.wrap(module)
+    return offload
 
 
 def agreed_spec(wanted: str, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype) -> layer_spec.LayerSpec:

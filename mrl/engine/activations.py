@@ -1,0 +1,91 @@
+"""`engine.offload: [activations]`: what a forward saves for its backward pass waits in host memory.
+
+Both engines have it: the FSDP engine of each block, the Megatron engine of a chunk's layers and of each MTP layer. It
+is done by autograd's hooks on saved tensors, so that it holds for every layer spec, layout and kernel, and what is read
+back has the values, shape and strides of what was saved. With recomputation inputs alone are saved, and these wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class ActivationOffload:
+    """Copies what modules save for their backward pass to the host, and back when it is needed.
+
+    Weights stay where they are. on_host: bytes that wait there now; most: the most there were.
+    """
+
+    def __init__(self) -> None:
+        self.on_host = self.most = 0
+
+    def wrap(self, module: nn.Module) -> None:
+        """Has the forward of `module` save to the host."""
+        module.forward = functools.partial(self._forward, module, module.forward)
+
+    def _forward(self, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with self.of(module):
+            return forward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def of(self, module: nn.Module) -> Iterator[None]:
+        """Inside, saved tensors that are no weights of `module` go to the host; so do those of a unit within it."""
+        whole = (p for p in module.parameters() if not isinstance(p, DTensor))
+        weights = {p.untyped_storage()._cdata for p in whole}
+        pack = functools.partial(self.pack, weights)
+        with torch.autograd.graph.saved_tensors_hooks(pack, self.unpack):
+            yield
+
+    def pack(self, weights: set[int], tensor: Tensor) -> Tensor | Parked:
+        """Returns what autograd keeps in place of `tensor`."""
+        if tensor.untyped_storage()._cdata in weights:
+            return tensor
+        return Parked(self, tensor)
+
+    def unpack(self, kept: Tensor | Parked) -> Tensor:
+        return kept.tensor() if isinstance(kept, Parked) else kept
+
+
+class Parked:
+    """A tensor's copy on the host; of one without memory its sizes alone."""
+
+    def __init__(self, offload: ActivationOffload, tensor: Tensor) -> None:
+        self.offload, self.device, self.dtype = offload, tensor.device, tensor.dtype
+        self.size, self.stride = tensor.size(), tensor.stride()
+        once = _once(tensor)
+        self.bytes = once.numel() * once.element_size()
+        self.host: Tensor | None = None
+        if not tensor.is_meta:
+            self.host = torch.empty(once.size(), dtype=self.dtype, pin_memory=tensor.is_cuda)
+            # between contiguous memory both ways are in the order of the stream, and the host does not wait
+            self.host.copy_(once.contiguous(), non_blocking=True)
+        offload.on_host += self.bytes
+        offload.most = max(offload.most, offload.on_host)
+
+    def tensor(self) -> Tensor:
+        """Returns a new copy on the device, laid out as the tensor was: kernels may add otherwise for others."""
+        new = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        if self.host is not None:
+            once = _once(new)
+            there = self.host if once.is_contiguous() else self.host.to(self.device, non_blocking=True)
+            once.copy_(there, non_blocking=True)
+        return new
+
+    def __del__(self) -> None:
+        self.offload.on_host -= self.bytes
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """Returns a view that has each element of an expanded tensor once."""
+    for dim, (size, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
+        tensor = tensor.narrow(dim, 0, 1) if size > 1 and stride == 0 else tensor
+    return tensor
