@@ -59,14 +59,9 @@ def test_there_are_20_moments_at_every_place_and_a_third_inside_saves():
     assert sum(moment.place in ("save", "marker", "rename", "delete") for moment in drawn) >= 7
 
 
-@pytest.mark.slow
-def test_a_run_that_is_killed_while_it_saves_in_the_background(inputs, unharmed, tmp_path):
-    chosen = [Moment("marker", "last rank", 1, 0.0)]
-    kill_and_compare(tmp_path, inputs, unharmed, "dp2", chosen, checkpoint={"background": True})
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [*SEEDED, "lora tp2"])
+@pytest.mark.parametrize("name", ["tp2", "fsdp dp2"])
 def test_a_run_that_saves_in_the_background_is_killed_at_seeded_moments(inputs, unharmed, tmp_path, name):
-    chosen = moments(f"kill in the background {name}", SEEDED.get(name, 2))
+    """At chosen points of the thread: test_background_kills.py."""
+    chosen = moments(f"kill in the background {name}", SEEDED[name])
     kill_and_compare(tmp_path, inputs, unharmed, name, chosen, checkpoint={"background": True})
