@@ -11,6 +11,17 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "algorithm.epsilon_high": ("algorithm.clip_high",),
     "algorithm.num_generations": ("rollout.samples_per_prompt",),
     "rollout.num_generations": ("rollout.samples_per_prompt",),
+    # TRL's DPOConfig and RewardConfig.
+    "loss.type": ("loss.name",),
+    "loss.loss_type": ("loss.name",),
+    "loss_type": ("loss.name",),
+    "loss.rpo_alpha": ("loss.sft_weight",),
+    "loss.precompute_ref_log_probs": ("reference.cache",),
+    "precompute_ref_log_probs": ("reference.cache",),
+    "ref_model": ("reference.model.path",),
+    "ref_model.path": ("reference.model.path",),
+    "loss.center_rewards_coefficient": ("loss.centering",),
+    "teacher.alpha": ("teacher.weight",),
     # peft's LoraConfig.
     **{
         f"{model}.{theirs}": (f"{model}.{ours}",)
@@ -27,6 +38,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "data.roles_to_train": ("data.loss_on",),
     "data.loss_scale": ("data.loss_on",),
     "data.interleave_probs": ("data.train",),
+    "data.weights": ("data.train",),
+    "data.probabilities": ("data.train",),
     # verl's actor_rollout_ref.rollout.
     "rollout.n": ("rollout.samples_per_prompt",),
 }

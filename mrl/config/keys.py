@@ -138,6 +138,9 @@ def nearest(unknown: str, section: type, root: type, path: str) -> str | None:
         return here[close[0]]
     everywhere = [key.path for key in walk(root, sections=True)]
     same_name = [p for p in everywhere if p.rsplit(".", 1)[-1] == unknown]
+    same_name.sort(
+        key=lambda p: not p.startswith(f"{path}.")
+    )  # `teacher.path` is `teacher.model.path`, not `model.path`
     names = {p.rsplit(".", 1)[-1]: p for p in reversed(everywhere)}
     similar = [names[n] for n in difflib.get_close_matches(unknown, names, n=1, cutoff=0.8)]
     return next(iter([*same_name, *similar]), None)

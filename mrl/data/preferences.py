@@ -116,7 +116,8 @@ def _shared_messages(row: Row) -> list[dict[str, Any]]:
     for name in ("chosen", "rejected"):
         if not isinstance(row[name], list):
             raise BadRow(
-                f"{name} is no list of messages, and there is no prompt; give the prompt in a field of its own"
+                f"{name} is no list of messages, and there is no prompt; give the prompt in a field of its own, or "
+                "rename the field that has it with data.columns, as {question: prompt}"
             )
         check_messages(row[name], name, parts=True)
     chosen, rejected = row["chosen"], row["rejected"]
@@ -142,7 +143,7 @@ def answer_of(row: Row, prompt: Any, name: str) -> Chat | Pair:
                 "data.columns, as {prompt: prompt_unused}, where it holds the whole conversation"
             )
     elif isinstance(prompt, list) or isinstance(answer, list):
-        kinds = ["a list" if isinstance(value, list) else "none" for value in (prompt, answer)]
+        kinds = ["a list" if isinstance(value, list) else "no list" for value in (prompt, answer)]
         raise BadRow(
             f"prompt is {kinds[0]} and {name} {kinds[1]} of messages; give two strings or two lists, or rename prompt "
             f"with data.columns, as {{prompt: prompt_unused}}, where {name} is the whole conversation"

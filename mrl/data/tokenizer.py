@@ -83,23 +83,24 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_same_vocabulary(
-    student: Mapping[str, int], teacher: Mapping[str, int], path: str, key: str, own: str
+    trained: Mapping[str, int], other: Mapping[str, int], path: str, key: str, own: str, *, role: str = "teacher"
 ) -> None:
-    """Raises ConfigError where a token has another id. student, teacher: token -> id, of their tokenizers.
+    """Raises ConfigError where a token has another id. trained, other: token -> id, of the tokenizers of the model that
+    trains, and of the one that it is compared with.
 
-    path, key: the teacher's, and where the config has it. own: the key of the student's.
+    path, key: the other's, and where the config has it. own: the key of the one that trains. role: the other's.
     """
-    if student == teacher:
+    if trained == other:
         return
-    tokens = {**student, **teacher}
+    tokens = {**trained, **other}
     differing = sorted(
-        (token for token in tokens if student.get(token) != teacher.get(token)),
-        key=lambda token: (student.get(token, tokens[token]), token),
+        (token for token in tokens if trained.get(token) != other.get(token)),
+        key=lambda token: (trained.get(token, tokens[token]), token),
     )
     first = differing[0]
-    ids = [f"id {ids[first]}" if first in ids else "no token" for ids in (teacher, student)]
+    ids = [f"id {ids[first]}" if first in ids else "no token" for ids in (other, trained)]
     why = (
         f"has another vocabulary than {own}: {len(differing):,} tokens differ, as {quoted(first)}, {ids[0]} there "
         f"and {ids[1]} here"
     )
-    raise ConfigError(key, quoted(path), why, "give a teacher with the same tokenizer")
+    raise ConfigError(key, quoted(path), why, f"give a {role} with the same tokenizer")

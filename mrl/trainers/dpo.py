@@ -28,6 +28,7 @@ from mrl.data.dataset import Part, RowDataset
 from mrl.data.mixture import MixedDataset
 from mrl.data.preferences import PreferenceDataset, PreferenceSource, batch_of, in_order, with_other_answers
 from mrl.data.stream import Report
+from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine.base import BaseEngine, Ctx
 from mrl.engine.registry import build_engine
@@ -72,6 +73,8 @@ class DPOTask(Task[DPOConfig]):
     def dataset(
         self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part
     ) -> PreferenceDataset:
+        if part == "train":
+            self._check_reference(tokenizer)
         paired, vocab_size = self.config.loss.is_paired, vocab_size_of(hf_config)
         return PreferenceDataset(
             self.config.data, tokenizer, part=part, vocab_size=vocab_size, paired=paired,
@@ -92,6 +95,15 @@ class DPOTask(Task[DPOConfig]):
             yield batch_of(rows, group=self.config.group)
 
     # -- the reference ------------------------------------------------------------------------------------------------
+
+    def _check_reference(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ConfigError where it has other tokens than the model: its log-probs would be of another text."""
+        path = self.config.reference.model.path
+        if path is None or not self.config.loss.needs_reference:
+            return
+        with self._reference_keys():
+            own = load_tokenizer(model_folder(path, weights=False), self.config.model.trust_remote_code).get_vocab()
+        check_same_vocabulary(tokenizer.get_vocab(), own, path, "reference.model.path", "model.path", role="reference")
 
     def begin(self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console) -> None:
         super().begin(engine, sets, place, console)

@@ -38,6 +38,14 @@ REFUSED = [
     (("data.format=unpaired",), 'data.format: value "unpaired" has no pairs'),
     (("data.format=messages",), 'data.format: value "messages" is not one of the choices'),
     (("data.truncation=right",), 'data.truncation: value "right" is not one of the choices'),
+    (("loss.type=dpo",), 'loss.type: value "dpo" is given to an unknown key; did you mean loss.name?'),
+    (("loss.rpo_alpha=1",), "did you mean loss.sft_weight?"),
+    (
+        ("reference.path=other",),
+        'reference.path: value "other" is given to an unknown key; did you mean reference.model.path?',
+    ),
+    (("ref_model.path=other",), "did you mean reference.model.path?"),
+    (("data.weights=[0.5, 0.5]",), "did you mean data.train?"),
     (("loss.name=orpo", "reference.cache=true"), "reference.cache: value true is not used by loss orpo"),
     (
         ("loss.name=simpo", "reference.model.path=other"),

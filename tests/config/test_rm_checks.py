@@ -26,6 +26,7 @@ REFUSED = [
     (("loss.name=dpo",), 'loss.name: value "dpo" is not one of the choices'),
     (("loss=null",), "loss.name"),
     (("loss.beta=1",), "loss.beta"),
+    (("loss.center_rewards_coefficient=1",), "is given to an unknown key; did you mean loss.centering?"),
     (("loss.centering=-1",), "loss.centering: value -1 is out of range"),
     ((*STEPS, "loss.centering=0.1"), "loss.centering: value 0.1 is not read by loss steps"),
     ((*GRADED, "loss.centering=0"), "loss.centering: value 0.0 is not read by loss regression"),

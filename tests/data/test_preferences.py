@@ -99,10 +99,11 @@ WRONG = {
     "no rejected": ({"prompt": ASKED, "chosen": GOOD}, "give prompt, chosen and rejected"),
     "rejected is null": ({**PAIR, "rejected": None}, "has no field 'rejected'"),
     "both forms": ({**PAIR, **SINGLE}, "set data.format to preference or unpaired"),
-    "text and list": ({**PAIR, "prompt": "2 + 2?"}, "prompt is none and chosen a list of messages"),
-    "list and text": ({**PAIR, "chosen": "4"}, "prompt is a list and chosen none of messages"),
+    "text and list": ({**PAIR, "prompt": "2 + 2?"}, "prompt is no list and chosen a list of messages"),
+    "list and text": ({**PAIR, "chosen": "4"}, "prompt is a list and chosen no list of messages"),
     "prompt again": ({**PAIR, "chosen": ASKED + GOOD}, "chosen begins with the messages of prompt again"),
     "texts without a prompt": ({"chosen": "a", "rejected": "b"}, "give the prompt in a field of its own"),
+    "a prompt of another name": ({"question": "2?", "chosen": "4", "rejected": "5"}, "as {question: prompt}"),
     "nothing shared": ({"chosen": GOOD, "rejected": BAD}, "chosen and rejected begin with different messages"),
     "nothing more": ({"chosen": ASKED + GOOD, "rejected": ASKED}, "rejected has no message that the other"),
     "the same": ({**PAIR, "rejected": GOOD}, "chosen and rejected are the same tokens"),
@@ -122,7 +123,7 @@ WRONG = {
     ),
     "prompt of others": (
         {"prompt": "3?", "chosen": ASKED + GOOD, "rejected": ASKED + BAD},
-        "prompt is none and chosen a",
+        "prompt is no list and chosen a",
     ),
     "weight": ({**PAIR, "weight": "1"}, "weight is '1'; give a number from 0"),
     "message's weight": (

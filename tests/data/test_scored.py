@@ -174,7 +174,7 @@ CASES = {
     "no prompt": ("bradley_terry", {"chosen": "a", "rejected": "b"}, "give the prompt in a field of its own"),
     "a user ends it": ("bradley_terry", {**PAIR, "chosen": GOOD + ASKED}, "its last message is of the role user"),
     "empty answer": ("bradley_terry", {"prompt": "a", "chosen": "", "rejected": "b"}, "chosen is empty"),
-    "list and text": ("regression", {**GRADED, "completion": "4"}, "prompt is a list and completion none"),
+    "list and text": ("regression", {**GRADED, "completion": "4"}, "prompt is a list and completion no list"),
     "score is text": ("regression", {**GRADED, "score": "1.5"}, "score is '1.5'; give a number"),
     "score is true": ("regression", {**GRADED, "score": True}, "score is True; give a number"),
     "score is huge": ("regression", {**GRADED, "score": 10**400}, "score is a number of more than nine digits"),

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+import yaml
 
 from mrl.algorithms.recipes import actor_loss, recipe
 from mrl.batch import make_batch
@@ -22,6 +23,7 @@ from tests.engine import harness
 from tests.trainers import tiny_runs
 
 CONFIGS = sorted((tiny_runs.REPO / "examples").rglob("*.yaml"))
+MIXTURE = tiny_runs.REPO / "examples" / "arithmetic" / "mixture.yaml"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -116,6 +118,48 @@ def test_a_reward_model_of_arithmetic_trains_on_sums_and_wrong_ones_near_them(tm
     config["optimizer"] |= {"warmup_steps": 1}
     assert harness.run_case(1, "tests.trainers.rm_cases:train", config=config)[:2] == ("done", "")
     assert 0 <= read(tmp_path / "run" / "metrics.jsonl")[-1]["eval/rewards/accuracy"] <= 1
+
+
+@pytest.mark.slow
+def test_a_mixture_of_arithmetic_has_shares_and_a_loss_of_each_source(tmp_path):
+    """From random weights; counting ends with its epochs, and the two sums go on in their shares."""
+    for name in ("make_data", "sources"):
+        tiny_runs.load_example(f"arithmetic/{name}.py").make(tmp_path)
+    config = yaml.safe_load(MIXTURE.read_text().replace("runs/arithmetic-data", str(tmp_path)))
+    config["output_dir"], steps, batch = str(tmp_path / "run"), 12, config["train"]["global_batch_size"]
+    config["model"] |= {"path": str(tmp_path / "model"), "init": "random"}
+    config["data"]["train"][2] |= {"epochs": 0.1}
+    config["train"] |= {"steps": steps, "eval_every": steps // 2, "eval_batches": 1}
+    config["optimizer"] |= {"warmup_steps": 1}
+    assert harness.run_case(1, "tests.trainers.cases:train", config=config)[:2] == ("done", "")
+    rows = read(tmp_path / "run" / "metrics.jsonl")
+    middle, last = rows[steps // 2 - 1], rows[-1]
+    given = {name: last[f"data/{name}/rows"] for name in ("sums", "three", "counting")}
+    assert sum(given.values()) == steps * batch and given["counting"] == 69  # 0.1 of its 694 rows
+    assert given["three"] / given["sums"] == pytest.approx(5 / 4, rel=0.01)
+    for name in given:
+        assert last[f"eval/{name}/loss"] < middle[f"eval/{name}/loss"] - 0.01, name
+
+
+def test_pairs_of_gsm8k_differ_in_a_number_or_are_of_another_problem(tmp_path):
+    example, rows = tiny_runs.load_example("gsm8k/pairs.py"), tiny_runs.REPO / "examples" / "gsm8k" / "sample.jsonl"
+    example.TRAIN, example.HELD_OUT = 16, 4
+    example.main(str(rows), tmp_path)
+    made = {name: read_rows(tmp_path / f"{name}.jsonl") for name in ("train", "number", "problem")}
+    assert [len(made[name]) for name in made] == [16, 4, 4]
+    assert not {row["prompt"] for row in made["train"]} & {row["prompt"] for row in made["number"]}
+    right = {row["question"]: row["answer"].split("#### ")[1] for row in read_rows(rows)}
+    for row in [*made["train"], *made["number"], *made["problem"]]:
+        chosen, rejected = (row[name].split("#### ") for name in ("chosen", "rejected"))
+        assert chosen[1] == right[row["prompt"]] and row["chosen"] != row["rejected"] and "<<" not in "".join(chosen)
+    for row in made["number"]:
+        chosen, rejected = row["chosen"], row["rejected"]
+        assert re.sub(r"\d+", "", chosen) == re.sub(r"\d+", "", rejected)
+        assert chosen.split("#### ")[1] != rejected.split("#### ")[1]
+
+
+def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.nightly

@@ -282,6 +282,18 @@ def test_another_reference_does_not_go_on_with_a_run(places, tmp_path):
     assert ended == "ConfigError" and said.startswith("reference.model.path: value") and "config.json differ" in said
 
 
+def test_a_reference_of_another_vocabulary_is_refused(places, tmp_path):
+    """Its log-probs would be those of another text."""
+    shutil.copytree(places / "other", tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"7": ', '"seven": '))
+    config = make_config(places, tmp_path / "run", reference={"model": {"path": str(tmp_path / "other")}})
+    ended, said = train(config)
+    assert ended == "ConfigError" and said.startswith("reference.model.path: value")
+    assert "has another vocabulary than model.path: 2 tokens differ" in said
+    assert said.endswith("give a reference with the same tokenizer") and not (tmp_path / "run").exists()
+
+
 def test_an_evaluation_is_the_loss_on_all_pairs(places, tmp_path):
     """Five rows in batches of four and one: their sums are divided once."""
     config = make_config(places, tmp_path, optimizer={"lr": 1e-12}, train={"steps": 1})

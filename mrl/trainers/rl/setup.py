@@ -74,7 +74,7 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
     folders = {role: _model_folder(config, role) for role in roles_of(config, recipe)}
     vocab_size = vocab_size_of(read_hf_config(folders["actor"]))  # first: a wrong config.json fails the tokenizer too
     tokenizer = load_tokenizer(folders["actor"], config.actor.model.trust_remote_code, config.data.chat_template)
-    _check_teacher(config, folders, tokenizer)
+    _check_reference(config, folders, tokenizer)
     prompts = train_rows(config.data, lambda data: PromptDataset(data, tokenizer, vocab_size=vocab_size))
     source = PromptSource(prompts, seed=config.seed, shuffle=config.data.shuffle)
     engines = _engines(config, folders, recipe)
@@ -129,14 +129,14 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
         )
 
 
-def _check_teacher(config: PPOConfig, folders: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ConfigError where the actor and its teacher, if it has one, do not have the same tokens."""
-    if config.algorithm.name not in OF_A_TEACHER:
+def _check_reference(config: PPOConfig, folders: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError where the actor and its reference, if it has another one, do not have the same tokens."""
+    if folders.get("reference", folders["actor"]) == folders["actor"]:
         return
     with keys_of(config, "reference"):
         own = load_tokenizer(folders["reference"], config.actor.model.trust_remote_code).get_vocab()
-    path = model_of(config, "reference").path
-    check_same_vocabulary(tokenizer.get_vocab(), own, path, "reference.model.path", "actor.model.path")
+    path, role = model_of(config, "reference").path, "teacher" if config.algorithm.name in OF_A_TEACHER else "reference"
+    check_same_vocabulary(tokenizer.get_vocab(), own, path, "reference.model.path", "actor.model.path", role=role)
 
 
 def _constant(config: PPOConfig) -> tuple[str, ...]:

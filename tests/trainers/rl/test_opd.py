@@ -96,11 +96,13 @@ def test_a_stopped_run_goes_on_to_the_bit_and_checkpoints_hold_no_teacher(inputs
 
 
 @pytest.mark.slow
-def test_another_vocabulary_is_refused(inputs, tmp_path):
+@pytest.mark.parametrize("name", ["opd", "grpo"])
+def test_another_vocabulary_is_refused(inputs, tmp_path, name):
+    """Of a teacher and of any other reference."""
     shutil.copytree(inputs / "other", tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
     file.write_text(file.read_text().replace('"7": ', '"seven": '))
-    config = make_config(inputs, tmp_path / "run", "opd", reference={"model": {"path": str(tmp_path / "other")}})
+    config = make_config(inputs, tmp_path / "run", name, reference={"model": {"path": str(tmp_path / "other")}})
     said = train(config, ended="ConfigError")[1]
     assert "reference.model.path: value" in said and "has another vocabulary than actor.model.path: 2 tokens" in said
 
