@@ -91,6 +91,7 @@ DRAWN = [
     Subject("transformers, SDPA", {"kind": "plain", "dtype": "bfloat16"}),
     Subject("mrl, TE's layers", mrl(layer_spec="te"), needs=TE),
     Subject("mrl, local layers", mrl(layer_spec="local")),
+    Subject("mrl, local layers, rollout.cuda_graphs", mrl(layer_spec="local", cuda_graphs=True)),
     Subject("mrl, fsdp", mrl("fsdp")),
 ]
 KEPT = [Subject("mrl, megatron", mrl()), Subject("mrl, fsdp", mrl("fsdp"))]

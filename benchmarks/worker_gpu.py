@@ -189,8 +189,10 @@ def mrl_decoder(spec: dict[str, Any], prompts: list[list[int]]) -> Any:
         for i, prompt in enumerate(prompts)
     ]  # fmt: skip
 
+    graphs = {"cuda_graphs": True} if spec["subject"].get("cuda_graphs") else {}
+
     def draw() -> None:
-        drawn = engine.generate(requests, cache_tokens=len(prompts) * (spec["prompt"] + new + 1))
+        drawn = engine.generate(requests, cache_tokens=len(prompts) * (spec["prompt"] + new + 1), **graphs)
         assert all(len(one.tokens) == new for one in drawn)
 
     return draw

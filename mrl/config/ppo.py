@@ -133,6 +133,12 @@ class RolloutConfig:
         may_change=True,
     )
     prefill_tokens: int = key(4096, "prompt tokens in one forward at most", minimum=1, may_change=True)
+    cuda_graphs: bool = key(
+        False,
+        "steps that feed one token of each sequence have fixed shapes, which a GPU replays as CUDA graphs; engine "
+        "backend megatron (docs/gpu.md)",
+        may_change=True,
+    )
     path: str | None = key(None, "folder of samples/ files to replay, for backend recorded")
     environment: str | None = key(None, "path.py:Class for conversations of several turns (docs/rl.md)")
     max_turns: int = key(8, "turns of the model in a conversation with an environment", minimum=1)

@@ -33,7 +33,7 @@ from mrl.parallel import divisors_near
 SERVERS = ("vllm", "sglang")
 IN_PROCESS_ONLY = ("memory_fraction", "tp")
 SERVERS_ONLY = ("weights_dir", "handover", "bucket_mb", "concurrency", "timeout_s", "sleep")
-NATIVE_ONLY = ("cache_tokens", "prefill_tokens")
+NATIVE_ONLY = ("cache_tokens", "prefill_tokens", "cuda_graphs")
 OF_ENVIRONMENTS = ("max_turns", "max_turn_tokens", "environment_parts", "environment_timeout_s")
 SAMPLING = ("top_k", "top_p", "min_p", "stop", "stop_tokens")
 """Keys that only decide what is sampled; the temperature is the trainer's too."""
@@ -75,6 +75,7 @@ def check_ppo(config: PPOConfig) -> None:
     _check_teacher(config)
     _check_rewards(config)
     check_rollout(config)
+    check_cuda_graphs(config.rollout, config.actor.engine, "actor.engine")
     _check_eval(config)
     _check_best(config)
     check_log(config.log)
@@ -244,6 +245,13 @@ def check_rollout(config: Samples) -> None:
         _refuse(rollout, SAMPLING, "by rollout.backend recorded, which samples nothing", "choose another backend")
     _check_server(config)
     _check_environment(config)
+
+
+def check_cuda_graphs(rollout: RolloutConfig, engine: EngineConfig, path: str) -> None:
+    """Raises ConfigError where the engine that samples, at `path`, has no such steps."""
+    if rollout.cuda_graphs and engine.backend != "megatron":
+        why = f"is not for {path}.backend {engine.backend}"
+        raise ConfigError("rollout.cuda_graphs", True, why, "leave it out, or set that to megatron")
 
 
 def _check_server(config: Samples) -> None:

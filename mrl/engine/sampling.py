@@ -31,6 +31,7 @@ from torch import Tensor
 
 from mrl.engine.logprobs import VocabShard
 from mrl.engine.splitmix import GAMMA, WORD, mix, mix_int, signed
+from mrl.mcore_models.platform import tensor_on
 
 _CANDIDATES = 128
 _NOISE_WORDS = 2**15  # computed at once: they stay in a CPU's caches
@@ -112,13 +113,13 @@ class SamplingRows:
         drawn = [off if p.greedy else p for p in params]
 
         def column(values: list, neutral: float, dtype: torch.dtype) -> Tensor | None:
-            return None if all(v == neutral for v in values) else torch.tensor(values, dtype=dtype, device=device)
+            return None if all(v == neutral for v in values) else tensor_on(device, values, dtype)
 
         greedy = [p.greedy for p in params]
-        words = None if all(greedy) else torch.tensor([signed(k) for k in noise_keys], device=device)
+        words = None if all(greedy) else tensor_on(device, [signed(k) for k in noise_keys])
         return cls(
             words,
-            None if not any(greedy) or all(greedy) else ~torch.tensor(greedy, device=device),
+            None if not any(greedy) or all(greedy) else tensor_on(device, [not g for g in greedy], torch.bool),
             column([p.temperature for p in drawn], 1.0, torch.float32),
             column([p.top_k for p in drawn], 0, torch.int64),
             column([p.top_p for p in drawn], 1.0, torch.float64),
@@ -172,7 +173,8 @@ def lower_bound(z: Tensor, rows: SamplingRows, group: dist.ProcessGroup | None, 
     count = rows.candidates
     while True:
         top, exact = _top_bound(z, rows, group, min(count, columns))
-        if bool(exact.all()) or count >= columns:
+        # top_k alone is exact: more than k were looked at. To ask the tensor would wait for the GPU
+        if rows.top_p is None or count >= columns or bool(exact.all()):
             return top if bound is None else torch.maximum(bound, top)
         count *= 8
 

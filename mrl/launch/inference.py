@@ -274,7 +274,7 @@ def _check_request(
         check_unread(raw, ("samples_per_prompt",), "--greedy, by which all samples of a prompt are equal")
     if score:
         names = ("samples_per_prompt", "max_new_tokens", "stop", "stop_tokens", "backend", "environment", "server")
-        check_unread(raw, (*names, "cache_tokens", "prefill_tokens"), "--score, which samples nothing")
+        check_unread(raw, (*names, "cache_tokens", "prefill_tokens", "cuda_graphs"), "--score, which samples nothing")
     if chat:
         check_unread(raw, ("samples_per_prompt", "environment"), "--chat")
 

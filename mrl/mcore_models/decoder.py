@@ -2,15 +2,19 @@
 
 In a step of generation a layer has few tokens, and what megatron's modules do around the arithmetic (autograd
 functions, dispatch by configuration, bookkeeping of features that are off) takes as long as the arithmetic. This walks
-the modules that `layers._local_layer` builds, for every family made of RMSNorm, grouped-query attention and SwiGLU;
-`fits` says whether a chunk is one. Any other goes through GPTModel itself, and tests hold both to the same tokens.
+the layers of both specs (`layers.block_spec`): of the te spec, whose linears hold the weights of the norms before
+them, it takes the weights and calls none of transformer-engine's modules but those of shared experts. It serves every
+family made of RMSNorm, grouped-query or latent attention, and SwiGLU; `fits` says whether a chunk is one. Any other
+goes through GPTModel itself, and tests hold both to the same tokens.
 
-Dimensions: `T` tokens, `N` hidden size, `G` key/value groups and `H` query heads on this rank, `D` head size. Tensor
-parallelism without sequence parallelism: hidden states are whole on every rank, and partial sums are all-reduced.
+Dimensions: `T` tokens, `N` hidden size, `G` key/value groups and `H` query heads on this rank, `D` head size, `E`
+experts. Tensor parallelism without sequence parallelism: hidden states are whole on every rank, and partial sums are
+all-reduced.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -20,29 +24,60 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.mcore_models import elementwise
-from mrl.mcore_models.attention import SdpaAttention
+from mrl.mcore_models.attention import CacheLayout, SdpaAttention
 from mrl.mcore_models.kv_cache import CachedStep
+from mrl.mcore_models.latent import LatentAttention
 from mrl.mcore_models.layers import RMSNorm
-from mrl.mcore_models.lora import added_on_this_rank
+from mrl.mcore_models.lora import Adapter, added_on_this_rank
 from mrl.mcore_models.masked import Scoring
 
-_KNOWN = re.compile(
-    r"(input_layernorm|pre_mlp_layernorm|self_attention\.(linear_qkv|linear_proj|q_layernorm|k_layernorm))\.weight"
-    r"|self_attention\.linear_qkv\.bias|mlp\.linear_fc[12]\.weight|mlp\.(router|experts|shared_experts)\..*"
-    r"|(self_attention\.linear_(qkv|proj)|mlp\.linear_fc[12])\.adapter\..*"
+_MLP = (
+    r"(input_layernorm|pre_mlp_layernorm)\.weight"
+    r"|mlp\.linear_fc1\.(layer_norm_)?weight|mlp\.linear_fc2\.weight|mlp\.(router|experts|shared_experts)\..*"
+    r"|mlp\.linear_fc[12]\.adapter\..*"
 )
+_GROUPED = re.compile(
+    _MLP + r"|self_attention\.(linear_qkv|linear_proj|q_layernorm|k_layernorm)\.weight"
+    r"|self_attention\.linear_qkv\.(layer_norm_weight|bias)|self_attention\.linear_(qkv|proj)\.adapter\..*"
+)
+_LATENT = re.compile(_MLP + r"|self_attention\..*")
 
 
 def fits(model: torch.nn.Module) -> bool:
     """Returns whether `Decoder` computes what this chunk does; the same answer on every rank."""
     config = model.config
-    known = all(_KNOWN.fullmatch(name) for layer in model.decoder.layers for name, _ in layer.named_parameters())
+    latent = config.multi_latent_attention
+    known = _LATENT if latent else _GROUPED
+    names = all(known.fullmatch(name) for layer in model.decoder.layers for name, _ in layer.named_parameters())
     ours = all(isinstance(layer.self_attention.core_attention, SdpaAttention) for layer in model.decoder.layers)
+    # under sequence parallelism experts, and latent attention's own module, take a part of the tokens
+    split_tokens = (config.num_moe_experts is not None or latent) and config.sequence_parallel
+    return names and ours and not split_tokens and config.activation_func is F.silu and (latent or _plain_heads(config))
+
+
+def _plain_heads(config: Any) -> bool:
     whole_groups = config.num_query_groups % config.tensor_model_parallel_size == 0
-    # under sequence parallelism experts take a part of the tokens
-    split_tokens = config.num_moe_experts is not None and config.sequence_parallel
-    plain_heads = config.rotary_percent == 1.0 and not config.qk_norm_over_heads
-    return known and ours and whole_groups and plain_heads and not split_tokens and config.activation_func is F.silu
+    return whole_groups and config.rotary_percent == 1.0 and not config.qk_norm_over_heads
+
+
+def fixed_refusal(model: torch.nn.Module) -> str | None:
+    """Returns why a chunk that fits has no steps of fixed shapes (`Decoder.__call__`, fixed); None where it has. The
+    same answer on every rank."""
+    config = model.config
+    if config.num_moe_experts is None:
+        return None
+    experts = [layer.mlp.experts for layer in model.decoder.layers if hasattr(layer.mlp, "experts")]
+    if config.expert_model_parallel_size > 1:
+        return "experts are spread over ranks (engine.parallel.ep)"
+    if config.expert_tensor_parallel_size > 1:
+        return "experts are split over ranks (engine.parallel.etp)"
+    if config.moe_apply_probs_on_input or config.moe_expert_capacity_factor is not None:
+        return "experts drop tokens or scale their inputs (engine.megatron)"
+    if config.moe_shared_expert_overlap:
+        return "shared experts run inside the exchange of tokens (engine.megatron.moe_shared_expert_overlap)"
+    if any(isinstance(module, Adapter) for one in experts for module in one.modules()):
+        return "experts have adapters"
+    return None
 
 
 class Decoder:
@@ -53,17 +88,27 @@ class Decoder:
         self.group = model.pg_collection.tp
         self.parallel = self.group.size() > 1
         self.layers = [_Layer(layer) for layer in model.decoder.layers]
+        self.final_norm = _Norm.of(model.decoder.final_layernorm) if model.post_process else None
+        # transformer-engine's kernel turns in fp32 and rounds once
+        self.rotary_dtype = torch.float32 if model.config.apply_rope_fusion else None
 
-    def __call__(self, tokens: Tensor, hidden: Tensor | None, step: CachedStep) -> Tensor:
-        """tokens [T]; hidden [T, N] from the stage before, None on the first. [T, N], normed on the last stage."""
+    def __call__(self, tokens: Tensor, hidden: Tensor | None, step: CachedStep, *, fixed: bool = False) -> Tensor:
+        """tokens [T]; hidden [T, N] from the stage before, None on the first. [T, N], normed on the last stage.
+
+        fixed: what runs depends on the shapes of tokens and cache alone, and the host reads no tensor: every expert
+        computes every token, and what the router did not choose counts nothing.
+        """
         x = self._embedded(tokens) if hidden is None else hidden
-        angles = torch.outer(step.positions.to(torch.float32), self.model.rotary_pos_emb.inv_freq)
-        angles = torch.cat([angles, angles], dim=-1)[:, None, None]
-        cos_sin = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+        cos_sin = self._cos_sin(step.positions, self.rotary_dtype or x.dtype)
         for layer in self.layers:
-            x = self._add(x, layer.attention(x, step, cos_sin))
-            x = self._add(x, layer.mlp(x), whole=layer.experts is not None)
-        return _norm(x, self.model.decoder.final_layernorm) if self.model.post_process else x
+            x = self._add(x, layer.attention(x, step, cos_sin), whole=layer.latent)
+            x = self._add(x, layer.mlp(x, fixed), whole=layer.experts is not None)
+        return x if self.final_norm is None else self.final_norm(x)
+
+    def _cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        angles = torch.outer(positions.to(torch.float32), self.model.rotary_pos_emb.inv_freq)
+        angles = torch.cat([angles, angles], dim=-1)[:, None, None]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         table = self.model.embedding.word_embeddings
@@ -86,46 +131,120 @@ class _Layer:
 
     def __init__(self, layer: Any) -> None:
         attention = layer.self_attention
-        self.core = attention.core_attention
-        self.groups, self.head = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
-        self.queries = attention.num_attention_heads_per_partition // self.groups  # of one group
-        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.pre_mlp_layernorm
         self.in_attention, self.in_mlp = attention, layer.mlp
-        self.qkv, self.qkv_bias = _columns(attention.linear_qkv.weight), attention.linear_qkv.bias
-        self.proj = _columns(attention.linear_proj.weight)
-        self.head_norm = None  # [queries + 1, D]: the norms of a group's queries and of its key
-        if isinstance(attention.q_layernorm, RMSNorm):
-            query, key = attention.q_layernorm.weight, attention.k_layernorm.weight
-            self.head_norm = torch.cat([query.expand(self.queries, -1), key[None]])
-        self.experts = None if hasattr(layer.mlp, "linear_fc1") else layer.mlp
+        self.latent = isinstance(attention, LatentAttention)
+        if self.latent:
+            self.input_norm = _Norm.of(layer.input_layernorm)
+        else:
+            self._take_grouped(layer.input_layernorm, attention)
+        self.experts = None if hasattr(layer.mlp, "linear_fc1") else _Experts(layer.mlp)
+        self.mlp_norm = _Norm.of(layer.pre_mlp_layernorm, layer.mlp.linear_fc1 if self.experts is None else None)
         if self.experts is None:
             self.fc1, self.fc2 = _columns(layer.mlp.linear_fc1.weight), _columns(layer.mlp.linear_fc2.weight)
 
+    def _take_grouped(self, norm: torch.nn.Module, attention: Any) -> None:
+        self.core = attention.core_attention
+        self.groups, self.head = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+        self.queries = attention.num_attention_heads_per_partition // self.groups  # of one group
+        self.input_norm = _Norm.of(norm, attention.linear_qkv)
+        self.qkv, bias = _columns(attention.linear_qkv.weight), attention.linear_qkv.bias
+        self.qkv_bias = None if bias is None or not bias.numel() else bias  # transformer-engine's is empty for none
+        self.proj = _columns(attention.linear_proj.weight)
+        self.head_norm = None  # [queries + 1, D]: the norms of a group's queries and of its key
+        if hasattr(attention.q_layernorm, "weight"):
+            query, key = (_Norm.of(norm) for norm in (attention.q_layernorm, attention.k_layernorm))
+            weight = torch.cat([query.weight.expand(self.queries, -1), key.weight[None]])
+            self.head_norm = dataclasses.replace(query, weight=weight)
+
     def attention(self, x: Tensor, step: CachedStep, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        """This rank's part of [T, N]."""
-        normed = _norm(x, self.input_norm)
+        """This rank's part of [T, N]; the whole of latent attention."""
+        normed = self.input_norm(x)
+        if self.latent:
+            out, _ = self.in_attention(normed[:, None], packed_seq_params=CacheLayout.make(step))
+            return out.squeeze(1)
         qkv = added_on_this_rank(self.in_attention.linear_qkv, normed, normed @ self.qkv)
         if self.qkv_bias is not None:
             qkv += self.qkv_bias
         heads = qkv.view(-1, self.groups, self.queries + 2, self.head)
         turned, value = heads[:, :, :-1], heads[:, :, -1]
         if self.head_norm is not None:
-            turned = _rms_norm(turned, self.input_norm.eps) * self.head_norm
-        turned = elementwise.turn(turned, *cos_sin, -1.0)
+            turned = self.head_norm(turned)
+        turned = elementwise.turn(turned.to(cos_sin[0].dtype), *cos_sin, -1.0).to(x.dtype)
         scoring = Scoring(self.core.scale, self.core.window)
         out = step.attend(self.core.layer_number, turned[:, :, :-1], turned[:, :, -1], value, scoring)
         out = out.flatten(1)
         return added_on_this_rank(self.in_attention.linear_proj, out, out @ self.proj)
 
-    def mlp(self, x: Tensor) -> Tensor:
+    def mlp(self, x: Tensor, fixed: bool) -> Tensor:
         """This rank's part of [T, N]; the whole where there are experts."""
-        normed = _norm(x, self.mlp_norm)
+        normed = self.mlp_norm(x)
         if self.experts is not None:
-            return self.experts(normed.unsqueeze(1))[0].squeeze(1)
+            return self.experts(normed, fixed)
         both = added_on_this_rank(self.in_mlp.linear_fc1, normed, normed @ self.fc1)
-        gate, linear = both.chunk(2, dim=-1)
-        product = F.silu(gate).mul_(linear)
+        product = _swiglu(both)
         return added_on_this_rank(self.in_mlp.linear_fc2, product, product @ self.fc2)
+
+
+class _Experts:
+    """An MoE layer after its norm."""
+
+    def __init__(self, mlp: Any) -> None:
+        self.mlp = mlp
+        experts = mlp.experts
+        if hasattr(experts, "local_experts"):
+            self.weights = [(one.linear_fc1.weight, one.linear_fc2.weight) for one in experts.local_experts]
+        else:
+            both, names = (experts.linear_fc1, experts.linear_fc2), [f"weight{i}" for i in range(mlp.num_local_experts)]
+            self.weights = [(getattr(both[0], name), getattr(both[1], name)) for name in names]
+
+    def __call__(self, x: Tensor, fixed: bool) -> Tensor:
+        """[T, N] of [T, N]."""
+        if not fixed:
+            # megatron's own, which reads on the host how many tokens each expert gets
+            return self.mlp(x[:, None])[0].squeeze(1)
+        chances, _ = self.mlp.router(x[:, None])  # [T, E], 0 where an expert was not chosen
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for chance, (fc1, fc2) in zip(chances.unbind(-1), self.weights, strict=True):
+            # a chance of 0 times infinity is no number: what was not chosen is left out, not multiplied away
+            product = (_swiglu(F.linear(x, fc1)) * chance[:, None]).to(x.dtype)
+            out += F.linear(product.where(chance[:, None] > 0, torch.zeros_like(product)), fc2)
+        out = out.to(x.dtype)
+        shared = self.mlp.shared_experts
+        return out if shared is None else out + shared(x[:, None]).squeeze(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Norm:
+    """An RMSNorm. once: as transformer-engine's, it computes in fp32 and rounds the result; else as `RMSNorm`, which
+    rounds before it multiplies by the weight."""
+
+    weight: Tensor
+    eps: float
+    once: bool
+
+    @classmethod
+    def of(cls, norm: torch.nn.Module, linear: torch.nn.Module | None = None) -> "_Norm":
+        """Of the module `norm`, or, where that is none, of what the linear after it does first."""
+        if isinstance(norm, RMSNorm):
+            return cls(norm.weight.detach(), norm.eps, once=False)
+        owner = norm if hasattr(norm, "weight") else linear
+        assert owner is not None, f"no norm in {type(norm).__name__}"
+        weight = (owner.weight if owner is norm else owner.layer_norm_weight).detach().float()
+        return cls(weight + 1 if owner.zero_centered_gamma else weight, owner.eps, once=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., N], for a weight [N], or one for each of the dimensions before."""
+        if x.dtype == torch.float32 and self.weight.dim() == 1:
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        normed = F.rms_norm(x.float(), x.shape[-1:], None, self.eps)
+        if self.once:
+            return normed.mul_(self.weight).to(x.dtype)
+        return self.weight * normed.to(x.dtype)
+
+
+def _swiglu(both: Tensor) -> Tensor:
+    gate, linear = both.chunk(2, dim=-1)
+    return F.silu(gate).mul_(linear)
 
 
 def _columns(weight: Tensor) -> Tensor:
@@ -134,14 +253,3 @@ def _columns(weight: Tensor) -> Tensor:
     to the last. On a GPU a view."""
     weight = weight.detach().t()
     return weight.contiguous() if weight.is_cpu else weight
-
-
-def _rms_norm(x: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
-
-
-def _norm(x: Tensor, norm: RMSNorm) -> Tensor:
-    """As `RMSNorm` rounds: in fp32 inside, the weight in x's dtype."""
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
-    return norm.weight * _rms_norm(x, norm.eps)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrl.mcore_models import platform
 from mrl.mcore_models.causal import causal_attention
 from mrl.mcore_models.masked import Scoring, explicit_attention
 
@@ -88,6 +89,17 @@ class CachedStep:
     device: torch.device
     _made: dict[tuple, Tensor] = dataclasses.field(default_factory=dict)  # masks and indices that layers share
 
+    @classmethod
+    def fixed(cls, cache: KVCache, positions: Tensor, places: int) -> "CachedStep":
+        """One new token of each of the first rows, as many as there are positions [R], which are on the device alone.
+
+        Attention reads `places` places of every row: more than any position, whatever the positions are.
+        """
+        count = positions.numel()
+        step = cls(cache, (1,) * count, (places - 1,) * count, positions.device)
+        step.positions, step.rows = positions, torch.arange(count, device=positions.device)
+        return step
+
     @functools.cached_property
     def tokens(self) -> int:
         return sum(self.new_lengths)
@@ -101,12 +113,12 @@ class CachedStep:
     def positions(self) -> Tensor:
         """[T] the index of each token in its sequence."""
         pairs = zip(self.new_lengths, self.cached_lengths, strict=True)
-        return torch.tensor([old + i for new, old in pairs for i in range(new)], device=self.device)
+        return platform.tensor_on(self.device, [old + i for new, old in pairs for i in range(new)])
 
     @functools.cached_property
     def rows(self) -> Tensor:
         """[T] the row of each token."""
-        return torch.tensor([row for row, new in enumerate(self.new_lengths) for _ in range(new)], device=self.device)
+        return platform.tensor_on(self.device, [i for i, new in enumerate(self.new_lengths) for _ in range(new)])
 
     def slots(self, groups: int) -> Tensor:
         """[T*G] where the keys of each token go in a layer's cache seen as [R*G*L, D]."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mrl.errors import ConfigError
 from mrl.mcore_models.optional import ABSENT, fault_of
@@ -70,3 +73,10 @@ def hide_what_does_not_load() -> None:
 def device() -> torch.device:
     """Where models live in this process: the current CUDA device, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else _without_gpu
+
+
+def tensor_on(where: torch.device, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+    """Returns a tensor of the host's numbers. On a GPU they go through pinned memory: the host does not wait."""
+    if where.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=where)
+    return torch.tensor(values, dtype=dtype).pin_memory().to(where, non_blocking=True)

@@ -33,6 +33,7 @@ class Case:
     offload: tuple[str, ...] = ()
     bf16_moments: bool = False
     optimizer_on_host: bool = False
+    spec: str = "auto"
     micro_batches: int = 2  # one whose gradients wait for the next, and the last
     lengths: tuple[int, ...] = LENGTHS
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -47,6 +48,7 @@ class Case:
             + ["bf16 moments"] * self.bf16_moments
             + ["optimizer on the host"] * self.optimizer_on_host
             + ["value"] * (self.head != "lm")
+            + [self.spec] * (self.spec != "auto")
         )
         return " ".join(
             [self.model.split("/")[1], *layout, *options, *map("offload {}".format, self.offload),

@@ -124,8 +124,46 @@ def _caller() -> Any:
     return frame
 
 
+class Graph:
+    """A CUDA graph: what was run while it was captured, which is nothing here but the places that must not wait."""
+
+    capturing = False
+    """Whether one is being captured: the host must wait for nothing then."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.captured, self.replayed = False, 0
+
+    def replay(self) -> None:
+        assert self.captured, "nothing was captured"
+        self.replayed += 1
+        for fake in _active:
+            fake.replays += 1
+
+
+class Capture:
+    """`with torch.cuda.graph(graph, pool=..., capture_error_mode=...)`."""
+
+    def __init__(self, graph: Graph, *, pool: Any, capture_error_mode: str) -> None:
+        assert pool == POOL and capture_error_mode in ("global", "thread_local", "relaxed")
+        self.graph = graph
+
+    def __enter__(self) -> None:
+        waits("torch.cuda.synchronize")  # as torch does before
+        Graph.capturing = True
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        Graph.capturing = False
+        self.graph.captured = kind is None
+
+
+POOL = "a pool of graphs"
+
+
 def waits(what: str) -> None:
-    """Counts a wait of the host for the GPU, under the line of the code that asked."""
+    """Counts a wait of the host for the GPU, under the line of the code that asked. Raises what CUDA does inside of a
+    capture."""
+    if Graph.capturing:
+        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
     if not _active:
         return
     frame = _caller()
@@ -154,6 +192,7 @@ def install(capability: tuple[int, int] = (9, 0)) -> None:
         "stream": lambda _: contextlib.nullcontext(), "memory_stats": answer({}),
         "synchronize": lambda *_: waits("torch.cuda.synchronize"), "get_rng_state": answer(_rng),
         "default_generators": tuple(_Generator() for _ in range(8)), "is_bf16_supported": answer(True),
+        "CUDAGraph": Graph, "graph": Capture, "graph_pool_handle": answer(POOL),
     }  # fmt: skip
     nothing = ("init", "_lazy_init", "set_device", "empty_cache", "set_stream", "reset_peak_memory_stats")
     answers |= {name: answer(None) for name in (*nothing, "set_rng_state", "manual_seed", "manual_seed_all")}
@@ -375,6 +414,7 @@ class Fake:
 
     def __init__(self, given: Given | None = None) -> None:
         self.syncs: dict[str, int] = {}
+        self.replays = 0  # of CUDA graphs
         self.memory = PeakBytes("cuda", block=512)  # as CUDA's caching allocator rounds
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.given = given or Given()

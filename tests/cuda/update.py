@@ -33,7 +33,7 @@ def config_of(case: Case, folder: Path) -> RoleConfig:
     moments = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), "bfloat16") | {"use_precision_aware_optimizer": True}
     engine = EngineConfig(
         megatron=(moments if case.bf16_moments else {}) | ({"optimizer_cpu_offload": True} if case.optimizer_on_host else {}),
-        parallel=parallel, recompute=case.recompute, offload=list(case.offload),
+        parallel=parallel, recompute=case.recompute, offload=list(case.offload), layer_spec=case.spec,
         micro_batch=MicroBatchConfig(size=len(case.lengths), tokens=None),
     )  # fmt: skip
     model = ModelConfig(path=str(folder), dtype=case.dtype, init=start, lora=lora)

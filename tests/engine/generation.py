@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +16,8 @@ from mrl.engine import generation
 from mrl.engine.base import BaseEngine, Completion, GenerateRequest
 from mrl.engine.registry import build_engine
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams, gumbel, noise_key
-from mrl.mcore_models import kv_cache
+from mrl.errors import ConfigError
+from mrl.mcore_models import decode_graphs, kv_cache
 from tests.engine import tiny
 from tests.engine.contract import loss_fn, train
 from tests.engine.test_sampling import signed, transformers_logits
@@ -204,6 +207,59 @@ def gpt_model_itself_gives_the_same(config: RoleConfig) -> None:
     for one, other in zip(shorter, longer, strict=True):
         assert (one.tokens, one.finished) == (other.tokens, other.finished)
         assert (torch.tensor(one.log_probs) - torch.tensor(other.log_probs)).abs().max() < 1e-5
+
+
+def fixed_shapes_give_the_same(config: RoleConfig) -> None:
+    """Completions by steps in fixed shapes, whose rows and places are wider than what runs, are those of other steps.
+
+    What the rows beyond hold changes not a bit, be it no number; nor do they themselves in dense layers: a step with them
+    gives what one without them gives. Experts' products of other numbers of rows are rounded otherwise on a CPU.
+    """
+    engine = make_engine(config)
+    # what is widened: 5 sequences to 6 rows, and rows of 21 places at once
+    requests = [*sampled_requests(), GenerateRequest([7, 3], 12, key=SamplingKey(3))]
+    expected = engine.generate(requests)
+    calls, original = [], decode_graphs.FixedSteps.__call__
+
+    def poisoned(self, tokens, positions, hidden):
+        """As it is, with rows beyond that are no numbers, once more with zeros there, and without such rows."""
+        count = len(tokens)
+        shape = (
+            decode_graphs.rows_of(count, self.cache.rows),
+            decode_graphs.places_of(max(positions) + 1, self.cache.length),
+        )
+        calls.append((count, shape[0]))
+        bucket, found = self._bucket(count, max(positions) + 1, hidden), []
+        for beyond in (math.nan, 0.0):
+            for keys, values in self.cache.layers.values():
+                keys[count:], values[count:] = beyond, beyond
+            if bucket.hidden is not None:
+                bucket.hidden[count:] = beyond
+            found.append(original(self, tokens, positions, hidden).clone())
+        assert torch.equal(*found) and found[0].isfinite().all(), count
+        step = kv_cache.CachedStep.fixed(self.cache, torch.tensor(positions), shape[1])
+        alone = self.decoder(torch.tensor(tokens), hidden, step, fixed=True)
+        bound = 0 if engine.model.transformer.num_moe_experts is None else 1e-5
+        torch.testing.assert_close(found[0], alone, rtol=bound, atol=bound)
+        return found[0]
+
+    decode_graphs.FixedSteps.__call__ = poisoned
+    try:
+        found = engine.generate(requests, cuda_graphs=True)
+        assert any(rows > count for count, rows in calls), "no step was widened"
+        tight = engine.generate(requests, cuda_graphs=True, cache_tokens=45, prefill_tokens=3)
+    finally:
+        decode_graphs.FixedSteps.__call__ = original
+    for completions in (found, tight):
+        for one, other in zip(completions, expected, strict=True):
+            assert (one.tokens, one.finished) == (other.tokens, other.finished)
+            assert (torch.tensor(one.log_probs) - torch.tensor(other.log_probs)).abs().max() < 1e-5
+
+
+def experts_on_ranks_have_no_fixed_shapes(config: RoleConfig) -> None:
+    engine = make_engine(config)
+    with pytest.raises(ConfigError, match=r"^rollout\.cuda_graphs: value true is not for .*engine\.parallel\.ep"):
+        engine.generate(sampled_requests(), cuda_graphs=True)
 
 
 def many_prompts_in_little_cache(config: RoleConfig) -> None:

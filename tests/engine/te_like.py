@@ -39,15 +39,36 @@ from mrl.engine.megatron import model as engine_model
 from mrl.mcore_models import layer_spec, layers
 from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.latent import LatentAttention, LatentSubmodules
-from tests.engine import contract, parity, tiny
+from tests.engine import contract, generation, parity, tiny
 from tests.engine.lora import make_engine
 from tests.resume.runs import sharded_tensors
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """In fp32, rounded once."""
+    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
+
+
+class Norm(torch.nn.Module):
+    """As TENorm makes one."""
+
+    zero_centered_gamma = False
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _rms_norm(x, self.weight, self.eps)
 
 
 class NormAndColumn(ColumnParallelLinear):
     """As TELayerNormColumnParallelLinear: an RMSNorm, with the epsilon of the config, and the linear after it."""
 
     made = 0
+    zero_centered_gamma = False
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
@@ -57,8 +78,7 @@ class NormAndColumn(ColumnParallelLinear):
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
-        normed = F.rms_norm(x.float(), x.shape[-1:], self.layer_norm_weight.float(), self.eps)
-        return super().forward(normed.to(x.dtype), *args, **options)
+        return super().forward(_rms_norm(x, self.layer_norm_weight, self.eps), *args, **options)
 
 
 class Grouped(torch.nn.Module):
@@ -124,12 +144,13 @@ class GroupedRow(Grouped):
 def _block_spec(config: Any, numbers: list[int]) -> TransformerBlockSubmodules:
     moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     made = [_layer(config, config.num_moe_experts if moe[i] else None) for i in numbers]
-    return TransformerBlockSubmodules(layer_specs=made, layer_norm=layers.RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=made, layer_norm=Norm)
 
 
 def _layer(config: Any, experts: int | None) -> ModuleSpec:
     spec = layers._local_layer(config, experts)
     parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     if config.multi_latent_attention:
         latent = LatentSubmodules(
             up=NormAndColumn, heads=ColumnParallelLinear, norm=None, core_attention=SdpaAttention,
@@ -138,7 +159,12 @@ def _layer(config: Any, experts: int | None) -> ModuleSpec:
         parts.self_attention = ModuleSpec(module=LatentAttention, submodules=latent)
     else:
         parts.input_layernorm = IdentityOp
-        parts.self_attention.submodules = dataclasses.replace(parts.self_attention.submodules, linear_qkv=NormAndColumn)
+        of_heads = (
+            {"q_layernorm": Norm, "k_layernorm": Norm} if config.qk_layernorm and not config.qk_norm_over_heads else {}
+        )
+        parts.self_attention.submodules = dataclasses.replace(
+            parts.self_attention.submodules, linear_qkv=NormAndColumn, **of_heads
+        )
     partial = isinstance(parts.mlp, functools.partial)  # megatron-core 0.19
     of_mlp = parts.mlp.keywords["submodules"] if partial else parts.mlp.submodules
     if isinstance(of_mlp, MoESubmodules):
@@ -190,6 +216,17 @@ def measure(**arguments: Any) -> parity.Outcome | None:
             return outcome
     finally:
         parity.config_of = config_of
+
+
+def generates(config: RoleConfig, expected: list[tuple[list[int], bool]]) -> None:
+    """Completions by the decoder over these modules' weights are those of transformers, of megatron's own forward over
+    the modules themselves, and of steps in fixed shapes."""
+    with te_like():
+        before = NormAndColumn.made
+        generation.samples_as_hugging_face(config, expected)
+        assert NormAndColumn.made > before, "the model is of other modules"
+        generation.gpt_model_itself_gives_the_same(config)
+        generation.fixed_shapes_give_the_same(config)
 
 
 def goes_on_under_the_other(

@@ -117,11 +117,30 @@ def test_the_weights_of_now_generate(model, layout):
         "megatron tied pp2",
         "megatron ep2",
         "megatron pp2 vpp2",
+        pytest.param("megatron deepseek_v3 pp2", marks=pytest.mark.slow),
     ],
 )
 def test_gpt_model_itself_gives_the_same(model, layout):
     """The megatron engine alone has two ways through a model."""
     run(layout, "gpt_model_itself_gives_the_same", model)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    slow_but(
+        ["megatron qwen2_moe", "megatron pp2"],
+        [
+            "megatron qwen2_moe", "megatron pp2", "megatron mistral", "megatron tied tp2", "megatron pp2 vpp2",
+            "megatron deepseek_v3 pp2",
+        ],
+    ),
+)  # fmt: skip
+def test_fixed_shapes_give_the_same(model, layout):
+    run(layout, "fixed_shapes_give_the_same", model)
+
+
+def test_experts_on_ranks_have_no_fixed_shapes(model):
+    run("megatron ep2", "experts_on_ranks_have_no_fixed_shapes", model)
 
 
 def test_own_attention_in_place_of_another(model):

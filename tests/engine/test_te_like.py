@@ -3,7 +3,7 @@
 import pytest
 
 from mrl.config.schema import LoraConfig
-from tests.engine import tiny
+from tests.engine import generation, tiny
 from tests.engine.harness import Case, run_case, run_world
 from tests.engine.lora import random_adapter
 from tests.engine.parity import Outcome, Row, Table
@@ -40,6 +40,23 @@ def test_row(table: Table, row: Row):
 @pytest.mark.parametrize("row", SLOW_ROWS, ids=str)
 def test_slow_row(table: Table, row: Row):
     test_row(table, row)
+
+
+@pytest.mark.parametrize(
+    "family, parallel",
+    [
+        ("qwen3_moe", {}),
+        pytest.param("qwen3", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {"pp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_decoder_takes_its_modules(tmp_path, family, parallel):
+    fields = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
+    folder = tiny.make_model(str(tmp_path / "model"), family, **fields)
+    config = tiny.role(folder, backend="megatron", parallel=parallel, optimizer=None, layer_spec="te")
+    expected = generation.hugging_face(folder, generation.sampled_requests())
+    size = max(parallel.values(), default=1)
+    run_case(size, "tests.engine.te_like:generates", config=config, expected=expected)
 
 
 @pytest.mark.parametrize("specs", [("te", "local"), ("local", "te")], ids="-".join)

@@ -19,6 +19,7 @@ from mrl.engine.kept import KeptSequences
 from mrl.engine.logprobs import LogitRule, VocabShard
 from mrl.engine.sampling import choose
 from mrl.mcore_models.kv_cache import CachedStep, KVCache
+from mrl.mcore_models.platform import tensor_on
 
 
 @torch.no_grad()
@@ -57,11 +58,11 @@ def forward(
 ) -> tuple[list[int], list[float]]:
     """Returns the tokens that follow the sampled sequences of a step, and their log-probs."""
     cached = CachedStep(cache, tuple(map(len, step.new)), tuple(step.cached), device)
-    tokens = torch.tensor([token for tokens in step.new for token in tokens], device=device)
+    tokens = tensor_on(device, [token for tokens in step.new for token in tokens])
     hidden = hidden_states(hf, input_ids=tokens[None], position_ids=cached.positions[None], cached_step=cached)[0]
     if not step.sampled:
         return [], []
-    last, weight = output_weight(hf, hidden[torch.tensor(step.last, device=device)])
+    last, weight = output_weight(hf, hidden[tensor_on(device, step.last)])
     logits = rule((last @ weight.t()).float())  # in fp32, as where log-probs are computed again
     chosen, log_probs = choose(logits, step.sampling(device), VocabShard(weight.shape[0]))
     return chosen.tolist(), log_probs.tolist()

@@ -348,11 +348,13 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         prefill_tokens: int = PREFILL_TOKENS,
         progress: Callable[[int, int], None] = no_progress,
         kept: KeptSequences | None = None,
+        cuda_graphs: bool = False,
     ) -> list[Completion]:
+        """cuda_graphs: steps that feed one token of each sequence have fixed shapes, which GPUs replay as graphs."""
         assert self.config.head == "lm", "a value head generates nothing"
         with self.eval_mode():
             limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
-            return generate.run(self.model, requests, **limits, progress=progress, kept=kept)
+            return generate.run(self.model, requests, **limits, progress=progress, kept=kept, cuda_graphs=cuda_graphs)
 
     def _stream(
         self, value: Callable[[Tensor], Tensor], kind: str, *, everywhere: bool = False

@@ -24,9 +24,14 @@ from mrl.engine.logprobs import VocabShard
 from mrl.engine.megatron.model import Model
 from mrl.engine.requests import Completion, GenerateRequest
 from mrl.engine.sampling import choose
+from mrl.errors import ConfigError
 from mrl.mcore_models import decoder, platform
 from mrl.mcore_models.attention import CacheLayout, SdpaAttention
+from mrl.mcore_models.decode_graphs import FixedSteps
 from mrl.mcore_models.kv_cache import CachedStep, KVCache
+from mrl.mcore_models.platform import tensor_on
+
+NOT_LEAN = "its layers go through megatron's own modules (docs/gpu.md)"
 
 
 def run(
@@ -37,8 +42,10 @@ def run(
     prefill_tokens: int,
     progress: Callable[[int, int], None],
     kept: KeptSequences | None,
+    cuda_graphs: bool,
 ) -> list[Completion]:
-    """Completions in the order of the requests, on every rank."""
+    """Completions in the order of the requests, on every rank. cuda_graphs: steps without prompts have fixed shapes
+    where the model allows it (decode_graphs.py)."""
     check_room(requests, cache_tokens)
     dims, coords = model.dims, model.coords
     replicas = dims.dp * dims.cp
@@ -48,12 +55,13 @@ def run(
         [(i, requests[i]) for i in mine], cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, kept=kept
     )  # fmt: skip
     with contextlib.nullcontext() if model.spec == "local" else _own_attention(model):
-        runner = _Runner(model, schedule, kept)
+        runner = _Runner(model, schedule, kept, cuda_graphs=cuda_graphs)
         while _work_left(model, not schedule.done):
             step = DUMMY if schedule.done else schedule.next()
             schedule.take(step, *runner.forward(step))
             kept.keep(step.ended, runner.caches)
             progress(schedule.completed, len(mine))
+        model.captures_graphs &= all(fixed.captures for fixed in runner.fixed)
     found = dict(schedule.completions())
     if replicas > 1:
         everyone: list[dict[int, Completion]] = [{}] * dist.get_world_size()
@@ -88,11 +96,12 @@ def _own_attention(model: Model) -> Iterator[None]:
 class _Runner:
     """The chunks of this rank, and their caches, through the steps of one generation."""
 
-    def __init__(self, model: Model, schedule: Schedule, kept: KeptSequences) -> None:
+    def __init__(self, model: Model, schedule: Schedule, kept: KeptSequences, *, cuda_graphs: bool) -> None:
         self.model, self.dims, self.kept = model, model.dims, kept
         self.lean = all(decoder.fits(chunk) for chunk in model.chunks)
         self.decoders = self._prepared() if self.lean else []
         self.caches = [KVCache(schedule.rows, schedule.length) for _ in model.chunks]
+        self.fixed = self._fixed_steps() if cuda_graphs else []
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
         self.ranks = dist.get_process_group_ranks(self.pp_group)
 
@@ -105,24 +114,41 @@ class _Runner:
                 self.kept.prepared = found
         return found
 
+    def _fixed_steps(self) -> list[FixedSteps]:
+        """One for each chunk. Raises ConfigError where a chunk has no steps of fixed shapes."""
+        refusals = [decoder.fixed_refusal(chunk) for chunk in self.model.chunks] if self.lean else [NOT_LEAN]
+        why = next((why for why in refusals if why is not None), None)
+        if why is not None:
+            raise ConfigError("rollout.cuda_graphs", True, f"is not for this model and layout: {why}", "leave it out")
+        captures = self.model.captures_graphs
+        return [FixedSteps(*of, captures=captures) for of in zip(self.decoders, self.caches, strict=True)]
+
     def forward(self, step: Step) -> tuple[list[int], list[float]]:
-        """All chunks in pipeline order. Returns the tokens that follow the sampled sequences, and their log-probs."""
+        """All chunks in pipeline order. Returns the tokens that follow the sampled sequences, and their log-probs.
+
+        Both come to the host in one copy, which is the only wait of a step.
+        """
         dims, device = self.dims, platform.device()
         flat = [token for tokens in step.new for token in tokens]
-        padding = -len(flat) % (dims.tp if dims.sp and not self.lean else 1)
-        tokens = torch.tensor(flat + [0] * padding, device=device)
+        flat += [0] * (-len(flat) % (dims.tp if dims.sp and not self.lean else 1))
+        fixed = bool(self.fixed) and all(len(new) == 1 for new in step.new)  # no prompts
+        tokens = None if fixed else tensor_on(device, flat)
         hidden, result = None, None
         for stage in range(dims.pp * dims.vpp):
             chunk, pp_rank = divmod(stage, dims.pp)
             if pp_rank == self.model.coords.pp_rank:
                 self.caches[chunk].arrange(step.copies, step.shape)
                 self.kept.restore(step.restored, self.caches[chunk], chunk)
-                cached = CachedStep(self.caches[chunk], tuple(map(len, step.new)), tuple(step.cached), device)
                 if stage and dims.pp > 1:
-                    hidden = self._receive(tokens.numel(), (pp_rank - 1) % dims.pp)
+                    hidden = self._receive(len(flat), (pp_rank - 1) % dims.pp)
                 last = self.model.chunks[chunk].post_process
                 choose_next = functools.partial(_next_token, step=step, vocab_size=self.model.hf["vocab_size"])
-                hidden = self._chunk(chunk, tokens, hidden, cached, choose_next if last else None)
+                if tokens is None:
+                    hidden = self.fixed[chunk](flat, step.cached, None if hidden is None else hidden.squeeze(1))
+                    hidden = self._made(chunk, hidden, choose_next if last else None)
+                else:
+                    cached = CachedStep(self.caches[chunk], tuple(map(len, step.new)), tuple(step.cached), device)
+                    hidden = self._chunk(chunk, tokens, hidden, cached, choose_next if last else None)
                 if last:
                     result = hidden
                 elif dims.pp > 1:
@@ -131,7 +157,8 @@ class _Runner:
             result = torch.empty(len(step.sampled), 2, dtype=torch.float64, device=device)
         if dims.pp > 1:
             dist.broadcast(result, self.ranks[-1], group=self.pp_group)
-        return result[:, 0].long().tolist(), result[:, 1].tolist()
+        both = result.tolist()  # a token's number is exact in fp64
+        return [int(token) for token, _ in both], [log_prob for _, log_prob in both]
 
     def _chunk(
         self,
@@ -145,16 +172,21 @@ class _Runner:
         own = self.model.chunks[chunk]
         if self.lean:
             hidden = self.decoders[chunk](tokens, None if hidden is None else hidden.squeeze(1), cached)
-            if choose_next is None:
-                return hidden.unsqueeze(1)
-            tied = own.share_embeddings_and_output_weights
-            return choose_next(hidden, own.shared_embedding_or_output_weight() if tied else own.output_layer.weight)
+            return self._made(chunk, hidden, choose_next)
         if hidden is not None:
             own.set_input_tensor(hidden)
         if choose_next is not None:
             own.output_layer.project = choose_next
         out = own(tokens, CacheLayout.make(cached, padding=tokens.numel() - cached.tokens), None)
         return out if choose_next is None else out[0]
+
+    def _made(self, chunk: int, hidden: Tensor, choose_next: Callable[..., Tensor] | None) -> Tensor:
+        """What `_chunk` returns, of a decoder's hidden states [T, N]."""
+        if choose_next is None:
+            return hidden.unsqueeze(1)
+        own = self.model.chunks[chunk]
+        tied = own.share_embeddings_and_output_weights
+        return choose_next(hidden, own.shared_embedding_or_output_weight() if tied else own.output_layer.weight)
 
     def _receive(self, tokens: int, source: int) -> Tensor:
         """Returns the hidden states of the stage before."""
@@ -170,7 +202,7 @@ def _next_token(hidden: Tensor, weight: Tensor, *, step: Step, vocab_size: int) 
     if not step.sampled:
         return hidden.new_zeros(0, 2, dtype=torch.float64)
     group = parallel_state.get_tensor_model_parallel_group()
-    logits = torch.nn.functional.linear(hidden[torch.tensor(step.last, device=hidden.device)], weight)
+    logits = torch.nn.functional.linear(hidden[tensor_on(hidden.device, step.last)], weight)
     shard = VocabShard(vocab_size, group.rank() * weight.shape[0], group)
     chosen = choose(logits, step.sampling(hidden.device), shard)
     return torch.stack([t.double() for t in chosen], dim=-1)

@@ -60,6 +60,7 @@ class Model:
         self.adapter_identity: dict[str, Any] | None = None  # what a checkpoint says of them
         self.optimizer: Any = None
         self.activations: ActivationOffload | None = None  # where they are offloaded
+        self.captures_graphs = platform.has_gpu()  # steps of decoding; not again where one could not be captured
 
     @property
     def device(self) -> torch.device:

@@ -49,6 +49,8 @@ def make_sampler(
         def generate(requests: list[GenerateRequest], **kept: KeptSequences) -> list[Completion]:
             limits: dict[str, Any] = {"cache_tokens": rollout.cache_tokens - (kept_tokens if kept else 0)}
             limits |= {"prefill_tokens": rollout.prefill_tokens, "progress": progress}
+            if rollout.cuda_graphs:  # an option of the Megatron engine alone
+                limits["cuda_graphs"] = True
             return dispatch.generate("actor", requests, **limits, **kept)
 
         return EngineSampler(generate, tokenizer, kept_tokens=kept_tokens)

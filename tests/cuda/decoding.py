@@ -1,0 +1,123 @@
+"""How often the host waits for a GPU in a step of decoding, and what of it CUDA graphs make, of one rank's CUDA tensors
+without memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.cuda import fake, models  # before mrl: fake.py says what torch is here
+from tests.cuda.cases import Case
+from tests.cuda.run import _Given
+
+SEQUENCES, PROMPT, SHORT, LONG = 5, 30, 20, 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    waits: dict[str, float]  # of a step, by line
+    replays: float  # of graphs, in a step
+    captures_failed: bool
+    modules: set[str]  # classes of the layers
+
+
+class _Sampling(_Given):
+    """Every step chooses token 1."""
+
+    def numbers(self, tensor: torch.Tensor, function: str) -> Any:
+        if function == "forward" and tensor.dim() == 2:
+            return [[1.0, -1.0] for _ in tensor]
+        return super().numbers(tensor, function)
+
+
+def steps(
+    case: Case, *, cuda_graphs: bool = False, te_like: bool = False, filters: dict[str, Any] | None = None
+) -> Found:
+    """What the steps from `SHORT` to `LONG` new tokens take, of which none has a prompt.
+
+    te_like: of modules of plain torch that stand for transformer-engine's. filters: of `SamplingParams`.
+    """
+    fake.join_world(case.rank, case.world)
+    from mrl.config.schema import EngineConfig, ModelConfig, ParallelConfig, RoleConfig
+    from mrl.engine.megatron.engine import MegatronEngine
+    from mrl.engine.requests import GenerateRequest
+    from mrl.engine.sampling import SamplingParams
+    from tests.engine import te_like as modules
+
+    folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
+    parallel = ParallelConfig(tp=case.tp, pp=case.pp, ep=case.ep, etp=case.etp, sp=case.sp)
+    role = RoleConfig(
+        model=ModelConfig(path=str(folder), init="random"),
+        engine=EngineConfig(parallel=parallel, layer_spec=case.spec), optimizer=None,
+    )  # fmt: skip
+    given = _Sampling(case)
+    given.experts.install()
+    found = []
+    with modules.te_like() if te_like else contextlib.nullcontext(), fake.Fake(given) as run:
+        engine = MegatronEngine(role)
+        engine.init_model()
+        assert engine.model.spec == ("te" if case.spec == "te" else "local")
+        for new in (SHORT, LONG):
+            run.syncs.clear()
+            run.replays = 0
+            requests = [
+                GenerateRequest([3 + i] * PROMPT, new, sampling=SamplingParams(**filters or {}))
+                for i in range(SEQUENCES)
+            ]
+            completions = engine.generate(requests, cuda_graphs=cuda_graphs)
+            assert [len(c.tokens) for c in completions] == [new] * SEQUENCES
+            found.append((dict(run.syncs), run.replays))
+        (first, some), (second, more) = found
+        each = {line: (n - first.get(line, 0)) / (LONG - SHORT) for line, n in second.items()}
+        layers = {type(m).__name__ for chunk in engine.model.chunks for m in chunk.decoder.layers.modules()}
+        return Found(
+            {line: n for line, n in each.items() if n}, (more - some) / (LONG - SHORT),
+            not engine.model.captures_graphs, layers,
+        )  # fmt: skip
+
+
+def under_te_like(case: Case) -> Any:
+    """An update (run.py) of modules that stand for transformer-engine's, in layouts that are those for it ("thd")."""
+    from tests.cuda import run
+    from tests.engine import te_like as modules
+
+    with modules.te_like():
+        return run.run(case)
+
+
+def turned(model: str, changes: dict[str, Any]) -> tuple[bool, dict[str, int]]:
+    """Whether queries and keys of a packed micro-batch are turned by transformer-engine's kernel, a stand-in here, and how
+    often the host waits for it: by megatron's own function, with what mrl hands the layers of transformer-engine's modules."""
+    import transformer_engine_torch as tex
+    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+
+    from tests.cuda import te_attention
+    from tests.cuda.attention_cases import Layout
+
+    fused = []
+
+    def kernel(t: torch.Tensor, *_: Any) -> torch.Tensor:
+        fused.append(t.shape)
+        return torch.empty_like(t)
+
+    tex.fused_rope_forward = kernel
+    fake.join_world(0, 1)
+    with fake.Fake() as run:
+        made = te_attention._model(Layout(model, changes=changes))
+        packed = te_attention._on_gpu(te_attention._layout(made), run)
+        [chunk] = made.chunks
+        run.syncs.clear()
+        chunk.rotary_pos_emb.positions = packed.positions
+        angles = chunk.rotary_pos_emb()
+        for heads in (made.hf["num_attention_heads"], made.hf["num_key_value_heads"]):
+            t = torch.empty(packed.positions.numel(), heads, made.hf["head_dim"], dtype=made.dtype, device="cuda")
+            out = apply_rotary_pos_emb(
+                t, angles, made.transformer, packed.cu_seqlens_q_padded, cp_group=chunk.pg_collection.cp
+            )
+            assert out.shape == t.shape and out.dtype == t.dtype and out.device.type == "cuda"
+        return bool(fused), dict(run.syncs)

@@ -1,0 +1,61 @@
+"""The host waits for a GPU once in a step of decoding: for the tokens that were chosen, which tell it who stops. In CUDA
+graphs, which are captured here and never run, in layers of experts too."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cuda.cases import DENSE, GLM, LATENT, MOE, SINKS, _case
+from tests.cuda.test_engine import unexpected
+
+ONCE = {"mrl/engine/megatron/generate.py forward tolist": 1.0}
+
+
+@pytest.mark.parametrize(
+    "case, options, experts",
+    [
+        (_case(DENSE), {}, 0),
+        (_case(DENSE), {"filters": {"top_k": 20}}, 0),
+        (_case(DENSE, spec="te"), {"te_like": True, "cuda_graphs": True}, 0),
+        (_case(DENSE, world=2, tp=2), {"cuda_graphs": True}, 0),
+        (_case(LATENT), {"cuda_graphs": True}, 0),
+        (_case(LATENT, spec="te"), {"te_like": True, "cuda_graphs": True}, 0),
+        (_case(MOE), {"cuda_graphs": True}, 0),
+        (_case(MOE, spec="te"), {"te_like": True, "cuda_graphs": True}, 0),
+        (_case(MOE), {}, 2),  # layers
+    ],
+    ids=str,
+)
+def test_a_step_waits_for_the_tokens_alone(worker, case, options, experts):
+    found = worker.call("tests.cuda.decoding:steps", case, **options)
+    of_experts = {line: n for line, n in found.waits.items() if "moe" in line or "even_experts" in line}
+    assert {line: n for line, n in found.waits.items() if line not in of_experts} == ONCE
+    assert bool(of_experts) == bool(experts) and sum(of_experts.values()) <= 3 * experts
+    assert found.replays == (1.0 if options.get("cuda_graphs") else 0.0) and not found.captures_failed
+    if case.spec == "te":
+        assert {"NormAndColumn"} <= found.modules
+
+
+def test_the_decoder_takes_transformer_engines_modules(te_worker):
+    """Its linears compute nothing here, so what generates is the decoder, of prompts too."""
+    found = te_worker.call("tests.cuda.decoding:steps", _case(DENSE, spec="te"), cuda_graphs=True)
+    assert found.waits == ONCE and found.replays == 1.0 and not found.captures_failed
+    assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= found.modules
+
+
+@pytest.mark.parametrize("model", [DENSE, MOE, LATENT, SINKS])
+def test_positions_under_te_wait_for_nothing(worker, model):
+    """No line waits in an update but those of the local spec's: none in dense and latent layers, and in one of experts
+    those for numbers of tokens."""
+    case = _case(model, spec="te", lengths=(700, 229))
+    found = worker.call("tests.cuda.decoding:under_te_like", case)
+    assert not unexpected(case, found)
+    assert not [line for line in found.syncs if "rope" in line or "attention" in line or "latent" in line]
+    if model == DENSE:
+        assert not [line for line in found.syncs if "megatron/core" in line]
+
+
+@pytest.mark.parametrize("model, by_kernel", [(DENSE, True), (GLM, True), (SINKS, False)])  # SINKS: yarn
+def test_packed_queries_turn_without_waiting(te_worker, model, by_kernel):
+    changes = _case(model).changes
+    assert te_worker.call("tests.cuda.decoding:turned", model, changes) == (by_kernel, {})
