@@ -128,7 +128,15 @@ ROLLOUT = [
     moves("rollout.stop_tokens", list(range(6, 16)), sampled("response_length")),
     Row("rollout.cache_tokens", lambda run: noted("limits")(run)["cache_tokens"], [(DEFAULT, 65536), (99, 99)]),
     Row("rollout.prefill_tokens", lambda run: noted("limits")(run)["prefill_tokens"], [(DEFAULT, 4096), (9, 9)]),
-    Row("rollout.cuda_graphs", lambda run: noted("limits")(run).get("cuda_graphs"), [(DEFAULT, None), (True, True)]),
+    Row(
+        "rollout.cuda_graphs", lambda run: noted("limits")(run).get("cuda_graphs"), [(DEFAULT, None), (True, True)],
+        on=("megatron",),
+    ),
+    Row(
+        "rollout.cuda_graphs", iteration,
+        [(DEFAULT, [1]), (True, Refusal("ConfigError", "rollout.cuda_graphs: value true is not for actor.engine.backend fsdp"))],
+        what="on fsdp", on=("fsdp",),
+    ),
     Row("rollout.environment", sampled("environment"), [(DEFAULT, [None] * 4), (ENVIRONMENT["rollout.environment"], [1.0] * 4)],
         {"rollout.max_turns": DEFAULT, "rollout.max_new_tokens": 2}),
     Row("rollout.max_turns", lambda run: max(sampled("turns")(run)), [(1, 1), (2, 2)],
