@@ -130,12 +130,11 @@ ROLLOUT = [
     Row("rollout.prefill_tokens", lambda run: noted("limits")(run)["prefill_tokens"], [(DEFAULT, 4096), (9, 9)]),
     Row(
         "rollout.cuda_graphs", lambda run: noted("limits")(run).get("cuda_graphs"), [(DEFAULT, None), (True, True)],
-        on=("megatron",),
     ),
     Row(
         "rollout.cuda_graphs", iteration,
-        [(DEFAULT, [1]), (True, Refusal("ConfigError", "rollout.cuda_graphs: value true is not for actor.engine.backend fsdp"))],
-        what="on fsdp", on=("fsdp",),
+        [(True, Refusal("ConfigError", "rollout.cuda_graphs: value true is not for actor.engine.backend fsdp"))],
+        {"actor.engine.backend": "fsdp"}, what="on fsdp",
     ),
     Row("rollout.environment", sampled("environment"), [(DEFAULT, [None] * 4), (ENVIRONMENT["rollout.environment"], [1.0] * 4)],
         {"rollout.max_turns": DEFAULT, "rollout.max_new_tokens": 2}),

@@ -234,6 +234,27 @@ MODELS = (
         ("hidden |= places <= at - window", "hidden |= places < at - window"),
     ),
     *_of(
+        "mcore_models/decoder.py",
+        "mcore_models/test_decoder.py",
+        ("normed.mul_(self.weight).to(x.dtype)", "normed.to(x.dtype) * self.weight.to(x.dtype)"),
+        ("weight + 1 if owner.zero_centered_gamma else weight", "weight"),
+    ),
+    *_of(
+        "mcore_models/decoder.py",
+        "engine/test_te_like.py::test_the_decoder_takes_its_modules[qwen3_moe-parallel0]",
+        ("(_swiglu(F.linear(x, fc1)) * chance[:, None])", "_swiglu(F.linear(x, fc1))"),
+    ),
+    *_of(
+        "mcore_models/decode_graphs.py",
+        "mcore_models/test_decoder.py",
+        ("between if sequences <= between and power >= 4 else power", "power"),
+    ),
+    *_of(
+        "engine/sampling.py",
+        "cuda/test_decoding.py::test_a_step_waits_for_the_tokens_alone[Qwen3-8B rank 0 of 1-{'filters': {'top_k': 20}}-0]",
+        ("if rows.top_p is None or count >= columns or", "if count >= columns or"),
+    ),
+    *_of(
         "mcore_models/masked.py",
         "mcore_models/test_attention.py",
         ("allowed.triu(k_length - q_length - window + 1)", "allowed.triu(k_length - q_length - window)"),
