@@ -28,13 +28,15 @@ LAYOUTS = [
     ("glm4_moe", 1, 2, {"cp": 2}, {"tokens": 64}),
     ("glm4_moe", 2, 2, {}, {"size": 1}),
     ("deepseek_v3", 1, 2, {"ep": 2}, {"size": 2}),
+    ("deepseek_v3", 2, 2, {"pp": 2, "vpp": 2}, {"size": 2}),
     ("deepseek_v3", 1, 4, {"tp": 2, "pp": 2}, {"size": 2, "recompute": "full"}),
 ]
 
 
 @pytest.mark.parametrize("family, layers, world, parallel, cut", slow_but(LAYOUTS[:1], LAYOUTS), ids=str)
 def test_one_step_is_the_papers(tmp_path, family, layers, world, parallel, cut):
-    folder = mtp.make_model(str(tmp_path / "model"), family, layers=layers)
+    deep = {"num_hidden_layers": 2 * parallel["vpp"]} if "vpp" in parallel else {}
+    folder = mtp.make_model(str(tmp_path / "model"), family, layers=layers, **deep)
     config = tiny.role(folder, backend="megatron", parallel=parallel, **cut)
     config = dataclasses.replace(config, mtp=MTPConfig(loss_weight=WEIGHT))
     found = run_case(world, "tests.engine.mtp:step", config=config, calls=2)
