@@ -358,9 +358,17 @@ class Desk:
             return self._promises[id]
 
     def abandon(self, promise: Promise) -> None:
-        """Says that nobody waits for a promise any more. Whoever takes turns leaves out what is not done of it."""
+        """Says that nobody waits for a promise any more."""
         with self._lock:
             promise.unwanted = True
+
+    def sift(self, waiting: Sequence[Waiting]) -> tuple[list[Waiting], list[str]]:
+        """Returns the operations that somebody waits for, and the ids of the promises of the others, which fail."""
+        for one in waiting:
+            if one.promise.unwanted:
+                self.fail(one.promise, "user", "its client has hung up")
+        wanted = [one for one in waiting if not one.promise.unwanted]
+        return wanted, [one.promise.id for one in waiting if one.promise.unwanted]
 
     def tell(self, promise: Promise, when_done: Callable[[], None]) -> None:
         """Calls `when_done` when the promise is done; at once where it is."""

@@ -392,10 +392,7 @@ def _done(models: Models, work: Work) -> Result:
 def _sample(server: Server, models: Models, queue: Samples, waiting: Sequence[Waiting]) -> None:
     """Draws more tokens of all that is sampled from one place; what is not whole waits for the next turn, together with
     what has come by then. What the inference servers can draw, where there are some, is theirs."""
-    unwanted = [one for one in waiting if one.promise.unwanted]
-    waiting = [one for one in waiting if not one.promise.unwanted]
-    for one in unwanted:
-        server.desk.fail(one.promise, "user", "its client has hung up")
+    waiting, unwanted = server.desk.sift(waiting)
     try:
         if server.servers is not None:
             waiting = _lend(server, models, queue, waiting)
@@ -404,7 +401,7 @@ def _sample(server: Server, models: Models, queue: Samples, waiting: Sequence[Wa
         snapshot = _snapshot(server, models, queue)
         running = models.running[snapshot][0] if snapshot in models.running else {}
         begun = {one.promise.id: one.operation.operation for one in waiting if one.promise.id not in running}
-        left = [one.promise.id for one in unwanted if one.promise.id in running]
+        left = [id for id in unwanted if id in running]
         ended = together(models, ops.SampleAll(snapshot, begun, SLICE, left)) if begun or running else {}
         of = {one.promise.id: one.operation for one in waiting}
         results = {id: of[id].answer(found) for id, found in ended.items()}
