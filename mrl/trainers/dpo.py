@@ -74,7 +74,7 @@ class DPOTask(Task[DPOConfig]):
         self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part
     ) -> PreferenceDataset:
         if part == "train":
-            self._check_reference(tokenizer)
+            self._check_reference(tokenizer, hf_config)
         paired, vocab_size = self.config.loss.is_paired, vocab_size_of(hf_config)
         return PreferenceDataset(
             self.config.data, tokenizer, part=part, vocab_size=vocab_size, paired=paired,
@@ -96,13 +96,18 @@ class DPOTask(Task[DPOConfig]):
 
     # -- the reference ------------------------------------------------------------------------------------------------
 
-    def _check_reference(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises ConfigError where it has other tokens than the model: its log-probs would be of another text."""
+    def _check_reference(self, tokenizer: PreTrainedTokenizerBase, hf_config: HFConfig) -> None:
+        """Raises ConfigError where it does not read rows as the model does: its log-probs would be of another text."""
         path = self.config.reference.model.path
         if path is None or not self.config.loss.needs_reference:
             return
         with self._reference_keys():
-            own = load_tokenizer(model_folder(path, weights=False), self.config.model.trust_remote_code).get_vocab()
+            folder = model_folder(path, weights=False)
+            reads = reads_images(read_hf_config(folder))
+            own = load_tokenizer(folder, self.config.model.trust_remote_code).get_vocab()
+        if reads_images(hf_config) and not reads:
+            why = "reads text alone, and model.path reads images"
+            raise ConfigError("reference.model.path", path, why, "give a model that reads images")
         check_same_vocabulary(tokenizer.get_vocab(), own, path, "reference.model.path", "model.path", role="reference")
 
     def begin(self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console) -> None:
@@ -113,12 +118,6 @@ class DPOTask(Task[DPOConfig]):
         path = config.reference.model.path
         with self._reference_keys():
             self.reference_folder = engine.config.model.path if path is None else model_folder(path, weights=True)
-        policy_reads, reference_reads = (
-            reads_images(read_hf_config(folder)) for folder in (engine.config.model.path, self.reference_folder)
-        )
-        if policy_reads and not reference_reads:
-            why = "reads text alone, and model.path reads images"
-            raise ConfigError("reference.model.path", path, why, "give a model that reads images")
         if config.reference.cache:
             self._fill_cache(engine, sets, place, console)
         elif config.reference_has_own_model:
