@@ -12,7 +12,8 @@ ROUNDING = frozenset("""
     apply_rope_fusion fused_residual_rmsnorm moe_shared_expert_overlap moe_token_dispatcher_type moe_enable_deepep
     moe_flex_dispatcher_backend moe_permute_fusion moe_router_fusion moe_deepep_num_sms moe_hybridep_num_sms
     overlap_grad_reduce overlap_param_gather bucket_size num_buckets pad_buckets_for_high_nccl_busbw nccl_ub
-    check_for_nan_in_grad check_for_large_grads config_logger_dir optimizer_cpu_offload
+    check_for_nan_in_grad check_for_large_grads config_logger_dir optimizer_cpu_offload fp8 fp8_recipe
+    first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 tp_only_amax_red
 """.split())  # fmt: skip  # noqa: SIM905
 """Fields that a resumed run may change: the same sums in another order or by another kernel, as another layout has
 them. A run that is resumed has any other as it was saved."""

@@ -235,8 +235,9 @@ def _recompute_without_fp8_and_compiler() -> None:
     """Outputs that are dropped and computed again (`recompute_modules` layernorm, moe_act, mla_up_proj), GPU or not.
 
     `CheckpointWithoutOutput(fp8=False)` asks transformer-engine for its state of FP8, as `False is not None`: there is
-    none where that is not installed, and nothing here is FP8. 0.19 puts the new output into the old one's storage by a
-    C++ extension that it compiles in the first backward pass; a copy, as in 0.16, needs no compiler.
+    none where that is not installed, and norms and activations have nothing of it. 0.19 puts the new output into the
+    old one's storage by a C++ extension that it compiles in the first backward pass; a copy, as in 0.16, needs no
+    compiler.
     """
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)

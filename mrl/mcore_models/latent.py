@@ -106,7 +106,7 @@ class LatentAttention(MegatronModule):
         latents, positions = self._latents(hidden_states), packed_seq_params.positions
         dropped = None
         if self._recomputes("mla_up_proj"):
-            dropped = tensor_parallel.CheckpointWithoutOutput()
+            dropped = tensor_parallel.CheckpointWithoutOutput(self.config.fp8)
             query, key, value = dropped.checkpoint(self._heads, *latents, positions)
         else:
             query, key, value = self._heads(*latents, positions)

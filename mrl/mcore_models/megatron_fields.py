@@ -41,7 +41,8 @@ with the same name."""
 OF_TRANSFORMER_ENGINE = frozenset("""
     gradient_accumulation_fusion apply_rope_fusion fused_residual_rmsnorm moe_permute_fusion moe_router_fusion
     use_te_activation_func symmetric_ar_type moe_enable_deepep
-    moe_flex_dispatcher_backend use_te_rng_tracker moe_token_dispatcher_type
+    moe_flex_dispatcher_backend use_te_rng_tracker moe_token_dispatcher_type fp8 fp8_recipe first_last_layers_bf16
+    num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 tp_only_amax_red
 """.split())  # fmt: skip  # noqa: SIM905
 """Fields for kernels of transformer-engine, or of packages beside it: a plan, whose layers are the local spec's, leaves
 them out."""
@@ -140,12 +141,17 @@ SET_BY_MRL: Mapping[str, str] = {
 NOT_THERE: Mapping[str, str] = {
     **_use("MTP layers are those of the model, whose loss trains all of it", "mtp_use_repeated_layer",
            "mtp_detach_heads", "mtp_hybrid_override_pattern", "mtp_standalone"),
-    **_use("there is no training in FP8 or FP4, whose products take a multiple of 8 tokens", *"""
-        fp8 fp8_param fp8_param_gather fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo
-        fp8_wgrad fp8_dot_product_attention fp8_multi_head_attention fp8_quantizer_factory tp_only_amax_red
-        first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 keep_fp8_transpose_cache
-        fp8_output_proj reuse_grad_buf_for_mxfp8_param_ag moe_router_padding_for_fp8 moe_router_padding_for_quantization
+    **_use("there is no training in FP4", *"""
         fp4 fp4_param fp4_param_gather fp4_recipe fp4_quantizer_factory""".split()),  # noqa: SIM905
+    **_use("parameters stay bfloat16 beside FP8, for checkpoints and exports", "fp8_param", "fp8_param_gather",
+           "keep_fp8_transpose_cache", "reuse_grad_buf_for_mxfp8_param_ag"),
+    **_use("there is no delayed recipe of FP8, whose scales come from earlier steps", "fp8_margin", "fp8_interval",
+           "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad"),
+    **_use("attention and the head are not in FP8", "fp8_dot_product_attention", "fp8_multi_head_attention",
+           "fp8_output_proj"),
+    **_use("recipes of FP8 are transformer-engine's own", "fp8_quantizer_factory"),
+    **_use("what each expert gets is padded after it has been routed", "moe_router_padding_for_fp8",
+           "moe_router_padding_for_quantization"),
     **_use("layers have no CUDA graphs", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl",
            "optimizer_cuda_graph"),
     **_use("masters are fp32", "main_params_dtype", "store_param_remainders"),

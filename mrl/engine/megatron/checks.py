@@ -7,12 +7,12 @@ from typing import Any
 
 from mrl.config.backends import OWN
 from mrl.config.schema import EngineConfig, ModelConfig, SFTModelConfig
-from mrl.converters.families import FAMILIES, fields_of
+from mrl.converters.families import FAMILIES, family_for, fields_of
 from mrl.converters.hf_config import normalize
 from mrl.converters.mtp import announced
 from mrl.engine.checks import EngineChecks, Sequences, whole_number
 from mrl.errors import ConfigError, Shown, quoted
-from mrl.mcore_models import layer_spec, megatron_fields
+from mrl.mcore_models import fp8, layer_spec, megatron_fields
 from mrl.mcore_models.layer_spec import DTYPES, LayerSpec
 from mrl.mcore_models.layout import check_layout
 from mrl.mcore_models.recompute import chosen_modules
@@ -29,9 +29,12 @@ class MegatronChecks(EngineChecks):
     ) -> None:
         check_text_alone(hf_config)
         megatron_fields.check(engine.megatron)
-        fields = fields_of(normalize(dict(hf_config)))
+        fp8.check_fields(engine.megatron)
+        normalized = normalize(dict(hf_config))
+        fields = fields_of(normalized)
         check_counts(engine, dims, hf_config)
         check_layout(fields, dims)
+        fp8.check_model(engine.megatron, family_for(normalized), normalized, dims)
         if engine.recompute == "selective":
             chosen_modules(fields, engine.recompute_modules, layer_spec=None)
         if engine.layer_spec == "te":
@@ -51,6 +54,7 @@ class MegatronChecks(EngineChecks):
     ) -> list[str]:
         fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
         spec = layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype, elsewhere=True)
+        fp8.check_spec(engine.megatron, spec.name, spec.why, dtype)
         return choices(spec, engine, fields)
 
     @classmethod
@@ -59,13 +63,20 @@ class MegatronChecks(EngineChecks):
     ) -> None:
         check_mtp(model, dims, hf_config)
         fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
-        layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype)
+        spec = layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype)
+        fp8.check_spec(engine.megatron, spec.name, spec.why, dtype)
+        fp8.check_here(engine.megatron)
 
 
 def choices(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any]) -> list[str]:
     """Returns lines for the user on what is chosen for a model, before a run and in it. fields: as `fields_of` has
     them."""
     lines = layer_spec.notes(spec)
+    if engine.megatron.get("fp8"):
+        lines.append(
+            f"engine.megatron.fp8: linear layers compute in FP8 ({engine.megatron['fp8_recipe']}), in evaluations and "
+            "log-probs too; decoding, weights, checkpoints and exports are bfloat16 (docs/gpu.md)"
+        )
     if engine.recompute == "selective":
         modules = chosen_modules(fields, engine.recompute_modules, layer_spec=spec.name)
         lines.append(f"engine.recompute: selective computes {', '.join(modules)} again (docs/layouts.md)")

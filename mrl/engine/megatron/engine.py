@@ -55,6 +55,7 @@ from mrl.engine.megatron import (  # noqa: E402
 )
 from mrl.engine.megatron.checks import MegatronChecks, choices  # noqa: E402
 from mrl.engine.megatron.model import Model  # noqa: E402
+from mrl.mcore_models import fp8  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
 
 
@@ -87,6 +88,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         self.setup = pipeline.Setup(
             dims=dims, coords=self.model.coords, packed=config.packing, thd=self.model.spec == "te", head=config.head,
             vocab_size=self.model.hf["vocab_size"], mtp=self.model.mtp, mtp_weight=self.model.mtp_weight,
+            multiple=fp8.multiple_of(config.engine.megatron),
         )  # fmt: skip
         self._accumulated = False  # gradients, since they were zeroed
         self._reduced = False

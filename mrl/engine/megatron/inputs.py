@@ -3,7 +3,8 @@
 Dimensions: `S` sequences, `T` real tokens, `P` places of the micro-batch with padding, over all context-parallel ranks.
 
 Every sequence gets a number of places that is a multiple of 2*cp (its zigzag segments), the whole micro-batch a
-multiple of what sequence parallelism splits. "Padded" micro-batches give every sequence the same number of places.
+multiple of what sequence parallelism splits and, for FP8, of what its products take of each rank. "Padded"
+micro-batches give every sequence the same number of places.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ class ModelInputs:
     ahead: tuple[AheadInputs, ...] = ()  # for each MTP layer
 
 
-def padded_lengths(lengths: list[int], dims: ParallelDims, *, packed: bool) -> list[int]:
-    """Places of each sequence. An empty micro-batch gets one sequence that is all padding."""
+def padded_lengths(lengths: list[int], dims: ParallelDims, *, packed: bool, multiple: int = 1) -> list[int]:
+    """Places of each sequence. An empty micro-batch gets one sequence that is all padding.
+
+    multiple: of what each rank's places are one, which are fewer under sequence parallelism."""
     unit = 2 * dims.cp if dims.cp > 1 else 1
-    whole = dims.cp * math.lcm(2 if dims.cp > 1 else 1, dims.tp if dims.sp else 1)
+    whole = dims.cp * math.lcm(2 if dims.cp > 1 else 1, multiple * (dims.tp if dims.sp else 1))
     if not lengths:
         return [whole]
     if not packed:
@@ -68,11 +71,12 @@ def prepare(
     device: torch.device,
     thd: bool,
     mtp: int = 0,
+    multiple: int = 1,
 ) -> ModelInputs:
     """Lays the sequences of a micro-batch out for this rank. thd: for transformer-engine's attention. mtp: MTP layers
-    that are run."""
+    that are run. multiple: as in `padded_lengths`."""
     lengths = batch.lengths.tolist()
-    padded = padded_lengths(lengths, dims, packed=packed)
+    padded = padded_lengths(lengths, dims, packed=packed, multiple=multiple)
     starts = torch.tensor([0, *padded[:-1]]).cumsum(0)[: len(lengths)]
     places = batch.position_ids.cpu() + starts.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     total = sum(padded)

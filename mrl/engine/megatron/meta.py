@@ -28,7 +28,7 @@ from mrl.config.megatron_speed import ON_HOST, moment_bytes, state_bytes
 from mrl.config.schema import ParallelConfig, RoleConfig
 from mrl.engine.megatron.even_experts import EvenExperts
 from mrl.engine.megatron.meta_run import BLOCK, AsOnAGPU, Traffic, Watch, in_backward, norms_of
-from mrl.mcore_models import cpu_stand_in, megatron_fields, platform
+from mrl.mcore_models import cpu_stand_in, fp8, megatron_fields, platform
 from mrl.parallel import Coordinates, ParallelDims
 
 
@@ -302,6 +302,7 @@ class _Run:
         self.setup = pipeline.Setup(
             dims=dims, coords=model.coords, packed=config.packing, thd=False, head=config.head,
             vocab_size=model.hf["vocab_size"], mtp=model.mtp, mtp_weight=model.mtp_weight,
+            multiple=fp8.multiple_of(config.engine.megatron),
         )  # fmt: skip
         tokens = [[0] * (n + 1) for n in lengths]  # the last one is a label alone
         self.batch = make_batch(tokens, [[1.0] * len(t) for t in tokens])

@@ -36,6 +36,7 @@ class Setup:
     vocab_size: int
     mtp: int = 0  # MTP layers
     mtp_weight: float = 0.0  # of the mean of their losses
+    multiple: int = 1  # of what the places of a rank are one (mcore_models/fp8.py)
 
 
 @dataclasses.dataclass
@@ -74,7 +75,7 @@ def make_micro_batch(
     device = platform.device()
     inputs = model_inputs.prepare(
         batch, setup.dims, setup.coords, packed=setup.packed, device=device, thd=setup.thd,
-        mtp=setup.mtp if trains else 0,
+        mtp=setup.mtp if trains else 0, multiple=setup.multiple,
     )  # fmt: skip
     return MicroBatch(batch.to(device), ctx, inputs)
 

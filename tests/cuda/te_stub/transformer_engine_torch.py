@@ -44,6 +44,19 @@ class _Enumeration(type):
         return dict(cls._members)
 
 
+def _numbered(name: str, *members: str) -> Any:
+    """An enumeration whose members have the numbers that the C++ gives them, which lists are indexed with."""
+    made: Any = _Enumeration(name, (), {"_members": {}})
+    for member in members:
+        getattr(made, member)
+    return made
+
+
+_GEMMS = [f"GEMM{i}_{of}" for i in (1, 2, 3) for of in ("INPUT", "WEIGHT", "OUTPUT")]
+_GRADS = [f"GRAD_{of}{i}" for i in (1, 2, 3) for of in ("OUTPUT", "INPUT")]
+FP8FwdTensors = _numbered("FP8FwdTensors", *_GEMMS)
+FP8BwdTensors = _numbered("FP8BwdTensors", *_GRADS)
+
 # What its modules ask as they are imported or built.
 
 

@@ -1,0 +1,138 @@
+"""FP8: what of a model, a layout and a GPU transformer-engine's matrix products in 8 bits take.
+
+megatron-core runs each layer inside transformer-engine's autocast where its config has `fp8`: linear layers, those of
+experts too, then round activations, weights and gradients to FP8 for their products, by scales that a recipe chooses.
+Everything else is as without: parameters, gradients of weights, norms, attention, routers, embedding and head.
+
+Products take a multiple of 16 (mxfp8: 32) rows and columns. Rows are tokens: micro-batches are padded (inputs.py), and
+megatron pads what each expert gets. Columns are the model's sizes, which are checked here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from mrl.converters.rules import ChunkPlan, param_map
+from mrl.converters.table import Family, HFConfig
+from mrl.errors import ConfigError
+from mrl.mcore_models import platform
+from mrl.mcore_models.megatron_fields import KEY
+from mrl.parallel import Coordinates, ParallelDims
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How scales are chosen, and what that takes (`get_fp8_align_size` of megatron-core, `check_recipe_support` of
+    transformer-engine 2.20)."""
+
+    multiple: int  # of rows and columns
+    since: tuple[int, int]  # the least compute capability
+    before: tuple[int, int] | None = None  # the least that no longer has it
+    gpus: str = ""  # for people
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        return self.since <= capability and (self.before is None or capability < self.before)
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "tensorwise": Recipe(16, (8, 9), gpus="compute capability 8.9 and up (L40S, RTX 40, H100, B200)"),
+    "blockwise": Recipe(16, (9, 0), gpus="compute capability 9.0 and up (H100, B200)"),
+    "mxfp8": Recipe(32, (10, 0), (12, 0), gpus="compute capability 10 (B200)"),
+}
+
+WITH_FP8 = ("fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+            "tp_only_amax_red")  # fmt: skip
+"""Fields that are read with `fp8` alone."""
+
+NOT_LINEAR = (".router.", ".shared_experts.gate_weight", ".linear_q_down_proj.", ".linear_kv_down_proj.")
+"""Matrices of layers that are no linear layer of transformer-engine's."""
+
+
+def recipe_of(further: Mapping[str, Any]) -> Recipe | None:
+    """Returns the recipe of `engine.megatron`; None without FP8."""
+    return RECIPES[further["fp8_recipe"]] if further.get("fp8") else None
+
+
+def multiple_of(further: Mapping[str, Any]) -> int:
+    """Returns of what the tokens of a rank have to be a multiple. further: `engine.megatron`."""
+    recipe = recipe_of(further)
+    return 1 if recipe is None else recipe.multiple
+
+
+def check_fields(further: Mapping[str, Any]) -> None:
+    """Raises ConfigError where fields do not go together. further: `engine.megatron`, of right names and types."""
+    if not further.get("fp8"):
+        for name in WITH_FP8:
+            if further.get(name):
+                raise ConfigError(
+                    f"{KEY}.{name}", further[name], f"is read with {KEY}.fp8 alone", "set that, or leave it out"
+                )
+        return
+    recipe = further.get("fp8_recipe")
+    if recipe not in RECIPES:
+        why = f"is no recipe that {KEY}.fp8 is offered with"
+        if recipe == "delayed":
+            why += ", as its scales come from earlier steps, which no checkpoint of mrl holds"
+        raise ConfigError(f"{KEY}.fp8_recipe", recipe, why, f"give one of {', '.join(RECIPES)}")
+
+
+def check_model(further: Mapping[str, Any], family: Family, hf: HFConfig, dims: ParallelDims) -> None:
+    """Raises ConfigError where a linear layer has a size that FP8 does not take. hf: the normalized config.json."""
+    recipe = recipe_of(further)
+    if recipe is None:
+        return
+    of_kind = {tuple(family.layer_entries(hf, layer)): layer for layer in range(hf["num_hidden_layers"])}
+    plan = ChunkPlan(tuple(sorted(of_kind.values())), has_embedding=False, has_output=False)
+    rules = param_map(family, hf, layout=dims, coords=Coordinates(), chunk=plan)
+    for rule in rules.values():
+        shape = rule.shape()
+        is_linear = len(shape) == 2 and not any(part in rule.mcore for part in NOT_LINEAR)
+        if is_linear and any(size % recipe.multiple for size in shape):
+            why = (
+                f"takes sizes that are multiples of {recipe.multiple}, and {' + '.join(rule.hf)} is {shape[0]} x "
+                f"{shape[1]} on a rank of {dims.describe()}"
+            )
+            raise ConfigError(f"{KEY}.fp8", further["fp8"], why, "use fewer ranks for a layer, or leave it out")
+
+
+def check_spec(further: Mapping[str, Any], layer_spec: str, why: str, dtype: torch.dtype) -> None:
+    """Raises ConfigError where the layers are not those that have FP8. why: the spec was chosen."""
+    if recipe_of(further) is None:
+        return
+    if dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"{KEY}.fp8", further["fp8"], f"does not go with model.dtype {name}", "set bfloat16")
+    if layer_spec != "te":
+        reason = f"needs the layers of transformer-engine, and engine.layer_spec is {layer_spec} ({why})"
+        raise ConfigError(f"{KEY}.fp8", further["fp8"], reason, "set that to te, where there is one, or leave this out")
+
+
+def check_here(further: Mapping[str, Any]) -> None:
+    """Raises ConfigError where this machine's GPU does not have the recipe."""
+    recipe = recipe_of(further)
+    if recipe is not None and platform.has_gpu():
+        capability = torch.cuda.get_device_capability()
+        if not recipe.runs_on(capability):
+            fits = [name for name, other in RECIPES.items() if other.runs_on(capability)]
+            why = f"needs {recipe.gpus}, and this GPU has {capability[0]}.{capability[1]}"
+            fix = f"give {' or '.join(fits)}" if fits else f"leave out {KEY}.fp8"
+            raise ConfigError(f"{KEY}.fp8_recipe", further["fp8_recipe"], why, fix)
+
+
+@contextlib.contextmanager
+def without(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Inside, layers compute in bfloat16: for decoding, which has one token of a sequence at a time."""
+    configs = {id(c): c for chunk in chunks for m in chunk.modules() if (c := getattr(m, "config", None)) is not None}
+    held = [(config, config.fp8) for config in configs.values() if getattr(config, "fp8", None)]
+    for config, _ in held:
+        config.fp8 = None
+    try:
+        yield
+    finally:
+        for config, fp8 in held:
+            config.fp8 = fp8

@@ -1,0 +1,148 @@
+"""FP8 by transformer-engine's own Python, on fake CUDA tensors and without its kernels: what a worker finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import tempfile
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.cuda import fake, models  # before mrl: fake.py says what torch is here
+
+import torch  # isort: skip
+
+Capability = tuple[int, int]
+
+
+def _be(capability: Capability) -> Any:
+    """The GPU is of this generation, with CUDA 13. Returns transformer-engine's module that asks."""
+    fake.GPU.major, fake.GPU.minor = capability
+    torch.cuda.get_device_capability = lambda *_: capability
+    torch.version.cuda = "13.0"
+    torch.cuda.is_current_stream_capturing = lambda: False
+    importlib.import_module("transformer_engine.pytorch.utils")._get_device_compute_capability.cache_clear()
+    quantization = importlib.import_module("transformer_engine.pytorch.quantization")
+    quantization._FP8_SUPPORT = quantization._MXFP8_SUPPORT = quantization._FP8_BLOCK_SCALING_SUPPORT = None
+    return quantization
+
+
+def recipes(names: Sequence[str], capabilities: Sequence[Capability]) -> dict[str, tuple[int, list[bool]]]:
+    """Returns of each recipe the multiple that transformer-engine pads experts to, and whether it has it on each GPU."""
+    from megatron.core.fp8_utils import get_fp8_align_size, get_fp8_recipe
+
+    found = {}
+    for name in names:
+        fields = {"fp8": "hybrid", "fp8_recipe": name, "fp8_dot_product_attention": False}
+        recipe, has = get_fp8_recipe(types.SimpleNamespace(**fields)), []
+        for capability in capabilities:
+            quantization = _be(capability)
+            try:
+                quantization.check_recipe_support(recipe)
+                has.append(True)
+            except RuntimeError:
+                has.append(False)
+        multiple = quantization.get_align_size_for_quantization(recipe)
+        assert multiple == get_fp8_align_size(name)
+        found[name] = multiple, has
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """parameters: dtypes. stored: entries of the sharded state dict, with dtypes. context: the recipe in a layer's autocast, in
+    training and for decoding. reached: where linear layers end, in transformer-engine's C++ or in its refusal (`_reached`).
+    multiple: of a rank's tokens."""
+
+    parameters: set[str]
+    stored: set[tuple[str, str]]
+    context: tuple[str, str]
+    reached: dict[str, tuple[str, str]]
+    multiple: int
+    notes: list[str]
+
+
+def built(
+    model: str, further: Mapping[str, Any], capability: Capability, *, layers: int, changes: Mapping[str, Any],
+    lora: bool = False, rank: int = 0, world: int = 1, **degrees: int,
+) -> Found:  # fmt: skip
+    """Returns what becomes of a model with `engine.megatron` (further)."""
+    from mrl.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, RoleConfig
+    from mrl.engine.lora import identity
+    from mrl.engine.megatron import dist_checkpoint
+    from mrl.engine.megatron.engine import MegatronEngine
+    from mrl.mcore_models import fp8
+
+    _be(capability)
+    fake.join_world(rank, world)
+    identity.fingerprint = lambda *args: ""  # there are no weights in the folder
+    folder = models.write(model, Path(tempfile.mkdtemp()), layers, **changes)
+    engine_config = EngineConfig(layer_spec="te", parallel=ParallelConfig(**degrees), megatron=dict(further))
+    role = RoleConfig(
+        model=ModelConfig(path=str(folder), init="random", lora=LoraConfig() if lora else None), engine=engine_config,
+        optimizer=OptimizerConfig(),
+    )  # fmt: skip
+    with fake.Fake():
+        engine = MegatronEngine(role)
+        engine.init_model()
+        made = engine.model
+        with made.state.installed():
+            stored = {(box.key, str(box.data.dtype)) for each in dist_checkpoint._placed(made) for box in each.boxes}
+            training, reached = _context(made), _reached(made)
+            with fp8.without(made.chunks):
+                decoding = _context(made)
+            assert _context(made) == training
+        return Found(
+            {str(p.dtype) for chunk in made.chunks for p in chunk.parameters()}, stored, (training, decoding), reached,
+            engine.setup.multiple, engine.notes,
+        )  # fmt: skip
+
+
+def _context(model: Any) -> str:
+    """The recipe that a layer of the model is computed with."""
+    from megatron.core.fp8_utils import get_fp8_context
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    with get_fp8_context(model.chunks[0].config, 0):
+        return (
+            type(FP8GlobalStateManager.get_fp8_recipe()).__name__ if FP8GlobalStateManager.is_fp8_enabled() else "none"
+        )
+
+
+def _reached(model: Any) -> dict[str, tuple[str, str]]:
+    """What the linear layers of the last layer come to with 64 tokens and with 65; and what its experts do with their tokens."""
+    from megatron.core.fp8_utils import get_fp8_context
+
+    config, layer = model.chunks[0].config, model.chunks[0].decoder.layers[-1]
+
+    def ends(call: Any) -> str:
+        try:
+            with get_fp8_context(config, 0):
+                call()
+        except NotImplementedError as kernel:  # of the C++ that the stub stands for
+            return str(kernel).split()[0].removeprefix("transformer_engine_torch.")
+        except AttributeError as kernel:  # likewise: a name that the stub lacks
+            return str(kernel).split()[-1].strip("'")
+        except ValueError as refusal:
+            return str(refusal)
+        return "done"
+
+    def tokens(count: int, channels: int) -> torch.Tensor:
+        return torch.empty(count, 1, channels, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+    found = {
+        name: tuple(ends(lambda m=module, n=count: m(tokens(n, m.in_features))) for count in (64, 65))
+        for name, module in layer.named_modules()
+        if type(module).__name__.startswith("TE")
+        and "Linear" in type(module).__name__
+        and not hasattr(module, "num_gemms")
+    }
+    experts = getattr(layer.mlp, "experts", None)
+    if config.fp8 and experts is not None:
+        counts = [list(range(experts.num_local_experts)), [32] * experts.num_local_experts]
+        found["experts"] = tuple(
+            ends(lambda c=count: experts.quantization_padding(tokens(sum(c), 32)[:, 0], c)) for count in counts
+        )
+    return found

@@ -1,0 +1,58 @@
+"""FP8 as transformer-engine's own Python has it, without its kernels: which GPUs have a recipe, what a model is built as, in which
+recipe a layer computes, and how far its linear layers come. No number is computed: docs/gpu.md."""
+
+from __future__ import annotations
+
+import pytest
+
+from mrl.mcore_models.fp8 import RECIPES
+from mrl.mcore_models.te_limits import GENERATIONS
+from tests.cuda.models import fewer_experts
+
+DENSE, EXPERTS, LATENT = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
+CLASSES = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
+
+
+def test_the_table_of_recipes_is_transformer_engines(te_worker):
+    found = te_worker.call("tests.cuda.te_fp8:recipes", list(RECIPES), list(GENERATIONS))
+    ours = {
+        name: (recipe.multiple, [recipe.runs_on(capability) for capability in GENERATIONS])
+        for name, recipe in RECIPES.items()
+    }
+    assert found == ours
+
+
+CASES = [
+    (DENSE, "tensorwise", (9, 0), {}),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (DENSE, "mxfp8", (10, 0), {"tp": 2, "world": 2}),
+            (EXPERTS, "blockwise", (9, 0), {}),
+            (LATENT, "mxfp8", (10, 0), {}),
+            (DENSE, "blockwise", (9, 0), {"lora": True}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("model, recipe, capability, how", CASES, ids=str)
+def test_a_model_is_built_as_without_and_layers_compute_in_the_recipe(te_worker, model, recipe, capability, how):
+    changes = fewer_experts(model, 16)
+    call = ("tests.cuda.te_fp8:built", model)
+    rest = {"layers": 2, "changes": changes, **how}
+    plain = te_worker.call(*call, {}, capability, **rest)
+    found = te_worker.call(*call, {"fp8": "hybrid", "fp8_recipe": recipe}, capability, **rest)
+    assert found.parameters == plain.parameters == {"torch.bfloat16"}
+    assert found.stored == plain.stored and len(found.stored) > 4
+    assert found.context == (CLASSES[recipe], "none") and plain.context == ("none", "none")
+    assert (found.multiple, plain.multiple) == (RECIPES[recipe].multiple, 1)
+    assert any(f"in FP8 ({recipe})" in note for note in found.notes)
+    experts = found.reached.pop("experts", None)
+    assert experts == (("fused_multi_row_padding", "done") if model == EXPERTS else None)
+    assert len(found.reached) >= 2 and found.reached.keys() == plain.reached.keys()
+    for name, (fits, one_more) in found.reached.items():
+        assert fits in ("quantize", "layernorm_fwd"), (name, fits)
+        assert one_more.startswith("FP8 execution requires"), (name, one_more)
+    assert found.reached["self_attention.linear_proj"][0] == "quantize"
+    assert plain.reached["self_attention.linear_proj"] == ("generic_gemm", "generic_gemm")

@@ -1,0 +1,73 @@
+"""Engines whose micro-batches are padded as FP8 takes them, beside the same ones that are not: for worlds of processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from mrl.config.schema import RoleConfig
+from mrl.engine.base import PLAIN_CTX, BaseEngine
+from tests.engine import contract, tiny
+
+
+def compare(config: RoleConfig, multiple: int) -> dict[str, Any]:
+    """Returns how far a step of the padded engine is from that of the other, in all numbers that it has: loss, metrics,
+    log-probs and entropies, gradients (the worst tensor's), norm, weights, and an evaluation; and what the tokens of a layer's
+    linears are multiples of, in the one and the other."""
+    plain, padded = contract.make_engine(config), contract.make_engine(config)
+    padded.setup = dataclasses.replace(padded.setup, multiple=multiple)
+    results = [_step(engine) for engine in (plain, padded)]
+    tokens = [found.pop("tokens") for found in results]
+    ours, theirs = results
+    assert ours.keys() == theirs.keys()
+    far = {name: _far(theirs[name], ours[name]) for name in ours}
+    return {
+        "far": far,
+        "multiples": [bool(counts) and all(count % multiple == 0 for count in counts) for counts in tokens],
+    }
+
+
+def _step(engine: BaseEngine) -> dict[str, Any]:
+    batch = tiny.uneven_batch()
+    share = engine.shard_data(batch)
+    ctx = PLAIN_CTX | {"entropy": "detached"}
+    with _tokens() as tokens:
+        with engine.eval_mode():
+            evaluated, of_eval = engine.forward_backward_step(share, ctx, forward_only=True)
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            predictions, loss, of_step = engine.forward_backward_step(share, ctx)
+    gradients = {f"gradient of {name}": t.clone() for name, t in engine.hf_gradients()}
+    norm = float(engine.optimizer_step())
+    found = {"loss": loss, "norm": norm, "eval loss": of_eval["loss"], "tokens": tokens} | gradients
+    found |= {f"metric {name}": value for name, value in of_step["metrics"].items()}
+    found |= {f"predicted {name}": t for name, t in predictions.items()}
+    found |= {f"evaluated {name}": t for name, t in evaluated.items()}
+    return found | {f"weight {name}": t.clone() for name, t in engine.hf_weights()}
+
+
+@contextlib.contextmanager
+def _tokens() -> Iterator[list[int]]:
+    """The tokens of every call of a layer, as this rank has them."""
+    seen: list[int] = []
+
+    def see(module: Any, args: Any, kwargs: Any = None) -> None:
+        if type(module).__name__ in ("SelfAttention", "LatentAttention"):
+            seen.append(args[0].shape[0])
+
+    handle = register_module_forward_pre_hook(see)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _far(value: Any, expected: Any) -> float:
+    if isinstance(expected, torch.Tensor):
+        return tiny.relative_l2(value.float(), expected.float())
+    return abs(value - expected) / max(abs(expected), 1e-12)

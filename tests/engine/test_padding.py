@@ -1,0 +1,40 @@
+"""Micro-batches whose tokens are padded to a multiple of 16 or 32 on each rank, as products in FP8 take them: every number is
+that of the micro-batch that is not, within the rounding of fp32 sums in another order. FP8 itself needs a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mrl.config.schema import MoEConfig, MTPConfig
+from tests.engine import mtp, tiny
+from tests.engine.harness import run_case
+from tests.tiers import slow_but
+
+ROUNDING = 1e-5
+CASES = [
+    ("qwen3", 1, {}, 16, {"tokens": 64}),
+    ("qwen3_moe", 1, {}, 32, {"size": 1}),
+    ("qwen3_moe", 2, {"tp": 2}, 16, {"tokens": 64}),
+    ("qwen3", 2, {"cp": 2}, 16, {"size": 2, "packing": False}),
+    ("qwen3", 2, {"pp": 2}, 16, {"size": 2}),
+    ("deepseek_v3", 2, {}, 32, {"size": 1}),
+    ("gpt_oss", 2, {"ep": 2}, 16, {"size": 2}),
+    ("qwen3_moe", 4, {"tp": 2, "cp": 2, "ep": 2}, 32, {"tokens": 64}),
+    ("glm4_moe mtp", 2, {"tp": 2}, 16, {"size": 2}),
+]
+
+
+@pytest.mark.parametrize(("family", "world", "parallel", "multiple", "cut"), slow_but(CASES[:2], CASES), ids=str)
+def test_padding_counts_in_nothing(tmp_path, family, world, parallel, multiple, cut):
+    """Router losses are on where there are experts, and a rank may have fewer sequences than another, or none."""
+    name, _, with_mtp = family.partition(" ")
+    folder = (mtp.make_model if with_mtp else tiny.make_model)(str(tmp_path / "model"), name)
+    experts = any("expert" in field for field in tiny.FAMILIES[name][1])
+    moe = MoEConfig(aux_loss=0.1, z_loss=0.01) if experts else MoEConfig()
+    config = tiny.role(folder, backend="megatron", parallel=parallel, moe=moe, **cut)
+    config = dataclasses.replace(config, mtp=MTPConfig() if with_mtp else None)
+    found = run_case(world, "tests.engine.padding:compare", config=config, multiple=multiple)
+    assert found["multiples"] == [False, True]
+    assert not {name: far for name, far in found["far"].items() if not far < ROUNDING}
