@@ -38,7 +38,8 @@ ON_ANY_BACKEND = [
     Row("teacher.top_k", looks.is_in_metrics("distill/teacher_tail"), [(3, True), (None, False)], TAUGHT),
     Row("teacher.weight", as_alone, [(DEFAULT, True), (0.5, False)], TAUGHT),
     Row(
-        "teacher.others", divergence, [({"b": {"model": {"path": SAME}}}, [0.0])],
+        "teacher.others", divergence,
+        [({"b": {"model": {"path": SAME}}}, [0.0]), ({"b": {"model": {"path": OTHER}}}, pytest.approx([0.5], rel=0.5))],
         UNGUARDED | {"teacher.model.path": OTHER, "data.teacher": "b"},
     ),
     Row(
