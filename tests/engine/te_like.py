@@ -36,7 +36,7 @@ from mrl.config.schema import RoleConfig
 from mrl.engine import collective
 from mrl.engine.base import BaseEngine
 from mrl.engine.megatron import model as engine_model
-from mrl.mcore_models import layer_spec, layers
+from mrl.mcore_models import elementwise, layer_spec, layers
 from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.latent import LatentAttention, LatentSubmodules
 from tests.engine import contract, generation, parity, tiny
@@ -45,8 +45,8 @@ from tests.resume.runs import sharded_tensors
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In fp32, rounded once."""
-    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
+    """In fp32, rounded once; one function for autograd, so that what is computed again adds gradients in the same order."""
+    return elementwise.RMSNormFunction.apply(x.float(), weight.float(), eps).to(x.dtype)
 
 
 class Norm(torch.nn.Module):
