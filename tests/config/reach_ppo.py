@@ -125,7 +125,7 @@ class Seen:
     samples_mb: int | None = 0
 
     def note_generate(
-        self, dispatch: WorkerDispatch, role: str, requests: Any, *, progress: Any, **limits: int
+        self, dispatch: WorkerDispatch, role: str, requests: Any, *, progress: Any, kept: Any = None, **limits: int
     ) -> None:
         self.limits, self.generated = limits, self.generated + 1
 
