@@ -126,6 +126,7 @@ def test_a_file_system_without_flock_is_warned_about(tmp_path, monkeypatch, capl
     assert "no lock in" in caplog.text and os.strerror(number) in caplog.text and not (tmp_path / "run" / NAME).exists()
 
 
+@pytest.mark.slow
 def test_a_run_is_refused_on_every_rank_where_another_one_is(inputs, tmp_path):
     output_dir = tmp_path / "run"
     process = hold(output_dir)
