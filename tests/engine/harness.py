@@ -32,7 +32,7 @@ import psutil
 # Imported once, in the server that the workers are forked from; one that is not installed is passed over there.
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "megatron.core")
 OTHERS_GRACE_S = 3.0  # how long the other ranks have after one has failed
-MOST_BYTES = 8 << 30
+MOST_BYTES = 5 << 30
 """That all worlds may hold between two cases, where what ranks still share with the process they were forked from counts for each (15 new ranks:
 6 GiB, of which 4 are their own). A rank grows from case to case, to a GiB and more; two test processes and two vLLM servers that
 have no memory left stand still for minutes."""

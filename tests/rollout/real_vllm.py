@@ -31,6 +31,7 @@ from mrl.rollout.servers import Probe
 from mrl.rollout.vllm import VLLMServerSampler
 from tests.engine import tiny
 from tests.engine.contract import loss_fn, train
+from tests.engine.harness import close_worlds
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 VENV = pathlib.Path(os.environ.get("MRL_TEST_VLLM_VENV", ROOT / ".venv-vllm"))
@@ -94,6 +95,7 @@ class RealServer:
         command += ["--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1", "--port", str(port), *flags]
         command += ["--kv-cache-memory-bytes", str(KV_BYTES)]
         environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)} | variables
+        close_worlds()  # what earlier tests left there has a GiB a rank, and a server as much
         del environment["VLLM_CPU_KVCACHE_SPACE"]  # it would win, and knows whole GiB alone, all of which vLLM writes
         with log.open("w") as out:
             self.process = subprocess.Popen(

@@ -17,6 +17,7 @@ import pytest
 
 from mrl import metrics
 from tests.engine.harness import _free_port as free_port
+from tests.engine.harness import close_worlds
 from tests.rollout.real_vllm import ENVIRONMENT, ROOT, VENV, make_model
 from tests.trainers.tiny_runs import steps
 
@@ -65,6 +66,7 @@ def run(folder: pathlib.Path, world: int, *runs: dict) -> list[list[dict]]:
     """What each rank wrote down of each run."""
     task = {"out": str(folder), "lent": sysconfig.get_path("purelib"), "runs": runs}
     (folder / "task.json").write_text(json.dumps(task))
+    close_worlds()
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
     meet = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [str(VENV / "bin" / "python"), "-m", "tests.rollout.local_vllm", str(folder / "task.json")]
