@@ -7,11 +7,14 @@ checks a section that several roots have, and that is where this one has it; wha
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 from mrl.config.answers import AnswersConfig
 from mrl.config.backends import OWN, entry_point
+from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.keys import changed
 from mrl.config.megatron_speed import ON_HOST, PRECISION_AWARE
+from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import (
     EngineConfig,
     LogConfig,
@@ -22,6 +25,7 @@ from mrl.config.schema import (
     SFTConfig,
     TrainConfig,
 )
+from mrl.config.sources import PreferenceSource, ScoredSource
 from mrl.config.supported import check_supported
 from mrl.errors import ConfigError, Shown
 from mrl.parallel import ParallelDims, divisors_near
@@ -130,6 +134,14 @@ def check_mix_by(train: object, mix_by: str) -> None:
     if isinstance(train, str) and mix_by != "rows":
         why, fix = "is not used where data.train is one path", "give a list of sources, or leave it out"
         raise ConfigError("data.mix_by", mix_by, why, fix)
+
+
+def formats_of(data: PreferenceDataConfig | ScoredDataConfig) -> Mapping[str, str | None]:
+    """Returns the form of row that each key names: that of all rows, and those of sources."""
+    shares: Sequence[PreferenceSource | ScoredSource] = () if isinstance(data.train, str) else data.train
+    sets: Mapping[str, PreferenceSource | ScoredSource] = data.eval if isinstance(data.eval, Mapping) else {}
+    of_train = {f"data.train[{i}].format": source.format for i, source in enumerate(shares)}
+    return {"data.format": data.format} | of_train | {f"data.eval.{n}.format": s.format for n, s in sets.items()}
 
 
 def check_lora(model: ModelConfig, path: str = "model") -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mrl.config.checks import check_backend, check_groups, check_mix_by, check_train, check_trained
+from mrl.config.checks import check_backend, check_groups, check_mix_by, check_train, check_trained, formats_of
 from mrl.config.dpo import DPOConfig
 from mrl.config.keys import changed
-from mrl.config.ppo_checks import refuse_unread
+from mrl.config.ppo_checks import check_never_trains, refuse_unread
 from mrl.config.preference_losses import ROWS
 from mrl.errors import ConfigError
 
@@ -41,9 +41,10 @@ def _check_loss(config: DPOConfig) -> None:
     if loss.name == "kto" and batch < 2:
         why = "leaves kto's KL no other row to take an answer from"
         raise ConfigError("train.global_batch_size", batch, why, "give at least 2")
-    if loss.is_paired and config.data.format == "unpaired":
-        why = f"has no pairs, which loss.name {loss.name} is of"
-        raise ConfigError("data.format", "unpaired", why, "set loss.name to kto, or data.format to preference")
+    for key, format in formats_of(config.data).items():
+        if loss.is_paired and format == "unpaired":
+            why = f"has no pairs, which loss.name {loss.name} is of"
+            raise ConfigError(key, "unpaired", why, f"set loss.name to kto, or {key} to preference")
 
 
 def _check_reference(config: DPOConfig) -> None:
@@ -59,4 +60,5 @@ def _check_reference(config: DPOConfig) -> None:
         raise ConfigError("reference.cache", True, why, "set it to false")
     if reference.engine is not None:
         check_groups(config, reference.engine, "reference.engine")
+        check_never_trains(reference.engine, "reference.engine", "the reference")
         check_backend(config.reference_model, reference.engine, "reference")

@@ -18,6 +18,11 @@ ROUNDING = frozenset("""
 """Fields that a resumed run may change: the same sums in another order or by another kernel, as another layout has
 them. A run that is resumed has any other as it was saved."""
 
+PRECISION = frozenset("""
+    fp8 fp8_recipe first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 tp_only_amax_red
+""".split())  # fmt: skip  # noqa: SIM905
+"""Of `ROUNDING`, what makes rounding as coarse as fp8: numbers that are kept are of one choice of these alone."""
+
 PRECISION_AWARE = "use_precision_aware_optimizer"
 """The field that lets AdamW's moments have dtypes of their own."""
 
@@ -26,6 +31,11 @@ MOMENTS = {"exp_avg": "exp_avg_dtype", "exp_avg_sq": "exp_avg_sq_dtype"}
 
 ON_HOST = "optimizer_cpu_offload"
 """The field that keeps masters and moments in host memory, where updates are made too."""
+
+
+def precision_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those fields of `engine.megatron` that are of `PRECISION`."""
+    return {name: value for name, value in given.items() if name in PRECISION}
 
 
 def moment_bytes(given: Mapping[str, Any]) -> int:

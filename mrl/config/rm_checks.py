@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from mrl.config.checks import check_groups, check_mix_by, check_train, check_trained
+from mrl.config.checks import check_groups, check_mix_by, check_train, check_trained, formats_of
 from mrl.config.rm import FORMAT_OF, RMConfig
 from mrl.errors import ConfigError
 
@@ -24,12 +22,7 @@ def _check_loss(config: RMConfig) -> None:
         why = f"is not read by loss {loss.name}, whose labels say where scores lie"
         raise ConfigError("loss.centering", loss.centering, why, "leave it out; it is of bradley_terry")
     wanted = FORMAT_OF[loss.name]
-    formats: dict[str, str | None] = {"data.format": data.format}
-    if not isinstance(data.train, str):
-        formats |= {f"data.train[{i}].format": source.format for i, source in enumerate(data.train)}
-    if isinstance(data.eval, Mapping):
-        formats |= {f"data.eval.{name}.format": source.format for name, source in data.eval.items()}
-    for key, format in formats.items():
+    for key, format in formats_of(data).items():
         if format not in (None, "auto", wanted):
             name = next(name for name, of_loss in FORMAT_OF.items() if of_loss == format)
             why = f"is no form of row for loss.name {loss.name}"

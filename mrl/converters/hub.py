@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import huggingface_hub
@@ -24,6 +24,9 @@ COPIES = ("*/*.safetensors",)
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "chat_template.json")
 """What says how large an image becomes, and how it is given to the model."""
+
+WEIGHTS = "weights"
+"""Of a fingerprint, what tells weights from others: where no checkpoint holds them, as the model never trains."""
 
 NOTES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Fields of config.json that change nothing here: model.dtype says what the weights are."""
@@ -80,16 +83,17 @@ def _hash_of(folder: str, names: Sequence[str]) -> str:
 
 
 def check_same_model(
-    saved: dict[str, str] | None, folder: str, *, before: str, now: str, key: str = "model.path"
+    saved: Mapping[str, str] | None, found: Mapping[str, str], *, before: str, now: str, key: str = "model.path"
 ) -> None:
-    """Refuses a model that is not that of the checkpoint, whose weights would fit it. before, now: the values of `key`.
+    """Refuses a model that is not that of the checkpoint. before, now: the values of `key`.
 
-    saved: the fingerprint in the checkpoint; None where an older version saved it: then the path has to be the same.
+    found: its fingerprint. saved: that in the checkpoint; None where an older version saved it: then the path has to be
+    the same.
     """
     if saved is None and before == now:
         return
-    found = model_fingerprint(folder)
-    differing = [name for name, value in found.items() if saved is None or saved.get(name) != value]
+    unknown = {WEIGHTS} - (saved or {}).keys()  # older versions saved none
+    differing = [n for n, value in found.items() if saved is None or (saved.get(n) != value and n not in unknown)]
     if differing:
         raise ConfigError(
             key,

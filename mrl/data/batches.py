@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any, Generic
@@ -29,6 +29,7 @@ __all__ = [
     "batch_of",
     "count_usable",
     "eval_batches",
+    "in_order",
     "may_leave_out",
     "row_order",
     "steps_for_epochs",
@@ -133,16 +134,35 @@ def batch_of(examples: Sequence[Example]) -> Batch:
 
 
 def eval_batches(dataset: RowDataset[Example], global_batch_size: int, report: Report | None = None) -> Iterator[Batch]:
-    """Yields all usable rows once, in their order; the last batch may be smaller. `report` is filled on the way."""
+    """Yields all usable rows once, in their order, as `in_order` does. `report` is filled on the way."""
+    counts = lambda rows: any(any(row.mask) for row in rows)  # noqa: E731
+    for _, rows in in_order(dataset, global_batch_size, report, makes_batch=counts):
+        yield batch_of(rows)
+
+
+def in_order(
+    dataset: RowDataset[T], rows_at_once: int, report: Report | None = None, *,
+    makes_batch: Callable[[Sequence[T]], bool] = lambda rows: True,
+) -> Iterator[tuple[list[int], list[T]]]:  # fmt: skip
+    """Yields all usable rows once, in their order, with their indices: `rows_at_once`, the last time perhaps fewer.
+
+    makes_batch: whether rows can be a batch of their own, as rows that all have weight 0 cannot; such rows are yielded
+    with those before or after them, and alone only where there are no others.
+    """
     report = report if report is not None else Report()
-    examples: list[Example] = []
-    any_batch = False
+    held: list[tuple[int, T]] = []  # a whole batch, until it is known that what follows makes one too
+    found: list[tuple[int, T]] = []
     for row in range(len(dataset)):
-        example = report.count(dataset, row)
-        if example is not None:
-            examples.append(example)
-        if examples and (len(examples) == global_batch_size or row == len(dataset) - 1):
-            yield batch_of(examples)
-            any_batch, examples = True, []
-    if not any_batch:
+        loaded = report.count(dataset, row)
+        if loaded is not None:
+            found.append((row, loaded))
+        if len(found) >= rows_at_once and makes_batch([one for _, one in found]):
+            if held:
+                yield [index for index, _ in held], [one for _, one in held]
+            held, found = found, []
+    parts = [held, found] if makes_batch([one for _, one in found]) else [held + found]
+    for part in parts:
+        if part:
+            yield [index for index, _ in part], [one for _, one in part]
+    if not held and not found:
         raise report.of_which_none_is_left(dataset)

@@ -167,7 +167,7 @@ class RowDataset(abc.ABC, Generic[T]):
 
 class SFTDataset(RowDataset[Example]):
     """Rows that train, as `Example`s. vision: of the model where it reads images. teachers: names of those beside the
-    first."""
+    first; None where there is none at all, so that no field of a row is a name of one."""
 
     config: DataConfig
 
@@ -179,9 +179,9 @@ class SFTDataset(RowDataset[Example]):
         part: Part = "train",
         vocab_size: int | None = None,
         vision: Vision | None = None,
-        teachers: Sequence[str] = (),
+        teachers: Sequence[str] | None = None,
     ) -> None:
-        self._teachers = list(teachers)
+        self._teachers = None if teachers is None else list(teachers)
         self._vision = copy.deepcopy(vision)  # it has a tokenizer too
         super().__init__(config, tokenizer, part=part, vocab_size=vocab_size)
 
@@ -214,18 +214,20 @@ class SFTDataset(RowDataset[Example]):
             fitted = self._fit(index, expanded)
         if isinstance(fitted, Rejected):
             return fitted
-        if self._teachers:
-            fitted = dataclasses.replace(fitted, teacher=self._teacher_of(row))
+        if self._teachers is not None:
+            fitted = dataclasses.replace(fitted, teacher=self._teacher_of(row, self._teachers))
         return fitted if weight == 1 else dataclasses.replace(fitted, mask=[weight * w for w in fitted.mask])
 
-    def _teacher_of(self, row: dict[str, Any]) -> int:
-        """Returns the number of a row's teacher, 0 for the first. Raises BadRow."""
+    def _teacher_of(self, row: dict[str, Any], others: list[str]) -> int:
+        """Returns the number of a row's teacher, 0 for the first. others: names of those beside it. Raises BadRow."""
         name = self.config.teacher if row.get("teacher") is None else row["teacher"]
         if name is None:
             return 0
-        if name not in self._teachers:
-            raise BadRow(f"teacher is {name!r:.40}; give one of {', '.join(self._teachers)}, or leave it out")
-        return 1 + self._teachers.index(name)
+        if name not in others:
+            known = f"give one of {', '.join(others)}" if others else "give it in teacher.others"
+            rename = "rename the field with data.columns={teacher: teacher_unused}"
+            raise BadRow(f"teacher is {name!r:.40}, which teacher.others has not; {known}, or {rename}")
+        return 1 + others.index(name)
 
     def tokens_of(self, item: Example) -> int:
         return len(item.ids)

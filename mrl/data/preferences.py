@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +32,10 @@ from mrl.batch import Batch, make_batch
 from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.keys import listed
 from mrl.data.batches import Batches
-from mrl.data.dataset import Rejected, RowDataset, T, check_text_alone
+from mrl.data.dataset import Rejected, RowDataset, check_text_alone
 from mrl.data.encode import NO_TEMPLATE, Encoder
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Row, check_messages, parse_row, row_weight
-from mrl.data.stream import Report
 from mrl.data.vision import Vision, WithImages
 from mrl.errors import DataError
 
@@ -84,9 +83,7 @@ def detect(row: Row) -> str:
 
 def parse(row: Row, format: str) -> list[tuple[Chat | Pair, bool]]:
     """Returns each answer of a row with its prompt, and whether it is the chosen or a good one. Raises BadRow."""
-    for field in FIELDS[format]:
-        if row.get(field) is None:
-            raise BadRow(f"has no field {field!r}, which the format {format} needs; it has {listed(row)}: {LIKE}")
+    check_fields(row, FIELDS[format], format, LIKE)
     if format == "unpaired":
         label = row["label"]
         if not isinstance(label, bool) and label not in (0, 1):
@@ -98,6 +95,15 @@ def parse(row: Row, format: str) -> list[tuple[Chat | Pair, bool]]:
         rest = {name: row[name][len(prompt) :] for name in ("chosen", "rejected")}
         row = {**row, **rest}
     return [(answer_of(row, prompt, name), name == "chosen") for name in ("chosen", "rejected")]
+
+
+def check_fields(row: Row, fields: Sequence[str], format: str, like: str) -> None:
+    """Raises BadRow where one of the fields is missing or null. like: how fields are renamed, in words."""
+    for field in fields:
+        if field not in row:
+            raise BadRow(f"has no field {field!r}, which the format {format} needs; it has {listed(row)}: {like}")
+        if row[field] is None:
+            raise BadRow(f"{field} is null, and the format {format} needs it; give it, or remove the row")
 
 
 def _is_said_again(prompt: Any, row: Row) -> bool:
@@ -305,22 +311,3 @@ class PreferenceSource(Batches[Preference]):
 
     def _batch(self, items: Sequence[Preference]) -> Batch:
         return batch_of(items, group=self.group)
-
-
-def in_order(
-    dataset: RowDataset[T], rows_at_once: int, report: Report | None = None
-) -> Iterator[tuple[list[int], list[T]]]:
-    """Yields all usable rows once, in their order, with their indices; the last time there may be fewer."""
-    report = report if report is not None else Report()
-    found: list[tuple[int, T]] = []
-    usable = 0
-    for row in range(len(dataset)):
-        loaded = report.count(dataset, row)
-        if loaded is not None:
-            found.append((row, loaded))
-            usable += 1
-        if found and (len(found) == rows_at_once or row == len(dataset) - 1):
-            yield [index for index, _ in found], [one for _, one in found]
-            found = []
-    if not usable:
-        raise report.of_which_none_is_left(dataset)

@@ -38,7 +38,7 @@ from mrl.data.dataset import Rejected, RowDataset, check_text_alone
 from mrl.data.encode import Encoder
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Row, Text, question, row_weight
-from mrl.data.preferences import answer_of, parse, weight_field
+from mrl.data.preferences import answer_of, check_fields, parse, weight_field
 from mrl.data.steps import encode_steps
 from mrl.errors import DataError, ModelError
 
@@ -165,11 +165,7 @@ class ScoredDataset(RowDataset[ScoredRow]):
             raise DataError(f"data.{self.part}", why=why, fix=fix)
 
     def _make(self, index: int, row: dict[str, Any]) -> ScoredRow | Rejected:
-        for field in FIELDS[self.format]:
-            if row.get(field) is None:
-                raise BadRow(
-                    f"has no field {field!r}, which the format {self.format} needs; it has {listed(row)}: {LIKE}"
-                )
+        check_fields(row, FIELDS[self.format], self.format, LIKE)
         made = {"preference": self._pair, "graded": self._graded, "steps": self._with_steps}[self.format](row)
         longest = max(len(sequence.ids) for sequence in made.sequences)
         if longest > self.config.max_length:

@@ -24,20 +24,21 @@ from mrl.config.roles import own_keys
 from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
 from mrl.converters.hf_config import read_hf_config, reads_images, vocab_size_of
 from mrl.converters.hub import model_fingerprint, model_folder
+from mrl.data.batches import in_order
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.mixture import MixedDataset
-from mrl.data.preferences import PreferenceDataset, PreferenceSource, batch_of, in_order, with_other_answers
+from mrl.data.preferences import Preference, PreferenceDataset, PreferenceSource, batch_of, with_other_answers
 from mrl.data.stream import Report
 from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine.base import BaseEngine, Ctx
 from mrl.engine.registry import build_engine
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, DataError
 from mrl.trainers.common import say_all
 from mrl.trainers.console import Console
-from mrl.trainers.reference import Cache, answers_by, weight_files, with_reference
+from mrl.trainers.reference import Cache, answers_by, weight_files, with_precision, with_reference
 from mrl.trainers.sft import run_task
-from mrl.trainers.task import HFConfig, Task, engine_of_groups
+from mrl.trainers.task import Frozen, HFConfig, Task, engine_of_groups
 
 
 def run(config: DPOConfig, command_line: str = "") -> None:
@@ -91,8 +92,18 @@ class DPOTask(Task[DPOConfig]):
 
     def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
         assert isinstance(dataset, PreferenceDataset | MixedDataset)
-        for _, rows in in_order(dataset, self.config.train.global_batch_size, report):
+        for _, rows in in_order(dataset, self.config.train.global_batch_size, report, makes_batch=self._makes_batch):
+            if not self._has_others(rows):
+                why = f"{dataset.path}: has one row that can be used, and kto's KL takes the answer to another"
+                raise DataError(f"data.{dataset.part}", why=why, fix="give two rows at least")
             yield batch_of(rows, group=self.config.group)
+
+    def _makes_batch(self, rows: Sequence[Preference]) -> bool:
+        return self._has_others(rows) and any(row.weight for row in rows)
+
+    def _has_others(self, rows: Sequence[Preference]) -> bool:
+        """Returns whether there is an answer to another prompt, where the loss needs one."""
+        return self.config.loss.is_paired or len(rows) > 1
 
     # -- the reference ------------------------------------------------------------------------------------------------
 
@@ -124,8 +135,8 @@ class DPOTask(Task[DPOConfig]):
             console.doing("building the reference")
             self.reference = self._build_reference(console)
 
-    def folders(self) -> Mapping[str, str]:
-        return {"reference.model.path": self.reference_folder} if self.reference_folder else {}
+    def frozen_models(self) -> Mapping[str, Frozen]:
+        return {"reference.model.path": Frozen(self.reference_folder)} if self.reference_folder else {}
 
     def _reference_keys(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which what is said of `engine.x` or `model.x` is said of the reference's own key."""
@@ -151,7 +162,7 @@ class DPOTask(Task[DPOConfig]):
             "keys": {key: plain["model"].get(key) for key in ("init", "dtype")},
             "seed": config.seed,
             "reference": plain["reference"]["model"]["dtype"],
-        }
+        } | with_precision(config.reference.engine or config.engine)
         self.cache = cache = Cache(place / "reference" / "log_probs.pt", made_by)
         cache.known = engine.on_main(lambda: cache.known if cache.read() else {})
         missing = cache.lacks(itertools.chain.from_iterable(self.eval_batches(rows, None) for rows in sets))

@@ -35,13 +35,18 @@ def length_of_mixture(
     if train.steps is not None:
         steps, length = train.steps, f"train.steps {train.steps}"
     elif train.epochs is None and most is not None:
-        steps = max(1, most // rows) * each
+        steps = most // rows * each
         length = f"the {steps} steps that the epochs of the sources fill"
     else:
         epochs = 1.0 if train.epochs is None else train.epochs
         steps = steps_for_epochs(epochs, sum(usable for usable, _ in counted), rows) * each
         length = f"the {steps} steps of {epochs:g} epochs"
     needed = -(-steps // each) * rows
+    if most is not None and most < rows:
+        size = train.global_batch_size
+        why = f"takes {rows:,} rows, and the sources of data.train have {most:,} within their epochs"
+        less = f"give at most {most * size // rows}, or " if most else ""
+        raise ConfigError("train.global_batch_size", size, why, f"{less}raise epochs of a source")
     if most is not None and needed > most:
         key = "train.steps" if train.steps is not None else "train.epochs"
         value = train.steps if train.steps is not None else Fraction(str(train.epochs or 1))

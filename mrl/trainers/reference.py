@@ -19,6 +19,8 @@ from torch import Tensor
 
 from mrl.algorithms.preference import REFERENCE, answer_log_probs
 from mrl.batch import Batch
+from mrl.config.megatron_speed import precision_of
+from mrl.config.schema import EngineConfig
 from mrl.engine.base import PLAIN_CTX, BaseEngine
 from mrl.roles.dispatch import mesh
 
@@ -67,6 +69,12 @@ def weight_files(folder: str) -> list[tuple[str, int, int]]:
     """Returns what tells a folder's weights from others: names, sizes and times of its files."""
     found = ((path.name, path.stat()) for path in sorted(pathlib.Path(folder).glob("*.safetensors")))
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+
+
+def with_precision(engine: EngineConfig) -> dict[str, Any]:
+    """Returns, as an entry of what numbers are made by, an engine's choice of fp8; nothing where it has none."""
+    found = precision_of(engine.megatron)
+    return {"precision": found} if found else {}
 
 
 def saved_by(path: pathlib.Path, made_by: str, *, mmap: bool = False) -> dict[str, Any] | None:
@@ -118,7 +126,9 @@ class Cache:
         save_at_once(self.path, {"made_by": self.made_by, "names": names, "log_probs": values})
 
     def add(self, batch: Batch, log_probs_S: Tensor) -> None:
-        self.known |= zip(digests(batch), log_probs_S.tolist(), strict=True)
+        """Adds those that are not known: in another batch a number may be rounded otherwise."""
+        for name, value in zip(digests(batch), log_probs_S.tolist(), strict=True):
+            self.known.setdefault(name, value)
 
     def lacks(self, batches: Iterator[Batch] | Sequence[Batch]) -> Iterator[Batch]:
         """Yields those of the batches that have an answer which is not known."""

@@ -19,9 +19,9 @@ from mrl.config.rm import RMConfig
 from mrl.config.schema import RoleConfig
 from mrl.converters.hf_config import pad_token_of, read_hf_config, vocab_size_of
 from mrl.converters.tokenizer_files import write_pad_token
+from mrl.data.batches import in_order
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.mixture import MixedDataset
-from mrl.data.preferences import in_order
 from mrl.data.scored import ScoredDataset, ScoredSource, padding, scored_batch
 from mrl.data.stream import Report
 from mrl.engine.base import BaseEngine
@@ -73,7 +73,8 @@ class RMTask(Task[RMConfig]):
 
     def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
         assert isinstance(dataset, ScoredDataset | MixedDataset)
-        for _, rows in in_order(dataset, self.config.train.global_batch_size, report):
+        counts = lambda rows: any(row.weight for row in rows)  # noqa: E731
+        for _, rows in in_order(dataset, self.config.train.global_batch_size, report, makes_batch=counts):
             yield scored_batch(rows, group=self.config.group)
 
     def begin(self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console) -> None:

@@ -65,7 +65,7 @@ from mrl.trainers.run_lock import RunLock
 from mrl.trainers.saves import Saves, check_background
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.step_guard import StepGuard
-from mrl.trainers.task import HFConfig, Task, engine_of_groups
+from mrl.trainers.task import Frozen, HFConfig, Task, engine_of_groups
 from mrl.trainers.teacher import Teachers
 from mrl.trainers.throughput import Throughput, memory_gb
 
@@ -115,7 +115,7 @@ class SFTTask(Task[SFTConfig]):
                 why = "is set, and model.path is a model that reads images, which is not distilled"
                 raise ConfigError("teacher", why=why, fix="leave it out, or give a model of text alone")
             self.teachers.check(tokenizer, hf_config)
-        others = [] if self.config.teacher is None else list(self.config.teacher.others)
+        others = None if self.config.teacher is None else list(self.config.teacher.others)
         return SFTDataset(
             self.config.data, tokenizer, part=part, vocab_size=vocab_size_of(hf_config), vision=vision, teachers=others
         )  # fmt: skip
@@ -139,8 +139,8 @@ class SFTTask(Task[SFTConfig]):
             self.teachers.begin(engine, every, place, console)
         super().begin(engine, sets, place, console)
 
-    def folders(self) -> Mapping[str, str]:
-        return {} if self.teachers is None else self.teachers.folders
+    def frozen_models(self) -> Mapping[str, Frozen]:
+        return {} if self.teachers is None else self.teachers.frozen_models
 
     def prepare(self, engine: BaseEngine, batch: Batch) -> tuple[Batch, Ctx]:
         return (batch, {}) if self.teachers is None else self.teachers.prepare(batch)
@@ -254,7 +254,9 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     if engine.config.mtp is None:
         say_mtp_layers(engine, console, {"model.path": engine.config.model.path})
     say_adapters(console, "model.lora", engine.config)
-    trainer.task.begin(engine, trainer.sets, directory.path, console)
+    task = trainer.task
+    task.begin(engine, trainer.sets, directory.path, console)
+    task.fingerprints = engine.on_main(lambda: {k: one.fingerprint() for k, one in task.frozen_models().items()})
     progress = restore(trainer, start)
     if progress.logged < trainer.total_steps:
         console.doing("reading the first rows")  # a bad one is an error before anything is written
@@ -301,13 +303,14 @@ def restore(trainer: Trainer, start: Start) -> Progress:
         trainer.console.say(f"changed since the checkpoint: {note}")
     say_other_choices(trainer.console, state.get("chosen", {}), engine.chosen)
     check_same_model(
-        state.get("model"), engine.config.model.path, before=state["config"]["model"]["path"], now=config.model.path
-    )
+        state.get("model"), model_fingerprint(engine.config.model.path), before=state["config"]["model"]["path"],
+        now=config.model.path,
+    )  # fmt: skip
     both = spell_out(state["config"], to_dict(config), command_of(type(config)).null_is)
-    for key, folder in trainer.task.folders().items():
+    for key, found in trainer.task.fingerprints.items():
         before, now = (str(functools.reduce(operator.getitem, key.split("."), plain)) for plain in both)
         # older versions saved no "models"
-        check_same_model(state.get("models", {}).get(key), folder, before=before, now=now, key=key)
+        check_same_model(state.get("models", {}).get(key), found, before=before, now=now, key=key)
     trainer.source.load_state_dict(state["data"])
     say_all(trainer.console, trainer.source.take_notes())
     progress = Progress(**state["progress"])
@@ -480,7 +483,7 @@ def save(trainer: Trainer, progress: Progress, *, in_background: bool = False) -
         "progress": dataclasses.asdict(progress),
         "data": trainer.source.state_dict(),
         "model": model_fingerprint(engine.config.model.path),
-        "models": {key: model_fingerprint(folder) for key, folder in trainer.task.folders().items()},
+        "models": dict(trainer.task.fingerprints),
         "config": to_dict(config),
         "chosen": engine.chosen,
     }

@@ -14,10 +14,12 @@ from transformers import PreTrainedTokenizerBase
 from mrl.batch import Batch
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.schema import EngineConfig, RoleConfig
+from mrl.converters.hub import WEIGHTS, model_fingerprint
 from mrl.data.batches import Batches
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.stream import Report
 from mrl.engine.base import BaseEngine, Ctx, LossFn
+from mrl.engine.lora.identity import weights_fingerprint
 from mrl.trainers.console import Console
 
 C = TypeVar("C")
@@ -32,6 +34,21 @@ class RowsTask(Protocol):
         self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part
     ) -> RowDataset[Any]:
         """Returns the rows of data.train or data.eval."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A model that never trains, so that no checkpoint holds it."""
+
+    folder: str
+    is_read: bool = True  # else a server has its weights, and the folder is of its tokenizer
+
+    def fingerprint(self) -> dict[str, str]:
+        """Returns `model_fingerprint`, and what tells a sample of the weights from others."""
+        found = model_fingerprint(self.folder)
+        if self.is_read and any(pathlib.Path(self.folder).glob("*.safetensors")):  # it may start from scratch
+            found[WEIGHTS] = weights_fingerprint(self.folder)
+        return found
 
 
 def engine_of_groups(engine: EngineConfig, longest: int) -> EngineConfig:
@@ -56,6 +73,7 @@ class Task(abc.ABC, Generic[C]):
 
     def __init__(self, config: C) -> None:
         self.config = config
+        self.fingerprints: Mapping[str, dict[str, str]] = {}  # of `frozen_models`, as they were when the run began
 
     def of_data(self, data: Any) -> Self:
         """Returns the same task on another section `data`."""
@@ -88,8 +106,8 @@ class Task(abc.ABC, Generic[C]):
         """
         engine.set_loss_fn(self.loss_fn, self.denominator)
 
-    def folders(self) -> Mapping[str, str]:
-        """Returns the key of each model beside the one that trains, whose `moves` a resume checks -> its folder."""
+    def frozen_models(self) -> Mapping[str, Frozen]:
+        """Returns the key of each model beside the one that trains -> what a resume has to find there again."""
         return {}
 
     def prepare(self, engine: BaseEngine, batch: Batch) -> tuple[Batch, Ctx]:

@@ -32,8 +32,8 @@ from mrl.errors import ConfigError, quoted
 from mrl.roles.dispatch import mesh
 from mrl.trainers.common import say_all
 from mrl.trainers.console import Console
-from mrl.trainers.reference import digests, save_at_once, saved_by, weight_files
-from mrl.trainers.task import engine_of_groups
+from mrl.trainers.reference import digests, save_at_once, saved_by, weight_files, with_precision
+from mrl.trainers.task import Frozen, engine_of_groups
 from mrl.trainers.teacher_server import TeacherServer
 
 
@@ -123,17 +123,18 @@ class Teacher:
         keys, server = self.keys, self.own.server
         by: dict[str, Any] = {"ids": self.ids_per_token, "temperature": keys.temperature}
         if server is not None:
-            asked = TeacherServer(server)
+            asked = TeacherServer(server, f"{self.key}.server")
             about = engine.on_main(lambda: {"server": asked.name, "model": model_fingerprint(self.folder)})
             return by | about
         model = engine.on_main(lambda: [model_fingerprint(self.folder), weight_files(self.folder)])
-        return by | {"model": model, "dtype": self.config.teacher_model(self.own.model).dtype}
+        by |= {"model": model, "dtype": self.config.teacher_model(self.own.model).dtype}
+        return by | with_precision(self.own.engine or self.config.engine)
 
     def _asked(self, engine: BaseEngine, console: Console) -> Callable[[Batch], Top]:
         """Returns what asks the teacher itself, which is built now."""
         count = self.ids_per_token
         if self.own.server is not None:
-            server = TeacherServer(self.own.server)
+            server = TeacherServer(self.own.server, f"{self.key}.server")
             name = engine.on_main(lambda: server.name)  # which the main process keeps: it alone asks
             console.say(f"{self.key}: {name} at {server.http.url}")
             return lambda batch: Top(*engine.on_main(lambda: server.top(batch, count)))
@@ -159,9 +160,9 @@ class Teachers:
             one.check(tokenizer, hf_config)
 
     @property
-    def folders(self) -> dict[str, str]:
-        """The folders of their models by key."""
-        return {f"{one.key}.model.path": one.folder for one in self.each}
+    def frozen_models(self) -> dict[str, Frozen]:
+        """Their models by key."""
+        return {f"{one.key}.model.path": Frozen(one.folder, is_read=one.own.server is None) for one in self.each}
 
     @property
     def loss_fn(self) -> DistillLoss:
@@ -286,11 +287,12 @@ class TopCache:
         self.all = Top(found["ids"], found["log_probs"])
 
     def write(self, added: TopParts) -> None:
-        """Writes what is known and what is added."""
-        names, parts = dict(zip(added.names, added.parts, strict=True)), []
+        """Writes what is known, as it was, and what is added."""
+        names: dict[bytes, Top] = {}
         if self.all is not None:
-            for name, place in self.places.items():
-                names.setdefault(name, Top(self.all.ids[place], self.all.log_probs[place]))
+            names = {n: Top(self.all.ids[place], self.all.log_probs[place]) for n, place in self.places.items()}
+        for name, part in zip(added.names, added.parts, strict=True):
+            names.setdefault(name, part)
         parts = list(names.values())
         save_at_once(self.path, {
             "made_by": self.made_by,

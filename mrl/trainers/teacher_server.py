@@ -19,11 +19,11 @@ COMPLETIONS = "/v1/completions"
 
 
 class TeacherServer:
-    """One server. It is asked by the main process alone."""
+    """One server. It is asked by the main process alone. key: of its section."""
 
-    def __init__(self, config: TeacherServerConfig) -> None:
-        self.config = config
-        self.http = Http(config.url, timeout_s=config.timeout_s, key="teacher.server.url")
+    def __init__(self, config: TeacherServerConfig, key: str = "teacher.server") -> None:
+        self.config, self.key = config, key
+        self.http = Http(config.url, timeout_s=config.timeout_s, key=f"{key}.url")
 
     @functools.cached_property
     def name(self) -> str:
@@ -40,8 +40,8 @@ class TeacherServer:
             return name
         served = ", ".join(names) or "none"
         if name is None:
-            raise ConfigError("teacher.server.name", None, "leaves open which model is asked", f"give one of {served}")
-        raise ConfigError("teacher.server.name", quoted(name), "is not served there", f"give one of {served}")
+            raise ConfigError(f"{self.key}.name", None, "leaves open which model is asked", f"give one of {served}")
+        raise ConfigError(f"{self.key}.name", quoted(name), "is not served there", f"give one of {served}")
 
     def top(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
         """Returns the `count` likeliest ids [N, count] int32 after the trained places, and their log-probs, fp32."""

@@ -67,7 +67,9 @@ class Workspace:
         """inputs: a folder with model/, which has weights and a tokenizer; without, preflight alone is satisfied."""
         if inputs is not None:
             shutil.copytree(inputs / "model", self.root / "model")
-            self.write("config.yaml", yaml.safe_dump(CONFIG | {"model": {"path": "model", "dtype": "float32"}}))
+            for name, config in {"config": CONFIG, "dpo": DPO_CONFIG, "rm": RM_CONFIG}.items():
+                model = {"model": {"path": "model", "dtype": "float32"}}
+                self.write(f"{name}.yaml", yaml.safe_dump(config | model))
             self.write_rows([chat(f"{i}+1=", str(i + 1)) for i in range(4)])
             return
         self.write("config.yaml", yaml.safe_dump(CONFIG))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.bad_input import checkpoint_cases, config_cases, data_cases, model_cases, ppo_cases
+from tests.bad_input import answer_cases, checkpoint_cases, config_cases, data_cases, model_cases, ppo_cases
 from tests.bad_input.mistakes import Case, WarmMrl, Workspace, check, run_mrl
 from tests.tiers import slow_but
 from tests.trainers.tiny_runs import make_inputs
@@ -79,6 +79,30 @@ def test_is_refused_by_the_trainer(case: Case, inputs, warm, tmp_path):
     if case in checkpoint_cases.CASES:
         shutil.copytree(inputs / "earlier", tmp_path / "earlier")
     check(case, workspace, warm.run)
+
+
+OF_COMMANDS = {  # command -> the name of its config, and cases
+    "dpo": ("dpo.yaml", answer_cases.DPO), "rm": ("rm.yaml", answer_cases.RM), "sft": ("config.yaml", answer_cases.SFT),
+    "data": ("show", answer_cases.SHOW),
+}  # fmt: skip
+QUICK = [
+    ("dpo", "one row to evaluate kto on"), ("rm", "label of a step in words"), ("sft", "epochs that fill no batch"),
+    ("sft", "teacher that no row may name"), ("data", "show a bad row"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "command, name",
+    slow_but(QUICK, [(command, case.name) for command, (_, cases) in OF_COMMANDS.items() for case in cases]),
+)
+def test_is_refused_of_answers_teachers_and_sources(command: str, name: str, inputs, warm, tmp_path):
+    """By the trainers of `mrl dpo`, `mrl rm` and `mrl sft`, and by `mrl data show`."""
+    config, cases = OF_COMMANDS[command]
+    (case,) = (case for case in cases if case.name == name)
+    shown = ["config.yaml"] if command == "data" else []
+    workspace = Workspace(tmp_path)
+    workspace.make(inputs)
+    check(case, workspace, lambda workspace, *args: warm.run(workspace, *shown, *args, command=command, config=config))
 
 
 PPO = {"command": "ppo", "config": "ppo.yaml"}

@@ -60,6 +60,16 @@ REFUSED = [
     (("engine.micro_batch.tokens=199",), "engine.micro_batch.tokens: value 199 is less than a pair of sequences of"),
     (("reference.engine.micro_batch.size=1",), "reference.engine.micro_batch.size: value 1 is odd"),
     (("reference.engine.micro_batch.tokens=50",), "reference.engine.micro_batch.tokens: value 50 is less than a pair"),
+    (
+        ("reference.engine.recompute=full",),
+        'reference.engine.recompute: value "full" is for training, and the reference never trains; leave it out',
+    ),
+    (("reference.engine.offload=[optimizer]",), 'reference.engine.offload: value ["optimizer"] is for training'),
+    (
+        ('data.train=[{"path": "a"}, {"path": "b", "format": "unpaired"}]',),
+        'data.train[1].format: value "unpaired" has no pairs, which loss.name dpo is of; set loss.name to kto, or data.tr',
+    ),
+    (('data.eval={"b": {"path": "b", "format": "unpaired"}}',), 'data.eval.b.format: value "unpaired" has no pairs'),
     (("reference.engine.backend=fsdp", "reference.engine.parallel.tp=2"), "reference.engine.parallel.tp"),
     (("train.epochs=1",), "train.steps: value 10 is given together with train.epochs 1"),
     (("train.eval_every=2",), "train.eval_every: value 2 is not used without data.eval"),

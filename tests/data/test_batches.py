@@ -260,6 +260,18 @@ def test_eval_batches_give_every_usable_row_once_in_order(mixed):
     assert batches[0].denominators["sequences"] == 4.0
 
 
+@pytest.mark.parametrize(
+    "weights, sizes",
+    [((1, 1, 1, 1, 0), [2, 3]), ((0, 0, 1, 0, 1), [3, 2]), ((1, 1, 0, 0, 0), [5]), ((1, 1, 1, 1, 1), [2, 2, 1])],
+)
+def test_rows_of_weight_0_are_in_a_batch_with_others(tmp_path, weights, sizes):
+    """Of themselves they make none, as there is nothing to divide by; a shuffled run has them among others."""
+    rows = [{"text": "the lazy dog", "weight": weight} for weight in weights]
+    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", rows)
+    dataset = SFTDataset(tiny_tokenizers.config(path), tiny_tokenizers.make_tokenizer())
+    assert [batch.num_sequences for batch in eval_batches(dataset, 2)] == sizes
+
+
 def test_eval_while_the_thread_works_changes_nothing(tmp_path):
     conversations = [{"messages": tiny_tokenizers.turns("hello", w, "fox", w)} for w in WORDS]
     path = tiny_tokenizers.write_jsonl(tmp_path / "chat.jsonl", conversations)

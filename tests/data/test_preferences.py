@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from mrl.algorithms.preference import LOSSES, REFERENCE, Numbers, PreferenceLoss
-from mrl.config.dpo import PreferenceDataConfig
+from mrl.config.dpo import DPOConfig, PreferenceDataConfig
+from mrl.data.batches import in_order
 from mrl.data.dataset import Rejected
-from mrl.data.preferences import PreferenceDataset, batch_of, in_order, with_other_answers
+from mrl.data.preferences import PreferenceDataset, batch_of, with_other_answers
 from mrl.errors import DataError
+from mrl.trainers.dpo import DPOTask
+from tests.config.refused import config_of
+from tests.config.test_dpo_checks import BASE
 from tests.data.tiny_tokenizers import CHATML_MARKED, STRIPS_REASONING, make_tokenizer, trained_text, turns, write_jsonl
 
 ASKED, GOOD, BAD = turns("2 + 2?"), [turns("x", "4")[1]], [turns("x", "fish")[1]]
@@ -97,7 +101,7 @@ def test_reasoning_that_a_template_drops_from_the_prompt_is_the_same_in_both(tmp
 
 WRONG = {
     "no rejected": ({"prompt": ASKED, "chosen": GOOD}, "give prompt, chosen and rejected"),
-    "rejected is null": ({**PAIR, "rejected": None}, "has no field 'rejected'"),
+    "rejected is null": ({**PAIR, "rejected": None}, "rejected is null, and the format preference needs it; give it"),
     "both forms": ({**PAIR, **SINGLE}, "set data.format to preference or unpaired"),
     "text and list": ({**PAIR, "prompt": "2 + 2?"}, "prompt is no list and chosen a list of messages"),
     "list and text": ({**PAIR, "chosen": "4"}, "prompt is a list and chosen no list of messages"),
@@ -142,7 +146,7 @@ def test_a_bad_row_is_one_line_with_its_place(tmp_path, name):
 
 @pytest.mark.parametrize("label", ["yes", 2, 0.5, None])
 def test_a_label_that_is_none_is_refused(tmp_path, label):
-    says = "has no field 'label'" if label is None else "label is"
+    says = "label is null, and the format unpaired needs it" if label is None else "label is"
     assert says in refusal(tmp_path, {**SINGLE, "label": label}, paired=False)
 
 
@@ -191,6 +195,19 @@ def test_the_kl_of_kto_gives_each_prompt_an_answer_to_another(tmp_path):
                      ("1", "no2<|im_end|>"), ("2", "no0<|im_end|>"), ("2", "yes0<|im_end|>")]  # fmt: skip
     short = with_other_answers(batch_of([found.load(i) for i in range(3)], group=1), 14)
     assert short.max_length <= 13
+
+
+@pytest.mark.parametrize(
+    "name, weights, sizes",
+    [("kto", (1, 1, 1, 1, 1), [2, 3]), ("kto", (0, 1, 0, 0, 1), [2, 3]), ("dpo", (1, 1, 0), [3])],
+)
+def test_no_evaluation_batch_is_of_one_row_for_kto_or_of_no_weight(tmp_path, name, weights, sizes):
+    """kto's KL would take the answer to the same prompt."""
+    task = DPOTask(config_of(DPOConfig, BASE | {"train": {"global_batch_size": 2}}, f"loss.name={name}"))
+    form = {"prompt": "hello", "completion": "fox", "label": True} if name == "kto" else PAIR
+    rows = dataset(tmp_path, *({**form, "weight": weight} for weight in weights), paired=name != "kto")
+    batches = list(task.eval_batches(rows, None))
+    assert [batch.num_sequences // task.config.group for batch in batches] == sizes
 
 
 @pytest.mark.parametrize("name", LOSSES)

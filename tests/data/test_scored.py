@@ -179,7 +179,7 @@ CASES = {
     "score is true": ("regression", {**GRADED, "score": True}, "score is True; give a number"),
     "score is huge": ("regression", {**GRADED, "score": 10**400}, "score is a number of more than nine digits"),
     "score is infinite": ("regression", '{"prompt": "a", "completion": "b", "score": Infinity}', "score is inf; give a number"),
-    "score is null": ("regression", {**GRADED, "score": None}, "has no field 'score', which the format graded needs"),
+    "score is null": ("regression", {**GRADED, "score": None}, "score is null, and the format graded needs it"),
     "completion is a number": ("regression", {"prompt": "a", "completion": 4, "score": 1}, "completion is 4; give a"),
     "no steps": ("steps", {**STEPS, "completions": []}, "completions is []; give a list"),
     "one text": ("steps", {**STEPS, "completions": "a"}, "completions is 'a'; give a list"),

@@ -23,10 +23,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from mrl.batch import make_batch
 from mrl.config.dpo import PreferenceDataConfig
+from mrl.config.schema import EngineConfig
 from mrl.data.preferences import PreferenceDataset
 from mrl.metric_names import DPO_METRICS, SFT_METRICS
 from mrl.metrics import read
+from mrl.trainers.reference import Cache, with_precision
 from tests.engine.harness import run_case
 from tests.tiers import nightly_but, slow_but
 from tests.trainers import tiny_runs
@@ -258,6 +261,20 @@ def test_a_cache_of_another_model_is_made_anew_and_a_damaged_one_too(places, tmp
     assert losses(tmp_path / "run") == pytest.approx([math.log(2)], rel=1e-6)
 
 
+def test_what_a_cache_knows_stays_where_rows_are_added(tmp_path):
+    """To the bit, as a resumed run is; the choice of fp8, which an engine may change, is one of what it is known by."""
+    first, both = (make_batch([[1, 2], [1, 3]][:count], [[0, 1]] * count) for count in (1, 2))
+    cache = Cache(tmp_path / "log_probs.pt", {})
+    cache.add(first, torch.tensor([-1.0], dtype=torch.float64))
+    assert [batch is both for batch in cache.lacks([first, both])] == [True]
+    cache.add(both, torch.tensor([-1.5, -2.0], dtype=torch.float64))
+    cache.write()
+    again = Cache(tmp_path / "log_probs.pt", {})
+    assert again.read() and again.of(both).tolist() == [-1.0, -2.0]
+    assert not Cache(tmp_path / "log_probs.pt", with_precision(EngineConfig(megatron={"fp8": "e4m3"}))).read()
+    assert with_precision(EngineConfig(megatron={"overlap_grad_reduce": True})) == {}
+
+
 @pytest.mark.parametrize("name, cache", [("dpo", True), ("kto", False)])
 def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path, name, cache):
     loss = {"loss": {"name": name}, "reference": {"cache": cache}, "data": {"shuffle": True}}
@@ -278,8 +295,11 @@ def test_another_reference_does_not_go_on_with_a_run(places, tmp_path):
     assert ends(None, 1) == ("done", "")
     shutil.copytree(places / "model", tmp_path / "moved")
     assert ends(tmp_path / "moved", 2) == ("done", "")
-    ended, said = ends(places / "deep other", 3)
-    assert ended == "ConfigError" and said.startswith("reference.model.path: value") and "config.json differ" in said
+    for other, differs in (("deep other", "config.json and weights"), ("other", "weights")):
+        ended, said = ends(places / other, 3)
+        assert (
+            ended == "ConfigError" and said.startswith("reference.model.path: value") and f": {differs} differ" in said
+        )
 
 
 def test_a_reference_of_another_vocabulary_is_refused(places, tmp_path):

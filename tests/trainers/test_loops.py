@@ -78,7 +78,7 @@ def test_the_last_save_removes_the_export_of_a_shorter_run(tmp_path, monkeypatch
     saver = there(
         save_checkpoint=lambda *args, **kwargs: folder.hf.exists(), config=there(model=there(path="m")), chosen={}
     )
-    parts |= {"saves": Saves(torch.device("cpu")), "task": there(folders=dict)}
+    parts |= {"saves": Saves(torch.device("cpu")), "task": there(fingerprints={})}
     trainer = there(engine=saver, dispatch=saver, directory=folder, console=there(), **parts)
     trainer.config = from_dict(base())
     assert sft.save(trainer, sft.Progress(step=step)) is stays

@@ -29,12 +29,17 @@ _NOT_THE_MODEL = ("export",)
 
 def fingerprint(path: str, family: Family | None, hf_config: HFConfig, head: str) -> str:
     """Returns a hash of some rows of some of the weights that the folder `path` has, whatever their files are."""
-    if family is None:  # no table of the family tells names: those of the files do
-        with SafetensorsReader(path) as reader:
-            return _hash({name: info.shape for name, info in reader.tensors.items() if info.shape}, reader)
+    if family is None:
+        return weights_fingerprint(path)
     shapes = expected_hf_names(family, hf_config, head=head)
     with stored_weights(path, family, hf_config, head=head, trained=True) as read:
         return _hash(shapes, read)
+
+
+def weights_fingerprint(path: str) -> str:
+    """As `fingerprint`, of a folder's tensors by the names that they have in its files."""
+    with SafetensorsReader(path) as reader:
+        return _hash({name: info.shape for name, info in reader.tensors.items() if info.shape}, reader)
 
 
 def _hash(shapes: Mapping[str, Sequence[int]], read: Callable[[str], Any]) -> str:

@@ -142,7 +142,8 @@ def restore(trainer: Trainer, start: Start) -> tuple[Progress, Experience | None
     say_other_choices(trainer.console, state.get("chosen", {}), dispatch.chosen)
     for role, folder in trainer.folders.items():
         before, now = (_model_path(c, role) for c in (state["config"], to_dict(config)))
-        check_same_model(state["models"].get(role), folder, before=before, now=now, key=f"{role}.model.path")
+        found = model_fingerprint(folder)
+        check_same_model(state["models"].get(role), found, before=before, now=now, key=f"{role}.model.path")
     trainer.source.load_state_dict(state["data"])
     trainer.kl.load_state_dict(state["kl"])
     progress = Progress(**state["progress"])

@@ -76,6 +76,6 @@ def restore(config: UnlearnConfig, engine: BaseEngine, source: BatchSource, chec
         if engine.is_main:
             print(f"changed since the checkpoint: {note}", flush=True)
     before, now = state["config"]["model"]["path"], config.model.path
-    check_same_model(state["model"], engine.config.model.path, before=before, now=now)
+    check_same_model(state["model"], model_fingerprint(engine.config.model.path), before=before, now=now)
     source.load_state_dict(state["data"])
     return state["step"]
