@@ -14,13 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+
+PLAIN = (Tensor, nn.Parameter, FakeTensor)
+"""Tensors whose storage holds their values. Another subclass has them elsewhere: transformer-engine's 8-bit copies of
+weights have them beside scales, and would come back as tensors of the dtype that they stand for."""
 
 
 class ActivationOffload:
     """Copies what modules save for their backward pass to the host, and back when it is needed.
 
-    Weights stay where they are. on_host: bytes that wait there now; most: the most there were.
+    Weights stay where they are, 8-bit copies of them too. on_host: bytes that wait there now; most: the most that did.
     """
 
     def __init__(self) -> None:
@@ -47,7 +52,7 @@ class ActivationOffload:
 
     def pack(self, weights: set[int], tensor: Tensor) -> Tensor | Parked:
         """Returns what autograd keeps in place of `tensor`."""
-        if tensor.untyped_storage()._cdata in weights:
+        if type(tensor) not in PLAIN or tensor.untyped_storage()._cdata in weights:
             return tensor
         return Parked(self, tensor)
 

@@ -44,6 +44,13 @@ class _Kept:
     copies: list[Any]  # one for each chunk of the model
 
 
+@dataclasses.dataclass
+class Prepared:
+    """What an engine has made of its weights, for calls of `generate` between which they do not change."""
+
+    value: Any = None
+
+
 class KeptSequences:
     """Keys and values of sequences that stay on the device from one `generate` to the next, for requests that go on.
 
@@ -51,11 +58,12 @@ class KeptSequences:
     call have one key, they are fed from their first tokens: other settings may have drawn other tokens. What no
     request of a call goes on with is forgotten. Weights must not change between the calls. room: tokens that each
     replica of the model keeps at most, beside the cache_tokens of the call; so is a sequence fed that finds none free.
+    prepared: shared with others of the same weights; None: this one's own.
     """
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, prepared: Prepared | None = None) -> None:
         self.room = room
-        self.prepared: Any = None  # what an engine has made of its weights, which are the same in every call
+        self.prepared = Prepared() if prepared is None else prepared
         self._kept: dict[SamplingKey, _Kept] = {}
         self._replicas: dict[SamplingKey, int] = {}
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ class Offload:
     """Which state is where.
 
     kinds: what waits on the host between uses; of others than KINDS this knows nothing. tensors: what there is of each
-    of KINDS, asked anew at each move. spent: kinds that hold nothing but zeros so far (see `spend`).
+    of KINDS, asked anew at each move. spent: kinds that hold nothing but zeros so far (see `spend`). drop_copies: what
+    frees what was made of a kind and is made again when it is missing; called whenever the kind leaves the device.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Offload:
         tensors: Mapping[str, Callable[[], Iterable[Tensor]]],
         *,
         spent: Sequence[str] = (),
+        drop_copies: Mapping[str, Callable[[], None]] = MappingProxyType({}),
     ) -> None:
         assert set(tensors) == set(KINDS), sorted(tensors)
         self.kinds = frozenset(kinds) & frozenset(KINDS)
@@ -50,6 +53,7 @@ class Offload:
         self._parked: dict[str, _Parked] = {}
         self._users = dict.fromkeys(KINDS, 0)
         self._spent = set(spent)
+        self._drop_copies = dict(drop_copies)
         self._host = HostMemory()
         self._copies: dict[torch.device, Copies] = {}
         for kind in KINDS:
@@ -104,6 +108,8 @@ class Offload:
         """Moves `kind` to the host. Nothing happens where it is there. On a GPU `wait` says when its memory is free."""
         if kind in self._parked:
             return
+        if kind in self._drop_copies:
+            self._drop_copies[kind]()
         storages = self._storages(kind)
         sizes = [storage.size() for storage in storages]
         if kind in self._spent:

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mrl.errors import one_line
@@ -104,17 +105,30 @@ class FixedSteps:
         return self.decoder(bucket.inputs[0], bucket.hidden, step, fixed=True)
 
     def _capture(self, bucket: _Bucket) -> None:
-        """Makes the graph of a bucket. Where CUDA refuses, says so and captures no more; steps then run as before."""
-        graph = torch.cuda.CUDAGraph()
+        """Makes the graph of a bucket. Where CUDA refuses, says so and captures no more; steps then run as before.
+
+        Tensor-parallel ranks have graphs all or none: all-reduces inside of one would wait for those of a step without.
+        """
+        graph, out, refusal = torch.cuda.CUDAGraph(), None, None
         try:
             # other threads (a checkpoint in the background, a server's) may call CUDA meanwhile
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 out = self._run(bucket)
         except RuntimeError as error:
+            refusal = one_line(str(error), 200)
+        if self._on_any_rank(refusal is not None):
             self.captures = False
             logger.warning(
                 "rollout.cuda_graphs: a step of %d rows was not captured (%s); steps run without graphs",
-                bucket.inputs.shape[1], one_line(str(error), 200),
+                bucket.inputs.shape[1], refusal or "on another rank",
             )  # fmt: skip
             return
         bucket.graph, bucket.out = graph, out
+
+    def _on_any_rank(self, here: bool) -> bool:
+        """Returns whether something is so on any tensor-parallel rank, which all come here in the same step."""
+        if not self.decoder.parallel:
+            return here
+        anywhere = torch.tensor([int(here)], device=next(self.decoder.model.parameters()).device)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.decoder.group)
+        return bool(anywhere.item())

@@ -44,7 +44,8 @@ _LATENT = re.compile(_MLP + r"|self_attention\..*")
 
 
 def fits(model: torch.nn.Module) -> bool:
-    """Returns whether `Decoder` computes what this chunk does; the same answer on every rank."""
+    """Returns whether `Decoder` computes what this chunk does. Stages may have other answers: a rank's layers alone are
+    looked at."""
     config = model.config
     latent = config.multi_latent_attention
     known = _LATENT if latent else _GROUPED
@@ -61,8 +62,8 @@ def _plain_heads(config: Any) -> bool:
 
 
 def fixed_refusal(model: torch.nn.Module) -> str | None:
-    """Returns why a chunk that fits has no steps of fixed shapes (`Decoder.__call__`, fixed); None where it has. The
-    same answer on every rank."""
+    """Returns why a chunk that fits has no steps of fixed shapes (`Decoder.__call__`, fixed); None where it has.
+    Stages may have other answers."""
     config = model.config
     if config.num_moe_experts is None:
         return None

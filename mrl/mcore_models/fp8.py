@@ -33,15 +33,18 @@ class Recipe:
     multiple: int  # of rows and columns
     since: tuple[int, int]  # the least compute capability
     before: tuple[int, int] | None = None  # the least that no longer has it
+    cuda: tuple[int, int] = (0, 0)  # the oldest version; any that torch 2.13 is built with is enough for the others
     gpus: str = ""  # for people
 
-    def runs_on(self, capability: tuple[int, int]) -> bool:
-        return self.since <= capability and (self.before is None or capability < self.before)
+    def runs_on(self, capability: tuple[int, int], cuda: tuple[int, int]) -> bool:
+        """cuda: the version that torch was built with."""
+        on_gpu = self.since <= capability and (self.before is None or capability < self.before)
+        return on_gpu and cuda >= self.cuda
 
 
 RECIPES: Mapping[str, Recipe] = {
     "tensorwise": Recipe(16, (8, 9), gpus="compute capability 8.9 and up (L40S, RTX 40, H100, B200)"),
-    "blockwise": Recipe(16, (9, 0), gpus="compute capability 9.0 and up (H100, B200)"),
+    "blockwise": Recipe(16, (9, 0), cuda=(12, 9), gpus="compute capability 9.0 and up (H100, B200) and CUDA 12.9"),
     "mxfp8": Recipe(32, (10, 0), (12, 0), gpus="compute capability 10 (B200)"),
 }
 
@@ -113,15 +116,33 @@ def check_spec(further: Mapping[str, Any], layer_spec: str, why: str, dtype: tor
 
 
 def check_here(further: Mapping[str, Any]) -> None:
-    """Raises ConfigError where this machine's GPU does not have the recipe."""
+    """Raises ConfigError where this machine's GPU, or the CUDA of its torch, does not have the recipe."""
     recipe = recipe_of(further)
-    if recipe is not None and platform.has_gpu():
-        capability = torch.cuda.get_device_capability()
-        if not recipe.runs_on(capability):
-            fits = [name for name, other in RECIPES.items() if other.runs_on(capability)]
-            why = f"needs {recipe.gpus}, and this GPU has {capability[0]}.{capability[1]}"
-            fix = f"give {' or '.join(fits)}" if fits else f"leave out {KEY}.fp8"
-            raise ConfigError(f"{KEY}.fp8_recipe", further["fp8_recipe"], why, fix)
+    if recipe is None or not platform.has_gpu():
+        return
+    capability = torch.cuda.get_device_capability()
+    cuda = _of_cuda(torch.version.cuda)
+    if not recipe.runs_on(capability, cuda):
+        fits = [name for name, other in RECIPES.items() if other.runs_on(capability, cuda)]
+        why = f"needs {recipe.gpus}, and this GPU has {capability[0]}.{capability[1]}, torch CUDA {torch.version.cuda}"
+        fix = f"give {' or '.join(fits)}" if fits else f"leave out {KEY}.fp8"
+        raise ConfigError(f"{KEY}.fp8_recipe", further["fp8_recipe"], why, fix)
+
+
+def _of_cuda(version: str | None) -> tuple[int, int]:
+    """Returns the numbers of torch.version.cuda; (0, 0) where torch is built for no CUDA."""
+    major, _, rest = (version or "0.0").partition(".")
+    return int(major), int(rest.partition(".")[0] or 0)
+
+
+def forget_copies(chunks: Iterable[torch.nn.Module]) -> None:
+    """Frees the 8-bit copies of weights that transformer-engine's modules keep from a step's first micro-batch on; the
+    next forward makes them again."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            copies = getattr(module, "_fp8_workspaces", None)
+            if copies:
+                copies.clear()
 
 
 @contextlib.contextmanager

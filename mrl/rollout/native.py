@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from mrl.engine.base import Completion, GenerateRequest
-from mrl.engine.kept import KeptSequences
+from mrl.engine.kept import KeptSequences, Prepared
 from mrl.rollout.base import Sampler, SampleRequest
 from mrl.rollout.stops import StopTexts
 
@@ -30,9 +30,10 @@ class EngineSampler(Sampler):
 
     def for_conversations(self, parts: int) -> list[Sampler]:
         # A part has room of its own: what is kept, and so what is computed anew, does not depend on when others answer.
-        room = self._kept_tokens // parts
+        # What is made of the weights is made once: on a CPU it is a copy of them.
+        room, prepared = self._kept_tokens // parts, Prepared()
         return [
-            EngineSampler(functools.partial(self._generate, kept=KeptSequences(room)), self._tokenizer)
+            EngineSampler(functools.partial(self._generate, kept=KeptSequences(room, prepared)), self._tokenizer)
             for _ in range(parts)
         ]
 

@@ -369,7 +369,7 @@ class Models:
         self._show(asked.snapshot)
         for _, other in self.running.values():
             if other is not kept:  # of weights that are made ready for drawing there is one copy
-                other.prepared = None
+                other.prepared.value = None
         going = [(one, i) for one in running.values() for i in one.going]
         requests = [self._request(one, i, asked.tokens) for one, i in going]
         drawn = [] if not requests else self.engine.generate(

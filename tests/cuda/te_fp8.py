@@ -17,11 +17,11 @@ import torch  # isort: skip
 Capability = tuple[int, int]
 
 
-def _be(capability: Capability) -> Any:
-    """The GPU is of this generation, with CUDA 13. Returns transformer-engine's module that asks."""
+def _be(capability: Capability, cuda: tuple[int, int] = (13, 0)) -> Any:
+    """The GPU is of this generation, with this CUDA. Returns transformer-engine's module that asks."""
     fake.GPU.major, fake.GPU.minor = capability
     torch.cuda.get_device_capability = lambda *_: capability
-    torch.version.cuda = "13.0"
+    torch.version.cuda = "{}.{}".format(*cuda)
     torch.cuda.is_current_stream_capturing = lambda: False
     importlib.import_module("transformer_engine.pytorch.utils")._get_device_compute_capability.cache_clear()
     quantization = importlib.import_module("transformer_engine.pytorch.quantization")
@@ -29,16 +29,19 @@ def _be(capability: Capability) -> Any:
     return quantization
 
 
-def recipes(names: Sequence[str], capabilities: Sequence[Capability]) -> dict[str, tuple[int, list[bool]]]:
-    """Returns of each recipe the multiple that transformer-engine pads experts to, and whether it has it on each GPU."""
+def recipes(
+    names: Sequence[str], machines: Sequence[tuple[Capability, tuple[int, int]]]
+) -> dict[str, tuple[int, list[bool]]]:
+    """Returns of each recipe the multiple that transformer-engine pads experts to, and whether it has it on each machine:
+    compute capability, CUDA."""
     from megatron.core.fp8_utils import get_fp8_align_size, get_fp8_recipe
 
     found = {}
     for name in names:
         fields = {"fp8": "hybrid", "fp8_recipe": name, "fp8_dot_product_attention": False}
         recipe, has = get_fp8_recipe(types.SimpleNamespace(**fields)), []
-        for capability in capabilities:
-            quantization = _be(capability)
+        for machine in machines:
+            quantization = _be(*machine)
             try:
                 quantization.check_recipe_support(recipe)
                 has.append(True)
@@ -69,23 +72,13 @@ def built(
     lora: bool = False, rank: int = 0, world: int = 1, **degrees: int,
 ) -> Found:  # fmt: skip
     """Returns what becomes of a model with `engine.megatron` (further)."""
-    from mrl.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, RoleConfig
-    from mrl.engine.lora import identity
     from mrl.engine.megatron import dist_checkpoint
-    from mrl.engine.megatron.engine import MegatronEngine
     from mrl.mcore_models import fp8
 
     _be(capability)
     fake.join_world(rank, world)
-    identity.fingerprint = lambda *args: ""  # there are no weights in the folder
-    folder = models.write(model, Path(tempfile.mkdtemp()), layers, **changes)
-    engine_config = EngineConfig(layer_spec="te", parallel=ParallelConfig(**degrees), megatron=dict(further))
-    role = RoleConfig(
-        model=ModelConfig(path=str(folder), init="random", lora=LoraConfig() if lora else None), engine=engine_config,
-        optimizer=OptimizerConfig(),
-    )  # fmt: skip
     with fake.Fake():
-        engine = MegatronEngine(role)
+        engine = _engine(model, further, layers=layers, changes=changes, lora=lora, **degrees)
         engine.init_model()
         made = engine.model
         with made.state.installed():
@@ -98,6 +91,100 @@ def built(
             {str(p.dtype) for chunk in made.chunks for p in chunk.parameters()}, stored, (training, decoding), reached,
             engine.setup.multiple, engine.notes,
         )  # fmt: skip
+
+
+def _engine(
+    model: str, further: Mapping[str, Any], *, layers: int, changes: Mapping[str, Any], lora: bool = False,
+    offload: Sequence[str] = (), recompute: str = "none", **degrees: int,
+) -> Any:  # fmt: skip
+    from mrl.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, RoleConfig
+    from mrl.engine.lora import identity
+    from mrl.engine.megatron.engine import MegatronEngine
+
+    identity.fingerprint = lambda *args: ""  # there are no weights in the folder
+    folder = models.write(model, Path(tempfile.mkdtemp()), layers, **changes)
+    config = EngineConfig(
+        layer_spec="te", parallel=ParallelConfig(**degrees), megatron=dict(further), offload=list(offload),
+        recompute=recompute,
+    )  # fmt: skip
+    role = RoleConfig(
+        model=ModelConfig(path=str(folder), init="random", lora=LoraConfig() if lora else None), engine=config,
+        optimizer=OptimizerConfig(),
+    )  # fmt: skip
+    return MegatronEngine(role)
+
+
+class _Saves(torch.autograd.Function):
+    """Saves what it is given, as a linear layer does; `got` is what its backward pass has of that."""
+
+    got: tuple[torch.Tensor, ...] = ()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *saved: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        _Saves.got = ctx.saved_tensors
+        return grad, None, None
+
+
+def _in_8_bits(weight: torch.Tensor, quantizer: Any) -> Any:
+    """What the cache of a linear layer keeps of a weight: the tensor subclass of the recipe, over memory of its own."""
+    tensors = importlib.import_module("transformer_engine.pytorch.tensor")
+    values = torch.empty(weight.shape, dtype=torch.uint8, device="cuda")
+    scales = torch.empty(1, dtype=torch.float32, device="cuda")
+    given = {"shape": weight.shape, "dtype": weight.dtype, "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
+    rows = {"rowwise_data": values, "rowwise_scale_inv": scales, "columnwise_data": None, "columnwise_scale_inv": None}
+    match type(quantizer).__name__:
+        case "Float8CurrentScalingQuantizer":
+            return tensors.Float8Tensor(data=values, fp8_scale_inv=scales, **given)
+        case "Float8BlockQuantizer":
+            return tensors.Float8BlockwiseQTensor(**rows, **given, is_2D_scaled=True)
+        case "MXFP8Quantizer":
+            return tensors.MXFP8Tensor(**rows, **given, with_gemm_swizzled_scales=False)
+        case other:
+            raise AssertionError(other)
+
+
+def _parts(copy: Any) -> list[Any]:
+    """The class of a tensor in 8 bits, and the identities of its values and scales."""
+    names, _ = copy.__tensor_flatten__()
+    return [type(copy), *((name, getattr(copy, name).untyped_storage()._cdata) for name in names)]
+
+
+def copies_of_weights(model: str, further: Mapping[str, Any], capability: Capability) -> dict[str, Any]:
+    """Returns what becomes of 8-bit copies of weights where activations and parameters are offloaded. linears: of each
+    linear layer whether the copy that its forward saves is the one that its backward pass gets, how many bytes were on the host
+    meanwhile, and how many plain 8-bit bytes it saved beside. inside, after: copies while parameters are used and when not."""
+    from megatron.core.fp8_utils import get_fp8_context
+
+    _be(capability)
+    fake.join_world(0, 1)
+    with fake.Fake():
+        engine = _engine(model, further, layers=2, changes={}, offload=("activations", "parameters"))
+        engine.init_model()
+        made, offload, found = engine.model, engine.model.activations, {}
+        layer = made.chunks[0].decoder.layers[0]
+        linears = {n: m for n, m in layer.named_modules() if {"weight", "_fp8_workspaces"} <= {*dir(m)}}
+        with engine.train_mode():
+            for name, module in linears.items():
+                with get_fp8_context(made.transformer, 0):
+                    module.init_fp8_metadata()
+                    [quantizer] = module._get_weight_quantizers()
+                copy = _in_8_bits(module.weight, quantizer)
+                module._fp8_workspaces["weight"] = copy
+                before = offload.on_host
+                with offload.of(layer):
+                    x = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+                    eight = torch.empty(64, dtype=torch.uint8, device="cuda")
+                    out = _Saves.apply(x, copy, eight)
+                parked = offload.on_host - before
+                out.sum().backward()
+                found[name] = _parts(_Saves.got[0]) == _parts(copy), parked, _Saves.got[1].nbytes
+            inside = sum(len(m._fp8_workspaces) for m in linears.values())
+        return {"linears": found, "inside": inside, "after": sum(len(m._fp8_workspaces) for m in linears.values())}
 
 
 def _context(model: Any) -> str:

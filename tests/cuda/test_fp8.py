@@ -14,11 +14,9 @@ CLASSES = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScalin
 
 
 def test_the_table_of_recipes_is_transformer_engines(te_worker):
-    found = te_worker.call("tests.cuda.te_fp8:recipes", list(RECIPES), list(GENERATIONS))
-    ours = {
-        name: (recipe.multiple, [recipe.runs_on(capability) for capability in GENERATIONS])
-        for name, recipe in RECIPES.items()
-    }
+    machines = [(capability, cuda) for capability in GENERATIONS for cuda in ((12, 8), (12, 9), (13, 0))]
+    found = te_worker.call("tests.cuda.te_fp8:recipes", list(RECIPES), machines)
+    ours = {name: (recipe.multiple, [recipe.runs_on(*each) for each in machines]) for name, recipe in RECIPES.items()}
     assert found == ours
 
 
@@ -56,3 +54,11 @@ def test_a_model_is_built_as_without_and_layers_compute_in_the_recipe(te_worker,
         assert one_more.startswith("FP8 execution requires"), (name, one_more)
     assert found.reached["self_attention.linear_proj"][0] == "quantize"
     assert plain.reached["self_attention.linear_proj"] == ("generic_gemm", "generic_gemm")
+
+
+@pytest.mark.parametrize("recipe, capability", [("tensorwise", (9, 0)), ("blockwise", (9, 0)), ("mxfp8", (10, 0))])
+def test_copies_of_weights_stay_as_they_are_and_leave_with_the_parameters(te_worker, recipe, capability):
+    further = {"fp8": "hybrid", "fp8_recipe": recipe}
+    found = te_worker.call("tests.cuda.te_fp8:copies_of_weights", DENSE, further, capability)
+    assert len(found["linears"]) == 4 and set(found["linears"].values()) == {(True, 64, 64)}, found
+    assert (found["inside"], found["after"]) == (4, 0)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import random
+from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from mrl.batch import make_batch
-from mrl.config.schema import RoleConfig
+from mrl.config.schema import LoraConfig, RoleConfig
 from mrl.engine import generation
 from mrl.engine.base import BaseEngine, Completion, GenerateRequest
 from mrl.engine.registry import build_engine
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams, gumbel, noise_key
 from mrl.errors import ConfigError
-from mrl.mcore_models import decode_graphs, kv_cache
+from mrl.mcore_models import decode_graphs, decoder, kv_cache
 from tests.engine import tiny
 from tests.engine.contract import loss_fn, train
 from tests.engine.test_sampling import signed, transformers_logits
@@ -260,6 +262,68 @@ def experts_on_ranks_have_no_fixed_shapes(config: RoleConfig) -> None:
     engine = make_engine(config)
     with pytest.raises(ConfigError, match=r"^rollout\.cuda_graphs: value true is not for .*engine\.parallel\.ep"):
         engine.generate(sampled_requests(), cuda_graphs=True)
+
+
+def ranks_agree_on_the_way(config: RoleConfig) -> None:
+    """What one stage cannot do, none does. Adapters are on experts, which the first stage lacks; and with a chunk that does
+    not fit on the last alone, all go through GPTModel."""
+    lora = LoraConfig(target_modules=("experts.down_proj",))
+    engine = make_engine(dataclasses.replace(config, model=dataclasses.replace(config.model, lora=lora)))
+    last = engine.model.coords.pp_rank == 1
+    assert [decoder.fixed_refusal(chunk) for chunk in engine.model.chunks] == [
+        "experts have adapters" if last else None
+    ]
+    with pytest.raises(ConfigError, match=r"^rollout\.cuda_graphs: value true is not for .*: experts have adapters"):
+        engine.generate(sampled_requests(), cuda_graphs=True)
+    made: list[object] = []
+    with (
+        mock.patch.object(decoder, "fits", lambda model: not last),
+        mock.patch.object(decoder.Decoder, "__init__", lambda self, model: made.append(model)),
+    ):
+        engine.generate(sampled_requests(1))
+    assert not made
+
+
+def graphs_on_all_tensor_parallel_ranks_or_none(config: RoleConfig, refuses: int | None) -> None:
+    """Where CUDA refuses a capture on rank `refuses`, steps run as before on both; else both replay. A stand-in for CUDA keeps
+    nothing: a capture runs nothing on other ranks, and a replay runs the step."""
+    engine = make_engine(config)
+    expected, model, lines = engine.generate(sampled_requests()), engine.model, []
+    own, all_reduce, replayed = torch.distributed.get_rank(), torch.distributed.all_reduce, []
+
+    @contextlib.contextmanager
+    def capture(graph, **_):
+        if own == refuses:
+            raise RuntimeError("out of graphs")
+        torch.distributed.all_reduce = lambda *_, **__: None
+        try:
+            yield
+        finally:
+            torch.distributed.all_reduce = all_reduce
+
+    class Graph:
+        def replay(self) -> None:
+            [bucket] = [b for b in steps[-1]._buckets.values() if b.graph is self]
+            bucket.out.copy_(steps[-1]._run(bucket))
+            replayed.append(bucket)
+
+    steps: list[decode_graphs.FixedSteps] = []
+    begin = decode_graphs.FixedSteps.__init__
+    with (
+        mock.patch.multiple(torch.cuda, CUDAGraph=Graph, graph=capture, graph_pool_handle=lambda: None),
+        mock.patch.object(decode_graphs.logger, "warning", lambda text, *of: lines.append(text % of)),
+        mock.patch.object(
+            decode_graphs.FixedSteps, "__init__", lambda self, *a, **k: (steps.append(self), begin(self, *a, **k))[0]
+        ),
+    ):
+        model.captures_graphs = True
+        found = engine.generate(
+            [*sampled_requests(), GenerateRequest([7, 3], 40, key=SamplingKey(3))], cuda_graphs=True
+        )
+    assert [c.tokens for c in found[:-1]] == [c.tokens for c in expected]
+    assert bool(replayed) == model.captures_graphs == (refuses is None)
+    why = "out of graphs" if own == refuses else "on another rank"
+    assert [why in line for line in lines] == ([] if refuses is None else [True])
 
 
 def many_prompts_in_little_cache(config: RoleConfig) -> None:

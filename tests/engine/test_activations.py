@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
 
 from mrl.config.schema import LoraConfig, MTPConfig, RoleConfig
 from mrl.converters.hf_config import read_hf_config
@@ -132,6 +133,34 @@ def test_tensors_come_back_as_they_lay():
         assert torch.equal(back, view) and back.stride() == view.stride()
         del kept
     assert offload.on_host == 0
+
+
+class _Product(torch.autograd.Function):
+    """x @ the sum of a pair; `got` is what its backward pass has of what it saved."""
+
+    got: tuple[torch.Tensor, ...] = ()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, pair: TwoTensor) -> torch.Tensor:
+        ctx.save_for_backward(x, pair)
+        return x @ (pair.a + pair.b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        _Product.got = x, pair = ctx.saved_tensors
+        return grad @ (pair.a + pair.b).t(), None
+
+
+def test_a_subclass_that_has_its_values_elsewhere_stays():
+    """As transformer-engine's weights in 8 bits are (tests/cuda/test_fp8.py); the plain tensor beside it leaves."""
+    offload, x = ActivationOffload(), torch.randn(3, 4, requires_grad=True)
+    pair = TwoTensor(torch.randn(4, 5), torch.randn(4, 5))
+    with offload.of(torch.nn.Module()):
+        out = _Product.apply(x, pair)
+    assert offload.on_host == x.nbytes
+    out.sum().backward()
+    assert isinstance(_Product.got[1], TwoTensor) and _Product.got[1].a.data_ptr() == pair.a.data_ptr()
+    torch.testing.assert_close(x.grad, (pair.a + pair.b).sum(1).expand(3, 4))
 
 
 def test_fused_sums_of_gradients_are_refused_beside_it(tmp_path):

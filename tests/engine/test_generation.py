@@ -143,6 +143,15 @@ def test_experts_on_ranks_have_no_fixed_shapes(model):
     run("megatron ep2", "experts_on_ranks_have_no_fixed_shapes", model)
 
 
+def test_stages_agree_on_the_way(model):
+    run("megatron deepseek_v3 pp2", "ranks_agree_on_the_way", model)
+
+
+@pytest.mark.parametrize("refuses", [1, pytest.param(None, marks=pytest.mark.slow)])
+def test_graphs_on_all_tensor_parallel_ranks_or_none(model, refuses):
+    run("megatron tp2", "graphs_on_all_tensor_parallel_ranks_or_none", model, refuses=refuses)
+
+
 def test_own_attention_in_place_of_another(model):
     """Only the megatron engine's layers may hold an attention that knows nothing of the cache."""
     run("megatron tp2 pp2", "own_attention_in_place_of_another", model)

@@ -15,7 +15,7 @@ from mrl.mcore_models.megatron_fields import check
 from mrl.parallel import ParallelDims
 from tests.cuda.models import COMMON, MODELS
 
-TENSORWISE, MXFP8 = ({"fp8": "hybrid", "fp8_recipe": name} for name in ("tensorwise", "mxfp8"))
+TENSORWISE, BLOCKWISE, MXFP8 = ({"fp8": "hybrid", "fp8_recipe": name} for name in ("tensorwise", "blockwise", "mxfp8"))
 
 
 def says(message, function, *args):
@@ -72,11 +72,20 @@ def test_layers_and_dtypes_that_have_it():
          fp8.check_spec, TENSORWISE, "te", "as configured", torch.float32)  # fmt: skip
 
 
-def test_a_gpu_that_lacks_the_recipe(monkeypatch):
+def test_a_gpu_or_a_cuda_that_lacks_the_recipe(monkeypatch):
+    def be(capability, cuda):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+
     monkeypatch.setattr(fp8.platform, "has_gpu", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    fp8.check_here(TENSORWISE)
-    says('fp8_recipe: value "mxfp8" needs compute capability 10 .*, and this GPU has 9.0; give tensorwise or blockwise',
+    be((9, 0), "13.0")
+    for given in (TENSORWISE, BLOCKWISE):
+        fp8.check_here(given)
+    says('fp8_recipe: value "mxfp8" needs compute capability 10 .*, and this GPU has 9.0.*; give tensorwise or blockwise',
          fp8.check_here, MXFP8)  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    says("fp8_recipe: .* has 8.0; leave out engine.megatron.fp8", fp8.check_here, TENSORWISE)
+    be((9, 0), "12.8")
+    fp8.check_here(TENSORWISE)
+    says('fp8_recipe: value "blockwise" needs .* and CUDA 12.9, and .* 9.0, torch CUDA 12.8; give tensorwise',
+         fp8.check_here, BLOCKWISE)  # fmt: skip
+    be((8, 0), "13.0")
+    says("fp8_recipe: .* has 8.0.*; leave out engine.megatron.fp8", fp8.check_here, TENSORWISE)

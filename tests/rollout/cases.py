@@ -13,6 +13,7 @@ from mrl.data.prompts import Prompt
 from mrl.engine.generation import Schedule
 from mrl.engine.registry import build_engine
 from mrl.errors import RewardError
+from mrl.mcore_models.decoder import Decoder
 from mrl.rollout.base import Trajectory, trajectories_to_batch
 from mrl.rollout.native import EngineSampler
 from mrl.rollout.recorded import RecordedRollouts
@@ -70,17 +71,22 @@ def samples(
 
 def the_same_with_kept_sequences(engine, tokenizer, rollouts: Rollouts, prompts: list[Prompt]) -> None:
     """What is kept of conversations over their turns, in parts or all together, changes what is computed and not what is sampled;
-    and with it two rollouts are equal to the bit."""
-    fed, made = [], []
+    and with it two rollouts are equal to the bit. Weights are laid out once for all turns and parts."""
+    fed, made, laid_out = [], [], []
     limits = {"cache_tokens": 400, "prefill_tokens": 32}
-    with before(Schedule, "take", lambda schedule, step, *_: fed.append(sum(map(len, step.new)))):
+    with (
+        before(Schedule, "take", lambda schedule, step, *_: fed.append(sum(map(len, step.new)))),
+        before(Decoder, "__init__", lambda decoder, chunk: laid_out.append(id(chunk))),
+    ):
         for kept_tokens, parts in ((0, 1), (400, 1), (400, 2), (400, 2), (150, 2)):
             fed.clear()
+            laid_out.clear()
             rollouts._sampler = EngineSampler(
                 functools.partial(engine.generate, **limits), tokenizer, kept_tokens=kept_tokens
             )
             rollouts._config = dataclasses.replace(rollouts._config, environment_parts=parts)
             trajectories = rollouts.sample(prompts, step=4, samples=2)
+            assert len(laid_out) == len(set(laid_out)), parts
             everywhere = torch.tensor(sum(fed))
             torch.distributed.all_reduce(everywhere)
             made.append((trajectories, int(everywhere)))

@@ -123,7 +123,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         """As every engine. read: where weights come from (HF name -> tensor or lazy slice); None: as configured."""
         self.model.init(read)
         state = optim.offloadable(self.model.chunks, self.model.wrapped, self.model.optimizer)
-        self.offload = Offload(self.config.engine.offload, state, spent=("gradients",))
+        drop_copies = {"parameters": functools.partial(fp8.forget_copies, self.model.chunks)}
+        self.offload = Offload(self.config.engine.offload, state, spent=("gradients",), drop_copies=drop_copies)
         self._late = optim.gathers_late(self.model.wrapped)
         self._ungathered = self._late  # its first forward would gather, and in generation not every rank makes one
         self._gather()

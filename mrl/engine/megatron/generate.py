@@ -98,20 +98,21 @@ class _Runner:
 
     def __init__(self, model: Model, schedule: Schedule, kept: KeptSequences, *, cuda_graphs: bool) -> None:
         self.model, self.dims, self.kept = model, model.dims, kept
-        self.lean = all(decoder.fits(chunk) for chunk in model.chunks)
+        # stages have other layers, and adapters on other modules: what one rank cannot do, none does
+        self.lean = all(collective.all_ranks().gather(all(decoder.fits(chunk) for chunk in model.chunks)))
         self.decoders = self._prepared() if self.lean else []
         self.caches = [KVCache(schedule.rows, schedule.length) for _ in model.chunks]
-        self.fixed = self._fixed_steps() if cuda_graphs else []
+        self.fixed = collective.on_every(self._fixed_steps) if cuda_graphs else []
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
         self.ranks = dist.get_process_group_ranks(self.pp_group)
 
     def _prepared(self) -> list[decoder.Decoder]:
         """Returns the decoders of the chunks: on a CPU, where they copy weights, those of the call before."""
-        found = self.kept.prepared
+        found = self.kept.prepared.value
         if found is None:
             found = [decoder.Decoder(chunk) for chunk in self.model.chunks]
             if platform.device().type == "cpu":  # on a GPU they are views, of what may be offloaded between calls
-                self.kept.prepared = found
+                self.kept.prepared.value = found
         return found
 
     def _fixed_steps(self) -> list[FixedSteps]:
