@@ -20,6 +20,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+MTP_MASK = "mtp_mask"
+"""Token field [T] float32: the weight of each label in the loss of MTP layers, where that is not the loss mask; its sum
+over the global mini-batch is the denominator of the same name."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Batch:

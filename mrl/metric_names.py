@@ -12,9 +12,12 @@ SFT_METRICS: dict[str, str] = {
     ),
     "train/mtp_loss": (
         "mean negative log-likelihood that MTP layers give the trained tokens further on, over layers and, as "
-        "`train/loss`, all trained tokens; without `model.mtp.loss_weight`, before the step; absent without `model.mtp`"
+        "`train/loss`, all trained tokens (of `mrl dpo` those of chosen answers); without `model.mtp.loss_weight`, "
+        "before the step; absent without `model.mtp`"
     ),
-    "train/grad_norm": "global L2 norm of the gradient before clipping",
+    "train/grad_norm": (
+        "global L2 norm of the gradient before clipping, without that of MTP layers where `model.mtp.detach` is set"
+    ),
     "train/lr": "learning rate that the step was made with",
     "train/tokens": (
         "trained tokens (sum of the loss mask; of `mrl rm`, scores that were read) since the start of the run"
@@ -104,6 +107,10 @@ PPO_METRICS: dict[str, str] = {
     "actor/clip_fraction": "fraction of the trained tokens where clipping changed the loss or its gradient",
     "actor/clip_fraction_low": "the part of that fraction whose ratio is below 1",
     "actor/clip_fraction_high": "the part whose ratio is above 1",
+    "actor/mtp_loss": (
+        "mean negative log-likelihood that the actor's MTP layers give the trained tokens further on, over layers and "
+        "all trained tokens, without `actor.model.mtp.loss_weight`, before the step; absent without `actor.model.mtp`"
+    ),
     "actor/importance_weight": "mean over trained tokens of the weight that corrects for the sampler's probabilities",
     "actor/importance_limited": "fraction of the trained tokens where that weight was capped or set to 0",
     "critic/loss": "the critic's loss on the mini-batch, aggregated as the actor's, before the step",

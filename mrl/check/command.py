@@ -16,7 +16,7 @@ from mrl.check.rows import Rows
 from mrl.check.subject import Subject
 from mrl.config.answers import AnswersConfig
 from mrl.config.command import Config, Part, TrainingCommand
-from mrl.config.schema import EngineConfig, MicroBatchConfig, ModelConfig, OptimizerConfig
+from mrl.config.schema import EngineConfig, MicroBatchConfig, ModelConfig, OptimizerConfig, TrainedModelConfig
 
 C = TypeVar("C", bound=Config)
 A = TypeVar("A", bound=AnswersConfig)
@@ -40,6 +40,8 @@ class TwoSteps:
     def model(self, own: M, role: str) -> M:
         """Returns the `model` of a role on the folder of the check."""
         made = self.models[role]
+        if isinstance(own, TrainedModelConfig):
+            own = dataclasses.replace(own, mtp=None)  # the check's folders have no MTP layers
         return dataclasses.replace(own, path=made.path, init=made.init, dtype=self.dtype)
 
     def engine(self, own: EngineConfig, role: str) -> EngineConfig:

@@ -21,9 +21,7 @@ class CheckedSFT(Checked[SFTConfig]):
 
     def subjects(self, config: SFTConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         [part] = parts
-        # of a model that is cut to a few layers there are no MTP layers left
-        made = dataclasses.replace(sft.role_config(config, folders[part.role]), mtp=None)
-        return [Subject(part, made, sft_loss, "tokens", reference.Loss())]
+        return [Subject(part, sft.role_config(config, folders[part.role]), sft_loss, "tokens", reference.Loss())]
 
     def rows(
         self, config: SFTConfig, subject: Subject, model: CheckedModel, *, sequences: int, length: int, device: str
@@ -38,7 +36,7 @@ class CheckedSFT(Checked[SFTConfig]):
         batch = max(small.processes, len(small.rows.examples) // 2)
         return dataclasses.replace(
             config,
-            model=dataclasses.replace(small.model(config.model, ""), mtp=None),
+            model=small.model(config.model, ""),
             engine=small.engine(config.engine, ""),
             optimizer=small.optimizer(config.optimizer),
             teacher=None,

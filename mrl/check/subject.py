@@ -52,6 +52,7 @@ class Subject:
             replicate = 1
         return dataclasses.replace(
             config,
+            mtp=None,  # of a model that is cut to a few layers there are no MTP layers left
             model=dataclasses.replace(config.model, path=path, init=init, dtype=dtype, lora=self.lora),
             engine=dataclasses.replace(
                 config.engine, parallel=layout.parallel, micro_batch=micro_batch,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mrl.config.command import Part, TrainingCommand
 from mrl.config.phases import Phases
-from mrl.config.schema import RoleConfig, SFTConfig
+from mrl.config.schema import SFTConfig
 from mrl.parallel import ParallelDims
 
 
@@ -49,10 +48,6 @@ class SFT(TrainingCommand[SFTConfig]):
             if teacher.server is None:
                 found.append(Part(key, config.teacher_model(teacher.model), teacher.engine or config.engine))
         return found
-
-    def engine_config(self, config: SFTConfig, part: Part) -> RoleConfig:
-        made = super().engine_config(config, part)
-        return dataclasses.replace(made, mtp=config.model.mtp) if part.role == "" else made
 
     def keys_of(self, config: SFTConfig, role: str) -> contextlib.AbstractContextManager[None]:
         from mrl.config.roles import own_keys

@@ -44,3 +44,9 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "rollout.n": ("rollout.samples_per_prompt",),
 }
 """Dotted key that is none -> the keys that do what is meant. Used where the command has these keys."""
+
+NOWHERE: Mapping[str, str] = {
+    f"{role}model.mtp": "leave it out: MTP layers train with a language model that trains, and no other has them"
+    for role in ("", "critic.", "reference.", "reward.", "teacher.")
+}
+"""Dotted key that another command or section has and nothing here stands for -> what to do."""

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from mrl.config.aliases import ALIASES
+from mrl.config.aliases import ALIASES, NOWHERE
 from mrl.config.keys import Key, expected, kind, listed, nearest, section_keys, walk
 from mrl.errors import ConfigError, shortened, show
 
@@ -70,6 +70,7 @@ def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> Con
         guess = " and ".join(elsewhere)
     known = listed(key.path.rsplit(".", 1)[-1] for key in section_keys(section, path))
     advice = f"did you mean {guess}?" if guess else f"the keys {f'of {path} ' if path else ''}are {known}"
+    advice = next((what for key, what in NOWHERE.items() if f"{dotted}.".startswith(f"{key}.")), advice)
     return ConfigError(shortened(dotted), value, "is given to an unknown key", advice)
 
 

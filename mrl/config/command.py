@@ -28,6 +28,7 @@ from mrl.config.schema import (
     OptimizerConfig,
     RoleConfig,
     RowsConfig,
+    TrainedModelConfig,
 )
 from mrl.errors import ConfigError
 from mrl.parallel import ParallelDims
@@ -197,6 +198,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
         return RoleConfig(
             model=part.model, engine=dataclasses.replace(part.engine, micro_batch=micro_batch),
             optimizer=part.optimizer, head=part.head, packing=self.packing(config),
+            mtp=part.model.mtp if isinstance(part.model, TrainedModelConfig) else None,
         )  # fmt: skip
 
     def phases(self, config: C) -> Phases:

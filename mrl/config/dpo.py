@@ -8,7 +8,16 @@ from typing import Any, Literal
 
 from mrl.config.answers import AnswerLossConfig, AnswerRowsConfig, AnswersConfig
 from mrl.config.preference_losses import NO_REFERENCE, OF_SINGLE_ROWS, ROWS
-from mrl.config.schema import EVAL_HELP, MIX_BY_HELP, REQUIRED, TRAIN_HELP, EngineConfig, ModelConfig, key
+from mrl.config.schema import (
+    EVAL_HELP,
+    MIX_BY_HELP,
+    REQUIRED,
+    TRAIN_HELP,
+    EngineConfig,
+    ModelConfig,
+    PolicyModelConfig,
+    key,
+)
 from mrl.config.sources import PreferenceShare, PreferenceSource, eval_of, train_of
 
 
@@ -97,7 +106,7 @@ class PreferenceDataConfig(AnswerRowsConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DPOConfig(AnswersConfig):
-    model: ModelConfig = key(REQUIRED, "the policy that is trained")
+    model: PolicyModelConfig = key(REQUIRED, "the policy that is trained")
     loss: LossConfig = key(REQUIRED, "the loss on preferences")
     reference: PreferenceReferenceConfig = key(PreferenceReferenceConfig, "the policy that is compared with")
     data: PreferenceDataConfig = key(REQUIRED, "the data")
@@ -127,7 +136,7 @@ class DPOConfig(AnswersConfig):
     @property
     def reference_model(self) -> ModelConfig:
         """The reference's model, null resolved. One of another path has weights."""
-        own, model = self.reference.model, dataclasses.replace(self.model, lora=None)
+        own, model = self.reference.model, dataclasses.replace(self.model, lora=None, mtp=None)
         if own.path is None:
             return dataclasses.replace(model, dtype=own.dtype or model.dtype)
         return dataclasses.replace(model, path=own.path, init="pretrained", dtype=own.dtype or model.dtype)

@@ -24,8 +24,8 @@ from mrl.config.schema import (
     EngineConfig,
     LogConfig,
     LoraConfig,
-    ModelConfig,
     OptimizerConfig,
+    PolicyModelConfig,
     RowsConfig,
     key,
 )
@@ -34,7 +34,7 @@ from mrl.config.sources import PromptShare, train_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActorConfig:
-    model: ModelConfig = key(REQUIRED, "the policy that is trained")
+    model: PolicyModelConfig = key(REQUIRED, "the policy that is trained")
     engine: EngineConfig = key(EngineConfig, "its engine and layout")
     optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule, over the steps that the actor makes")
 

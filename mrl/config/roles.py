@@ -58,9 +58,8 @@ def model_of(config: PPOConfig, role: str) -> ModelConfig:
         return actor
     own = getattr(config, role).model
     lora = config.critic.model.lora if role == "critic" else None
-    if own.path is None:
-        return dataclasses.replace(actor, dtype=own.dtype or actor.dtype, lora=lora)
-    return dataclasses.replace(actor, path=own.path, init="pretrained", dtype=own.dtype or actor.dtype, lora=lora)
+    made = dataclasses.replace(actor, dtype=own.dtype or actor.dtype, lora=lora, mtp=None)
+    return made if own.path is None else dataclasses.replace(made, path=own.path, init="pretrained")
 
 
 def reference_is_base(config: PPOConfig) -> bool:
@@ -90,6 +89,7 @@ def role_configs(config: PPOConfig, folders: Mapping[str, str], needs: Needs) ->
             seed=config.seed,
             head="value" if role in ("critic", "reward") else "lm",
             packing=config.data.packing,
+            mtp=config.actor.model.mtp if role == "actor" else None,
         )
     return made
 

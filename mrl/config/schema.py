@@ -16,6 +16,8 @@ from mrl.config.fields import MOST_SECONDS as MOST_SECONDS
 from mrl.config.fields import MOST_SEQUENCES, MOST_WAYS, REQUIRED, key
 from mrl.config.keys import kind
 from mrl.config.megatron_speed import ROUNDING
+from mrl.config.mtp import MTPConfig as MTPConfig
+from mrl.config.mtp import PolicyMTPConfig
 from mrl.config.sources import (
     FORMS,
     LossOn,
@@ -72,22 +74,22 @@ class ModelConfig:
     lora: LoraConfig | None = key(None, "low-rank adapters, which train in place of the weights (docs/lora.md)")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MTPConfig:
-    """Training of MTP layers, which predict further tokens."""
-
-    loss_weight: float = key(
-        0.1, "what their loss, a mean over the layers, is multiplied with before it is added to the loss", above=0
-    )
+_MTP = (
+    "train the model's MTP layers (DeepSeek-V3, GLM-4.5), all that its config.json announces (megatron backend, "
+    "docs/layouts.md); null leaves them out"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SFTModelConfig(ModelConfig):
-    mtp: MTPConfig | None = key(
-        None,
-        "train the model's MTP layers (DeepSeek-V3, GLM-4.5), all that its config.json announces (megatron backend, "
-        "docs/layouts.md); null leaves them out",
-    )
+class TrainedModelConfig(ModelConfig):
+    """A language model that trains, with its MTP layers where that is asked for."""
+
+    mtp: MTPConfig | None = key(None, _MTP)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyModelConfig(TrainedModelConfig):
+    mtp: PolicyMTPConfig | None = key(None, _MTP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -457,7 +459,7 @@ class TeacherConfig(OneTeacherConfig):
 class SFTConfig:
     output_dir: str = key(REQUIRED, "the run's directory", may_change=True)
     seed: int = key(0, "seed of initialisation, dropout and data order", minimum=0, maximum=2**32 - 1)
-    model: SFTModelConfig = key(REQUIRED, "the model")
+    model: TrainedModelConfig = key(REQUIRED, "the model")
     engine: EngineConfig = key(EngineConfig, "the engine and its layout")
     optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule")
     teacher: TeacherConfig | None = key(None, "a model that is distilled into this one (docs/distill.md)")

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mrl.algorithms.preference import CHOSEN, WEIGHT, weights_of
 from mrl.algorithms.ragged import sum_per_sequence
-from mrl.batch import Batch, make_batch
+from mrl.batch import MTP_MASK, Batch, make_batch
 from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.keys import listed
 from mrl.data.batches import Batches
@@ -277,6 +277,18 @@ def with_denominators(batch: Batch, *, group: int) -> Batch:
         "chosen_tokens": float((weights_S * tokens_S)[chosen_S].sum()),
     }
     return dataclasses.replace(batch, denominators={**batch.denominators, **counts}, group=group)
+
+
+def with_mtp_mask(batch: Batch) -> Batch:
+    """Returns a global mini-batch whose MTP layers learn chosen (or good) answers alone, each by its row's weight: they
+    are to predict what the policy will say."""
+    counts_S = weights_of(batch) * batch.sequence_fields[CHOSEN]
+    mask_T = (batch.loss_mask != 0) * counts_S.repeat_interleave(batch.lengths)
+    return dataclasses.replace(
+        batch,
+        token_fields={**batch.token_fields, MTP_MASK: mask_T.float()},
+        denominators={**batch.denominators, MTP_MASK: batch.denominators["chosen_tokens"]},
+    )
 
 
 def with_other_answers(batch: Batch, max_length: int) -> Batch:

@@ -40,6 +40,8 @@ class Model(GPTModel):
 
     ahead: Sequence[mtp.Ahead] = ()
     """What each MTP layer is run on in the forward at hand, set before it; none leaves them out."""
+    detaches_mtp: bool = False
+    """Whether the gradient of their loss stays within them. The head's own part is that of `ahead`'s projections."""
 
     def forward(self, tokens: Tensor, layout: PackedLayout | CacheLayout, padding: Tensor | None = None) -> Tensor:
         """tokens [T] (ignored past the first stage), padding [T] bool or None: True where no token is.
@@ -62,11 +64,16 @@ class Model(GPTModel):
             return super()._postprocess(hidden_states, **rest)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         columns = [self.output_layer(hidden_states, weight=weight)[0]]
+        if self.detaches_mtp:
+            hidden_states = mtp.detached(hidden_states)
         for layer, ahead in zip(self.mtp.layers, self.ahead, strict=False):
             padding = ahead.padding
             if self.config.sequence_parallel:
                 padding = padding.chunk(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]
             embedded = self.embedding(input_ids=ahead.tokens[None], position_ids=rest["position_ids"])
+            if self.detaches_mtp:
+                # a stage that holds the embedding for these layers alone has no other gradient of it
+                embedded = embedded.detach() if self.pre_process else mtp.NoGradient.apply(embedded)
             hidden_states = layer(
                 hidden_states, embedded, rest["rotary_pos_emb"], rest["packed_seq_params"], padding[None]
             )
@@ -221,8 +228,10 @@ def build_chunks(
     chunks: Sequence[ChunkPlan],
     padded_vocab: int,
     head: Literal["lm", "value"],
+    detaches_mtp: bool = False,
 ) -> list[Model]:
-    """This rank's model chunks, with weights as megatron initialises them, on the device."""
+    """This rank's model chunks, with weights as megatron initialises them, on the device. detaches_mtp: as of
+    `Model`."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     turning = int(config.kv_channels * config.rotary_percent)
     inverse = layers.inverse_frequencies(turning, float(hf["rope_theta"]), hf.get("rope_scaling"))
@@ -240,7 +249,7 @@ def build_chunks(
                 pre_process=chunk.has_embedding, post_process=chunk.has_output, position_embedding_type="rope",
                 share_embeddings_and_output_weights=tied, pg_collection=groups, vp_stage=v if dims.vpp > 1 else None,
             )  # fmt: skip
-            model.rotary_pos_emb = layers.Rotary(inverse, groups.cp)
+            model.rotary_pos_emb, model.detaches_mtp = layers.Rotary(inverse, groups.cp), detaches_mtp
             further = [layer.transformer_layer for layer in model.mtp.layers] if chunk.mtp else []
             for layer in (*model.decoder.layers, *further):
                 if config.multi_latent_attention:

@@ -35,7 +35,7 @@ def _chart(section: str, key: str, title: str, *patterns: str, stacked: bool = F
 CHARTS: tuple[Chart, ...] = (
     _chart("Loss", "loss", "Loss", "train/loss", "actor/loss"),
     _chart("Loss", "eval_loss", "Loss on the evaluation set", "eval/loss"),
-    _chart("Loss", "mtp_loss", "Loss of the MTP layers", "train/mtp_loss"),
+    _chart("Loss", "mtp_loss", "Loss of the MTP layers", "train/mtp_loss", "actor/mtp_loss"),
     _chart("Loss", "eval_set_losses", "Loss on each evaluation set", "eval/*/loss"),
     _chart("Data", "source_rows", "Rows of each source", "data/*/rows"),
     _chart("Data", "source_tokens", "Tokens of each source", "data/*/tokens"),

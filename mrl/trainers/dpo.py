@@ -27,7 +27,14 @@ from mrl.converters.hub import model_fingerprint, model_folder
 from mrl.data.batches import in_order
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.mixture import MixedDataset
-from mrl.data.preferences import Preference, PreferenceDataset, PreferenceSource, batch_of, with_other_answers
+from mrl.data.preferences import (
+    Preference,
+    PreferenceDataset,
+    PreferenceSource,
+    batch_of,
+    with_mtp_mask,
+    with_other_answers,
+)
 from mrl.data.stream import Report
 from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
 from mrl.data.vision import load_vision
@@ -69,6 +76,7 @@ class DPOTask(Task[DPOConfig]):
         return RoleConfig(
             model=dataclasses.replace(model, path=folder), engine=engine_of_groups(engine, config.longest_group[0]),
             optimizer=config.optimizer if trains else None, seed=config.seed, packing=config.data.packing,
+            mtp=config.model.mtp if trains else None,
         )  # fmt: skip
 
     def dataset(
@@ -193,6 +201,8 @@ class DPOTask(Task[DPOConfig]):
     def prepare(self, engine: BaseEngine, batch: Batch) -> tuple[Batch, Ctx]:
         loss = self.config.loss
         ctx: Ctx = {}
+        if self.config.model.mtp is not None:
+            batch = with_mtp_mask(batch)
         if not loss.needs_reference:
             return batch, ctx
         if not loss.is_paired:

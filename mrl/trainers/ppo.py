@@ -68,7 +68,8 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
         say_all(console, [f"{role}.{note}" for note in engine.notes])
     console.doing("building the models")
     dispatch.init_model()
-    say_mtp_layers(dispatch, console, {f"{role}.model.path": folder for role, folder in trainer.folders.items()})
+    without = {r: f for r, f in trainer.folders.items() if r != "actor" or config.actor.model.mtp is None}
+    say_mtp_layers(dispatch, console, {f"{role}.model.path": folder for role, folder in without.items()})
     for role, engine in dispatch.engines.items():
         say_adapters(console, f"{role}.model.lora", engine.config)
     progress, experience = restore(trainer, start)
@@ -104,8 +105,9 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     trainer.stop.says = None  # the run ends by itself now
     if config.checkpoint.export_hf:
         folder, template = trainer.folders["actor"], trainer.chat_template
-        write = functools.partial(dispatch.save_hf_model, "actor")
-        export(dispatch, directory, console, write, folder=folder, chat_template=template, model=config.actor.model)
+        write, model = functools.partial(dispatch.save_hf_model, "actor"), config.actor.model
+        mtp = model.mtp is not None
+        export(dispatch, directory, console, write, folder=folder, chat_template=template, model=model, mtp=mtp)
     say_done(dispatch, console, directory, steps=progress.step, tokens=progress.tokens)
 
 

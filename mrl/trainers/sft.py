@@ -120,11 +120,6 @@ class SFTTask(Task[SFTConfig]):
             self.config.data, tokenizer, part=part, vocab_size=vocab_size_of(hf_config), vision=vision, teachers=others
         )  # fmt: skip
 
-    def means_of(self, batch: Batch, ctx: Ctx) -> dict[str, float]:
-        found = ctx["metrics"]  # an evaluation runs no MTP layers
-        of_mtp = {"train/mtp_loss": found["mtp_loss"]} if "mtp_loss" in found else {}
-        return super().means_of(batch, ctx) | of_mtp
-
     def source(self, dataset: RowDataset[Any]) -> BatchSource:
         size, data = self.config.train.global_batch_size, self.config.data
         return BatchSource(dataset, global_batch_size=size, seed=self.config.seed, shuffle=data.shuffle)

@@ -118,7 +118,8 @@ class Task(abc.ABC, Generic[C]):
     def means_of(self, batch: Batch, ctx: Ctx) -> dict[str, float]:
         """Returns the metrics of a step on a prepared batch, but those that are means of nothing."""
         found = ctx["metrics"]
-        return {name: found[name] for name, count in self.means.items() if name in found and batch.denominators[count]}
+        means = {name: found[name] for name, count in self.means.items() if name in found and batch.denominators[count]}
+        return means | ({"train/mtp_loss": found["mtp_loss"]} if "mtp_loss" in found else {})  # not of an evaluation
 
     def export(self, engine: BaseEngine, path: str) -> None:
         """Writes the trained model to the folder `path`. Collective."""

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.config.schema import MuonConfig, OptimizerConfig
-from tests.config.reach import Run
+from tests.config.reach import DEFAULT, Run
 from tests.engine import tiny
 from tests.engine.parity import Row as Layout
 from tests.engine.test_router_losses import reference_gradients
@@ -145,6 +145,12 @@ def mtp_update(run: Run) -> float:
     start = load_file(run.inputs / "mtp" / "model.safetensors")[name]
     moved, tenth = (r.weights[name] - start for r in (run, run.other(**{"model.mtp.loss_weight": 0.1})))
     return round(float((moved * tenth).sum() / tenth.square().sum()), 1)
+
+
+def trains_as_without_mtp(run: Run) -> bool:
+    """Whether the rest of the model is what it is in a run that leaves MTP layers out."""
+    weights = run.other(**{"model.mtp.detach": DEFAULT}).weights
+    return all(torch.equal(run.weights[name], weight) for name, weight in weights.items())
 
 
 # ----------------------------------------------------------------------------------------------------------- adapters

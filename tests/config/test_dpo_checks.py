@@ -74,6 +74,8 @@ REFUSED = [
     (("train.epochs=1",), "train.steps: value 10 is given together with train.epochs 1"),
     (("train.eval_every=2",), "train.eval_every: value 2 is not used without data.eval"),
     (("optimizer.warmup_steps=11",), "optimizer.warmup_steps: value 11 is above train.steps 10"),
+    (("engine.backend=fsdp", "model.mtp.detach=true"), "model.mtp: value "),
+    (("reference.model.mtp={}",), "reference.model.mtp: value {} is given to an unknown key; leave it out: MTP layers"),
     (("model.lora.rank=4", "model.init=random"), 'model.init: value "random" makes a base that no other run has'),
 ]
 

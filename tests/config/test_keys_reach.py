@@ -104,6 +104,7 @@ MODEL = [
         "model.lora.exclude_modules", looks.adapted,
         [(DEFAULT, LINEAR), (["q_proj", "mlp.up_proj"], [n for n in LINEAR if n not in ("q_proj", "up_proj")])], LORA),
     Row("model.mtp.loss_weight", looks.mtp_update, [(0.1, 1.0), (0.3, 3.0)], looks.MTP, on=MEGATRON),
+    Row("model.mtp.detach", looks.trains_as_without_mtp, [(False, False), (True, True)], looks.MTP, on=MEGATRON),
     Row("model.lora.export", looks.export_kind, [(DEFAULT, "adapter"), ("adapter", "adapter"), ("merged", "model")], LORA),
 ]  # fmt: skip
 

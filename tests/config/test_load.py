@@ -206,17 +206,18 @@ def test_plain_data_holds_every_key(root, raw):
 
     own = {role: {"engine": {}} for role in ("critic", "reference")}
     adapters = {"model": {"lora": {}}}
-    beside: set[str] = set()
     if root is SFTConfig:
         of_engine, of_server = ({"teacher": {"model": {"path": "t"}, **kind}} for kind in (
             {"engine": {}}, {"server": {"url": "http://h:1"}, "top_k": 20}))  # fmt: skip
         full = merged(raw, adapters | of_engine)
-        others = (leaves(to_dict(from_dict(merged(raw, of), root))) for of in (of_server, {"model": {"mtp": {}}}))
-        beside = {path for of in others for path in of if ".server." in path or ".mtp." in path}
+        others = (of_server, {"model": {"mtp": {}}})
     else:
         full = merged(raw, own | {"reward": {"engine": {}, "model": {"path": "r"}}})
         full = merged(full, {"actor": adapters, "critic": adapters})
-    assert leaves(to_dict(from_dict(full, root))) - {"teacher.server", "model.mtp"} | beside == {
+        others = ({"actor": {"model": {"mtp": {}}}},)
+    beside = {path for of in others for path in leaves(to_dict(from_dict(merged(raw, of), root)))}
+    beside = {path for path in beside if "teacher.server." in path or ".mtp." in path}
+    assert leaves(to_dict(from_dict(full, root))) - {"teacher.server", "model.mtp", "actor.model.mtp"} | beside == {
         key.path for key in walk(root)
     }
 

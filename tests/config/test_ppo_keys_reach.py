@@ -293,7 +293,7 @@ OTHER_VALUES = {
     "min_lr": 1e-9, "eps": 1e-6, "reshard_after_forward": False, "compile": True, "dropout": 0.1, "target_modules": ["q_proj"],
     "exclude_modules": ["q_proj"], "rslora": True, "export": "merged",
     "recompute_modules": ["core_attn"], "layer_spec": "local", "megatron": {"bucket_size": 9},
-    "name": "muon", "momentum": 0.5, "use_nesterov": False, "scale_mode": "shape_scaling",
+    "detach": False, "name": "muon", "momentum": 0.5, "use_nesterov": False, "scale_mode": "shape_scaling",
 }  # fmt: skip
 """Key's last name -> a value that is not its default; of numbers, one more."""
 
@@ -337,6 +337,9 @@ def test_a_roles_key_reaches_what_its_engine_is_built_from(key):
         held = getattr(held, part)
     expected = tuple(value) if isinstance(value, list) else value
     assert held == (f"/{role}" if name == "path" else expected)
+    assert {other: config.mtp for other, config in after.items() if config.mtp is not None} == (
+        {"actor": after["actor"].model.mtp} if "mtp" in path else {}
+    )
     assert name == "path" or before[role] != after[role]
     if role != "actor":
         assert all(before[other] == after[other] for other in ROLES if other != role)

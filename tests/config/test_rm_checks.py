@@ -28,6 +28,7 @@ REFUSED = [
     (("loss.beta=1",), "loss.beta"),
     (("loss.center_rewards_coefficient=1",), "is given to an unknown key; did you mean loss.centering?"),
     (("loss.centering=-1",), "loss.centering: value -1 is out of range"),
+    (("model.mtp.detach=true",), "model.mtp.detach: value true is given to an unknown key; leave it out: MTP layers"),
     ((*STEPS, "loss.centering=0.1"), "loss.centering: value 0.1 is not read by loss steps"),
     ((*GRADED, "loss.centering=0"), "loss.centering: value 0.0 is not read by loss regression"),
     (("data.format=steps",), 'data.format: value "steps" is no form of row for loss.name bradley_terry; set loss.name'),

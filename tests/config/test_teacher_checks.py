@@ -29,7 +29,7 @@ made = functools.partial(config_of, SFTConfig, BASE)
 
 REFUSED = [
     (("teacher.loss=kl",), 'teacher.loss: value "kl" is not one of the choices'),
-    (("model.mtp.loss_weight=0.1",), 'model.mtp: value {"loss_weight": 0.1} predicts one label for each token, and a teacher'),
+    (("model.mtp.loss_weight=0.1",), 'model.mtp: value {"loss_weight": 0.1, "detach": false} predicts one label for each token, and a teacher'),
     (("teacher.beta=0.5",), "teacher.beta: value 0.5 is not read by teacher.loss forward_kl; leave it out; it is of jsd"),
     (("teacher.loss=jsd", "teacher.beta=0"), "teacher.beta: value 0 is out of range"),
     (("teacher.loss=jsd", "teacher.beta=1"), "teacher.beta: value 1 is out of range"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -55,8 +56,11 @@ def make_model(
     return folder
 
 
-def reference(folder: str, batch: Batch, weight: float) -> tuple[float, float, dict[str, Tensor]]:
-    """Returns the loss, the MTP layers' loss, and the gradient of their sum by the names of files, for one batch."""
+def reference(
+    folder: str, batch: Batch, weight: float, *, detach: bool = False, temperature: float = 1.0
+) -> tuple[float, float, dict[str, Tensor]]:
+    """Returns the loss, the MTP layers' loss, and the gradient of their sum by the names of files, for one batch.
+    detach: the latter's stays within these layers. temperature: divides all logits."""
     config = json.loads((pathlib.Path(folder) / "config.json").read_text())
     held: dict[str, Tensor] = {}
     for file in pathlib.Path(folder).glob("*.safetensors"):
@@ -69,12 +73,15 @@ def reference(folder: str, batch: Batch, weight: float) -> tuple[float, float, d
         *(t.split(batch.lengths.tolist()) for t in (batch.tokens, batch.labels, batch.loss_mask)), strict=True
     ):
         hidden = model.model(tokens[None]).last_hidden_state[0]
-        loss = loss + _sum(model, hidden, labels, mask)
+        loss = loss + _sum(model.lm_head.weight / temperature, hidden, labels, mask)
+        embedding, output = model.model.embed_tokens.weight, model.lm_head.weight / temperature
+        if detach:
+            hidden, embedding, output = hidden.detach(), embedding.detach(), output.detach()
         for depth, head in enumerate(heads, start=1):
             if len(tokens) <= depth:
                 break
-            hidden = head(hidden[:-1], model.model.embed_tokens(tokens[depth:]))
-            further = further + _sum(model, hidden, labels[depth:], mask[depth:]) / layers
+            hidden = head(hidden[:-1], embedding[tokens[depth:]])
+            further = further + _sum(output, hidden, labels[depth:], mask[depth:]) / layers
     tokens_of_batch = batch.denominators["tokens"]
     ((loss + weight * further) / tokens_of_batch).backward()
     gradients = {name: p.grad for name, p in _in_files(model).items()}
@@ -83,9 +90,9 @@ def reference(folder: str, batch: Batch, weight: float) -> tuple[float, float, d
     return loss.item() / tokens_of_batch, further.item() / tokens_of_batch, gradients
 
 
-def _sum(model: Any, hidden: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """The sum of negative log-likelihoods that the mask weighs."""
-    return (F.cross_entropy(model.lm_head(hidden), labels, reduction="none") * mask).sum()
+def _sum(output: Tensor, hidden: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """The sum of negative log-likelihoods that the mask weighs. output: the output layer's weight."""
+    return (F.cross_entropy(F.linear(hidden, output), labels, reduction="none") * mask).sum()
 
 
 class _Layer:
@@ -208,13 +215,30 @@ def _update(engine: BaseEngine, seed: int) -> tuple[float, float]:
 def step(config: RoleConfig, *, seed: int = 0, calls: int = 1) -> dict[str, Any]:
     """One step of an engine on all ranks: losses, gradients, norm, and weights after it. calls: of how many the
     mini-batch comes in."""
-    engine = make_engine(config)
-    batch = tiny.uneven_batch(seed)
-    found = _calls(engine, batch, calls)
+    return _found(make_engine(config), seed, calls)
+
+
+def _found(engine: BaseEngine, seed: int, calls: int) -> dict[str, Any]:
+    found = _calls(engine, tiny.uneven_batch(seed), calls)
     found["gradients"] = {name: value.clone() for name, value in engine.hf_gradients()}
     found["norm"] = float(engine.optimizer_step())
     found["weights"] = {name: value.clone() for name, value in engine.hf_weights()}
     return found
+
+
+def apart(config: RoleConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `step` finds with MTP layers and without them, after two further steps each."""
+    found = []
+    for of in (config, dataclasses.replace(config, mtp=None)):
+        engine = make_engine(of)
+        first = _found(engine, 0, 2)
+        first["first"] = first.pop("weights")
+        for seed in (1, 2):
+            _calls(engine, tiny.uneven_batch(seed), 1)
+            engine.optimizer_step()
+            engine.lr_scheduler_step()
+        found.append(first | {"weights": {name: value.clone() for name, value in engine.hf_weights()}})
+    return found[0], found[1]
 
 
 def _calls(engine: BaseEngine, batch: Batch, calls: int) -> dict[str, Any]:
@@ -225,5 +249,5 @@ def _calls(engine: BaseEngine, batch: Batch, calls: int) -> dict[str, Any]:
             rows = list(range(part, batch.num_sequences, calls))
             share = engine.shard_data(batch.select(rows))
             _, of_call, ctx = engine.forward_backward_step(share, PLAIN_CTX | {"last": part == calls - 1})
-            loss, mtp_loss = loss + of_call, mtp_loss + ctx["metrics"]["mtp_loss"]
+            loss, mtp_loss = loss + of_call, mtp_loss + ctx["metrics"].get("mtp_loss", math.nan)
     return {"loss": loss, "mtp_loss": mtp_loss}

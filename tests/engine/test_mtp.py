@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mrl.config.schema import MTPConfig
+from mrl.config.mtp import MTPConfig, PolicyMTPConfig
 from mrl.convert.exporting import export_hf
 from mrl.converters import family_for, read_hf_config
 from mrl.engine.megatron.checks import mtp_layers
@@ -48,6 +48,49 @@ def test_one_step_is_the_papers(tmp_path, family, layers, world, parallel, cut):
     assert max(off.values()) < 1e-5, off
     norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()
     assert found["norm"] == pytest.approx(float(norm), rel=1e-5)
+
+
+DETACHED = [
+    ("deepseek_v3", 2, 1, {}, {"size": 1}),
+    ("glm4_moe", 1, 1, {}, {"size": 2, "packing": False, "recompute": "full"}),
+    ("glm4_moe", 2, 2, {"tp": 2}, {"tokens": 64}),
+    ("deepseek_v3", 1, 2, {"pp": 2}, {"size": 2, "recompute": "full"}),
+    ("deepseek_v3", 2, 2, {"cp": 2}, {"tokens": 64}),
+    ("glm4_moe", 1, 2, {}, {"size": 1}),
+    ("deepseek_v3", 1, 2, {"ep": 2}, {"size": 2}),
+    ("deepseek_v3", 1, 2, {"pp": 2, "vpp": 2}, {"size": 2}),
+    ("deepseek_v3", 1, 4, {"pp": 2}, {"size": 2, "megatron": {"overlap_grad_reduce": True, "bucket_size": 2000}}),
+]
+
+
+@pytest.mark.parametrize("family, layers, world, parallel, cut", slow_but(DETACHED[:1], DETACHED), ids=str)
+def test_detached_they_train_beside_a_model_that_does_not_know_of_them(tmp_path, family, layers, world, parallel, cut):
+    """The model's gradients are to the bit those without MTP layers, theirs those of plain torch. Each have a norm and a
+    clipping of their own (0.01, below both), so that weights after three steps are the same, too: to the bit where no
+    sum over data-parallel ranks lies between."""
+    deep = {"num_hidden_layers": 2 * parallel["vpp"]} if "vpp" in parallel else {}
+    folder = mtp.make_model(str(tmp_path / "model"), family, layers=layers, **deep)
+    config = tiny.role(folder, backend="megatron", parallel=parallel, **cut)
+    # eps so large that updates are as large as gradients
+    clipped = dataclasses.replace(config.optimizer, clip_grad=0.01, eps=1.0, lr=1.0, weight_decay=0.0)
+    config = dataclasses.replace(config, mtp=PolicyMTPConfig(loss_weight=WEIGHT), optimizer=clipped)
+    found, without = run_case(world, "tests.engine.mtp:apart", config=config)
+    loss, mtp_loss, gradients = mtp.reference(folder, tiny.uneven_batch(0), WEIGHT, detach=True)
+    assert found["loss"] == without["loss"] == pytest.approx(loss, rel=1e-6)
+    assert found["mtp_loss"] == pytest.approx(mtp_loss, rel=1e-6)
+    assert found["gradients"].keys() == gradients.keys() > without["gradients"].keys()
+    assert all(torch.equal(found["gradients"][name], value) for name, value in without["gradients"].items())
+    own = gradients.keys() - without["gradients"].keys()
+    off = {name: tiny.relative_l2(found["gradients"][name], gradients[name]) for name in own}
+    assert max(off.values()) < 1e-5, off
+    replicas = world > parallel.get("tp", 1) * parallel.get("pp", 1)
+    assert found["norm"] == (pytest.approx(without["norm"], rel=1e-6) if replicas else without["norm"])
+    far = {name: tiny.relative_l2(found["weights"][name], value) for name, value in without["weights"].items()}
+    assert max(far.values()) <= (1e-6 if replicas else 0.0), far
+    start, first = load_folder(folder), found["first"]
+    for names in (own, without["gradients"].keys()):
+        moved = torch.stack([(first[name] - start[name]).double().square().sum() for name in names]).sum().sqrt()
+        assert moved == pytest.approx(0.01, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.config.backends import OWN
-from mrl.config.schema import EngineConfig, ModelConfig, SFTModelConfig
+from mrl.config.schema import EngineConfig, ModelConfig, TrainedModelConfig
 from mrl.converters.families import FAMILIES, family_for, fields_of
 from mrl.converters.hf_config import normalize
 from mrl.converters.mtp import announced
@@ -85,7 +85,7 @@ def choices(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any]) ->
 
 def check_mtp(model: ModelConfig, dims: ParallelDims, hf_config: Mapping[str, Any]) -> None:
     """Whether MTP layers can train, where a config asks for that. hf_config: the content of config.json."""
-    if isinstance(model, SFTModelConfig) and model.mtp is not None:
+    if isinstance(model, TrainedModelConfig) and model.mtp is not None:
         mtp_layers(hf_config, dims, lora=model.lora is not None)
 
 

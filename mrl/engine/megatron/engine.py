@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.batch import Batch
+from mrl.batch import MTP_MASK, Batch
 from mrl.config.schema import RoleConfig
 from mrl.converters.families import fields_of
 from mrl.converters.mtp import copies_in
@@ -88,7 +88,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         self.setup = pipeline.Setup(
             dims=dims, coords=self.model.coords, packed=config.packing, thd=self.model.spec == "te", head=config.head,
             vocab_size=self.model.hf["vocab_size"], mtp=self.model.mtp, mtp_weight=self.model.mtp_weight,
-            multiple=fp8.multiple_of(config.engine.megatron),
+            detaches_mtp=self.model.detaches_mtp, multiple=fp8.multiple_of(config.engine.megatron),
         )  # fmt: skip
         self._accumulated = False  # gradients, since they were zeroed
         self._reduced = False
@@ -243,7 +243,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             mine = torch.tensor([float(batch.loss_mask.sum())], dtype=torch.float64, device=self.device)
             dist.all_reduce(mine, group=parallel_state.get_data_parallel_group())
             share = float(mine) / float(batch.denominators["tokens"] or 1.0) or 1.0
-        tokens = collective.denominator_of(batch, "tokens") if self.setup.mtp else 1.0
+        of_mtp = MTP_MASK if MTP_MASK in batch.token_fields else "tokens"
+        tokens = collective.denominator_of(batch, of_mtp) if self.setup.mtp else 1.0
         return pipeline.Call(self.loss_fn, denominator, share, forward_only, postprocess_fn, reduces, tokens)
 
     @installed
@@ -275,7 +276,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     def optimizer_step(self, update: Update | None = None) -> GradNorm:
         with self._used("parameters", "gradients", "optimizer"):
             self._reduce()
-            norm = optim.step(self.model.optimizer, update or self._update())
+            norm = optim.step(self.model.optimizer, update or self._update(), self.model.detached)
             self.offload.spend("gradients")
             if self._late:
                 optim.leave_to_forward(self.model.wrapped)

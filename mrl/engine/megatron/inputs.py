@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from mrl.batch import Batch
+from mrl.batch import MTP_MASK, Batch
 from mrl.mcore_models.attention import PackedLayout, zigzag_inverse, zigzag_places
 from mrl.parallel import Coordinates, ParallelDims
 
@@ -109,7 +109,7 @@ def _ahead(
     has = batch.position_ids.cpu() + depth < lengths.repeat_interleave(lengths)
     at = torch.arange(batch.num_tokens)[has] + depth
     loss_mask = torch.zeros(batch.num_tokens)
-    loss_mask[has] = batch.loss_mask.cpu()[at]
+    loss_mask[has] = batch.token_fields.get(MTP_MASK, batch.loss_mask).cpu()[at]
     tokens, labels = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
     padding, counts = torch.ones(total, dtype=torch.bool), torch.zeros(total, dtype=torch.bool)
     tokens[places[has]], labels[places[has]], padding[places[has]] = (

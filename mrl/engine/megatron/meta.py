@@ -189,6 +189,7 @@ def measure(
             chunks = wrapped = build_chunks(
                 model.transformer, model.hf, dims=dims, chunks=plans,
                 padded_vocab=padded_vocab(model.hf["vocab_size"], dims.tp), head=config.head,
+                detaches_mtp=model.detaches_mtp,
             )  # fmt: skip
             if config.model.lora is not None:
                 rules, shapes = model.rules_under("local"), adapters(config.model.path, config.model.lora, config.head)
@@ -302,6 +303,7 @@ class _Run:
         self.setup = pipeline.Setup(
             dims=dims, coords=model.coords, packed=config.packing, thd=False, head=config.head,
             vocab_size=model.hf["vocab_size"], mtp=model.mtp, mtp_weight=model.mtp_weight,
+            detaches_mtp=model.detaches_mtp,
             multiple=fp8.multiple_of(config.engine.megatron),
         )  # fmt: skip
         tokens = [[0] * (n + 1) for n in lengths]  # the last one is a label alone
@@ -328,7 +330,7 @@ class _Run:
         grad = contextlib.nullcontext() if self.trains else torch.no_grad()
         try:
             with grad, AsOnAGPU(experts), Watch(self.groups) as watch:
-                micro_batch = pipeline.make_micro_batch(self.batch, self.ctx, None, self.setup)
+                micro_batch = pipeline.make_micro_batch(self.batch, self.ctx, None, self.setup, trains=self.trains)
                 ins = micro_batch.inputs
                 rows = ins.tokens.numel() // (self.dims.tp if self.dims.sp else 1)
                 begun = watch.alive

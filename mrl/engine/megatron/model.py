@@ -42,6 +42,7 @@ class Model:
         self.family = family_for(self.hf)
         self.mtp = 0 if config.mtp is None else mtp_layers(self.hf, dims, lora=config.model.lora is not None)
         self.mtp_weight = 0.0 if config.mtp is None else config.mtp.loss_weight
+        self.detaches_mtp = config.mtp is not None and config.mtp.detach
         self.layer_spec = agreed_spec(config.engine.layer_spec, fields_of(dict(self.hf)), dims, self.dtype)
         self.spec = self.layer_spec.name
         self.transformer = transformer_config(
@@ -83,7 +84,7 @@ class Model:
         self.chunks = self.wrapped = build_chunks(
             self.transformer, self.hf, dims=self.dims,
             chunks=weights.plans_here(self.hf, self.dims, self.coords, mtp=self.mtp),
-            padded_vocab=padded_vocab(self.hf["vocab_size"], self.dims.tp), head=head,
+            padded_vocab=padded_vocab(self.hf["vocab_size"], self.dims.tp), head=head, detaches_mtp=self.detaches_mtp,
         )  # fmt: skip
         if config.model.lora is not None:
             self.adapters = adapters(config.model.path, config.model.lora, head)
@@ -123,6 +124,14 @@ class Model:
         read = lora.reading(read, lora.Initial(self.adapters, self.config.seed))
         weights.load(self.chunks, self.rules, read)
         self._fill_masters(read)
+
+    @property
+    def detached(self) -> frozenset[int] | None:
+        """Returns the ids of this rank's parameters of MTP layers that train apart from the rest; None where none
+        do."""
+        if not self.detaches_mtp:
+            return None
+        return frozenset(id(p) for chunk in self.chunks if chunk.mtp_process for p in chunk.mtp.parameters())
 
     def set_adapters(self, tensors: Mapping[str, Tensor]) -> None:
         """Sets this rank's adapters, and their masters, from the tensors of peft's file."""

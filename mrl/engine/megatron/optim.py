@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -194,7 +194,7 @@ def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
-def step(optimizer: MegatronOptimizer, update: Update) -> GradNorm:
+def step(optimizer: MegatronOptimizer, update: Update, detached: Collection[int] | None = None) -> GradNorm:
     """One update from reduced gradients.
 
     1. Hand the gradients of this rank's shards to the fp32 master weights.
@@ -202,22 +202,49 @@ def step(optimizer: MegatronOptimizer, update: Update) -> GradNorm:
     3. Not finite: leave everything as it is and say so.
     4. Scale the gradients down to `update.clip_grad`.
     5. AdamW, or Muon with it, on the shards, then gather the parameters.
+
+    detached: ids of this rank's parameters that have a loss of their own (MTP layers). They are measured and clipped by
+    themselves, so that the update of all others is what it is without them; the norm that is returned is that of the
+    others. None on every rank where there are none.
     """
     _set_hyperparameters(optimizer, update)
     with torch.no_grad():
         optimizer.prepare_grads()
-        norm = float(optimizer.get_grad_norm())
+        apart = {id(shard) for _, parameter, shard, _ in _shards(optimizer) if id(parameter) in (detached or ())}
+        norm, own = _norm_without(optimizer, lambda shard: id(shard) in apart), 0.0
         if not math.isfinite(norm):
             return GradNorm(norm, skipped=f"the gradient norm is {norm}")
+        if detached is not None:
+            own = _norm_without(optimizer, lambda shard: id(shard) not in apart)
+            if not math.isfinite(own):
+                return GradNorm(norm, skipped=f"the gradient norm of the MTP layers is {own}")
         for part in optimizers_of(optimizer):
-            parameters = part.get_parameters()
-            if update.clip_grad > 0 and parameters:
-                on_host = isinstance(part.optimizer, HostAdamW)
-                clip_grad_by_total_norm_fp32(
-                    parameters, max_norm=update.clip_grad, total_norm=norm, use_decoupled_grad=on_host
-                )
+            on_host = isinstance(part.optimizer, HostAdamW)
+            for total, is_apart in ((norm, False), (own, True)):
+                parameters = [shard for shard in part.get_parameters() if (id(shard) in apart) == is_apart]
+                if update.clip_grad > 0 and parameters:
+                    clip_grad_by_total_norm_fp32(
+                        parameters, max_norm=update.clip_grad, total_norm=total, use_decoupled_grad=on_host
+                    )
         optimizer.step_with_ready_grads()
     return GradNorm(norm)
+
+
+def _norm_without(optimizer: MegatronOptimizer, leaves_out: Callable[[torch.Tensor], bool]) -> float:
+    """Returns the global L2 norm of the gradients of all shards but some. Collective.
+
+    Those are marked for the time as copies of others, which megatron does not count (`param_is_not_shared`). 0.19 has
+    norms of groups, 0.16 none.
+    """
+    every = (shard for part in optimizers_of(optimizer) for shard in part.get_parameters())
+    marked = [(shard, getattr(shard, "shared", False)) for shard in every if leaves_out(shard)]
+    try:
+        for shard, _ in marked:
+            shard.shared = True
+        return float(optimizer.get_grad_norm())
+    finally:
+        for shard, before in marked:
+            shard.shared = before
 
 
 def _set_hyperparameters(optimizer: MegatronOptimizer, update: Update) -> None:
@@ -229,9 +256,19 @@ def _set_hyperparameters(optimizer: MegatronOptimizer, update: Update) -> None:
             group["weight_decay"] = update.weight_decay * group["wd_mult"]
 
 
-def shards(optimizer: MegatronOptimizer) -> Iterator[tuple[MegatronOptimizer, torch.nn.Parameter, torch.Tensor, slice]]:
+Shard = tuple[MegatronOptimizer, torch.nn.Parameter, torch.Tensor, slice]
+
+
+def shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
     """(the dense or expert optimizer, model parameter, its master weights here, their place in the flat parameter) of
     every parameter of which this data-parallel rank updates a part."""
+    for part, parameter, main, span in _shards(optimizer):
+        host = part.optimizer if isinstance(part.optimizer, HostAdamW) else None
+        yield part, parameter, main if host is None else host.masters[main], span
+
+
+def _shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
+    """As `shards`, with what the optimizer is given to update, whose masters may be on the host."""
     for part in optimizers_of(optimizer):
         host = part.optimizer if isinstance(part.optimizer, HostAdamW) else None
         float16_mains = part.shard_fp32_from_float16_groups if host is None else part.shard_float16_groups
@@ -241,7 +278,6 @@ def shards(optimizer: MegatronOptimizer) -> Iterator[tuple[MegatronOptimizer, to
         ):
             for parameters, mains in zip(model_groups, main_groups, strict=True):
                 for parameter, main in zip(parameters, mains, strict=True):
-                    main = main if host is None else host.masters[main]
                     span = part._get_model_param_range_map(parameter)["param"]
                     yield part, parameter, main, slice(span.start, span.end)
 

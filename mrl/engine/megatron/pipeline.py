@@ -36,6 +36,7 @@ class Setup:
     vocab_size: int
     mtp: int = 0  # MTP layers
     mtp_weight: float = 0.0  # of the mean of their losses
+    detaches_mtp: bool = False  # the gradient of that stays within them
     multiple: int = 1  # of what the places of a rank are one (mcore_models/fp8.py)
 
 
@@ -61,7 +62,7 @@ class Call:
     forward_only: bool
     postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None
     reduces: bool = False  # gradients are reduced from the last backward pass on, while it runs
-    tokens: float = 1.0  # that train in the whole global mini-batch: the denominator of the MTP layers' loss
+    tokens: float = 1.0  # that MTP layers learn in the whole global mini-batch: the denominator of their loss
 
 
 def make_micro_batch(
@@ -119,11 +120,14 @@ def _forward_step(
         ]
     padding = ins.padding if model.config.num_moe_experts else None
     output = chunk(ins.tokens, ins.layout, padding)
+    model.ahead = ()  # sampling has a forward of its own, which runs no MTP layers
     return output, functools.partial(_loss, micro_batch, setup, call, count)
 
 
 def _log_probs_ahead(hidden: Tensor, weight: Tensor, *, setup: Setup, of: model_inputs.AheadInputs, ctx: Ctx) -> Tensor:
     """[P/cp, 1] fp32: log-probs that an MTP layer gives its labels that train, 0 elsewhere."""
+    if setup.detaches_mtp:
+        weight = weight.detach()
     log_probs, _ = log_probs_from_hidden(
         hidden, weight, of.labels, shard=_shard(weight, setup), rows=of.trained, temperature=ctx["temperature"],
         entropy="none", reduce_hidden_grad=not setup.dims.sp,

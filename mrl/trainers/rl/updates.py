@@ -45,6 +45,7 @@ def train_actor(trainer: Trainer, progress: Progress, batch: Batch) -> tuple[dic
     entropy = "differentiable" if recipe.entropy_coef else "detached"
     ctx = {"temperature": config.rollout.temperature, "entropy": entropy}
     log_probs_T, loss, found, result = train_role(trainer, progress, "actor", batch, loss_fn, ctx)
+    found = {"actor/mtp_loss" if name == "mtp_loss" else name: value for name, value in found.items()}
     old_log_probs_T = batch.token_fields.get("old_log_probs", log_probs_T)
     row = {
         "train/loss": loss,

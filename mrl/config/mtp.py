@@ -1,0 +1,29 @@
+"""The keys of `model.mtp`: how the layers of a model train that predict further tokens (MTP)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mrl.config.fields import key
+
+_DETACH = (
+    "keep the gradient of their loss within them: hidden states, embedding and output layer of the model get none of "
+    "it, and they are clipped by a norm of their own"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPConfig:
+    """Training of MTP layers, which predict further tokens."""
+
+    loss_weight: float = key(
+        0.1, "what their loss, a mean over the layers, is multiplied with before it is added to the loss", above=0
+    )
+    detach: bool = key(False, _DETACH)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyMTPConfig(MTPConfig):
+    """Training of a policy's MTP layers, which by default leaves the policy as it is without them."""
+
+    detach: bool = key(True, _DETACH)
