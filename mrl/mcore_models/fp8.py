@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -34,6 +35,7 @@ class Recipe:
     since: tuple[int, int]  # the least compute capability
     before: tuple[int, int] | None = None  # the least that no longer has it
     cuda: tuple[int, int] = (0, 0)  # the oldest version; any that torch 2.13 is built with is enough for the others
+    scale_bytes: float = 0  # of a weight's scales, for each of its values
     gpus: str = ""  # for people
 
     def runs_on(self, capability: tuple[int, int], cuda: tuple[int, int]) -> bool:
@@ -44,8 +46,14 @@ class Recipe:
 
 RECIPES: Mapping[str, Recipe] = {
     "tensorwise": Recipe(16, (8, 9), gpus="compute capability 8.9 and up (L40S, RTX 40, H100, B200)"),
-    "blockwise": Recipe(16, (9, 0), cuda=(12, 9), gpus="compute capability 9.0 and up (H100, B200) and CUDA 12.9"),
-    "mxfp8": Recipe(32, (10, 0), (12, 0), gpus="compute capability 10 (B200)"),
+    "blockwise": Recipe(
+        16,
+        (9, 0),
+        cuda=(12, 9),
+        scale_bytes=4 / 128**2,
+        gpus="compute capability 9.0 and up (H100, B200) and CUDA 12.9",
+    ),
+    "mxfp8": Recipe(32, (10, 0), (12, 0), scale_bytes=1 / 32, gpus="compute capability 10 (B200)"),
 }
 
 WITH_FP8 = ("fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
@@ -133,6 +141,28 @@ def _of_cuda(version: str | None) -> tuple[int, int]:
     """Returns the numbers of torch.version.cuda; (0, 0) where torch is built for no CUDA."""
     major, _, rest = (version or "0.0").partition(".")
     return int(major), int(rest.partition(".")[0] or 0)
+
+
+def copies_bytes(
+    further: Mapping[str, Any], weights: Iterable[tuple[str, int, int]], layers: int, *, trains: bool
+) -> int:
+    """Returns bytes of the 8-bit copies of a rank's weights: a byte of each value by rows, and one by columns for a
+    backward pass (as before Blackwell; there one of `tensorwise` serves both); scales.
+
+    weights: (name, layer of the model, values) of matrices in layers. layers: of the model.
+    """
+    recipe = recipe_of(further)
+    if recipe is None:
+        return 0
+    of_bf16 = further.get("first_last_layers_bf16", False)
+    first = further.get("num_layers_at_start_in_bf16", 1) if of_bf16 else 0
+    last = layers - (further.get("num_layers_at_end_in_bf16", 1) if of_bf16 else 0)
+    values = sum(
+        count
+        for name, layer, count in weights
+        if first <= layer < last and not any(part in name for part in NOT_LINEAR)
+    )
+    return math.ceil(values * (1 + recipe.scale_bytes)) * (2 if trains else 1)
 
 
 def forget_copies(chunks: Iterable[torch.nn.Module]) -> None:

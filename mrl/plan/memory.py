@@ -160,15 +160,17 @@ def uses(phases: Phases, roles: Mapping[str, RolePlan], longest: int, gpu_memory
 def _resident(plan: RolePlan, stage: RankFigures) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer that a role always has on the device where no role is offloaded."""
     away = set(plan.config.engine.offload)
+    weights = (stage.parameters + stage.fp8_copies) * ("parameters" not in away) + stage.buffers
     return (
-        stage.parameters * ("parameters" not in away) + stage.buffers, stage.gradients * ("gradients" not in away),
-        stage.largest_optimizer * ("optimizer" not in away),
+        weights, stage.gradients * ("gradients" not in away), stage.largest_optimizer * ("optimizer" not in away),
     )  # fmt: skip
 
 
 def _use(phase: Phase, plan: RolePlan, stage: int, longest: int, gpu_memory: int) -> Use:
     figures = (plan.trains if phase.kind == "train" else plan.forward or plan.trains)[stage]
     weights = figures.parameters + figures.buffers
+    if phase.kind != "sample" or "parameters" not in plan.config.engine.offload:  # as they leave, copies are freed
+        weights += figures.fp8_copies
     if phase.kind == "sample":
         if phase.handed_to_tp:  # the engine's weights are awake, its cache is not yet
             return Use(phase.name, stage, weights, 0, 0, 0, _model_bytes(plan.config) // phase.handed_to_tp, 0)

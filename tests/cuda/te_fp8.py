@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import tempfile
+import traceback
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -185,6 +186,33 @@ def copies_of_weights(model: str, further: Mapping[str, Any], capability: Capabi
                 found[name] = _parts(_Saves.got[0]) == _parts(copy), parked, _Saves.got[1].nbytes
             inside = sum(len(m._fp8_workspaces) for m in linears.values())
         return {"linears": found, "inside": inside, "after": sum(len(m._fp8_workspaces) for m in linears.values())}
+
+
+def recomputed(model: str, further: Mapping[str, Any], recompute: str) -> list[str]:
+    """Returns the functions of transformer-engine that a layer's forward pass goes through with recomputation, up to its C++."""
+    from mrl.mcore_models.attention import PackedLayout
+
+    _be((9, 0))
+    fake.join_world(0, 1)
+    with fake.Fake():
+        engine = _engine(model, further, layers=2, changes={}, recompute=recompute)
+        engine.init_model()
+        made = engine.model
+        [chunk], tokens = made.chunks, 64
+        positions = torch.arange(tokens, device="cuda")
+        layout = PackedLayout.make((tokens,), positions=positions, qkv_format="thd")
+        x = torch.empty(tokens, 1, made.hf["hidden_size"], dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        if recompute == "selective":  # which begins behind attention
+            layer = chunk.decoder.layers[0]
+            layer.self_attention.forward = lambda hidden, *_, **__: (hidden, None)
+        chunk.rotary_pos_emb.positions = positions
+        with engine.train_mode():
+            try:
+                chunk.decoder(x, None, rotary_pos_emb=chunk.rotary_pos_emb(tokens), packed_seq_params=layout)
+            except (NotImplementedError, AttributeError) as kernel:
+                frames = traceback.extract_tb(kernel.__traceback__)
+                return [*(f.name for f in frames if "transformer_engine" in f.filename), str(kernel)]
+    raise AssertionError("there is no kernel that it could end at")
 
 
 def _context(model: Any) -> str:

@@ -8,6 +8,7 @@ import pytest
 from mrl.mcore_models.fp8 import RECIPES
 from mrl.mcore_models.te_limits import GENERATIONS
 from tests.cuda.models import fewer_experts
+from tests.tiers import slow_but
 
 DENSE, EXPERTS, LATENT = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
 CLASSES = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
@@ -62,3 +63,12 @@ def test_copies_of_weights_stay_as_they_are_and_leave_with_the_parameters(te_wor
     found = te_worker.call("tests.cuda.te_fp8:copies_of_weights", DENSE, further, capability)
     assert len(found["linears"]) == 4 and set(found["linears"].values()) == {(True, 64, 64)}, found
     assert (found["inside"], found["after"]) == (4, 0)
+
+
+@pytest.mark.parametrize("recompute", slow_but(["full"], ["full", "selective"]))
+def test_recomputation_is_transformer_engines_in_fp8(te_worker, recompute):
+    """Its checkpoint computes again with the recipe of the first pass; without FP8 megatron's own does."""
+    further = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    found, plain = (te_worker.call("tests.cuda.te_fp8:recomputed", DENSE, given, recompute) for given in (further, {}))
+    assert found[:2] == ["te_checkpoint", "checkpoint"] and found[2:] == [*plain[:1], *plain]
+    assert "layernorm_fwd" in found[-1]

@@ -142,3 +142,16 @@ def verdict_where_the_planner_fails() -> tuple[bool | None, str]:
     from mrl.plan.gpus import gpu_of
 
     return planned_verdict(record("sft"), None, 8, gpu_of("h200"))  # no config: an AttributeError
+
+
+def copies_in_8_bits(case: Case, further: dict[str, object]) -> list[tuple[int, int]]:
+    """(bytes of parameters, of copies of weights in FP8) of each stage, training and in forward passes alone."""
+    folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
+    config = update.config_of(case, folder)
+    config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, megatron=further))
+    dims, found = ParallelDims(case.world, tp=case.tp, pp=case.pp), []
+    for role in (config, dataclasses.replace(config, optimizer=None)):
+        for stage in range(case.pp):
+            figures = meta.measure(role, dims, stage * (case.world // case.pp), ())
+            found.append((figures.parameters, figures.fp8_copies))
+    return found

@@ -15,6 +15,7 @@ from mrl.parallel import ParallelDims
 from mrl.plan import schedule
 from mrl.plan.memory import RolePlan, micro_batches, most_activations, uses
 from tests.cuda import models
+from tests.cuda.cases import DENSE, Case
 
 CONFIG = RoleConfig(
     model=ModelConfig(path="none", dtype="bfloat16"), engine=EngineConfig(micro_batch=MicroBatchConfig(size=2)),
@@ -155,3 +156,28 @@ def test_a_buffer_that_passes_share_counts_once():
     order = schedule.passes(0, pp=2, vpp=2, micro_batches=8)
     chunks = (dataclasses.replace(CHUNK, shared=5), dataclasses.replace(CHUNK, shared=3))
     assert most_activations(order, chunks) == most_activations(order, (CHUNK, CHUNK)) + 5
+
+
+def test_copies_of_weights_in_8_bits(planner):
+    """Of Qwen3-8B's four layers on two stages: a byte of each value of linear layers by rows, one by columns for training."""
+    linear = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
+    case = Case(DENSE, world=2, pp=2, layers=4)
+    fp8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+
+    def copies(**further):
+        return [found for _, found in planner.call("tests.plan.planned:copies_in_8_bits", case, fp8 | further)]
+
+    assert copies() == [4 * linear] * 2 + [2 * linear] * 2
+    assert copies(first_last_layers_bf16=True) == [2 * linear] * 2 + [linear] * 2
+    assert copies(fp8_recipe="mxfp8") == [4 * linear * 33 // 32] * 2 + [2 * linear * 33 // 32] * 2
+    assert copies(fp8=None, fp8_recipe=None) == [0] * 4
+
+
+def test_copies_in_8_bits_are_where_parameters_are():
+    plan = role(pp=1)
+    with_copies = dataclasses.replace(plan, trains=(dataclasses.replace(plan.trains[0], fp8_copies=500),))
+    for offload, waiting in (((), 2507), (("parameters",), 7)):
+        held = dataclasses.replace(with_copies, config=offloading(*offload))
+        own = Phase("s", "actor", "sample", 32, engine_fraction=0.5)
+        [update, idle] = uses(Phases((UPDATE, own), offload_idle=False), {"actor": held}, 8, 8000)
+        assert (update.parameters, idle.parameters) == (2507, waiting)

@@ -83,6 +83,7 @@ class RankFigures:
     chunks: tuple[ChunkFigures, ...]
     layers: tuple[tuple[int, ...], ...]  # of each chunk, by their numbers in the model
     dtype_bytes: int
+    fp8_copies: int = 0  # bytes of weights in 8 bits, beside the parameters
     tied_gradient: int = 0  # bytes of the embedding's gradient that this stage sums with the other end's
 
     @property
@@ -214,6 +215,7 @@ def measure(
             in_buffers = _buffers(config, model, chunks, wrapped) if trained else []
             frozen = sum(p.numel() * p.element_size() for p in parameters if not (trained and p.requires_grad))
             return RankFigures(
+                fp8_copies=_fp8_copies(config, model, chunks, plans),
                 coords=model.coords,
                 parameters=frozen + sum(b.elements * b.parameter_bytes for b in in_buffers),
                 trained_parameters=sum(p.numel() for p in parameters if trained and p.requires_grad),
@@ -221,6 +223,19 @@ def measure(
                 grad_buffers=tuple(in_buffers), chunks=tuple(found), layers=tuple(tuple(p.layers) for p in plans),
                 dtype_bytes=model.dtype.itemsize, tied_gradient=_tied_gradient(chunks, dims) if trained else 0,
             )  # fmt: skip
+
+
+def _fp8_copies(config: RoleConfig, model: Any, chunks: Sequence[Any], plans: Sequence[Any]) -> int:
+    """Bytes of 8-bit copies of the matrices of layers, adapters apart."""
+    matrices = [
+        (f".{name}", number, parameter.numel())
+        for chunk, plan in zip(chunks, plans, strict=True)
+        for layer, number in zip(chunk.decoder.layers, plan.layers, strict=True)
+        for name, parameter in layer.named_parameters()
+        if parameter.dim() == 2 and ".adapter." not in name
+    ]
+    layers, trains = model.transformer.num_layers, config.optimizer is not None
+    return fp8.copies_bytes(config.engine.megatron, matrices, layers, trains=trains)
 
 
 def _keys_of_chunks(config: RoleConfig, dims: ParallelDims, stage: int, more: tuple) -> list[tuple]:
