@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import LoraConfig
 from mrl.engine.lora.folder import adapters, read_adapter, write_adapter
-from mrl.engine.lora.selection import shapes_of_folder
+from mrl.engine.lora.selection import injection, shapes_of_folder
 from mrl.engine.lora.shapes import initial_a
 from mrl.errors import ConfigError, ModelError
 from tests.engine import lora as cases
@@ -74,6 +74,14 @@ def test_experts_and_routers_can_be_excluded(folder):
     assert {name.rpartition(".")[2] for name in without} == {"q_proj", "v_proj", "o_proj"}
     by_expression = adapters(folder("qwen3_moe"), LoraConfig(exclude_modules=r".*\.mlp\..*"), "lm")
     assert {name.rpartition(".")[2] for name in by_expression} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_what_peft_draws_is_drawn_from_no_run(folder):
+    """Else the dropout of a process's first run would be other than that of a later one, which finds the answer kept."""
+    injection.cache_clear()
+    before = torch.get_rng_state()
+    adapters(folder("llama"), LoraConfig(rank=3), "lm")
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_scales(folder):

@@ -19,30 +19,34 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from mrl.data.batches import BatchSource
+from mrl.data.batches import Batches
 from mrl.engine.megatron import dist_checkpoint
 from mrl.metrics import MetricsLog
 from mrl.trainers import sft
-from tests.trainers.cases import before, train
+from tests.trainers import cases, dpo_cases, rm_cases
+from tests.trainers.cases import before
 
 EVENTS = (
-    (BatchSource, "next"), (sft, "save"), (MetricsLog, "write"), (MetricsLog, "sync"), (torch, "save"), (dcp, "save"),
+    (Batches, "next"), (sft, "save"), (MetricsLog, "write"), (MetricsLog, "sync"), (torch, "save"), (dcp, "save"),
     (dist_checkpoint, "write"), (os, "fsync"), (os, "replace"), (os, "rename"), (os, "mkdir"), (os, "makedirs"),
     (shutil, "rmtree"),
 )  # fmt: skip
 
 
-def count(config: Mapping[str, Any], rank: int) -> int:
+TRAIN = {"sft": cases.train, "dpo": dpo_cases.train, "rm": rm_cases.train}
+
+
+def count(config: Mapping[str, Any], rank: int, command: str) -> int:
     """Events of a whole run on `rank`."""
     seen: list[str] = []
     with each_event(rank, lambda name: seen.append(name)):
-        assert train(config)[:2] == ("done", "")
+        assert TRAIN[command](config)[:2] == ("done", "")
     counts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counts, len(seen))
     return counts[rank]
 
 
-def train_until(config: Mapping[str, Any], event: int, rank: int, killed: str) -> None:
+def train_until(config: Mapping[str, Any], event: int, rank: int, killed: str, command: str) -> None:
     """SIGKILL to `rank` as its event number `event` begins; the file `killed` says that it came to that."""
     left = [event]
 
@@ -53,7 +57,7 @@ def train_until(config: Mapping[str, Any], event: int, rank: int, killed: str) -
             os.kill(os.getpid(), signal.SIGKILL)
 
     with each_event(rank, step):
-        train(config)
+        TRAIN[command](config)
 
 
 @contextlib.contextmanager

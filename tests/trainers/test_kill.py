@@ -1,4 +1,5 @@
-"""A run that is killed by SIGKILL and started again is the run that was not killed: metrics, weights, optimizer, data order.
+"""A run of `mrl sft`, `mrl dpo` or `mrl rm` that is killed by SIGKILL and started again is the run that was not killed:
+metrics, weights, optimizer, data order.
 
 The moments are drawn with a seed from all events of a run (tests/trainers/kills.py). What a second start restores is
 compared bit by bit: metrics but for timings, the exported model, and the files of the last checkpoint, which hold
@@ -9,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import pathlib
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -24,17 +27,37 @@ MOMENTS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """world: processes. engine: section of the config. quick: moments of the slow tier, the others are of the nightly one."""
+    """world: processes. engine, more: sections of the config. quick: moments of the slow tier, the others are of the nightly
+    one."""
 
     world: int
     engine: dict
     quick: int
+    command: str = "sft"
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 LAYOUTS = {
     "fsdp": Layout(1, {"backend": "fsdp"}, quick=1),
     "fsdp dp2": Layout(2, {"backend": "fsdp"}, quick=0),
     "megatron tp2": Layout(2, {"backend": "megatron", "parallel": {"tp": 2}}, quick=1),
+    "dpo, fsdp dp2, with a cache": Layout(
+        2, {"backend": "fsdp"}, quick=0, command="dpo", more={"loss": {"name": "dpo"}, "reference": {"cache": True}}
+    ),
+    "kto, megatron, adapters": Layout(
+        1,
+        {"backend": "megatron"},
+        quick=0,
+        command="dpo",
+        more={"loss": {"name": "kto"}, "model": {"lora": {"rank": 4, "dropout": 0.1}}},
+    ),
+    "rm, megatron tp2": Layout(
+        2,
+        {"backend": "megatron", "parallel": {"tp": 2}},
+        quick=0,
+        command="rm",
+        more={"loss": {"name": "bradley_terry"}},
+    ),
 }
 CASES = [
     pytest.param(
@@ -49,10 +72,23 @@ CASES = [
 
 
 def config_of(inputs: pathlib.Path, output_dir: pathlib.Path, layout: Layout) -> dict:
+    rows = {part: inputs / f"{part}.jsonl" for part in ("train", "eval")}
+    if layout.command != "sft":
+        rows = {part: pairs_like(path) for part, path in rows.items()}
     return tiny_runs.make_config(
         inputs, output_dir, engine=layout.engine, train={"steps": 4, "eval_every": 2}, checkpoint={"every": 1},
-        data={"eval": str(inputs / "eval.jsonl")},
+        data={part: str(path) for part, path in rows.items()}, **layout.more,
     )  # fmt: skip
+
+
+def pairs_like(path: pathlib.Path) -> pathlib.Path:
+    """Returns a file with a pair for each row of conversations at `path`: its answer and a longer one."""
+    talks = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+    texts = [(asked["content"], said["content"]) for asked, said in talks]
+    rows = [{"prompt": asked, "chosen": said, "rejected": said + "0", "weight": 1 + len(said)} for asked, said in texts]
+    made = path.with_name(f"pairs-{path.name}")
+    made.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return made
 
 
 def contents(folder: pathlib.Path) -> dict[str, str]:
@@ -89,7 +125,11 @@ def whole(inputs, tmp_path_factory):
             layout, folder = LAYOUTS[name], tmp_path_factory.mktemp("whole")
             counts = [  # libraries touch the disk more often in a process's first run
                 run_case(
-                    layout.world, "tests.trainers.kills:count", config=config_of(inputs, folder / run, layout), rank=0
+                    layout.world,
+                    "tests.trainers.kills:count",
+                    config=config_of(inputs, folder / run, layout),
+                    rank=0,
+                    command=layout.command,
                 )
                 for run in ("first", "second")
             ]
@@ -108,13 +148,13 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(inputs, whole, tmp_path
     for kill in range(draw.choice([1, 1, 2])):
         event = draw.randrange(events)
         killed = tmp_path / f"killed{kill}"
-        case = Case(
-            "tests.trainers.kills:train_until", {"config": config, "event": event, "rank": 0, "killed": str(killed)}
-        )
+        details = {"config": config, "event": event, "rank": 0, "killed": str(killed), "command": layout.command}
+        case = Case("tests.trainers.kills:train_until", details)
         (result,) = run_world(layout.world, [case])
         done_before = kill > 0 and result.error is None  # what is left after a kill may have fewer events
         assert killed.exists() or done_before, result.error
-    ended = run_case(layout.world, "tests.trainers.cases:train", config=config)
+    of_command = {"sft": "cases"}.get(layout.command, f"{layout.command}_cases")
+    ended = run_case(layout.world, f"tests.trainers.{of_command}:train", config=config)
     assert ended[:2] == ("done", ""), f"killed at event {event} of {events}: {ended}"
     assert tiny_runs.steps(output_dir) == tiny_runs.steps(unharmed)
     assert contents(output_dir) == contents(unharmed)

@@ -23,7 +23,7 @@ from mrl.data.scored import ScoredDataset, ScoredRow
 from mrl.metric_names import DPO_METRICS, RM_METRICS, SFT_METRICS
 from mrl.metrics import read
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import nightly_but, slow_but
 from tests.trainers import tiny_runs
 from tests.trainers.rl.tiny_policies import EXPERTS, weights_of
 
@@ -176,17 +176,30 @@ LAYOUTS = {  # processes, engine, data
 }
 
 
+NIGHTLY = {
+    "cp2, two pairs": (2, {**MEGATRON, "parallel": {"cp": 2}, "micro_batch": {"size": 4}}, {}),
+    "dp2, padded, all pairs": (2, {**MEGATRON, "micro_batch": {"size": 8}}, {"packing": False}),
+    "ep2, padded": (2, {**MEGATRON, "parallel": {"ep": 2}}, {"packing": False}),
+    "pp2 vpp2, padded": (
+        2,
+        {**MEGATRON, "parallel": {"pp": 2, "vpp": 2}, "micro_batch": {"size": 4}},
+        {"packing": False},
+    ),
+}
+
+
 @pytest.mark.parametrize(
     "layout, loss",
     slow_but(
         [("tp2", "bradley_terry"), ("dp2, packed, by tokens", "steps")],
         [(layout, loss) for layout in LAYOUTS for loss in LOSSES],
-    ),
+    )
+    + nightly_but([], [(layout, loss) for layout in NIGHTLY for loss in LOSSES]),
 )
 def test_layouts_give_the_same_steps(places, tmp_path, steps_of, layout, loss):
-    world, engine, data = LAYOUTS[layout]
+    world, engine, data = (LAYOUTS | NIGHTLY)[layout]
     engine = {"device": "cpu", "micro_batch": {"size": 2}, "backend": "fsdp", **engine}
-    name = "moe" if layout == "ep2" else "scorer"
+    name = "moe" if layout.startswith("ep2") else "scorer"
     config = make_config(
         places, tmp_path, loss, engine=engine, data={"eval": None, **data}, model={"path": str(places / name)}
     )

@@ -52,6 +52,7 @@ class Injection:
 
 
 @functools.lru_cache(maxsize=8)
+@torch.random.fork_rng(devices=[])  # peft draws an A of each adapter, in a process's first call alone
 def injection(model_folder: str, lora: LoraConfig, head: str) -> Injection:
     """`mrl.engine.lora.folder.adapters`, with the config as peft resolved it."""
     model = _meta_model(model_folder, head)
