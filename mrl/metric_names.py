@@ -93,7 +93,16 @@ PPO_METRICS: dict[str, str] = {
         "mean over the rollout's sequences of the sum of the KL from the reference to the policy (k1, of either "
         "sign) over their trained tokens; what kl_target is compared with"
     ),
+    "actor/sequence_kl/<teacher>": "the same of the sequences of one of several teachers; absent where it has none",
     "actor/kl_coef": "coefficient that the KL was taken with",
+    "actor/divergence": (
+        "mean over trained tokens of the divergence that `algorithm.distill.loss` names, of the policy's next-token "
+        "distribution from its teacher's, in nats, before the step; absent without `algorithm.distill`"
+    ),
+    "actor/teacher_tail": (
+        "mean over trained tokens of the probability that the teacher gives to all others than its "
+        "`algorithm.distill.top_k` likeliest; absent where these are the whole vocabulary"
+    ),
     "actor/approx_kl": (
         "mean over trained tokens of the KL from the policy to the one that sampled (k3), before the step"
     ),
@@ -137,7 +146,7 @@ PPO_METRICS: dict[str, str] = {
     "perf/eval_s": "seconds of evaluation",
 }
 """Name -> meaning of what `mrl ppo` writes beside `SFT_METRICS`, of which it leaves out eval/loss. <label>: of a
-reward, as `mrl.config.rewards.label_of` says."""
+reward, as `mrl.config.rewards.label_of` says. <teacher>: of reference.others, or reference."""
 
 DPO_METRICS: dict[str, str] = {
     "rewards/chosen": (
@@ -185,6 +194,9 @@ SOURCE_METRICS: dict[str, str] = {
     "data/<source>/tokens": "tokens of these rows, trained or not",
     "data/<source>/epochs": "passes over the rows of the source since the start of the run",
     "eval/<set>/<metric>": "`eval/loss`, or of `mrl dpo` any `eval/<metric>`, of one of the sets of `data.eval`",
+    "eval/<set>/accuracy": "of `mrl ppo`, `eval/accuracy` of one of the sets of `data.eval`",
+    "eval/<set>/reward": "`eval/reward` of one of them",
+    "eval/<set>/response_length": "`eval/response_length` of one of them",
 }
 """Name -> meaning of what is written where `data.train` is a list of sources, and where `data.eval` is a mapping:
 metrics without a set's name are of all sets together then."""

@@ -16,7 +16,8 @@ PARTS = tuple(field.name for field in dataclasses.fields(Recipe))
 
 def configured_recipe(algorithm: AlgorithmConfig) -> Recipe:
     """Returns the recipe of `algorithm.name` with the parts that the other keys replace. Raises ConfigError."""
-    return recipe(algorithm.name, {name: getattr(algorithm, name) for name in PARTS})
+    parts = {name: getattr(algorithm, name) for name in PARTS}
+    return recipe(algorithm.name, parts, distill=algorithm.distill is not None)
 
 
 def check_algorithm(config: PPOConfig) -> Recipe:

@@ -34,6 +34,9 @@ Ctx = dict[str, Any]
 TEACHER = "teacher_log_probs"
 """Token field [T, K] fp32: the teacher's log-probs of `labels[:, 1:]`, -inf for no id. labels[:, 0] is the label."""
 
+TEACHER_IDS = "teacher_ids"
+"""Token field [T, K] int64, of rollouts: the ids that the teacher's log-probs are of, 0 where there is none."""
+
 TEACHER_OF = "teacher"
 """Sequence field [S] int64: the number of each sequence's teacher; a batch that has none is of the first alone."""
 
@@ -125,6 +128,25 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (slope_NK,) = ctx.saved_tensors
         return slope_NK * grad_N[:, None].to(slope_NK.dtype), None, None, None, None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FromTeacher:
+    """The divergence of the student from the teacher at each token that trains, and the teacher's tail there."""
+
+    kind: str  # of `DIVERGENCES`
+    beta: float = 0.5  # of jsd
+    tail: bool = True  # False: the ids are the whole vocabulary
+
+    def __call__(self, data: Batch, student_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns both [T] float64, 0 where nothing trains, the first with gradient. student_TK: log-probs of the ids
+        that `data.token_fields[TEACHER]` is of."""
+        teacher_TK = data.token_fields[TEACHER]
+        assert student_TK.shape == teacher_TK.shape, f"{student_TK.shape}, teacher {teacher_TK.shape}"
+        trained = data.loss_mask.nonzero()[:, 0]
+        found = _Divergence.apply(student_TK[trained], teacher_TK[trained], self.kind, self.beta, self.tail)
+        value_T, tail_T = (of_N.new_zeros(len(student_TK)).index_copy(0, trained, of_N) for of_N in found)
+        return value_T, tail_T
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

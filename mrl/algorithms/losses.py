@@ -5,7 +5,8 @@ Dimensions: `T` tokens of a micro-batch end to end, `S` sequences.
 Which fields a batch must carry, all [T] and aligned with its labels:
 
     actor    advantages; old_log_probs (without, the policy is its own old one: the only step on a rollout);
-             ref_log_probs with a KL (without, none is reported); rollout_log_probs with an importance correction
+             ref_log_probs with a KL (without, none is reported); rollout_log_probs with an importance correction;
+             with a teacher's distributions, its log-probs of `data.labels[:, 1:]` (`distill.TEACHER`)
     critic   returns, old_values
 
 Metrics are means over trained tokens whatever the aggregation: their sums are scaled so that the engine's one division
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from mrl.algorithms.aggregation import DENOMINATORS, token_weights
 from mrl.algorithms.correction import Correction, importance_weights
+from mrl.algorithms.distill import FromTeacher
 from mrl.algorithms.kl import kl_estimate
 from mrl.algorithms.policy import OBJECTIVES, RATIOS, Clip
 from mrl.algorithms.value import value_loss
@@ -59,13 +61,14 @@ class _Aggregated:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActorLoss(_Aggregated):
     """`sum_t w_t (c_t l_t + kl_coef KL_t - entropy_coef H_t)`: the policy's objective, its KL penalty, an entropy
-    bonus. It reports, as means over tokens:
+    bonus. With `distill` KL is the divergence from the teacher's distribution. It reports, as means over tokens:
 
         actor/ratio    r                                     actor/clip_fraction        where it was clipped
         actor/kl       KL(policy || reference), by k3        actor/approx_kl            KL(old || policy), by k3
         actor/entropy  H, where it is predicted              actor/clip_fraction_low    below 1, and _high above it
                                                              actor/importance_weight    c
                                                              actor/importance_limited   where c is not the ratio itself
+        actor/divergence    from the teacher, with `distill`     actor/teacher_tail     what it gives to other ids
     """
 
     objective: str = "clip"  # this and the next two: see `policy`
@@ -76,15 +79,22 @@ class ActorLoss(_Aggregated):
     kl_cap: float = 0.0
     entropy_coef: float = 0.0  # other than 0, predictions hold an entropy with gradient (`ctx["entropy"]`)
     correction: Correction | None = None  # None: c = 1
+    distill: FromTeacher | None = None  # with it, predicted log-probs are [T, 1 + K], the first of the sampled token
 
     def __call__(self, data: Batch, predictions: Mapping[str, Tensor], ctx: Ctx) -> tuple[Tensor, Ctx]:
-        log_probs_T = _trained(predictions["log_probs"], data)
+        log_probs = predictions["log_probs"]
+        log_probs_T = _trained(log_probs if self.distill is None else log_probs[:, 0], data)
         loss_T, report = self._policy(data, log_probs_T)
         if "ref_log_probs" in data.token_fields:
             report["actor/kl"] = kl_estimate(log_probs_T.detach(), _field(data, "ref_log_probs"), "k3")
         if "entropy" in predictions:
             report["actor/entropy"] = _trained(predictions["entropy"], data)
-        if self.kl_coef:
+        if self.distill is not None:
+            divergence_T, tail_T = self.distill(data, log_probs[:, 1:])
+            loss_T = loss_T + self.kl_coef * divergence_T
+            report["actor/divergence"] = divergence_T
+            report |= {"actor/teacher_tail": tail_T} if self.distill.tail else {}
+        elif self.kl_coef:
             ref_T = _field(data, "ref_log_probs")
             kl_T = kl_estimate(log_probs_T, ref_T, self.kl_estimator, cap=self.kl_cap)
             loss_T = loss_T + self.kl_coef * kl_T

@@ -40,7 +40,7 @@ class Recipe:
     clip_high: float = 0.2
     dual_clip: float = 0.0  # 0: none
     value_clip: float = 0.2  # 0: none
-    kl_in: str = "none"  # what the KL penalty is part of: none, reward or loss
+    kl_in: str = "none"  # what the KL penalty is part of: none, reward or loss; exact: of distributions, in the loss
     kl_estimator: str = "k3"
     kl_cap: float = 0.0  # 0: none
     kl_coef: float = 0.0
@@ -95,10 +95,10 @@ READ_WITH: Mapping[str, tuple[str, Callable[[Recipe], bool]]] = {
     "clip_high": ("algorithm.objective: clip or cispo", lambda r: r.objective in ("clip", "cispo")),
     "dual_clip": ("algorithm.objective: clip", lambda r: r.objective == "clip"),
     "value_clip": ("algorithm.advantage: gae", lambda r: r.needs_critic),
-    "kl_estimator": ("algorithm.kl_in: reward or loss", lambda r: r.kl_in != "none"),
+    "kl_estimator": ("algorithm.kl_in: reward or loss", lambda r: r.kl_in in ("reward", "loss")),
     "kl_cap": (
         "algorithm.kl_in: reward or loss and algorithm.kl_estimator: k3",
-        lambda r: r.kl_in != "none" and r.kl_estimator == "k3",
+        lambda r: r.kl_in in ("reward", "loss") and r.kl_estimator == "k3",
     ),
     "kl_coef": ("algorithm.kl_in: reward or loss", lambda r: r.kl_in != "none"),
     "kl_target": ("algorithm.kl_in: reward or loss", lambda r: r.kl_in != "none"),
@@ -110,17 +110,19 @@ READ_WITH: Mapping[str, tuple[str, Callable[[Recipe], bool]]] = {
 """A part that only counts beside another one, and with which."""
 
 
-def recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
+def recipe(name: str, overrides: Mapping[str, Any] | None = None, *, distill: bool = False) -> Recipe:
     """Returns the recipe `name` with the parts that `overrides` names (None: as it is).
+
+    distill: the divergence from a teacher's distributions is minimized itself, and its sampled KL is no reward.
 
     Raises ConfigError for a name that is not known, and for a part that nothing would read.
     """
     if name not in RECIPES:
         raise _unknown("algorithm.name", name, tuple(RECIPES))
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
-    made = dataclasses.replace(RECIPES[name], **given)
+    made = dataclasses.replace(RECIPES[name], **(given | ({"kl_in": "exact"} if distill else {})))
     for key, choices in CHOICES.items():
-        if getattr(made, key) not in choices:
+        if getattr(made, key) not in choices and not (distill and key == "kl_in"):
             raise _unknown(f"algorithm.{key}", getattr(made, key), choices)
     for key, value in given.items():
         needed, is_read = READ_WITH.get(key, ("", lambda _: True))
@@ -166,7 +168,7 @@ def actor_loss(recipe: Recipe, *, max_response_length: int) -> ActorLoss:
         objective=recipe.objective,
         ratio=recipe.ratio,
         clip=Clip(recipe.clip_low, recipe.clip_high, recipe.dual_clip),
-        kl_coef=recipe.kl_coef if recipe.kl_in == "loss" else 0.0,
+        kl_coef=recipe.kl_coef if recipe.kl_in in ("loss", "exact") else 0.0,
         kl_estimator=recipe.kl_estimator,
         kl_cap=recipe.kl_cap,
         entropy_coef=recipe.entropy_coef,

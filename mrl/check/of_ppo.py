@@ -119,7 +119,15 @@ def _with_models(config: PPOConfig, small: TwoSteps) -> PPOConfig:
             ref.model, path=ref.model.path and small.models["actor"].path, dtype=ref.model.dtype and small.dtype
         ),
         engine=ref.engine and small.engine(ref.engine, "actor"),
-    )
+        server=None,
+        others={
+            name: dataclasses.replace(
+                other, model=dataclasses.replace(other.model, path=small.models["actor"].path, dtype=small.dtype),
+                engine=other.engine and small.engine(other.engine, "actor"), server=None,
+            )
+            for name, other in ref.others.items()
+        },
+    )  # fmt: skip
     actor = dataclasses.replace(
         actor,
         model=small.model(actor.model, "actor"),

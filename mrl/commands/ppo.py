@@ -43,8 +43,10 @@ class PPO(TrainingCommand[PPOConfig]):
 
     def check(self, config: PPOConfig) -> None:
         from mrl.config.ppo_checks import check_ppo
+        from mrl.config.ppo_teacher_checks import check_opd
 
         check_ppo(config)
+        check_opd(config)
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
         return "reinforcement learning (it has the section actor)" if "actor" in raw else None
@@ -56,14 +58,14 @@ class PPO(TrainingCommand[PPOConfig]):
         return f"{close[0]} is an algorithm of `mrl ppo`; write mrl ppo CONFIG algorithm.name={close[0]}"
 
     def parts(self, config: PPOConfig) -> list[Part]:
-        from mrl.config.roles import ROLES, TRAINED, engine_of, model_of
+        from mrl.config.roles import TRAINED, engine_of, is_served, model_of, possible_roles
 
         return [
             Part(
                 role, model_of(config, role), engine_of(config, role), "value" if role == "critic" else "lm",
                 getattr(config, role).optimizer if role in TRAINED else None,
             )
-            for role in ROLES
+            for role in possible_roles(config) if not is_served(config, role)
         ]  # fmt: skip
 
     def needed(self, config: PPOConfig) -> Sequence[str]:
@@ -135,6 +137,7 @@ class PPO(TrainingCommand[PPOConfig]):
     def describe(self, config: PPOConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
         from mrl.algorithms.configured import configured_recipe
         from mrl.algorithms.recipes import in_words
+        from mrl.config.roles import is_served, section_of, teachers_of
         from mrl.launch.describe import micro_batch, processes
 
         train, per_iteration = config.train, config.steps_per_iteration
@@ -143,7 +146,14 @@ class PPO(TrainingCommand[PPOConfig]):
             f"{micro_batch(part.engine, config.max_length)}"
             for part, dims in zip(parts, layouts, strict=True)
         ]
+        lines += [
+            f"{role}: at {section_of(config, role).server.url}"
+            for role in teachers_of(config)
+            if is_served(config, role)
+        ]
         lines.append(f"algorithm: {in_words(configured_recipe(config.algorithm))}")
+        if config.algorithm.distill is not None:
+            lines.append(f"distill: {self._distill(config)}")
         lines.append(
             f"iteration: {config.prompts_per_iteration} prompts x {config.rollout.samples_per_prompt} samples, trained "
             f"on in {per_iteration} steps of {config.mini_batch_size} sequences"
@@ -161,6 +171,13 @@ class PPO(TrainingCommand[PPOConfig]):
             lines.append(f"rollout: vLLM inside the trainer, {engines}, with {memory} while sampling")
         return lines
 
+    def _distill(self, config: PPOConfig) -> str:
+        keys = config.algorithm.distill
+        assert keys is not None, "nothing is distilled"
+        kind = f"jsd (beta {keys.resolved_beta:g})" if keys.loss == "jsd" else keys.loss
+        ids = "the whole vocabulary" if keys.top_k is None else f"its {keys.top_k} likeliest tokens and the rest"
+        return f"{kind} to the teacher over {ids} at temperature {config.rollout.temperature:g}"
+
     def engine_config(self, config: PPOConfig, part: Part) -> RoleConfig:
         made = super().engine_config(config, part)
         return dataclasses.replace(made, head="value") if part.role == "reward" else made
@@ -168,7 +185,7 @@ class PPO(TrainingCommand[PPOConfig]):
     def phases(self, config: PPOConfig) -> Phases:
         from mrl.algorithms.configured import configured_recipe
         from mrl.config.phases import Phase
-        from mrl.config.roles import reference_is_base
+        from mrl.config.roles import is_served, reference_is_base
 
         recipe, rollout, size = configured_recipe(config.algorithm), config.rollout, config.train.global_batch_size
         inside = rollout.backend == "vllm" and not rollout.server.urls
@@ -181,6 +198,8 @@ class PPO(TrainingCommand[PPOConfig]):
             found.append(Phase("new weights to vLLM", "actor", "sample", size, handed_to_tp=rollout.server.tp))
             found.append(Phase("sampling by vLLM", "actor", "sample", size, engine_fraction=fraction))
         for role in self.needed(config):
+            if is_served(config, role):
+                continue
             of = "actor" if role == "reference" and reference_is_base(config) else role
             # the first update's own forward gives old log-probs where guards have found that both agree to the bit
             both = config.steps_per_iteration > 1 or not config.train.guards

@@ -21,6 +21,9 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "ref_model": ("reference.model.path",),
     "ref_model.path": ("reference.model.path",),
     "loss.center_rewards_coefficient": ("loss.centering",),
+    # NeMo-RL's distillation.
+    "algorithm.topk_logits_k": ("algorithm.distill.top_k",),
+    "algorithm.distill.topk_logits_k": ("algorithm.distill.top_k",),
     "teacher.alpha": ("teacher.weight",),
     # peft's LoraConfig.
     **{

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from mrl.config.checks import check_backend, check_micro_batch
@@ -102,6 +103,11 @@ def check_inference(config: InferenceConfig) -> None:
     refuse_unread(own, "by a command that trains nothing", advice)
     order = (pair for pair in changed(config.data, "data") if pair[0].path == "data.shuffle")
     refuse_unread(order, "here: rows are taken in their order", advice)
+    learned = (pair for pair in changed(config.data, "data") if pair[0].path == "data.teacher")
+    refuse_unread(learned, "by a command that trains nothing", advice)
+    if isinstance(config.data.eval, Mapping):
+        why = "names several sets of rows, and here they are one"
+        raise ConfigError("data.eval", why=why, fix="give one path, and run the command once for each")
     if config.rollout.backend == "recorded":
         raise ConfigError("rollout.backend", "recorded", "replays a run and asks no model", "give native or vllm")
     check_backend(config.model, config.engine)

@@ -8,6 +8,7 @@ steps, which make one iteration.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from mrl.config.build import build_section
@@ -24,12 +25,15 @@ from mrl.config.schema import (
     EngineConfig,
     LogConfig,
     LoraConfig,
+    OneTeacherConfig,
     OptimizerConfig,
     PolicyModelConfig,
     RowsConfig,
+    TeacherServerConfig,
     key,
+    other_teachers,
 )
-from mrl.config.sources import PromptShare, train_of
+from mrl.config.sources import PromptShare, Source, eval_of, train_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,17 @@ class ReferenceConfig:
         None,
         "take the actor's weights at the end of an iteration in which N more steps were made; null for never",
         minimum=1,
+    )
+    server: TeacherServerConfig | None = key(
+        None,
+        "with algorithm opd, a server that has the teacher, in place of an engine: vLLM, or mrl serve",
+        may_change=True,
+    )
+    others: Mapping[str, OneTeacherConfig] = key(
+        dict,
+        "with algorithm opd, further teachers by name, each with `model`, `engine` and `server` of its own; rows whose "
+        "`teacher`, or that of their source, names one learn from it, and all other rows from reference.model",
+        parse=other_teachers,
     )
 
 
@@ -159,6 +174,31 @@ class RolloutConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """What algorithm opd minimizes over distributions, as `teacher` has it of `mrl sft`."""
+
+    loss: Literal["forward_kl", "reverse_kl", "jsd"] = key(
+        "reverse_kl", "the divergence of the student's distributions from the teacher's"
+    )
+    beta: float | None = key(
+        None,
+        "of jsd: the teacher's share of the mixture that both are compared with; null is 0.5",
+        above=0,
+        maximum=0.999,
+    )
+    top_k: int | None = key(
+        64,
+        "token ids at which both are compared, the teacher's likeliest, beside one bucket for all others; null, or so "
+        "many as there are, is the whole vocabulary, exactly, in memory for that many numbers a token",
+        minimum=1,
+    )
+
+    @property
+    def resolved_beta(self) -> float:
+        return 0.5 if self.beta is None else self.beta
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """`name` chooses a recipe; null in a part means "as the recipe says" (mrl.algorithms.recipes)."""
 
@@ -180,6 +220,11 @@ class AlgorithmConfig:
     dual_clip: float | None = key(None, "bound of the ratio where the advantage is negative; 0 for none", minimum=0)
     value_clip: float | None = key(None, "how far a value may move from the old one; 0 for no bound", minimum=0)
     kl_in: str | None = key(None, "what the KL to the reference is taken from: none, reward or loss")
+    distill: DistillConfig | None = key(
+        None,
+        "with opd, the divergence from the teacher's distribution at each sampled token is minimized itself; null: the "
+        "sampled tokens' KL is their reward (docs/distill.md)",
+    )
     kl_estimator: str | None = key(None, "k1, k2 or k3")
     kl_cap: float | None = key(None, "largest k3 of a token, as 10 in verl; 0 for none", minimum=0)
     kl_coef: float | None = key(None, "coefficient of the KL, the first one where kl_target steers it", minimum=0)
@@ -204,8 +249,16 @@ class AlgorithmConfig:
 class PromptsConfig(RowsConfig):
     train: str | tuple[PromptShare, ...] = key(REQUIRED, TRAIN_HELP, moves=True, parse=train_of(PromptShare))
     mix_by: Literal["rows", "tokens"] = key("rows", MIX_BY_HELP, may_change=True)
-    eval: str | None = key(None, "evaluation rows, in the same forms", may_change=True)
+    eval: str | dict[str, Source] | None = key(
+        None,
+        "evaluation rows, in the same forms; or a mapping of names to sources, each with metrics of its own",
+        may_change=True,
+        parse=eval_of(Source),
+    )
     system: str | None = key(None, "a system message before every prompt")
+    teacher: str | None = key(
+        None, "name in reference.others of the teacher of rows that name none; null is reference.model"
+    )
     max_prompt_length: int = key(1024, "longest prompt in tokens", minimum=1)
     truncation: Literal["error", "left", "drop"] = key(
         "error", "what happens to a longer prompt: stop, cut its start, or leave it out; counted and reported"
@@ -238,7 +291,9 @@ class PPOTrainConfig:
     eval_samples: int = key(
         1, "completions per held-out prompt: 1 is greedy, k sampled ones give pass@k", minimum=1, may_change=True
     )
-    eval_prompts: int | None = key(None, "held-out prompts, the first N; null for all", minimum=1, may_change=True)
+    eval_prompts: int | None = key(
+        None, "held-out prompts, the first N of each set; null for all", minimum=1, may_change=True
+    )
     offload_idle: Literal["auto", "always", "never"] = key(
         "auto",
         "what roles keep on the device while another works: auto is nothing on a GPU, everything on a CPU",

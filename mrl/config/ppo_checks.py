@@ -24,7 +24,7 @@ from mrl.config.keys import Key, changed, listed
 from mrl.config.ppo import PPOConfig, PromptsConfig, RolloutConfig
 from mrl.config.recipes import OF_A_TEACHER
 from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, check_spec, label_of
-from mrl.config.roles import ROLES, TRAINED, engine_of, has_own_engine, model_of
+from mrl.config.roles import TRAINED, engine_of, has_own_engine, is_served, model_of, possible_roles
 from mrl.config.schema import EngineConfig
 from mrl.errors import ConfigError, Shown
 from mrl.metric_names import CONVERSATION_METRICS, PPO_METRICS
@@ -57,9 +57,9 @@ def check_ppo(config: PPOConfig) -> None:
     _check_sizes(config)
     _check_length(config)
     check_mix_by(config.data.train, config.data.mix_by)
-    for role in ROLES:
-        if has_own_engine(config, role):
-            _check_engine(config, role, getattr(config, role).engine)
+    for role in possible_roles(config):
+        if has_own_engine(config, role) and not is_served(config, role):
+            _check_engine(config, role, engine_of(config, role))
     for role in TRAINED:
         check_optimizer(getattr(config, role).optimizer, f"{role}.optimizer")
         check_muon(getattr(config, role).optimizer, model_of(config, role), engine_of(config, role), role)
@@ -72,7 +72,6 @@ def check_ppo(config: PPOConfig) -> None:
             "makes the policy that trains another one than the policy that sampled",
             "set it to 0, or train.guards to false to go on with it",
         )
-    _check_teacher(config)
     _check_rewards(config)
     check_rollout(config)
     check_cuda_graphs(config.rollout, config.actor.engine, "actor.engine")
@@ -159,7 +158,7 @@ def _check_engine(config: PPOConfig, role: str, engine: EngineConfig) -> None:
             "give both the same, or leave this one out",
         )
     if role not in TRAINED:
-        check_never_trains(engine, path, f"the {role}")
+        check_never_trains(engine, path, "the teacher" if role.startswith("reference.others.") else f"the {role}")
 
 
 def check_never_trains(engine: EngineConfig, path: str, who: str) -> None:
@@ -176,22 +175,6 @@ def check_never_trains(engine: EngineConfig, path: str, who: str) -> None:
     for name, (value, is_set) in backward.items():
         if is_set:
             raise ConfigError(f"{path}.{name}", value, f"is for training, and {who} never trains", "leave it out")
-
-
-def _check_teacher(config: PPOConfig) -> None:
-    """The teacher of on-policy distillation is the reference, and stays what it is."""
-    name, reference = config.algorithm.name, config.reference
-    if name not in OF_A_TEACHER:
-        return
-    if config.algorithm.kl_in not in (None, "reward"):
-        why = f"takes from algorithm.name {name} its reward, the KL to the teacher"
-        raise ConfigError("algorithm.kl_in", config.algorithm.kl_in, why, "leave it out")
-    if reference.model.path is None:
-        why = f"leaves algorithm.name {name} no teacher"
-        raise ConfigError("reference.model.path", None, why, "give the folder of one, with the actor's tokenizer")
-    if reference.update_every is not None:
-        why = f"would make the actor its own teacher, with algorithm.name {name}"
-        raise ConfigError("reference.update_every", reference.update_every, why, "leave it out")
 
 
 def _check_rewards(config: PPOConfig) -> None:
@@ -364,8 +347,20 @@ def written_metrics(config: PPOConfig) -> list[str]:
     names = [name for name in PPO_METRICS if name.startswith(kinds if config.data.eval is not None else kinds[1:])]
     if config.rollout.environment is None:
         names = [name for name in names if name not in CONVERSATION_METRICS]
-    plain = [name for name in names if "<label>" not in name]
-    return plain + [name.replace("<label>", label) for name in names if "<label>" in name for label in labels]
+    if config.algorithm.distill is None:
+        names = [name for name in names if name not in ("actor/divergence", "actor/teacher_tail")]
+    plain = [name for name in names if "<" not in name]
+    if isinstance(config.data.eval, Mapping):
+        plain += [f"eval/{of}/{name}" for of in config.data.eval for name in ("accuracy", "reward", "response_length")]
+    others = config.reference.others
+    filled = {"<label>": labels, "<teacher>": ["reference", *others] if others else []}
+    return plain + [
+        name.replace(place, value)
+        for name in names
+        for place, values in filled.items()
+        if place in name
+        for value in values
+    ]
 
 
 def refuse_unread(keys: Iterator[tuple[Key, object]], reason: str, advice: str) -> None:

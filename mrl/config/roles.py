@@ -1,7 +1,8 @@
 """The roles of `mrl ppo`: which a run has, and what each one's engine is built from.
 
 The actor is the policy that is trained; the critic estimates values; the reference is what the KL is measured against;
-the reward is a model that scores. What a role leaves null is the actor's.
+the reward is a model that scores. What a role leaves null is the actor's. A role has the name of its section: further
+teachers of on-policy distillation are `reference.others.NAME`.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.ppo import PPOConfig
+from mrl.config.recipes import OF_A_TEACHER
 from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
 from mrl.errors import ConfigError, ModelError
 
@@ -30,25 +32,60 @@ class Needs(Protocol):
     def needs_reference(self) -> bool: ...
 
 
+def teachers_of(config: PPOConfig) -> tuple[str, ...]:
+    """Returns the reference and what stands beside it, each of which other rows may name, in the order of their
+    numbers."""
+    return ("reference", *(f"reference.others.{name}" for name in config.reference.others))
+
+
+def teacher_names(config: PPOConfig) -> list[str] | None:
+    """Returns the names of teachers beside the first, which rows may give; None where the algorithm has none."""
+    return list(config.reference.others) if config.algorithm.name in OF_A_TEACHER else None
+
+
+def frozen_roles(config: PPOConfig) -> tuple[str, ...]:
+    """Returns roles whose weights stay those of their folders, so that no checkpoint needs to hold them."""
+    starts_anew = config.reference.model.path is None and config.actor.model.init != "pretrained"
+    changes = starts_anew or config.reference.update_every is not None
+    return ("reward",) if changes else ("reward", *teachers_of(config))
+
+
+def possible_roles(config: PPOConfig) -> tuple[str, ...]:
+    """Returns the roles that a run may have."""
+    return ("actor", "critic", *teachers_of(config), "reward")
+
+
+def section_of(config: PPOConfig, role: str) -> Any:
+    """Returns the section of a role."""
+    name = role.removeprefix("reference.others.")
+    return getattr(config, role) if name == role else config.reference.others[name]
+
+
+def is_served(config: PPOConfig, role: str) -> bool:
+    """Returns whether a server has the role's model, and no engine here."""
+    return role.startswith("reference") and section_of(config, role).server is not None
+
+
 def roles_of(config: PPOConfig, needs: Needs) -> tuple[str, ...]:
-    """Returns the roles that the run has, in the order of `ROLES`."""
+    """Returns the roles that the run has, in the order of `possible_roles`, also those that servers have."""
     has = {
         "actor": True,
         "critic": needs.needs_critic,
-        "reference": needs.needs_reference,
+        **dict.fromkeys(teachers_of(config), needs.needs_reference),
         "reward": config.reward.model.path is not None,
     }
-    return tuple(role for role in ROLES if has[role])
+    return tuple(role for role in possible_roles(config) if has[role])
 
 
 def has_own_engine(config: PPOConfig, role: str) -> bool:
     """Returns whether the role's section names an engine; otherwise the actor's serves for it."""
-    return getattr(config, role).engine is not None
+    return section_of(config, role).engine is not None
 
 
 def engine_of(config: PPOConfig, role: str) -> EngineConfig:
     """Returns the role's engine as the config has it, or the actor's."""
-    return getattr(config, role).engine or config.actor.engine
+    engine: EngineConfig | None = section_of(config, role).engine
+    return engine or config.actor.engine
 
 
 def model_of(config: PPOConfig, role: str) -> ModelConfig:
@@ -56,7 +93,7 @@ def model_of(config: PPOConfig, role: str) -> ModelConfig:
     actor = config.actor.model
     if role == "actor":
         return actor
-    own = getattr(config, role).model
+    own = section_of(config, role).model
     lora = config.critic.model.lora if role == "critic" else None
     made = dataclasses.replace(actor, dtype=own.dtype or actor.dtype, lora=lora, mtp=None)
     return made if own.path is None else dataclasses.replace(made, path=own.path, init="pretrained")
@@ -78,7 +115,7 @@ def role_configs(config: PPOConfig, folders: Mapping[str, str], needs: Needs) ->
     `engine.set_total_steps`."""
     made: dict[str, RoleConfig] = {}
     for role in roles_of(config, needs):
-        if role == "reference" and reference_is_base(config):
+        if (role == "reference" and reference_is_base(config)) or is_served(config, role):
             continue
         engine = engine_of(config, role)
         tokens = micro_batch_tokens(engine.micro_batch, config.max_length)

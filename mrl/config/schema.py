@@ -396,8 +396,8 @@ class OneTeacherConfig:
     )
 
 
-def _other_teachers(raw: Any, path: str) -> dict[str, OneTeacherConfig]:
-    """Returns `teacher.others`."""
+def other_teachers(raw: Any, path: str) -> dict[str, OneTeacherConfig]:
+    """Returns `teacher.others`, or `reference.others` of `mrl ppo`."""
     if raw is None:
         return {}
     if not isinstance(raw, Mapping):
@@ -417,7 +417,7 @@ class TeacherConfig(OneTeacherConfig):
         dict,
         "further teachers by name, each with `model`, `engine` and `server` of its own; rows whose `teacher`, or that "
         "of their source, names one learn from it, and all other rows from teacher.model",
-        parse=_other_teachers,
+        parse=other_teachers,
     )
     loss: Literal["forward_kl", "reverse_kl", "jsd"] = key(
         "forward_kl", "the divergence of the student's distributions from the teacher's"

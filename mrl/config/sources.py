@@ -116,6 +116,8 @@ class ScoredShare(ScoredSource, Share):
 class PromptShare(Share):
     """A source of data.train of `mrl ppo`, whose chat template and system text sampler and reward model have too."""
 
+    teacher: str | None = key(None, "name in reference.others of the teacher of its rows")
+
 
 S = TypeVar("S", bound=Share)
 E = TypeVar("E", bound=Source)

@@ -1,21 +1,23 @@
-"""Checks of the section `teacher` of `mrl sft` and of names of teachers: pure arithmetic, before any process starts."""
+"""Checks of teachers, of `mrl sft` and `mrl ppo`, and of their names: pure arithmetic, before any process starts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from mrl.config.checks import check_backend, check_micro_batch
 from mrl.config.keys import changed
+from mrl.config.ppo import PromptsConfig, ReferenceConfig
 from mrl.config.ppo_checks import check_never_trains, refuse_unread
-from mrl.config.schema import OneTeacherConfig, SFTConfig, TeacherConfig
+from mrl.config.schema import DataConfig, OneTeacherConfig, SFTConfig
+from mrl.config.sources import PromptShare, SFTShare
 from mrl.errors import ConfigError, Shown
 
 
 def check_teacher(config: SFTConfig) -> None:
     """Raises ConfigError where keys of `teacher` contradict each other or one would be left unread."""
     teacher = config.teacher
+    check_names(config.data, {} if teacher is None else teacher.others, "teacher.others")
     if teacher is None:
-        _check_names(config)
         return
     if config.model.mtp is not None:
         why = "predicts one label for each token, and a teacher compares several"
@@ -25,14 +27,14 @@ def check_teacher(config: SFTConfig) -> None:
         raise ConfigError("teacher.beta", Shown(f"{teacher.beta:g}"), why, "leave it out; it is of jsd")
     for key, one in teacher.by_key.items():
         _check_one(config, key, one)
-    _check_names(config)
 
 
 def _check_one(config: SFTConfig, key: str, teacher: OneTeacherConfig) -> None:
     """Where one of the teachers runs. key: of its section."""
     assert config.teacher is not None, "no teacher"
     if teacher.server is not None:
-        _check_server(config.teacher, key, teacher)
+        keys = config.teacher
+        check_server(key, teacher, ("teacher.top_k", keys.top_k), ("teacher.temperature", keys.temperature))
         return
     if teacher.engine is not None:
         length = config.data.max_length
@@ -41,35 +43,40 @@ def _check_one(config: SFTConfig, key: str, teacher: OneTeacherConfig) -> None:
         check_backend(config.teacher_model(teacher.model), teacher.engine, key)
 
 
-def _check_names(config: SFTConfig) -> None:
-    """Teachers that rows are given by name."""
-    data = config.data
+def check_names(data: DataConfig | PromptsConfig, others: Collection[str], of: str) -> None:
+    """Teachers that rows are given by name. others: the names there are. of: their key."""
     given = {"data.teacher": data.teacher}
     if not isinstance(data.train, str):
-        given |= {f"data.train[{i}].teacher": source.teacher for i, source in enumerate(data.train)}
-    if isinstance(data.eval, Mapping):
+        sources: Sequence[SFTShare | PromptShare] = data.train
+        given |= {f"data.train[{i}].teacher": source.teacher for i, source in enumerate(sources)}
+    if isinstance(data, DataConfig) and isinstance(data.eval, Mapping):
         given |= {f"data.eval.{name}.teacher": source.teacher for name, source in data.eval.items()}
-    others = {} if config.teacher is None else config.teacher.others
     for key, name in given.items():
         if name is not None and name not in others:
             known = f"give one of {', '.join(others)}" if others else "give it there, as {math: {model: {path: DIR}}}"
-            raise ConfigError(key, name, "is no teacher of teacher.others", known)
+            raise ConfigError(key, name, f"is no teacher of {of}", known)
 
 
-def _check_server(section: TeacherConfig, key: str, teacher: OneTeacherConfig) -> None:
-    """What a server is not asked for, and what it cannot give. section: with what all teachers share."""
-    assert teacher.server is not None, "no server"
+def check_server(
+    key: str,
+    teacher: OneTeacherConfig | ReferenceConfig,
+    top_k: tuple[str, int | None] | None,
+    temperature: tuple[str, float],
+) -> None:
+    """What a server is not asked for, and what it cannot give. top_k: key and value, None where no others are compared;
+    temperature: likewise."""
+    server = teacher.server
+    assert server is not None, "no server"
     unread = (pair for pair in changed(teacher, key) if pair[0].path == f"{key}.engine")
     refuse_unread(unread, f"beside {key}.server", "leave one of them out")
     if teacher.model.dtype is not None:
         why = f"is not used beside {key}.server, which has its own"
         raise ConfigError(f"{key}.model.dtype", teacher.model.dtype, why, "leave it out")
-    if section.top_k is None:
+    if top_k is not None and top_k[1] is None:
         why = "is the whole vocabulary, which no server gives"
-        raise ConfigError("teacher.top_k", None, why, f"give 20, which servers give by default, or use {key}.engine")
-    if section.temperature != 1:
+        raise ConfigError(top_k[0], None, why, f"give 20, which servers give by default, or use {key}.engine")
+    if temperature[1] != 1:
         why = "is not what a server's log-probs are taken at, which is 1"
-        shown = Shown(f"{section.temperature:g}")
-        raise ConfigError("teacher.temperature", shown, why, f"set it to 1, or use {key}.engine")
-    if not teacher.server.url.startswith(("http://", "https://")):
-        raise ConfigError(f"{key}.server.url", teacher.server.url, "is no URL", "write it as http://host:8000")
+        raise ConfigError(temperature[0], Shown(f"{temperature[1]:g}"), why, f"set it to 1, or use {key}.engine")
+    if not server.url.startswith(("http://", "https://")):
+        raise ConfigError(f"{key}.server.url", server.url, "is no URL", "write it as http://host:8000")

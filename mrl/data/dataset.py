@@ -150,6 +150,10 @@ class RowDataset(abc.ABC, Generic[T]):
         except DataError as e:
             raise DataError(where, why=str(e)) from None
 
+    def first_rows(self) -> list[tuple[dict[str, Any], str]]:
+        """Returns `first_row` of each source."""
+        return [self.first_row()]
+
     def first_row(self) -> tuple[dict[str, Any], str]:
         """Returns the first row that can be read, and its `file:line`. Raises DataError where there is none."""
         for index in range(len(self)):
@@ -215,19 +219,9 @@ class SFTDataset(RowDataset[Example]):
         if isinstance(fitted, Rejected):
             return fitted
         if self._teachers is not None:
-            fitted = dataclasses.replace(fitted, teacher=self._teacher_of(row, self._teachers))
+            teacher = teacher_of(row, self.config.teacher, self._teachers, "teacher.others")
+            fitted = dataclasses.replace(fitted, teacher=teacher)
         return fitted if weight == 1 else dataclasses.replace(fitted, mask=[weight * w for w in fitted.mask])
-
-    def _teacher_of(self, row: dict[str, Any], others: list[str]) -> int:
-        """Returns the number of a row's teacher, 0 for the first. others: names of those beside it. Raises BadRow."""
-        name = self.config.teacher if row.get("teacher") is None else row["teacher"]
-        if name is None:
-            return 0
-        if name not in others:
-            known = f"give one of {', '.join(others)}" if others else "give it in teacher.others"
-            rename = "rename the field with data.columns={teacher: teacher_unused}"
-            raise BadRow(f"teacher is {name!r:.40}, which teacher.others has not; {known}, or {rename}")
-        return 1 + others.index(name)
 
     def tokens_of(self, item: Example) -> int:
         return len(item.ids)
@@ -273,6 +267,21 @@ class SFTDataset(RowDataset[Example]):
                 f"has nothing to train on: none of its {len(ids)} tokens trains (the first never does); remove the row"
             )
         return Example(ids, mask, too_long, row.inputs)
+
+
+def teacher_of(row: dict[str, Any], of_source: str | None, teachers: Sequence[str], key: str) -> int:
+    """Returns the number of a row's teacher, 0 for the first. Raises BadRow.
+
+    of_source: the one of rows that name none. teachers: names of those beside the first, which stand in `key`.
+    """
+    name = of_source if row.get("teacher") is None else row["teacher"]
+    if name is None:
+        return 0
+    if name not in teachers:
+        known = f"give one of {', '.join(teachers)}" if teachers else f"give it in {key}"
+        rename = "rename the field with data.columns={teacher: teacher_unused}"
+        raise BadRow(f"teacher is {name!r:.40}, which {key} has not; {known}, or {rename}")
+    return 1 + teachers.index(name)
 
 
 def check_text_alone(content: Chat | Pair | Text | Tokens) -> None:

@@ -94,6 +94,9 @@ class MixedDataset(RowDataset[T]):
         number, row = self.find(index)
         return self.sources[number].load(row)
 
+    def first_rows(self) -> list[tuple[dict[str, Any], str]]:
+        return [source.first_row() for source in self.sources]
+
     def first_row(self) -> tuple[dict[str, Any], str]:
         return self.sources[0].first_row()
 

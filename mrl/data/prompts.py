@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from mrl.config.ppo import PromptsConfig
-from mrl.data.dataset import Rejected, RowDataset
+from mrl.data.dataset import Rejected, RowDataset, teacher_of
 from mrl.data.encode import NO_TEMPLATE
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Question, detect_prompt_form, parse_prompt
+from mrl.data.rows import Part
 from mrl.data.stream import Report, RowStream, count_usable, may_leave_out
 from mrl.data.turns import TurnEncoder
 from mrl.errors import DataError
@@ -27,6 +29,7 @@ class Prompt:
     content: str | list[dict[str, Any]]  # the prompt as text or messages, as rewards get it
     tokens: list[int]  # what the policy is given, generation prompt included
     truncated: bool = False  # whether their start was cut
+    teacher: int = 0  # the number of the one that the policy learns from, of on-policy distillation
 
     @property
     def asked(self) -> Chat | Question:
@@ -43,9 +46,22 @@ class PromptDataset(RowDataset[Prompt]):
     """Rows as prompts of at most data.max_prompt_length tokens; see mrl/data/formats.py for the forms they may have.
 
     A text becomes a user turn where the tokenizer has a chat template, and is taken as it is where it has none.
+    teachers: names of those beside the first; None where rows have none.
     """
 
     config: PromptsConfig
+
+    def __init__(
+        self,
+        config: PromptsConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        part: Part = "train",
+        vocab_size: int | None = None,
+        teachers: Sequence[str] | None = None,
+    ) -> None:
+        self._teachers = teachers
+        super().__init__(config, tokenizer, part=part, vocab_size=vocab_size)
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._encoder = TurnEncoder(tokenizer, self.config.system)
@@ -71,7 +87,10 @@ class PromptDataset(RowDataset[Prompt]):
                 case "left":
                     ids = ids[-limit:]
         content = asked.messages if isinstance(asked, Chat) else asked.text
-        return Prompt(index, self.where(index), row, content, ids, too_long)
+        teacher = 0
+        if self._teachers is not None:
+            teacher = teacher_of(row, self.config.teacher, self._teachers, "reference.others")
+        return Prompt(index, self.where(index), row, content, ids, too_long, teacher)
 
     def tokens_of(self, item: Prompt) -> int:
         return len(item.tokens)
@@ -101,7 +120,7 @@ class PromptSource(RowStream[Prompt]):
         return count_usable(self.dataset)[0] if may_leave_out(self.dataset.config) else len(self.dataset)
 
 
-def first_prompts(dataset: PromptDataset, count: int | None = None, report: Report | None = None) -> list[Prompt]:
+def first_prompts(dataset: RowDataset[Prompt], count: int | None = None, report: Report | None = None) -> list[Prompt]:
     """Returns the first `count` prompts that can be used, or all, in the order of their rows; it fills `report`.
 
     Raises DataError where there is none.

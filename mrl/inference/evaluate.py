@@ -77,11 +77,11 @@ def evaluate(config: EvalConfig, place: PlaceConfig, console: Console, command_l
         say_left_out(console, "eval", report.counts, report.notes)
         console.doing("starting the reward functions")
         scores = Scoring(
-            config.rewards, reports=None, on_main=model.dispatch.on_main, first=rows.first_row(), say=console.say
+            config.rewards, reports=None, on_main=model.dispatch.on_main, first=rows.first_rows(), say=console.say
         )
         ends.callback(scores.close)
         evaluation = Evaluation(
-            prompts, model.rollouts, scores, samples=samples, prompts_at_once=max(1, AT_ONCE // samples),
+            {"": prompts}, model.rollouts, scores, samples=samples, prompts_at_once=max(1, AT_ONCE // samples),
             doing=console.doing, stop_requested=lambda: False, seen=lambda step, *seen: found.append(seen),
         )  # fmt: skip
         metrics = evaluation.run(0)

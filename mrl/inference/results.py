@@ -212,7 +212,8 @@ def check_comparable(config: EvalConfig, saved: Mapping[str, Any]) -> None:
             why = f"was scored by {reward} with {name} {show(theirs[name])}, and this is with {show(ours[name])}"
             raise ConfigError("--against", why=why, fix="evaluate both by the same reward")
     known = {row["row"] for row in saved["rows"]}
-    rows = open_rows(config.data.eval or "", split=config.data.split, part="eval")
+    assert isinstance(config.data.eval, str), "a task has one set of rows"
+    rows = open_rows(config.data.eval, split=config.data.split, part="eval")
     for index in range(len(rows)):
         with contextlib.suppress(BadRow):  # which the evaluation has words for
             if row_key(rename_fields(rows[index], config.data.columns)) in known:

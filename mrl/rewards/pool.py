@@ -75,9 +75,9 @@ class RewardPool:
         timeout_s: float,
         concurrency: int = 16,
         retries: Retries | None = None,
-        first: Sample | None = None,
+        first: Sequence[Sample] = (),
     ) -> None:
-        self._setup = Setup(tuple(rewards), timeout_s, first)
+        self._setup = Setup(tuple(rewards), timeout_s, tuple(first))
         self._concurrency = concurrency
         self._processes: list[Process] = []
         self._finalizer = weakref.finalize(self, _kill_all, self._processes, os.getpid())

@@ -31,8 +31,8 @@ class Scorer:
     """Holds the pool of processes that score.
 
     path: where in the config `config` was written. reports: the folder that faults are written to, with completion and
-    traceback; None: they are not. first: a sample with a row of the data. Raises ConfigError where a function cannot be
-    loaded, or, where a fault would stop the run, names a field that the row of `first` lacks.
+    traceback; None: they are not. first: samples with the first row of each source of the data. Raises ConfigError
+    where a function cannot be loaded, or, where a fault would stop the run, names a field that one of these rows lacks.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Scorer:
         config: RewardsConfig,
         path: str = "rewards",
         reports: pathlib.Path | None = None,
-        first: Sample | None = None,
+        first: Sequence[Sample] = (),
     ) -> None:
         self.config, self.path, self.reports = config, path, reports
         self.labels = tuple(label_of(reward) for reward in config.functions)
         self._pool = RewardPool(
             [(f"{path}.functions[{i}]", reward) for i, reward in enumerate(config.functions)],
             workers=config.workers, timeout_s=config.timeout_s, concurrency=config.concurrency,
-            retries=Retries(config.retries, config.retry_wait_s), first=first if config.on_error == "stop" else None,
+            retries=Retries(config.retries, config.retry_wait_s), first=first if config.on_error == "stop" else (),
         )  # fmt: skip
 
     def __enter__(self) -> Scorer:

@@ -19,6 +19,7 @@ import pickle
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,8 +37,8 @@ class Setup:
 
     rewards: tuple[tuple[str, Reward], ...]  # with the config key of each
     timeout_s: float
-    first: Sample | None = None
-    """A sample whose row must have what the functions name; None: rows are seen when they are scored."""
+    first: Sequence[Sample] = ()
+    """Samples whose rows must have what the functions name; without, rows are seen when they are scored."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,14 +221,15 @@ def die_with(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def _load(reward: Reward, key: str, first: Sample | None) -> RewardCall:
-    """Returns the function. Raises ConfigError where it cannot be loaded, or cannot be given the row of `first`."""
+def _load(reward: Reward, key: str, first: Sequence[Sample]) -> RewardCall:
+    """Returns the function. Raises ConfigError where it cannot be loaded, or cannot be given a row of `first`."""
     function = load_reward(reward, key)
-    if first is not None and isinstance(reward, FunctionReward):
-        try:
-            function.arguments([first], START)
-        except ValueError as error:
-            raise ConfigError(f"{key}.function", why=f"{reward.function}: row {first.where}: {error}") from None
+    if isinstance(reward, FunctionReward):
+        for sample in first:
+            try:
+                function.arguments([sample], START)
+            except ValueError as error:
+                raise ConfigError(f"{key}.function", why=f"{reward.function}: row {sample.where}: {error}") from None
     return function
 
 

@@ -45,6 +45,11 @@ class TeacherServer:
 
     def top(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
         """Returns the `count` likeliest ids [N, count] int32 after the trained places, and their log-probs, fp32."""
+        ids, log_probs, _ = self.top_and_labels(batch, count)
+        return ids, log_probs
+
+    def top_and_labels(self, batch: Batch, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns what `top` does, and [N] fp32 the log-probs of the labels there. count: may be 0."""
         lengths = batch.lengths.tolist()
         parts = zip(*(field.split(lengths) for field in (batch.tokens, batch.labels, batch.loss_mask)), strict=True)
         texts = [([*tokens.tolist(), int(labels[-1])], mask.nonzero()[:, 0].tolist()) for tokens, labels, mask in parts]
@@ -52,17 +57,24 @@ class TeacherServer:
             rows = [
                 row for found in pool.map(lambda text: self._of_text(text[0], text[1], count), texts) for row in found
             ]
-        ids = torch.tensor([[token for token, _ in row] for row in rows], dtype=torch.int32)
-        return ids.view(-1, count), torch.tensor([[lp for _, lp in row] for row in rows]).view(-1, count)
+        tops, of_labels = [row for row, _ in rows], torch.tensor([log_prob for _, log_prob in rows])
+        ids = torch.tensor([[token for token, _ in row] for row in tops], dtype=torch.int32)
+        log_probs = torch.tensor([[log_prob for _, log_prob in row] for row in tops])
+        return ids.view(len(rows), count), log_probs.view(len(rows), count), of_labels
 
-    def _of_text(self, ids: Sequence[int], places: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
-        """Returns (id, log-prob) of the likeliest tokens after each of the places, the likeliest first."""
+    def _of_text(
+        self, ids: Sequence[int], places: Sequence[int], count: int
+    ) -> list[tuple[list[tuple[int, float]], float]]:
+        """Returns, of each of the places, (id, log-prob) of the likeliest tokens after it, the likeliest first, and the
+        log-prob of the one that is there."""
         body = {
-            "model": self.name, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count,
+            "model": self.name, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0,
+            "prompt_logprobs": max(1, count),
         }  # fmt: skip
         answer = self.http.post(COMPLETIONS, body)
         try:
-            return [_largest(answer["choices"][0]["prompt_logprobs"][place + 1], count) for place in places]
+            found = [(answer["choices"][0]["prompt_logprobs"][place + 1], str(ids[place + 1])) for place in places]
+            return [(_largest(each, count), float(each[label]["logprob"])) for each, label in found]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise self.http.error(
                 f"{COMPLETIONS} answered otherwise than expected ({error!r}); see docs/distill.md for what works"

@@ -46,6 +46,10 @@ CASES = [
     Case("recompute of a reference", "reference.engine.recompute", ("never trains",), ("reference.engine.recompute=full",)),
     Case("recompute_modules of a reference", "reference.engine.recompute_modules", ("never trains",), ("reference.engine={recompute: selective, recompute_modules: [mlp]}",)),
     Case("optimizer of a reference", "reference.engine.offload", ("never trains",), ("reference.engine.offload=[optimizer]",)),
+    # Teachers.
+    Case("a teacher that is not there", "data.teacher", ("is no teacher of reference.others", "give it there"), ("algorithm.name=opd", "reference.model.path=model", "data.teacher=math")),
+    Case("distributions without a teacher", "algorithm.distill", ("algorithm.name grpo has no teacher", "set algorithm.name to opd"), ("algorithm.distill.top_k=8",)),
+    Case("NeMo-RL's name of a key", "algorithm.topk_logits_k", ("did you mean algorithm.distill.top_k?",), ("algorithm.topk_logits_k=8",)),
     # What scores.
     Case("no rewards", "rewards", ("nothing to learn from", "rollout.environment"), ("rewards=null",)),
     Case("rewards of weight 0", "rewards.functions", ("nothing to learn from",), ("rewards.functions=[{name: gsm8k, weight: 0}]",)),

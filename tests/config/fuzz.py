@@ -46,9 +46,9 @@ from tests.bad_input.mistakes import CONFIG, DPO_CONFIG, PPO_CONFIG, RM_CONFIG, 
 from tests.trainers.tiny_runs import load_example
 
 LIMIT_S, LIMIT_CHARACTERS = 5.0, 400
-REQUIRED_BESIDE = {
-    "teacher.": ("teacher.model.path", "t"), "teacher.server.": ("teacher.server.url", "http://h:1"),
-}  # fmt: skip
+REQUIRED_BESIDE = {"teacher.": ("teacher.model.path", "t")} | {
+    f"{role}.server.": (f"{role}.server.url", "http://h:1") for role in ("teacher", "reference")
+}
 """Of sections that may be null: what has to be there where one is -> a key and its value."""
 FILES = {"sft": "config.yaml", "ppo": "ppo.yaml", "dpo": "dpo.yaml", "rm": "rm.yaml", "serve": "serve.yaml"}
 BASES = {"sft": CONFIG, "ppo": PPO_CONFIG, "dpo": DPO_CONFIG, "rm": RM_CONFIG, "serve": SERVE_CONFIG}

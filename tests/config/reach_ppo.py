@@ -93,11 +93,13 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def make(folder: pathlib.Path) -> pathlib.Path:
-    """Those of tests/resume/rl, a reward model, rows in other forms and with faults, an environment, more rewards."""
+    """Those of tests/resume/rl, a reward model, a model of other weights, rows in other forms and with faults, an environment, more rewards."""
     rl_runs.make_inputs(folder)
     tokenizer = load_example("arithmetic/make_data.py").make_tokenizer()
     tiny.make_model(str(folder / "judge"), "qwen3", vocab=len(tokenizer), head="value")
     tokenizer.save_pretrained(folder / "judge")
+    tiny.make_model(str(folder / "teacher"), "qwen3", vocab=len(tokenizer), seed=5)
+    tokenizer.save_pretrained(folder / "teacher")
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     write = lambda name, lines: (folder / name).write_text("".join(f"{line}\n" for line in lines))  # noqa: E731
     write("other.jsonl", [json.dumps({**row, "prompt": "9+9="}) for row in rows])

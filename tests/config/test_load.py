@@ -214,12 +214,15 @@ def test_plain_data_holds_every_key(root, raw):
     else:
         full = merged(raw, own | {"reward": {"engine": {}, "model": {"path": "r"}}})
         full = merged(full, {"actor": adapters, "critic": adapters})
-        others = ({"actor": {"model": {"mtp": {}}}},)
+        opd = {
+            "algorithm": {"name": "opd", "distill": {}},
+            "reference": {"model": {"path": "t"}, "server": {"url": "http://h:1"}},
+        }
+        others = ({"actor": {"model": {"mtp": {}}}}, opd)
     beside = {path for of in others for path in leaves(to_dict(from_dict(merged(raw, of), root)))}
-    beside = {path for path in beside if "teacher.server." in path or ".mtp." in path}
-    assert leaves(to_dict(from_dict(full, root))) - {"teacher.server", "model.mtp", "actor.model.mtp"} | beside == {
-        key.path for key in walk(root)
-    }
+    beside = {path for path in beside if any(part in path for part in (".server.", ".mtp.", ".distill."))}
+    null = {"teacher.server", "model.mtp", "actor.model.mtp", "reference.server", "algorithm.distill"}
+    assert leaves(to_dict(from_dict(full, root))) - null | beside == {key.path for key in walk(root)}
 
 
 @ROOTS

@@ -27,6 +27,14 @@ from tests.trainers.tiny_runs import REPO
 TWICE, THREE = {"train.steps": 2}, {"train.steps": 3}
 AGAIN = {"algorithm.epochs": 2, "train.steps": 2}  # the second step is made off policy
 MOVED = AGAIN | {"train.global_batch_size": 8, "algorithm.epochs": 4, "train.steps": 4}  # and far from it
+OPD = {
+    "algorithm.name": "opd",
+    "reference.model.path": "{inputs}/teacher",
+    "train.guards": False,
+    "data.shuffle": False,
+}
+OVER_DISTRIBUTIONS = OPD | {"algorithm.distill.top_k": 3}
+SECOND = {"second": {"model": {"path": "{inputs}/plain"}}}  # the student's own weights
 PPO = {"algorithm.name": "ppo", "critic.optimizer.lr": 1e-2, "critic.optimizer.schedule": "constant"}
 EVAL = {"data.eval": "{inputs}/eval.jsonl"}
 IN_ORDER = {"data.shuffle": False}
@@ -40,6 +48,7 @@ BEST = {"checkpoint.best": "reward/digits/mean", "train.steps": 6, "checkpoint.k
 
 advantages, completions, prompts = sampled("advantage"), sampled("completion"), sampled("prompt")
 metric = looks.metric
+divergence = metric("actor/divergence")
 loss, kl_coef, iteration = metric("actor/loss"), metric("actor/kl_coef"), metric("iteration")
 
 
@@ -80,6 +89,11 @@ ALGORITHM = [
     moves("algorithm.value_clip", 1e-9, metric("critic/clip_fraction"), PPO | AGAIN),
     Row("algorithm.kl_in", looks.steps_with("actor/kl_coef"), [(DEFAULT, [1]), ("none", [])]),
     moves("algorithm.kl_in", "reward", loss, AGAIN | {"algorithm.kl_coef": 0.5}, "reward"),
+    Row("algorithm.distill.loss", same(divergence, "algorithm.distill.loss", "reverse_kl"),
+        [(DEFAULT, True), ("forward_kl", False), ("jsd", False)], OVER_DISTRIBUTIONS),
+    Row("algorithm.distill.beta", same(divergence, "algorithm.distill.beta", 0.5), [(DEFAULT, True), (0.1, False)],
+        OVER_DISTRIBUTIONS | {"algorithm.distill.loss": "jsd"}),
+    Row("algorithm.distill.top_k", looks.is_in_metrics("actor/teacher_tail"), [(3, True), (None, False)], OPD),
     moves("algorithm.kl_estimator", "k1", loss, AGAIN),
     moves("algorithm.kl_cap", 1e-9, loss, AGAIN),
     Row("algorithm.kl_coef", kl_coef, [(DEFAULT, [0.04]), (0.5, [0.5])]),
@@ -164,6 +178,9 @@ REWARDS = [
     Row("reward.model.path", reach_ppo.metric_names("reward/model"),
         [(DEFAULT, []), (JUDGE["reward.model.path"], ["reward/model/mean", "reward/model/std"])]),
     moves("reward.weight", 2.0, metric("reward/mean"), JUDGE),
+    Row("reference.others", reach_ppo.metric_names("actor/sequence_kl/"),
+        [(SECOND, ["actor/sequence_kl/second"])], OPD | {"data.teacher": "second"}),
+    Row("reference.others", reach_ppo.metric_names("actor/sequence_kl/"), [(DEFAULT, [])], OPD, what="none"),
     Row("reference.update_every", lambda run: run.metrics[-1]["actor/sequence_kl"] == 0, [(DEFAULT, False), (1, True)], THREE),
 ]  # fmt: skip
 REWARDS = [dataclasses.replace(r, key="rewards", what=r.key) if r.key.startswith("rewards.") else r for r in REWARDS]
@@ -177,11 +194,16 @@ DATA = [
     Row("data.mix_by", sampled("index"), [(DEFAULT, [0, 0, 10, 10, 1, 1]), ("tokens", [0, 0, 10, 10, 11, 11])],
         IN_ORDER | {"data.train": ["{inputs}/train.jsonl", "{inputs}/other.jsonl"], "train.global_batch_size": 6}),
     Row("data.eval", looks.steps_with("eval/accuracy"), [(DEFAULT, []), (EVAL["data.eval"], [1])]),
+    Row("data.eval", reach_ppo.metric_names("eval/b/"),
+        [({"a": "{inputs}/eval.jsonl", "b": "{inputs}/train.jsonl"}, ["eval/b/accuracy", "eval/b/response_length", "eval/b/reward"])],
+        what="sets"),
     Row("data.split", sampled("prompt"), [(DEFAULT, ["10+30+1=", "10+30+1=", "11+37+1+1=", "11+37+1+1="]), ("more", ["15+25=", "15+25=", "16+32+1=", "16+32+1="])],
         IN_ORDER | {"data.train": "{inputs}/saved"}),
     Row("data.columns", lambda run: len(set(map(str, prompts(run)))),
         [(DEFAULT, Refusal("DataError", "data.columns")), ({"question": "prompt"}, 2)], {"data.train": "{inputs}/renamed.jsonl"}),
     moves("data.chat_template", "{inputs}/plain.jinja", sampled("tokens")),
+    Row("data.teacher", lambda run: run.metrics[0]["actor/kl"] == 0, [(DEFAULT, False), ("second", True)],
+        OPD | {"reference.others": SECOND}),
     moves("data.system", "1+1=2", sampled("tokens"), {"data.max_prompt_length": 40}),
     Row("data.max_prompt_length", iteration,
         [(24, [1]), (8, Refusal("DataError", "data.max_prompt_length is 8"))]),
@@ -257,6 +279,8 @@ IN_OTHER_TESTS = {
     **{f"rollout.server.{name}": "tests/rollout/test_vllm_parts.py" for name in ("memory_fraction", "tp")},
     "rewards.concurrency": "tests/rewards/test_pool.py",
     "data.packing": "tests/config/test_roles.py",
+    **{f"reference.server.{name}": "tests/trainers/test_teacher_server.py" for name in (
+        "url", "name", "concurrency", "timeout_s")},
 }  # fmt: skip
 """Key -> the file of tests where it is seen: servers, which no run here has, and what runs at a time."""
 

@@ -26,7 +26,7 @@ def made(**sections: object) -> tuple[PPOConfig, dict]:
 
 def test_the_keys_of_the_algorithm_that_may_be_null_are_the_fields_of_a_recipe():
     """Each part of a recipe can be replaced from the config, and no null key goes nowhere."""
-    own = {"mini_batch_size"}  # null is train.global_batch_size
+    own = {"mini_batch_size", "distill"}  # null is train.global_batch_size, and the sampled tokens' KL as their reward
     nullable = {f.name for f in dataclasses.fields(AlgorithmConfig) if f.default is None} - own
     assert nullable == {f.name for f in dataclasses.fields(Recipe)}
 

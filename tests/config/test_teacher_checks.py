@@ -7,8 +7,12 @@ import functools
 
 import pytest
 
+from mrl.algorithms.configured import check_algorithm
+from mrl.commands.ppo import COMMAND as PPO
 from mrl.commands.sft import COMMAND
+from mrl.config.ppo import PPOConfig
 from mrl.config.schema import EngineConfig, MicroBatchConfig, SFTConfig
+from mrl.errors import ConfigError
 from mrl.parallel import ParallelDims
 from mrl.trainers.teacher import role_of
 from tests.config.refused import assert_refused, config_of
@@ -60,6 +64,71 @@ REFUSED = [
      'data.train[0].teacher: value "code" is no teacher of teacher.others; give one of math'),
     ((*SERVER, "teacher.server.concurrency=0"), "teacher.server.concurrency: value 0 is out of range"),
 ]  # fmt: skip
+
+
+OPD = {
+    "output_dir": "runs/opd",
+    "actor": {"model": {"path": "model"}},
+    "reference": {"model": {"path": "teacher"}},
+    "algorithm": {"name": "opd"},
+    "data": {"train": "prompts.jsonl"},
+    "train": {"steps": 10, "global_batch_size": 8},
+}
+OVER = ("algorithm.distill.loss=reverse_kl",)
+SERVED = ("reference.server.url=http://host:8000",)
+MATH = ("reference.others={math: {model: {path: x}}}",)
+REFUSED_OPD = [
+    (("algorithm.distill.loss=kl",), 'algorithm.distill.loss: value "kl" is not one of the choices'),
+    (("algorithm.distill.top_k=0",), "algorithm.distill.top_k: value 0 is out of range"),
+    (("algorithm.distill.k=5",), "algorithm.distill.k: value 5 is given to an unknown key; the keys of algorithm.distill are loss, beta, top_k"),
+    (("algorithm.distill.temperature=2",), "algorithm.distill.temperature: value 2 is given to an unknown key; did you mean rollout.temperature?"),
+    ((*OVER, "algorithm.distill.beta=0.5"), "algorithm.distill.beta: value 0.5 is not read by algorithm.distill.loss reverse_kl; leave it out"),
+    (("algorithm.distill.loss=jsd", "algorithm.distill.beta=1"), "algorithm.distill.beta: value 1 is out of range"),
+    ((*OVER, "algorithm.kl_in=reward"), 'algorithm.kl_in: value "reward" is not what is minimized with algorithm.distill'),
+    ((*OVER, "algorithm.kl_estimator=k3"), 'algorithm.kl_estimator: value "k3" would not be read by this opd'),
+    (("algorithm.kl_in=exact",), 'algorithm.kl_in: value "exact" takes from algorithm.name opd its reward'),
+    ((*OVER, "algorithm.name=grpo", "rewards.functions=[{name: math}]"), "algorithm.distill: is given, and algorithm.name grpo has no teacher; leave it out, or set algorithm.name to opd"),
+    ((*MATH, "algorithm.name=grpo", "rewards.functions=[{name: math}]"), "reference.others: is given, and algorithm.name grpo has no teacher"),
+    ((*SERVED, "algorithm.name=grpo", "rewards.functions=[{name: math}]"), "reference.server: is given, and algorithm.name grpo has no teacher"),
+    (("algorithm.name=grpo", "algorithm.kl_in=exact", "rewards.functions=[{name: math}]"), 'algorithm.kl_in: value "exact" is not known; use one of none, reward, loss'),
+    ((*MATH, "data.teacher=code"), 'data.teacher: value "code" is no teacher of reference.others; give one of math'),
+    (("data.train=[{path: a, teacher: code}]",), 'data.train[0].teacher: value "code" is no teacher of reference.others; give it there'),
+    (("reference.others={reference: {model: {path: x}}}",), 'reference.others: value "reference" is the name of the teacher in reference.model'),
+    (("reference.others={math: {path: x}}",), 'reference.others.math.path: value "x" is given to an unknown key'),
+    (("reference.others={a.b: {model: {path: x}}}",), 'reference.others: value "a.b" is no name of a teacher'),
+    (("reference.others={math: {model: {path: x}, engine: {backend: fsdp, parallel: {tp: 2}}}}",), "reference.others.math.engine.parallel.tp"),
+    (("reference.others={math: {model: {path: x}, engine: {recompute: full}}}",), 'reference.others.math.engine.recompute: value "full" is for training, and the teacher never'),
+    (("reference.others={math: {model: {path: x}, engine: {micro_batch: {tokens: 50}}}}",), "reference.others.math.engine.micro_batch.tokens: value 50 is less than"),
+    (("reference.others={math: {model: {path: x}, server: {url: x}}}",), 'reference.others.math.server.url: value "x" is no URL'),
+    ((*SERVED, "reference.engine.backend=fsdp"), "reference.engine: is given and not used beside reference.server"),
+    ((*SERVED, "reference.model.dtype=float32"), 'reference.model.dtype: value "float32" is not used beside reference.server'),
+    ((*SERVED, "algorithm.distill.top_k=null"), "algorithm.distill.top_k: value null is the whole vocabulary, which no server gives"),
+    ((*SERVED, "rollout.temperature=0.7"), "rollout.temperature: value 0.7 is not what a server's log-probs are taken at"),
+    ((*OVER, "actor.model.mtp.loss_weight=0.1"), "actor.model.mtp: value"),
+    (("checkpoint.best=actor/divergence",), 'checkpoint.best: value "actor/divergence" is no metric that the run can be best at'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides, says", REFUSED_OPD, ids=[" ".join(o) for o, _ in REFUSED_OPD])
+def test_contradictions_of_on_policy_teachers_are_one_line(overrides, says):
+    with pytest.raises(ConfigError) as caught:
+        check_algorithm(config_of(PPOConfig, OPD, *overrides))
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_each_on_policy_teacher_is_a_role_of_its_own():
+    others = "reference.others={a: {model: {path: x}, engine: {parallel: {tp: 2}}}, b: {model: {path: y}, server: {url: http://h}}}"
+    config = config_of(PPOConfig, OPD, others, *OVER)
+    parts = PPO.parts(config)
+    assert [(part.role, part.model.path, part.engine.parallel.tp) for part in parts if part.role.startswith("ref")] == [
+        ("reference", "teacher", 1), ("reference.others.a", "x", 2),
+    ]  # fmt: skip
+    assert [phase.role for phase in PPO.phases(config).phases][-3:] == ["reference", "reference.others.a", "actor"]
+    two = dataclasses.replace(ONE, world_size=2, tp=2, etp=2)
+    lines = PPO.describe(config, parts, [two if part.role.endswith("a") else ONE for part in parts])
+    assert "distill: reverse_kl to the teacher over its 64 likeliest tokens and the rest at temperature 1" in lines
+    assert any(line.startswith("reference.others.a: megatron tp2 on 2 processes") for line in lines)
+    assert "reference.others.b: at http://h" in lines
 
 
 @pytest.mark.parametrize("overrides, says", REFUSED, ids=[" ".join(o) for o, _ in REFUSED])

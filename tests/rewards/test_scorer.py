@@ -127,19 +127,20 @@ def test_a_fault_of_a_batch_names_its_first_row_and_its_size(path):
     )
 
 
-def test_a_field_that_the_first_row_lacks_is_said_before_anything_is_scored(path):
+def test_a_field_that_a_first_row_lacks_is_said_before_anything_is_scored(path):
+    """Of any of the sources."""
     functions = [{"function": f"{path}:{name}"} for name in ("of_verl", "of_trl")]
     first = {"data_source": "x", "ground_truth": "bb", "value": 1}
     for lacking, says in (
-        ("value", f"rewards.functions[1].function: {path}:of_trl: row f:1: the rows have no field 'value', which the function names"),
-        ("ground_truth", f"rewards.functions[0].function: {path}:of_verl: row f:1: the row has no ground_truth"),
+        ("value", f"rewards.functions[1].function: {path}:of_trl: row f:2: the rows have no field 'value', which the function names"),
+        ("ground_truth", f"rewards.functions[0].function: {path}:of_verl: row f:2: the row has no ground_truth"),
     ):  # fmt: skip
         row = {name: value for name, value in first.items() if name != lacking}
         for on_error in ("stop", "zero"):
             config = parse_rewards({"functions": functions, "workers": 1, "on_error": on_error})
             with pytest.raises(ConfigError, match=re.escape(says)) if on_error == "stop" else contextlib.nullcontext():
-                Scorer(config, first=Sample("", "", row, "f:1")).close()
-    Scorer(parse_rewards({"functions": functions, "workers": 1}), first=Sample("", "", first, "f:1")).close()
+                Scorer(config, first=[Sample("", "", first, "f:1"), Sample("", "", row, "f:2")]).close()
+    Scorer(parse_rewards({"functions": functions, "workers": 1}), first=[Sample("", "", first, "f:1")]).close()
 
 
 def test_many_faults_are_three_lines_and_a_count():

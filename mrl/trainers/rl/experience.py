@@ -11,14 +11,14 @@ rollout is trained on in a single step, that step's own forward gives the old lo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mrl.algorithms.advantages import Rollout
-from mrl.algorithms.kl import KLController, kl_estimate, sequence_kl
+from mrl.algorithms.kl import KLController, kl_estimate
 from mrl.algorithms.ragged import tokens_after_prompt
 from mrl.algorithms.recipes import Recipe, advantages, overlong_cache
 from mrl.algorithms.shaping import overlong_penalty, token_rewards
@@ -26,6 +26,7 @@ from mrl.batch import Batch
 from mrl.data.stream import row_order
 from mrl.engine.sampling import noise_key
 from mrl.roles.dispatch import WorkerDispatch
+from mrl.trainers.rl.teachers import References, kl_of_sequences, mini_batches
 
 ORDER = 0x6D696E69
 """Keeps the order of mini-batches apart from that of the prompts, which follows from the same seed."""
@@ -39,7 +40,8 @@ class Experience:
     """All sequences, in the order of the first epoch.
 
     Token fields, 0 where nothing trains: rollout_log_probs, old_log_probs (perhaps only after its step), advantages;
-    ref_log_probs with a KL; old_values and returns with a critic. Sequence fields: groups.
+    ref_log_probs with a KL; with a teacher's distributions its ids and their log-probs; old_values and returns with a
+    critic. Sequence fields: groups; with several teachers the number of each sequence's.
     """
     iteration: int  # its number, from 0
 
@@ -56,9 +58,7 @@ class Experience:
     @property
     def sequence_kl(self) -> float:
         """Nats per sequence, policy to reference; there must be one."""
-        fields = self.batch.token_fields
-        kl_T = kl_estimate(fields["old_log_probs"].double(), fields["ref_log_probs"].double(), "k1")
-        return sequence_kl(kl_T, self.batch.loss_mask, self.batch.lengths)
+        return kl_of_sequences(self.batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers, for a checkpoint in the middle of an iteration."""
@@ -81,12 +81,6 @@ class Experience:
 def epoch_order(seed: int, iteration: int, epoch: int, count: int) -> list[int]:
     """Returns the order of an epoch's sequences: a function of its arguments."""
     return row_order(noise_key((seed, ORDER, iteration), epoch), 0, count).tolist()
-
-
-def mini_batches(batch: Batch, size: int) -> Iterator[Batch]:
-    """Consecutive parts of `size` sequences, each with denominators of its own."""
-    for start in range(0, batch.num_sequences, size):
-        yield batch.select(range(start, start + size)).with_denominators()
 
 
 def forward(
@@ -113,6 +107,7 @@ def make_experience(
     *,
     dispatch: WorkerDispatch,
     recipe: Recipe,
+    references: References | None,
     kl: KLController,
     iteration: int,
     mini_batch_size: int,
@@ -126,15 +121,15 @@ def make_experience(
     batch: the rollout in the order of the first epoch, with rollout_log_probs and the sequence field groups. scores_S:
     fp64, the rewards of the sequences, in that order. baselines_S: likewise, of the greedy answers, where the recipe
     has them. old_log_probs: False where the only step will give them; not with a KL in the reward, which is made of
-    them.
+    them. references: None where the recipe needs none.
     """
     ctx = {"temperature": temperature}
     fields = dict(batch.token_fields)
     if old_log_probs:
         fields["old_log_probs"] = forward(dispatch, "actor", batch, name="log_probs", size=mini_batch_size, ctx=ctx)
     kl_T = None
-    if recipe.needs_reference:
-        fields["ref_log_probs"] = forward(dispatch, "reference", batch, name="log_probs", size=mini_batch_size, ctx=ctx)
+    if references is not None:
+        fields |= references.say(batch, size=mini_batch_size, temperature=temperature)
     if recipe.kl_in == "reward":
         old_T, reference_T = fields["old_log_probs"].double(), fields["ref_log_probs"].double()
         kl_T = kl_estimate(old_T, reference_T, recipe.kl_estimator, cap=recipe.kl_cap)

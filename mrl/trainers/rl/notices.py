@@ -51,7 +51,7 @@ class EqualRewards:
         count = self._rollouts.count(equal)
         if count is None:
             return None
-        terms = (("the KL", recipe.kl_in == "loss"), ("the entropy", recipe.entropy_coef != 0))
+        terms = (("the KL", recipe.kl_in in ("loss", "exact")), ("the entropy", recipe.entropy_coef != 0))
         beside = [what for what, is_there in terms if is_there]
         nothing = "nothing but " + " and ".join(beside) if beside else "nothing"
         return (

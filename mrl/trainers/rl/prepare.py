@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
+from mrl.algorithms.distill import TEACHER_OF
 from mrl.rollout.base import trajectories_to_batch
 from mrl.trainers.rl import invariants
 from mrl.trainers.rl.collect import Collected
@@ -17,13 +20,17 @@ def prepare(trainer: Trainer, progress: Progress, collected: Collected) -> Exper
     trainer.console.doing(f"step {progress.step + 1}: log-probs of the rollout")
     iteration, _ = trainer.position(progress.step)
     batch = trajectories_to_batch(collected.trajectories)
-    batch = dataclasses.replace(batch, sequence_fields={**batch.sequence_fields, "groups": collected.groups_S})
+    own = {"groups": collected.groups_S}
+    if config.reference.others:
+        own[TEACHER_OF] = torch.tensor([t.prompt.teacher for t in collected.trajectories])
+    batch = dataclasses.replace(batch, sequence_fields={**batch.sequence_fields, **own})
     order = epoch_order(config.seed, iteration, 0, batch.num_sequences)
     return make_experience(
         batch.select(order),
         collected.scores_S[order],
         dispatch=trainer.dispatch,
         recipe=trainer.recipe,
+        references=trainer.references,
         kl=trainer.kl,
         iteration=iteration,
         mini_batch_size=config.mini_batch_size,
@@ -86,6 +93,7 @@ def policy_metrics(trainer: Trainer, experience: Experience) -> dict[str, float]
     """Distances of sampler and reference from the policy that a rollout began with."""
     gaps = invariants.gaps(experience.batch)
     row = {"rollout/logprob_gap": float(gaps.mean()), "rollout/logprob_gap_max": float(gaps.max())}
-    if trainer.recipe.needs_reference:
+    if trainer.references is not None:
         row["actor/sequence_kl"] = experience.sequence_kl
+        row |= trainer.references.metrics(experience.batch)
     return row

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mrl.config.ppo import PPOConfig, PromptsConfig
+from mrl.config.roles import teacher_names
 from mrl.converters.hf_config import vocab_size_of
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.prompts import Prompt, PromptDataset, PromptSource
@@ -33,4 +34,7 @@ class PromptsTask:
         self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: dict[str, Any], part: Part
     ) -> PromptDataset:
         """Returns the prompts of data.train or data.eval."""
-        return PromptDataset(self.config.data, tokenizer, part=part, vocab_size=vocab_size_of(hf_config))
+        names = teacher_names(self.config) if part == "train" else None
+        return PromptDataset(
+            self.config.data, tokenizer, part=part, vocab_size=vocab_size_of(hf_config), teachers=names
+        )

@@ -21,9 +21,9 @@ class Scoring:
     """All that rewards trajectories. Functions run on the main process only, in a pool of processes of its own.
 
     rewards: the functions; None for none. reports: the folder that their faults are written to; None: they are not.
-    on_main: as BaseEngine.on_main. weight: of the reward model. total_steps: optimizer steps of the run. first: a row
-    of the data, and its file and line. say: shows a line to the user. Raises ConfigError on every rank where a function
-    cannot be loaded, or names a field that the row lacks.
+    on_main: as BaseEngine.on_main. weight: of the reward model. total_steps: optimizer steps of the run. first: the
+    first row of each source of the data, and its file and line. say: shows a line to the user. Raises ConfigError on
+    every rank where a function cannot be loaded, or names a field that one of the rows lacks.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Scoring:
         *,
         reports: pathlib.Path | None,
         on_main: OnMain,
-        first: tuple[Row, str],
+        first: Sequence[tuple[Row, str]],
         say: Callable[[str], None],
         reward_model: RewardModel | None = None,
         weight: float = 1.0,
@@ -42,9 +42,10 @@ class Scoring:
         self.total_steps, self.say = total_steps, say
         self._scorer: Scorer | None = None
         if rewards is not None:
-            on_main(lambda: self._start(rewards, reports, Sample("", "", *first)))
+            samples = [Sample("", "", *each) for each in first]
+            on_main(lambda: self._start(rewards, reports, samples))
 
-    def _start(self, rewards: RewardsConfig, reports: pathlib.Path | None, first: Sample) -> None:
+    def _start(self, rewards: RewardsConfig, reports: pathlib.Path | None, first: Sequence[Sample]) -> None:
         self._scorer = Scorer(rewards, reports=reports, first=first)
 
     def close(self) -> None:

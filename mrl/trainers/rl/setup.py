@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -21,13 +22,24 @@ from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.ppo_checks import check_schedules
 from mrl.config.recipes import OF_A_TEACHER
-from mrl.config.roles import engine_of, keys_of, model_of, role_configs, roles_of
+from mrl.config.roles import (
+    engine_of,
+    frozen_roles,
+    is_served,
+    keys_of,
+    model_of,
+    reference_is_base,
+    role_configs,
+    roles_of,
+    teacher_names,
+)
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
-from mrl.converters.hub import model_folder
-from mrl.data.mixture import MixedDataset, train_rows
-from mrl.data.prompts import PromptDataset, PromptSource, first_prompts
+from mrl.converters.hub import model_fingerprint, model_folder
+from mrl.data.dataset import RowDataset
+from mrl.data.mixture import MixedDataset, eval_rows, train_rows
+from mrl.data.prompts import Prompt, PromptDataset, PromptSource, first_prompts
 from mrl.data.stream import Report
-from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
+from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.base import BaseEngine
 from mrl.engine.collective import is_main
 from mrl.engine.registry import build_engine
@@ -48,10 +60,12 @@ from mrl.trainers.rl.samplers import make_sampler, with_weights
 from mrl.trainers.rl.scoring import Scoring
 from mrl.trainers.rl.show import show_evaluation
 from mrl.trainers.rl.state import Trainer
+from mrl.trainers.rl.teachers import check_vocabularies, references_of
 from mrl.trainers.run_directory import RunDirectory
 from mrl.trainers.run_lock import RunLock
 from mrl.trainers.saves import Saves, check_background
 from mrl.trainers.signals import StopSignal
+from mrl.trainers.task import Frozen
 
 
 @contextlib.contextmanager
@@ -74,24 +88,22 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
     folders = {role: _model_folder(config, role) for role in roles_of(config, recipe)}
     vocab_size = vocab_size_of(read_hf_config(folders["actor"]))  # first: a wrong config.json fails the tokenizer too
     tokenizer = load_tokenizer(folders["actor"], config.actor.model.trust_remote_code, config.data.chat_template)
-    _check_reference(config, folders, tokenizer)
-    prompts = train_rows(config.data, lambda data: PromptDataset(data, tokenizer, vocab_size=vocab_size))
-    source = PromptSource(prompts, seed=config.seed, shuffle=config.data.shuffle)
+    check_vocabularies(config, folders, tokenizer)
+    source, held_out = _rows(config, tokenizer, vocab_size)
     engines = _engines(config, folders, recipe)
     directory = RunDirectory(pathlib.Path(config.output_dir))
     with contextlib.ExitStack() as ends:
-        bases = {"reference": "actor"} if "reference" in folders and "reference" not in engines else {}
-        offload_idle = _offload_idle(config, engines["actor"])
-        dispatch = WorkerDispatch(engines, offload_idle=offload_idle, constant=_constant(config), bases=bases)
+        dispatch = _dispatch(config, folders, engines)
         lock = RunLock(directory.path)
         ends.callback(lock.release)
         dispatch.on_main(lock.acquire)  # before anything of another run there could be touched
-        if config.actor.model.lora is not None and "reference" in engines:
+        if config.actor.model.lora is not None and "reference" in engines and config.algorithm.name not in OF_A_TEACHER:
             console.say(f"reference: is a second copy of the model, {_why_not_base(config)}")
         total_steps = _length(config, source, console)
         _set_total_steps(engines, total_steps, critic_warmup=config.algorithm.critic_warmup)
         console.doing("starting the reward functions")
-        scores = _scoring(config, dispatch, folders, source, directory, console, total_steps=total_steps)
+        first = [row for rows in (source.dataset, *held_out.values()) for row in rows.first_rows()]
+        scores = _scoring(config, dispatch, folders, first, directory, console, total_steps=total_steps)
         ends.callback(scores.close)
         console.doing("starting the sampler")
         rollouts, sampler = _rollouts(config, dispatch, tokenizer, folders["actor"], directory, console)
@@ -106,17 +118,19 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
             rounds=config.algorithm.max_sampling_rounds if recipe.dynamic_sampling else None,
             greedy_answers=recipe.needs_greedy_answer, doing=console.doing,
         )  # fmt: skip
-        evaluation = _evaluation(config, tokenizer, vocab_size, rollouts, scores, dispatch, console, directory, stop)
+        evaluation = _evaluation(config, held_out, rollouts, scores, dispatch, console, directory, stop)
         yield Trainer(
             saves=Saves(dispatch.device),
             config=config,
             recipe=recipe,
             total_steps=total_steps,
             folders=folders,
+            fingerprints=dispatch.on_main(lambda: _fingerprints(config, folders)),
             dispatch=dispatch,
             source=source,
             collector=collector,
             sampling=with_weights(sampler, dispatch, beside=config.rollout.backend != "native"),
+            references=references_of(config, folders, recipe, dispatch),
             kl=kl_controller(recipe),
             evaluation=evaluation,
             directory=directory,
@@ -129,25 +143,30 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
         )
 
 
-def _check_reference(config: PPOConfig, folders: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ConfigError where the actor and its reference, if it has another one, do not have the same tokens."""
-    if folders.get("reference", folders["actor"]) == folders["actor"]:
-        return
-    with keys_of(config, "reference"):
-        own = load_tokenizer(folders["reference"], config.actor.model.trust_remote_code).get_vocab()
-    path, role = model_of(config, "reference").path, "teacher" if config.algorithm.name in OF_A_TEACHER else "reference"
-    check_same_vocabulary(tokenizer.get_vocab(), own, path, "reference.model.path", "actor.model.path", role=role)
-
-
-def _constant(config: PPOConfig) -> tuple[str, ...]:
-    """Returns the roles whose weights stay those of their folders: a teacher's do."""
-    return ("reward", "reference") if config.algorithm.name in OF_A_TEACHER else ("reward",)
+def _rows(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None
+) -> tuple[PromptSource, dict[str, RowDataset[Prompt]]]:
+    """Returns the prompts of data.train, and those of data.eval by name."""
+    make = functools.partial(PromptDataset, tokenizer=tokenizer, vocab_size=vocab_size)
+    prompts = train_rows(config.data, functools.partial(make, teachers=teacher_names(config)))
+    source = PromptSource(prompts, seed=config.seed, shuffle=config.data.shuffle)
+    return source, eval_rows(config.data, functools.partial(make, part="eval"))
 
 
 def _model_folder(config: PPOConfig, role: str) -> str:
     model = model_of(config, role)
     with keys_of(config, role):
-        return model_folder(model.path, weights=model.init == "pretrained")
+        return model_folder(model.path, weights=model.init == "pretrained" and not is_served(config, role))
+
+
+def _fingerprints(config: PPOConfig, folders: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    frozen = frozen_roles(config)
+    return {
+        role: Frozen(folder, is_read=not is_served(config, role)).fingerprint()
+        if role in frozen
+        else model_fingerprint(folder)
+        for role, folder in folders.items()
+    }
 
 
 def _engines(config: PPOConfig, folders: Mapping[str, str], recipe: Recipe) -> dict[str, BaseEngine]:
@@ -159,6 +178,12 @@ def _engines(config: PPOConfig, folders: Mapping[str, str], recipe: Recipe) -> d
     by_key = {f"{role}.engine.backend": engine for role, engine in engines.items()}
     check_background(config.checkpoint.background, by_key)
     return engines
+
+
+def _dispatch(config: PPOConfig, folders: Mapping[str, str], engines: Mapping[str, BaseEngine]) -> WorkerDispatch:
+    bases = {"reference": "actor"} if "reference" in folders and reference_is_base(config) else {}
+    offload_idle = _offload_idle(config, engines["actor"])
+    return WorkerDispatch(engines, offload_idle=offload_idle, constant=frozen_roles(config), bases=bases)
 
 
 def _offload_idle(config: PPOConfig, actor: BaseEngine) -> bool:
@@ -208,7 +233,7 @@ def _scoring(
     config: PPOConfig,
     dispatch: WorkerDispatch,
     folders: Mapping[str, str],
-    source: PromptSource,
+    first: Sequence[tuple[dict[str, Any], str]],
     directory: RunDirectory,
     console: Console,
     *,
@@ -216,7 +241,7 @@ def _scoring(
 ) -> Scoring:
     return Scoring(
         config.rewards, reports=directory.path / "failed", on_main=dispatch.on_main, say=console.say,
-        first=source.dataset.first_row(), reward_model=_reward_model(config, dispatch, folders),
+        first=first, reward_model=_reward_model(config, dispatch, folders),
         weight=config.reward.weight, total_steps=total_steps,
     )  # fmt: skip
 
@@ -266,8 +291,7 @@ def _origin(config: PPOConfig, folder: str, world_size: int) -> dict[str, Any]:
 
 def _evaluation(
     config: PPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int | None,
+    held_out: Mapping[str, RowDataset[Prompt]],
     rollouts: TrajectorySource,
     scores: Scoring,
     dispatch: WorkerDispatch,
@@ -275,17 +299,21 @@ def _evaluation(
     directory: RunDirectory,
     stop: StopSignal,
 ) -> Evaluation | None:
-    """Returns the evaluation on data.eval, whose prompts are all read now; None without."""
-    if config.data.eval is None:
+    """Returns the evaluation on the sets of data.eval, whose prompts are all read now; None without."""
+    if not held_out:
         return None
-    held_out = PromptDataset(config.data, tokenizer, part="eval", vocab_size=vocab_size)
-    report = Report()
-    prompts = first_prompts(held_out, config.train.eval_prompts, report)
-    say_left_out(console, "eval", report.counts, report.notes)
+    sets: dict[str, list[Prompt]] = {}
+    start = 0
+    for name, rows in held_out.items():
+        report = Report()
+        prompts = first_prompts(rows, config.train.eval_prompts, report)
+        sets[name] = [dataclasses.replace(prompt, index=start + prompt.index) for prompt in prompts]
+        start += len(rows)
+        say_left_out(console, f"eval.{name}".rstrip("."), report.counts, report.notes)
     k = config.train.eval_samples
     size = config.prompts_per_iteration * max(1, config.rollout.samples_per_prompt // k)
     return Evaluation(
-        prompts, rollouts, scores, samples=k, prompts_at_once=size, doing=console.doing,
+        sets, rollouts, scores, samples=k, prompts_at_once=size, doing=console.doing,
         stop_requested=lambda: any(dispatch.max_over_ranks(stop.requested)),
         seen=lambda *evaluated: show_evaluation(config, dispatch, directory, console, *evaluated),
     )  # fmt: skip

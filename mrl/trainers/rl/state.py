@@ -13,7 +13,7 @@ from mrl.algorithms.recipes import Recipe
 from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.resume import check_resume
-from mrl.converters.hub import check_same_model, model_fingerprint
+from mrl.converters.hub import check_same_model
 from mrl.data.prompts import PromptSource
 from mrl.engine.atomic_checkpoint import ROLES, step_name
 from mrl.errors import Stopped
@@ -25,6 +25,7 @@ from mrl.trainers.rl.collect import Collector
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.notices import EqualRewards, TokenLimit
+from mrl.trainers.rl.teachers import References
 from mrl.trainers.run_directory import RunDirectory, Start, is_own
 from mrl.trainers.saves import Saves
 from mrl.trainers.signals import StopSignal
@@ -53,11 +54,14 @@ class Trainer:
     recipe: Recipe
     total_steps: int
     folders: Mapping[str, str]  # role -> its model's folder
+    fingerprints: Mapping[str, Mapping[str, str]]
+    """Role -> what tells its model from others: of those that no checkpoint holds, a sample of the weights too."""
     dispatch: WorkerDispatch
     source: PromptSource
     collector: Collector
     sampling: Callable[[int], contextlib.AbstractContextManager[None]]
     """Gives a context in which the sampler has the actor's weights after a step."""
+    references: References | None
     kl: KLController
     evaluation: Evaluation | None
     directory: RunDirectory
@@ -105,7 +109,7 @@ def save(
         "data": trainer.source.state_dict(),
         "kl": trainer.kl.state_dict(),
         "experience": None if experience is None else experience.state_dict(),
-        "models": {role: model_fingerprint(folder) for role, folder in trainer.folders.items()},
+        "models": dict(trainer.fingerprints),
         "config": to_dict(config),
         "chosen": dispatch.chosen,
     }
@@ -140,9 +144,9 @@ def restore(trainer: Trainer, start: Start) -> tuple[Progress, Experience | None
     for note in check_resume(state["config"], to_dict(config)):
         trainer.console.say(f"changed since the checkpoint: {note}")
     say_other_choices(trainer.console, state.get("chosen", {}), dispatch.chosen)
-    for role, folder in trainer.folders.items():
+    for role in trainer.folders:
         before, now = (_model_path(c, role) for c in (state["config"], to_dict(config)))
-        found = model_fingerprint(folder)
+        found = trainer.fingerprints[role]
         check_same_model(state["models"].get(role), found, before=before, now=now, key=f"{role}.model.path")
     trainer.source.load_state_dict(state["data"])
     trainer.kl.load_state_dict(state["kl"])
@@ -166,7 +170,10 @@ def _best_changed(saved: Mapping[str, Any], config: PPOConfig) -> bool:
 
 def _model_path(config: Mapping[str, Any], role: str) -> str:
     """`ROLE.model.path` of a config as plain data; a role that names none has the actor's."""
-    return config[role]["model"]["path"] or config["actor"]["model"]["path"]
+    section: Any = config
+    for name in role.split("."):
+        section = section[name]
+    return section["model"]["path"] or config["actor"]["model"]["path"]
 
 
 def stopped_at(trainer: Trainer, progress: Progress, experience: Experience | None, saved: str | None) -> Stopped:

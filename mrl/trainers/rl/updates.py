@@ -16,6 +16,7 @@ from mrl.roles.dispatch import StepResult
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.role_guard import RoleGuard
 from mrl.trainers.rl.state import Progress, Trainer
+from mrl.trainers.rl.teachers import with_ids
 
 
 def train_critic(trainer: Trainer, progress: Progress, batch: Batch) -> dict[str, float]:
@@ -40,8 +41,10 @@ def train_actor(trainer: Trainer, progress: Progress, batch: Batch) -> tuple[dic
     """One optimizer step of the actor. Returns metrics, and the log-probs [T] from before the update."""
     config, recipe = trainer.config, trainer.recipe
     loss_fn = actor_loss(recipe, max_response_length=config.rollout.max_new_tokens)
-    if recipe.kl_in == "loss":
+    if recipe.kl_in in ("loss", "exact"):
         loss_fn = dataclasses.replace(loss_fn, kl_coef=trainer.kl.coef)
+    if trainer.references is not None and trainer.references.distill is not None:
+        loss_fn, batch = dataclasses.replace(loss_fn, distill=trainer.references.distill), with_ids(batch)
     entropy = "differentiable" if recipe.entropy_coef else "detached"
     ctx = {"temperature": config.rollout.temperature, "entropy": entropy}
     log_probs_T, loss, found, result = train_role(trainer, progress, "actor", batch, loss_fn, ctx)
@@ -71,7 +74,8 @@ def train_role(
     predictions, loss, found = dispatch.forward_backward(
         role, batch, loss_fn, ctx=ctx | {"last": True}, denominator=loss_fn.denominator
     )
-    predicted_T = predictions["values" if role == "critic" else "log_probs"]
+    predicted = predictions["values" if role == "critic" else "log_probs"]
+    predicted_T = predicted if predicted.dim() == 1 else predicted[:, 0]  # of the sampled token, among a teacher's ids
     guard.before_update(loss, predicted_T)
     result = dispatch.optim_step(role, guard=guard.watches_parameters)
     guard.after_update(result)

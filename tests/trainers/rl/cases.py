@@ -23,7 +23,7 @@ from mrl.roles.dispatch import StepResult, WorkerDispatch
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.native import EngineSampler
 from mrl.trainers import ppo
-from mrl.trainers.rl import experience, prepare
+from mrl.trainers.rl import experience, prepare, setup
 from mrl.trainers.rl.evaluation import Evaluation
 from tests.trainers import cases
 from tests.trainers.cases import before, outcome
@@ -143,6 +143,13 @@ def forwards_are_counted(stop_after: int | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def references_are_saved() -> Iterator[None]:
+    """Checkpoints hold references that never change, as those of earlier versions."""
+    with mock.patch.object(setup, "frozen_roles", lambda config: ("reward",)):
+        yield
+
+
+@contextlib.contextmanager
 def signal_in_evaluation(step: int) -> Iterator[None]:
     """SIGTERM when the evaluation after `step` begins."""
     with before(Evaluation, "run", lambda _, at: at == step and os.kill(os.getpid(), signal.SIGTERM)):
@@ -172,5 +179,6 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     "old_log_probs_come_first": old_log_probs_come_first,
     "forwards_are_counted": forwards_are_counted,
     "signal_in_evaluation": signal_in_evaluation,
+    "references_are_saved": references_are_saved,
     "step_changes": step_changes,
 }

@@ -220,7 +220,7 @@ def test_overlong_punishment_counts_observations_as_the_limit_does():
     masks = [[0, 0, 1, 1, 1, 0, 0, 0, 0, 1], [0, 0, 1, 1, 1, 1]]
     batch = make_batch([list(range(len(mask))) for mask in masks], masks, sequence_fields={"groups": torch.zeros(2)})
     made = make_experience(
-        batch, torch.ones(2, dtype=torch.float64), dispatch=None, recipe=recipe("dapo"), kl=KLController(0.0), iteration=0,
+        batch, torch.ones(2, dtype=torch.float64), dispatch=None, recipe=recipe("dapo"), references=None, kl=KLController(0.0), iteration=0,
         mini_batch_size=2, temperature=1.0, max_response_length=8, baselines_S=None, old_log_probs=False,
     )  # fmt: skip
     advantages = [float(row[-1]) for row in made.batch.token_fields["advantages"].split(batch.lengths.tolist())]

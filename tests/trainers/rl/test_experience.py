@@ -9,6 +9,7 @@ from mrl.algorithms.kl import KLController
 from mrl.algorithms.recipes import overlong_cache, recipe
 from mrl.batch import make_batch
 from mrl.trainers.rl.experience import Experience, make_experience
+from mrl.trainers.rl.teachers import References
 
 MASKS = [[0, 0, 1, 1, 1], [0, 1, 1], [0, 0, 1, 0, 1, 1]]
 SCORES, COEF, GAMMA, LAMBDA = [1.0, -0.5, 2.0], 0.7, 0.9, 0.8
@@ -32,9 +33,12 @@ def batch():
 
 
 def experience(batch, name, **parts):
+    dispatch, made = Roles(), recipe(name, parts)
+    asked = {"reference": lambda part, ctx: dispatch.forward("reference", part, ctx)}
+    references = References(asked) if made.needs_reference else None
     return make_experience(
-        batch, torch.tensor(SCORES, dtype=torch.float64), dispatch=Roles(), recipe=recipe(name, parts), kl=KLController(COEF),
-        iteration=0, mini_batch_size=1, temperature=1.0, max_response_length=8, baselines_S=None,
+        batch, torch.tensor(SCORES, dtype=torch.float64), dispatch=dispatch, recipe=made, references=references,
+        kl=KLController(COEF), iteration=0, mini_batch_size=1, temperature=1.0, max_response_length=8, baselines_S=None,
     )  # fmt: skip
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
+import json
 import shutil
+import threading
 
 import pytest
 import torch
@@ -12,9 +16,11 @@ from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
 from mrl.errors import ConfigError
 from tests.engine.harness import run_case
+from tests.tiers import slow_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.test_layouts import FSDP, MEGATRON, check_equal, run_once  # noqa: F401  # a fixture
 from tests.trainers.rl.tiny_policies import SEQUENCES, make_config
+from tests.trainers.test_teacher_server import Handler
 
 TEMPERATURE = 0.8
 
@@ -84,15 +90,191 @@ def test_an_iteration_is_the_same_everywhere(run_once, inputs, layout, world, en
 
 
 @pytest.mark.slow
-def test_a_stopped_run_goes_on_to_the_bit_and_checkpoints_hold_no_teacher(inputs, tmp_path):
+@pytest.mark.parametrize("distill", [None, {"top_k": 5}], ids=["sampled", "distributions"])
+def test_a_stopped_run_goes_on_to_the_bit_and_checkpoints_hold_no_teacher(inputs, tmp_path, distill):
+    """With two teachers; stopped within an iteration, whose rollout goes on."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    steps = {"train": {"steps": 4}, "checkpoint": {"every": 2, "export_hf": False}}
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(
+            json.dumps(json.loads(line) | ({"teacher": "second"} if i % 3 == 0 else {})) + "\n"
+            for i, line in enumerate((inputs / "train.jsonl").read_text().splitlines())
+        )
+    )
+    reference = {"others": {"second": {"model": {"path": str(inputs / "moe")}}}}
+    steps = {
+        "train": {"steps": 4}, "checkpoint": {"every": 1, "export_hf": False}, "reference": reference,
+        "algorithm": {"distill": distill}, "data": {"train": str(tmp_path / "rows.jsonl")},
+    }  # fmt: skip
     train(make_config(inputs, whole, "opd", **steps))
     train(make_config(inputs, stopped, "opd", **(steps | {"train": {"steps": 2}})))
+    shutil.rmtree(stopped / "checkpoints" / "step_00000002")
     train(make_config(inputs, stopped, "opd", **steps))
     assert tiny_policies.metrics_of(stopped) == tiny_policies.metrics_of(whole)
     held = [path for path in (whole / "checkpoints").rglob("*reference*")]
     assert not held and (whole / "checkpoints" / "step_00000004").is_dir()
+
+
+@pytest.mark.slow
+def test_a_reference_that_never_changes_is_in_no_checkpoint(inputs, tmp_path):
+    """Of any algorithm: the run goes on to the bit, also from a checkpoint that holds it, and with no other one's weights."""
+    shutil.copytree(inputs / "other", tmp_path / "reference")
+    steps = {"train": {"steps": 4}, "checkpoint": {"every": 2, "export_hf": False}}
+    steps["reference"] = {"model": {"path": str(tmp_path / "reference")}}
+    train(make_config(inputs, tmp_path / "whole", **steps))
+    for name, happening in (("new", None), ("old", "references_are_saved")):
+        run = tmp_path / name
+        train(make_config(inputs, run, **(steps | {"train": {"steps": 2}})), happening=happening)
+        assert bool(list((run / "checkpoints").rglob("reference"))) == (name == "old")
+        train(make_config(inputs, run, **steps))
+        assert tiny_policies.metrics_of(run) == tiny_policies.metrics_of(tmp_path / "whole"), name
+    shutil.copy(inputs / "model" / "model.safetensors", tmp_path / "reference" / "model.safetensors")
+    said = train(make_config(inputs, tmp_path / "new", **(steps | {"train": {"steps": 6}})), ended="ConfigError")[1]
+    assert said.startswith("reference.model.path: value") and "is not the model of the checkpoint" in said
+
+
+# -- distributions ---------------------------------------------------------------------------------------------------------
+
+
+def divergence(of_teacher, of_student, loss, top_k):
+    """[N]: between the teacher's likeliest tokens and all others, from the formulas of the papers; [N] the teacher's others."""
+    p, q = of_teacher.exp(), of_student.exp()
+    if top_k is not None:
+        ids = p.topk(top_k, -1).indices
+        p, q = (torch.cat([each.gather(1, ids), 1 - each.gather(1, ids).sum(1, True)], 1) for each in (p, q))
+    m = 0.3 * p + 0.7 * q
+    return {
+        "forward_kl": p * (p / q).log(), "reverse_kl": q * (q / p).log(),
+        "jsd": 0.3 * p * (p / m).log() + 0.7 * q * (q / m).log(),
+    }[loss].sum(1), p[:, -1]  # fmt: skip
+
+
+def distributions(model, row):
+    """[N, V] float64 log-probs before each sampled token of a sequence, at the sampler's temperature."""
+    tokens = torch.tensor(row["tokens"])
+    found = torch.log_softmax(model(input_ids=tokens[None, :-1]).logits[0].double() / TEMPERATURE, -1)
+    return found[torch.tensor(row["mask"][1:]) == 1]
+
+
+def check_step(inputs, run, loss, top_k, teachers, of_rows=None):
+    """The only step of a run against Hugging Face models. teachers: name -> folder, None for that of rows that name none.
+    of_rows: the rows of data.train, where some name one."""
+    (rows,), (metrics,) = tiny_policies.samples_of(run).values(), tiny_policies.metrics_of(run)
+    load = functools.partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    student, models = load(inputs / "model"), {name: load(inputs / folder) for name, folder in teachers.items()}
+    student.get_input_embeddings().padding_idx = None  # a pad token that was sampled trains like any other
+    total, tail, tokens, kls = 0.0, 0.0, 0, {name: [] for name in teachers}
+    for row in rows:
+        assert row["advantage"] == 0
+        name = None if of_rows is None else of_rows[int(row["row"].rpartition(":")[2]) - 1].get("teacher")
+        of_student = distributions(student, row)
+        with torch.no_grad():
+            of_teacher = distributions(models[name], row)
+            sampled = torch.tensor(row["tokens"])[torch.tensor(row["mask"]) == 1]
+            kls[name].append(float((of_student - of_teacher).gather(1, sampled[:, None]).sum()))
+        values, tails = divergence(of_teacher, of_student, loss, top_k)
+        total, tail, tokens = total + values.sum(), tail + float(tails.sum()), tokens + len(values)
+    (total / tokens).backward()
+    total = float(total.detach()) / tokens
+    norm = float(torch.cat([p.grad.flatten() for p in student.parameters()]).norm())
+    assert metrics["train/grad_norm"] == pytest.approx(norm, rel=2e-5)
+    assert metrics["train/loss"] == metrics["actor/divergence"] == pytest.approx(total, rel=1e-5)
+    if top_k is None:
+        assert "actor/teacher_tail" not in metrics
+    else:
+        assert metrics["actor/teacher_tail"] == pytest.approx(tail / tokens, rel=1e-4)
+    if len(teachers) > 1:
+        assert all(kls.values()), "a teacher has no sequence"
+        for name, each in kls.items():
+            found = metrics[f"actor/sequence_kl/{name or 'reference'}"]
+            assert found == pytest.approx(sum(each) / len(each), rel=1e-5), name
+
+
+def exact(loss="reverse_kl", top_k=5, **keys):
+    """The sections of a run of one step over distributions."""
+    distill = {"loss": loss, "top_k": top_k, **keys}
+    return {"algorithm": {"distill": distill, "mini_batch_size": SEQUENCES}, "train": {"steps": 1}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss", "top_k"), [("forward_kl", 4), ("jsd", 6), ("reverse_kl", None)])
+def test_a_step_minimizes_the_divergence_of_distributions(inputs, tmp_path, loss, top_k):
+    keys = {"beta": 0.3} if loss == "jsd" else {}
+    train(make_config(inputs, tmp_path / "run", "opd", **exact(loss, top_k, **keys)))
+    check_step(inputs, tmp_path / "run", loss, top_k, {None: "other"})
+
+
+BY_ROW = {
+    "one process": (1, FSDP(), None, None),
+    "micro-batches of 1, the second teacher in other ones": (1, MEGATRON(size=1), None, MEGATRON(size=2)),
+    "tp2, teachers pp2 and fsdp2": (2, MEGATRON(tp=2), MEGATRON(pp=2, size=2), FSDP(size=1)),
+    "pp2": (2, MEGATRON(pp=2, size=2), None, None),
+    "cp2": (2, MEGATRON(cp=2), None, MEGATRON(tp=2)),
+    "dp2": (2, MEGATRON(size=2), None, None),
+}
+"""Name -> processes, and the engines of actor, reference, and second teacher; None: the actor's."""
+
+
+@pytest.mark.parametrize("name", slow_but(["one process"], BY_ROW))
+def test_each_row_learns_from_the_teacher_that_it_names(inputs, tmp_path, name):
+    """The second teacher has experts; as many rows as not name it."""
+    world, actor, reference, second = BY_ROW[name]
+    rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
+    rows = [{**row, "teacher": "second"} if i % 2 else row for i, row in enumerate(rows)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    others = {"second": {"model": {"path": str(inputs / "moe")}, **({} if second is None else {"engine": second})}}
+    config = make_config(
+        inputs, tmp_path / "run", "opd", **exact(), actor={"engine": actor}, data={"train": str(tmp_path / "rows.jsonl")},
+        reference={"others": others, **({} if reference is None else {"engine": reference})},
+    )  # fmt: skip
+    train(config, world)
+    check_step(inputs, tmp_path / "run", "reverse_kl", 5, {None: "other", "second": "moe"}, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [FSDP(), MEGATRON()], ids=["fsdp", "megatron"])
+def test_over_distributions_a_student_that_is_its_teacher_does_not_move(inputs, tmp_path, engine):
+    reference = {"model": {"path": str(inputs / "model")}}
+    config = make_config(inputs, tmp_path / "run", "opd", reference=reference, actor={"engine": engine}, **exact())
+    train(config)
+    (row,) = tiny_policies.metrics_of(tmp_path / "run")
+    assert (row["train/loss"], row["train/grad_norm"], row["actor/divergence"]) == (0, 0, 0)
+    assert row["actor/teacher_tail"] > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distill", [None, {"top_k": 5}], ids=["sampled", "distributions"])
+def test_a_run_by_a_server_is_the_run_by_an_engine(inputs, tmp_path, distill):
+    """The two round apart. On two ranks the main process alone asks."""
+    changes = {
+        "rollout": {"temperature": 1.0},
+        "algorithm": {"distill": distill},
+        "actor": {"engine": MEGATRON(size=2)},
+    }
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.hf = AutoModelForCausalLM.from_pretrained(inputs / "other", dtype=torch.float32)
+        server.names, server.asked, server.lock = ["tiny"], [], threading.Lock()
+        server.at_once = server.under_way = 0
+        server.together = threading.Event()
+        server.together.set()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        served = {"reference": {"server": {"url": f"http://127.0.0.1:{server.server_port}"}}}
+        train(make_config(inputs, tmp_path / "served", "opd", **changes, **served), 2)
+        assert len(server.asked) == SEQUENCES
+        server.shutdown()
+    train(make_config(inputs, tmp_path / "engine", "opd", **changes), 2)
+    found, expected = (tiny_policies.metrics_of(tmp_path / name) for name in ("served", "engine"))
+    tiny_policies.assert_close_metrics(found, expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_adapters_learn_from_distributions(inputs, tmp_path):
+    """Steps of several mini-batches and epochs on a rollout, whose ratios are no longer 1: the divergence falls."""
+    actor = {"model": {"lora": {"rank": 4}}, "optimizer": {"lr": 1e-2}}
+    algorithm = {"distill": {"top_k": 8}, "epochs": 3}
+    train(make_config(inputs, tmp_path / "run", "opd", actor=actor, algorithm=algorithm, train={"steps": 6}))
+    found = [row["actor/divergence"] for row in tiny_policies.metrics_of(tmp_path / "run")]
+    assert found[-1] < 0.9 * found[1]
+    assert (tmp_path / "run" / "hf" / "adapter_config.json").is_file()
 
 
 @pytest.mark.slow

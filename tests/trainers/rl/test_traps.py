@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.harness import run_case
 from tests.trainers.rl import tiny_policies
-from tests.trainers.rl.tiny_policies import engine
+from tests.trainers.rl.tiny_policies import EVAL_ROWS, TRAIN_ROWS, engine
 
 ENVIRONMENT = '''
 class Twice:
@@ -111,10 +111,11 @@ def test_trap_22_a_kl_penalty_alone_leads_to_the_reference(inputs, tmp_path, kl_
 
 
 def test_trap_27_a_step_reports_only_what_it_measured(inputs, tmp_path):
-    """The first step of an iteration has its rollout's metrics, the second has not; no actor's before it trains."""
+    """The first step of an iteration has its rollout's metrics, the second has not; no actor's before it trains. Of each
+    evaluation set by name those of its own answers."""
     config = tiny_policies.make_config(
         inputs, tmp_path / "run", "ppo", algorithm={"critic_warmup": 2}, train={"steps": 6, "eval_every": 4},
-        data={"eval": str(inputs / "eval.jsonl")},
+        data={"eval": {"new": str(inputs / "eval.jsonl"), "old": {"path": str(inputs / "train.jsonl")}}},
     )  # fmt: skip
     train(config)
     zeroth, *rows = tiny_policies.metrics_of(tmp_path / "run")
@@ -124,4 +125,18 @@ def test_trap_27_a_step_reports_only_what_it_measured(inputs, tmp_path):
         assert bool(of_rollout) == (row["step"] % 2 == 1)
         assert ("actor/loss" in row) == ("train/loss" in row) == (row["step"] > 2)
         assert "critic/loss" in row
-        assert ("eval/accuracy" in row) == (row["step"] in (4, 6))
+        assert ("eval/accuracy" in row) == ("eval/new/accuracy" in row) == (row["step"] in (4, 6))
+    answers = tiny_policies.samples_of(tmp_path / "run")["eval_00000004.jsonl"]
+    sets = {"": answers} | {
+        f"{of}/": [row for row in answers if f"{file}.jsonl" in row["row"]]
+        for of, file in (("new", "eval"), ("old", "train"))
+    }
+    assert [len(own) for own in sets.values()] == [13, EVAL_ROWS, TRAIN_ROWS]
+    for of, own in sets.items():
+        for name, field in (("reward", "reward"), ("response_length", "response_length")):
+            mean = sum(row[field] for row in own) / len(own)
+            assert rows[3][f"eval/{of}{name}"] == pytest.approx(mean, rel=1e-6), (of, name)
+    assert rows[3]["eval/new/reward"] != rows[3]["eval/old/reward"]
+    accuracies = [rows[3][f"eval/{of}accuracy"] * len(own) for of, own in sets.items()]
+    assert accuracies[0] == pytest.approx(accuracies[1] + accuracies[2])
+    assert {row["index"] for row in answers} == set(range(13))

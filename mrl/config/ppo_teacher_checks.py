@@ -1,0 +1,57 @@
+"""Checks of the teachers of on-policy distillation (algorithm opd): pure arithmetic, before any process starts."""
+
+from __future__ import annotations
+
+from mrl.config.ppo import PPOConfig
+from mrl.config.recipes import OF_A_TEACHER
+from mrl.config.roles import is_served, section_of, teachers_of
+from mrl.config.teacher_checks import check_names, check_server
+from mrl.errors import ConfigError, Shown
+
+
+def check_opd(config: PPOConfig) -> None:
+    """Raises ConfigError where keys of on-policy distillation contradict each other or one would be left unread.
+
+    The teacher is the reference, beside which others may stand; all stay what they are.
+    """
+    name, algorithm, reference = config.algorithm.name, config.algorithm, config.reference
+    if name not in OF_A_TEACHER:
+        own = {
+            "algorithm.distill": algorithm.distill,
+            "reference.server": reference.server,
+            "reference.others": reference.others or None,
+        }
+        for key in (key for key, value in own.items() if value is not None):
+            why = f"is given, and algorithm.name {name} has no teacher"
+            raise ConfigError(key, why=why, fix="leave it out, or set algorithm.name to opd")
+    check_names(config.data, reference.others, "reference.others")
+    if name not in OF_A_TEACHER:
+        return
+    allowed = (None,) if algorithm.distill is not None else (None, "reward")
+    if algorithm.kl_in not in allowed:
+        why = f"takes from algorithm.name {name} its reward, the KL to the teacher"
+        if algorithm.distill is not None:
+            why = "is not what is minimized with algorithm.distill, the divergence from the teacher"
+        raise ConfigError("algorithm.kl_in", algorithm.kl_in, why, "leave it out")
+    if reference.model.path is None:
+        why = f"leaves algorithm.name {name} no teacher"
+        raise ConfigError("reference.model.path", None, why, "give the folder of one, with the actor's tokenizer")
+    if reference.update_every is not None:
+        why = f"would make the actor its own teacher, with algorithm.name {name}"
+        raise ConfigError("reference.update_every", reference.update_every, why, "leave it out")
+    if algorithm.distill is not None and config.actor.model.mtp is not None:
+        why = "predicts one label for each token, and a teacher compares several"
+        raise ConfigError("actor.model.mtp", config.actor.model.mtp, why, "leave out it or algorithm.distill")
+    if algorithm.distill is not None and algorithm.distill.beta is not None and algorithm.distill.loss != "jsd":
+        why = f"is not read by algorithm.distill.loss {algorithm.distill.loss}"
+        raise ConfigError(
+            "algorithm.distill.beta", Shown(f"{algorithm.distill.beta:g}"), why, "leave it out; it is of jsd"
+        )
+    if "reference" in reference.others:
+        why = "is the name of the teacher in reference.model"
+        raise ConfigError("reference.others", "reference", why, "give another")
+    temperature = ("rollout.temperature", config.rollout.temperature)
+    ids = None if algorithm.distill is None else ("algorithm.distill.top_k", algorithm.distill.top_k)
+    for role in teachers_of(config):
+        if is_served(config, role):
+            check_server(role, section_of(config, role), ids, temperature)

@@ -1,0 +1,169 @@
+"""What the reference of `mrl ppo`, or of on-policy distillation one of several teachers, says of a rollout's tokens.
+
+Dimensions: `T` tokens of all sequences of the rollout end to end, `S` sequences, `K` ids of a teacher, likeliest first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mrl.algorithms.distill import TEACHER, TEACHER_IDS, TEACHER_OF, FromTeacher
+from mrl.algorithms.kl import kl_estimate, sequence_kl
+from mrl.algorithms.ragged import to_tokens
+from mrl.algorithms.recipes import Recipe
+from mrl.batch import Batch
+from mrl.config.ppo import PPOConfig
+from mrl.config.recipes import OF_A_TEACHER
+from mrl.config.roles import is_served, keys_of, model_of, section_of, teachers_of
+from mrl.converters.hf_config import read_hf_config, vocab_size_of
+from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
+from mrl.engine.base import Predictions
+from mrl.errors import ConfigError, quoted
+from mrl.roles.dispatch import WorkerDispatch
+from mrl.trainers.teacher_server import TeacherServer
+
+Ask = Callable[[Batch, dict[str, Any]], Predictions]
+"""Asks a teacher for log-probs of a mini-batch, as an engine's forward gives them, on every rank; collective."""
+
+
+@dataclasses.dataclass(frozen=True)
+class References:
+    """The reference; or, of on-policy distillation, the teachers by the numbers that `TEACHER_OF` has of sequences.
+
+    asked: how each is asked, by its role. ids: how many ids each is asked for, of algorithm.distill. vocab_size: rows
+    of the actor's output layer, beyond which it has no id.
+    """
+
+    asked: Mapping[str, Ask]
+    ids: tuple[int, ...] = ()
+    distill: FromTeacher | None = None
+    vocab_size: int = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Each one's, for metrics."""
+        return [role.removeprefix("reference.others.") for role in self.asked]
+
+    def say(self, batch: Batch, *, size: int, temperature: float) -> dict[str, Tensor]:
+        """Returns token fields: ref_log_probs of the sampled tokens and, of algorithm.distill, a teacher's ids and
+        their log-probs; 0 where nothing trains. size: sequences of a mini-batch, as in training."""
+        trained_T, of_T = batch.loss_mask != 0, to_tokens(numbers(batch), batch.lengths)
+        found = {"ref_log_probs": torch.zeros(batch.num_tokens)}
+        if self.distill is not None:
+            width = max(self.ids)
+            found[TEACHER_IDS] = torch.zeros(batch.num_tokens, width, dtype=torch.int64)
+            found[TEACHER] = torch.zeros(batch.num_tokens, width)
+            found[TEACHER][trained_T] = -torch.inf  # of a teacher that says fewer ids than another
+        for number, ask in enumerate(self.asked.values()):
+            own = (numbers(batch) == number).nonzero()[:, 0].tolist()
+            if not own:
+                continue
+            ctx = {"temperature": temperature} | ({"top": self.ids[number]} if self.ids else {})
+            parts = [ask(part, dict(ctx)) for part in mini_batches(batch.select(own), size)]
+            said = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            here_T, trains = (of_T == number) & trained_T, trained_T[of_T == number]
+            found["ref_log_probs"][here_T] = said["log_probs"][trains].float()
+            if self.distill is not None:
+                ids, log_probs = said["top_tokens"][trains], said["top_log_probs"][trains].float()
+                known, at = ids < self.vocab_size, here_T.nonzero()[:, 0]
+                found[TEACHER_IDS][at, : ids.shape[1]] = ids * known
+                found[TEACHER][at, : ids.shape[1]] = log_probs.masked_fill(~known, -torch.inf)
+        return found
+
+    def metrics(self, batch: Batch) -> dict[str, float]:
+        """Returns of each of several teachers the KL of its sequences, where a rollout has some."""
+        if len(self.asked) < 2:
+            return {}
+        row = {}
+        for number, name in enumerate(self.names):
+            own = (numbers(batch) == number).nonzero()[:, 0].tolist()
+            if own:
+                row[f"actor/sequence_kl/{name}"] = kl_of_sequences(batch.select(own))
+        return row
+
+
+def numbers(batch: Batch) -> Tensor:
+    """Returns [S] int64: the number of each sequence's teacher."""
+    return batch.sequence_fields.get(TEACHER_OF, torch.zeros_like(batch.lengths))
+
+
+def mini_batches(batch: Batch, size: int) -> Iterator[Batch]:
+    """Consecutive parts of `size` sequences, each with denominators of its own."""
+    for start in range(0, batch.num_sequences, size):
+        yield batch.select(range(start, min(start + size, batch.num_sequences))).with_denominators()
+
+
+def kl_of_sequences(batch: Batch) -> float:
+    """Returns nats per sequence, policy to reference, of sampled tokens."""
+    fields = batch.token_fields
+    kl_T = kl_estimate(fields["old_log_probs"].double(), fields["ref_log_probs"].double(), "k1")
+    return sequence_kl(kl_T, batch.loss_mask, batch.lengths)
+
+
+def with_ids(batch: Batch) -> Batch:
+    """Returns a mini-batch whose further labels are the ids that its teachers gave."""
+    fields = dict(batch.token_fields)
+    labels = torch.cat([batch.labels[:, None], fields.pop(TEACHER_IDS)], dim=1)
+    return dataclasses.replace(batch, labels=labels, token_fields=fields)
+
+
+# -- once, at the start ------------------------------------------------------------------------------------------------
+
+
+def check_vocabularies(config: PPOConfig, folders: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError where the actor and its reference, or a teacher, do not have the same tokens."""
+    who = "teacher" if config.algorithm.name in OF_A_TEACHER else "reference"
+    for role in teachers_of(config):
+        if folders.get(role, folders["actor"]) == folders["actor"]:
+            continue
+        with keys_of(config, role):
+            own = load_tokenizer(folders[role], config.actor.model.trust_remote_code).get_vocab()
+        path = model_of(config, role).path
+        check_same_vocabulary(tokenizer.get_vocab(), own, path, f"{role}.model.path", "actor.model.path", role=who)
+
+
+def references_of(
+    config: PPOConfig, folders: Mapping[str, str], recipe: Recipe, dispatch: WorkerDispatch
+) -> References | None:
+    """Returns them; None where the algorithm needs none. folders: of the roles."""
+    if not recipe.needs_reference:
+        return None
+    asked = {role: _asked(config, role, dispatch) for role in teachers_of(config)}
+    keys = config.algorithm.distill
+    if keys is None:
+        return References(asked)
+    own, *others = (_vocab_size(config, role, folders[role]) for role in ("actor", *asked))
+    ids = tuple(min(keys.top_k or size, size) for size in others)
+    tail = not all(count == size == own for count, size in zip(ids, others, strict=True))
+    return References(asked, ids, FromTeacher(kind=keys.loss, beta=keys.resolved_beta, tail=tail), own)
+
+
+def _vocab_size(config: PPOConfig, role: str, folder: str) -> int:
+    size = vocab_size_of(read_hf_config(folder))
+    if size is None:
+        why = "has no vocab_size in its config.json, which distillation compares"
+        raise ConfigError(f"{role}.model.path", quoted(model_of(config, role).path), why, "give a model that has")
+    return size
+
+
+def _asked(config: PPOConfig, role: str, dispatch: WorkerDispatch) -> Ask:
+    if not is_served(config, role):
+        return lambda batch, ctx: dispatch.forward(role, batch, ctx)
+    server = TeacherServer(section_of(config, role).server, f"{role}.server")
+
+    def ask(batch: Batch, ctx: dict[str, Any]) -> Predictions:
+        ids_N, log_probs_N, of_labels_N = dispatch.on_main(lambda: server.top_and_labels(batch, ctx.get("top", 0)))
+        trained = batch.loss_mask.nonzero()[:, 0]
+        said = {"log_probs": of_labels_N, "top_tokens": ids_N.long(), "top_log_probs": log_probs_N}
+        return {
+            name: of_N.new_zeros(batch.num_tokens, *of_N.shape[1:]).index_copy(0, trained, of_N)
+            for name, of_N in said.items()
+        }
+
+    return ask
