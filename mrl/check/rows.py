@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from mrl.config.answers import AnswersConfig
 from mrl.config.schema import DataConfig, ModelConfig
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.data.batches import BatchSource, batch_of
-from mrl.data.dataset import Example, Rejected, SFTDataset
+from mrl.data.dataset import Example, SFTDataset
 from mrl.data.mixture import train_rows
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
@@ -104,9 +105,9 @@ def first_rows(
     dataset = train_rows(data, lambda one: SFTDataset(one, tokenizer, vocab_size=vocab_size, vision=vision))
     count = min(sequences, of_batch)
     source = BatchSource(dataset, global_batch_size=count, seed=seed, shuffle=data.shuffle, prefetch=False)
-    batch = source.next()
-    loaded = [dataset.load(row) for row in source.rows]
-    whole = [example for example in loaded if not isinstance(example, Rejected)]
+    whole = [taken.items[0] for taken in itertools.islice(source.walk(), count)]
+    source.close()
+    batch = batch_of(whole)
     shown = [shortened(example, length) for example in whole]
     words = f"data.train: the first {count} of the {of_batch} sequences of the first batch"
     if any(len(a.ids) != len(b.ids) for a, b in zip(shown, whole, strict=True)):
@@ -126,11 +127,10 @@ def first_items(make: Callable[[C], Task[C]], config: C, folder: str, *, rows: i
     dataset = train_rows(config.data, lambda data: task.of_data(data).dataset(tokenizer, folder, hf_config, "train"))
     source = task.source(dataset)
     try:
-        source.next()
-        loaded = [dataset.load(row) for row in source.rows]
+        found = [taken.items[0] for taken in itertools.islice(source.walk(), rows)]
+        source.batch_of(found)  # which refuses rows that make none
     finally:
         source.close()
-    found = [row for row in loaded if not isinstance(row, Rejected)]
     return found, f"data.train: the first {rows} of the {of_batch} rows of the first batch"
 
 

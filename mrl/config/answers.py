@@ -6,6 +6,7 @@ import abc
 import dataclasses
 from typing import Literal
 
+from mrl.config.rows import StreamedRowsConfig
 from mrl.config.schema import (
     REQUIRED,
     CheckpointConfig,
@@ -13,7 +14,6 @@ from mrl.config.schema import (
     LogConfig,
     ModelConfig,
     OptimizerConfig,
-    RowsConfig,
     TrainConfig,
     key,
 )
@@ -31,7 +31,7 @@ class AnswerLossConfig(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AnswerRowsConfig(RowsConfig):
+class AnswerRowsConfig(StreamedRowsConfig):
     max_length: int = key(2048, "longest sequence in tokens, prompt and answer", minimum=2)
     truncation: Literal["error", "drop"] = key(
         "error",

@@ -26,6 +26,7 @@ from mrl.config.schema import (
     TrainConfig,
 )
 from mrl.config.sources import PreferenceSource, ScoredSource
+from mrl.config.stream_checks import check_stream
 from mrl.config.supported import check_supported
 from mrl.errors import ConfigError, Shown
 from mrl.parallel import ParallelDims, divisors_near
@@ -41,6 +42,7 @@ def check_config(config: SFTConfig) -> None:
         raise ConfigError("data.loss_on", [], "names no role", "give roles, as in [assistant, tool], or all")
     check_train(config.train, config.data.eval)
     check_mix_by(config.data.train, config.data.mix_by)
+    check_stream(config.data, config.train)
     check_micro_batch(config.engine.micro_batch, max_length, f"data.max_length {max_length}")
     check_trained(config)
 

@@ -20,6 +20,7 @@ import mrl
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.keys import types_of, walk
 from mrl.config.phases import Phase, Phases
+from mrl.config.rows import RowsConfig
 from mrl.config.schema import (
     CheckpointConfig,
     EngineConfig,
@@ -27,7 +28,6 @@ from mrl.config.schema import (
     ModelConfig,
     OptimizerConfig,
     RoleConfig,
-    RowsConfig,
     TrainedModelConfig,
 )
 from mrl.errors import ConfigError

@@ -8,16 +8,8 @@ from typing import Any, Literal
 
 from mrl.config.answers import AnswerLossConfig, AnswerRowsConfig, AnswersConfig
 from mrl.config.preference_losses import NO_REFERENCE, OF_SINGLE_ROWS, ROWS
-from mrl.config.schema import (
-    EVAL_HELP,
-    MIX_BY_HELP,
-    REQUIRED,
-    TRAIN_HELP,
-    EngineConfig,
-    ModelConfig,
-    PolicyModelConfig,
-    key,
-)
+from mrl.config.rows import EVAL_HELP, MIX_BY_HELP, TRAIN_HELP
+from mrl.config.schema import REQUIRED, EngineConfig, ModelConfig, PolicyModelConfig, key
 from mrl.config.sources import PreferenceShare, PreferenceSource, eval_of, train_of
 
 

@@ -7,6 +7,7 @@ from mrl.config.dpo import DPOConfig
 from mrl.config.keys import changed
 from mrl.config.ppo_checks import check_never_trains, refuse_unread
 from mrl.config.preference_losses import ROWS
+from mrl.config.stream_checks import check_cache, check_stream
 from mrl.errors import ConfigError
 
 
@@ -14,6 +15,7 @@ def check_dpo(config: DPOConfig) -> None:
     """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
     check_train(config.train, config.data.eval)
     check_mix_by(config.data.train, config.data.mix_by)
+    check_stream(config.data, config.train)
     _check_loss(config)
     _check_reference(config)
     check_groups(config, config.engine)
@@ -58,6 +60,7 @@ def _check_reference(config: DPOConfig) -> None:
     if reference.cache and not loss.is_paired:
         why = "cannot be true with kto, whose KL pairs prompts with other rows' answers in each batch"
         raise ConfigError("reference.cache", True, why, "set it to false")
+    check_cache(config.data, "reference.cache", reference.cache)
     if reference.engine is not None:
         check_groups(config, reference.engine, "reference.engine")
         check_never_trains(reference.engine, "reference.engine", "the reference")

@@ -14,13 +14,12 @@ from typing import Any, Literal
 from mrl.config.build import build_section
 from mrl.config.recipes import ALGORITHMS
 from mrl.config.rewards import RewardsConfig, parse_rewards
+from mrl.config.rows import MIX_BY_HELP, TRAIN_HELP, RowsConfig
 from mrl.config.schema import (
-    MIX_BY_HELP,
     MOST_SECONDS,
     MOST_SEQUENCES,
     MOST_WAYS,
     REQUIRED,
-    TRAIN_HELP,
     CheckpointConfig,
     EngineConfig,
     LogConfig,
@@ -28,7 +27,6 @@ from mrl.config.schema import (
     OneTeacherConfig,
     OptimizerConfig,
     PolicyModelConfig,
-    RowsConfig,
     TeacherServerConfig,
     key,
     other_teachers,

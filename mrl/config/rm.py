@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from mrl.config.answers import AnswerLossConfig, AnswerRowsConfig, AnswersConfig
-from mrl.config.schema import EVAL_HELP, MIX_BY_HELP, REQUIRED, TRAIN_HELP, ModelConfig, key
+from mrl.config.rows import EVAL_HELP, MIX_BY_HELP, TRAIN_HELP
+from mrl.config.schema import REQUIRED, ModelConfig, key
 from mrl.config.sources import ScoredShare, ScoredSource, eval_of, train_of
 
 FORMAT_OF: Mapping[str, str] = {"bradley_terry": "preference", "regression": "graded", "steps": "steps"}

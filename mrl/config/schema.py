@@ -18,16 +18,8 @@ from mrl.config.keys import kind
 from mrl.config.megatron_speed import ROUNDING
 from mrl.config.mtp import MTPConfig as MTPConfig
 from mrl.config.mtp import PolicyMTPConfig
-from mrl.config.sources import (
-    FORMS,
-    LossOn,
-    SFTShare,
-    SFTSource,
-    Share,
-    Source,
-    eval_of,
-    train_of,
-)
+from mrl.config.rows import EVAL_HELP, MIX_BY_HELP, TRAIN_HELP, StreamedRowsConfig
+from mrl.config.sources import LossOn, SFTShare, SFTSource, eval_of, train_of
 from mrl.errors import ConfigError
 
 __all__ = ["MOST_SECONDS", "MOST_SEQUENCES", "MOST_WAYS", "REQUIRED", "key"]
@@ -250,35 +242,8 @@ class OptimizerConfig:
     )
 
 
-TRAIN_HELP = f"training rows: {FORMS}; or a list of sources that are mixed (docs/data.md)"
-EVAL_HELP = "evaluation rows, in the same forms; or a mapping of names to sources, each with a loss of its own"
-MIX_BY_HELP = "what weights of the sources of data.train are shares of"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowsConfig:
-    """Where rows come from and in which order: what `data` of both commands has."""
-
-    train: str | tuple[Share, ...] = key(REQUIRED, f"training rows: {FORMS}", moves=True, parse=train_of(Share))
-    eval: str | Mapping[str, Source] | None = key(
-        None, "evaluation rows, in the same forms", may_change=True, parse=eval_of(Source)
-    )
-    split: str | None = key(
-        None, "split of a `datasets` folder or hub id; default train (and test or validation for eval)"
-    )
-    columns: dict[str, str] = key(dict, "rename fields before a row is read, as {question: prompt, answer: completion}")
-    chat_template: str | None = key(None, "file with a Jinja chat template to use instead of the tokenizer's")
-    packing: bool = key(
-        True, "lay sequences end to end without padding (best fit under the micro-batch's token budget); false pads"
-    )
-    shuffle: bool = key(True, "a new order each epoch, a function of (seed, epoch)")
-    on_bad_row: Literal["stop", "skip"] = key(
-        "stop", "a row that cannot be read: stop with file and line, or skip, count and report", may_change=True
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig(RowsConfig):
+class DataConfig(StreamedRowsConfig):
     train: str | tuple[SFTShare, ...] = key(REQUIRED, TRAIN_HELP, moves=True, parse=train_of(SFTShare))
     eval: str | Mapping[str, SFTSource] | None = key(None, EVAL_HELP, may_change=True, parse=eval_of(SFTSource))
     mix_by: Literal["rows", "tokens"] = key("rows", MIX_BY_HELP, may_change=True)

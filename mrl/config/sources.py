@@ -28,6 +28,12 @@ LossOn = Literal["assistant", "last", "all"] | tuple[Role, ...]
 
 FORMS = ".jsonl[.gz|.zst], .parquet, a folder or glob of them, a saved `datasets` folder, or a hub id"
 NAME = r"[\w.-]+"
+STREAM_HELP = (
+    "read the rows while training, forwards, from where they lie: a URL (https, hf, and others that fsspec has), a hub "
+    "id, or files here; nothing is copied, and train.steps is needed (docs/data.md)"
+)
+BUFFER_HELP = "of stream: rows that are shuffled together, in memory; 0 is the order of the files; null is 10000"
+SHUFFLE_BUFFER, MOST_BUFFERED = 10_000, 10_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,10 +70,19 @@ class Share(Source):
         """Its name, made of the path where none is given: "" where none can be made."""
         if self.name is not None:
             return self.name
-        last = os.path.basename(self.path.rstrip("/"))
-        for suffix in (".gz", ".zst", ".jsonl", ".json", ".parquet"):
+        path = self.path.partition("?")[0] if "://" in self.path else self.path
+        last = os.path.basename(path.rstrip("/"))
+        for suffix in (".gz", ".zst", ".jsonl", ".json", ".parquet", ".arrow"):
             last = last.removesuffix(suffix)
         return re.sub(r"[^\w.-]+", "_", last) if re.search(r"\w", last) else ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamedShare(Share):
+    """Rows at one path, their share of a mixture, and whether they are read while training."""
+
+    stream: bool | None = key(None, STREAM_HELP)
+    shuffle_buffer: int | None = key(None, BUFFER_HELP, minimum=0, maximum=MOST_BUFFERED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,17 +113,17 @@ class ScoredSource(RenderedSource):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SFTShare(SFTSource, Share):
+class SFTShare(SFTSource, StreamedShare):
     """A source of data.train of `mrl sft`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PreferenceShare(PreferenceSource, Share):
+class PreferenceShare(PreferenceSource, StreamedShare):
     """A source of data.train of `mrl dpo`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScoredShare(ScoredSource, Share):
+class ScoredShare(ScoredSource, StreamedShare):
     """A source of data.train of `mrl rm`."""
 
 

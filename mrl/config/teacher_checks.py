@@ -10,6 +10,7 @@ from mrl.config.ppo import PromptsConfig, ReferenceConfig
 from mrl.config.ppo_checks import check_never_trains, refuse_unread
 from mrl.config.schema import DataConfig, OneTeacherConfig, SFTConfig
 from mrl.config.sources import PromptShare, SFTShare
+from mrl.config.stream_checks import check_cache
 from mrl.errors import ConfigError, Shown
 
 
@@ -25,6 +26,7 @@ def check_teacher(config: SFTConfig) -> None:
     if teacher.beta is not None and teacher.loss != "jsd":
         why = f"is not read by teacher.loss {teacher.loss}"
         raise ConfigError("teacher.beta", Shown(f"{teacher.beta:g}"), why, "leave it out; it is of jsd")
+    check_cache(config.data, "teacher.cache", teacher.cache)
     for key, one in teacher.by_key.items():
         _check_one(config, key, one)
 

@@ -20,7 +20,8 @@ import torch
 from mrl.algorithms.distill import TEACHER_OF
 from mrl.batch import Batch, make_batch
 from mrl.data.dataset import Example, RowDataset, T
-from mrl.data.stream import Progress, Report, RowStream, Taken, count_usable, may_leave_out, row_order
+from mrl.data.order import row_order
+from mrl.data.stream import Progress, Report, RowStream, Taken, count_usable, may_leave_out
 from mrl.errors import DataError
 
 __all__ = [
@@ -90,6 +91,7 @@ class Batches(RowStream[T]):
 
     def close(self) -> None:
         """Ends the thread; `next` may not be called again."""
+        self.dataset.close()
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
 

@@ -30,7 +30,8 @@ from mrl.data.formats import (
     rename_fields,
     row_weight,
 )
-from mrl.data.rows import Part, open_rows
+from mrl.data.rows import Part, Rows, open_rows, open_stream
+from mrl.data.streamed import MOST_INDEX, Cursor, Exchange, Order, StreamedRows, alone
 from mrl.data.tokenizer import check_chat_template, read_chat_template
 from mrl.data.vision import Vision, WithImages
 from mrl.errors import DataError, UserError, show
@@ -68,6 +69,7 @@ class Rejected:
 
 class RowDataset(abc.ABC, Generic[T]):
     """Random access to rows of data.train or data.eval as a `T`, which has a flag `truncated`; holds no row in memory.
+    Rows that are streamed are not counted, and only those that were taken last (`take`) can be loaded.
 
     Raises DataError on construction where the data cannot be used at all (missing, empty, no form fits, a conversation
     without a chat template). vocab_size: the model's, which no token id may reach. `load` may be called from several
@@ -81,6 +83,7 @@ class RowDataset(abc.ABC, Generic[T]):
         *,
         part: Part = "train",
         vocab_size: int | None = None,
+        exchange: Exchange = alone,
     ) -> None:
         path = config.train if part == "train" else config.eval
         if path is None:
@@ -94,11 +97,42 @@ class RowDataset(abc.ABC, Generic[T]):
             tokenizer.chat_template = read_chat_template(config.chat_template)
             check_chat_template(tokenizer)
         self._lock = threading.Lock()
-        self._rows = open_rows(path, split=config.split, part=part)
+        self._rows: Rows | StreamedRows
+        if part == "train" and not isinstance(config, PromptsConfig) and config.stream:
+            buffer = config.resolved_shuffle_buffer
+            self._rows = open_stream(path, split=config.split, buffer=buffer, exchange=exchange)
+        else:
+            self._rows = open_rows(path, split=config.split, part=part)
         self._begin(tokenizer)
 
     def __len__(self) -> int:
+        assert isinstance(self._rows, Rows), "the number of rows that are streamed is not known"
         return len(self._rows)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether rows are read while training, so that their number is not known."""
+        return isinstance(self._rows, StreamedRows)
+
+    @property
+    def size(self) -> str:
+        """The number of rows in words."""
+        return "streamed rows" if self.is_streamed else f"{len(self)} rows"
+
+    @property
+    def indices(self) -> int:
+        """One more than the largest index of a row."""
+        return MOST_INDEX if self.is_streamed else len(self)
+
+    def take(self, at: Cursor, order: Order) -> tuple[int, Cursor]:
+        """Returns the index of a streamed row, and the position after it; see `StreamedRows.take`."""
+        assert isinstance(self._rows, StreamedRows), "rows are not streamed"
+        return self._rows.take(at, order)
+
+    def close(self) -> None:
+        """Ends reading ahead of rows that are streamed."""
+        if isinstance(self._rows, StreamedRows):
+            self._rows.close()
 
     def where(self, index: int) -> str:
         """Returns `file:line` of a row, or `file:row N`."""
@@ -156,7 +190,7 @@ class RowDataset(abc.ABC, Generic[T]):
 
     def first_row(self) -> tuple[dict[str, Any], str]:
         """Returns the first row that can be read, and its `file:line`. Raises DataError where there is none."""
-        for index in range(len(self)):
+        for index in self._rows.head():
             try:
                 return self._row(index), self.where(index)
             except BadRow as e:
@@ -164,7 +198,7 @@ class RowDataset(abc.ABC, Generic[T]):
                     raise DataError(self.where(index), why=str(e)) from e
         raise DataError(
             f"data.{self.part}",
-            why=f"{self.path}: none of its {len(self)} rows can be read",
+            why=f"{self.path}: none of its {self.size} can be read",
             fix="check the first with head",
         )
 
@@ -184,10 +218,11 @@ class SFTDataset(RowDataset[Example]):
         vocab_size: int | None = None,
         vision: Vision | None = None,
         teachers: Sequence[str] | None = None,
+        exchange: Exchange = alone,
     ) -> None:
         self._teachers = None if teachers is None else list(teachers)
         self._vision = copy.deepcopy(vision)  # it has a tokenizer too
-        super().__init__(config, tokenizer, part=part, vocab_size=vocab_size)
+        super().__init__(config, tokenizer, part=part, vocab_size=vocab_size, exchange=exchange)
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         config = self.config

@@ -178,22 +178,7 @@ class JsonlFile:
         return f"{self.name}:{line + 1}"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        try:
-            text = self._read(index).decode("utf-8")
-            row = json.loads(text)
-        except UnicodeDecodeError as e:
-            raise BadRow(f"is not UTF-8 (byte {e.start} of the line); save the file as UTF-8") from None
-        except json.JSONDecodeError as e:
-            raise BadRow(self._why_not_json(index, one_line(e))) from None
-        except RecursionError:
-            raise _too_deep() from None
-        except ValueError:  # Python reads no longer ones
-            raise BadRow("holds a number of more than 4300 digits; write it as text, or remove the row") from None
-        if not isinstance(row, dict):
-            raise BadRow(self._why_not_json(index, f"the line is a JSON {type(row).__name__}"))
-        if text.count("[") + text.count("{") > DEEPEST and _is_deeper(row, DEEPEST):
-            raise _too_deep()
-        return row
+        return parse_line(self._read(index), self._head)
 
     def _read(self, index: int) -> bytes:
         if self._file is None:
@@ -204,14 +189,9 @@ class JsonlFile:
         # `end` is where the next row starts, so blank lines between the two come along; JSON ignores them.
         return os.pread(self._file.fileno(), end - start, start)
 
-    def _why_not_json(self, index: int, problem: str) -> str:
+    def _head(self) -> bytes:
         with open(self._path, "rb") as file:
-            head = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
-        if head[:1] == b"[":
-            return "the file is one JSON array; write one object per line: jq -c '.[]' in.json > out.jsonl"
-        if head.rstrip() in (b"{", b"") or head[:2] in (b"{\n", b"{\r"):
-            return "a JSON object is spread over several lines; write one object per line: jq -c . in.json > out.jsonl"
-        return f'is not a JSON object ({problem}); each line must be one object, as {{"messages": [...]}}'
+            return file.read(4096)
 
     def fingerprint(self) -> dict[str, Any]:
         return {"name": self.name, "rows": len(self), "size": self._stat[0], "hash": f"crc32:{self._crc:08x}"}
@@ -220,6 +200,35 @@ class JsonlFile:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def parse_line(line: bytes, head: Callable[[], bytes]) -> dict[str, Any]:
+    """Returns the row of a line. head: returns the first bytes of its file. Raises BadRow."""
+    try:
+        text = line.decode("utf-8")
+        row = json.loads(text)
+    except UnicodeDecodeError as e:
+        raise BadRow(f"is not UTF-8 (byte {e.start} of the line); save the file as UTF-8") from None
+    except json.JSONDecodeError as e:
+        raise BadRow(_why_not_json(head(), one_line(e))) from None
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError:  # Python reads no longer ones
+        raise BadRow("holds a number of more than 4300 digits; write it as text, or remove the row") from None
+    if not isinstance(row, dict):
+        raise BadRow(_why_not_json(head(), f"the line is a JSON {type(row).__name__}"))
+    if text.count("[") + text.count("{") > DEEPEST and _is_deeper(row, DEEPEST):
+        raise _too_deep()
+    return row
+
+
+def _why_not_json(head: bytes, problem: str) -> str:
+    head = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if head[:1] == b"[":
+        return "the file is one JSON array; write one object per line: jq -c '.[]' in.json > out.jsonl"
+    if head.rstrip() in (b"{", b"") or head[:2] in (b"{\n", b"{\r"):
+        return "a JSON object is spread over several lines; write one object per line: jq -c . in.json > out.jsonl"
+    return f'is not a JSON object ({problem}); each line must be one object, as {{"messages": [...]}}'
 
 
 def _too_deep() -> BadRow:

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import hashlib
+import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -27,8 +28,10 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from mrl.config.ppo import PromptsConfig
 from mrl.config.sources import Share, Source
 from mrl.data.dataset import Loaded, Rejected, RowDataset
+from mrl.data.streamed import START, Cursor, Mark
 from mrl.errors import DataError
 
 T = TypeVar("T", bound=Loaded)
@@ -36,11 +39,13 @@ D = TypeVar("D", bound=Any)
 
 BEFORE = ("columns", "chat_template", "format", "loss_on", "system", "split", "teacher")
 """Keys of a source that say what its rows become."""
+HOW = ("stream", "shuffle_buffer")
+"""Keys of a source that say how its rows are read."""
 
 
 def with_source(data: D, source: Source, part: Literal["train", "eval"]) -> D:
     """Returns a section `data` on the rows of one source alone."""
-    own = {name: getattr(source, name) for name in BEFORE if getattr(source, name, None) is not None}
+    own = {name: getattr(source, name) for name in (*BEFORE, *HOW) if getattr(source, name, None) is not None}
     return dataclasses.replace(data, **{part: source.path}, **own)
 
 
@@ -72,11 +77,21 @@ class MixedDataset(RowDataset[T]):
         self.config, self.part, self.vocab_size = data, "train", sources[0].vocab_size
         self.shares: tuple[Share, ...] = data.train
         self.sources = list(sources)
-        self.starts = [0, *np.cumsum([len(source) for source in sources]).tolist()]
+        self.starts = [0, *itertools.accumulate(source.indices for source in sources)]  # above 2**63 where streamed
         self.path = ", ".join(share.title for share in self.shares)
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        assert not self.is_streamed, "the number of rows that are streamed is not known"
+        return self.starts[-1]
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether those of a source are."""
+        return any(source.is_streamed for source in self.sources)
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
 
     def find(self, index: int) -> tuple[int, int]:
         """Returns the number of the source that row `index` is of, and its index there."""
@@ -116,6 +131,7 @@ class Read:
     rows: int = 0
     tokens: int = 0
     given: int = 0  # rows or tokens, since shares count
+    mark: Mark = START  # of a source that is streamed: where the block of its next row begins
 
 
 class Mixer:
@@ -132,7 +148,9 @@ class Mixer:
         scale = math.lcm(*(weight.denominator for weight in weights))
         self.weights = [int(weight * scale) for weight in weights]
         self.last = [
-            None if share.epochs is None else math.floor(Fraction(str(share.epochs)) * len(source))
+            None
+            if share.epochs is None or source.is_streamed
+            else math.floor(Fraction(str(share.epochs)) * len(source))
             for share, source in zip(dataset.shares, dataset.sources, strict=True)
         ]
         for share, source, last in zip(dataset.shares, dataset.sources, self.last, strict=True):
@@ -140,9 +158,17 @@ class Mixer:
                 why = f"is {share.epochs:g}, which of its {len(source)} rows is none"
                 raise DataError(f"data.train, source {share.title}, epochs", why=why, fix="give more, or leave it out")
         self._cached: dict[int, tuple[int, np.ndarray]] = {}
+        self._parts = [functools.partial(self._order_of_part, share.title) for share in dataset.shares]
+
+    def _order_of_part(self, name: str, what: str, epoch: int, rows: int) -> np.ndarray:
+        """Returns an order of a source that is streamed; see `mrl.data.streamed.Order`."""
+        return self._order(f"{name}/{what}", epoch, rows)
 
     def is_over(self, number: int, read: Read) -> bool:
         """Returns whether the passes that a source may make are made."""
+        if self.dataset.sources[number].is_streamed:
+            epochs = self.dataset.shares[number].epochs
+            return epochs is not None and read.epoch >= epochs
         last = self.last[number]
         return last is not None and read.epoch * len(self.dataset.sources[number]) + read.position >= last
 
@@ -157,39 +183,45 @@ class Mixer:
         given, weight = sum(reads[i].given for i in open_), sum(self.weights[i] for i in open_)
         return max(open_, key=lambda i: (self.weights[i] * given - weight * reads[i].given, -i))
 
-    def row(self, number: int, read: Read) -> int:
-        """Returns the index, among the rows of all sources, of the next row of source `number`."""
+    def row(self, number: int, read: Read) -> tuple[int, Cursor]:
+        """Returns the index, among the rows of all sources, of the next row of source `number`, and where that has been
+        read up to then."""
+        source, start = self.dataset.sources[number], self.dataset.starts[number]
+        if source.is_streamed:
+            index, after = source.take(Cursor(read.epoch, read.position, read.mark), self._parts[number])
+            return start + index, after
         cached = self._cached.get(number)
         if cached is None or cached[0] != read.epoch:
             size = len(self.dataset.sources[number])
             cached = (read.epoch, self._order(self.dataset.shares[number].title, read.epoch, size))
             self._cached[number] = cached
-        return self.dataset.starts[number] + int(cached[1][read.position])
+        is_last = read.position + 1 == len(source)
+        after = Cursor(read.epoch + 1) if is_last else Cursor(read.epoch, read.position + 1)
+        return start + int(cached[1][read.position]), after
 
-    def after(self, reads: list[Read], number: int, item: Any | None) -> None:
-        """Counts a row of source `number` that was read, in `reads`. item: what it became; None where left out."""
+    def after(self, reads: list[Read], number: int, cursor: Cursor, item: Any | None) -> None:
+        """Counts a row of source `number` that was read up to `cursor`, in `reads`. item: what the row became; None
+        where left out."""
         read = reads[number]
-        size = len(self.dataset.sources[number])
-        epoch, position = (read.epoch, read.position + 1) if read.position + 1 < size else (read.epoch + 1, 0)
         rows, tokens = 0, 0
         if item is not None:
             rows, tokens = 1, self.dataset.sources[number].tokens_of(item)
         reads[number] = Read(
-            epoch, position, read.rows + rows, read.tokens + tokens, read.given + (tokens if self.by_tokens else rows)
-        )
+            cursor.epoch, cursor.position, read.rows + rows, read.tokens + tokens,
+            read.given + (tokens if self.by_tokens else rows), cursor.mark,
+        )  # fmt: skip
         if self.is_over(number, reads[number]):
             reads[:] = [dataclasses.replace(one, given=0) for one in reads]
 
     def settings(self, number: int) -> dict[str, Any]:
         """Returns what the rows of a source become tokens by, as plain data."""
-        config = self.dataset.sources[number].config
+        source = self.dataset.sources[number]
+        config = source.config
         found = {name: getattr(config, name) for name in BEFORE if hasattr(config, name)}
+        if not isinstance(config, PromptsConfig):  # null where rows are not streamed, as in states of older versions
+            found |= {"stream": True if source.is_streamed else None}
+            found |= {"shuffle_buffer": config.resolved_shuffle_buffer if source.is_streamed else None}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
-
-
-def seed_of(seed: int, name: str) -> int:
-    """Returns the seed of the order of a source: other than that of its neighbours, wherever it stands in the list."""
-    return (seed + int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")) % 2**64
 
 
 def usable_by_source(dataset: MixedDataset[Any], is_usable: Sequence[bool], order: Any) -> list[tuple[int, int | None]]:

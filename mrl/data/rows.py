@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,8 @@ import datasets
 import numpy as np
 
 from mrl.data.files import SUFFIXES, Source, one_line, open_file, without_nulls
+from mrl.data.remote import STREAMED_SUFFIXES, RemoteFile, find_files, local_file
+from mrl.data.streamed import Exchange, StreamedRows
 from mrl.errors import DataError
 
 Part = Literal["train", "eval"]
@@ -65,6 +67,10 @@ class Rows:
         source, row = self._find(index)
         return self._sources[source].where(row)
 
+    def head(self) -> Iterator[int]:
+        """Yields the indices of rows, of the first one first."""
+        yield from range(len(self))
+
     def folder(self, index: int) -> str:
         """Returns the folder that relative paths in a row start from: that of its file or its saved data set."""
         return os.path.dirname(os.path.abspath(self._sources[self._find(index)[0]].name))
@@ -74,6 +80,23 @@ class Rows:
         return [source.fingerprint() for source in self._sources]
 
 
+def open_stream(path: str, *, split: str | None, buffer: int, exchange: Exchange) -> StreamedRows:
+    """Returns the rows at `path`, a path, URL or hub id of data.train, to be read while training. buffer, exchange: see
+    `StreamedRows`."""
+    local = os.path.expanduser(path)
+
+    def find() -> list[RemoteFile]:
+        if _is_saved_dataset(local):
+            why = f"{path} is a saved data set, which lies on the disk and is read in place"
+            raise DataError("data.train", why=why, fix="leave stream out")
+        files = [] if "://" in path else _data_files(local, "train", STREAMED_SUFFIXES)
+        if files and split is not None:
+            raise _no_splits(path, split)
+        return [local_file(file) for file in files] or find_files(path, split=split, key="data.train")
+
+    return StreamedRows(find, buffer=buffer, key="data.train", what=path.partition("?")[0], exchange=exchange)
+
+
 def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
     """Returns the rows at `path`; `part`: of data.train or data.eval. Raises DataError; empty is an error."""
     local = os.path.expanduser(path)
@@ -81,11 +104,7 @@ def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
         sources: list[Source] = [_load_saved(local, split, part)]
     elif files := _data_files(local, part):
         if split is not None and part == "train":
-            raise DataError(
-                "data.split",
-                why=f"{split!r}, but data.{part} ({path}) is files, which have no splits",
-                fix="remove data.split and name the files of that split",
-            )
+            raise _no_splits(path, split)
         sources = [open_file(file) for file in files]
         for source in sources:
             source.close()  # reads open again what they need
@@ -97,16 +116,24 @@ def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
     return rows
 
 
+def _no_splits(path: str, split: str) -> DataError:
+    return DataError(
+        "data.split",
+        why=f"{split!r}, but data.train ({path}) is files, which have no splits",
+        fix="remove data.split and name the files of that split",
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------- files
 
 
-def _data_files(path: str, part: Part) -> list[str]:
+def _data_files(path: str, part: Part, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     """Returns the files that `path` means, sorted; none where it looks like a hub id."""
     if os.path.isdir(path):
-        return _folder_files(path, part)
+        return _folder_files(path, part, suffixes)
     if os.path.exists(path):
-        if not path.endswith(SUFFIXES):
-            raise DataError(f"data.{part}", why=f"{path}: the suffix is not known", fix=f"use {', '.join(SUFFIXES)}")
+        if not path.endswith(suffixes):
+            raise DataError(f"data.{part}", why=f"{path}: the suffix is not known", fix=f"use {', '.join(suffixes)}")
         return [path]
     if glob.has_magic(path):
         found = sorted(f for f in glob.glob(path, recursive=True) if os.path.isfile(f))
@@ -116,15 +143,15 @@ def _data_files(path: str, part: Part) -> list[str]:
                 why=f"{path}: no file matches",
                 fix="a glob looks like data/*.jsonl or data/**/*.parquet",
             )
-        if other := [f for f in found if not f.endswith(SUFFIXES)]:
+        if other := [f for f in found if not f.endswith(suffixes)]:
             raise DataError(
                 f"data.{part}",
                 why=f"{path}: matches {other[0]}, whose suffix is not known",
-                fix=f"use {', '.join(SUFFIXES)}",
+                fix=f"use {', '.join(suffixes)}",
             )
         return found
     if (
-        path.endswith(SUFFIXES)
+        path.endswith(suffixes)
         or path.startswith(("/", ".", "~"))
         or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", path)
     ):
@@ -134,12 +161,12 @@ def _data_files(path: str, part: Part) -> list[str]:
     return []
 
 
-def _folder_files(path: str, part: Part) -> list[str]:
-    names = sorted(n for n in os.listdir(path) if n.endswith(SUFFIXES) and not n.startswith("."))
+def _folder_files(path: str, part: Part, suffixes: tuple[str, ...]) -> list[str]:
+    names = sorted(n for n in os.listdir(path) if n.endswith(suffixes) and not n.startswith("."))
     if not names:
         raise DataError(
             f"data.{part}",
-            why=f"{path}: the folder holds no data file ({', '.join(SUFFIXES)}) and no saved data set",
+            why=f"{path}: the folder holds no data file ({', '.join(suffixes)}) and no saved data set",
             fix=f"for files in sub-folders give a glob, as {path.rstrip('/')}/**/*.jsonl",
         )
     training = [n for n in names if re.match(r"train\b|train_", n)]

@@ -18,21 +18,13 @@ from mrl.config.ppo import PromptsConfig
 from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
 from mrl.data.dataset import Rejected, RowDataset, T
-from mrl.data.mixture import MixedDataset, Mixer, Read, differences, seed_of, usable_by_source
+from mrl.data.mixture import MixedDataset, Mixer, Read, differences, usable_by_source
+from mrl.data.order import row_order, seed_of
+from mrl.data.streamed import START, Cursor, Mark
 from mrl.errors import CheckpointError, DataError, show
 
 NOTES_PER_BATCH = 5
-
-
-def row_order(seed: int, epoch: int, rows: int, shuffle: bool = True) -> np.ndarray:
-    """Returns [rows] int64: the order of an epoch.
-
-    A stable sort of Philox's raw output: NumPy keeps bit generators the same between versions, but not permutation().
-    """
-    if not shuffle:
-        return np.arange(rows)
-    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
-    return np.argsort(np.random.Philox(key=key).random_raw(rows), kind="stable")
+MOST_FRUITLESS = 100_000  # streamed rows in a row, none of which can be used, after which a run ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +37,7 @@ class Progress:
     dropped: int = 0
     truncated: int = 0
     sources: tuple[Read, ...] = ()  # of a mixture: how far each has been read; epoch and position are 0 then
+    mark: Mark = START  # of one path that is streamed: where the block of the next row begins
 
 
 @dataclasses.dataclass
@@ -78,13 +71,18 @@ class Report:
     def of_which_none_is_left(self, dataset: RowDataset[T]) -> DataError:
         return DataError(
             f"data.{dataset.part}",
-            why=f"{dataset.path}: none of its {len(dataset)} rows can be used; {self.notes[0]}",
+            why=f"{dataset.path}: none of its {dataset.size} can be used; {self.notes[0]}",
         )
 
 
 def may_leave_out(config: DataConfig | PromptsConfig | PreferenceDataConfig | ScoredDataConfig) -> bool:
     """Returns whether rows may be left out, so that fewer than all of them fill the batches."""
     return config.truncation == "drop" or config.on_bad_row == "skip"
+
+
+def most_fruitless(dataset: RowDataset[Any]) -> int:
+    """Returns how many rows of a data set, one after the other, may be left out: all, where their number is known."""
+    return MOST_FRUITLESS if dataset.is_streamed else len(dataset)
 
 
 def count_usable(dataset: RowDataset[T]) -> tuple[int, dict[str, int]]:
@@ -162,10 +160,9 @@ class RowStream(Generic[T]):
         report = Report()
         items: list[T] = []
         rows: list[int] = []
-        epoch, position, fruitless = start.epoch, start.position, 0
+        at, fruitless = Cursor(start.epoch, start.position, start.mark), 0
         while len(items) < count:
-            row = int(self._epoch_order(epoch)[position])
-            epoch, position = (epoch, position + 1) if position + 1 < len(self.dataset) else (epoch + 1, 0)
+            row, at = self._row(at)
             item = report.count(self.dataset, row)
             if item is not None:
                 items.append(item)
@@ -173,13 +170,21 @@ class RowStream(Generic[T]):
                 fruitless = 0
                 continue
             fruitless += 1
-            if fruitless > len(self.dataset):
+            if fruitless > most_fruitless(self.dataset):
                 raise report.of_which_none_is_left(self.dataset)
         progress = Progress(
-            epoch, position, start.skipped + report.skipped, start.dropped + report.dropped,
-            start.truncated + report.truncated,
+            at.epoch, at.position, start.skipped + report.skipped, start.dropped + report.dropped,
+            start.truncated + report.truncated, mark=at.mark,
         )  # fmt: skip
         return Taken(items, rows, progress, report.notes)
+
+    def _row(self, at: Cursor) -> tuple[int, Cursor]:
+        """Returns the index of the row at a position of one path, and the next position."""
+        if self.dataset.is_streamed:
+            return self.dataset.take(at, self._order_of_source)
+        row = int(self._epoch_order(at.epoch)[at.position])
+        is_last = at.position + 1 == len(self.dataset)
+        return row, Cursor(at.epoch + 1) if is_last else Cursor(at.epoch, at.position + 1)
 
     def _mixed(self, mixer: Mixer, start: Progress, count: int) -> Taken[T]:
         """As `_after`, of a mixture."""
@@ -189,11 +194,11 @@ class RowStream(Generic[T]):
         fruitless = [0] * len(reads)
         while len(items) < count:
             number = mixer.choose(reads)
-            row = mixer.row(number, reads[number])
+            row, cursor = mixer.row(number, reads[number])
             item = report.count(self.dataset, row)
-            mixer.after(reads, number, item)
+            mixer.after(reads, number, cursor, item)
             fruitless[number] = 0 if item is not None else fruitless[number] + 1
-            if fruitless[number] > len(mixer.dataset.sources[number]):
+            if fruitless[number] > most_fruitless(mixer.dataset.sources[number]):
                 raise report.of_which_none_is_left(mixer.dataset.sources[number])
             if item is not None:
                 items.append(item)
@@ -220,7 +225,7 @@ class RowStream(Generic[T]):
         found: dict[str, float] = {}
         dataset = self.mixer.dataset
         for share, source, read in zip(dataset.shares, dataset.sources, self._progress.sources, strict=True):
-            epochs = read.epoch + read.position / len(source)
+            epochs = read.epoch + (0 if source.is_streamed else read.position / len(source))
             values = {"rows": read.rows, "tokens": read.tokens, "epochs": epochs}
             found |= {f"data/{share.title}/{what}": value for what, value in values.items()}
         return found
@@ -245,6 +250,8 @@ class RowStream(Generic[T]):
         """Returns the position after what was taken last, with what it means: plain numbers, strings, lists."""
         made = dataclasses.asdict(self._progress)
         del made["sources"]
+        if self.mixer is not None or not self.dataset.is_streamed:
+            del made["mark"]
         same = {"seed": self.seed, "shuffle": self.shuffle}
         if self.mixer is None:
             return {"version": 1, **made, **same, "data": self._fingerprint}
@@ -256,7 +263,7 @@ class RowStream(Generic[T]):
         return [
             {
                 "name": share.title, "weight": share.weight, "epochs": share.epochs, "settings": mixer.settings(number),
-                "data": self._fingerprints[number], **dataclasses.asdict(read),
+                "data": self._fingerprints[number], **_state_of(read, dataset.sources[number]),
             }
             for number, (share, read) in enumerate(zip(dataset.shares, reads, strict=True))
         ]  # fmt: skip
@@ -268,7 +275,7 @@ class RowStream(Generic[T]):
         Files may have moved. The number of rows that are taken at a time may differ: the position counts rows.
         """
         version = 1 if self.mixer is None else 2
-        fields = [f.name for f in dataclasses.fields(Progress) if f.name != "sources"]
+        fields = [f.name for f in dataclasses.fields(Progress) if f.name not in ("sources", "mark")]
         needed = (*fields, "seed", "shuffle", "data" if version == 1 else "sources")
         if state.get("version") in (1, 2) and state["version"] != version:
             was, now = ("one path", "a list of sources")[:: 1 if version == 2 else -1]
@@ -293,7 +300,8 @@ class RowStream(Generic[T]):
         sources = () if self.mixer is None else self._resumed_sources(self.mixer, state)
         if self.mixer is None:
             _check_same(f"data.{self.dataset.part}", state["data"], self._fingerprint)
-        self._progress = Progress(**{name: state[name] for name in fields}, sources=sources)
+        mark = tuple(state.get("mark", START))
+        self._progress = Progress(**{name: state[name] for name in fields}, sources=sources, mark=mark)
 
     def _resumed_sources(self, mixer: Mixer, state: Mapping[str, Any]) -> tuple[Read, ...]:
         """Returns how far each source had been read when `state` was made; notes what is mixed otherwise now."""
@@ -303,7 +311,6 @@ class RowStream(Generic[T]):
         for entry in now:
             saved = before.get(entry["name"], entry)
             key = f"data.train, source {entry['name']}"
-            _check_same(key, saved["data"], entry["data"])
             for name, value in entry["settings"].items():
                 if saved["settings"].get(name) != value:
                     was = saved["settings"].get(name)
@@ -313,7 +320,9 @@ class RowStream(Generic[T]):
                         "become others",
                         fix="set it back, or give the source another name to begin it anew",
                     )
-            reads.append(Read(**{field.name: saved[field.name] for field in dataclasses.fields(Read)}))
+            _check_same(key, saved["data"], entry["data"])
+            known = {field.name: saved[field.name] for field in dataclasses.fields(Read) if field.name in saved}
+            reads.append(Read(**known | {"mark": tuple(known.get("mark", START))}))
         words = differences(state["sources"], now)
         if state["mix_by"] != (mix_by := mixer.dataset.config.mix_by):
             words.append(f"data.mix_by was {state['mix_by']} and is {mix_by}")
@@ -321,6 +330,13 @@ class RowStream(Generic[T]):
             self._notes.append(f"data.train: {'; '.join(words)}: shares count from here")
             reads = [dataclasses.replace(read, given=0) for read in reads]
         return tuple(reads)
+
+
+def _state_of(read: Read, source: RowDataset[Any]) -> dict[str, Any]:
+    state = dataclasses.asdict(read)
+    if not source.is_streamed:
+        del state["mark"]
+    return state
 
 
 def _check_same(key: str, saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,10 +71,11 @@ class OnMain(Protocol):
     def __call__(self, fn: Callable[[], T]) -> T: ...
 
 
-def on_main(fn: Callable[[], T]) -> T:
+def on_main(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Calls `fn` on the main process only and returns its result on every rank, after it is done.
 
     A UserError that `fn` raises is raised on every rank. What the main process finds in a folder, all ranks act on.
+    group: of all ranks, over the host; the default one is the main thread's alone.
     """
     if not dist.is_initialized():
         return fn()
@@ -83,10 +85,18 @@ def on_main(fn: Callable[[], T]) -> T:
             outcome[0] = fn()
         except UserError as error:
             outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)  # over the host's backend: `fn` may take long
+    dist.broadcast_object_list(outcome, src=0, group=group)  # over the host's backend: `fn` may take long
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def on_main_beside(device_type: str) -> OnMain:
+    """Returns `on_main` for one thread beside the main one: it has a group of its own. Collective, and joins first."""
+    join_processes(device_type)
+    if dist.get_world_size() == 1:
+        return lambda fn: fn()
+    return functools.partial(on_main, group=dist.new_group(backend="gloo", timeout=TIMEOUT))
 
 
 def on_every(fn: Callable[[], T]) -> T:

@@ -25,8 +25,10 @@ from mrl.config.checks import (
     smallest_world,
 )
 from mrl.config.command import Config, OnRows, Part, TrainingCommand
-from mrl.config.schema import CheckpointConfig, ModelConfig, RowsConfig
+from mrl.config.rows import RowsConfig
+from mrl.config.schema import CheckpointConfig, ModelConfig
 from mrl.config.sources import RenderedSource, Source
+from mrl.config.stream_checks import streamed_keys
 from mrl.engine.checks import Sequences
 from mrl.errors import ConfigError, DataError, ModelError, first_line, quoted, unwritable
 from mrl.parallel import ParallelDims
@@ -246,7 +248,12 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _check_data(data: RowsConfig) -> None:
+    streamed = streamed_keys(data)
     for key, value in paths_of(data):
+        if "://" in value:
+            if key in streamed:
+                continue  # one process of the run looks: this machine may have no network
+            raise _not_downloaded(key, value)
         if _is_missing(value):
             raise DataError(
                 key,
@@ -261,6 +268,15 @@ def _check_data(data: RowsConfig) -> None:
     for key, template in templates.items():
         if template is not None and not os.path.isfile(template):
             raise DataError(key, quoted(template), "does not exist", "give a Jinja file")
+
+
+def _not_downloaded(key: str, url: str) -> DataError:
+    """Returns the line on a URL whose rows are not streamed."""
+    fix = "give a copy on this machine"
+    if key.startswith("data.train"):
+        stream = "data.stream" if key == "data.train" else key.replace(".path", ".stream")
+        fix += f", or set {stream} to true to read it while training"
+    return DataError(key, quoted(url), "is a URL, which is not downloaded", fix)
 
 
 def _sources(data: RowsConfig) -> Iterator[tuple[str, Source]]:
@@ -282,7 +298,7 @@ def paths_of(data: RowsConfig) -> Iterator[tuple[str, str]]:
 def _check_rows(config: OnRows, rows_of_batch: int) -> None:
     """Whether the rows of a plain file of JSON lines are far too few for a batch. It reads as many as that takes,
     hardly ever more than a few; other forms the run looks at."""
-    if not isinstance(config.data.train, str):
+    if not isinstance(config.data.train, str) or streamed_keys(config.data):
         return
     path = os.path.expanduser(config.data.train)
     batch = config.train.global_batch_size

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mrl.config.command import OnRows, TrainingCommand, command_of_yaml
 from mrl.config.load import load_config, read_yaml
+from mrl.config.stream_checks import streamed_keys
 from mrl.errors import ConfigError
 from mrl.launch import preflight
 
@@ -31,6 +32,9 @@ def run(
     if command.task is None:
         why = f"knows no rows of `mrl {command.name}`"
         raise ConfigError("mrl data show", why=why, fix="give the config of a command that trains on rows")
+    if count and part == "train" and (streamed := streamed_keys(config.data)):
+        why = f"reads every row, and those of {streamed[0]} are streamed: their number is not known"
+        raise ConfigError("--count", why=why, fix="leave it out: lengths are of the first rows, of more with --rows")
     with preflight.quiet():
         preflight.check_rows_files(config)
         found = _read(command, config, part)
@@ -113,7 +117,8 @@ class Read:
         kind = getattr(self.dataset, "format", None)
         form = "" if kind is None else f" of the format {kind}"
         key = f"data.{self.part}.{self.name}".rstrip(".")
-        yield f"{key}: {self.dataset.path}: {len(self.dataset):,} rows{form}"
+        number = "streamed rows" if self.dataset.is_streamed else f"{len(self.dataset):,} rows"
+        yield f"{key}: {self.dataset.path}: {number}{form}"
         batch = self.command.rows_of_batch(self.config)
         packs = self.part == "train" and not self.command.generates and batch <= LARGEST
         kept = list(itertools.islice(self._rows(Report()), max(rows, batch if packs else 0)))
@@ -129,7 +134,8 @@ class Read:
             yield ""
             yield from self._row(row, by_token, coloured)
         yield ""
-        is_all = count or whole.rows + report.skipped + report.dropped == len(self.dataset)
+        seen_rows = whole.rows + report.skipped + report.dropped
+        is_all = count or (not self.dataset.is_streamed and seen_rows == len(self.dataset))
         yield f"{'all rows' if is_all else f'the first {whole.rows:,} rows that are used'}: {whole}"
         for name, of_source in seen.items():
             of_rows, of_tokens = of_source.rows / whole.rows, sum(of_source.lengths) / sum(whole.lengths)
@@ -147,10 +153,11 @@ class Read:
 
     def _rows(self, report: Any) -> Iterator[Row]:
         """Yields each row that is used once: those of data.train in the order of the run's first epoch; of a mixture,
-        as many as its sources have. Fills the report."""
-        from mrl.data.stream import NOTES_PER_BATCH, row_order
+        as many as its sources have, or, where rows are streamed, one pass over each. Fills the report."""
+        from mrl.data.order import row_order
+        from mrl.data.stream import NOTES_PER_BATCH
 
-        if not self.shares:
+        if not self.shares and not self.dataset.is_streamed:
             shuffle = self.part == "train" and self.config.data.shuffle
             yield from self._loaded(row_order(self.config.seed, 0, len(self.dataset), shuffle).tolist(), report)
             return
@@ -160,7 +167,11 @@ class Read:
             )
             report.notes += taken.notes[: NOTES_PER_BATCH - len(report.notes)]
             yield self._at(taken.rows[0], taken.items[0])
-            if number + report.skipped + report.dropped >= len(self.dataset):
+            if self.dataset.is_streamed:
+                is_over = all(read.epoch for read in taken.progress.sources or [taken.progress])
+            else:
+                is_over = number + report.skipped + report.dropped >= len(self.dataset)
+            if is_over:
                 return
 
     def _every_row(self, report: Any) -> Iterator[Row]:

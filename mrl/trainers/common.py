@@ -23,11 +23,12 @@ from mrl.converters.mcore_weights import is_imported
 from mrl.converters.mtp import COUNT
 from mrl.converters.safetensors_io import some
 from mrl.converters.tokenizer_files import write_chat_template
+from mrl.data.remote import SourceError
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.guards import Problem
 from mrl.engine.lora.folder import adapters, name_base
 from mrl.engine.stored_weights import mtp_tensors_of_folder
-from mrl.errors import DamagedCheckpoint, Stopped
+from mrl.errors import DamagedCheckpoint, DataError, Stopped
 from mrl.trainers.console import Console, figures
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
 from mrl.trainers.signals import StopSignal, signal_name
@@ -273,6 +274,12 @@ def last_good(ranks: Ranks, directory: RunDirectory, step: int) -> str:
 def say_all(console: Console, lines: Sequence[str]) -> None:
     for line in lines:
         console.say(line)
+
+
+def ended_by_rows(error: DataError | None, step: int, saved: str | None) -> DataError:
+    """Returns the end of a run whose next rows cannot be read, and which has saved `step`. error: of this rank's."""
+    how = "" if isinstance(error, SourceError) else "with data.on_bad_row=skip "
+    return DataError(f"{error}; steps 1 to {step} are saved in {saved}: {how}the same command goes on from there")
 
 
 def say_left_out(console: Console, part: str, counts: Mapping[str, int], notes: Sequence[str] = ()) -> None:

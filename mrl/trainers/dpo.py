@@ -87,7 +87,7 @@ class DPOTask(Task[DPOConfig]):
         paired, vocab_size = self.config.loss.is_paired, vocab_size_of(hf_config)
         return PreferenceDataset(
             self.config.data, tokenizer, part=part, vocab_size=vocab_size, paired=paired,
-            vision=load_vision(folder, hf_config),
+            vision=load_vision(folder, hf_config), exchange=self.exchange,
         )  # fmt: skip
 
     def source(self, dataset: RowDataset[Any]) -> PreferenceSource:

@@ -60,7 +60,7 @@ class RMTask(Task[RMConfig]):
         config = self.config
         return ScoredDataset(
             config.data, tokenizer, part=part, vocab_size=vocab_size_of(hf_config), loss=config.loss.name,
-            pad_token_id=padding(hf_config, tokenizer),
+            pad_token_id=padding(hf_config, tokenizer), exchange=self.exchange,
         )  # fmt: skip
 
     def source(self, dataset: RowDataset[Any]) -> ScoredSource:

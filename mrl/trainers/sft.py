@@ -30,6 +30,7 @@ from mrl.config.command import command_of
 from mrl.config.load import to_dict
 from mrl.config.resume import check_resume, spell_out
 from mrl.config.schema import RoleConfig, SFTConfig
+from mrl.config.stream_checks import streamed_keys
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import check_same_model, model_fingerprint, model_folder
 from mrl.data.batches import Batches, BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
@@ -38,13 +39,15 @@ from mrl.data.mixture import MixedDataset, eval_rows, train_rows
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine.base import PLAIN_CTX, BaseEngine, Ctx
-from mrl.engine.collective import is_main
+from mrl.engine.collective import is_main, on_main_beside
 from mrl.engine.registry import build_engine
-from mrl.errors import ConfigError, DataError, Stopped, TrainingError
+from mrl.errors import ConfigError, Stopped, TrainingError
+from mrl.mcore_models.platform import device_type
 from mrl.trainers.common import (
     Progress,
     already_done,
     check_outside,
+    ended_by_rows,
     export,
     is_due,
     last_good,
@@ -117,7 +120,8 @@ class SFTTask(Task[SFTConfig]):
             self.teachers.check(tokenizer, hf_config)
         others = None if self.config.teacher is None else list(self.config.teacher.others)
         return SFTDataset(
-            self.config.data, tokenizer, part=part, vocab_size=vocab_size_of(hf_config), vision=vision, teachers=others
+            self.config.data, tokenizer, part=part, vocab_size=vocab_size_of(hf_config), vision=vision, teachers=others,
+            exchange=self.exchange,
         )  # fmt: skip
 
     def source(self, dataset: RowDataset[Any]) -> BatchSource:
@@ -164,6 +168,8 @@ def _run(task: Task[Any], command_line: str, console: Console) -> None:
     folder = model_folder(config.model.path, weights=config.model.init == "pretrained")
     hf_config = read_hf_config(folder)  # first: a wrong config.json fails the tokenizer too
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.data.chat_template)
+    if streamed_keys(config.data):
+        task.exchange = on_main_beside(device_type(config.engine.device))
 
     def open_rows(part: Part, data: Any) -> RowDataset[Any]:
         of_data = task if data is config.data else task.of_data(data)
@@ -206,6 +212,8 @@ def length_of(config: Any, train_set: RowDataset[Any], console: Console) -> int:
 
     The counting is a pass over the rows: every rank makes it and finds the same, and so does a run that is resumed.
     """
+    if train_set.is_streamed:
+        return config.train.steps
     rows, batch = len(train_set), config.train.global_batch_size
     check_batch(batch, batch, rows)
     if isinstance(train_set, MixedDataset):
@@ -373,10 +381,7 @@ def finish_step(trainer: Trainer, progress: Progress, log: metrics.MetricsLog, r
         if stop_requested:
             raise stopped_after(trainer, progress, saved)
         if not any_can_go_on:
-            raise DataError(
-                f"{bad_row}; steps 1 to {step} are saved in {saved}: with data.on_bad_row=skip the same command "
-                "goes on from there"
-            )
+            raise ended_by_rows(bad_row, step, saved)
 
 
 def stopped_after(trainer: Trainer, progress: Progress, saved: str | None) -> Stopped:

@@ -18,6 +18,7 @@ from mrl.converters.hub import WEIGHTS, model_fingerprint
 from mrl.data.batches import Batches
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.stream import Report
+from mrl.data.streamed import Exchange, alone
 from mrl.engine.base import BaseEngine, Ctx, LossFn
 from mrl.engine.lora.identity import weights_fingerprint
 from mrl.trainers.console import Console
@@ -74,6 +75,7 @@ class Task(abc.ABC, Generic[C]):
     def __init__(self, config: C) -> None:
         self.config = config
         self.fingerprints: Mapping[str, dict[str, str]] = {}  # of `frozen_models`, as they were when the run began
+        self.exchange: Exchange = alone  # by which ranks get rows of data.train that are streamed
 
     def of_data(self, data: Any) -> Self:
         """Returns the same task on another section `data`."""

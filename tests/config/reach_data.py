@@ -114,6 +114,13 @@ DATA = on_one_backend(
         SIX | {"train.global_batch_size": 6, "train.steps": 2},
     ),
     Row(
+        "data.stream", looks.rows, [(DEFAULT, [0, 2, 1, 5]), (True, [2, 1, 5, 3])], SIX,
+    ),
+    Row(
+        "data.shuffle_buffer", looks.rows, [(DEFAULT, [2, 1, 5, 3]), (0, [0, 1, 2, 3]), (2, [1, 0, 3, 2])],
+        SIX | {"data.stream": True},
+    ),
+    Row(
         "data.on_bad_row", looks.all_of(looks.rows, looks.left_out),
         [(DEFAULT, Refusal("DataError", "bad.jsonl:2: ")), ("skip", ([0, 2, 3, 4], "skipped: 1"))],
         IN_ORDER | {"data.train": "{inputs}/bad.jsonl"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pathlib
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
 from mrl.config.load import from_dict
+from mrl.data import remote
 from mrl.data.batches import Batches
 from mrl.engine import checkpoint_remote
 from mrl.engine.base import GradNorm
@@ -186,6 +188,14 @@ def before(owner: Any, name: str, first: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def source_fails(step: int, switch: str) -> Iterator[None]:
+    """The web server of the rows fails from `step` on, as the file `switch` tells it to; nobody waits for it."""
+    at_step = before_step(lambda _, number: number == step and pathlib.Path(switch).touch())
+    with at_step, mock.patch.object(remote, "WAITS_S", (0, 0)):
+        yield
+
+
 HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
     "signals": signals,
     "nan_loss": nan_loss,
@@ -194,4 +204,5 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     "step_changes": step_changes,
     "only_main_writes": only_main_writes,
     "remote_fails": remote_fails,
+    "source_fails": source_fails,
 }

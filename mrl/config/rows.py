@@ -1,0 +1,61 @@
+"""The keys of `data` that every command on rows has, and what their help says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from mrl.config.fields import REQUIRED, key
+from mrl.config.sources import (
+    BUFFER_HELP,
+    FORMS,
+    MOST_BUFFERED,
+    SHUFFLE_BUFFER,
+    STREAM_HELP,
+    Share,
+    Source,
+    eval_of,
+    train_of,
+)
+
+TRAIN_HELP = f"training rows: {FORMS}; or a list of sources that are mixed (docs/data.md)"
+EVAL_HELP = "evaluation rows, in the same forms; or a mapping of names to sources, each with a loss of its own"
+MIX_BY_HELP = "what weights of the sources of data.train are shares of"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowsConfig:
+    """Where rows come from and in which order: what `data` of both commands has."""
+
+    train: str | tuple[Share, ...] = key(REQUIRED, f"training rows: {FORMS}", moves=True, parse=train_of(Share))
+    eval: str | Mapping[str, Source] | None = key(
+        None, "evaluation rows, in the same forms", may_change=True, parse=eval_of(Source)
+    )
+    split: str | None = key(
+        None, "split of a `datasets` folder or hub id; default train (and test or validation for eval)"
+    )
+    columns: dict[str, str] = key(dict, "rename fields before a row is read, as {question: prompt, answer: completion}")
+    chat_template: str | None = key(None, "file with a Jinja chat template to use instead of the tokenizer's")
+    packing: bool = key(
+        True, "lay sequences end to end without padding (best fit under the micro-batch's token budget); false pads"
+    )
+    shuffle: bool = key(True, "a new order each epoch, a function of (seed, epoch)")
+    on_bad_row: Literal["stop", "skip"] = key(
+        "stop", "a row that cannot be read: stop with file and line, or skip, count and report", may_change=True
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamedRowsConfig(RowsConfig):
+    """Rows that may be read while training."""
+
+    stream: bool = key(False, STREAM_HELP)
+    shuffle_buffer: int | None = key(None, BUFFER_HELP, minimum=0, maximum=MOST_BUFFERED)
+
+    @property
+    def resolved_shuffle_buffer(self) -> int:
+        """Rows that are shuffled together, 0 where none are."""
+        if not self.shuffle:
+            return 0
+        return SHUFFLE_BUFFER if self.shuffle_buffer is None else self.shuffle_buffer

@@ -1,0 +1,281 @@
+"""Files elsewhere, read as they lie there: found by URL or hub id, and read as one stream of bytes.
+
+    https://host/rows.jsonl.gz            one file; `http` too
+    hf://datasets/NAME/data/*.parquet     a file, folder or glob of any file system that fsspec has (s3, gs, ...)
+    openai/gsm8k:main                     the files that `datasets` finds for a split of a hub id
+
+Nothing is copied to the disk. A connection that breaks is opened again at the byte where it broke.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import io
+import os
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
+
+import datasets
+import fsspec
+from huggingface_hub.errors import OfflineModeIsEnabled
+
+from mrl.data.files import SUFFIXES, one_line
+from mrl.errors import DataError
+
+STREAMED_SUFFIXES = (*SUFFIXES, ".arrow")
+WAITS_S = (1, 2, 4, 8, 16, 30)
+"""Seconds before each further try to read, after which a source is given up."""
+WAITS_TO_FIND_S = (1, 2)  # the same, before anything was read: an address may be wrong
+TIMEOUT_S = 60  # of a connection that says nothing
+SKIPPED_AT_MOST = 1 << 20  # bytes that are read and forgotten where a new request would take longer
+ENDS = 1 << 16  # bytes hashed at each end of a file on this machine
+WRONG_STATUS = range(400, 500)  # of HTTP: the request is wrong, and so is the next one
+TRY_AGAIN = (408, 425, 429)
+
+
+class SourceError(DataError):
+    """A source that is read while training cannot be read any more: no row's fault. The same run can go on later."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteFile:
+    """A file of rows. url: of it, or its path on this machine."""
+
+    url: str
+    size: int | None  # bytes; None where the server does not say
+    tag: str = ""  # what the server knows its content by, or a hash of its ends
+    open_at: Callable[[int], BinaryIO] = dataclasses.field(compare=False, default=io.BytesIO)  # type: ignore[assignment]
+    seeks: bool = True  # whether the file can be read from any place
+
+    @property
+    def name(self) -> str:
+        """The URL as it is shown: what comes after `?` may be a password."""
+        return self.url.partition("?")[0] if "://" in self.url else self.url
+
+    def open(self, key: str) -> io.BufferedReader:
+        """Returns its bytes from the beginning. key: of the config, for errors."""
+        return io.BufferedReader(_Reopened(self, key), 1 << 20)
+
+
+class _Reopened(io.RawIOBase):
+    """A file that is opened again, where it broke, as often as `WAITS_S` has waits. Raises SourceError."""
+
+    def __init__(self, file: RemoteFile, key: str) -> None:
+        self.of, self.key = file, key
+        self._at = 0  # the place that is read next, and that which the open file is at
+        self._file_at = 0
+        self._file: BinaryIO | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self.of.size is not None
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.of.size or 0}[whence]
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        for wait in (*WAITS_S, None):
+            try:
+                data = self._read(len(buffer))
+                buffer[: len(data)] = data
+                self._at += len(data)
+                return len(data)
+            except Exception as error:  # each library raises its own, and all mean that the bytes did not come
+                self._close()
+                if wait is None or not may_pass(error):
+                    raise failure(self.key, self.of.name, error) from error
+                time.sleep(wait)
+        raise AssertionError("every try returns or raises")
+
+    def _read(self, most: int) -> bytes:
+        if self.of.size is not None and self._at >= self.of.size:
+            return b""
+        if self._file is not None and not 0 <= self._at - self._file_at <= SKIPPED_AT_MOST:
+            self._close()
+        if self._file is None:
+            self._file, self._file_at = self.of.open_at(self._at), self._at
+        while self._file_at < self._at:
+            self._file_at += len(self._more(self._file, self._at - self._file_at))
+        data = self._more(self._file, most)
+        self._file_at += len(data)
+        return data
+
+    def _more(self, file: BinaryIO, most: int) -> bytes:
+        """Returns the next bytes. Raises ConnectionError where a file ends that goes on."""
+        data = file.read(most)
+        if not data and self.of.size is not None:
+            raise ConnectionError(f"the connection ended at byte {self._file_at:,} of {self.of.size:,}")
+        return data
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def close(self) -> None:
+        self._close()
+        super().close()
+
+
+def may_pass(error: Exception) -> bool:
+    """Returns whether the same request may succeed later."""
+    if isinstance(error, OfflineModeIsEnabled | FileNotFoundError | PermissionError | ValueError | ImportError):
+        return False
+    status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
+    return not (status in WRONG_STATUS and status not in TRY_AGAIN)
+
+
+def failure(key: str, name: str, error: Exception) -> SourceError:
+    """Returns the line on a file that cannot be read. key: of the config."""
+    fix = "check the address and the network, and start the same command again"
+    return SourceError(key, why=f"{name} cannot be read ({type(error).__name__}: {one_line(error)})", fix=fix)
+
+
+def _tried(key: str, name: str, fn: Callable[[], Any]) -> Any:
+    """Returns what `fn` does, tried several times."""
+    for wait in (*WAITS_TO_FIND_S, None):
+        try:
+            return fn()
+        except DataError:
+            raise
+        except Exception as error:  # as in `_Reopened.readinto`
+            if wait is None or not may_pass(error):
+                raise failure(key, name, error) from error
+            time.sleep(wait)
+    raise AssertionError("every try returns or raises")
+
+
+# ------------------------------------------------------------------------------------------------------------- finding
+
+
+def find_files(path: str, *, split: str | None, key: str) -> list[RemoteFile]:
+    """Returns the files of a URL or hub id in the order of their names. Raises DataError where there are none."""
+    if path.startswith(("http://", "https://")):
+        found = [_tried(key, path.partition("?")[0], lambda: http_file(path))]
+    elif "://" in path:
+        found = _tried(key, path, lambda: _fsspec_files(path, key))
+    else:
+        found = _tried(key, path, lambda: _hub_files(path, split, key))
+    if split is not None and "://" in path:
+        why = f"{split!r}, but {path} names files, which have no splits"
+        raise DataError(f"{key}, split", why=why, fix="leave split out and name the files of that split")
+    for file in found:
+        check_suffix(file.name, key)
+    return found
+
+
+def check_suffix(name: str, key: str) -> None:
+    if not name.endswith(STREAMED_SUFFIXES):
+        fix = f"give files that end in {', '.join(STREAMED_SUFFIXES)}, or leave stream out"
+        raise DataError(key, why=f"{name} is of no form that can be streamed", fix=fix)
+
+
+def local_file(path: str) -> RemoteFile:
+    """Returns a file on this machine."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        head = file.read(ENDS)
+        file.seek(max(0, size - ENDS))
+        tag = f"crc32:{zlib.crc32(file.read(), zlib.crc32(head)):08x}"
+
+    def open_at(offset: int) -> BinaryIO:
+        opened = open(path, "rb")  # noqa: SIM115  the stream closes it
+        opened.seek(offset)
+        return opened
+
+    return RemoteFile(path, size, tag, open_at)
+
+
+def http_file(url: str) -> RemoteFile:
+    """Returns the file at a URL. It is asked for as it is read later: a signed URL may be of GET alone."""
+
+    def open_at(offset: int) -> http.client.HTTPResponse:
+        asked = {"Accept-Encoding": "identity", "User-Agent": "mrl"} | ({"Range": f"bytes={offset}-"} if offset else {})
+        answer = urllib.request.urlopen(urllib.request.Request(url, headers=asked), timeout=TIMEOUT_S)
+        if offset and answer.status != 206:  # the server knows no ranges and begins anew
+            while offset:
+                skipped = len(answer.read(min(offset, 1 << 20)))
+                if not skipped:
+                    raise ConnectionError("the file ended before the place that was read up to")
+                offset -= skipped
+        return answer
+
+    with open_at(0) as answer:
+        headers = answer.headers
+    length = headers.get("Content-Length")
+    tag = headers.get("ETag") or headers.get("Last-Modified") or ""
+    seeks = headers.get("Accept-Ranges", "").lower() == "bytes"
+    return RemoteFile(url, None if length is None else int(length), tag, open_at, seeks and length is not None)
+
+
+def _fsspec_files(path: str, key: str) -> list[RemoteFile]:
+    """Returns files of any file system that fsspec has."""
+    try:
+        system, root = fsspec.url_to_fs(path)
+    except (ValueError, ImportError) as error:
+        fix = "give a URL of https or hf, or install the package that it names"
+        raise DataError(
+            key, why=f"{path} is of no file system that fsspec has here ({one_line(error)})", fix=fix
+        ) from error
+    if any(c in root for c in "*?["):
+        entries = [info for info in system.glob(root, detail=True).values() if info["type"] == "file"]
+        if not entries:
+            raise DataError(
+                key, why=f"{path}: no file matches", fix="a glob looks like hf://datasets/NAME/data/*.parquet"
+            )
+    elif system.isdir(root):
+        entries = [
+            i for i in system.ls(root, detail=True) if i["type"] == "file" and i["name"].endswith(STREAMED_SUFFIXES)
+        ]
+        if not entries:
+            fix = f"give files that end in {', '.join(STREAMED_SUFFIXES)}, or a glob"
+            raise DataError(key, why=f"{path}: the folder holds no file of rows", fix=fix)
+    else:
+        entries = [system.info(root)]
+    return [_fsspec_file(system, info) for info in sorted(entries, key=lambda info: info["name"])]
+
+
+def _fsspec_file(system: Any, info: dict[str, Any]) -> RemoteFile:
+    def open_at(offset: int) -> BinaryIO:
+        opened = system.open(info["name"], "rb")
+        if offset:
+            opened.seek(offset)
+        return opened
+
+    known = [info[name] for name in ("ETag", "etag", "blob_id", "sha256", "checksum", "mtime") if info.get(name)]
+    return RemoteFile(system.unstrip_protocol(info["name"]), info.get("size"), str(known[0]) if known else "", open_at)
+
+
+def _hub_files(path: str, split: str | None, key: str) -> list[RemoteFile]:
+    """Returns the files of one split of a hub id, as `datasets` finds them."""
+    name, _, configuration = path.partition(":")
+    try:
+        found = datasets.load_dataset_builder(name, configuration or None).config.data_files
+    except Exception as e:  # no network, no such id, a broken card: the library has no common error
+        what = f"{type(e).__name__}: {one_line(e)}"
+        why = f"{path}: is no URL, file or folder, and datasets cannot find it as a hub id ({what})"
+        raise SourceError(key, why=why, fix="give a URL, a local glob, or a hub id, as openai/gsm8k:main") from e
+    wanted = split or "train"
+    if not found or wanted not in found:
+        fix = "set split to one of them" if found else "name its files by hf://datasets/..."
+        has = ", ".join(map(str, found or ())) or "none"
+        raise DataError(key, why=f"{path} has no files of a split {wanted}; it has {has}", fix=fix)
+    return [file for url in found[wanted] for file in _files_at(url, key)]
+
+
+def _files_at(url: str, key: str) -> Sequence[RemoteFile]:
+    if url.startswith(("http://", "https://")):
+        return [http_file(url)]
+    return _fsspec_files(url, key) if "://" in url else [local_file(url)]

@@ -1,0 +1,348 @@
+"""Rows that are read while training, forwards, from files that are too many for the disk.
+
+The order is a function of a seed, the epoch and the number of rows that were taken. An epoch has all files, in an order
+of its own. Its rows are taken in blocks of `buffer` rows, one after the other, each shuffled in itself; with a buffer
+of 0 rows come in the order of the files. Where a block begins in its file is part of every position (`Cursor`), so that
+going on from one reads that block again, and nothing before it: a file of JSON lines from the byte where the block
+begins, Parquet from the row group. (Within a compressed file what is before that is unpacked and forgotten.)
+
+One process reads, a block ahead of what is taken, and holds two blocks at most. The others get what is taken from it,
+in chunks of rows, by the function `exchange`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import io
+import itertools
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from mrl.data.files import JSONL_SUFFIXES, one_line, parse_line, without_nulls
+from mrl.data.remote import RemoteFile, SourceError
+from mrl.errors import DataError
+
+CHUNK = 256  # rows that processes are given at a time, and of a block where nothing is shuffled
+BLOCK = 1 << 20  # bytes of lines read at a time
+ROW_BITS = 40  # of an index: the row in its file; the number of the file is above
+MOST_INDEX = 2**62
+
+T = TypeVar("T")
+Order = Callable[[str, int, int], np.ndarray]
+"""(what is ordered, epoch, how many) -> their order."""
+Mark = tuple[int, int, int]
+"""Where a block begins: the place of its file in the order of the epoch, the row there, the byte of that row (in a file
+of lines)."""
+START: Mark = (0, 0, 0)
+
+
+class Exchange(Protocol):
+    """Gives every process what `fn` returns in one of them, where alone it is called; errors too."""
+
+    def __call__(self, fn: Callable[[], T]) -> T: ...
+
+
+def alone(fn: Callable[[], T]) -> T:
+    """The exchange of one process."""
+    return fn()
+
+
+class Cursor(NamedTuple):
+    """A position: `position` rows of `epoch` were taken, and the block of the next one begins at `mark`."""
+
+    epoch: int = 0
+    position: int = 0
+    mark: Mark = START
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Rows of one block, in the order in which they are taken."""
+
+    epoch: int
+    first: int  # the position of the first of them
+    mark: Mark  # of their block
+    rows: Sequence[tuple[int, Any]]  # index, and the line or the row itself
+    after: Cursor  # the position after the last
+
+    def has(self, at: Cursor) -> bool:
+        return at.epoch == self.epoch and 0 <= at.position - self.first < len(self.rows)
+
+
+class StreamedRows:
+    """The rows of files elsewhere, taken one after the other. `rows[index]` is of those that were taken last.
+
+    find: returns the files, once. buffer: rows shuffled together. what: names the source in errors. Raises DataError
+    where there are no files or no rows.
+    """
+
+    def __init__(
+        self, find: Callable[[], Sequence[RemoteFile]], *, buffer: int, key: str, what: str, exchange: Exchange = alone
+    ) -> None:
+        self.buffer, self.key, self.what, self._exchange = buffer, key, what, exchange
+        files: list[RemoteFile] = []
+
+        def found() -> list[tuple[str, int | None, str]]:
+            files.extend(find())
+            return [(file.name, file.size, file.tag) for file in files]
+
+        self._files = exchange(found)  # names, sizes and tags
+        self._reader = _Reader(files, self)
+        self._chunk: Chunk | None = None
+        self._taken: Mapping[int, Any] = {}
+
+    def take(self, at: Cursor, order: Order) -> tuple[int, Cursor]:
+        """Returns the index of the row at a position, and the next position. order: see `Order`."""
+        chunk = self._chunk
+        if chunk is None or not chunk.has(at):
+            chunk = self._chunk = self._exchange(lambda: self._reader.chunk(at, order))
+            self._taken = dict(chunk.rows)
+        number = at.position - chunk.first
+        after = chunk.after if number + 1 == len(chunk.rows) else at._replace(position=at.position + 1)
+        return chunk.rows[number][0], after
+
+    def head(self) -> Iterator[int]:
+        """Yields the indices of the first rows of the first file that has any."""
+        self._chunk = None
+        rows = self._exchange(lambda: [(index, row) for _, index, row in itertools.islice(self._reader.rows(), CHUNK)])
+        if not rows:
+            raise self.empty()
+        self._taken = dict(rows)
+        yield from self._taken
+
+    def empty(self) -> DataError:
+        return DataError(self.key, why=f"{self.what}: has no rows", fix="at least one row is needed")
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self._taken[index]
+        return parse_line(row, lambda: row) if isinstance(row, bytes) else dict(row)
+
+    def where(self, index: int) -> str:
+        """Returns `file:line` of a row, or `file:row N` (from 0) where a file has no lines."""
+        name, row = self._files[index >> ROW_BITS][0], index % (1 << ROW_BITS)
+        return f"{name}:{row + 1}" if name.endswith(JSONL_SUFFIXES) else f"{name}:row {row}"
+
+    def folder(self, index: int) -> str:
+        """Returns the folder that relative paths in a row start from; of a URL, one that does not exist."""
+        return os.path.dirname(os.path.abspath(self._files[index >> ROW_BITS][0]))
+
+    def fingerprint(self) -> list[dict[str, Any]]:
+        """{"name", "rows", "size", "hash"} of each file; rows are not known."""
+        return [{"name": name, "rows": None, "size": size, "hash": tag} for name, size, tag in self._files]
+
+    def close(self) -> None:
+        """Ends reading ahead."""
+        self._reader.stop()
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """Rows that are shuffled together, in their order."""
+
+    order: Order
+    epoch: int
+    first: int
+    mark: Mark
+    rows: Sequence[tuple[int, Any]]
+    after: Cursor
+
+    def has(self, at: Cursor, order: Order) -> bool:
+        return order == self.order and at.epoch == self.epoch and 0 <= at.position - self.first < len(self.rows)
+
+
+class _Reader:
+    """Reads blocks, one ahead; of the one process that reads."""
+
+    def __init__(self, files: Sequence[RemoteFile], of: StreamedRows) -> None:
+        self._files, self._of = files, of
+        self._size = of.buffer or CHUNK
+        self._block: _Block | None = None
+        self._ahead: Future[_Block] | None = None
+        self._going_on: tuple[Cursor, Iterator[tuple[Mark, int, Any]]] | None = None
+        self._stopped = threading.Event()
+
+    def chunk(self, at: Cursor, order: Order) -> Chunk:
+        """Returns rows from a position on."""
+        block = self._block_of(at, order)
+        i = at.position - block.first
+        rows = block.rows[i : i + CHUNK]
+        is_last = i + len(rows) == len(block.rows)
+        after = block.after if is_last else Cursor(at.epoch, at.position + len(rows), block.mark)
+        return Chunk(at.epoch, at.position, block.mark, rows, after)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _block_of(self, at: Cursor, order: Order) -> _Block:
+        if self._block is not None and self._block.has(at, order):
+            return self._block
+        ahead, self._ahead = self._ahead, None
+        block = None if ahead is None else ahead.result()
+        if block is None or not block.has(at, order):
+            start = at._replace(position=at.position // self._size * self._size)
+            block = self._read(start, order)
+            assert block.has(at, order), f"position {at} is not in a block of {len(block.rows)} rows"
+        self._block = block
+        self._ahead = _in_thread(lambda: self._read(block.after, order))
+        return block
+
+    def _read(self, start: Cursor, order: Order) -> _Block:
+        """Returns the block that begins at `start`, a multiple of the size of blocks."""
+        own = self._of
+        if self._going_on is None or self._going_on[0] != start:
+            files = order("files", start.epoch, len(self._files)) if own.buffer else np.arange(len(self._files))
+            self._going_on = start, self.rows([int(i) for i in files], start.mark)
+        rows, iterator = [], self._going_on[1]
+        self._going_on = None  # of a file that breaks, there is no going on
+        for _, index, row in itertools.islice(iterator, self._size):
+            if self._stopped.is_set():
+                raise SourceError(own.key, why=f"{own.what}: reading was ended")
+            rows.append((index, row))
+        if not rows:
+            raise own.empty()
+        following = next(iterator, None)
+        if following is None:
+            after = Cursor(start.epoch + 1)
+        else:
+            after = Cursor(start.epoch, start.position + len(rows), following[0])
+            self._going_on = after, itertools.chain([following], iterator)
+        if own.buffer:
+            shuffled = order(f"block {start.position // self._size}", start.epoch, len(rows))
+            rows = [rows[i] for i in shuffled]
+        return _Block(order, start.epoch, start.position, start.mark, rows, after)
+
+    def rows(self, files: Sequence[int] | None = None, mark: Mark = START) -> Iterator[tuple[Mark, int, Any]]:
+        """Yields from a mark on: the mark of a row, its index, and the line or the row itself. files: their order."""
+        places = list(range(len(self._files))) if files is None else files
+        first, row, offset = mark
+        for place, number in enumerate(places[first:], start=first):
+            file = self._files[number]
+            read = _read_lines if file.name.endswith(JSONL_SUFFIXES) else _read_table
+            for at, byte, found in read(file, self._of.key, row, offset):
+                yield (place, at, byte), number << ROW_BITS | at, found
+            row = offset = 0
+
+
+def _in_thread(fn: Callable[[], T]) -> Future[T]:
+    """Calls `fn` in a thread that keeps no process from its end."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(fn())
+        except BaseException as error:  # whoever asks for the result gets it
+            future.set_exception(error)
+
+    threading.Thread(target=call, name="mrl-stream", daemon=True).start()
+    return future
+
+
+def _read_lines(file: RemoteFile, key: str, row: int, offset: int) -> Iterator[tuple[int, int, bytes]]:
+    """Yields line number, byte and content of the lines of a file that are not blank. row, offset: of the first."""
+    with file.open(key) as raw, _unpacked(file, raw) as content:
+        _go_to(content, offset, file, key)
+        rest = b""
+        while True:
+            block = _read_block(content, file, key)
+            lines = (rest + block).split(b"\n")
+            rest = lines.pop() if block else b""
+            for line in lines:
+                text = line.removeprefix(b"\xef\xbb\xbf") if row == 0 else line
+                if text.strip():
+                    yield row, offset, text
+                row, offset = row + 1, offset + len(line) + 1
+            if not block:
+                return
+
+
+def _unpacked(file: RemoteFile, raw: io.BufferedReader) -> Any:
+    if file.name.endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)
+    if file.name.endswith(".zst"):
+        return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd")
+    return raw
+
+
+def _go_to(content: Any, offset: int, file: RemoteFile, key: str) -> None:
+    if isinstance(content, io.BufferedReader) and content.seekable():
+        content.seek(offset)
+        return
+    while offset:
+        skipped = len(_read_block(content, file, key, min(offset, BLOCK)))
+        if not skipped:
+            raise DataError(key, why=f"{file.name} is shorter than it was", fix="start a new run in another output_dir")
+        offset -= skipped
+
+
+def _read_block(content: Any, file: RemoteFile, key: str, most: int = BLOCK) -> bytes:
+    try:
+        return content.read(most)
+    except DataError:
+        raise
+    except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as e:
+        why = f"{file.name} cannot be decompressed ({one_line(e)})"
+        raise DataError(key, why=why, fix="the file is cut off or damaged, write it again") from e
+
+
+def _read_table(file: RemoteFile, key: str, row: int, offset: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yields row number, 0 and content of the rows of a Parquet or Arrow file. row: the first."""
+    is_parquet = file.name.endswith(".parquet")
+    if is_parquet and not file.seeks:
+        why = f"{file.name} is Parquet, of which parts are read, and its server gives whole files alone"
+        raise DataError(key, why=why, fix="use a server that takes Range requests, or .jsonl.gz")
+    with file.open(key) as raw:
+        try:
+            batches = _parquet_batches(raw, row) if is_parquet else _arrow_batches(raw)
+            for start, batch in batches:
+                for i, found in enumerate(batch.slice(max(0, row - start)).to_pylist(), start=max(row, start)):
+                    yield i, 0, without_nulls(found)
+        except DataError:
+            raise
+        except (OSError, pyarrow.ArrowException) as e:
+            form = "Parquet" if is_parquet else "Arrow"
+            why = f"{file.name} cannot be read as {form} ({one_line(e)})"
+            raise DataError(key, why=why, fix="the file is damaged, write it again") from e
+
+
+def _parquet_batches(raw: BinaryIO, row: int) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
+    """Yields batches from the row group on that has `row`, each with the number of its first row.
+
+    A reader of several row groups keeps what it has read of all of them (pyarrow 26): each gets one of its own.
+    """
+    parquet = pyarrow.parquet.ParquetFile(raw)
+    start = 0
+    for group in range(parquet.num_row_groups):
+        rows = parquet.metadata.row_group(group).num_rows
+        if start + rows > row:
+            at = start
+            for batch in parquet.iter_batches(CHUNK, row_groups=[group]):
+                yield at, batch
+                at += batch.num_rows
+        start += rows
+
+
+def _arrow_batches(raw: BinaryIO) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
+    """Yields batches of a stream of Arrow, as `datasets` writes it, or of a file, each with its first row's number."""
+    start = 0
+    if raw.peek(6)[:6] == b"ARROW1":  # type: ignore[attr-defined]
+        reader = pyarrow.ipc.open_file(raw)
+        batches: Any = (reader.get_batch(i) for i in range(reader.num_record_batches))
+    else:
+        batches = pyarrow.ipc.open_stream(raw)
+    for whole in batches:
+        for i in range(0, whole.num_rows, CHUNK):
+            batch = whole.slice(i, CHUNK)
+            yield start, batch
+            start += batch.num_rows

@@ -1,0 +1,376 @@
+"""Rows that are read while training, over HTTP and from files: their order against an oracle of its own, going on from
+every position without what is before its block, broken connections, and what is said of wrong ones."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import pathlib
+import tracemalloc
+
+import datasets
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from mrl.config.schema import DataConfig
+from mrl.config.sources import SFTShare, train_of
+from mrl.data import remote
+from mrl.data.batches import BatchSource
+from mrl.data.dataset import SFTDataset
+from mrl.data.mixture import train_rows
+from mrl.data.rows import open_stream
+from mrl.data.streamed import Cursor, alone
+from mrl.errors import CheckpointError, DataError
+from tests.data.test_batches import same
+from tests.data.tiny_tokenizers import make_tokenizer
+from tests.data.web import Site, serving
+
+WORDS = ["fox", "dog", "the quick brown fox", "lazy", "4", "What is 2 + 2?"]
+SIZES = {"a": 23, "b": 9, "c": 31}
+FORMS = [".jsonl", ".jsonl.gz", ".json.zst", ".parquet", ".arrow"]
+
+
+def text(name: str, row: int) -> str:
+    return f"{name}{row} {WORDS[row % 6]}"
+
+
+def write(path: pathlib.Path, rows: list[dict]) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=5)
+    elif path.suffix == ".arrow":
+        with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, pa.Table.from_pylist(rows).schema) as writer:
+            writer.write_table(pa.Table.from_pylist(rows), max_chunksize=7)
+    elif path.suffix == ".zst":
+        with pa.output_stream(str(path), compression="zstd") as out:
+            out.write(lines)
+    else:
+        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    """Three files of each form, whose rows say what they are."""
+    made = tmp_path_factory.mktemp("streamed")
+    for form in FORMS:
+        for name, size in SIZES.items():
+            write(made / f"{name}{form}", [{"text": text(name, row)} for row in range(size)])
+    return made
+
+
+@pytest.fixture
+def site(folder) -> Site:
+    with serving(folder) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch):
+    monkeypatch.setattr(remote, "WAITS_S", (0, 0, 0))
+    monkeypatch.setattr(remote, "WAITS_TO_FIND_S", (0,))
+
+
+def source(train, *, size=4, seed=0, prefetch=False, shuffle=True, **keys) -> BatchSource:
+    keys = {"max_length": 512, "stream": True, "shuffle": shuffle} | keys
+    data = DataConfig(train=train_of(SFTShare)(train, "data.train"), **keys)
+    dataset = train_rows(data, lambda one: SFTDataset(one, make_tokenizer()))
+    return BatchSource(dataset, global_batch_size=size, seed=seed, shuffle=shuffle, prefetch=prefetch)
+
+
+def taken(made: BatchSource, batches: int) -> list[str]:
+    """File and line or row of what the next batches hold, without the folder."""
+    return [place.rpartition("/")[2] for _ in range(batches) for place in (made.next(), made.taken_from())[1]]
+
+
+def permutation(seed: int, what: str, epoch: int, count: int) -> list[int]:
+    """What docs/data.md says that an order is."""
+    number = (seed + int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "big")) % 2**64
+    bits = np.random.Philox(key=np.array([number, epoch], dtype=np.uint64)).random_raw(count)
+    return sorted(range(count), key=lambda i: (bits[i], i))
+
+
+def expected(form: str, names: str, buffer: int, count: int, *, seed: int = 0, of: str = "") -> list[str]:
+    """The first `count` rows of a stream of whole files, as `taken` has them."""
+    found, epoch = [], 0
+    while len(found) < count:
+        files = permutation(seed, f"{of}files", epoch, len(names)) if buffer else range(len(names))
+        first, shown = (0, ":row ") if form in (".parquet", ".arrow") else (1, ":")
+        rows = [f"{names[i]}{form}{shown}{row + first}" for i in files for row in range(SIZES[names[i]])]
+        for number, start in enumerate(range(0, len(rows), buffer or len(rows))):
+            block = rows[start : start + (buffer or len(rows))]
+            order = permutation(seed, f"{of}block {number}", epoch, len(block)) if buffer else range(len(block))
+            found += [block[i] for i in order]
+        epoch += 1
+    return found[:count]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_order_is_that_of_the_oracle_in_every_form_and_place(form, folder, site):
+    for buffer in (0, 1, 10, 1000):
+        of_url = source(site.url(f"c{form}"), shuffle_buffer=buffer)
+        assert taken(of_url, 20) == expected(form, "c", buffer, 80)
+        of_files = source(str(folder / f"*{form}"), shuffle_buffer=buffer, seed=3)
+        assert taken(of_files, 40) == expected(form, "abc", buffer, 160, seed=3)
+    assert taken(source(site.url(f"c{form}"), shuffle=False), 20) == expected(form, "c", 0, 80)
+
+
+def test_rows_are_those_of_the_files_that_are_not_streamed(folder):
+    for form in (".jsonl", ".jsonl.gz", ".parquet"):
+        streamed = source(str(folder / f"*{form}"), shuffle_buffer=0, size=9)
+        mapped = source(str(folder / f"*{form}"), stream=False, shuffle=False, size=9)
+        assert all(same(streamed.next(), mapped.next()) for _ in range(14))
+
+
+@pytest.mark.parametrize(("form", "prefetch"), [(".jsonl", True), (".jsonl.gz", False), (".parquet", False)])
+def test_a_stream_goes_on_exactly_from_every_position(form, prefetch, folder):
+    def make() -> BatchSource:
+        return source(str(folder / f"*{form}"), shuffle_buffer=10, prefetch=prefetch, size=3)
+
+    live = make()
+    batches, states = [], [json.loads(json.dumps(live.state_dict()))]
+    for _ in range(48):  # 63 rows are 6 blocks and a short one, so that blocks and epochs end within batches
+        batches.append(live.next())
+        states.append(json.loads(json.dumps(live.state_dict())))
+    live.close()
+    assert states[-1]["epoch"] == 2
+    for start in range(0, 46, 1 if form == ".jsonl" else 5):
+        resumed = make()
+        resumed.load_state_dict(states[start])
+        assert all(same(resumed.next(), batch) for batch in batches[start : start + 2]), start
+        assert json.loads(json.dumps(resumed.state_dict())) == states[start + 2]
+        resumed.close()
+
+
+def test_going_on_reads_nothing_before_the_block(tmp_path, site):
+    site.folder = tmp_path
+    rng = np.random.default_rng(0)
+    rows = [{"text": f"fox {i}", "unread": rng.bytes(600).hex()} for i in range(4000)]
+    write(tmp_path / "long.jsonl", rows)
+    table = pa.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "long.parquet", row_group_size=1000, compression="none")
+    for name in ("long.jsonl", "long.parquet"):
+        make = lambda: source(site.url(name), shuffle_buffer=100, size=50)  # noqa: B023, E731
+        first = make()
+        first_batches = [first.next() for _ in range(67)]
+        state = first.state_dict()
+        assert state["position"] == 67 * 50 and state["mark"][1] == 3300
+        first.close()
+        resumed = make()
+        resumed.load_state_dict(state)
+        size = (tmp_path / name).stat().st_size
+        site.asked, site.sent = [], 0
+        again = resumed.next()
+        resumed.close()
+        assert again.num_tokens and not any(same(again, batch) for batch in first_batches)
+        first_bytes = [start for _, start in site.asked]
+        if name == "long.jsonl":
+            assert first_bytes == [state["mark"][2]] and state["mark"][2] > 0.8 * size
+        else:  # head, footer, and the last of its four row groups
+            assert max(first_bytes) > 0.7 * size and site.sent < 0.6 * size
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_broken_connections_are_opened_again_where_they_broke(site, ranges):
+    whole = {form: taken(source(site.url(f"c{form}"), shuffle_buffer=10), 20) for form in (".jsonl", ".jsonl.gz")}
+    site.ranges, site.breaks_after = ranges, 50 if ranges else 400
+    for form, order in whole.items():
+        if ranges:
+            assert taken(source(site.url(f"c{form}"), shuffle_buffer=10), 20) == order
+    with pytest.raises(
+        DataError, match=r"^data.train: http.*c.jsonl cannot be read \(ConnectionError: .*start the same"
+    ):
+        site.breaks_after = 0
+        source(site.url("c.jsonl")).next()
+
+
+def test_a_source_that_fails_later_fails_then(site):
+    made = source(site.url("c.jsonl"), shuffle_buffer=0, size=31)
+    order = taken(made, 1)
+    site.fails = 503
+    with pytest.raises(DataError, match=r"^data.train: http.*c.jsonl cannot be read \(HTTPError: HTTP Error 503: "):
+        for _ in range(9):  # what was read ahead is given first
+            order += taken(made, 1)
+    assert order == expected(".jsonl", "c", 0, len(order))
+
+
+def mixture(folder: pathlib.Path, **streamed) -> list[dict]:
+    streamed = {"stream": True, "shuffle_buffer": 5, "weight": 0.75, "name": "web"} | streamed
+    return [{"path": str(folder / "*.jsonl"), **streamed}, {"path": str(folder / "b.jsonl"), "weight": 0.25}]
+
+
+def test_a_streamed_source_is_mixed_with_one_of_files_and_goes_on_exactly(folder):
+    entries = mixture(folder)
+    live = source(entries, stream=False)
+    order, states = [], [json.loads(json.dumps(live.state_dict()))]
+    for _ in range(50):
+        live.next()
+        numbers = [live.dataset.find(row)[0] for row in live.rows]
+        order += [(number, place.rpartition("/")[2]) for number, place in zip(numbers, live.taken_from(), strict=True)]
+        states.append(json.loads(json.dumps(live.state_dict())))
+    assert [number for number, _ in order[:8]] == [0, 1, 0, 0] * 2
+    of_stream = [place for number, place in order if number == 0]
+    assert of_stream == expected(".jsonl", "abc", 5, 150, of="web/") and live.metrics["data/web/epochs"] == 2
+    assert sorted(place for number, place in order if number)[::6] == [f"b.jsonl:{i}" for i in range(1, 10)][:9]
+    for start in range(0, 50, 3):
+        resumed = source(entries, stream=False)
+        resumed.load_state_dict(states[start])
+        assert resumed.take_notes() == []
+        resumed.next()
+        assert resumed.taken_from() and json.loads(json.dumps(resumed.state_dict())) == states[start + 1], start
+
+
+def test_passes_over_a_streamed_source_end(folder):
+    made = source(mixture(folder, epochs=1), stream=False)
+    order = taken(made, 40)
+    assert (
+        sorted(order[: 63 + 21][::1]) and made.metrics["data/web/rows"] == 63 and made.metrics["data/web/epochs"] == 1
+    )
+    entries = mixture(folder, epochs=1)
+    entries[1]["epochs"] = 1
+    made = source(entries, stream=False, size=8)
+    assert len(taken(made, 9)) == 72
+    with pytest.raises(DataError, match=r"^data.train: every source has given the passes"):
+        made.next()
+
+
+def test_a_resume_with_another_stream_is_refused(folder, tmp_path):
+    made = source(mixture(folder), stream=False)
+    made.next()
+    state = made.state_dict()
+    other = tmp_path / "c.jsonl"
+    write(other, [{"text": "other"}] * 31)
+    for entries, says in (
+        (mixture(folder, shuffle_buffer=6), "data.train, source web, shuffle_buffer: is 6 and was 5 when"),
+        (
+            mixture(folder, stream=False, shuffle_buffer=None),
+            "data.train, source web, stream: is null and was true when",
+        ),
+        (mixture(tmp_path), "data.train, source web: has 1 files and had 3 when"),
+    ):
+        (tmp_path / "b.jsonl").unlink(missing_ok=True)
+        entries[1]["path"] = str(folder / "b.jsonl")
+        with pytest.raises(CheckpointError) as refused:
+            source(entries, stream=False).load_state_dict(state)
+        assert str(refused.value).startswith(says)
+    plain = source(str(folder / "c.jsonl"))
+    plain.next()
+    with pytest.raises(CheckpointError, match=r"^data.train: .*c.jsonl has \d+ bytes and had \d+ when"):
+        source(str(other)).load_state_dict(plain.state_dict())
+
+
+def test_bad_and_long_rows_are_named_and_counted(tmp_path, site):
+    site.folder = tmp_path
+    lines = [json.dumps({"text": f"fox {i}"}) for i in range(6)]
+    lines[2:2] = ["", "{not", json.dumps({"text": "fox " * 50}), json.dumps({"text": ""}), "[1]"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    keys = {"size": 1, "shuffle": False, "max_length": 16}
+    for line, skips in ((4, {}), (5, {"on_bad_row": "skip"})):
+        made = source(site.url("rows.jsonl?token=secret"), **keys, **skips)
+        with pytest.raises(DataError) as refused:
+            taken(made, 9)
+        assert str(refused.value).startswith(f"{site.url('rows.jsonl')}:{line}: ") and "secret" not in str(
+            refused.value
+        )
+    made = source(site.url("rows.jsonl"), on_bad_row="skip", truncation="drop", **keys)
+    assert taken(made, 7) == [f"rows.jsonl:{line}" for line in (1, 2, 8, 9, 10, 11, 1)]
+    assert made.counts == {"skipped": 3, "dropped": 1, "truncated": 0}
+    assert [note.partition("rows.jsonl:")[2][:2] for note in made.take_notes()] == ["4:", "5:", "6:", "7:"]
+
+
+def test_nothing_but_bad_rows_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("mrl.data.stream.MOST_FRUITLESS", 50)
+    (tmp_path / "bad.jsonl").write_text('{"text": ""}\n' * 9)
+    made = source(str(tmp_path / "bad.jsonl"), on_bad_row="skip")
+    with pytest.raises(
+        DataError, match=r"bad.jsonl: none of its streamed rows can be used; skipped: .*bad.jsonl:\d+: "
+    ):
+        made.next()
+
+
+def test_memory_does_not_grow_with_the_stream(tmp_path):
+    """20 MB of rows take no more than 5 MB of them do: two blocks of 100 kB, and what is read at a time."""
+
+    def peak(rows: int) -> int:
+        path = tmp_path / f"{rows}.jsonl"
+        path.write_text("".join(json.dumps({"text": "fox", "unread": f"{i:01000}"}) + "\n" for i in range(rows)))
+        stream = open_stream(str(path), split=None, buffer=100, exchange=alone)
+        order = lambda what, epoch, count: np.arange(count)  # noqa: E731
+        at, index = Cursor(), -1
+        tracemalloc.start()
+        while at.epoch == 0:
+            index, at = stream.take(at, order)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert stream[index]["unread"] == f"{rows - 1:01000}"
+        return most
+
+    small, large = peak(5000), peak(20000)
+    assert large < 1.1 * small + 500_000 and large < 12 << 20
+
+
+def test_memory_does_not_grow_with_the_row_groups_of_parquet(tmp_path):
+    rng = np.random.default_rng(0)
+    table = pa.table({"text": [rng.bytes(500).hex() for _ in range(20_000)]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=1000)
+    whole = table.nbytes
+    del table
+    stream = open_stream(str(tmp_path / "rows.parquet"), split=None, buffer=100, exchange=alone)
+    order = lambda what, epoch, count: np.arange(count)  # noqa: E731
+    at, held = Cursor(), []
+    before = pa.total_allocated_bytes()
+    while at.epoch == 0:
+        _, at = stream.take(at, order)
+        held.append(pa.total_allocated_bytes() - before)
+    assert len(held) == 20_000 and max(held) < 0.2 * whole, (max(held), whole)
+
+
+def test_files_that_cannot_be_streamed_are_refused(folder, site, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "fox"}\n' * 999)[:40])
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
+    (tmp_path / "rows.csv").write_text("text\nfox\n")
+    datasets.Dataset.from_list([{"text": "fox"}]).save_to_disk(str(tmp_path / "saved"))
+    site.folder = tmp_path
+    in_order = {"shuffle_buffer": 0}
+    for path, keys, says in (
+        (str(tmp_path / "*.jsonl.gz"), {}, "cannot be decompressed"),
+        (str(tmp_path / "bad.parquet"), {}, "cannot be read as Parquet"),
+        (str(tmp_path / "empty.jsonl"), in_order, "has no rows; at least one row"),
+        (str(tmp_path / "no*.jsonl"), {}, "no file matches"),
+        (str(tmp_path / "saved"), {}, "is a saved data set"),
+        (str(folder / "a.jsonl"), {"split": "train"}, "which have no splits"),
+        (site.url("nowhere.jsonl"), {}, "nowhere.jsonl cannot be read (HTTPError: HTTP Error 404"),
+        (site.url("rows.csv"), {}, "is of no form that can be streamed; give files that end in .jsonl"),
+        (site.url("empty.jsonl"), {"split": "x"}, "names files, which have no splits"),
+        ("http://127.0.0.1:9/a.jsonl", {}, "cannot be read (URLError"),
+        ("nosuch://host/a.jsonl", {}, "is of no file system that fsspec has here"),
+        ("memory://nowhere/*.jsonl", {}, "no file matches"),
+        ("memory://nowhere/a.jsonl", {}, "cannot be read (FileNotFoundError"),
+        ("hf://datasets/nobody/nothing/a.jsonl", {}, "hf://datasets/nobody/nothing/a.jsonl cannot be read ("),
+        ("nobody/nothing", {}, "datasets cannot find it as a hub id"),
+    ):
+        with pytest.raises(DataError) as refused:
+            source(path, **keys).next()
+        assert says in str(refused.value) and str(refused.value).startswith("data."), (path, str(refused.value))
+        assert "\n" not in str(refused.value)
+    site.ranges, site.folder = False, folder
+    with pytest.raises(DataError, match=r"a.parquet is Parquet, of which parts are read, and its server gives whole"):
+        source(site.url("a.parquet"))
+
+
+def test_other_file_systems_and_the_files_of_a_hub_id(tmp_path, folder):
+    memory = fsspec.filesystem("memory")
+    for name in "abc":
+        memory.pipe(f"/rows/{name}.jsonl.gz", (folder / f"{name}.jsonl.gz").read_bytes())
+    for path in ("memory://rows/*.jsonl.gz", "memory://rows"):
+        assert taken(source(path, shuffle_buffer=10), 30) == expected(".jsonl.gz", "abc", 10, 120)
+    for name, split in (("a", "train"), ("b", "train2"), ("c", "test")):  # as `datasets` finds splits of a repository
+        write(tmp_path / f"{split}.parquet", [{"text": text(name, row)} for row in range(SIZES[name])])
+    found = remote.find_files(str(tmp_path), split="test", key="data.train")
+    assert [file.url for file in found] == [str(tmp_path / "test.parquet")]
+    with pytest.raises(DataError, match="has no files of a split more; it has train, test; set split to one of them"):
+        remote.find_files(str(tmp_path), split="more", key="data.train")

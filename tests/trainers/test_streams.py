@@ -1,0 +1,110 @@
+"""Training on rows that are streamed over HTTP: one order on every layout, one process that reads, resumed bitwise."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from mrl.metric_names import is_metric
+from tests.data.web import Site, serving
+from tests.engine.harness import run_case
+from tests.trainers import tiny_runs
+
+CASE = "tests.trainers.cases:train"
+STEPS = 9  # of 4 rows: 3 of 4 are of the stream, whose 17 rows end in step 6
+
+
+@pytest.fixture
+def site(inputs, tmp_path) -> Site:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    rows = [tiny_runs.chat([200 + i] * (1 + i % 3)) for i in range(17)]
+    (folder / "web.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with serving(folder) as made:
+        yield made
+
+
+def config_of(inputs: pathlib.Path, place: pathlib.Path, train: Any, **changes: Any) -> dict[str, Any]:
+    config = tiny_runs.make_config(
+        inputs, place, train={"steps": STEPS}, checkpoint={"export_hf": False}, **{"seed": 1} | changes
+    )
+    return config | {"data": {"train": train, "max_length": 64, **changes.get("data", {})}}
+
+
+def mixed(inputs: pathlib.Path, site: Site) -> list[dict[str, Any]]:
+    streamed = {"path": site.url("web.jsonl"), "stream": True, "shuffle_buffer": 6, "weight": 0.75}
+    return [streamed, {"path": str(inputs / "train.jsonl"), "weight": 0.25}]
+
+
+def run(world: int, config: dict, **details: Any) -> tuple[str, str, str]:
+    return run_case(world, CASE, config=config, **details)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", pytest.param("megatron", marks=pytest.mark.slow)])
+def test_a_stream_is_resumed_bitwise_and_one_on_every_layout(inputs, site, tmp_path, backend):
+    """Stopped in the middle of a block, on two processes and on one, and gone on with on either."""
+
+    def config(name: str, **parallel: int) -> dict[str, Any]:
+        engine = {"backend": backend, "parallel": parallel}
+        return config_of(inputs, tmp_path / name, mixed(inputs, site), engine=engine)
+
+    lives = {}
+    for world in (1, 2):
+        site.asked = []
+        assert run(world, config(f"live{world}"))[:2] == ("done", "")
+        lives[world] = tiny_runs.steps(tmp_path / f"live{world}")
+        assert [name for name, _ in site.asked] == ["web.jsonl"] * len(site.asked)
+        assert len(site.asked) <= 5, "more than one process reads"  # found, its first rows, and two epochs, one ahead
+    for before, after in ((2, 2), (1, 2), (2, 1)):
+        name = f"stopped{before}{after}"
+        assert run(before, config(name), happening="signals", step=4)[0] == "stopped"
+        assert run(after, config(name))[:2] == ("done", "")
+        again = tiny_runs.steps(tmp_path / name)
+        if before == after:
+            assert again == lives[before]
+        for one, other in zip(again, lives[1], strict=True):
+            assert one == pytest.approx(other, rel=1e-4)
+            assert all(one[name] == other[name] for name in one if name.startswith(("data/", "train/tokens")))
+    last = lives[1][-1]
+    assert (last["data/web/rows"], last["data/web/epochs"], last["data/train/rows"]) == (27, 1, 9)
+    assert all(is_metric(name) for name in last)
+    if backend == "megatron":
+        assert run(2, config("tp2", tp=2))[:2] == ("done", "")
+        for one, other in zip(tiny_runs.steps(tmp_path / "tp2"), lives[1], strict=True):
+            assert one == pytest.approx(other, rel=1e-3)
+
+
+def test_a_source_that_fails_ends_the_run_after_a_save_and_the_run_goes_on(inputs, site, tmp_path):
+    data = {"stream": True, "shuffle_buffer": 6}
+    assert run(2, config_of(inputs, tmp_path / "live", site.url("web.jsonl"), data=data))[:2] == ("done", "")
+    config = config_of(inputs, tmp_path / "run", site.url("web.jsonl"), data=data)
+    switch = site.folder / "fails"
+    kind, message, _ = run(2, config, happening="source_fails", step=1, switch=str(switch))
+    assert kind == "DataError", message
+    assert message.startswith(f"data.train: {site.url('web.jsonl')} cannot be read (HTTPError: HTTP Error 503")
+    assert message.endswith(": the same command goes on from there") and "are saved in " in message
+    switch.unlink()
+    assert run(2, config)[:2] == ("done", "")
+    assert tiny_runs.steps(tmp_path / "run") == tiny_runs.steps(tmp_path / "live")
+
+
+@pytest.mark.parametrize(
+    ("command", "loss", "row"),
+    [
+        ("dpo", "dpo", {"prompt": "{}+1=", "chosen": "{}", "rejected": "1{}"}),
+        ("rm", "regression", {"prompt": "{}+1=", "completion": "{}", "score": 0.5}),
+    ],
+)
+def test_answers_are_streamed_too(inputs, site, tmp_path, command, loss, row):
+    """Equal to the same rows that are not streamed, in the order of the file."""
+    rows = [{k: v.format(i) if isinstance(v, str) else v for k, v in row.items()} for i in range(12)]
+    (site.folder / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    for name, path, stream in (("web", site.url("rows.jsonl"), True), ("file", str(site.folder / "rows.jsonl"), False)):
+        data = {"stream": stream, "shuffle": False}
+        config = config_of(inputs, tmp_path / name, path, data=data) | {"loss": {"name": loss}}
+        config["train"] = {"steps": 5, "global_batch_size": 4}
+        assert run_case(1, f"tests.trainers.{command}_cases:train", config=config)[:2] == ("done", "")
+    assert tiny_runs.steps(tmp_path / "web") == tiny_runs.steps(tmp_path / "file")
