@@ -155,7 +155,7 @@ BATCHES = (
     *_of(
         "data/stream.py",
         ("data/test_batches.py", "data/test_prompts.py"),
-        ("position + 1 < len(self.dataset)", "position + 2 < len(self.dataset)"),
+        ("at.position + 1 == len(self.dataset)", "at.position + 2 == len(self.dataset)"),
         ("np.array([seed % 2**64, epoch]", "np.array([seed % 2**64, 0]"),
     ),
 )  # fmt: skip
