@@ -156,6 +156,10 @@ BATCHES = (
         "data/stream.py",
         ("data/test_batches.py", "data/test_prompts.py"),
         ("at.position + 1 == len(self.dataset)", "at.position + 2 == len(self.dataset)"),
+    ),
+    *_of(
+        "data/order.py",
+        ("data/test_batches.py", "data/test_prompts.py"),
         ("np.array([seed % 2**64, epoch]", "np.array([seed % 2**64, 0]"),
     ),
 )  # fmt: skip
