@@ -110,6 +110,33 @@ def test_preempted_runs_go_on_bitwise(site, unbroken, inputs, launcher):
     runs.assert_same_result(run_dir, unbroken)
 
 
+ON_ANSWERS = {  # command -> sections of its config
+    "dpo": {"loss": {"name": "dpo"}, "reference": {"cache": True}},
+    "rm": {"loss": {"name": "bradley_terry"}},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("command", ON_ANSWERS)
+def test_runs_on_answers_are_submitted_preempted_and_go_on_bitwise(site, inputs, command):
+    """On one node; the log-probs of a cached reference are there when the job comes back."""
+    rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i + 12) * 2} for i in range(10)]
+    (site.folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(site.folder / "pairs.jsonl"), "eval": None, "max_length": 32}
+    changes = {"data": data, "train": {"steps": 20, "eval_every": None}, **ON_ANSWERS[command]}
+    layout, one_node = runs.Layout(2, parallel={"tp": 2}), (*NODES, "--nodes", "1")
+    path, whole = make_config(inputs, site.folder / "whole", layout=layout, **changes)
+    job = site.submit(command, path, *one_node)
+    assert site.wait(job).state == "COMPLETED", slurm_site.log(whole, job)
+    path, run_dir = make_config(inputs, site.folder / "preempted", layout=layout, **changes)
+    job = site.submit(command, path, *one_node)
+    slurm_site.wait_for_steps(run_dir, 3)
+    site.run("scancel", "--batch", "--signal=USR1", job)
+    site.release(job)
+    assert (site.wait(job).state, site.wait(job).fields["Restarts"]) == ("COMPLETED", "1"), slurm_site.log(run_dir, job)
+    runs.assert_same_result(run_dir, whole)
+
+
 @pytest.mark.nightly
 def test_a_run_that_slurm_preempts_for_another_goes_on_bitwise(site, unbroken, inputs):
     """Slurm sends the signal, as PreemptMode=REQUEUE, preempt_send_user_signal and a GraceTime make it do."""
