@@ -72,8 +72,7 @@ class Model(GPTModel):
                 padding = padding.chunk(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]
             embedded = self.embedding(input_ids=ahead.tokens[None], position_ids=rest["position_ids"])
             if self.detaches_mtp:
-                # a stage that holds the embedding for these layers alone has no other gradient of it
-                embedded = embedded.detach() if self.pre_process else mtp.NoGradient.apply(embedded)
+                embedded = embedded.detach()
             hidden_states = layer(
                 hidden_states, embedded, rest["rotary_pos_emb"], rest["packed_seq_params"], padding[None]
             )

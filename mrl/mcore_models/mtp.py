@@ -36,19 +36,6 @@ from mrl.mcore_models.config import Config, LatentConfig
 from mrl.mcore_models.head import Project
 
 
-class NoGradient(torch.autograd.Function):
-    """Hands a tensor on, and gives it a gradient of zeros: what it is made of is then seen to have one, for which
-    megatron's `overlap_grad_reduce` waits (distributed/param_and_grad_buffer.py, 0.16 and 0.19)."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return torch.zeros_like(gradient)
-
-
 def detached(hidden: Tensor) -> Tensor:
     """Returns hidden states through which no gradient goes. They ask for one all the same: megatron's recomputation
     gives parameters none where no tensor that comes in does."""

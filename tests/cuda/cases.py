@@ -30,6 +30,10 @@ class Case:
     head: str = "lm"
     lora: bool = False
     mtp: bool = False
+    detached: bool = False  # MTP layers, from the rest
+    muon: bool = False
+    router_losses: bool = False
+    modules: tuple[str, ...] | None = None  # that selective recomputation is of
     offload: tuple[str, ...] = ()
     bf16_moments: bool = False
     optimizer_on_host: bool = False
@@ -45,6 +49,10 @@ class Case:
             [self.recompute] * (self.recompute != "none")
             + ["lora"] * self.lora
             + ["mtp"] * self.mtp
+            + ["detached"] * self.detached
+            + ["muon"] * self.muon
+            + ["router losses"] * self.router_losses
+            + ["+".join(self.modules or ())] * (self.modules is not None)
             + ["bf16 moments"] * self.bf16_moments
             + ["optimizer on the host"] * self.optimizer_on_host
             + ["value"] * (self.head != "lm")
@@ -66,6 +74,7 @@ class Result:
     after_step: int
     syncs: dict[str, float]  # waits of the host in a micro-batch's forward and backward, by line
     step_syncs: dict[str, int]  # in the optimizer step
+    updated: int  # parameters that it updates on this rank
     held: dict[
         str, int
     ]  # bytes of parameters, gradients and the optimizer's state, with what their buffers are padded by
@@ -107,19 +116,21 @@ def _case(model: str, **options: Any) -> Case:
 
 # One of each family, which together have every option.
 OF_EACH_FAMILY = [
-    _case("meta-llama/Llama-3.1-8B", world=4, tp=2, recompute="selective"),
+    _case(
+        "meta-llama/Llama-3.1-8B", world=4, tp=2, recompute="selective", modules=("core_attn", "layernorm"), muon=True
+    ),
     _case("meta-llama/Llama-3.2-1B", world=2, tp=2, lora=True),
     _case("mistralai/Mistral-7B-v0.1", world=2, cp=2, lengths=(5000, 229)),  # longer than its window
     _case("Qwen/Qwen2.5-7B", world=4, pp=2, rank=3),
     _case(DENSE, world=16, rank=9, tp=2, pp=2, vpp=2, cp=2),
     _case(DENSE, world=2, tp=2, head="value", offload=EVERYTHING, bf16_moments=True),
-    _case(MOE, world=8, rank=5, tp=2, ep=4, etp=1),
+    _case(MOE, world=8, rank=5, tp=2, ep=4, etp=1, router_losses=True),
     _case("allenai/OLMoE-1B-7B-0924", world=4, ep=2, lora=True),
     _case("allenai/OLMoE-1B-7B-0924", world=4, ep=2, optimizer_on_host=True),
-    _case(GATED, recompute="full"),
-    _case(GLM, world=4, rank=2, pp=2, ep=2, mtp=True),
+    _case(GATED, recompute="full", router_losses=True, bf16_moments=True),
+    _case(GLM, world=4, rank=2, pp=2, ep=2, mtp=True, detached=True),
     _case(LATENT, world=2, tp=2),
-    _case(SINKS, world=2, ep=2, lengths=(700, 100)),
+    _case(SINKS, world=2, ep=2, lengths=(700, 100), muon=True),
     _case("mistralai/Mixtral-8x7B-v0.1", world=4, tp=2, ep=2),
 ]
 
@@ -150,9 +161,16 @@ def _product() -> list[Case]:
                 {"world": 8, "rank": 5, "ep": 4}, {"world": 8, "rank": 5, "ep": 2, "tp": 2, "etp": 1},
                 {"world": 32, "rank": 17, "tp": 2, "pp": 2, "cp": 2, "ep": 2},
             ]  # fmt: skip
+        router = {"router_losses": not dense}
+        # what of the keys of docs/gpu.md needs no kernel of others, each with every model
         options: list[dict[str, Any]] = [
-            {"recompute": "selective"}, {"recompute": "full"}, {"head": "value"}, {"lora": True}, {"offload": EVERYTHING},
+            {"recompute": "selective", "muon": True}, {"recompute": "full", "bf16_moments": True, **router},
+            {"head": "value", "optimizer_on_host": True}, {"lora": True, **router}, {"offload": EVERYTHING},
+            {"recompute": "selective", "modules": ("core_attn",), "optimizer_on_host": True},
         ]  # fmt: skip
+        if model in (GLM, LATENT):
+            layouts = [layout | {"mtp": True, "detached": bool(i % 2)} for i, layout in enumerate(layouts)]
+            options = [o | {"mtp": not o.get("lora") and o.get("head") != "value"} for o in options]
         cases += [_case(model, **layout) for layout in layouts]
         cases += [_case(model, world=2, tp=2, **option) for option in options]
     return cases
@@ -172,6 +190,8 @@ def ceilings(case: Case) -> dict[str, float]:
     moe = "megatron/core/transformer/moe"
     between = r"megatron/core/pipeline_parallel/p2p_communication.py _communicate_shapes"
     return {
+        # this rank's share of the tokens, before the first, of which router losses are means
+        r"mrl/engine/megatron/engine.py _call (to_gpu|__float__)": 1 if case.router_losses else 0,
         # the losses, when all micro-batches are done
         r"mrl/engine/megatron/pipeline.py totals __float__": 1 + case.mtp,
         r"mrl/engine/megatron/engine.py most __int__": 1,  # how many micro-batches there are, before them
@@ -182,4 +202,21 @@ def ceilings(case: Case) -> dict[str, float]:
         rf"{between} to_gpu": 4 * case.vpp,
         r"mrl/batch.py to to_gpu": 4,  # tokens, labels, mask and lengths, before the first micro-batch
         r"mrl/engine/(megatron/engine.py most|collective.py in_batch_order) to_gpu": 1,
+    }
+
+
+def step_ceilings(case: Case, updated: int) -> dict[str, float]:
+    """How often the host may wait in an optimizer step, which updates so many parameters.
+
+    For the norm of gradients, of dense ones and of experts, and for that of MTP layers which train apart. megatron's own,
+    which it has where neither transformer-engine nor apex is, waits for each parameter's. Masters on the host wait for a
+    copy of each gradient, and each parameter for the copy back.
+    """
+    norms = 4 if case.detached else 2
+    host = r"mrl/engine/megatron/rounded_adam.py step"
+    return {
+        r"megatron/core/utils.py local_multi_tensor_l2_norm item": updated + norms,
+        r"megatron/core/utils.py local_multi_tensor_l2_norm to_gpu": norms,
+        r"megatron/core/optimizer/clip_grads.py get_grad_norm_fp32 item": norms,
+        rf"{host} (cpu|to_gpu)": updated if case.optimizer_on_host else 0,
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from tests.cuda.cases import (
     as_shown,
     ceilings,
     row,
+    step_ceilings,
 )
 from tests.engine import harness
 from tests.tiers import nightly_but, slow_but
@@ -52,16 +54,20 @@ def test_a_rank_makes_an_update(worker, case):
             expected = [] if kind == "states" else ["cpu torch.float32"]  # none that engine.offload would move
         assert found == expected, f"{kind}: {found}"
     assert result.parameters < result.after_init < result.peak
-    assert not unexpected(case, result)
+    assert not unexpected(case, result) + beyond(step_ceilings(case, result.updated), result.step_syncs, "a step")
 
 
 def unexpected(case: Case, result: Result) -> list[str]:
     """Returns, in words, what the host waits for in a micro-batch beyond the ceilings."""
-    allowed, found = ceilings(case), []
-    for line, count in result.syncs.items():
+    return beyond(ceilings(case), result.syncs, "a micro-batch")
+
+
+def beyond(allowed: Mapping[str, float], counted: Mapping[str, float], when: str) -> list[str]:
+    found = []
+    for line, count in counted.items():
         most = next((most for pattern, most in allowed.items() if re.fullmatch(pattern, line)), 0)
         if count > most:
-            found.append(f"{line}: the host waits {count} times a micro-batch, where {most} are allowed")
+            found.append(f"{line}: the host waits {count} times {when}, where {most} are allowed")
     return found
 
 

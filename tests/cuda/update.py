@@ -15,6 +15,7 @@ from mrl.config.schema import (
     LoraConfig,
     MicroBatchConfig,
     ModelConfig,
+    MoEConfig,
     MTPConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -32,13 +33,16 @@ def config_of(case: Case, folder: Path) -> RoleConfig:
     start, lora = ("pretrained", LoraConfig()) if case.lora else ("random", None)
     moments = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), "bfloat16") | {"use_precision_aware_optimizer": True}
     engine = EngineConfig(
-        megatron=(moments if case.bf16_moments else {}) | ({"optimizer_cpu_offload": True} if case.optimizer_on_host else {}),
-        parallel=parallel, recompute=case.recompute, offload=list(case.offload), layer_spec=case.spec,
+        megatron=(moments if case.bf16_moments else {})
+        | ({"optimizer_cpu_offload": True} if case.optimizer_on_host else {}),
+        parallel=parallel, recompute=case.recompute, recompute_modules=case.modules, offload=list(case.offload), layer_spec=case.spec,
+        moe=MoEConfig(aux_loss=0.01, z_loss=0.001) if case.router_losses else MoEConfig(),
         micro_batch=MicroBatchConfig(size=len(case.lengths), tokens=None),
     )  # fmt: skip
     model = ModelConfig(path=str(folder), dtype=case.dtype, init=start, lora=lora)
-    mtp = MTPConfig() if case.mtp else None
-    return RoleConfig(model=model, engine=engine, optimizer=OptimizerConfig(), head=case.head, mtp=mtp)
+    mtp = MTPConfig(detach=case.detached) if case.mtp else None
+    optimizer = OptimizerConfig(name="muon" if case.muon else "adamw")
+    return RoleConfig(model=model, engine=engine, optimizer=optimizer, head=case.head, mtp=mtp)
 
 
 def batch_of(case: Case) -> Batch:
@@ -69,7 +73,7 @@ def make(
     after_backward = memory.peak
     syncs.clear()
     engine.optimizer_step()
-    peak, after_step = memory.peak, memory.alive
+    peak, after_step, in_step = memory.peak, memory.alive, dict(syncs)
     parts = optim.optimizers_of(engine.model.optimizer)
     for part in parts:
         optim_state.set_step_count(part.optimizer, 1)  # as after a resume
@@ -79,12 +83,12 @@ def make(
         "masters": [main for _, _, main, _ in optim.shards(engine.model.optimizer)],
         "gradients": [buffer.grad_data for buffer in optim.gradient_buffers(engine.model.wrapped)],
         "states": list(optim._state_tensors(engine.model.optimizer)),
-        "steps": [state["step"] for part in parts for state in part.optimizer.state.values()],
+        "steps": [state["step"] for part in parts for state in part.optimizer.state.values() if "step" in state],
     }
     return Result(
         parameters=sum(p.numel() * p.element_size() for p in parameters), after_init=after_init,
         backward_peak=after_backward, activations=after_backward - before, peak=peak, after_step=after_step, syncs=in_micro_batch,
-        step_syncs=dict(syncs),
+        step_syncs=in_step, updated=sum(1 for _ in optim.shards(engine.model.optimizer)),
         held={
             "parameters": sum(b.param_data.nbytes for b in optim.gradient_buffers(engine.model.wrapped))
             + sum(p.nbytes for p in parameters if not p.requires_grad),
