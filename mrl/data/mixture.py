@@ -53,7 +53,8 @@ def train_rows(data: Any, make: Callable[[Any], RowDataset[T]]) -> RowDataset[T]
     """Returns the rows of data.train. make: opens those of a section `data` with one path."""
     if isinstance(data.train, str):
         return make(data)
-    return MixedDataset(data, [make(with_source(data, source, "train")) for source in data.train])
+    sources = enumerate(data.train)
+    return MixedDataset(data, [_made(make, data, source, "train", f"data.train[{i}]") for i, source in sources])
 
 
 def eval_rows(data: Any, make: Callable[[Any], RowDataset[T]]) -> dict[str, RowDataset[T]]:
@@ -62,7 +63,22 @@ def eval_rows(data: Any, make: Callable[[Any], RowDataset[T]]) -> dict[str, RowD
         return {}
     if isinstance(data.eval, str):
         return {"": make(data)}
-    return {name: make(with_source(data, source, "eval")) for name, source in data.eval.items()}
+    return {name: _made(make, data, source, "eval", f"data.eval.{name}") for name, source in data.eval.items()}
+
+
+def _made(
+    make: Callable[[Any], RowDataset[T]], data: Any, source: Source, part: Literal["train", "eval"], at: str
+) -> RowDataset[T]:
+    """Returns the rows of a source. at: its key, of which is said what is wrong with a value of its own."""
+    try:
+        return make(with_source(data, source, part))
+    except DataError as error:
+        key = error.key or ""
+        name = key.removeprefix("data.")
+        if name not in BEFORE or getattr(source, name, None) is None:
+            raise
+        why, fix = (text.replace(key, f"{at}.{name}") for text in (error.why, error.fix))
+        raise type(error)(f"{at}.{name}", error.value, why, fix) from None
 
 
 class MixedDataset(RowDataset[T]):

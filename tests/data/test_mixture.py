@@ -311,3 +311,22 @@ def test_a_share_of_no_row_is_refused(files):
         DataError, match=r"^data.train, source c, epochs: is 0.1, which of its 5 rows is none; give more"
     ):
         source(listed(files, a={}, c={"epochs": 0.1}))
+
+
+@pytest.mark.parametrize(
+    "keys, says",
+    [
+        ({"split": "train"}, "data.train[1].split: 'train', but data.train (%s) is files, which have no splits; remove data.train[1]"),
+        ({"columns": {"a": "text", "b": "text"}}, "data.train[1].columns: renames a and b both to 'text'; give each"),
+        ({"system": "x"}, "data.train[1].system: is set, but text rows have no turns; leave it out"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_value_of_a_source_is_said_of_its_key(files, keys, says):
+    with pytest.raises(DataError) as caught:
+        source(listed(files, a={}, c=keys))
+    assert str(caught.value).startswith(says.replace("%s", files["c"])), caught.value
+
+
+def test_what_is_wrong_with_a_value_of_all_sources_is_said_of_that(files):
+    with pytest.raises(DataError, match=r"^data.system: is set, but text rows have no turns"):
+        source(listed(files, a={}, c={}), system="x")
