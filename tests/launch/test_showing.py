@@ -68,6 +68,16 @@ def test_count_reads_all_and_gives_the_steps(inputs):
     assert "rows used: 10, skipped: 0, dropped: 0, truncated: 2" in lines
 
 
+def test_rows_that_are_streamed_are_shown_in_their_order_and_not_counted(inputs):
+    lines = show(inputs, "sft", "--rows", "2", "data.stream=true", "data.shuffle_buffer=0")
+    assert lines[0] == "data.train: train.jsonl: streamed rows of the format messages"
+    assert [line[:13] for line in lines if re.match(r"train.jsonl:\d", line)] == ["train.jsonl:1", "train.jsonl:2"]
+    assert "the first 10 rows that are used: 10 sequences, 151 tokens, 23 train (15.2 %)" in lines  # one pass
+    words = ["data", "show", str(inputs / "sft.yaml"), "--count", "data.stream=true"]
+    done = CliRunner().invoke(cli.main, words)
+    assert "--count: reads every row, and those of data.train are streamed" in str(done.exception or done.output)
+
+
 def test_pairs_of_a_reward_model_are_read_once_each(inputs):
     lines = show(inputs, "rm", "--rows", "1", "--tokens")
     first = lines.index("pairs.jsonl:1: chosen: 15 tokens, 1 train")

@@ -116,7 +116,7 @@ ADVANTAGES = (
         "algorithms/recipes.py",
         ("trainers/rl/test_experience.py", "algorithms/test_recipes.py"),
         ("math.ceil(recipe.overlong_fraction", "math.floor(recipe.overlong_fraction"),
-        ('kl_coef=recipe.kl_coef if recipe.kl_in == "loss" else 0.0', "kl_coef=recipe.kl_coef"),
+        ('kl_coef=recipe.kl_coef if recipe.kl_in in ("loss", "exact") else 0.0', "kl_coef=recipe.kl_coef"),
         ("(whiten(advantages_T, rollout.mask_T) if recipe.whiten else advantages_T)", "advantages_T"),
     ),
     *_of(
