@@ -13,6 +13,7 @@ import dataclasses
 import http.client
 import io
 import os
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -94,7 +95,7 @@ class _Reopened(io.RawIOBase):
                 return len(data)
             except Exception as error:  # each library raises its own, and all mean that the bytes did not come
                 self._close()
-                if wait is None or not may_pass(error):
+                if wait is None or not may_pass(error) or is_ending():
                     raise failure(self.key, self.of.name, error) from error
                 time.sleep(wait)
         raise AssertionError("every try returns or raises")
@@ -127,6 +128,11 @@ class _Reopened(io.RawIOBase):
     def close(self) -> None:
         self._close()
         super().close()
+
+
+def is_ending() -> bool:
+    """Returns whether the process ends, which waits for the threads that read."""
+    return not threading.main_thread().is_alive()
 
 
 def may_pass(error: Exception) -> bool:

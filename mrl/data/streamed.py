@@ -28,7 +28,7 @@ import pyarrow
 import pyarrow.parquet
 
 from mrl.data.files import JSONL_SUFFIXES, one_line, parse_line, without_nulls
-from mrl.data.remote import RemoteFile, SourceError
+from mrl.data.remote import RemoteFile, SourceError, is_ending
 from mrl.errors import DataError
 
 CHUNK = 256  # rows that processes are given at a time, and of a block where nothing is shuffled
@@ -207,7 +207,7 @@ class _Reader:
         rows, iterator = [], self._going_on[1]
         self._going_on = None  # of a file that breaks, there is no going on
         for _, index, row in itertools.islice(iterator, self._size):
-            if self._stopped.is_set():
+            if self._stopped.is_set() or is_ending():
                 raise SourceError(own.key, why=f"{own.what}: reading was ended")
             rows.append((index, row))
         if not rows:
@@ -236,7 +236,7 @@ class _Reader:
 
 
 def _in_thread(fn: Callable[[], T]) -> Future[T]:
-    """Calls `fn` in a thread that keeps no process from its end."""
+    """Calls `fn` in a thread. It is no daemon: Python aborts a process that ends while one of those reads a file."""
     future: Future[T] = Future()
 
     def call() -> None:
@@ -245,7 +245,7 @@ def _in_thread(fn: Callable[[], T]) -> Future[T]:
         except BaseException as error:  # whoever asks for the result gets it
             future.set_exception(error)
 
-    threading.Thread(target=call, name="mrl-stream", daemon=True).start()
+    threading.Thread(target=call, name="mrl-stream").start()
     return future
 
 
