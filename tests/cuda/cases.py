@@ -192,6 +192,10 @@ def ceilings(case: Case) -> dict[str, float]:
     return {
         # this rank's share of the tokens, before the first, of which router losses are means
         r"mrl/engine/megatron/engine.py _call (to_gpu|__float__)": 1 if case.router_losses else 0,
+        # their scale, which megatron-core 0.19 makes a tensor of
+        r"megatron/core/pipeline_parallel/schedules.py _normalize_loss_scale to_gpu": case.vpp
+        if case.router_losses
+        else 0,
         # the losses, when all micro-batches are done
         r"mrl/engine/megatron/pipeline.py totals __float__": 1 + case.mtp,
         r"mrl/engine/megatron/engine.py most __int__": 1,  # how many micro-batches there are, before them
