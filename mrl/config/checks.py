@@ -184,6 +184,9 @@ def check_micro_batch(micro_batch: MicroBatchConfig, max_length: int, longest: s
 def check_groups(config: AnswersConfig, engine: EngineConfig, path: str = "engine") -> None:
     """Micro-batches that hold whole groups of sequences. engine: that of the section `path`."""
     size = engine.micro_batch.size
+    if engine.batch_invariant and config.group > 1:
+        why = f"needs micro-batches of one sequence, and one of {config.loss.name} holds both of a pair"
+        raise ConfigError(f"{path}.batch_invariant", True, why, "leave it out")
     if size is not None and size % config.group:
         why = f"is odd, and a micro-batch of {config.loss.name} holds both sequences of a pair"
         raise ConfigError(f"{path}.micro_batch.size", size, why, f"give {size + 1}")

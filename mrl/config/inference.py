@@ -9,7 +9,13 @@ from typing import Literal
 from mrl.config.checks import check_backend, check_micro_batch
 from mrl.config.keys import changed
 from mrl.config.ppo import PromptsConfig, RolloutConfig
-from mrl.config.ppo_checks import check_cuda_graphs, check_never_trains, check_rollout, refuse_unread
+from mrl.config.ppo_checks import (
+    check_batch_invariant,
+    check_cuda_graphs,
+    check_never_trains,
+    check_rollout,
+    refuse_unread,
+)
 from mrl.config.rewards import RewardsConfig, parse_rewards
 from mrl.config.schema import REQUIRED, EngineConfig, ModelConfig, key
 from mrl.errors import ConfigError
@@ -118,6 +124,7 @@ def check_inference(config: InferenceConfig) -> None:
     )
     check_rollout(config)
     check_cuda_graphs(config.rollout, config.engine, "engine")
+    check_batch_invariant(config.rollout, config.engine, "engine")
 
 
 def unread_of_texts(data: PromptsConfig) -> None:

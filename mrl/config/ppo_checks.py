@@ -75,6 +75,7 @@ def check_ppo(config: PPOConfig) -> None:
     _check_rewards(config)
     check_rollout(config)
     check_cuda_graphs(config.rollout, config.actor.engine, "actor.engine")
+    check_batch_invariant(config.rollout, config.actor.engine, "actor.engine")
     _check_eval(config)
     _check_best(config)
     check_log(config.log)
@@ -235,6 +236,19 @@ def check_cuda_graphs(rollout: RolloutConfig, engine: EngineConfig, path: str) -
     if rollout.cuda_graphs and engine.backend != "megatron":
         why = f"is not for {path}.backend {engine.backend}"
         raise ConfigError("rollout.cuda_graphs", True, why, "leave it out, or set that to megatron")
+
+
+def check_batch_invariant(rollout: RolloutConfig, engine: EngineConfig, path: str) -> None:
+    """Raises ConfigError where what samples is not invariant, though the engine at `path` is to be."""
+    if not engine.batch_invariant:
+        return
+    key = f"{path}.batch_invariant"
+    if rollout.backend in SERVERS:
+        why = f"does not reach rollout.backend {rollout.backend}, whose samples depend on what shares their batch"
+        raise ConfigError(key, True, why, "set that to native, or leave this out")
+    if rollout.cuda_graphs:
+        why = "samples one token at a time, and rollout.cuda_graphs is for steps of several sequences"
+        raise ConfigError(key, True, why, "leave out one of them")
 
 
 def _check_server(config: Samples) -> None:

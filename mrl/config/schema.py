@@ -187,6 +187,12 @@ class EngineConfig:
         "how a mini-batch is cut; default: tokens = 4096, or the longest sequence where that is more",
         may_change=True,
     )
+    batch_invariant: bool = key(
+        False,
+        "what is computed of a sequence (its log-probs, values and sampled tokens) does not depend on what shares its "
+        "batch, to the bit (megatron backend, docs/gpu.md): needs micro_batch.size 1, and samples one token at a time",
+        may_change=True,
+    )
     moe: MoEConfig = key(MoEConfig, "router losses of mixture-of-experts models")
     fsdp: FSDPConfig = key(FSDPConfig, "what only backend fsdp has", may_change=True)
     megatron: dict[str, Any] = key(

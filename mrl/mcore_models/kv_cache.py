@@ -37,6 +37,10 @@ class KVCache:
             )
         return self.layers[layer]
 
+    def row(self, row: int) -> "CacheRow":
+        """Returns one row as a cache, for a forward of its sequence alone."""
+        return CacheRow(self, row)
+
     def arrange(self, copies: Sequence[tuple[int, int, int]], shape: tuple[int, int] | None) -> None:
         """Copies (source row, target row, places) in order, then gives the cache its new (rows, places of a row).
 
@@ -69,6 +73,18 @@ class KVCache:
                 tensor[row, :, :places] = part[:, :places]
 
 
+class CacheRow(KVCache):
+    """A row of another cache, in its memory."""
+
+    def __init__(self, whole: KVCache, row: int) -> None:
+        super().__init__(1, whole.length)
+        self.whole, self.at = whole, row
+
+    def of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.whole.of_layer(layer, key, value)
+        return keys[self.at : self.at + 1], values[self.at : self.at + 1]
+
+
 def _reshaped(old: Tensor, rows: int, length: int) -> Tensor:
     new = old.new_zeros(rows, old.shape[1], length, old.shape[3])
     kept, places = min(rows, old.shape[0]), min(length, old.shape[2])
@@ -81,12 +97,15 @@ class CachedStep:
     """The tokens of one forward: `new_lengths[i]` tokens of sequence `i`, after `cached_lengths[i]` that the cache has.
 
     They lie end to end, and padding may follow. Leading sequences with one new token each are attended in one batch.
+    copies: decoding attends copies of keys and values, which lie in memory alike wherever, and in whatever cache, they
+    are from.
     """
 
     cache: KVCache
     new_lengths: tuple[int, ...]
     cached_lengths: tuple[int, ...]
     device: torch.device
+    copies: bool = False
     _made: dict[tuple, Tensor] = dataclasses.field(default_factory=dict)  # masks and indices that layers share
 
     @classmethod
@@ -163,6 +182,8 @@ class CachedStep:
         if count:
             mask = self.decode_mask(scoring.window, query.dtype)
             k, v = keys[:count, :, : mask.shape[-1]], values[:count, :, : mask.shape[-1]]
+            if self.copies:
+                k, v = (t.clone(memory_format=torch.contiguous_format) for t in (k, v))
             # the query heads of a group meet the same keys: they stand where several queries would
             if scoring.sinks is None and scoring.softcap is None:
                 decoded = F.scaled_dot_product_attention(query[:count], k, v, attn_mask=mask, scale=scoring.scale)

@@ -76,6 +76,7 @@ SET_BY_MRL: Mapping[str, str] = {
         moe_router_bias_update_rate moe_latent_size mrope_section init_method_std attention_dropout hidden_dropout
         apply_residual_connection_post_layernorm test_mode heterogeneous_block_specs is_hybrid_model
         experimental_attention_variant""".split()),  # noqa: SIM905
+    **_use("set engine.batch_invariant", "batch_invariant_mode"),
     **_use("set engine.parallel.tp", "tensor_model_parallel_size"),
     **_use("set engine.parallel.pp", "pipeline_model_parallel_size", "pipeline_model_parallel_layout"),
     **_use("set engine.parallel.vpp", "virtual_pipeline_model_parallel_size"),

@@ -50,6 +50,8 @@ CASES = [
     Case("a teacher that is not there", "data.teacher", ("is no teacher of reference.others", "give it there"), ("algorithm.name=opd", "reference.model.path=model", "data.teacher=math")),
     Case("distributions without a teacher", "algorithm.distill", ("algorithm.name grpo has no teacher", "set algorithm.name to opd"), ("algorithm.distill.top_k=8",)),
     Case("NeMo-RL's name of a key", "algorithm.topk_logits_k", ("did you mean algorithm.distill.top_k?",), ("algorithm.topk_logits_k=8",)),
+    Case("invariance of servers", "actor.engine.batch_invariant", ("rollout.backend vllm", "native"), ("actor.engine={batch_invariant: true, micro_batch: {size: 1}}", "rollout.backend=vllm")),
+    Case("invariance in graphs", "actor.engine.batch_invariant", ("rollout.cuda_graphs",), ("actor.engine={batch_invariant: true, micro_batch: {size: 1}}", "rollout.cuda_graphs=true")),
     # What scores.
     Case("no rewards", "rewards", ("nothing to learn from", "rollout.environment"), ("rewards=null",)),
     Case("rewards of weight 0", "rewards.functions", ("nothing to learn from",), ("rewards.functions=[{name: gsm8k, weight: 0}]",)),

@@ -56,6 +56,10 @@ REFUSED = [
         "reference.cache: value true is not used with loss.reference",
     ),
     ((*KTO, "reference.cache=true"), "reference.cache: value true cannot be true with kto"),
+    (
+        ("engine.batch_invariant=true", "engine.micro_batch.size=1"),
+        "engine.batch_invariant: value true needs micro-batches",
+    ),
     (("engine.micro_batch.size=3",), "engine.micro_batch.size: value 3 is odd"),
     (("engine.micro_batch.tokens=199",), "engine.micro_batch.tokens: value 199 is less than a pair of sequences of"),
     (("reference.engine.micro_batch.size=1",), "reference.engine.micro_batch.size: value 1 is odd"),

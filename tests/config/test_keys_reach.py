@@ -154,6 +154,12 @@ ENGINE = [
         ],
         SECOND,
     ),
+    Row(
+        "engine.batch_invariant", steps,
+        [(DEFAULT, [1]), (True, Refusal("ConfigError", "engine.batch_invariant: value true needs micro-batches of one"))],
+        on=MEGATRON,
+    ),  # what it does: tests/engine/test_generation.py
+    Row("engine.batch_invariant", steps, [(DEFAULT, [1]), (True, Refusal("ConfigError", "engine.batch_invariant: "))], on=FSDP),
     Row("engine.offload", looks.on_host, [(DEFAULT, False), (["activations"], True)], SECOND, what="activations"),
     Row(
         "engine.recompute_every", looks.forwards_of_all,

@@ -27,10 +27,13 @@ class Found:
 
 
 class _Sampling(_Given):
-    """Every step chooses token 1."""
+    """Every step chooses token 1; no capture is refused on another rank."""
+
+    def number(self, tensor: torch.Tensor, function: str) -> Any:
+        return 0 if function == "_on_any_rank" else super().number(tensor, function)
 
     def numbers(self, tensor: torch.Tensor, function: str) -> Any:
-        if function == "forward" and tensor.dim() == 2:
+        if function == "_together" and tensor.dim() == 2:
             return [[1.0, -1.0] for _ in tensor]
         return super().numbers(tensor, function)
 

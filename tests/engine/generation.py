@@ -16,6 +16,7 @@ from mrl.batch import make_batch
 from mrl.config.schema import LoraConfig, RoleConfig
 from mrl.engine import generation
 from mrl.engine.base import BaseEngine, Completion, GenerateRequest
+from mrl.engine.kept import KeptSequences
 from mrl.engine.registry import build_engine
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams, gumbel, noise_key
 from mrl.errors import ConfigError
@@ -324,6 +325,46 @@ def graphs_on_all_tensor_parallel_ranks_or_none(config: RoleConfig, refuses: int
     assert bool(replayed) == model.captures_graphs == (refuses is None)
     why = "out of graphs" if own == refuses else "on another rank"
     assert [why in line for line in lines] == ([] if refuses is None else [True])
+
+
+def company_changes_no_bit(config: RoleConfig) -> None:
+    """`engine.batch_invariant`: tokens and log-probs of a request are the same to the bit, alone, shuffled, in little cache, with
+    prompts in pieces, and going on from kept rows; so are the log-probs of forward passes, alone and in any order."""
+    engine = make_engine(config)
+    requests = sampled_requests()
+    together = engine.generate(requests)
+    everything = list(range(len(requests)))
+    shuffled = random.Random(0).sample(everything, len(everything))
+    for i in (0, 7, 13):
+        assert engine.generate([requests[i]]) == [together[i]]
+    assert engine.generate([requests[i] for i in shuffled]) == [together[i] for i in shuffled]
+    assert engine.generate(requests, cache_tokens=45, prefill_tokens=3) == together
+    for room in (0, 200):
+        kept, half = KeptSequences(room), [dataclasses.replace(r, max_new_tokens=2) for r in requests]
+        begun = engine.generate(half, kept=kept)
+        longer = [
+            dataclasses.replace(r, tokens=[*r.tokens, *c.tokens], max_new_tokens=r.max_new_tokens - 2)
+            for r, c in zip(requests, begun, strict=True)
+        ]
+        whole = [i for i, c in enumerate(begun) if not c.finished]
+        rest = engine.generate([longer[i] for i in whole], kept=kept)
+        for i, found in zip(whole, rest, strict=True):
+            assert begun[i].tokens + found.tokens == together[i].tokens
+            assert begun[i].log_probs + found.log_probs == together[i].log_probs
+
+    def scored(indices: list[int]) -> list[torch.Tensor]:
+        tokens = [[*requests[i].tokens, *together[i].tokens] for i in indices]
+        batch = make_batch(tokens, [[1.0] * len(t) for t in tokens])
+        with engine.eval_mode():
+            mine = engine.shard_data(batch)
+            predictions, _ = engine.forward_backward_step(mine, {"temperature": 1.0}, forward_only=True)
+            found = engine.unshard_data({"log_probs": predictions["log_probs"]}, batch)["log_probs"]
+        return list(found.split(batch.lengths.tolist()))
+
+    expected = scored(everything)
+    for indices in (shuffled, [0], [7, 2]):
+        for i, found in zip(indices, scored(indices), strict=True):
+            assert torch.equal(found, expected[i])
 
 
 def many_prompts_in_little_cache(config: RoleConfig) -> None:

@@ -4,8 +4,13 @@ Greedy generation is in the contract (test_contract.py), the choice of a token i
 test_generation_schedule.py.
 """
 
+import dataclasses
+
 import pytest
 
+from mrl.config.schema import EngineConfig, MicroBatchConfig, ParallelConfig
+from mrl.engine.megatron.checks import check_batch_invariant
+from mrl.errors import ConfigError
 from tests.engine import generation, tiny
 from tests.engine.harness import run_case
 from tests.engine.layouts import EXTERNAL, available
@@ -141,6 +146,31 @@ def test_fixed_shapes_give_the_same(model, layout):
 
 def test_experts_on_ranks_have_no_fixed_shapes(model):
     run("megatron ep2", "experts_on_ranks_have_no_fixed_shapes", model)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    slow_but(
+        ["megatron", "megatron experts tp2"],
+        ["megatron", "megatron experts tp2", "megatron pp2", "megatron dp2", "megatron tp4", "megatron cp2",
+         "megatron deepseek_v3 tp2", "megatron gpt_oss", "megatron qwen2_moe", "megatron mistral"],
+    ),
+)  # fmt: skip
+def test_company_changes_no_bit(model, layout):
+    world_size, backend, parallel, family, layers = LAYOUTS[layout]
+    config = tiny.role(model(family, layers)[0], backend=backend, parallel=parallel, optimizer=None, size=1)
+    config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, batch_invariant=True))
+    run_case(world_size, "tests.engine.generation:company_changes_no_bit", config=config)
+
+
+def test_experts_on_ranks_are_not_invariant():
+    engine = EngineConfig(
+        batch_invariant=True, micro_batch=MicroBatchConfig(size=1, tokens=None), parallel=ParallelConfig(ep=2)
+    )
+    with pytest.raises(ConfigError, match=r"^engine\.batch_invariant: value true is not for engine\.parallel\.ep 2: "):
+        check_batch_invariant(engine)
+    with pytest.raises(ConfigError, match=r"needs micro-batches of one sequence.*set engine\.micro_batch\.size to 1"):
+        check_batch_invariant(dataclasses.replace(engine, micro_batch=MicroBatchConfig(size=2, tokens=None)))
 
 
 def test_stages_agree_on_the_way(model):

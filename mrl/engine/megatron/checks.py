@@ -24,6 +24,12 @@ class MegatronChecks(EngineChecks):
     supports = OWN["megatron"]
 
     @classmethod
+    def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:
+        super().check_config(model, engine)
+        if engine.batch_invariant:
+            check_batch_invariant(engine)
+
+    @classmethod
     def check_model(
         cls, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any], sequences: Sequences
     ) -> None:
@@ -81,6 +87,16 @@ def choices(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any]) ->
         modules = chosen_modules(fields, engine.recompute_modules, layer_spec=spec.name)
         lines.append(f"engine.recompute: selective computes {', '.join(modules)} again (docs/layouts.md)")
     return lines
+
+
+def check_batch_invariant(engine: EngineConfig) -> None:
+    """Raises ConfigError where sequences of a micro-batch, or of other replicas, would meet in one product."""
+    if engine.micro_batch.size != 1:
+        why = "needs micro-batches of one sequence: products of other numbers of tokens add in another order"
+        raise ConfigError("engine.batch_invariant", True, why, "set engine.micro_batch.size to 1")
+    if engine.parallel.ep > 1:
+        why = f"is not for engine.parallel.ep {engine.parallel.ep}: an expert gets tokens of several replicas at once"
+        raise ConfigError("engine.batch_invariant", True, why, "set that to 1, or leave this out")
 
 
 def check_mtp(model: ModelConfig, dims: ParallelDims, hf_config: Mapping[str, Any]) -> None:

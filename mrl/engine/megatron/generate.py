@@ -117,6 +117,7 @@ class _Runner:
 
     def _fixed_steps(self) -> list[FixedSteps]:
         """One for each chunk. Raises ConfigError where a chunk has no steps of fixed shapes."""
+        assert not self.model.batch_invariant, "steps of fixed shapes are of several sequences"
         refusals = [decoder.fixed_refusal(chunk) for chunk in self.model.chunks] if self.lean else [NOT_LEAN]
         why = next((why for why in refusals if why is not None), None)
         if why is not None:
@@ -125,7 +126,29 @@ class _Runner:
         return [FixedSteps(*of, captures=captures) for of in zip(self.decoders, self.caches, strict=True)]
 
     def forward(self, step: Step) -> tuple[list[int], list[float]]:
-        """All chunks in pipeline order. Returns the tokens that follow the sampled sequences, and their log-probs.
+        """Returns the tokens that follow the sampled sequences of a step, and their log-probs."""
+        for chunk, cache in enumerate(self.caches):
+            cache.arrange(step.copies, step.shape)
+            self.kept.restore(step.restored, cache, chunk)
+        return self._one_by_one(step) if self.model.batch_invariant else self._together(step, self.caches)
+
+    def _one_by_one(self, step: Step) -> tuple[list[int], list[float]]:
+        """As `forward`: each token goes through the model alone, over its own sequence, prompts too. So what is
+        computed of a sequence has the same shapes, and places in memory that are aligned alike, whatever shares the
+        step."""
+        tokens, log_probs = [], []
+        for row, (new, cached) in enumerate(zip(step.new, step.cached, strict=True)):
+            caches = [cache.row(row) for cache in self.caches]
+            for i, token in enumerate(new):
+                sampled = [0] if row in step.sampled and i == len(new) - 1 else []
+                alone = Step(None, [], [[token]], [cached + i], sampled, step.sequences[row : row + 1])
+                found = self._together(alone, caches)
+                tokens += found[0]
+                log_probs += found[1]
+        return tokens, log_probs
+
+    def _together(self, step: Step, caches: Sequence[KVCache]) -> tuple[list[int], list[float]]:
+        """As `forward`, of sequences whose rows are in order, through all chunks in pipeline order.
 
         Both come to the host in one copy, which is the only wait of a step.
         """
@@ -138,8 +161,6 @@ class _Runner:
         for stage in range(dims.pp * dims.vpp):
             chunk, pp_rank = divmod(stage, dims.pp)
             if pp_rank == self.model.coords.pp_rank:
-                self.caches[chunk].arrange(step.copies, step.shape)
-                self.kept.restore(step.restored, self.caches[chunk], chunk)
                 if stage and dims.pp > 1:
                     hidden = self._receive(len(flat), (pp_rank - 1) % dims.pp)
                 last = self.model.chunks[chunk].post_process
@@ -148,7 +169,8 @@ class _Runner:
                     hidden = self.fixed[chunk](flat, step.cached, None if hidden is None else hidden.squeeze(1))
                     hidden = self._made(chunk, hidden, choose_next if last else None)
                 else:
-                    cached = CachedStep(self.caches[chunk], tuple(map(len, step.new)), tuple(step.cached), device)
+                    lengths, alone = tuple(map(len, step.new)), self.model.batch_invariant
+                    cached = CachedStep(caches[chunk], lengths, tuple(step.cached), device, copies=alone)
                     hidden = self._chunk(chunk, tokens, hidden, cached, choose_next if last else None)
                 if last:
                     result = hidden

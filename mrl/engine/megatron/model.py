@@ -61,6 +61,7 @@ class Model:
         self.adapter_identity: dict[str, Any] | None = None  # what a checkpoint says of them
         self.optimizer: Any = None
         self.activations: ActivationOffload | None = None  # where they are offloaded
+        self.batch_invariant = config.engine.batch_invariant  # sampling feeds one token at a time
         self.captures_graphs = platform.has_gpu()  # steps of decoding; not again where one could not be captured
 
     @property
