@@ -160,12 +160,16 @@ DPO_METRICS: dict[str, str] = {
     "logps/chosen": "mean over chosen answers of the log-prob of all their tokens together",
     "logps/rejected": "the same of rejected answers",
     "nll/chosen": "mean negative log-likelihood of the tokens of chosen answers",
+    "reference/kl": (
+        "of dpo and ipo, mean over answers of the reference's log-prob less the policy's, in nats: an estimate (k1) of "
+        "the KL of the reference from the policy, as far as the answers are its own; before the step"
+    ),
     "kto/kl": "kto's estimate of the KL from the reference, in nats, at least 0",
     **{
         f"eval/{name}": f"`{name}` on the evaluation set, after the step"
         for name in (
             "rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy", "logps/chosen",
-            "logps/rejected", "nll/chosen",
+            "logps/rejected", "nll/chosen", "reference/kl",
         )
     },
 }  # fmt: skip

@@ -138,8 +138,10 @@ WEIGHED_BY: Mapping[str, str] = {
     "logps/chosen": "chosen",
     "logps/rejected": "rejected",
     "nll/chosen": "chosen_tokens",
+    "reference/kl": "units",
 }
-"""Metric -> the denominator whose mean it is. Margin and accuracy are of pairs."""
+"""Metric -> the denominator whose mean it is. Margin, accuracy and the reference's KL are of pairs, the last where
+there is a reference."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +164,9 @@ class PreferenceLoss:
             total = (weights_N * loss.of_margin(scores_S[0::2] - scores_S[1::2], by)).sum()
             right_N = (margins_N > 0).double()
             sums = {"rewards/margin": (weights_N * margins_N).sum(), "rewards/accuracy": (weights_N * right_N).sum()}
+            if loss.score is _log_ratios and not by.reference_free:
+                behind_S = of.reference_S - of.log_probs_S.detach()
+                sums["reference/kl"] = (weights_S * behind_S).sum() / 2  # of both answers of a pair
         log_probs_S, rewards_S = weights_S * of.log_probs_S, weights_S * rewards_S
         chosen = log_probs_S[of.chosen_S].sum()
         if by.sft_weight:

@@ -62,8 +62,10 @@ class DPOTask(Task[DPOConfig]):
         super().__init__(config)
         loss = config.loss
         self.loss_fn = PreferenceLoss(loss.name, Numbers(**loss.resolved))
-        unpaired = {"rewards/margin", "rewards/accuracy"}
-        self.means = {name: count for name, count in WEIGHED_BY.items() if loss.is_paired or name not in unpaired}
+        absent = set() if loss.is_paired else {"rewards/margin", "rewards/accuracy"}
+        if not (loss.is_paired and loss.needs_reference):
+            absent.add("reference/kl")
+        self.means = {name: count for name, count in WEIGHED_BY.items() if name not in absent}
         self.reference: BaseEngine | None = None  # with a model of its own
         self.reference_folder = ""  # set by `begin`; "" where the loss needs no reference
         self.cache: Cache | None = None

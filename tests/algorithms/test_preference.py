@@ -144,6 +144,7 @@ def test_metrics_are_means_over_answers_pairs_and_tokens():
         "logps/chosen": sum(lp[::2]) / 3,
         "logps/rejected": sum(lp[1::2]) / 3,
         "nll/chosen": -sum(lp[::2]) / (3 + 1 + 2),
+        "reference/kl": sum(b - a for a, b in zip(lp, reference, strict=True)) / 6,
     }
     assert found == pytest.approx(expected, rel=1e-5) and found.keys() == WEIGHED_BY.keys()
     assert 0 < found["rewards/accuracy"] < 1, "the numbers of the test tell nothing of the accuracy"
