@@ -72,9 +72,14 @@ def test_the_last_save_removes_the_export_of_a_shorter_run(tmp_path, monkeypatch
     """Else a kill before the new export leaves the old one, for the model of a run that is complete."""
     (tmp_path / "hf").mkdir()
     monkeypatch.setattr(sft, "model_fingerprint", lambda folder: {})
-    monkeypatch.setattr(state, "model_fingerprint", lambda folder: {})
     folder = RunDirectory(tmp_path)
-    parts = {"source": there(state_dict=dict), "kl": there(state_dict=dict), "folders": {}, "total_steps": 2}
+    parts = {
+        "source": there(state_dict=dict),
+        "kl": there(state_dict=dict),
+        "folders": {},
+        "fingerprints": {},
+        "total_steps": 2,
+    }
     saver = there(
         save_checkpoint=lambda *args, **kwargs: folder.hf.exists(), config=there(model=there(path="m")), chosen={}
     )
