@@ -9,8 +9,10 @@ import dataclasses
 import pytest
 
 from mrl.config.schema import EngineConfig, MicroBatchConfig, ParallelConfig
-from mrl.engine.megatron.checks import check_batch_invariant
+from mrl.engine.checks import Sequences
+from mrl.engine.megatron.checks import MegatronChecks, check_batch_invariant
 from mrl.errors import ConfigError
+from mrl.parallel import ParallelDims
 from tests.engine import generation, tiny
 from tests.engine.harness import run_case
 from tests.engine.layouts import EXTERNAL, available
@@ -171,6 +173,10 @@ def test_experts_on_ranks_are_not_invariant():
         check_batch_invariant(engine)
     with pytest.raises(ConfigError, match=r"needs micro-batches of one sequence.*set engine\.micro_batch\.size to 1"):
         check_batch_invariant(dataclasses.replace(engine, micro_batch=MicroBatchConfig(size=2, tokens=None)))
+    spread = dataclasses.replace(engine, parallel=ParallelConfig(etp=2))
+    dims, experts = ParallelDims(world_size=2, etp=2), tiny.config_of("qwen3_moe").to_dict()
+    with pytest.raises(ConfigError, match=r"experts on ranks of several replicas.*\(etp2xdp2\)"):
+        MegatronChecks.check_model(spread, dims, experts, Sequences(8, "data.max_length", packed=False, generated=True))
 
 
 def test_stages_agree_on_the_way(model):

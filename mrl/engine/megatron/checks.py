@@ -40,6 +40,9 @@ class MegatronChecks(EngineChecks):
         fields = fields_of(normalized)
         check_counts(engine, dims, hf_config)
         check_layout(fields, dims)
+        if engine.batch_invariant and fields.get("num_moe_experts") and dims.experts_span_replicas:
+            why = f"is not for experts on ranks of several replicas: they get tokens of all at once ({dims.describe()})"
+            raise ConfigError("engine.batch_invariant", True, why, "set engine.parallel.etp to 1, or leave this out")
         fp8.check_model(engine.megatron, family_for(normalized), normalized, dims)
         if engine.recompute == "selective":
             chosen_modules(fields, engine.recompute_modules, layer_spec=None)
