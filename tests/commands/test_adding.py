@@ -142,7 +142,7 @@ def test_it_trains_and_goes_on_as_its_keys_say(mrl, tmp_path):
     assert (tmp_path / "run/checkpoints/latest").read_text().strip() == "step_00000003"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_trains_on_two_ranks_and_is_exported(mrl, tmp_path):
     two = mrl("unlearn", "config.yaml", "engine.backend=megatron", "engine.parallel.tp=2", "--nproc", "2")
     assert two.returncode == 0 and "step 1: " in two.stdout, two.stderr

@@ -24,6 +24,7 @@ from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
 from tests.convert import hf_folders
 from tests.engine.harness import run_case
+from tests.tiers import slow_but
 
 
 def run(*arguments: str):
@@ -363,7 +364,7 @@ def test_export_refuses_a_checkpoint_that_lacks_a_file(imported, tmp_path, lost)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("size", "backend"), [(1, "fsdp"), (2, "megatron")])
+@pytest.mark.parametrize(("size", "backend"), slow_but([(2, "megatron")], [(1, "fsdp"), (2, "megatron")]))
 def test_an_engine_starts_from_no_damaged_import(imported, tmp_path, size, backend):
     """A byte of the weights that is another, or is missing, would be trained on in silence."""
     folders = [str(imported)]

@@ -69,7 +69,7 @@ def test_a_stopped_run_goes_on_bitwise(inputs, unharmed, tmp_path, name, signals
     runs.assert_same_result(run.output, unharmed(name))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ctrl_c_leaves_no_process_and_the_run_goes_on_from_its_last_save(inputs, unharmed, tmp_path):
     run = runs.new_run(tmp_path, inputs, runs.LAYOUTS["tp2"])
     began = time.monotonic()

@@ -196,7 +196,7 @@ def fake_command(workspace: Workspace, monkeypatch, name: str, script: str) -> N
     monkeypatch.setenv("PATH", f"{fake.parent}:/usr/bin:/bin")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_that_does_not_fit_its_gpus_is_submitted_by_force_alone(workspace, monkeypatch):
     """One model on GPUs of two sizes: an optimizer's state of 0.6 GB beside 4 GiB that are kept free."""
     model = MODEL | {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "head_dim": 64}

@@ -229,7 +229,11 @@ def test_another_teacher_does_not_go_on_with_a_run(places, tmp_path):
     assert train(make_config(places, tmp_path / "run", **more)) == ("done", "")
     more = {"teacher": {"model": {"path": str(places / "model")}}, "train": {"steps": 3}}
     ended, said = train(make_config(places, tmp_path / "run", **more))
-    assert ended == "ConfigError" and said.startswith("teacher.model.path: value") and "config.json differ" in said
+    assert (
+        ended == "ConfigError"
+        and said.startswith("teacher.model.path: value")
+        and "config.json and weights differ" in said
+    )
 
 
 def test_an_evaluation_is_the_loss_on_all_rows(places, tmp_path):
@@ -338,4 +342,6 @@ def test_a_source_names_the_teacher_of_its_rows(by_row, tmp_path):
         data={"train": str(by_row / "named.jsonl")},
     )
     kind, message = train(bad)
-    assert kind == "DataError" and "named.jsonl:1: teacher is 'third'; give one of math, or leave it out" in message
+    assert (
+        kind == "DataError" and "named.jsonl:1: teacher is 'third', which teacher.others has not; give one" in message
+    )
