@@ -147,7 +147,8 @@ def uses(phases: Phases, roles: Mapping[str, RolePlan], longest: int, gpu_memory
         for stage in range(plan.dims.pp):
             use = _use(phase, plan, stage, longest, gpu_memory)
             if not phases.offload_idle:
-                kept = _resident(plan, plan.stages[stage])
+                own = dataclasses.replace(plan.stages[stage], fp8_copies=_copies(phase, plan, stage))
+                kept = _resident(plan, own)
                 idle = sum(max(sum(_resident(other, one)) for one in other.stages) for other in others)
                 use = dataclasses.replace(
                     use, parameters=max(use.parameters, kept[0]), gradients=max(use.gradients, kept[1]),
@@ -166,11 +167,15 @@ def _resident(plan: RolePlan, stage: RankFigures) -> tuple[int, int, int]:
     )  # fmt: skip
 
 
+def _copies(phase: Phase, plan: RolePlan, stage: int) -> int:
+    """Returns bytes of the weights in 8 bits that a role has beside them in a phase of its own: generation and
+    hand-over free them, and a forward alone keeps what training made."""
+    return 0 if phase.kind == "sample" else plan.stages[stage].fp8_copies
+
+
 def _use(phase: Phase, plan: RolePlan, stage: int, longest: int, gpu_memory: int) -> Use:
     figures = (plan.trains if phase.kind == "train" else plan.forward or plan.trains)[stage]
-    weights = figures.parameters + figures.buffers
-    if phase.kind != "sample" or "parameters" not in plan.config.engine.offload:  # as they leave, copies are freed
-        weights += figures.fp8_copies
+    weights = figures.parameters + figures.buffers + _copies(phase, plan, stage)
     if phase.kind == "sample":
         if phase.handed_to_tp:  # the engine's weights are awake, its cache is not yet
             return Use(phase.name, stage, weights, 0, 0, 0, _model_bytes(plan.config) // phase.handed_to_tp, 0)

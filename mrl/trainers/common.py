@@ -35,6 +35,7 @@ from mrl.trainers.signals import StopSignal, signal_name
 from mrl.trainers.throughput import memory_gb
 
 T = TypeVar("T")
+EXPORTED = ("model.path", "actor.model.path")  # the models that a run exports
 
 
 @dataclasses.dataclass
@@ -187,14 +188,15 @@ def mtp_tensors_of(folder: str) -> list[str]:
 
 
 def say_mtp_layers(ranks: Ranks, console: Console, folders: Mapping[str, str]) -> None:
-    """Says which layers of the models stay out of the run, a line for each folder. folders: by config key."""
+    """Says which layers of the models stay out of the run, a line for each folder. folders: by config key, what is
+    exported first."""
     for folder in dict.fromkeys(folders.values()):
         if names := ranks.on_main(functools.partial(mtp_tensors_of, folder)):
             key = next(key for key, of in folders.items() if of == folder)
-            console.say(
-                f"{key}: {folder} has layers that predict further tokens (MTP: {some(names, 1)}); they are not loaded "
-                "and not trained, and what is exported has none"
-            )
+            left_out = "they are not loaded"
+            if key in EXPORTED:
+                left_out += " and not trained, and what is exported has none"
+            console.say(f"{key}: {folder} has layers that predict further tokens (MTP: {some(names, 1)}); {left_out}")
 
 
 def say_adapters(console: Console, key: str, config: RoleConfig) -> None:

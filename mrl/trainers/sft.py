@@ -254,12 +254,13 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     say_all(console, engine.notes)  # first: a run that ends for want of memory has said what it was to be built of
     console.doing("building the model")
     engine.init_model()
-    if engine.config.mtp is None:
-        say_mtp_layers(engine, console, {"model.path": engine.config.model.path})
     say_adapters(console, "model.lora", engine.config)
     task = trainer.task
     task.begin(engine, trainer.sets, directory.path, console)
-    task.fingerprints = engine.on_main(lambda: {k: one.fingerprint() for k, one in task.frozen_models().items()})
+    frozen = task.frozen_models()
+    without_mtp = {"model.path": engine.config.model.path} if engine.config.mtp is None else {}
+    say_mtp_layers(engine, console, without_mtp | {k: one.folder for k, one in frozen.items() if one.is_read})
+    task.fingerprints = engine.on_main(lambda: {k: one.fingerprint() for k, one in frozen.items()})
     progress = restore(trainer, start)
     if progress.logged < trainer.total_steps:
         console.doing("reading the first rows")  # a bad one is an error before anything is written

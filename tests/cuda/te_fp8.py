@@ -158,7 +158,8 @@ def _parts(copy: Any) -> list[Any]:
 def copies_of_weights(model: str, further: Mapping[str, Any], capability: Capability) -> dict[str, Any]:
     """Returns what becomes of 8-bit copies of weights where activations and parameters are offloaded. linears: of each
     linear layer whether the copy that its forward saves is the one that its backward pass gets, how many bytes were on the host
-    meanwhile, and how many plain 8-bit bytes it saved beside. inside, after: copies while parameters are used and when not."""
+    meanwhile, and how many plain 8-bit bytes it saved beside. inside, after: copies while parameters are used and when not;
+    handed_over: after somebody asked for the weights."""
     from megatron.core.fp8_utils import get_fp8_context
 
     _be(capability)
@@ -185,7 +186,12 @@ def copies_of_weights(model: str, further: Mapping[str, Any], capability: Capabi
                 out.sum().backward()
                 found[name] = _parts(_Saves.got[0]) == _parts(copy), parked, _Saves.got[1].nbytes
             inside = sum(len(m._fp8_workspaces) for m in linears.values())
-        return {"linears": found, "inside": inside, "after": sum(len(m._fp8_workspaces) for m in linears.values())}
+        after = sum(len(m._fp8_workspaces) for m in linears.values())
+        for module in linears.values():
+            module._fp8_workspaces["weight"] = copy
+        engine.hf_weights()
+        handed_over = sum(len(m._fp8_workspaces) for m in linears.values())
+        return {"linears": found, "inside": inside, "after": after, "handed_over": handed_over}
 
 
 def recomputed(model: str, further: Mapping[str, Any], recompute: str) -> list[str]:

@@ -62,7 +62,7 @@ def test_copies_of_weights_stay_as_they_are_and_leave_with_the_parameters(te_wor
     further = {"fp8": "hybrid", "fp8_recipe": recipe}
     found = te_worker.call("tests.cuda.te_fp8:copies_of_weights", DENSE, further, capability)
     assert len(found["linears"]) == 4 and set(found["linears"].values()) == {(True, 64, 64)}, found
-    assert (found["inside"], found["after"]) == (4, 0)
+    assert (found["inside"], found["after"], found["handed_over"]) == (4, 0, 0)
 
 
 @pytest.mark.parametrize("recompute", slow_but(["full"], ["full", "selective"]))

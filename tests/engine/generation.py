@@ -367,6 +367,13 @@ def company_changes_no_bit(config: RoleConfig) -> None:
             assert torch.equal(found, expected[i])
 
 
+def company_changes_bits(config: RoleConfig) -> bool:
+    """Returns whether sampled log-probs alone are other than in company, as they may be without `engine.batch_invariant`."""
+    engine, requests = make_engine(config), sampled_requests()
+    together = engine.generate(requests)
+    return any(engine.generate([request]) != [found] for request, found in zip(requests, together, strict=True))
+
+
 def many_prompts_in_little_cache(config: RoleConfig) -> None:
     """Requests beyond the cache's room wait for it, and come back in their order."""
     engine = make_engine(config)

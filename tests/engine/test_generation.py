@@ -165,6 +165,12 @@ def test_company_changes_no_bit(model, layout):
     run_case(world_size, "tests.engine.generation:company_changes_no_bit", config=config)
 
 
+def test_without_it_company_does(model):
+    """So that the test above can fail."""
+    config = tiny.role(model("llama", 2)[0], backend="megatron", optimizer=None, size=1)
+    assert run_case(1, "tests.engine.generation:company_changes_bits", config=config)
+
+
 def test_experts_on_ranks_are_not_invariant():
     engine = EngineConfig(
         batch_invariant=True, micro_batch=MicroBatchConfig(size=1, tokens=None), parallel=ParallelConfig(ep=2)

@@ -176,7 +176,7 @@ def test_copies_of_weights_in_8_bits(planner):
 def test_copies_in_8_bits_are_where_parameters_are():
     plan = role(pp=1)
     with_copies = dataclasses.replace(plan, trains=(dataclasses.replace(plan.trains[0], fp8_copies=500),))
-    for offload, waiting in (((), 2507), (("parameters",), 7)):
+    for offload, waiting in (((), 2007), (("parameters",), 7)):
         held = dataclasses.replace(with_copies, config=offloading(*offload))
         own = Phase("s", "actor", "sample", 32, engine_fraction=0.5)
         [update, idle] = uses(Phases((UPDATE, own), offload_idle=False), {"actor": held}, 8, 8000)

@@ -43,11 +43,12 @@ def places(tmp_path_factory):
     return place
 
 
-def run(places, output, command="dpo", *, loss="dpo", world=1, engine=None, data=None, mtp_section=None):
+def run(places, output, command="dpo", *, loss="dpo", world=1, engine=None, data=None, mtp_section=None, more=None):
     config = tiny_runs.make_config(
         places, output, engine=MEGATRON | (engine or {}), data={"shuffle": False, **(data or {})}, loss={"name": loss},
         train={"steps": STEPS, "global_batch_size": ROWS}, optimizer={"warmup_steps": 0},
     )  # fmt: skip
+    config |= more or {}
     if mtp_section is not None:
         config["model"] |= {"mtp": mtp_section}
     ended, message, said = run_case(world, f"tests.trainers.{command}_cases:train", config=config)
@@ -72,7 +73,7 @@ def test_they_learn_chosen_answers_and_the_policy_is_the_one_without_them(places
     start = load_folder(str(places / "model"))
     assert weights.keys() == start.keys() > without.keys()
     assert not torch.equal(weights["model.layers.3.eh_proj.weight"], start["model.layers.3.eh_proj.weight"])
-    assert "predict further tokens" in other and f"model.path: {places / 'model'} has layers" not in said
+    assert "predict further tokens" in other and "exported has none" in other and "exported has none" not in said
 
 
 def oracle(places, *, paired):
@@ -83,6 +84,18 @@ def oracle(places, *, paired):
     chosen = [(a.ids, [row.weight * m for m in a.mask]) for row in rows for a in row.answers if a.is_chosen]
     batch = make_batch([ids for ids, _ in chosen], [mask for _, mask in chosen])
     return mtp.reference(str(places / "model"), batch, 1.0)[1]
+
+
+def test_a_first_step_of_bad_answers_alone_teaches_them_nothing(places, tmp_path):
+    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1), "label": i >= ROWS} for i in range(2 * ROWS)]
+    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reference = {"reference": {"model": {"path": str(places / "model")}}}
+    data = {"train": str(tmp_path / "labels.jsonl")}
+    said, steps, _ = run(places, tmp_path / "run", loss="kto", data=data, mtp_section={}, more=reference)
+    assert steps[0]["train/mtp_loss"] == 0 < steps[1]["train/mtp_loss"]
+    assert (
+        f"reference.model.path: {places / 'model'} has layers that predict" in said and "exported has none" not in said
+    )
 
 
 def test_a_reward_model_has_none_and_says_so(places, tmp_path):

@@ -372,6 +372,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             yield from streams.stream_trained(self.model, value)
 
     def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+        fp8.forget_copies(self.model.chunks)  # whoever takes the weights wants the room
         value = streams.merged(self.model) if self.model.adapters else (lambda parameter: parameter.data)
         return self._stream(value, "parameters", everywhere=everywhere)
 

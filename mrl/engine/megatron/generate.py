@@ -47,6 +47,7 @@ def run(
     """Completions in the order of the requests, on every rank. cuda_graphs: steps without prompts have fixed shapes
     where the model allows it (decode_graphs.py)."""
     check_room(requests, cache_tokens)
+    fp8.forget_copies(model.chunks)  # decoding is in bfloat16, and wants the room
     dims, coords = model.dims, model.coords
     replicas = dims.dp * dims.cp
     kept = KeptSequences(0) if kept is None else kept

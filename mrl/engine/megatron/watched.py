@@ -28,14 +28,16 @@ def _names(model: Model) -> dict[int, tuple[str, Rule]]:
 def watched(model: Model) -> Iterator[guards.Watched]:
     """This rank's shard of every parameter: what the optimizer updates, and the reduced gradient that it will use.
 
-    A of an adapter whose B is zero, as B is at the start, has no gradient but zero.
+    A of an adapter whose B is zero, as B is at the start, has no gradient but zero. Those of MTP layers are zero
+    where no token that trains has one so far ahead: short answers, rejected ones alone.
     """
     named = _names(model)
+    of_mtp = {id(p) for chunk in model.chunks if chunk.mtp_process for p in chunk.mtp.parameters()}
     waiting = {id(a) for chunk in model.chunks for a in lora.without_gradient(chunk)}
     for _, parameter, main, span in shards(model.optimizer):
         name, rule = named[id(parameter)]
         gradient = parameter.main_grad.view(-1)[span]
-        idle, waits = rule.expert is not None, id(parameter) in waiting
+        idle, waits = rule.expert is not None or id(parameter) in of_mtp, id(parameter) in waiting
         weight = main.detach().view(-1).to(gradient.device)  # from the host, where it is there
         yield guards.Watched(name, weight, gradient, may_be_idle=idle, waits=waits)
 
