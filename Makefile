@@ -5,7 +5,7 @@
 # make lint         ruff and mypy, as CI runs them (and .pre-commit-config.yaml)
 # make parity       the table of layouts against Hugging Face
 # make vllm-venv    .venv-vllm, with vLLM for the CPU: what the slow tests of rollout servers start (Python 3.11)
-# make bench-gpu    what a GPU does: numbers, training, decoding, checkpoints (benchmarks/README.md); in the python that mrl is in
+# make bench-gpu    what a GPU does: numbers, training, decoding, checkpoints, hand-over (benchmarks/README.md); in the python that mrl is in
 # make docs         the generated pages and pictures, and the site in site/: a dead link or an unlisted page fails
 # make wheel        dist/*.whl
 

