@@ -11,7 +11,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from fractions import Fraction
 from typing import Any, Generic
 
@@ -79,14 +79,15 @@ class Batches(RowStream[T]):
             self._ahead.set_result(self._build(self._progress))
         self._ahead.result()
 
-    def next_error(self) -> DataError | None:
+    def next_error(self, stops: Callable[[], bool] = lambda: False) -> DataError | None:
         """Returns the error that `next` will raise, of a batch that is being made already, so that a checkpoint is
-        saved first; waits for it."""
-        try:
-            if self._ahead is not None:
-                self._ahead.result()
-        except DataError as error:
-            return error
+        saved first; waits for it, unless the run stops: a source that does not answer may take minutes."""
+        while self._ahead is not None and not stops():
+            if self._ahead in wait([self._ahead], timeout=0.2).done:
+                error = self._ahead.exception()
+                if error is not None and not isinstance(error, DataError):
+                    raise error
+                return error
         return None
 
     def close(self) -> None:

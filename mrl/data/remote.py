@@ -58,16 +58,17 @@ class RemoteFile:
         """The URL as it is shown: what comes after `?` may be a password."""
         return self.url.partition("?")[0] if "://" in self.url else self.url
 
-    def open(self, key: str) -> io.BufferedReader:
-        """Returns its bytes from the beginning. key: of the config, for errors."""
-        return io.BufferedReader(_Reopened(self, key), 1 << 20)
+    def open(self, key: str, ended: threading.Event) -> io.BufferedReader:
+        """Returns its bytes from the beginning. key: of the config, for errors. ended: once set, nothing is tried
+        again."""
+        return io.BufferedReader(_Reopened(self, key, ended), 1 << 20)
 
 
 class _Reopened(io.RawIOBase):
     """A file that is opened again, where it broke, as often as `WAITS_S` has waits. Raises SourceError."""
 
-    def __init__(self, file: RemoteFile, key: str) -> None:
-        self.of, self.key = file, key
+    def __init__(self, file: RemoteFile, key: str, ended: threading.Event) -> None:
+        self.of, self.key, self._ended = file, key, ended
         self._at = 0  # the place that is read next, and that which the open file is at
         self._file_at = 0
         self._file: BinaryIO | None = None
@@ -95,9 +96,8 @@ class _Reopened(io.RawIOBase):
                 return len(data)
             except Exception as error:  # each library raises its own, and all mean that the bytes did not come
                 self._close()
-                if wait is None or not may_pass(error) or is_ending():
+                if wait is None or not may_pass(error) or is_ending() or self._ended.wait(wait):
                     raise failure(self.key, self.of.name, error) from error
-                time.sleep(wait)
         raise AssertionError("every try returns or raises")
 
     def _read(self, most: int) -> bytes:
@@ -206,10 +206,14 @@ def local_file(path: str) -> RemoteFile:
 
 def http_file(url: str) -> RemoteFile:
     """Returns the file at a URL. It is asked for as it is read later: a signed URL may be of GET alone."""
+    tags: list[str] = []  # of the file, as it was found
 
     def open_at(offset: int) -> http.client.HTTPResponse:
         asked = {"Accept-Encoding": "identity", "User-Agent": "mrl"} | ({"Range": f"bytes={offset}-"} if offset else {})
         answer = urllib.request.urlopen(urllib.request.Request(url, headers=asked), timeout=TIMEOUT_S)
+        if tags and _tag(answer) != tags[0]:
+            answer.close()
+            raise ValueError("the file was replaced since this run found it")
         if offset and answer.status != 206:  # the server knows no ranges and begins anew
             while offset:
                 skipped = len(answer.read(min(offset, 1 << 20)))
@@ -220,10 +224,15 @@ def http_file(url: str) -> RemoteFile:
 
     with open_at(0) as answer:
         headers = answer.headers
+        tags.append(_tag(answer))
     length = headers.get("Content-Length")
-    tag = headers.get("ETag") or headers.get("Last-Modified") or ""
     seeks = headers.get("Accept-Ranges", "").lower() == "bytes"
-    return RemoteFile(url, None if length is None else int(length), tag, open_at, seeks and length is not None)
+    return RemoteFile(url, None if length is None else int(length), tags[0], open_at, seeks and length is not None)
+
+
+def _tag(answer: http.client.HTTPResponse) -> str:
+    """Returns what a server knows the content of a file by; "" where it does not say."""
+    return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
 
 
 def _fsspec_files(path: str, key: str) -> list[RemoteFile]:

@@ -230,7 +230,7 @@ class _Reader:
         for place, number in enumerate(places[first:], start=first):
             file = self._files[number]
             read = _read_lines if file.name.endswith(JSONL_SUFFIXES) else _read_table
-            for at, byte, found in read(file, self._of.key, row, offset):
+            for at, byte, found in read(file, self._of.key, self._stopped, row, offset):
                 yield (place, at, byte), number << ROW_BITS | at, found
             row = offset = 0
 
@@ -249,9 +249,11 @@ def _in_thread(fn: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _read_lines(file: RemoteFile, key: str, row: int, offset: int) -> Iterator[tuple[int, int, bytes]]:
+def _read_lines(
+    file: RemoteFile, key: str, ended: threading.Event, row: int, offset: int
+) -> Iterator[tuple[int, int, bytes]]:
     """Yields line number, byte and content of the lines of a file that are not blank. row, offset: of the first."""
-    with file.open(key) as raw, _unpacked(file, raw) as content:
+    with file.open(key, ended) as raw, _unpacked(file, raw) as content:
         _go_to(content, offset, file, key)
         rest = b""
         while True:
@@ -296,13 +298,15 @@ def _read_block(content: Any, file: RemoteFile, key: str, most: int = BLOCK) -> 
         raise DataError(key, why=why, fix="the file is cut off or damaged, write it again") from e
 
 
-def _read_table(file: RemoteFile, key: str, row: int, offset: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
+def _read_table(
+    file: RemoteFile, key: str, ended: threading.Event, row: int, offset: int
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Yields row number, 0 and content of the rows of a Parquet or Arrow file. row: the first."""
     is_parquet = file.name.endswith(".parquet")
     if is_parquet and not file.seeks:
         why = f"{file.name} is Parquet, of which parts are read, and its server gives whole files alone"
         raise DataError(key, why=why, fix="use a server that takes Range requests, or .jsonl.gz")
-    with file.open(key) as raw:
+    with file.open(key, ended) as raw:
         try:
             batches = _parquet_batches(raw, row) if is_parquet else _arrow_batches(raw)
             for start, batch in batches:
@@ -310,7 +314,7 @@ def _read_table(file: RemoteFile, key: str, row: int, offset: int) -> Iterator[t
                     yield i, 0, without_nulls(found)
         except DataError:
             raise
-        except (OSError, pyarrow.ArrowException) as e:
+        except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as e:  # ValueError: text that is no UTF-8
             form = "Parquet" if is_parquet else "Arrow"
             why = f"{file.name} cannot be read as {form} ({one_line(e)})"
             raise DataError(key, why=why, fix="the file is damaged, write it again") from e

@@ -366,7 +366,7 @@ def finish_step(trainer: Trainer, progress: Progress, log: metrics.MetricsLog, r
             raise stopped_after(trainer, progress, save(trainer, progress))
         row |= found
 
-    bad_row = trainer.source.next_error() if step < trainer.total_steps else None
+    bad_row = trainer.source.next_error(lambda: trainer.stop.requested) if step < trainer.total_steps else None
     stop_requested, any_can_go_on, row["perf/memory_gb"] = engine.max_over_ranks(
         trainer.stop.requested, bad_row is None, memory_gb(engine.device)
     )

@@ -7,7 +7,9 @@ import gzip
 import hashlib
 import json
 import pathlib
+import time
 import tracemalloc
+from concurrent.futures import wait
 
 import datasets
 import fsspec
@@ -185,6 +187,40 @@ def test_broken_connections_are_opened_again_where_they_broke(site, ranges):
     ):
         site.breaks_after = 0
         source(site.url("c.jsonl")).next()
+
+
+def test_a_run_that_ends_waits_for_no_source(site, monkeypatch):
+    made = source(site.url("c.jsonl"), shuffle_buffer=0, size=31, prefetch=True)
+    made.next()
+    monkeypatch.setattr(remote, "WAITS_S", (600,))
+    site.fails = 503
+    while wait([made._ahead], timeout=1).done:  # what was read before it failed
+        made.next()
+    began_s = time.monotonic()
+    assert made.next_error(lambda: True) is None
+    made.close()
+    assert time.monotonic() - began_s < 60
+    assert made.next_error().why.startswith(site.url("c.jsonl"))
+
+
+def test_a_file_that_is_replaced_is_not_gone_on_with(site):
+    site.breaks_after = 50
+    made = source(site.url("c.jsonl"), shuffle_buffer=0, size=4)
+    made.next()
+    file = site.folder / "c.jsonl"
+    file.write_bytes(file.read_bytes().replace(b"c", b"d", 1))
+    with pytest.raises(DataError, match=r"c.jsonl cannot be read \(ValueError: the file was replaced since"):
+        for _ in range(99):
+            made.next()
+
+
+def test_text_that_is_no_utf8_in_parquet_is_a_line(tmp_path):
+    texts = pa.Array.from_buffers(  # whose bytes nothing has looked into
+        pa.string(), 1, [None, pa.py_buffer(np.array([0, 2], np.int32)), pa.py_buffer(b"\xff\xfe")]
+    )
+    pyarrow.parquet.write_table(pa.table({"text": texts}), tmp_path / "bad.parquet")
+    with pytest.raises(DataError, match=r"bad.parquet cannot be read as Parquet \(.*utf-8"):
+        source(str(tmp_path / "bad.parquet"), size=1).next()
 
 
 def test_a_source_that_fails_later_fails_then(site):

@@ -43,7 +43,8 @@ def run(world: int, config: dict, **details: Any) -> tuple[str, str, str]:
     return run_case(world, CASE, config=config, **details)
 
 
-@pytest.mark.parametrize("backend", ["fsdp", pytest.param("megatron", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_a_stream_is_resumed_bitwise_and_one_on_every_layout(inputs, site, tmp_path, backend):
     """Stopped in the middle of a block, on two processes and on one, and gone on with on either."""
 
@@ -78,9 +79,8 @@ def test_a_stream_is_resumed_bitwise_and_one_on_every_layout(inputs, site, tmp_p
 
 
 def test_a_source_that_fails_ends_the_run_after_a_save_and_the_run_goes_on(inputs, site, tmp_path):
-    data = {"stream": True, "shuffle_buffer": 6}
-    assert run(2, config_of(inputs, tmp_path / "live", site.url("web.jsonl"), data=data))[:2] == ("done", "")
-    config = config_of(inputs, tmp_path / "run", site.url("web.jsonl"), data=data)
+    assert run(2, config_of(inputs, tmp_path / "live", mixed(inputs, site)))[:2] == ("done", "")
+    config = config_of(inputs, tmp_path / "run", mixed(inputs, site))
     switch = site.folder / "fails"
     kind, message, _ = run(2, config, happening="source_fails", step=1, switch=str(switch))
     assert kind == "DataError", message
