@@ -7,11 +7,19 @@ import dataclasses
 from mrl.algorithms.recipes import Recipe, recipe
 from mrl.config.keys import changed
 from mrl.config.ppo import AlgorithmConfig, PPOConfig
-from mrl.config.ppo_checks import refuse_unread
+from mrl.config.ppo_checks import is_rewarded, refuse_unread
+from mrl.config.recipes import OF_A_TEACHER
 from mrl.errors import ConfigError, Shown
 
 PARTS = tuple(field.name for field in dataclasses.fields(Recipe))
 """The keys of `algorithm` that replace a part of the recipe; null leaves it as the recipe has it."""
+
+
+OF_THE_POLICY = (
+    "advantage", "objective", "ratio", "whiten", "gamma", "lam", "clip_low", "clip_high", "dual_clip", "value_clip",
+    "correction", "correction_level", "correction_cap", "correction_floor",
+)  # fmt: skip
+"""Those that make the policy's objective of rewards; without rewards it is 0."""
 
 
 def configured_recipe(algorithm: AlgorithmConfig) -> Recipe:
@@ -24,6 +32,7 @@ def check_algorithm(config: PPOConfig) -> Recipe:
     """Returns the recipe, or a ConfigError where keys contradict the algorithm or it leaves one unread."""
     made, algorithm = configured_recipe(config.algorithm), config.algorithm
     _check_parts(made)
+    _check_unrewarded(config, made)
     if made.objective == "policy_gradient" and config.steps_per_iteration > 1:
         raise ConfigError(
             "algorithm.objective",
@@ -73,6 +82,24 @@ def _check_parts(made: Recipe) -> None:
             f"is above algorithm.correction_cap {made.correction_cap:g}",
             "give at most that",
         )
+
+
+def _check_unrewarded(config: PPOConfig, made: Recipe) -> None:
+    """Keys that only rewards give something to do, where a teacher is all there is to learn from."""
+    if is_rewarded(config) or config.algorithm.name not in OF_A_TEACHER:
+        return
+    give = "leave it out, or give rewards.functions with a weight"
+    if made.dynamic_sampling:
+        why = "compares the rewards of a prompt's samples, and nothing is rewarded"
+        raise ConfigError("algorithm.dynamic_sampling", True, why, give)
+    if config.algorithm.distill is None or made.overlong_fraction:
+        return
+    for name in OF_THE_POLICY:
+        value = getattr(config.algorithm, name)
+        if value is not None:
+            shown = Shown(f"{value:g}") if isinstance(value, float) else value
+            why = "is of the objective on rewards, and there are none beside algorithm.distill"
+            raise ConfigError(f"algorithm.{name}", shown, why, give)
 
 
 def _check_best(config: PPOConfig, made: Recipe) -> None:

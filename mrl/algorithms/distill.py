@@ -35,7 +35,8 @@ TEACHER = "teacher_log_probs"
 """Token field [T, K] fp32: the teacher's log-probs of `labels[:, 1:]`, -inf for no id. labels[:, 0] is the label."""
 
 TEACHER_IDS = "teacher_ids"
-"""Token field [T, K] int64, of rollouts: the ids that the teacher's log-probs are of, 0 where there is none."""
+"""Token field [T, K] int32, of rollouts: the ids that the teacher's log-probs are of, 0 where there is none. A rollout
+without has those of all ids, in their order."""
 
 TEACHER_OF = "teacher"
 """Sequence field [S] int64: the number of each sequence's teacher; a batch that has none is of the first alone."""

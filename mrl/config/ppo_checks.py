@@ -184,14 +184,9 @@ def _check_rewards(config: PPOConfig) -> None:
         refuse_unread(
             changed(config.reward, "reward"), "without reward.model.path", "set reward.model.path, or leave it out"
         )
-    if config.algorithm.name in OF_A_TEACHER:
+    if config.algorithm.name in OF_A_TEACHER or is_rewarded(config):
         return
     functions = config.rewards.functions if config.rewards is not None else ()
-    elsewhere = config.rollout.environment is not None or (
-        config.reward.model.path is not None and config.reward.weight != 0
-    )
-    if elsewhere or any(function.weight for function in functions):
-        return
     if config.reward.model.path is not None:
         key, value = "reward.weight", Shown("0")
     elif functions:
@@ -200,6 +195,13 @@ def _check_rewards(config: PPOConfig) -> None:
         key, value = "rewards", Shown("null")
     fix = "give rewards.functions with a weight, reward.model.path, or rollout.environment"
     raise ConfigError(key, value, "leaves nothing to learn from", fix)
+
+
+def is_rewarded(config: PPOConfig) -> bool:
+    """Returns whether functions, a model or an environment give rewards that weigh something."""
+    functions = config.rewards.functions if config.rewards is not None else ()
+    by_model = config.reward.model.path is not None and config.reward.weight != 0
+    return config.rollout.environment is not None or by_model or any(function.weight for function in functions)
 
 
 def check_rollout(config: Samples) -> None:

@@ -307,6 +307,13 @@ class BaseEngine(EngineChecks, abc.ABC):
         ) as folder:
             return self.load_state(folder)
 
+    def saved_state(self, folder: str) -> dict[str, Any] | None:
+        """Returns the trainer's `state` of a checkpoint's folder and loads nothing; None where that cannot be read.
+
+        Not collective.
+        """
+        return None
+
     @abc.abstractmethod
     def load_hf(self, path: str) -> None:
         """Replaces the model's weights, and fp32 masters with an optimizer, by those of a Hugging Face folder.

@@ -136,17 +136,23 @@ class DPOTask(Task[DPOConfig]):
         config = self.config
         if not config.loss.needs_reference:
             return
-        path = config.reference.model.path
-        with self._reference_keys():
-            self.reference_folder = engine.config.model.path if path is None else model_folder(path, weights=True)
+        self.reference_folder = self._folder_of_reference(engine.config.model.path)
         if config.reference.cache:
             self._fill_cache(engine, sets, place, console)
         elif config.reference_has_own_model:
             console.doing("building the reference")
             self.reference = self._build_reference(console)
 
-    def frozen_models(self) -> Mapping[str, Frozen]:
-        return {"reference.model.path": Frozen(self.reference_folder)} if self.reference_folder else {}
+    def frozen_models(self, folder: str) -> Mapping[str, Frozen]:
+        if not self.config.loss.needs_reference:
+            return {}
+        return {"reference.model.path": Frozen(self._folder_of_reference(folder))}
+
+    def _folder_of_reference(self, folder: str) -> str:
+        """folder: of the model that trains."""
+        path = self.config.reference.model.path
+        with self._reference_keys():
+            return folder if path is None else model_folder(path, weights=True)
 
     def _reference_keys(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which what is said of `engine.x` or `model.x` is said of the reference's own key."""

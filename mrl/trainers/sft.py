@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
 import pathlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +25,8 @@ from mrl.algorithms.distill import WEIGHED_BY
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
 from mrl.config.checks import check_batch, check_schedule
-from mrl.config.command import command_of
 from mrl.config.load import to_dict
-from mrl.config.resume import check_resume, spell_out
+from mrl.config.resume import check_resume
 from mrl.config.schema import RoleConfig, SFTConfig
 from mrl.config.stream_checks import streamed_keys
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
@@ -138,7 +136,7 @@ class SFTTask(Task[SFTConfig]):
             self.teachers.begin(engine, every, place, console)
         super().begin(engine, sets, place, console)
 
-    def frozen_models(self) -> Mapping[str, Frozen]:
+    def frozen_models(self, folder: str) -> Mapping[str, Frozen]:
         return {} if self.teachers is None else self.teachers.frozen_models
 
     def prepare(self, engine: BaseEngine, batch: Batch) -> tuple[Batch, Ctx]:
@@ -256,11 +254,13 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     engine.init_model()
     say_adapters(console, "model.lora", engine.config)
     task = trainer.task
+    if start.checkpoint is not None:
+        engine.on_main(lambda: task.refuse_other_models(engine, str(start.checkpoint)))
     task.begin(engine, trainer.sets, directory.path, console)
-    frozen = task.frozen_models()
+    frozen = task.frozen_models(engine.config.model.path)
     without_mtp = {"model.path": engine.config.model.path} if engine.config.mtp is None else {}
     say_mtp_layers(engine, console, without_mtp | {k: one.folder for k, one in frozen.items() if one.is_read})
-    task.fingerprints = engine.on_main(lambda: {k: one.fingerprint() for k, one in frozen.items()})
+    task.fingerprints = engine.on_main(lambda: task.fingerprints_now(engine))
     progress = restore(trainer, start)
     if progress.logged < trainer.total_steps:
         console.doing("reading the first rows")  # a bad one is an error before anything is written
@@ -310,11 +310,7 @@ def restore(trainer: Trainer, start: Start) -> Progress:
         state.get("model"), model_fingerprint(engine.config.model.path), before=state["config"]["model"]["path"],
         now=config.model.path,
     )  # fmt: skip
-    both = spell_out(state["config"], to_dict(config), command_of(type(config)).null_is)
-    for key, found in trainer.task.fingerprints.items():
-        before, now = (str(functools.reduce(operator.getitem, key.split("."), plain)) for plain in both)
-        # older versions saved no "models"
-        check_same_model(state.get("models", {}).get(key), found, before=before, now=now, key=key)
+    trainer.task.check_frozen(state)
     trainer.source.load_state_dict(state["data"])
     say_all(trainer.console, trainer.source.take_notes())
     progress = Progress(**state["progress"])

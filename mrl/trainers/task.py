@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
+import functools
+import operator
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -13,8 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from mrl.batch import Batch
 from mrl.config.checks import micro_batch_tokens
+from mrl.config.command import command_of
+from mrl.config.load import to_dict
+from mrl.config.resume import spell_out
 from mrl.config.schema import EngineConfig, RoleConfig
-from mrl.converters.hub import WEIGHTS, model_fingerprint
+from mrl.converters.hub import WEIGHTS, check_same_model, model_fingerprint
 from mrl.data.batches import Batches
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.stream import Report
@@ -108,9 +113,34 @@ class Task(abc.ABC, Generic[C]):
         """
         engine.set_loss_fn(self.loss_fn, self.denominator)
 
-    def frozen_models(self) -> Mapping[str, Frozen]:
-        """Returns the key of each model beside the one that trains -> what a resume has to find there again."""
+    def frozen_models(self, folder: str) -> Mapping[str, Frozen]:
+        """Returns the key of each model beside the one that trains -> what a resume has to find there again.
+
+        folder: of the model that trains.
+        """
         return {}
+
+    def fingerprints_now(self, engine: BaseEngine) -> dict[str, dict[str, str]]:
+        """Returns, by key, what tells `frozen_models` from others. engine: of the model that trains."""
+        return {key: one.fingerprint() for key, one in self.frozen_models(engine.config.model.path).items()}
+
+    def refuse_other_models(self, engine: BaseEngine, checkpoint: str) -> None:
+        """Raises as `check_frozen`, before `begin` writes a cache of other models over that of the checkpoint's own.
+
+        A checkpoint that cannot be read is left to the one who loads it.
+        """
+        state = engine.saved_state(checkpoint)
+        if state is not None:
+            self.fingerprints = self.fingerprints_now(engine)
+            self.check_frozen(state)
+
+    def check_frozen(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigError where a model of `fingerprints` is not the checkpoint's. state: the trainer's in it."""
+        both = spell_out(state["config"], to_dict(self.config), command_of(type(self.config)).null_is)
+        for key, found in self.fingerprints.items():
+            before, now = (str(functools.reduce(operator.getitem, key.split("."), plain)) for plain in both)
+            # older versions saved no "models"
+            check_same_model(state.get("models", {}).get(key), found, before=before, now=now, key=key)
 
     def prepare(self, engine: BaseEngine, batch: Batch) -> tuple[Batch, Ctx]:
         """Returns a global mini-batch with all that the loss needs, and the loss's own ctx. Collective; outside of the

@@ -86,6 +86,10 @@ REFUSED_OPD = [
     (("algorithm.distill.loss=jsd", "algorithm.distill.beta=1"), "algorithm.distill.beta: value 1 is out of range"),
     ((*OVER, "algorithm.kl_in=reward"), 'algorithm.kl_in: value "reward" is not what is minimized with algorithm.distill'),
     ((*OVER, "algorithm.kl_estimator=k3"), 'algorithm.kl_estimator: value "k3" would not be read by this opd'),
+    ((*OVER, "algorithm.clip_low=0.1"), "algorithm.clip_low: value 0.1 is of the objective on rewards, and there are none beside algorithm.distill; leave it out, or give rewards.functions with a weight"),
+    ((*OVER, "algorithm.advantage=gae"), 'algorithm.advantage: value "gae" is of the objective on rewards'),
+    ((*OVER, "algorithm.correction=truncate", "rewards.functions=[{name: math, weight: 0}]"), 'algorithm.correction: value "truncate" is of the objective on rewards'),
+    (("algorithm.dynamic_sampling=true",), "algorithm.dynamic_sampling: value true compares the rewards of a prompt's samples, and nothing is rewarded"),
     (("algorithm.kl_in=exact",), 'algorithm.kl_in: value "exact" takes from algorithm.name opd its reward'),
     ((*OVER, "algorithm.name=grpo", "rewards.functions=[{name: math}]"), "algorithm.distill: is given, and algorithm.name grpo has no teacher; leave it out, or set algorithm.name to opd"),
     ((*MATH, "algorithm.name=grpo", "rewards.functions=[{name: math}]"), "reference.others: is given, and algorithm.name grpo has no teacher"),
@@ -114,6 +118,13 @@ def test_contradictions_of_on_policy_teachers_are_one_line(overrides, says):
     with pytest.raises(ConfigError) as caught:
         check_algorithm(config_of(PPOConfig, OPD, *overrides))
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "more", [("rewards.functions=[{name: math}]",), ("algorithm.overlong_fraction=0.5",)], ids=["rewards", "length"]
+)
+def test_beside_rewards_the_policy_has_an_objective(more):
+    assert check_algorithm(config_of(PPOConfig, OPD, *OVER, "algorithm.clip_low=0.1", *more)).clip_low == 0.1
 
 
 def test_each_on_policy_teacher_is_a_role_of_its_own():

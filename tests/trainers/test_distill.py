@@ -219,16 +219,21 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path, cache):
     assert tiny_runs.steps(tmp_path / "stopped") == tiny_runs.steps(tmp_path / "whole")
 
 
-@pytest.mark.slow
-def test_another_teacher_does_not_go_on_with_a_run(places, tmp_path):
-    """It may lie elsewhere, if it is the same."""
-    steps = {"train": {"steps": 1}}
-    assert train(make_config(places, tmp_path / "run", **steps)) == ("done", "")
+@pytest.mark.parametrize("backend", slow_but(["fsdp"], ["fsdp", "megatron"]))
+def test_another_teacher_does_not_go_on_with_a_run(places, tmp_path, backend):
+    """It may lie elsewhere, if it is the same. One that is refused leaves the cache of the run's own as it was."""
+    keys = {"engine": {"backend": backend}}
+    assert train(make_config(places, tmp_path / "run", teacher={"cache": True}, train={"steps": 1}, **keys)) == (
+        "done",
+        "",
+    )
     shutil.copytree(places / "teacher", tmp_path / "moved")
-    more = {"teacher": {"model": {"path": str(tmp_path / "moved")}}, "train": {"steps": 2}}
+    more = {"teacher": {"cache": True, "model": {"path": str(tmp_path / "moved")}}, "train": {"steps": 2}, **keys}
     assert train(make_config(places, tmp_path / "run", **more)) == ("done", "")
-    more = {"teacher": {"model": {"path": str(places / "model")}}, "train": {"steps": 3}}
+    kept = (tmp_path / "run" / "teacher" / "log_probs.pt").read_bytes()
+    more = {"teacher": {"cache": True, "model": {"path": str(places / "model")}}, "train": {"steps": 3}, **keys}
     ended, said = train(make_config(places, tmp_path / "run", **more))
+    assert (tmp_path / "run" / "teacher" / "log_probs.pt").read_bytes() == kept
     assert (
         ended == "ConfigError"
         and said.startswith("teacher.model.path: value")

@@ -296,20 +296,23 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path, name, cache
 
 
 def test_another_reference_does_not_go_on_with_a_run(places, tmp_path):
-    """It may lie elsewhere, if it is the same, and null is the model's own folder."""
+    """It may lie elsewhere, if it is the same, and null is the model's own folder. One that is refused leaves the cache
+    of the run's own as it was."""
 
     def ends(path: pathlib.Path | None, steps: int) -> tuple[str, str]:
-        reference = {"model": {"path": path and str(path)}}
+        reference = {"cache": True, "model": {"path": path and str(path)}}
         return train(make_config(places, tmp_path / "run", reference=reference, train={"steps": steps}))
 
     assert ends(None, 1) == ("done", "")
     shutil.copytree(places / "model", tmp_path / "moved")
     assert ends(tmp_path / "moved", 2) == ("done", "")
+    kept = (tmp_path / "run" / "reference" / "log_probs.pt").read_bytes()
     for other, differs in (("deep other", "config.json and weights"), ("other", "weights")):
         ended, said = ends(places / other, 3)
         assert (
             ended == "ConfigError" and said.startswith("reference.model.path: value") and f": {differs} differ" in said
         )
+        assert (tmp_path / "run" / "reference" / "log_probs.pt").read_bytes() == kept
 
 
 def test_a_reference_of_another_vocabulary_is_refused(places, tmp_path):

@@ -121,6 +121,14 @@ def load(
     return saved["schedule_step"], saved["state"]
 
 
+def state_of(folder: str) -> dict[str, Any] | None:
+    """Returns the caller's state alone, on one rank; None where it cannot be read, which `load` says more of."""
+    try:
+        return torch.load(os.path.join(folder, STATE), map_location="cpu", weights_only=True)["state"]
+    except LOAD_ERRORS:
+        return None
+
+
 def described(model: Model) -> dict[str, Any]:
     """A model is known by what its family reads of config.json; without a table, all that may change the maths."""
     if model.family is not None:

@@ -283,6 +283,9 @@ class FSDPEngine(FSDPChecks, BaseEngine):
             self.schedule_step, state = dcp_checkpoint.load(folder, self.model, self.optimizer, generators=generators)
         return state
 
+    def saved_state(self, folder: str) -> dict[str, Any] | None:
+        return dcp_checkpoint.state_of(folder)
+
     def load_hf(self, path: str) -> None:
         with self.offload.used("parameters"):
             self.model.load_hf(path)

@@ -131,6 +131,14 @@ def load(model: Model, found: str) -> tuple[int, dict[str, Any]]:
     return saved["schedule_step"], saved["state"]
 
 
+def state_of(found: str) -> dict[str, Any] | None:
+    """Returns the caller's state alone, on one rank; None where it cannot be read, which `load` says more of."""
+    try:
+        return _read(os.path.join(found, "engine.pt"), found)["state"]
+    except CheckpointError:
+        return None
+
+
 def _read_tensors(model: Model, found: str) -> None:
     """Fills this rank's tensors, one block after the other. Nothing is changed unless all of them are there."""
     try:

@@ -331,6 +331,9 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             self.schedule_step, state = dist_checkpoint.load(self.model, folder)
         return state
 
+    def saved_state(self, folder: str) -> dict[str, Any] | None:
+        return dist_checkpoint.state_of(folder)
+
     @installed
     def load_hf(self, path: str) -> None:
         with self._used("parameters", "optimizer"), self.model.weights_of(path, trained=False) as read:

@@ -52,12 +52,14 @@ class References:
 
     def say(self, batch: Batch, *, size: int, temperature: float) -> dict[str, Tensor]:
         """Returns token fields: ref_log_probs of the sampled tokens and, of algorithm.distill, a teacher's ids and
-        their log-probs; 0 where nothing trains. size: sequences of a mini-batch, as in training."""
+        their log-probs; 0 where nothing trains. Of whole vocabularies log-probs alone, in the order of ids. size:
+        sequences of a mini-batch, as in training."""
         trained_T, of_T = batch.loss_mask != 0, to_tokens(numbers(batch), batch.lengths)
         found = {"ref_log_probs": torch.zeros(batch.num_tokens)}
         if self.distill is not None:
             width = max(self.ids)
-            found[TEACHER_IDS] = torch.zeros(batch.num_tokens, width, dtype=torch.int64)
+            if self.distill.tail:
+                found[TEACHER_IDS] = torch.zeros(batch.num_tokens, width, dtype=torch.int32)
             found[TEACHER] = torch.zeros(batch.num_tokens, width)
             found[TEACHER][trained_T] = -torch.inf  # of a teacher that says fewer ids than another
         for number, ask in enumerate(self.asked.values()):
@@ -71,8 +73,11 @@ class References:
             found["ref_log_probs"][here_T] = said["log_probs"][trains].float()
             if self.distill is not None:
                 ids, log_probs = said["top_tokens"][trains], said["top_log_probs"][trains].float()
+                if not self.distill.tail:
+                    found[TEACHER][here_T] = torch.zeros_like(log_probs).scatter(1, ids, log_probs)
+                    continue
                 known, at = ids < self.vocab_size, here_T.nonzero()[:, 0]
-                found[TEACHER_IDS][at, : ids.shape[1]] = ids * known
+                found[TEACHER_IDS][at, : ids.shape[1]] = (ids * known).int()
                 found[TEACHER][at, : ids.shape[1]] = log_probs.masked_fill(~known, -torch.inf)
         return found
 
@@ -107,9 +112,12 @@ def kl_of_sequences(batch: Batch) -> float:
 
 
 def with_ids(batch: Batch) -> Batch:
-    """Returns a mini-batch whose further labels are the ids that its teachers gave."""
+    """Returns a mini-batch whose further labels are the ids that its teachers' log-probs are of."""
     fields = dict(batch.token_fields)
-    labels = torch.cat([batch.labels[:, None], fields.pop(TEACHER_IDS)], dim=1)
+    ids = fields.pop(TEACHER_IDS, None)
+    if ids is None:  # all, in their order
+        ids = torch.arange(fields[TEACHER].shape[1]).expand(fields[TEACHER].shape)
+    labels = torch.cat([batch.labels[:, None], ids.long()], dim=1)
     return dataclasses.replace(batch, labels=labels, token_fields=fields)
 
 
