@@ -13,11 +13,13 @@ import hashlib
 import json
 import pathlib
 import random
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.engine.harness import Case, run_case, run_world
 from tests.trainers import tiny_runs
@@ -58,6 +60,15 @@ LAYOUTS = {
         command="rm",
         more={"loss": {"name": "bradley_terry"}},
     ),
+    "teacher with a cache, fsdp dp2": Layout(
+        2, {"backend": "fsdp"}, quick=0, more={"teacher": {"loss": "jsd", "top_k": 5, "cache": True}}
+    ),
+    "teacher, streamed, megatron tp2": Layout(
+        2,
+        {"backend": "megatron", "parallel": {"tp": 2}},
+        quick=0,
+        more={"teacher": {"top_k": 5}, "data": {"stream": True, "shuffle_buffer": 3}},
+    ),
 }
 CASES = [
     pytest.param(
@@ -75,10 +86,27 @@ def config_of(inputs: pathlib.Path, output_dir: pathlib.Path, layout: Layout) ->
     rows = {part: inputs / f"{part}.jsonl" for part in ("train", "eval")}
     if layout.command != "sft":
         rows = {part: pairs_like(path) for part, path in rows.items()}
+    own = dict(layout.more)
+    data = {part: str(path) for part, path in rows.items()} | own.pop("data", {})
+    if "teacher" in own:
+        own["teacher"] = own["teacher"] | {"model": {"path": str(teacher_beside(inputs))}}
     return tiny_runs.make_config(
         inputs, output_dir, engine=layout.engine, train={"steps": 4, "eval_every": 2}, checkpoint={"every": 1},
-        data={part: str(path) for part, path in rows.items()}, **layout.more,
+        data=data, **own,
     )  # fmt: skip
+
+
+def teacher_beside(inputs: pathlib.Path) -> pathlib.Path:
+    """Returns a folder with the model of `inputs` and other weights."""
+    folder = inputs / "teacher"
+    if not folder.exists():
+        model = AutoModelForCausalLM.from_pretrained(inputs / "model")
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.5)
+        shutil.copytree(inputs / "model", folder)
+        model.save_pretrained(folder)
+    return folder
 
 
 def pairs_like(path: pathlib.Path) -> pathlib.Path:

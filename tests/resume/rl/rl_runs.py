@@ -56,16 +56,24 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
             "rewards": {"functions": [{"name": "length", "minimum": 8}]},
         },
     ),
+    "opd": (
+        2,
+        {
+            "actor": {"engine": FSDP},
+            "reference": {"model": {"path": "teacher"}},
+            "algorithm": {"name": "opd", "distill": {"top_k": 5}, "epochs": 2, "mini_batch_size": 4},
+        },
+    ),
 }  # fmt: skip
 """Name -> processes, and what its config changes: a critic with another backend and a KL that is steered; dropout, which draws
-from the RNG in every step, and a reference that moves; more prompts for an iteration than its size says."""
+from the RNG in every step, and a reference that moves; more prompts for an iteration than its size says; a teacher."""
 
 
 def make_inputs(folder: pathlib.Path) -> pathlib.Path:
-    """Models plain and dropout, rows for training and evaluation, and a file with a reward function."""
+    """Models plain, dropout and teacher, rows for training and evaluation, and a file with a reward function."""
     tokenizer = load_example("arithmetic/make_data.py").make_tokenizer()
-    for name, dropout in (("plain", 0.0), ("dropout", 0.1)):
-        tiny.make_model(str(folder / name), "qwen3", vocab=len(tokenizer), attention_dropout=dropout)
+    for name, dropout, seed in (("plain", 0.0, 0), ("dropout", 0.1, 0), ("teacher", 0.0, 1)):
+        tiny.make_model(str(folder / name), "qwen3", vocab=len(tokenizer), attention_dropout=dropout, seed=seed)
         tokenizer.save_pretrained(folder / name)
     for part, first, count in (("train", 10, ROWS), ("eval", 50, EVAL_ROWS)):
         rows = [
@@ -99,8 +107,9 @@ def make_config(inputs: pathlib.Path, output_dir: pathlib.Path, name: str, **cha
         "log": {"console": "plain"},
     }
     config = merged(merged(config, RUNS[name][1]), changes)
-    model = config["actor"]["model"]
-    model["path"] = str(inputs / model["path"])
+    for role in ("actor", "reference"):
+        if model := config.get(role, {}).get("model"):
+            model["path"] = str(inputs / model["path"])
     return config
 
 

@@ -28,6 +28,7 @@ def run_of(folder, inputs, name):
         pytest.param("ppo", 1, marks=pytest.mark.slow),
         pytest.param("ppo", 3, marks=pytest.mark.nightly),
         pytest.param("grpo", 3, marks=pytest.mark.nightly),
+        pytest.param("opd", 3, marks=pytest.mark.nightly),
     ],
 )
 def test_a_run_killed_at_seeded_moments(inputs, tmp_path, name, count):
