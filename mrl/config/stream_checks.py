@@ -64,7 +64,15 @@ def _is_streamed(data: RowsConfig, source: Share | None) -> bool:
 
 
 def _check_buffers(data: StreamedRowsConfig, streamed: list[str]) -> None:
-    """shuffle_buffer is of rows that are streamed and shuffled."""
+    """shuffle_buffer is of rows that are streamed and shuffled. What every source has itself is not read in `data`."""
+    own = [share for _, share in _paths(data) if isinstance(share, StreamedShare)]
+    if data.stream and own and all(share.stream is not None for share in own):
+        why = "is not read: every source of data.train says whether it is streamed"
+        raise ConfigError("data.stream", True, why, "leave it out")
+    streams = [share for share in own if _is_streamed(data, share)]
+    if data.shuffle_buffer is not None and streams and all(share.shuffle_buffer is not None for share in streams):
+        why = "is not read: every source that is streamed has its own"
+        raise ConfigError("data.shuffle_buffer", data.shuffle_buffer, why, "leave it out")
     given = [("data.shuffle_buffer", data.shuffle_buffer, bool(streamed))]
     for key, share in _paths(data):
         if isinstance(share, StreamedShare):

@@ -22,7 +22,7 @@ from mrl.batch import Batch, make_batch
 from mrl.data.dataset import Example, RowDataset, T
 from mrl.data.order import row_order
 from mrl.data.stream import Progress, Report, RowStream, Taken, count_usable, may_leave_out
-from mrl.errors import DataError
+from mrl.errors import DataError, UserError
 
 __all__ = [
     "BatchSource",
@@ -107,8 +107,15 @@ class Batches(RowStream[T]):
         return self._batch(items)
 
     def _build(self, start: Progress) -> _Built[T]:
-        taken = self._after(start, self.global_batch_size)
-        return _Built(self._batch(taken.items), taken)
+        built, wrong = None, None
+        try:
+            taken = self._after(start, self.global_batch_size)
+            built = _Built(self._batch(taken.items), taken)
+        except UserError as error:
+            wrong = error
+        self.dataset.agree(wrong)
+        assert built is not None, "an error is raised by those who agree on it"
+        return built
 
     @abc.abstractmethod
     def _batch(self, items: Sequence[T]) -> Batch:

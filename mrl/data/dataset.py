@@ -18,7 +18,7 @@ from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
 from mrl.converters.hf_config import VISION_LANGUAGE
 from mrl.data.encode import NO_TEMPLATE, Encoder
-from mrl.data.files import BadRow
+from mrl.data.files import BadRow, RowError
 from mrl.data.formats import (
     Chat,
     Pair,
@@ -129,6 +129,19 @@ class RowDataset(abc.ABC, Generic[T]):
         assert isinstance(self._rows, StreamedRows), "rows are not streamed"
         return self._rows.take(at, order)
 
+    def end_after(self, epochs: float | None) -> None:
+        """Rows that are streamed are not read ahead after these passes; None for no end."""
+        if isinstance(self._rows, StreamedRows):
+            self._rows.epochs = epochs
+
+    def agree(self, error: UserError | None) -> None:
+        """Raises the error of any rank on all of them where rows are streamed, as ranks wait for each other there;
+        else that of this rank. error: see `Exchange.agree`."""
+        if isinstance(self._rows, StreamedRows):
+            self._rows.agree(error)
+        elif error is not None:
+            raise error
+
     def close(self) -> None:
         """Ends reading ahead of rows that are streamed."""
         if isinstance(self._rows, StreamedRows):
@@ -154,7 +167,7 @@ class RowDataset(abc.ABC, Generic[T]):
         except BadRow as e:
             if self.config.on_bad_row == "skip":
                 return Rejected("skipped", f"{self.where(index)}: {e}")
-            raise DataError(self.where(index), why=str(e)) from e
+            raise RowError(self.where(index), why=str(e)) from e
         except UserError as e:  # the template's or tokenizer's fault, or a row that is too long: not the row's to skip
             raise type(e)(self.where(index), why=str(e)) from e
 
@@ -190,15 +203,18 @@ class RowDataset(abc.ABC, Generic[T]):
 
     def first_row(self) -> tuple[dict[str, Any], str]:
         """Returns the first row that can be read, and its `file:line`. Raises DataError where there is none."""
+        tried = []
         for index in self._rows.head():
+            tried.append(index)
             try:
                 return self._row(index), self.where(index)
             except BadRow as e:
                 if self.config.on_bad_row == "stop":
-                    raise DataError(self.where(index), why=str(e)) from e
+                    raise RowError(self.where(index), why=str(e)) from e
+        size = f"first {len(tried)} rows" if self.is_streamed else self.size
         raise DataError(
             f"data.{self.part}",
-            why=f"{self.path}: none of its {self.size} can be read",
+            why=f"{self.path}: none of its {size} can be read",
             fix="check the first with head",
         )
 

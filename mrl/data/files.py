@@ -41,6 +41,10 @@ class BadRow(DataError):
     """
 
 
+class RowError(DataError):
+    """A bad row with its file and line, which `data.on_bad_row: skip` leaves out."""
+
+
 class Source(Protocol):
     """Rows by index."""
 

@@ -32,7 +32,7 @@ from mrl.config.ppo import PromptsConfig
 from mrl.config.sources import Share, Source
 from mrl.data.dataset import Loaded, Rejected, RowDataset
 from mrl.data.streamed import START, Cursor, Mark
-from mrl.errors import DataError
+from mrl.errors import DataError, UserError
 
 T = TypeVar("T", bound=Loaded)
 D = TypeVar("D", bound=Any)
@@ -93,6 +93,8 @@ class MixedDataset(RowDataset[T]):
         self.config, self.part, self.vocab_size = data, "train", sources[0].vocab_size
         self.shares: tuple[Share, ...] = data.train
         self.sources = list(sources)
+        for share, source in zip(self.shares, self.sources, strict=True):
+            source.end_after(share.epochs)
         self.starts = [0, *itertools.accumulate(source.indices for source in sources)]  # above 2**63 where streamed
         self.path = ", ".join(share.title for share in self.shares)
 
@@ -108,6 +110,9 @@ class MixedDataset(RowDataset[T]):
     def close(self) -> None:
         for source in self.sources:
             source.close()
+
+    def agree(self, error: UserError | None) -> None:
+        next((source for source in self.sources if source.is_streamed), self.sources[0]).agree(error)
 
     def find(self, index: int) -> tuple[int, int]:
         """Returns the number of the source that row `index` is of, and its index there."""

@@ -214,6 +214,10 @@ def http_file(url: str) -> RemoteFile:
         if tags and _tag(answer) != tags[0]:
             answer.close()
             raise ValueError("the file was replaced since this run found it")
+        coding = answer.headers.get("Content-Encoding", "identity")
+        if coding != "identity" and not url.partition("?")[0].endswith((".gz", ".zst")):
+            answer.close()
+            raise ValueError(f"the server sends it with Content-Encoding {coding}, and was asked not to")
         if offset and answer.status != 206:  # the server knows no ranges and begins anew
             while offset:
                 skipped = len(answer.read(min(offset, 1 << 20)))

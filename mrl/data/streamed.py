@@ -27,14 +27,16 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from mrl.data.files import JSONL_SUFFIXES, one_line, parse_line, without_nulls
+from mrl.data.files import JSONL_SUFFIXES, BadRow, one_line, parse_line, without_nulls
 from mrl.data.remote import RemoteFile, SourceError, is_ending
-from mrl.errors import DataError
+from mrl.errors import DataError, UserError
 
 CHUNK = 256  # rows that processes are given at a time, and of a block where nothing is shuffled
 BLOCK = 1 << 20  # bytes of lines read at a time
+UNPACKED = 1 << 16  # the same, of a compressed file: what is read when damage is met is lost
 ROW_BITS = 40  # of an index: the row in its file; the number of the file is above
 MOST_INDEX = 2**62
+MEND = "the file is cut off or damaged: write it again"
 
 T = TypeVar("T")
 Order = Callable[[str, int, int], np.ndarray]
@@ -45,15 +47,35 @@ of lines)."""
 START: Mark = (0, 0, 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """What stands for the rest of a file that is damaged from a row on: a bad row."""
+
+    why: str
+
+
 class Exchange(Protocol):
     """Gives every process what `fn` returns in one of them, where alone it is called; errors too."""
 
     def __call__(self, fn: Callable[[], T]) -> T: ...
 
+    def agree(self, error: UserError | None) -> None:
+        """Raises the error that a process has, on every one: in what they call next, this or the exchange. error: of
+        this process; one that all have raised already is raised."""
 
-def alone(fn: Callable[[], T]) -> T:
+
+class _Alone:
     """The exchange of one process."""
-    return fn()
+
+    def __call__(self, fn: Callable[[], T]) -> T:
+        return fn()
+
+    def agree(self, error: UserError | None) -> None:
+        if error is not None:
+            raise error
+
+
+alone = _Alone()
 
 
 class Cursor(NamedTuple):
@@ -89,6 +111,8 @@ class StreamedRows:
         self, find: Callable[[], Sequence[RemoteFile]], *, buffer: int, key: str, what: str, exchange: Exchange = alone
     ) -> None:
         self.buffer, self.key, self.what, self._exchange = buffer, key, what, exchange
+        self.epochs: float | None = None  # after which nothing is read ahead
+        self.agree = exchange.agree
         files: list[RemoteFile] = []
 
         def found() -> list[tuple[str, int | None, str]]:
@@ -124,6 +148,8 @@ class StreamedRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self._taken[index]
+        if isinstance(row, Damage):
+            raise BadRow(row.why)
         return parse_line(row, lambda: row) if isinstance(row, bytes) else dict(row)
 
     def where(self, index: int) -> str:
@@ -195,7 +221,8 @@ class _Reader:
             block = self._read(start, order)
             assert block.has(at, order), f"position {at} is not in a block of {len(block.rows)} rows"
         self._block = block
-        self._ahead = _in_thread(lambda: self._read(block.after, order))
+        if self._of.epochs is None or block.after.epoch < self._of.epochs:
+            self._ahead = _in_thread(lambda: self._read(block.after, order))
         return block
 
     def _read(self, start: Cursor, order: Order) -> _Block:
@@ -213,6 +240,8 @@ class _Reader:
         if not rows:
             raise own.empty()
         following = next(iterator, None)
+        if following is None and start.position == 0 and all(isinstance(row, Damage) for _, row in rows):
+            raise DataError(own.key, why=f"{own.what}: {self._of.where(rows[0][0])} {rows[0][1].why}")
         if following is None:
             after = Cursor(start.epoch + 1)
         else:
@@ -249,24 +278,30 @@ def _in_thread(fn: Callable[[], T]) -> Future[T]:
     return future
 
 
+class _DamagedError(Exception):
+    """A file is damaged: what is wrong with it."""
+
+
 def _read_lines(
     file: RemoteFile, key: str, ended: threading.Event, row: int, offset: int
-) -> Iterator[tuple[int, int, bytes]]:
+) -> Iterator[tuple[int, int, bytes | Damage]]:
     """Yields line number, byte and content of the lines of a file that are not blank. row, offset: of the first."""
     with file.open(key, ended) as raw, _unpacked(file, raw) as content:
-        _go_to(content, offset, file, key)
-        rest = b""
-        while True:
-            block = _read_block(content, file, key)
-            lines = (rest + block).split(b"\n")
-            rest = lines.pop() if block else b""
-            for line in lines:
-                text = line.removeprefix(b"\xef\xbb\xbf") if row == 0 else line
-                if text.strip():
-                    yield row, offset, text
-                row, offset = row + 1, offset + len(line) + 1
-            if not block:
-                return
+        parts: list[bytes] = []  # of a line whose end was not read yet
+        try:
+            for block in _blocks(content, offset, file, key):
+                first, *lines = block.split(b"\n") if block else [b"", b""]
+                parts.append(first)
+                if not lines:
+                    continue
+                for line in [b"".join(parts), *lines[:-1]]:
+                    text = line.removeprefix(b"\xef\xbb\xbf") if row == 0 else line
+                    if text.strip():
+                        yield row, offset, text
+                    row, offset = row + 1, offset + len(line) + 1
+                parts = [lines[-1]]
+        except _DamagedError as error:
+            yield row, offset, Damage(str(error))
 
 
 def _unpacked(file: RemoteFile, raw: io.BufferedReader) -> Any:
@@ -277,30 +312,36 @@ def _unpacked(file: RemoteFile, raw: io.BufferedReader) -> Any:
     return raw
 
 
-def _go_to(content: Any, offset: int, file: RemoteFile, key: str) -> None:
-    if isinstance(content, io.BufferedReader) and content.seekable():
+def _blocks(content: Any, offset: int, file: RemoteFile, key: str) -> Iterator[bytes]:
+    """Yields the bytes of a file from an offset on, and none at its end.
+
+    What is compressed is always read from the start, in the same steps, so that damage is met at the same row.
+    """
+    is_plain = isinstance(content, io.BufferedReader)
+    if is_plain and content.seekable():
         content.seek(offset)
-        return
-    while offset:
-        skipped = len(_read_block(content, file, key, min(offset, BLOCK)))
-        if not skipped:
-            raise DataError(key, why=f"{file.name} is shorter than it was", fix="start a new run in another output_dir")
-        offset -= skipped
-
-
-def _read_block(content: Any, file: RemoteFile, key: str, most: int = BLOCK) -> bytes:
-    try:
-        return content.read(most)
-    except DataError:
-        raise
-    except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as e:
-        why = f"{file.name} cannot be decompressed ({one_line(e)})"
-        raise DataError(key, why=why, fix="the file is cut off or damaged, write it again") from e
+        offset = 0
+    while True:
+        try:
+            block = content.read(BLOCK) if is_plain else content.read1(UNPACKED)
+        except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as e:
+            raise _DamagedError(f"cannot be decompressed from here on ({one_line(e)}); {MEND}") from e
+        if offset:
+            if not block:
+                fix = "start a new run in another output_dir"
+                raise DataError(key, why=f"{file.name} is shorter than it was", fix=fix)
+            skipped = min(offset, len(block))
+            block, offset = block[skipped:], offset - skipped
+            if not block:
+                continue
+        yield block
+        if not block:
+            return
 
 
 def _read_table(
     file: RemoteFile, key: str, ended: threading.Event, row: int, offset: int
-) -> Iterator[tuple[int, int, dict[str, Any]]]:
+) -> Iterator[tuple[int, int, dict[str, Any] | Damage]]:
     """Yields row number, 0 and content of the rows of a Parquet or Arrow file. row: the first."""
     is_parquet = file.name.endswith(".parquet")
     if is_parquet and not file.seeks:
@@ -312,12 +353,10 @@ def _read_table(
             for start, batch in batches:
                 for i, found in enumerate(batch.slice(max(0, row - start)).to_pylist(), start=max(row, start)):
                     yield i, 0, without_nulls(found)
-        except DataError:
-            raise
+                    row = i + 1
         except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as e:  # ValueError: text that is no UTF-8
             form = "Parquet" if is_parquet else "Arrow"
-            why = f"{file.name} cannot be read as {form} ({one_line(e)})"
-            raise DataError(key, why=why, fix="the file is damaged, write it again") from e
+            yield row, 0, Damage(f"cannot be read as {form} from here on ({one_line(e)}); {MEND}")
 
 
 def _parquet_batches(raw: BinaryIO, row: int) -> Iterator[tuple[int, pyarrow.RecordBatch]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,12 +90,39 @@ def on_main(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     return outcome[0]
 
 
-def on_main_beside(device_type: str) -> OnMain:
-    """Returns `on_main` for one thread beside the main one: it has a group of its own. Collective, and joins first."""
-    join_processes(device_type)
-    if dist.get_world_size() == 1:
-        return lambda fn: fn()
-    return functools.partial(on_main, group=dist.new_group(backend="gloo", timeout=TIMEOUT))
+class OnMainBeside:
+    """`on_main` for one thread beside the main one: it has a group of its own. A rank that cannot go on says so in its
+    next call, in which the others meet it: nobody waits for it. Collective, and joins first."""
+
+    def __init__(self, device_type: str) -> None:
+        join_processes(device_type)
+        self._size = dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if self._size > 1 else None
+        self._known: UserError | None = None  # that all ranks have raised
+
+    def __call__(self, fn: Callable[[], T]) -> T:
+        """As `on_main`; raises the error of a rank that has called `agree` with one in its place, too."""
+        if self._group is None:
+            return fn()
+        self.agree(None)
+        try:
+            return on_main(fn, group=self._group)
+        except UserError as error:
+            self._known = error
+            raise
+
+    def agree(self, error: UserError | None) -> None:
+        """Raises the error that a rank has, on every rank; of several, that of the first. error: of this rank."""
+        if error is not None and (error is self._known or self._group is None):
+            raise error
+        if self._group is None:
+            return
+        errors: list[UserError | None] = [None] * self._size
+        dist.all_gather_object(errors, error, group=self._group)
+        for rank, found in enumerate(errors):
+            if found is not None:
+                found.rank, self._known = rank, found
+                raise found
 
 
 def on_every(fn: Callable[[], T]) -> T:

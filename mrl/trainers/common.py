@@ -23,6 +23,7 @@ from mrl.converters.mcore_weights import is_imported
 from mrl.converters.mtp import COUNT
 from mrl.converters.safetensors_io import some
 from mrl.converters.tokenizer_files import write_chat_template
+from mrl.data.files import RowError
 from mrl.data.remote import SourceError
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.guards import Problem
@@ -280,7 +281,11 @@ def say_all(console: Console, lines: Sequence[str]) -> None:
 
 def ended_by_rows(error: DataError | None, step: int, saved: str | None) -> DataError:
     """Returns the end of a run whose next rows cannot be read, and which has saved `step`. error: of this rank's."""
-    how = "" if isinstance(error, SourceError) else "with data.on_bad_row=skip "
+    how = "if that is put right, "
+    if isinstance(error, SourceError):
+        how = ""
+    elif isinstance(error, RowError):
+        how = "with data.on_bad_row=skip "
     return DataError(f"{error}; steps 1 to {step} are saved in {saved}: {how}the same command goes on from there")
 
 

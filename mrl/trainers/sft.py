@@ -37,7 +37,7 @@ from mrl.data.mixture import MixedDataset, eval_rows, train_rows
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine.base import PLAIN_CTX, BaseEngine, Ctx
-from mrl.engine.collective import is_main, on_main_beside
+from mrl.engine.collective import OnMainBeside, is_main
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, Stopped, TrainingError
 from mrl.mcore_models.platform import device_type
@@ -167,7 +167,7 @@ def _run(task: Task[Any], command_line: str, console: Console) -> None:
     hf_config = read_hf_config(folder)  # first: a wrong config.json fails the tokenizer too
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.data.chat_template)
     if streamed_keys(config.data):
-        task.exchange = on_main_beside(device_type(config.engine.device))
+        task.exchange = OnMainBeside(device_type(config.engine.device))
 
     def open_rows(part: Part, data: Any) -> RowDataset[Any]:
         of_data = task if data is config.data else task.of_data(data)

@@ -68,6 +68,8 @@ CASES = [
     Case("a buffer without a stream", "data.shuffle_buffer", ("rows that are not streamed", "set stream to true"), ("data.shuffle_buffer=9",)),
     Case("a source's buffer without a stream", "data.train[0].shuffle_buffer", ("rows that are not streamed",), ("data.train=[{path: rows.jsonl, shuffle_buffer: 9}]",)),
     Case("a buffer without shuffle", "data.shuffle_buffer", ("data.shuffle false",), ("data.stream=true", "data.shuffle=false", "data.shuffle_buffer=9")),
+    Case("a stream that no source reads", "data.stream", ("every source of data.train says",), ("data.train=[{path: rows.jsonl, weight: 1, stream: false}]", "data.stream=true")),
+    Case("a buffer that no source reads", "data.shuffle_buffer", ("has its own", "leave it out"), ("data.train=[{path: rows.jsonl, weight: 1, stream: true, shuffle_buffer: 3}]", "data.shuffle_buffer=9")),
     Case("negative buffer", "data.shuffle_buffer", ("at least 0",), ("data.stream=true", "data.shuffle_buffer=-1")),
     Case("text for stream", "data.stream", ("true or false",), ("data.stream='yes'",)),
     Case("a cache of a stream", "teacher.cache", ("reads all rows before the first step",), ("data.stream=true", "teacher={model: {path: model}, cache: true}")),

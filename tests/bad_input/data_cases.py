@@ -36,8 +36,8 @@ CASES = [
     Case("empty template", "data.chat_template", ("is empty",), ("data.chat_template=chat.jinja",), file("chat.jinja", "")),
     # Streamed.
     Case("streamed, no rows", "data.train", ("rows.jsonl: has no rows",), ("data.stream=true",), file("rows.jsonl", "\n")),
-    Case("streamed, not gzip", "data.train", ("rows.jsonl.gz cannot be decompressed", "write it again"), ("data.train=rows.jsonl.gz", "data.stream=true"), file("rows.jsonl.gz", b"\x1f\x8b\x08 cut")),
-    Case("streamed, not parquet", "data.train", ("rows.parquet cannot be read as Parquet",), ("data.train=rows.parquet", "data.stream=true"), file("rows.parquet", b"PAR1 it is not")),
+    Case("streamed, not gzip", "rows.jsonl.gz:1", ("cannot be decompressed", "write it again"), ("data.train=rows.jsonl.gz", "data.stream=true"), file("rows.jsonl.gz", b"\x1f\x8b\x08 cut")),
+    Case("streamed, not parquet", "rows.parquet:row 0", ("cannot be read as Parquet",), ("data.train=rows.parquet", "data.stream=true"), file("rows.parquet", b"PAR1 it is not")),
     Case("streamed, bad row", "rows.jsonl:3", ("messages is '1+1='",), ("data.stream=true",), row({"messages": "1+1="})),
     Case("streamed, an array", "rows.jsonl:1", ("one JSON array", "jq"), ("data.stream=true",), rows("[", json.dumps(GOOD), "]")),
     Case("streamed, nobody there", "data.train", ("http://127.0.0.1:9/a.jsonl cannot be read", "check the address"), ("data.train=http://127.0.0.1:9/a.jsonl", "data.stream=true")),

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import pathlib
+import re
 import time
 import tracemalloc
 from concurrent.futures import wait
@@ -23,6 +24,7 @@ from mrl.config.sources import SFTShare, train_of
 from mrl.data import remote
 from mrl.data.batches import BatchSource
 from mrl.data.dataset import SFTDataset
+from mrl.data.files import RowError
 from mrl.data.mixture import train_rows
 from mrl.data.rows import open_stream
 from mrl.data.streamed import Cursor, alone
@@ -177,11 +179,15 @@ def test_going_on_reads_nothing_before_the_block(tmp_path, site):
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_broken_connections_are_opened_again_where_they_broke(site, ranges):
-    whole = {form: taken(source(site.url(f"c{form}"), shuffle_buffer=10), 20) for form in (".jsonl", ".jsonl.gz")}
-    site.ranges, site.breaks_after = ranges, 50 if ranges else 400
-    for form, order in whole.items():
-        if ranges:
-            assert taken(source(site.url(f"c{form}"), shuffle_buffer=10), 20) == order
+    site.ranges = ranges
+    for form in (".jsonl", ".jsonl.gz"):
+        size = (site.folder / f"c{form}").stat().st_size
+        site.asked = []  # without ranges, each answer begins with the file
+        site.breaks_after = 50 if ranges else [None, size // 3, size * 2 // 3]
+        made = source(site.url(f"c{form}"), shuffle_buffer=10, format="text")
+        assert taken(made, 20) == expected(form, "c", 10, 80)
+        starts = [start for _, start in site.asked]
+        assert starts[:5] == ([0, 0, 50, 100, 150] if ranges else [0] * 5), starts
     with pytest.raises(
         DataError, match=r"^data.train: http.*c.jsonl cannot be read \(ConnectionError: .*start the same"
     ):
@@ -190,9 +196,9 @@ def test_broken_connections_are_opened_again_where_they_broke(site, ranges):
 
 
 def test_a_run_that_ends_waits_for_no_source(site, monkeypatch):
+    monkeypatch.setattr(remote, "WAITS_S", (600,))
     made = source(site.url("c.jsonl"), shuffle_buffer=0, size=31, prefetch=True)
     made.next()
-    monkeypatch.setattr(remote, "WAITS_S", (600,))
     site.fails = 503
     while wait([made._ahead], timeout=1).done:  # what was read before it failed
         made.next()
@@ -219,7 +225,7 @@ def test_text_that_is_no_utf8_in_parquet_is_a_line(tmp_path):
         pa.string(), 1, [None, pa.py_buffer(np.array([0, 2], np.int32)), pa.py_buffer(b"\xff\xfe")]
     )
     pyarrow.parquet.write_table(pa.table({"text": texts}), tmp_path / "bad.parquet")
-    with pytest.raises(DataError, match=r"bad.parquet cannot be read as Parquet \(.*utf-8"):
+    with pytest.raises(DataError, match=r"bad.parquet:row 0: cannot be read as Parquet from here on \(.*utf-8"):
         source(str(tmp_path / "bad.parquet"), size=1).next()
 
 
@@ -241,9 +247,9 @@ def mixture(folder: pathlib.Path, **streamed) -> list[dict]:
 def test_a_streamed_source_is_mixed_with_one_of_files_and_goes_on_exactly(folder):
     entries = mixture(folder)
     live = source(entries, stream=False)
-    order, states = [], [json.loads(json.dumps(live.state_dict()))]
+    order, batches, states = [], [], [json.loads(json.dumps(live.state_dict()))]
     for _ in range(50):
-        live.next()
+        batches.append(live.next())
         numbers = [live.dataset.find(row)[0] for row in live.rows]
         order += [(number, place.rpartition("/")[2]) for number, place in zip(numbers, live.taken_from(), strict=True)]
         states.append(json.loads(json.dumps(live.state_dict())))
@@ -255,22 +261,77 @@ def test_a_streamed_source_is_mixed_with_one_of_files_and_goes_on_exactly(folder
         resumed = source(entries, stream=False)
         resumed.load_state_dict(states[start])
         assert resumed.take_notes() == []
-        resumed.next()
-        assert resumed.taken_from() and json.loads(json.dumps(resumed.state_dict())) == states[start + 1], start
+        assert all(same(resumed.next(), batch) for batch in batches[start : start + 2]), start
+        assert json.loads(json.dumps(resumed.state_dict())) == states[min(start + 2, 50)], start
 
 
 def test_passes_over_a_streamed_source_end(folder):
     made = source(mixture(folder, epochs=1), stream=False)
-    order = taken(made, 40)
-    assert (
-        sorted(order[: 63 + 21][::1]) and made.metrics["data/web/rows"] == 63 and made.metrics["data/web/epochs"] == 1
-    )
+    order = []
+    for _ in range(40):
+        made.next()
+        order += [(made.dataset.find(row)[0], made.dataset.where(row).rpartition("/")[2]) for row in made.rows]
+    assert [place for number, place in order if number == 0] == expected(".jsonl", "abc", 5, 63, of="web/")
+    assert all(number == 1 for number, _ in order[63 + 21 :])
+    assert made.metrics["data/web/rows"] == 63 and made.metrics["data/web/epochs"] == 1
     entries = mixture(folder, epochs=1)
     entries[1]["epochs"] = 1
     made = source(entries, stream=False, size=8)
     assert len(taken(made, 9)) == 72
     with pytest.raises(DataError, match=r"^data.train: every source has given the passes"):
         made.next()
+
+
+def test_nothing_is_read_ahead_after_the_last_pass(folder, site):
+    entries = mixture(folder, path=site.url("c.jsonl"), epochs=1)
+    made = source(entries, stream=False, format="text")
+    assert len(taken(made, 40)) == 160
+    assert site.asked == [("c.jsonl", 0)] * 2  # it was found, and read
+
+
+@pytest.mark.parametrize("form", [".jsonl.gz", ".json.zst", ".parquet", ".arrow"])
+def test_a_damaged_file_is_a_bad_row_after_which_the_next_file_comes(form, tmp_path):
+    rng = np.random.default_rng(0)
+    for name in "abc":
+        rows = [{"text": text(name, row), "unread": rng.bytes(1000).hex()} for row in range(300)]
+        write(tmp_path / f"{name}{form}", rows)
+    bad = tmp_path / f"b{form}"
+    content = bytearray(bad.read_bytes())
+    middle = len(content) // 2
+    if form == ".parquet":
+        content[middle : middle + 2000] = bytes(2000)
+    bad.write_bytes(content if form == ".parquet" else content[:middle])
+
+    def make(**keys) -> BatchSource:
+        return source(str(tmp_path / f"*{form}"), size=20, format="text", **{"shuffle_buffer": 70} | keys)
+
+    with pytest.raises(DataError) as refused:
+        taken(make(shuffle_buffer=0), 45)
+    assert (
+        type(refused.value) is RowError and f"{bad}:" in str(refused.value) and "from here on (" in str(refused.value)
+    )
+    live, order, batches, states = make(on_bad_row="skip"), [], [], []
+    while live.state_dict()["epoch"] < 2:
+        states.append(json.loads(json.dumps(live.state_dict())))
+        batches.append(live.next())
+        order += [place.rpartition("/")[2] for place in live.taken_from()]
+    first = sorted(set(order), key=order.index)
+    numbers = [sorted(int(re.search(r"\d+$", one)[0]) for one in first if one.startswith(name)) for name in "abc"]
+    start = 0 if form in (".parquet", ".arrow") else 1
+    assert numbers[0] == numbers[2] == [*range(start, start + 300)]
+    assert numbers[1] == [*range(start, start + len(numbers[1]))] and 20 < len(numbers[1]) < 200
+    assert live.counts["skipped"] == 2
+    assert all(f"b{form}:" in note and "from here on" in note for note in live.take_notes())
+    for at in range(0, len(states) - 1, 3):
+        resumed = make(on_bad_row="skip")
+        resumed.load_state_dict(states[at])
+        assert all(same(resumed.next(), batch) for batch in batches[at : at + 2]), at
+        assert json.loads(json.dumps(resumed.state_dict())) == (states[at + 2 :] or [None])[0] or at + 2 == len(states)
+    for name in "ac":
+        (tmp_path / f"{name}{form}").unlink()
+    bad.write_bytes(b"no")
+    with pytest.raises(DataError, match=rf"b{form}:.* cannot be .* from here on"):
+        make(on_bad_row="skip").next()
 
 
 def test_a_resume_with_another_stream_is_refused(folder, tmp_path):
@@ -391,9 +452,14 @@ def test_files_that_cannot_be_streamed_are_refused(folder, site, tmp_path):
     ):
         with pytest.raises(DataError) as refused:
             source(path, **keys).next()
-        assert says in str(refused.value) and str(refused.value).startswith("data."), (path, str(refused.value))
+        assert says in str(refused.value), (path, str(refused.value))
+        assert str(refused.value).startswith(("data.", str(tmp_path))), (path, str(refused.value))
         assert "\n" not in str(refused.value)
-    site.ranges, site.folder = False, folder
+    site.encoding, site.folder = "gzip", folder
+    with pytest.raises(DataError, match=r"a.jsonl cannot be read \(ValueError: the server sends it with Content-Enc"):
+        source(site.url("a.jsonl"))
+    assert source(site.url("a.jsonl.gz")).next().num_tokens  # the file is what was asked for
+    site.ranges, site.encoding = False, None
     with pytest.raises(DataError, match=r"a.parquet is Parquet, of which parts are read, and its server gives whole"):
         source(site.url("a.parquet"))
 

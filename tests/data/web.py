@@ -15,13 +15,14 @@ from typing import Any
 class Site:
     """What is served from `folder` at `url`, and what was asked for.
 
-    ranges: whether parts of files are given. breaks_after: bytes of an answer after which its connection ends. fails:
-    an HTTP status that every request gets; 503 where the folder has a file `fails`, which another process may write.
+    ranges: whether parts of files are given. breaks_after: bytes of an answer after which its connection ends; of the
+    next answers, where there is a list of them. fails: an HTTP status that every request gets; 503 where the folder has
+    a file `fails`, which another process may write. encoding: the Content-Encoding that answers name.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
-        self.ranges, self.breaks_after, self.fails = True, None, None
+        self.ranges, self.breaks_after, self.fails, self.encoding = True, None, None, None
         self.asked: list[tuple[str, int]] = []  # file and first byte
         self.sent = 0  # bytes
 
@@ -54,8 +55,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("ETag", f'"{hash(path.read_bytes()) if size < 1 << 20 else size}"')
         if site.ranges:
             self.send_header("Accept-Ranges", "bytes")
+        if site.encoding:
+            self.send_header("Content-Encoding", site.encoding)
         self.end_headers()
-        left = size - start if site.breaks_after is None else min(site.breaks_after, size - start)
+        most = site.breaks_after
+        if isinstance(most, list):
+            most = most.pop(0) if most else None
+        left = size - start if most is None else min(most, size - start)
         with path.open("rb") as file, contextlib.suppress(ConnectionError):
             file.seek(start)
             while left and (block := file.read(min(left, 1 << 16))):

@@ -38,6 +38,13 @@ OF_DATA = (
         "data/remote.py",
         "data/test_streamed.py",
         ("            self._file, self._file_at = self.of.open_at(self._at), self._at\n", "            self._file, self._file_at = self.of.open_at(0), self._at\n"),
+        ("            while offset:\n", "            while False:\n"),
+        ("if tags and _tag(answer) != tags[0]:", "if False:"),
+    ),
+    *_of(
+        "data/mixture.py",
+        "data/test_streamed.py",
+        ("return epochs is not None and read.epoch >= epochs", "return False"),
     ),
     *_of(
         "data/encode.py",

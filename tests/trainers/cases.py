@@ -18,6 +18,8 @@ from fsspec.implementations.local import LocalFileSystem
 from mrl.config.load import from_dict
 from mrl.data import remote
 from mrl.data.batches import Batches
+from mrl.data.dataset import SFTDataset
+from mrl.data.files import BadRow
 from mrl.engine import checkpoint_remote
 from mrl.engine.base import GradNorm
 from mrl.engine.fsdp.engine import FSDPEngine
@@ -196,6 +198,18 @@ def source_fails(step: int, switch: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def rank_cannot_read(rank: int, row: int) -> Iterator[None]:
+    """A row cannot be read on one rank alone, as where a file lies on one node."""
+
+    def refuse(dataset: SFTDataset, index: int, _: Any) -> None:
+        if dist.get_rank() == rank and dataset.is_streamed and index == row:
+            raise BadRow("no such image here")
+
+    with before(SFTDataset, "_make", refuse):
+        yield
+
+
 HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
     "signals": signals,
     "nan_loss": nan_loss,
@@ -205,4 +219,5 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     "only_main_writes": only_main_writes,
     "remote_fails": remote_fails,
     "source_fails": source_fails,
+    "rank_cannot_read": rank_cannot_read,
 }

@@ -91,6 +91,18 @@ def test_a_source_that_fails_ends_the_run_after_a_save_and_the_run_goes_on(input
     assert tiny_runs.steps(tmp_path / "run") == tiny_runs.steps(tmp_path / "live")
 
 
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_row_that_one_process_cannot_read_ends_all_with_its_line(inputs, site, tmp_path, rank):
+    """With blocks of one row, for each of which the others wait for the process that reads."""
+    data = {"stream": True, "shuffle_buffer": 1}
+    config = config_of(inputs, tmp_path / "run", site.url("web.jsonl"), data=data)
+    config["train"] = {"steps": STEPS, "global_batch_size": 4}
+    kind, message, _ = run(2, config, happening="rank_cannot_read", rank=rank, row=9)
+    assert kind == "DataError", message
+    assert f"{site.url('web.jsonl')}:10: no such image here; steps 1 to 2 are saved in " in message
+    assert message.endswith(": with data.on_bad_row=skip the same command goes on from there")
+
+
 @pytest.mark.parametrize(
     ("command", "loss", "row"),
     [
