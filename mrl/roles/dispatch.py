@@ -304,4 +304,6 @@ class WorkerDispatch:
         actor = self.engines.get("actor")
         # beside an actor with adapters the reference is its base, whether a copy of its own holds that or not
         of_base = {"reference"} if actor is not None and actor.config.model.lora is not None else set()
-        return role_checkpoints.load(self.engines, self._use, path, remote=remote, may_lack=self.constant | of_base)
+        return role_checkpoints.load(
+            self.engines, self._use, path, remote=remote, may_lack=self.constant | of_base, constant=self.constant
+        )

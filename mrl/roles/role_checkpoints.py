@@ -8,6 +8,7 @@ step_00000100/
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from mrl.engine.atomic_checkpoint import ROLES, Ranks, other_backend
 from mrl.engine.base import BaseEngine
 from mrl.engine.collective import on_main
 from mrl.engine.torch_dist.data_files import saved_bytes
-from mrl.errors import CheckpointError
+from mrl.errors import CheckpointError, ConfigError, quoted
 
 TRAINER = "trainer.pt"
 
@@ -73,20 +74,52 @@ def stage(engines: Mapping[str, BaseEngine], use: Use, state: Mapping[str, Any])
 
 
 def load(
-    engines: Mapping[str, BaseEngine], use: Use, path: str, *, remote: str | None, may_lack: Collection[str]
+    engines: Mapping[str, BaseEngine],
+    use: Use,
+    path: str,
+    *,
+    remote: str | None,
+    may_lack: Collection[str],
+    constant: Collection[str] = (),
 ) -> dict[str, Any]:
     """Restores what `save` wrote. Returns the trainer's state. Collective.
 
     may_lack: roles that keep the weights they started from where the checkpoint has none of theirs, and of which it may
-    hold some for a run that has none: they never change.
+    hold some for a run that has none: they never change. constant: those that no further checkpoint will hold; where
+    this one, of an older mrl, holds one, it has to be what the run has started from. Raises ConfigError.
     """
     with saving.loading(path, backend=ROLES, remote=remote) as folder:
         saved = torch.load(os.path.join(folder, TRAINER), map_location="cpu", weights_only=True)
         _check_roles(saved["roles"], engines, may_lack, folder)
         for role in saved["roles"]:
             if role in engines:
-                use(role).load_state(os.path.join(folder, role))
+                engine = use(role)
+                before = _digest(engine) if role in constant else None
+                engine.load_state(os.path.join(folder, role))
+                if before is not None:
+                    _check_same(role, engine, before, folder)
         return saved["state"]
+
+
+def _digest(engine: BaseEngine) -> str:
+    """Returns a hash of an engine's weights, on rank 0, whatever its layout. Collective."""
+    found = hashlib.sha256()
+    for name, tensor in engine.hf_weights():
+        found.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _check_same(role: str, engine: BaseEngine, before: str, folder: str) -> None:
+    """Refuses a model whose weights are not those that the checkpoint `folder` had of it. before: `_digest`."""
+    now = _digest(engine)
+
+    def check() -> None:
+        if now != before:
+            why = f"has other weights than the {role} of {folder}"
+            fix = "put the model's own files there, or start anew with another output_dir"
+            raise ConfigError(f"{role}.model.path", quoted(engine.config.model.path), why, fix)
+
+    on_main(check)
 
 
 def _check_roles(

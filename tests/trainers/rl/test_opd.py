@@ -116,7 +116,8 @@ def test_a_stopped_run_goes_on_to_the_bit_and_checkpoints_hold_no_teacher(inputs
 
 @pytest.mark.slow
 def test_a_reference_that_never_changes_is_in_no_checkpoint(inputs, tmp_path):
-    """Of any algorithm: the run goes on to the bit, also from a checkpoint that holds it, and with no other one's weights."""
+    """Of any algorithm: the run goes on to the bit, also from a checkpoint that holds it, and with no other one's weights,
+    which a checkpoint after that would no longer tell from them."""
     shutil.copytree(inputs / "other", tmp_path / "reference")
     steps = {"train": {"steps": 4}, "checkpoint": {"every": 2, "export_hf": False}}
     steps["reference"] = {"model": {"path": str(tmp_path / "reference")}}
@@ -125,11 +126,17 @@ def test_a_reference_that_never_changes_is_in_no_checkpoint(inputs, tmp_path):
         run = tmp_path / name
         train(make_config(inputs, run, **(steps | {"train": {"steps": 2}})), happening=happening)
         assert bool(list((run / "checkpoints").rglob("reference"))) == (name == "old")
+        if name == "old":
+            shutil.copytree(run, tmp_path / "older")
         train(make_config(inputs, run, **steps))
         assert tiny_policies.metrics_of(run) == tiny_policies.metrics_of(tmp_path / "whole"), name
     shutil.copy(inputs / "model" / "model.safetensors", tmp_path / "reference" / "model.safetensors")
-    said = train(make_config(inputs, tmp_path / "new", **(steps | {"train": {"steps": 6}})), ended="ConfigError")[1]
-    assert said.startswith("reference.model.path: value") and "is not the model of the checkpoint" in said
+    for name, says in (
+        ("new", "is not the model of the checkpoint"),
+        ("older", "has other weights than the reference of"),
+    ):
+        said = train(make_config(inputs, tmp_path / name, **(steps | {"train": {"steps": 6}})), ended="ConfigError")[1]
+        assert said.startswith("reference.model.path: value") and says in said and "\n" not in said
 
 
 # -- distributions ---------------------------------------------------------------------------------------------------------
