@@ -50,6 +50,7 @@ SIZES = {
         LARGE | {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_hidden_layers": 18}, VOCABULARY
     ),
 }  # fmt: skip
+ADAPTERS, RANK = "adapters", 16
 COPIES = {"cp": "", "cp, fsync": "sync"}
 
 Rounds = list[dict[str, dict[str, Any]]]
@@ -82,6 +83,10 @@ def measured(options: argparse.Namespace) -> list[str]:
         )
         with serving(root, options, device) as (url, pid):
             rounds = [one_round(root, options, device, url, pid) for _ in range(options.rounds)]
+        if options.only in ADAPTERS:  # to a server of their own, which has the base as it was started with
+            with serving(root, options, device, "--enable-lora", "--max-lora-rank", str(RANK)) as (url, pid):
+                for turns in rounds:
+                    turns |= adapters_alone(root, options, device, url, pid)
     finally:
         shutil.rmtree(root)
     return report(rounds, options, device)
@@ -107,8 +112,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def serving(root: pathlib.Path, options: argparse.Namespace, device: str) -> Iterator[tuple[str, int]]:
-    """(url, process id) of a vLLM server of the model, which ends with the block."""
+def serving(root: pathlib.Path, options: argparse.Namespace, device: str, *flags: str) -> Iterator[tuple[str, int]]:
+    """(url, process id) of a vLLM server of the model, which ends with the block. flags: vLLM's, beside those of all."""
     python = options.vllm_venv.absolute() / "bin" / "python"
     if not python.exists():
         raise SystemExit(f"--vllm-venv: {options.vllm_venv} holds no venv; `make vllm-venv` makes .venv-vllm")
@@ -118,10 +123,12 @@ def serving(root: pathlib.Path, options: argparse.Namespace, device: str) -> Ite
         "--enforce-eager", "--host", "127.0.0.1", "--port", port,
         "--max-model-len", str(workload.ROW), "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(KV_MB << 20),
         "--worker-extension-cls", "benchmarks.worker_handover_vllm.Worker", "--weight-transfer-config", '{"backend": "mrl"}',
+        *flags,
     ]  # fmt: skip
     environment = os.environ | {
         "PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     }  # fmt: skip
     environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over --kv-cache-memory-bytes
     if device == "cuda":
@@ -175,11 +182,8 @@ def one_round(
         subjects[f"disk, {folder}"] = {"way": "disk", "bucket_mb": max(options.bucket_mb), "folder": str(folder)}
     for way in ("broadcast", "ipc") if apart else ("ipc",):
         subjects |= {f"{way}, {mb} MB": {"way": way, "bucket_mb": mb} for mb in options.bucket_mb}
-    spec = {
-        "model": str(root / "model"), "dtype": options.dtype, "device": device, "backend": options.backend, "url": url,
-        "server_pid": pid, "handovers": options.handovers,
-        "subjects": {name: keys for name, keys in subjects.items() if options.only in name},
-    }  # fmt: skip
+    spec = spec_of(root, options, device, url, pid)
+    spec |= {"subjects": {name: keys for name, keys in subjects.items() if options.only in name}, "adapters": None}
     [found] = run_worker(sys.executable, "worker_handover.py", spec, nproc=1, folder=root)
     turns: dict[str, dict[str, Any]] = found["turns"]
     for name, copy in copies(root, options).items():
@@ -190,11 +194,35 @@ def one_round(
             ends = run_worker(sys.executable, "worker_broadcast.py", bare, nproc=2, folder=root)
             turns[name] = {"walls": ends[0]["walls"]}
     for name, turn in turns.items():
-        turn["wall"] = statistics.median(turn["walls"])
-        turn["gb_s"] = found["bytes"] / 1e9 / turn["wall"]
-        print(f"{name:30s} {turn['wall']:7.2f} s {turn['gb_s']:7.2f} GB/s", file=sys.stderr, flush=True)
-    turns["bytes"] = {"bytes": found["bytes"]}
+        summed(name, turn, found["bytes"])
     return turns
+
+
+def adapters_alone(
+    root: pathlib.Path, options: argparse.Namespace, device: str, url: str, pid: int
+) -> dict[str, dict[str, Any]]:
+    """As `one_round`, of adapters (rollout.server.lora), which go as files."""
+    subjects = {f"{ADAPTERS}, {folder}": {"rank": RANK, "folder": str(folder)} for folder in options.folders}
+    spec = spec_of(root, options, device, url, pid) | {"adapters": subjects}
+    [found] = run_worker(sys.executable, "worker_handover.py", spec, nproc=1, folder=root)
+    turns: dict[str, dict[str, Any]] = found["turns"]
+    for name, turn in turns.items():
+        summed(name, turn, turn["bytes"])
+    return turns
+
+
+def spec_of(root: pathlib.Path, options: argparse.Namespace, device: str, url: str, pid: int) -> dict[str, Any]:
+    return {
+        "model": str(root / "model"), "dtype": options.dtype, "device": device, "backend": options.backend, "url": url,
+        "server_pid": pid, "handovers": options.handovers,
+    }  # fmt: skip
+
+
+def summed(name: str, turn: dict[str, Any], size: int) -> None:
+    """Adds to a turn what the report has of it. size: bytes that went each time."""
+    turn["wall"], turn["mb"] = statistics.median(turn["walls"]), size / 1e6
+    turn["gb_s"] = size / 1e9 / turn["wall"]
+    print(f"{name:30s} {turn['wall']:7.2f} s {turn['gb_s']:7.2f} GB/s", file=sys.stderr, flush=True)
 
 
 def copies(root: pathlib.Path, options: argparse.Namespace) -> dict[str, float]:
@@ -232,17 +260,16 @@ def of_server(options: argparse.Namespace) -> str:
 
 
 def report(rounds: Rounds, options: argparse.Namespace, device: str) -> list[str]:
-    gigabytes = rounds[0].pop("bytes")["bytes"] / 1e9
     lines = [
-        f"## {gigabytes:.2f} GB of {options.dtype} ({options.size} parameters, {options.backend}, {device}), one vLLM server, "
+        f"## Weights in {options.dtype} ({options.size} parameters, {options.backend}, {device}), one vLLM server, "
         f"{options.rounds} rounds", "",
-        "| | GB/s | wall s | first, with joining, s | / cp, fsync | / bare broadcast | CPU s of trainer | of server |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | MB | GB/s | wall s | first, with joining, s | / cp, fsync | / bare broadcast | CPU s of trainer | of server |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for name in rounds[0]:
         cells = [
-            side(rounds, name, "gb_s", ".2f"), side(rounds, name, "wall", ".2f"), side(rounds, name, "first", ".2f"),
-            ratio(rounds, name, copy_beside(rounds, name)), ratio(rounds, name, bare_beside(rounds, name)),
+            f"{rounds[0][name]['mb']:.1f}", side(rounds, name, "gb_s", ".2f"), side(rounds, name, "wall", ".2f"), side(rounds, name, "first", ".2f"),
+            ratio(rounds, name, None if name.startswith(ADAPTERS) else copy_beside(rounds, name)), ratio(rounds, name, bare_beside(rounds, name)),
             side(rounds, name, "cpu", ".2f"), side(rounds, name, "server_cpu", ".2f"),
         ]  # fmt: skip
         lines.append(f"| {name} | {' | '.join(cells)} |")

@@ -20,11 +20,12 @@ from measure import memory_mb, read_arguments
 
 from mrl.batch import make_batch
 from mrl.config.ppo import ServerConfig
-from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
+from mrl.config.schema import EngineConfig, LoraConfig, ModelConfig, RoleConfig
 from mrl.engine import links
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
 from mrl.rollout import handover, vllm, weights
+from mrl.rollout.adapters import Adapted
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.1}  # mean difference of log-probs, engine and server
 TEXT = [random.Random(0).randrange(5, 800) for _ in range(48)]
@@ -165,16 +166,61 @@ def turn(engine: BaseEngine, spec: dict[str, Any], keys: dict[str, Any], scales:
     }
 
 
-def main() -> None:
-    spec, out = read_arguments()
+def adapters_turn(spec: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """Hands over adapters of all linear layers, others each time, to a server that holds the base."""
+    lora = LoraConfig(rank=keys["rank"])
+    engine = engine_of(spec, lora)
+    server, generator = psutil.Process(spec["server_pid"]), torch.Generator().manual_seed(0)
+    adapted = Adapted(spec["model"], lora)
+    with tempfile.TemporaryDirectory(prefix="mrl_benchmark_", dir=keys["folder"]) as folder:
+        config = ServerConfig(urls=(spec["url"],), lora="adapter")
+        sampler = vllm.VLLMServerSampler(
+            config, is_main=True, on_main=engine.on_main, weights_dir=folder, device=engine.device, adapted=adapted
+        )
+        walls, cpu, cpu_of_server, before = [], 0.0, 0.0, sampler.log_probs(TEXT)[0]
+        for number in range(1 + spec["handovers"]):
+            shapes = {name: tensor.shape for name, tensor in engine.adapter_weights()}
+            engine.set_adapters({n: torch.randn(s, generator=generator) / s[1] ** 0.5 for n, s in shapes.items()})
+            os.sync()
+            own, its, began = time.process_time(), server_cpu(server), time.perf_counter()
+            sampler.update_weights(engine.adapter_weights())
+            walls.append(time.perf_counter() - began)
+            if number:
+                cpu, cpu_of_server = cpu + time.process_time() - own, cpu_of_server + server_cpu(server) - its
+            after, expected = sampler.log_probs(TEXT)[0], own_log_probs(engine)
+            apart = gap(after, expected)
+            if not apart <= TOLERANCE[spec["dtype"]] < gap(after, before):
+                raise SystemExit(f"{keys}: the server's log-probs differ from the actor's by {apart:.3g}")
+            before = after
+        sampler.close()
+    size, count = (
+        sum(tensor.numel() * tensor.element_size() for _, tensor in engine.adapter_weights()),
+        spec["handovers"],
+    )
+    return {
+        "first": walls[0], "walls": walls[1:], "cpu": cpu / count, "server_cpu": cpu_of_server / count, "bytes": size,
+    }  # fmt: skip
+
+
+def engine_of(spec: dict[str, Any], lora: LoraConfig | None = None) -> BaseEngine:
     engine = build_engine(
         RoleConfig(
-            model=ModelConfig(path=spec["model"], dtype=spec["dtype"]),
+            model=ModelConfig(path=spec["model"], dtype=spec["dtype"], lora=lora),
             engine=EngineConfig(backend=spec["backend"], device=spec["device"]),
             optimizer=None,
         )
     )
     engine.init_model()
+    return engine
+
+
+def main() -> None:
+    spec, out = read_arguments()
+    if spec["adapters"] is not None:
+        found = {"turns": {name: adapters_turn(spec, keys) for name, keys in spec["adapters"].items()}}
+        pathlib.Path(out).write_text(json.dumps(found), encoding="utf-8")
+        return
+    engine = engine_of(spec)
     hook()
     size = sum(tensor.numel() * tensor.element_size() for _, tensor in engine.hf_weights())
     turns: dict[str, dict[str, Any]] = {}

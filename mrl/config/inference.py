@@ -107,6 +107,8 @@ def check_inference(config: InferenceConfig) -> None:
     advice = "leave it out"
     own = (pair for pair in changed(config.model, "model") if pair[0].path in ("model.init", "model.lora"))
     refuse_unread(own, "by a command that trains nothing", advice)
+    adapters = (p for p in changed(config.rollout.server, "rollout.server") if p[0].path == "rollout.server.lora")
+    refuse_unread(adapters, "by a command that trains nothing", advice)
     order = (pair for pair in changed(config.data, "data") if pair[0].path == "data.shuffle")
     refuse_unread(order, "here: rows are taken in their order", advice)
     learned = (pair for pair in changed(config.data, "data") if pair[0].path == "data.teacher")

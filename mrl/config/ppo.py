@@ -106,6 +106,11 @@ class ServerConfig:
         "machine that both are on; auto is ipc or broadcast where the actor is on a GPU and all servers take it, "
         "else disk",
     )
+    lora: Literal["merged", "adapter"] = key(
+        "merged",
+        "what servers get of an actor that trains adapters: all weights with the adapters added in, or the adapters "
+        "alone, as files in weights_dir, where servers have its base and were started to take them",
+    )
     bucket_mb: int = key(512, "weights that are handed over at once: a file, or a message", minimum=1, maximum=10**6)
     concurrency: int = key(128, "requests at a time at each server", minimum=1, maximum=MOST_WAYS)
     timeout_s: float = key(600.0, "longest wait for an answer", above=0, maximum=MOST_SECONDS)

@@ -32,7 +32,7 @@ from mrl.parallel import divisors_near
 
 SERVERS = ("vllm", "sglang")
 IN_PROCESS_ONLY = ("memory_fraction", "tp")
-SERVERS_ONLY = ("weights_dir", "handover", "bucket_mb", "concurrency", "timeout_s", "sleep")
+SERVERS_ONLY = ("weights_dir", "handover", "lora", "bucket_mb", "concurrency", "timeout_s", "sleep")
 NATIVE_ONLY = ("cache_tokens", "prefill_tokens", "cuda_graphs")
 OF_ENVIRONMENTS = ("max_turns", "max_turn_tokens", "environment_parts", "environment_timeout_s")
 SAMPLING = ("top_k", "top_p", "min_p", "stop", "stop_tokens")
@@ -74,6 +74,7 @@ def check_ppo(config: PPOConfig) -> None:
         )
     _check_rewards(config)
     check_rollout(config)
+    _check_adapters_alone(config)
     check_cuda_graphs(config.rollout, config.actor.engine, "actor.engine")
     check_batch_invariant(config.rollout, config.actor.engine, "actor.engine")
     _check_eval(config)
@@ -279,6 +280,24 @@ def _check_server(config: Samples) -> None:
     for url in server.urls:
         if not url.startswith(("http://", "https://")):
             raise ConfigError("rollout.server.urls", url, "is no URL", "write it as http://host:8000")
+
+
+def _check_adapters_alone(config: PPOConfig) -> None:
+    """Raises ConfigError where servers cannot get the actor's adapters alone, or other keys would be left unread."""
+    server, model = config.rollout.server, config.actor.model
+    if server.lora != "adapter":
+        return
+    if model.lora is None:
+        why = "needs adapters, and actor.model.lora is null"
+        raise ConfigError("rollout.server.lora", "adapter", why, "set it to merged, or train adapters")
+    if model.mtp is not None:
+        why = "hands no MTP layers over, and actor.model.mtp trains them"
+        raise ConfigError("rollout.server.lora", "adapter", why, "set it to merged, or actor.model.mtp to null")
+    if server.handover not in ("auto", "disk"):
+        why = "is no way for adapters alone (rollout.server.lora adapter), which go as files"
+        raise ConfigError("rollout.server.handover", server.handover, why, "set it to auto, or that to merged")
+    advice = "set that to merged"
+    _refuse(server, ("bucket_mb",), "by rollout.server.lora adapter, which writes one file", advice, "rollout.server")
 
 
 def check_inside(rollout: RolloutConfig, world_size: int, hf: Mapping[str, Any]) -> None:

@@ -246,6 +246,10 @@ class WorkerDispatch:
         """
         return self._use(role).hf_weights(everywhere=everywhere)
 
+    def adapter_weights(self, role: str) -> Iterator[tuple[str, Tensor]]:
+        """As `hf_weights`, of the adapters alone, under the names of peft's files."""
+        return self._use(role).adapter_weights()
+
     def save_hf_model(self, role: str, path: str) -> None:
         """Writes a folder that transformers loads, or the adapters alone where the role's config says so."""
         self._use(role).export_hf(path)

@@ -101,6 +101,11 @@ class Sampler(abc.ABC):
     """Whether `update_weights` takes the weights on every rank, and not on rank 0 alone."""
 
     @property
+    def takes_adapters(self) -> bool:
+        """Whether `update_weights` takes the actor's adapters alone (`engine.adapter_weights()`), not all weights."""
+        return False
+
+    @property
     def forgets(self) -> bool:
         """Whether the weights are lost in `sleep`, so that `update_weights` comes before the next `sample`."""
         return False

@@ -25,6 +25,7 @@ from mrl.engine.base import Completion
 from mrl.engine.collective import OnMain
 from mrl.engine.sampling import SamplingParams, noise_key
 from mrl.errors import ConfigError, UserError
+from mrl.rollout.adapters import SOME_IDS, Adapted, AdapterHandover
 from mrl.rollout.base import Sampler, SampleRequest
 from mrl.rollout.handover import Handover, Receiver, Together, make_handover
 from mrl.rollout.http import Http
@@ -62,7 +63,11 @@ class Server(Receiver):
 
     @abc.abstractmethod
     def version(self) -> str:
-        """Returns the version that `load` was given last."""
+        """Returns the version that `load` or `set_version` was given last."""
+
+    @abc.abstractmethod
+    def set_version(self, version: str) -> None:
+        """Calls the weights that it has `version` from now on."""
 
     @abc.abstractmethod
     def sleep(self) -> None: ...
@@ -72,7 +77,23 @@ class Server(Receiver):
 
 
 class AdapterServer(Server):
-    """A server that was started with its own weights, and takes adapters beside them."""
+    """A server that was started with its own weights, and takes adapters beside them.
+
+    adapters_on, most_rank: whether it was started to take them, and of which rank at most (None where it does not say);
+    known after `inspect`.
+    """
+
+    adapters_on = True
+    most_rank: int | None = None
+    how_to_adapt: str  # what a server has to be started with, for adapters
+
+    @abc.abstractmethod
+    def adapter_names(self) -> list[str]:
+        """Returns the names of the adapters that it has."""
+
+    @abc.abstractmethod
+    def score(self, tokens: Sequence[int], *, adapter: str | None = None) -> list[float]:
+        """adapter: as of `complete`."""
 
     @abc.abstractmethod
     def complete(self, request: SampleRequest, *, adapter: str | None = None) -> Completion:
@@ -129,11 +150,13 @@ class ServerSampler(Sampler):
     Collective as any sampler; constructing it is too.
 
     weights_dir: a folder of this run alone (`mrl.rollout.weights.weights_dir`). max_length: tokens of the longest
-    sequence that will be asked for. Raises ConfigError or ServerError where a server is not there or not set up for it.
+    sequence that will be asked for. adapted: the actor, where `update_weights` gets its adapters alone and servers hold
+    its base; None where it gets all weights. Raises ConfigError or ServerError where a server is not there or not set
+    up for it.
     """
 
     exact = False
-    server: Callable[[Http], Server]
+    server: Callable[[Http], AdapterServer]
 
     def __init__(
         self,
@@ -145,12 +168,14 @@ class ServerSampler(Sampler):
         max_length: int | None = None,
         probe: Probe | None = None,
         device: torch.device = torch.device("cpu"),  # noqa: B008 (nothing changes it)
+        adapted: Adapted | None = None,
     ) -> None:
         self._servers = Together([self.server(Http(url, timeout_s=config.timeout_s)) for url in config.urls])
         self._config, self._probe = config, probe
         self._is_main, self._on_main = is_main, on_main
         self._handover: Handover | None = None
         self._version: str | None = None
+        self._adapted = adapted
         self._asleep = self._updated = False
         on_main(lambda: self._start(weights_dir, max_length, device))
 
@@ -168,12 +193,25 @@ class ServerSampler(Sampler):
                     ),
                     fix="start it for that many",
                 )
-        self._handover = make_handover(self._servers, config, weights_dir, device)
+        if self._adapted is None:
+            self._handover = make_handover(self._servers, config, weights_dir, device)
+        else:
+            text = SOME_IDS if max_length is None else SOME_IDS[: max_length - 1]
+            self._handover = AdapterHandover(self._servers, weights_dir, self._adapted, text)
 
     @property
     def handover(self) -> str | None:
         """How weights come to the servers, which `auto` has decided; None on other processes than the main one."""
         return None if self._handover is None else self._handover.name
+
+    @property
+    def takes_adapters(self) -> bool:
+        return self._adapted is not None
+
+    @property
+    def _adapter(self) -> str | None:
+        """The adapter that requests name; its name is that of the weights."""
+        return None if self._adapted is None else self._version
 
     # --------------------------------------------------------------------------------------------------- completions
 
@@ -191,13 +229,13 @@ class ServerSampler(Sampler):
         todo = collections.deque(enumerate(requests))
         found: dict[int, Completion] = {}
 
-        def work(server: Server) -> None:
+        def work(server: AdapterServer) -> None:
             while True:
                 try:
                     index, request = todo.popleft()
                 except IndexError:
                     return
-                found[index] = checked(server, request, server.complete(request))
+                found[index] = checked(server, request, server.complete(request, adapter=self._adapter))
 
         lines = min(self._config.concurrency, math.ceil(len(requests) / len(self._servers)))
         self._servers.at_once([functools.partial(work, server) for _ in range(lines) for server in self._servers])
@@ -214,7 +252,7 @@ class ServerSampler(Sampler):
 
     def log_probs(self, tokens: Sequence[int]) -> list[list[float]]:
         """Returns log-probs of `tokens[1:]` at temperature 1, from each server. Collective."""
-        return self._on_main(lambda: self._servers.each(lambda s: s.score(tokens)))
+        return self._on_main(lambda: self._servers.each(lambda s: s.score(tokens, adapter=self._adapter)))
 
     # ------------------------------------------------------------------------------------------------------- weights
 
@@ -247,7 +285,8 @@ class ServerSampler(Sampler):
         self._version = version
 
     def _check_probe(self, probe: Probe, expected: list[float]) -> None:
-        for server, found in zip(self._servers, self._servers.each(lambda s: s.score(probe.tokens)), strict=True):
+        scores = self._servers.each(lambda s: s.score(probe.tokens, adapter=self._adapter))
+        for server, found in zip(self._servers, scores, strict=True):
             gap = sum(abs(a - b) for a, b in zip(expected, found, strict=True)) / len(expected)
             if not gap <= probe.tolerance:
                 raise server.http.error(

@@ -50,6 +50,7 @@ class SGLangServer(AdapterServer):
     path = ""
     links = frozenset({"broadcast"})
     how_to_link = "another kind of server (SGLang's has broadcast alone)"
+    how_to_adapt = "--enable-lora, --max-lora-rank and --lora-target-modules"
     _group = ""  # that its processes are in
 
     def inspect(self, *, sleeps: bool) -> int | None:
@@ -83,21 +84,24 @@ class SGLangServer(AdapterServer):
             raise self.http.error(f"ended a completion with {reason!r}; see its log")
         return Completion(tokens, log_probs, reason == "stop")
 
-    def score(self, tokens: Sequence[int]) -> list[float]:
-        answer = self.http.post(
-            "/generate",
-            {
-                "input_ids": list(tokens),
-                "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-                "return_logprob": True,
-                "logprob_start_len": 0,
-            },
-        )
+    def score(self, tokens: Sequence[int], *, adapter: str | None = None) -> list[float]:
+        body = {
+            "input_ids": list(tokens),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = self.http.post("/generate", body | ({} if adapter is None else {"lora_path": adapter}))
         with answers_of(self, "/generate"):
             found = answer["meta_info"]["input_token_logprobs"]
             if [each[1] for each in found] != list(tokens):
                 raise ValueError("input_token_logprobs are of other tokens")
             return [float(each[0]) for each in found[1:]]
+
+    def adapter_names(self) -> list[str]:
+        models = self.http.get("/v1/models")
+        with answers_of(self, "/v1/models"):
+            return [model["id"] for model in models["data"][1:]]
 
     def load_adapter(self, name: str, folder: str) -> None:
         answer = self.http.post("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
@@ -146,7 +150,7 @@ class SGLangServer(AdapterServer):
         self._done("/init_weights_update_group", group, "join the trainer's group", tries=1)
 
     def begin(self) -> None:
-        self.http.post("/update_weight_version", {"new_version": INCOMPLETE, "abort_all_requests": False})
+        self.set_version(INCOMPLETE)
         self._done("/begin_weight_update", {}, "make ready for new weights", tries=1)
 
     def receive(self, bucket: dict[str, Any]) -> None:
@@ -156,6 +160,9 @@ class SGLangServer(AdapterServer):
     def finish(self, version: str) -> None:
         self._done("/end_weight_update", {}, "finish new weights", tries=1)
         self.http.tell("/flush_cache", {})
+        self.set_version(version)
+
+    def set_version(self, version: str) -> None:
         self.http.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def leave(self) -> None:

@@ -90,6 +90,7 @@ class VLLMServer(AdapterServer):
         f"mrl on its PYTHONPATH, --worker-extension-cls mrl.rollout.vllm_worker.Worker and --weight-transfer-config "
         f'\'{{"backend": "{ENGINE}"}}\''
     )
+    how_to_adapt = "--enable-lora, --max-lora-rank and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 
     def __init__(self, http: Http) -> None:
         super().__init__(http)
@@ -115,6 +116,9 @@ class VLLMServer(AdapterServer):
             self.mode, can_sleep = config["logprobs_mode"], config["enable_sleep_mode"]
             engine = info["vllm_config"].get("weight_transfer_config")
             self.on_cpu = info["vllm_config"].get("device_config", {}).get("device") == "cpu"
+            adapters = info["vllm_config"].get("lora_config")
+            self.adapters_on = adapters is not None
+            self.most_rank = None if adapters is None else int(adapters["max_lora_rank"])
             self.links = LINKS if engine is not None and engine["backend"] == ENGINE else frozenset()
         if self.mode not in (RAW, PROCESSED):
             raise self.http.error(f"gives {self.mode}; start it with --logprobs-mode {RAW} or {PROCESSED}")
@@ -140,8 +144,9 @@ class VLLMServer(AdapterServer):
             raise self.http.error(f"ended a completion with {reason!r}; see its log")
         return Completion(tokens, log_probs, reason == "stop")
 
-    def score(self, tokens: Sequence[int]) -> list[float]:
-        body = {"model": self.name, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+    def score(self, tokens: Sequence[int], *, adapter: str | None = None) -> list[float]:
+        body = {"model": adapter or self.name, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0}
+        body |= {"prompt_logprobs": 0}
         choice = self._choice(body)
         with answers_of(self, "/v1/completions"):
             each = zip(tokens[1:], choice["prompt_logprobs"][1:], strict=True)
@@ -152,16 +157,27 @@ class VLLMServer(AdapterServer):
         with answers_of(self, "/v1/completions"):
             return answer["choices"][0]
 
+    def adapter_names(self) -> list[str]:
+        models = self.http.get("/v1/models")
+        with answers_of(self, "/v1/models"):
+            return [model["id"] for model in models["data"][1:]]
+
     def load_adapter(self, name: str, folder: str) -> None:
+        """Where it has the name it forgets that first. With `load_inplace` vLLM 0.32.0 would read the files again for
+        every step that it samples (lora/worker_manager.py, `add_adapter`)."""
+        adapter = {"lora_name": name, "lora_path": folder}
         try:
-            self.http.tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder, "load_inplace": True})
+            try:
+                self.http.tell("/v1/load_lora_adapter", adapter)
+            except ServerError as error:
+                if error.status != 400 or name not in self.adapter_names():
+                    raise
+                self.unload_adapter(name)
+                self.http.tell("/v1/load_lora_adapter", adapter)
         except ServerError as error:
             if error.status != 404:
                 raise
-            raise self.http.error(
-                "takes no adapters; start it with --enable-lora, --max-lora-rank and the environment variable "
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-            ) from None
+            raise self.http.error(f"takes no adapters; start it with {self.how_to_adapt}") from None
 
     def unload_adapter(self, name: str) -> None:
         self.http.tell("/v1/unload_lora_adapter", {"lora_name": name})
@@ -189,6 +205,9 @@ class VLLMServer(AdapterServer):
                 raise self.http.error(
                     "did not forget its prefix cache, so it would go on from the old weights; see its log"
                 )
+        self.set_version(version)
+
+    def set_version(self, version: str) -> None:
         self.http.post("/update_weight_version", {"new_version": version})
 
     def workers(self) -> int:
@@ -206,7 +225,7 @@ class VLLMServer(AdapterServer):
         self.http.post("/init_weight_transfer_engine", {"init_info": {"offer": offer}}, tries=1)
 
     def begin(self) -> None:
-        self.http.post("/update_weight_version", {"new_version": INCOMPLETE})
+        self.set_version(INCOMPLETE)
         self.http.post("/start_weight_update", tries=1)
 
     def receive(self, bucket: dict[str, Any]) -> None:

@@ -57,8 +57,7 @@ class WeightFolders:
         Holds one bucket of them in memory (or one tensor, where it is larger). Where it cannot be written `weights` is
         read to its end all the same, since other ranks are in it too, and ServerError says why.
         """
-        self._count += 1
-        folder = self.root / f"{self._count:08d}-{secrets.token_hex(4)}"
+        folder = self.new()
         writer = _Writer(folder, self._bucket_bytes)
         why: OSError | None = None
         for name, tensor in weights:
@@ -66,11 +65,19 @@ class WeightFolders:
         why = why or _why_not(writer.close)
         if why is not None:
             shutil.rmtree(folder, ignore_errors=True)
-            raise ServerError(
-                f"rollout.server.weights_dir: {self.root} cannot be written ({why}); it needs room for two copies of "
-                "the weights"
-            ) from why
+            raise self.unwritable(why) from why
         return folder, writer.shapes
+
+    def new(self) -> pathlib.Path:
+        """Returns a folder that is not there yet, of a name that none had before."""
+        self._count += 1
+        return self.root / f"{self._count:08d}-{secrets.token_hex(4)}"
+
+    def unwritable(self, why: OSError) -> ServerError:
+        return ServerError(
+            f"rollout.server.weights_dir: {self.root} cannot be written ({why}); it needs room for two copies of "
+            "the weights"
+        )
 
     def keep_only(self, folder: pathlib.Path | None) -> None:
         """Removes all others."""

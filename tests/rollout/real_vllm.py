@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import pathlib
 import signal
@@ -26,6 +27,7 @@ from mrl.converters.safetensors_io import SafetensorsReader
 from mrl.engine.base import Completion
 from mrl.engine.registry import build_engine
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
+from mrl.rollout.adapters import Adapted
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.servers import Probe
 from mrl.rollout.vllm import VLLMServerSampler
@@ -38,6 +40,7 @@ VENV = pathlib.Path(os.environ.get("MRL_TEST_VLLM_VENV", ROOT / ".venv-vllm"))
 """Where vLLM is installed: `make vllm-venv` makes it."""
 
 MAX_LENGTH = 512
+TEXT = [5, 9, 40, 41, 77, 12]
 FIRST_REQUEST_S = 600
 """Longest wait for a case: a server's first requests compile, which took 65 s beside other work, and more on a busier machine."""
 
@@ -134,11 +137,14 @@ def logs_of(servers: list[RealServer]) -> Iterator[None]:
         raise
 
 
-def sampler_of(urls: list[str], weights_dir: str, *, is_main=True, on_main=lambda fn: fn(), probe=None, **config):
+def sampler_of(
+    urls: list[str], weights_dir: str, *, is_main=True, on_main=lambda fn: fn(), probe=None, adapted=None, **config
+):
     settings = ServerConfig(**{"urls": tuple(urls), "bucket_mb": 1, **config})
     return VLLMServerSampler(
-        settings, is_main=is_main, on_main=on_main, weights_dir=weights_dir, max_length=MAX_LENGTH, probe=probe
-    )
+        settings, is_main=is_main, on_main=on_main, weights_dir=weights_dir, max_length=MAX_LENGTH, probe=probe,
+        adapted=adapted,
+    )  # fmt: skip
 
 
 def requests(
@@ -179,15 +185,7 @@ def follows_the_actor(
     distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=FIRST_REQUEST_S))  # the others wait for rank 0
     engine = build_engine(config)
     engine.init_model()
-    text = [5, 9, 40, 41, 77, 12]
-
-    def own(tokens) -> list[float]:
-        whole = make_batch([list(tokens)], [[1.0] * len(tokens)])
-        with engine.eval_mode():
-            predictions, _ = engine.forward_backward_step(engine.shard_data(whole), forward_only=True)
-        return engine.unshard_data(predictions, whole)["log_probs"].tolist()
-
-    seen = []
+    text, own, seen = TEXT, functools.partial(own_log_probs, engine), []
     with contextlib.ExitStack() as stack:
         for name, url, samplings in (
             ("raw", raw_url, [SamplingParams(), SamplingParams(top_k=9, top_p=0.9, min_p=0.01), GREEDY]),
@@ -213,6 +211,36 @@ def follows_the_actor(
                 engine.set_loss_fn(loss_fn)
                 train(engine, 1)
     return engine_everywhere(engine, seen)
+
+
+def adapters_follow_the_actor(config: RoleConfig, url: str, weights_dir: str) -> None:
+    """As `follows_the_actor`, of a server that holds the base and gets the adapters alone."""
+    distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=FIRST_REQUEST_S))
+    engine = build_engine(config)
+    engine.init_model()
+    own, before = functools.partial(own_log_probs, engine), None
+    sampler = sampler_of(
+        [url], weights_dir, is_main=engine.is_main, on_main=engine.on_main, probe=Probe(TEXT, own, 1e-5),
+        adapted=Adapted(config.model.path, config.model.lora),
+    )  # fmt: skip
+    with contextlib.closing(sampler):
+        for _ in range(3):
+            sampler.update_weights(engine.adapter_weights())
+            found = sampler.log_probs(TEXT)[0]
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(own(TEXT)), rtol=0, atol=1e-5)
+            assert found != before
+            before = found
+            for sampling in (SamplingParams(), GREEDY):
+                engine_everywhere(engine, [check(engine, sampler, sampling)])
+            engine.set_loss_fn(loss_fn)
+            train(engine, 1)
+
+
+def own_log_probs(engine, tokens) -> list[float]:
+    whole = make_batch([list(tokens)], [[1.0] * len(tokens)])
+    with engine.eval_mode():
+        predictions, _ = engine.forward_backward_step(engine.shard_data(whole), forward_only=True)
+    return engine.unshard_data(predictions, whole)["log_probs"].tolist()
 
 
 def engine_everywhere(engine, seen: list[list[Completion]]) -> list[list[Completion]]:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,35 @@ def write_adapter(
     tensors: what `BaseEngine.adapter_weights` gives. base_model_path: the folder of the base model; `name_base` gives
     it another name. An interrupted write leaves no folder that loads.
     """
+    expected = shapes_in_file(base_model_path, lora, head)
+    held = dict(tensors)
+    shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    assert shapes == expected, f"adapter tensors {sorted(shapes.items() ^ expected.items())}"
+    out = Path(path)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / CONFIG).unlink(missing_ok=True)
+    for source in companion_files(Path(base_model_path)):
+        if source.name not in _OF_THE_BASE and source.suffix != ".py":
+            target = out / source.relative_to(base_model_path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+    write_adapter_files(path, lora, base_model_path, held, head=head)
+
+
+def write_adapter_files(
+    path: str | os.PathLike[str],
+    lora: LoraConfig,
+    base_model_path: str,
+    tensors: Mapping[str, Tensor],
+    *,
+    head: str = "lm",
+) -> None:
+    """As `write_adapter`, of the two files that an inference server reads, with the tensors that are given: some
+    modules may be left out, which then are as in the base."""
     from mrl.engine.lora.selection import injection  # as above
 
     found = injection(base_model_path, lora, head)
-    expected = shapes_in_file(base_model_path, lora, head)
-    on_host = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors}
-    shapes = {name: tuple(tensor.shape) for name, tensor in on_host.items()}
-    assert shapes == expected, f"adapter tensors {sorted(shapes.items() ^ expected.items())}"
+    on_host = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
     out = Path(path)
     out.mkdir(parents=True, exist_ok=True)
     (out / CONFIG).unlink(missing_ok=True)
@@ -76,11 +98,6 @@ def write_adapter(
         for tensor in on_host.values():
             file.write(as_bytes(tensor))
     os.replace(out / f".{WEIGHTS}.part", out / WEIGHTS)
-    for source in companion_files(Path(base_model_path)):
-        if source.name not in _OF_THE_BASE and source.suffix != ".py":
-            target = out / source.relative_to(base_model_path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target)
     about = {
         key: sorted(value) if isinstance(value, set) else value for key, value in found.config.to_dict().items()
     } | {"base_model_name_or_path": os.path.abspath(base_model_path), "inference_mode": True, "init_lora_weights": True}

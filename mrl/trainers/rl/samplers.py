@@ -11,9 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from mrl.batch import make_batch
 from mrl.config.ppo import RolloutConfig
+from mrl.config.schema import LoraConfig
 from mrl.engine.base import Completion, GenerateRequest
 from mrl.engine.kept import KeptSequences
 from mrl.roles.dispatch import WorkerDispatch
+from mrl.rollout.adapters import Adapted
 from mrl.rollout.base import Sampler
 from mrl.rollout.native import EngineSampler
 from mrl.rollout.servers import Probe
@@ -36,10 +38,11 @@ def make_sampler(
     max_length: int,
     output_dir: str | os.PathLike[str],
     progress: Callable[[int, int], None],
+    lora: LoraConfig | None = None,
 ) -> Sampler:
     """Returns the sampler of `rollout.backend`, but for a replay, which samples nothing.
 
-    folder, dtype: of the actor's model. max_length: tokens of the longest sequence. output_dir: where weights for
+    folder, dtype, lora: of the actor's model. max_length: tokens of the longest sequence. output_dir: where weights for
     servers lie, if rollout.server names no folder. progress: as of `BaseEngine.generate`.
     """
     if rollout.backend == "native":
@@ -67,6 +70,7 @@ def make_sampler(
         weights_dir=weights_dir(rollout.server, str(output_dir)),
         probe=_probe(dispatch, tokenizer, max_length),
         device=dispatch.device,
+        adapted=Adapted(folder, lora) if lora is not None and rollout.server.lora == "adapter" else None,
     )
 
 
@@ -89,7 +93,10 @@ def with_weights(
             dispatch.offload_all()
         try:
             if has_step != step or sampler.forgets:
-                sampler.update_weights(dispatch.hf_weights("actor", everywhere=sampler.everywhere))
+                if sampler.takes_adapters:
+                    sampler.update_weights(dispatch.adapter_weights("actor"))
+                else:
+                    sampler.update_weights(dispatch.hf_weights("actor", everywhere=sampler.everywhere))
                 if beside:
                     dispatch.offload_all()
             sampler.wake()

@@ -260,6 +260,7 @@ def _rollouts(
     sampler = make_sampler(
         config.rollout, dispatch, tokenizer, folder=folder, dtype=config.actor.model.dtype,
         max_length=config.max_length, output_dir=directory.path, progress=console.generated,
+        lora=config.actor.model.lora,
     )  # fmt: skip
     rollouts = Rollouts(
         sampler, tokenizer, config.rollout, seed=config.seed, end_tokens=end_tokens(folder, tokenizer),

@@ -1,0 +1,213 @@
+"""How an actor's adapters come to inference servers that hold its base: all servers have the new ones, or none samples.
+
+Each set of adapters has a name that none had before, and requests name it, so that nothing is overwritten: a server
+that has no adapter of that name answers no request. They go as files in peft's form, in a folder that trainer and
+servers share. Where one server cannot load them, all drop the new name and keep the old one.
+
+The same name again (`load_inplace`) would not do: vLLM 0.32.0 keeps that word with the adapter, and reads the files
+anew for every step that it samples (lora/worker_manager.py, `add_adapter`). On the main process alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.config.schema import LoraConfig
+from mrl.converters.hf_config import VISION_LANGUAGE, read_hf_config
+from mrl.engine.lora.folder import adapters, write_adapter_files
+from mrl.engine.lora.identity import weights_fingerprint
+from mrl.errors import ConfigError, ServerError, one_line
+from mrl.rollout.handover import Handover, Together
+from mrl.rollout.weights import WeightFolders
+
+KEY = "rollout.server.lora"
+TARGETS = "actor.model.lora.target_modules"
+PREFIX = "mrl-ppo-"
+"""What the names of adapters begin with; a server's weights have the name of the adapter that it was given last."""
+
+AS_STARTED = "default"
+"""What servers call the weights that they were started with."""
+
+SOME_IDS = tuple(range(12))
+"""Tokens that every model has, and not one alone: of a padding token's zeros every adapter makes zeros."""
+
+INSTEAD = f"set {KEY} to merged"
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """An actor that trains adapters alone."""
+
+    model: str  # folder of its base
+    lora: LoraConfig
+
+
+def check_adapted(actor: Adapted) -> None:
+    """Raises ConfigError for adapters that no server takes here. Reads config.json alone."""
+    kind = read_hf_config(actor.model)["model_type"]
+    if kind in VISION_LANGUAGE:
+        raise ConfigError(KEY, "adapter", f"is not for models with images ({kind})", "set it to merged")
+    for name, shape in adapters(actor.model, actor.lora, "lm").items():
+        if shape.parameter is not None:
+            what = "experts" if shape.experts else "routers"
+            raise ConfigError(
+                TARGETS,
+                actor.lora.target_modules,
+                f"takes in {name}, and {KEY} adapter is not for adapters of {what}",
+                f"name linear layers outside of experts alone, or {INSTEAD}",
+            )
+
+
+class AdapterHandover(Handover):
+    """The servers were inspected; constructing it shows that they take the actor's adapters, each kind of module.
+
+    text: ids that they are asked about for that. Raises ConfigError where one does not, and ServerError where one has
+    other weights than those that it was started with.
+    """
+
+    name = "adapters"
+
+    def __init__(
+        self, servers: Together[Any], weights_dir: str, actor: Adapted, text: Sequence[int] = SOME_IDS
+    ) -> None:
+        self._servers, self._actor = servers, actor
+        check_adapted(actor)
+        self._shapes = adapters(actor.model, actor.lora, "lm")
+        servers.each(self._check_start)
+        self._paused()  # what a run that was killed had under way ends, with its files
+        try:
+            servers.each(self._forget_others)
+            self._folders = WeightFolders(weights_dir, bucket_mb=1)
+        finally:
+            servers.outcomes(lambda s: s.resume())
+        self._old: pathlib.Path | None = None
+        self._try_each_kind(text)
+
+    def _check_start(self, server: Any) -> None:
+        """Refuses a server that can be seen not to do, from what it says of itself and from its files."""
+        url, lora = server.http.url, self._actor.lora
+        if not server.adapters_on:
+            why = f"needs servers that take adapters, and {url} was started without"
+            raise ConfigError(KEY, "adapter", why, f"start it with {server.how_to_adapt}, or set it to merged")
+        if server.most_rank is not None and lora.rank > server.most_rank:
+            fix = f"start it with --max-lora-rank {lora.rank} or more, give a smaller rank, or {INSTEAD}"
+            why = f"is above {server.most_rank}, the largest that {url} was started for"
+            raise ConfigError("actor.model.lora.rank", lora.rank, why, fix)
+        has = server.version()
+        if has != AS_STARTED and not has.startswith(PREFIX):
+            raise server.http.error(
+                f"has weights that a run gave it ({has!r}) in place of those of actor.model.path, which {KEY} adapter "
+                "goes over; start it again"
+            )
+        if not _same_base(server.path, self._actor.model):
+            raise server.http.error(
+                f"serves {server.path}, whose weights are not those of actor.model.path, which {KEY} adapter goes "
+                "over; start it with that model"
+            )
+
+    def _forget_others(self, server: Any) -> None:
+        """The server drops adapters of a run before this one, whose files go next."""
+        for name in server.adapter_names():
+            if name.startswith(PREFIX):
+                server.unload_adapter(name)
+
+    def _try_each_kind(self, text: Sequence[int]) -> None:
+        """Has all servers load large adapters of one kind of module after the other, which has to change what they say.
+
+        vLLM 0.32.0 passes over a module that it cannot adapt with a warning in its log, or none at all.
+        """
+        generator = torch.Generator().manual_seed(0)
+        bases = self._servers.each(lambda s: s.score(text))
+        for kind in sorted({name.rpartition(".")[2] for name in self._shapes}):
+            tensors = {}
+            for shape in (s for n, s in self._shapes.items() if n.rpartition(".")[2] == kind):
+                tensors[shape.a_name] = torch.randn(shape.a_shape, generator=generator) / math.sqrt(shape.in_features)
+                tensors[shape.b_name] = torch.randn(shape.b_shape, generator=generator) / shape.scale
+            name, folder = self._written(tensors)
+            try:
+                found = self._servers.each(functools.partial(_scored, name=name, folder=folder, text=text))
+            except ServerError as error:
+                if error.status is None:
+                    raise
+                raise self._refused(kind, one_line(error, 240)) from error
+            finally:
+                self._drop(name)
+            for server, base, scores in zip(self._servers, bases, found, strict=True):
+                if scores == base:
+                    raise self._refused(kind, f"{server.http.url} takes them, and its log-probs are those of the base")
+
+    def _refused(self, kind: str, why: str) -> ConfigError:
+        fix = f"name other modules in {TARGETS}, or set it to merged"
+        return ConfigError(KEY, "adapter", f"cannot be with the adapters of {kind} ({why})", fix)
+
+    def send(self, weights: Iterator[tuple[str, Tensor]]) -> str:
+        """weights: adapters, as of `BaseEngine.adapter_weights`. They are called as the adapter is."""
+        name, folder = self._written(dict(weights))
+        self._paused()
+        try:
+            try:
+                self._servers.each(lambda s: s.load_adapter(name, str(folder)))
+            except ServerError as failed:
+                self._drop(name)
+                raise ServerError(f"{failed}; no server samples with the new adapters") from failed
+            self._servers.each(lambda s: self._replace(s, name))
+        finally:
+            self._servers.outcomes(lambda s: s.resume())
+        self._old = folder
+        self._folders.keep_only(folder)
+        return name
+
+    def _replace(self, server: Any, name: str) -> None:
+        """The server's weights are called as their adapter is, and it forgets the adapters before."""
+        for other in server.adapter_names():
+            if other.startswith(PREFIX) and other != name:
+                server.unload_adapter(other)
+        server.set_version(name)
+
+    def _written(self, tensors: Mapping[str, Tensor]) -> tuple[str, pathlib.Path]:
+        """Returns a new name, and a new folder with the adapters. Raises ServerError where it cannot be written."""
+        folder = self._folders.new()
+        try:
+            write_adapter_files(folder, self._actor.lora, self._actor.model, tensors)
+        except OSError as error:
+            self._folders.keep_only(self._old)
+            raise self._folders.unwritable(error) from error
+        return PREFIX + folder.name, folder
+
+    def _paused(self) -> None:
+        try:
+            self._servers.each(lambda s: s.pause())
+        except ServerError:
+            self._servers.outcomes(lambda s: s.resume())
+            raise
+
+    def _drop(self, name: str) -> None:
+        """Servers forget the adapters `name`, which not all of them have, and their files go."""
+        self._servers.outcomes(lambda s: s.unload_adapter(name))
+        self._folders.keep_only(self._old)
+
+    def close(self) -> None:
+        """Servers have their base again, and no files are left."""
+        self._servers.outcomes(self._forget_others)
+        self._folders.keep_only(None)
+
+
+def _scored(server: Any, *, name: str, folder: pathlib.Path, text: Sequence[int]) -> list[float]:
+    server.load_adapter(name, str(folder))
+    return server.score(text, adapter=name)
+
+
+def _same_base(served: str, model: str) -> bool:
+    """Returns whether two folders have the same weights, by a sample of them; True where one cannot be read here."""
+    folders = [pathlib.Path(served).expanduser(), pathlib.Path(model)]
+    if not all(any(folder.glob("*.safetensors")) for folder in folders) or folders[0].samefile(folders[1]):
+        return True
+    return weights_fingerprint(str(folders[0])) == weights_fingerprint(str(folders[1]))
