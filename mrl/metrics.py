@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from mrl.config.schema import LogConfig, WandbConfig
+from mrl.config.urls import without_queries
 from mrl.errors import ConfigError
 from mrl.metric_names import is_metric
 
@@ -203,7 +204,7 @@ class WandbSink:
                 dir=str(output_dir),
                 mode=mode,
                 resume="allow",
-                config=dict(config),
+                config=without_queries(config),
                 settings=client.Settings(silent=True, console="off", x_disable_stats=True),
             )
         except client.Error as error:

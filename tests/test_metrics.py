@@ -18,8 +18,9 @@ from mrl.metric_names import METRICS
 
 
 def open_log(folder: pathlib.Path, log: LogConfig | None = None, *, step: int = 0, enabled: bool = True):
+    config = {"seed": 0, "data": {"train": [{"path": "https://host/a.jsonl?signature=x"}]}}
     return metrics.open_metrics(
-        folder, log or LogConfig(), step=step, config={"seed": 0}, run_id="abcd1234", enabled=enabled
+        folder, log or LogConfig(), step=step, config=config, run_id="abcd1234", enabled=enabled
     )  # fmt: skip
 
 
@@ -220,6 +221,8 @@ def test_wandb_offline_goes_on_under_the_same_id(no_account, tmp_path):
     ]
     runs = sorted(p.name for p in (tmp_path / "demo" / "wandb").iterdir() if p.name.startswith("offline-run-"))
     assert runs and all("-abcd1234" in name for name in runs)  # -1 in the same second
+    written = b"".join(path.read_bytes() for path in (tmp_path / "demo" / "wandb").rglob("*") if path.is_file())
+    assert b"host/a.jsonl?(hidden)" in written and b"signature" not in written
 
 
 def make(folder: pathlib.Path) -> pathlib.Path:

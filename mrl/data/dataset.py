@@ -16,6 +16,7 @@ from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.ppo import PromptsConfig
 from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
+from mrl.config.urls import shown_url
 from mrl.converters.hf_config import VISION_LANGUAGE
 from mrl.data.encode import NO_TEMPLATE, Encoder
 from mrl.data.files import BadRow, RowError
@@ -90,7 +91,8 @@ class RowDataset(abc.ABC, Generic[T]):
             raise DataError("data.eval", why="is null", fix="name the rows to evaluate on")
         if not isinstance(path, str):
             raise DataError(f"data.{part}", why="is several sources, which are not taken here", fix="give one path")
-        self.config, self.path, self.part, self.vocab_size = config, path, part, vocab_size
+        self.config, self.part, self.vocab_size = config, part, vocab_size
+        self.path = shown_url(path)
         check_columns(config.columns)
         tokenizer = copy.deepcopy(tokenizer)  # a fast tokenizer must not be used by two threads at once
         if config.chat_template is not None:

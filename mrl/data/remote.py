@@ -13,6 +13,7 @@ import dataclasses
 import http.client
 import io
 import os
+import re
 import threading
 import time
 import urllib.error
@@ -25,6 +26,7 @@ import datasets
 import fsspec
 from huggingface_hub.errors import OfflineModeIsEnabled
 
+from mrl.config.urls import is_signed, shown_url
 from mrl.data.files import SUFFIXES, one_line
 from mrl.errors import DataError
 
@@ -55,8 +57,8 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        """The URL as it is shown: what comes after `?` may be a password."""
-        return self.url.partition("?")[0] if "://" in self.url else self.url
+        """The URL as it is shown."""
+        return shown_url(self.url)
 
     def open(self, key: str, ended: threading.Event) -> io.BufferedReader:
         """Returns its bytes from the beginning. key: of the config, for errors. ended: once set, nothing is tried
@@ -97,7 +99,7 @@ class _Reopened(io.RawIOBase):
             except Exception as error:  # each library raises its own, and all mean that the bytes did not come
                 self._close()
                 if wait is None or not may_pass(error) or is_ending() or self._ended.wait(wait):
-                    raise failure(self.key, self.of.name, error) from error
+                    raise failure(self.key, self.of.url, error) from error
         raise AssertionError("every try returns or raises")
 
     def _read(self, most: int) -> bytes:
@@ -143,13 +145,15 @@ def may_pass(error: Exception) -> bool:
     return not (status in WRONG_STATUS and status not in TRY_AGAIN)
 
 
-def failure(key: str, name: str, error: Exception) -> SourceError:
+def failure(key: str, url: str, error: Exception) -> SourceError:
     """Returns the line on a file that cannot be read. key: of the config."""
     fix = "check the address and the network, and start the same command again"
-    return SourceError(key, why=f"{name} cannot be read ({type(error).__name__}: {one_line(error)})", fix=fix)
+    if is_signed(url) and getattr(error, "code", None) in (400, 401, 403):
+        fix = f"if its signature is no longer valid, set {key} to a URL with a new one: the run goes on with it"
+    return SourceError(key, why=f"{shown_url(url)} cannot be read ({type(error).__name__}: {one_line(error)})", fix=fix)
 
 
-def _tried(key: str, name: str, fn: Callable[[], Any]) -> Any:
+def _tried(key: str, url: str, fn: Callable[[], Any]) -> Any:
     """Returns what `fn` does, tried several times."""
     for wait in (*WAITS_TO_FIND_S, None):
         try:
@@ -158,7 +162,7 @@ def _tried(key: str, name: str, fn: Callable[[], Any]) -> Any:
             raise
         except Exception as error:  # as in `_Reopened.readinto`
             if wait is None or not may_pass(error):
-                raise failure(key, name, error) from error
+                raise failure(key, url, error) from error
             time.sleep(wait)
     raise AssertionError("every try returns or raises")
 
@@ -169,13 +173,19 @@ def _tried(key: str, name: str, fn: Callable[[], Any]) -> Any:
 def find_files(path: str, *, split: str | None, key: str) -> list[RemoteFile]:
     """Returns the files of a URL or hub id in the order of their names. Raises DataError where there are none."""
     if path.startswith(("http://", "https://")):
-        found = [_tried(key, path.partition("?")[0], lambda: http_file(path))]
+        if not re.fullmatch(r"[^\s@/]+(/[^\s]*)?", path.partition("://")[2]):
+            why, fix = (
+                f"{shown_url(path).rpartition('@')[2]} is no address",
+                "give https://HOST/PATH without spaces and login",
+            )
+            raise DataError(key, why=why, fix=fix)
+        found = [_tried(key, path, lambda: http_file(path))]
     elif "://" in path:
         found = _tried(key, path, lambda: _fsspec_files(path, key))
     else:
         found = _tried(key, path, lambda: _hub_files(path, split, key))
     if split is not None and "://" in path:
-        why = f"{split!r}, but {path} names files, which have no splits"
+        why = f"{split!r}, but {shown_url(path)} names files, which have no splits"
         raise DataError(f"{key}, split", why=why, fix="leave split out and name the files of that split")
     for file in found:
         check_suffix(file.name, key)
@@ -215,7 +225,7 @@ def http_file(url: str) -> RemoteFile:
             answer.close()
             raise ValueError("the file was replaced since this run found it")
         coding = answer.headers.get("Content-Encoding", "identity")
-        if coding != "identity" and not url.partition("?")[0].endswith((".gz", ".zst")):
+        if coding != "identity" and not shown_url(url).endswith((".gz", ".zst")):
             answer.close()
             raise ValueError(f"the server sends it with Content-Encoding {coding}, and was asked not to")
         if offset and answer.status != 206:  # the server knows no ranges and begins anew

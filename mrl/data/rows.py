@@ -24,6 +24,7 @@ from typing import Any, Literal
 import datasets
 import numpy as np
 
+from mrl.config.urls import shown_url
 from mrl.data.files import SUFFIXES, Source, one_line, open_file, without_nulls
 from mrl.data.remote import STREAMED_SUFFIXES, RemoteFile, find_files, local_file
 from mrl.data.streamed import Exchange, StreamedRows
@@ -94,7 +95,7 @@ def open_stream(path: str, *, split: str | None, buffer: int, exchange: Exchange
             raise _no_splits(path, split)
         return [local_file(file) for file in files] or find_files(path, split=split, key="data.train")
 
-    return StreamedRows(find, buffer=buffer, key="data.train", what=path.partition("?")[0], exchange=exchange)
+    return StreamedRows(find, buffer=buffer, key="data.train", what=shown_url(path), exchange=exchange)
 
 
 def open_rows(path: str, *, split: str | None, part: Part) -> Rows:

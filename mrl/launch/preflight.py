@@ -29,6 +29,7 @@ from mrl.config.rows import RowsConfig
 from mrl.config.schema import CheckpointConfig, ModelConfig
 from mrl.config.sources import RenderedSource, Source
 from mrl.config.stream_checks import streamed_keys
+from mrl.config.urls import shown_url
 from mrl.engine.checks import Sequences
 from mrl.errors import ConfigError, DataError, ModelError, first_line, quoted, unwritable
 from mrl.parallel import ParallelDims
@@ -276,7 +277,7 @@ def _not_downloaded(key: str, url: str) -> DataError:
     if key.startswith("data.train"):
         stream = "data.stream" if key == "data.train" else key.replace(".path", ".stream")
         fix += f", or set {stream} to true to read it while training"
-    return DataError(key, quoted(url), "is a URL, which is not downloaded", fix)
+    return DataError(key, quoted(shown_url(url)), "is a URL, which is not downloaded", fix)
 
 
 def _sources(data: RowsConfig) -> Iterator[tuple[str, Source]]:

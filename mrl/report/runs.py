@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy
 
 from mrl.config.load import read_yaml
+from mrl.config.urls import without_queries
 from mrl.errors import UserError, one_line, shortened
 from mrl.report.metrics_file import MetricsFile, Table
 
@@ -172,7 +173,7 @@ def read_settings(path: pathlib.Path) -> Settings:
     if not path.exists():
         return Settings(problem=f"{path.name} is not there: no versions, keys and length of the run")
     try:
-        keys = flattened(read_yaml(path))
+        keys = flattened(without_queries(read_yaml(path)))
     except UserError as error:
         return Settings(problem=str(error))
     header: dict[str, str] = {}

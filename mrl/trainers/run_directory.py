@@ -24,6 +24,7 @@ from mrl.config.command import Config, OnRows, command_of
 from mrl.config.load import dump_config, read_yaml, to_dict
 from mrl.config.resume import Change, check_resume, moving
 from mrl.config.schema import CheckpointConfig
+from mrl.config.urls import without_queries
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.lora.shapes import CONFIG as ADAPTER_CONFIG
 from mrl.errors import CheckpointError, ConfigError, Shown, quoted
@@ -83,7 +84,10 @@ class RunDirectory:
             + _provenance(command_line)
             + "".join(f"# {note}\n" for note in notes)
         )
-        temporary.write_text(header + dump_config(config), encoding="utf-8")
+        text = dump_config(config)
+        temporary.write_text(header + text, encoding="utf-8")
+        if without_queries(text) != text:  # whoever reads the signature of a URL can read the rows
+            temporary.chmod(0o600)
         os.replace(temporary, self.config)
 
     def save_failed_batch(self, step: int, batch: Batch, rows: Sequence[str]) -> pathlib.Path:
@@ -256,7 +260,8 @@ def _same_folder(a: str, b: str) -> bool:
 def _provenance(command_line: str) -> str:
     """Comment lines with versions, git state and the command line."""
     lines = ["versions: " + ", ".join(f"{name} {version}" for name, version in versions().items())]
-    lines += [f"git: {git_state()}", f"command: {' '.join(command_line.split()) or 'none, started from Python'}"]
+    command = without_queries(" ".join(command_line.split())) or "none, started from Python"
+    lines += [f"git: {git_state()}", f"command: {command}"]
     return "".join(f"# {line}\n" for line in lines)
 
 

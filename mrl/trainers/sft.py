@@ -29,6 +29,7 @@ from mrl.config.load import to_dict
 from mrl.config.resume import check_resume
 from mrl.config.schema import RoleConfig, SFTConfig
 from mrl.config.stream_checks import streamed_keys
+from mrl.config.urls import without_queries
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import check_same_model, model_fingerprint, model_folder
 from mrl.data.batches import Batches, BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
@@ -481,7 +482,7 @@ def save(trainer: Trainer, progress: Progress, *, in_background: bool = False) -
         "data": trainer.source.state_dict(),
         "model": model_fingerprint(engine.config.model.path),
         "models": dict(trainer.task.fingerprints),
-        "config": to_dict(config),
+        "config": without_queries(to_dict(config)),
         "chosen": engine.chosen,
     }
     root, remote = str(directory.checkpoints), config.checkpoint.remote

@@ -455,7 +455,14 @@ def test_files_that_cannot_be_streamed_are_refused(folder, site, tmp_path):
         assert says in str(refused.value), (path, str(refused.value))
         assert str(refused.value).startswith(("data.", str(tmp_path))), (path, str(refused.value))
         assert "\n" not in str(refused.value)
-    site.encoding, site.folder = "gzip", folder
+    for url, says in (("http://user:word@host/a.jsonl", "host/a.jsonl is no address"), ("http://h/a b.jsonl", "is no")):
+        with pytest.raises(DataError, match=says) as refused:
+            source(url)
+        assert "word" not in str(refused.value)
+    site.fails = 403
+    with pytest.raises(DataError, match=r"a.jsonl cannot be read \(HTTPError: .*403.*; if its signature is no longer"):
+        source(site.url("a.jsonl?signature=old"))
+    site.fails, site.encoding, site.folder = None, "gzip", folder
     with pytest.raises(DataError, match=r"a.jsonl cannot be read \(ValueError: the server sends it with Content-Enc"):
         source(site.url("a.jsonl"))
     assert source(site.url("a.jsonl.gz")).next().num_tokens  # the file is what was asked for

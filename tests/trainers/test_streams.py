@@ -34,8 +34,8 @@ def config_of(inputs: pathlib.Path, place: pathlib.Path, train: Any, **changes: 
     return config | {"data": {"train": train, "max_length": 64, **changes.get("data", {})}}
 
 
-def mixed(inputs: pathlib.Path, site: Site) -> list[dict[str, Any]]:
-    streamed = {"path": site.url("web.jsonl"), "stream": True, "shuffle_buffer": 6, "weight": 0.75}
+def mixed(inputs: pathlib.Path, site: Site, query: str = "") -> list[dict[str, Any]]:
+    streamed = {"path": site.url("web.jsonl") + query, "stream": True, "shuffle_buffer": 6, "weight": 0.75}
     return [streamed, {"path": str(inputs / "train.jsonl"), "weight": 0.25}]
 
 
@@ -79,15 +79,22 @@ def test_a_stream_is_resumed_bitwise_and_one_on_every_layout(inputs, site, tmp_p
 
 
 def test_a_source_that_fails_ends_the_run_after_a_save_and_the_run_goes_on(inputs, site, tmp_path):
+    """With another signature, which nothing but config.yaml has."""
     assert run(2, config_of(inputs, tmp_path / "live", mixed(inputs, site)))[:2] == ("done", "")
-    config = config_of(inputs, tmp_path / "run", mixed(inputs, site))
+    config = config_of(inputs, tmp_path / "run", mixed(inputs, site, "?signature=first"))
     switch = site.folder / "fails"
     kind, message, _ = run(2, config, happening="source_fails", step=1, switch=str(switch))
     assert kind == "DataError", message
     assert message.startswith(f"data.train: {site.url('web.jsonl')} cannot be read (HTTPError: HTTP Error 503")
     assert message.endswith(": the same command goes on from there") and "are saved in " in message
     switch.unlink()
-    assert run(2, config)[:2] == ("done", "")
+    config = config_of(inputs, tmp_path / "run", mixed(inputs, site, "?signature=second"))
+    kind, _, said = run(2, config)
+    assert kind == "done" and "signature" not in said + message and "changed" not in said
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert [path.name for path in files if b"signature=" in path.read_bytes()] == ["config.yaml"]
+    assert (tmp_path / "run" / "config.yaml").stat().st_mode & 0o777 == 0o600
+    assert "signature=second" in (tmp_path / "run" / "config.yaml").read_text()
     assert tiny_runs.steps(tmp_path / "run") == tiny_runs.steps(tmp_path / "live")
 
 
