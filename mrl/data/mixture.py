@@ -193,6 +193,10 @@ class Mixer:
         last = self.last[number]
         return last is not None and read.epoch * len(self.dataset.sources[number]) + read.position >= last
 
+    def all_over(self, reads: Sequence[Read]) -> bool:
+        """Returns whether no source gives a row any more."""
+        return all(self.is_over(number, read) for number, read in enumerate(reads))
+
     def choose(self, reads: Sequence[Read]) -> int:
         """Returns the number of the source that the next row is of. Raises DataError where all are over."""
         open_ = [i for i, read in enumerate(reads) if not self.is_over(i, read)]

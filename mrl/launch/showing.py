@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from mrl.config.command import OnRows, TrainingCommand, command_of_yaml
@@ -13,6 +14,7 @@ from mrl.config.load import load_config, read_yaml
 from mrl.config.stream_checks import streamed_keys
 from mrl.errors import ConfigError
 from mrl.launch import preflight
+from mrl.words import counted
 
 if TYPE_CHECKING:
     from mrl.config.sources import Share
@@ -89,7 +91,8 @@ class Seen:
     def __str__(self) -> str:
         tokens = sum(self.lengths)
         share = f"{100 * self.trained / tokens:.1f} %"
-        return f"{len(self.lengths):,} sequences, {tokens:,} tokens, {self.trained:,} train ({share})"
+        of = counted(len(self.lengths), "sequence")
+        return f"{of}, {counted(tokens, 'token')}, {self.trained:,} train ({share})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +120,7 @@ class Read:
         kind = getattr(self.dataset, "format", None)
         form = "" if kind is None else f" of the format {kind}"
         key = f"data.{self.part}.{self.name}".rstrip(".")
-        number = "streamed rows" if self.dataset.is_streamed else f"{len(self.dataset):,} rows"
+        number = "streamed rows" if self.dataset.is_streamed else counted(len(self.dataset), "row")
         yield f"{key}: {self.dataset.path}: {number}{form}"
         batch = self.command.rows_of_batch(self.config)
         packs = self.part == "train" and not self.command.generates and batch <= LARGEST
@@ -135,12 +138,11 @@ class Read:
             yield from self._row(row, by_token, coloured)
         yield ""
         seen_rows = whole.rows + report.skipped + report.dropped
-        is_all = count or (not self.dataset.is_streamed and seen_rows == len(self.dataset))
-        yield f"{'all rows' if is_all else f'the first {whole.rows:,} rows that are used'}: {whole}"
+        is_all = count or not (self.dataset.is_streamed or self.shares or seen_rows < len(self.dataset))
+        used = counted(whole.rows, "row that is used", "rows that are used")
+        yield f"{'all rows' if is_all else f'the first {used}'}: {whole}"
         for name, of_source in seen.items():
-            of_rows, of_tokens = of_source.rows / whole.rows, sum(of_source.lengths) / sum(whole.lengths)
-            shares = f"{100 * of_rows:.1f} % of the rows, {100 * of_tokens:.1f} % of the tokens"
-            yield f"  {name}: {of_source.rows:,} rows, {of_source}" + ("" if count else f"; {shares}")
+            yield f"  {name}: {counted(of_source.rows, 'row')}, {of_source}"
         yield f"tokens of a sequence: {summary(whole.lengths)}"
         yield from (f"  {line}" for line in histogram(whole.lengths))
         counts = ", ".join(f"{what}: {number:,}" for what, number in report.counts.items())
@@ -148,6 +150,8 @@ class Read:
         yield from (f"  {note}" for note in report.notes)
         if packs and len(kept) >= batch:
             yield self._packing([row.item for row in kept[:batch]])
+        if self.shares and self.part == "train":
+            yield from self._shares_of_run(seen, batch, count=count)
         if self.part == "train" and count:
             yield self._steps(whole.rows, batch)
 
@@ -161,7 +165,8 @@ class Read:
             shuffle = self.part == "train" and self.config.data.shuffle
             yield from self._loaded(row_order(self.config.seed, 0, len(self.dataset), shuffle).tolist(), report)
             return
-        for number, taken in enumerate(self.task.source(self.dataset).walk(), start=1):
+        source = self.task.source(self.dataset)
+        for number, taken in enumerate(source.walk(), start=1):
             report.skipped, report.dropped, report.truncated = (
                 getattr(taken.progress, name) for name in ("skipped", "dropped", "truncated")
             )
@@ -171,7 +176,7 @@ class Read:
                 is_over = all(read.epoch for read in taken.progress.sources or [taken.progress])
             else:
                 is_over = number + report.skipped + report.dropped >= len(self.dataset)
-            if is_over:
+            if is_over or (source.mixer is not None and source.mixer.all_over(taken.progress.sources)):
                 return
 
     def _every_row(self, report: Any) -> Iterator[Row]:
@@ -213,10 +218,11 @@ class Read:
         )  # fmt: skip
         sums = [sum(lengths[i] for i in one) for one in made]
         most = [len(one) * max(lengths[i] for i in one) for one in made]
-        of = f"at most {limit.tokens:,} tokens" if limit.tokens is not None else f"{limit.size} sequences"
+        of = counted(limit.size, "sequence") if limit.size is not None else f"at most {limit.tokens:,} tokens"
         laid = "sequences end to end" if role.packing else f"padding {100 * (1 - sum(sums) / sum(most)):.1f} %"
         text = (
-            f"the first batch on one replica: {len(lengths):,} sequences in {len(made)} micro-batches of {of}, {laid}"
+            f"the first batch on one replica: {counted(len(lengths), 'sequence')} in "
+            f"{counted(len(made), 'micro-batch', 'micro-batches')} of {of}, {laid}"
         )
         if role.packing and limit.tokens is not None:
             text += f", {100 * sum(sums) / (len(made) * limit.tokens):.1f} % full"
@@ -224,22 +230,67 @@ class Read:
 
     def _steps(self, usable: int, batch: int) -> str:
         from mrl.data.batches import steps_for_epochs
-        from mrl.trainers.console import open_console
-        from mrl.trainers.mixture_length import length_of_mixture
 
         if self.shares:
-            steps = length_of_mixture(
-                self.config, self.dataset, open_console("none", enabled=False), rows=batch,
-                each=self.task.steps_of_batch, check=lambda steps, length: None,
-            )  # fmt: skip
-            each = "" if self.task.steps_of_batch == 1 else f", {self.task.steps_of_batch:,} on each batch"
-            return f"length: {steps:,} steps{each} of {batch:,} rows, mixed from {usable:,}"
+            steps, on_each = self._steps_of_mixture(batch), self.task.steps_of_batch
+            each = "" if on_each == 1 else f", {on_each:,} on each batch"
+            return f"length: {counted(steps, 'step')}{each} of {counted(batch, 'row')}, mixed from {usable:,}"
         train = self.config.train
         what = "iterations" if self.command.generates else "steps"
         if train.steps is not None:
             made = train.steps if not self.command.generates else None
             passes = "" if made is None else f": {made * batch / usable:.2f} passes over the rows"
-            return f"length: train.steps {train.steps:,}, {batch:,} rows in each of the {what}{passes}"
+            return f"length: train.steps {train.steps:,}, {counted(batch, 'row')} in each of the {what}{passes}"
         epochs = 1.0 if train.epochs is None else train.epochs
         made = steps_for_epochs(epochs, usable, batch)
-        return f"length: {epochs:g} epochs of {usable:,} rows, {batch:,} a step: {made:,} {what}"
+        length = f"{counted(epochs, 'epoch')} of {counted(usable, 'row')}, {batch:,} a step"
+        return f"length: {length}: {counted(made, what.removesuffix('s'))}"
+
+    def _steps_of_mixture(self, batch: int) -> int:
+        from mrl.trainers.console import open_console
+        from mrl.trainers.mixture_length import length_of_mixture
+
+        return length_of_mixture(
+            self.config, self.dataset, open_console("none", enabled=False), rows=batch, each=self.task.steps_of_batch,
+            check=lambda steps, length: None,
+        )  # fmt: skip
+
+    def _shares_of_run(self, seen: Mapping[str, Seen], batch: int, *, count: bool) -> Iterator[str]:
+        """Yields what the run takes of each source of a mixture. seen: of each; all of its rows where `count`."""
+        from mrl.data.mixture_shares import Supply, shares_of_run
+        from mrl.data.stream import may_leave_out
+
+        may_lack = may_leave_out(self.dataset.config) and not count
+        if self.config.train.steps is None and may_lack:
+            yield "shares of the run: --count gives them, as rows may be left out and its length depends on them"
+            return
+        is_given = may_lack or self.dataset.is_streamed
+        given = self.config.train.steps if is_given else None
+        steps = self._steps_of_mixture(batch) if given is None else given
+        rows, mixer = -(-steps // self.task.steps_of_batch) * batch, self.task.source(self.dataset).mixer
+        lengths = [length for one in seen.values() for length in one.lengths]
+        supplies = []
+        mean = sum(lengths) / sum(one.rows for one in seen.values())
+        for of, source, weight, last in zip(
+            seen.values(), self.dataset.sources, mixer.weights, mixer.last, strict=True
+        ):
+            usable = None if source.is_streamed else of.rows if count else len(source)
+            most = None if last is None or usable is None else last * usable / len(source)
+            tokens = sum(of.lengths) / of.rows if of.rows else mean  # of no row in what was read
+            supplies.append(Supply(weight, usable, most, tokens))
+        found = shares_of_run(supplies, rows, by_tokens=mixer.by_tokens)
+        if_all = ", if none is left out" if may_lack else ""
+        yield f"the run takes {counted(rows, 'row')} in {counted(steps, 'step')}{if_all}:"
+        tokens_of_run = sum(one.rows * supply.tokens for one, supply in zip(found, supplies, strict=True))
+        for share, one, supply in zip(self.shares, found, supplies, strict=True):
+            of_tokens = one.rows * supply.tokens / tokens_of_run
+            line = f"  {share.title}: {100 * one.rows / rows:.1f} % of the rows, {100 * of_tokens:.1f} % of the tokens"
+            if one.passes is not None:
+                passes = counted(float(f"{one.passes:.3g}"), "pass", "passes")
+                line += f", {passes} over {counted(supply.rows or 0, 'row')}"
+            if share.epochs is not None and supply.rows is None:
+                line += f", until {counted(share.epochs, 'pass', 'passes')} over it are made"
+            elif one.ends_after is not None:
+                at = math.ceil(one.ends_after / batch) * self.task.steps_of_batch
+                line += f"; epochs {share.epochs:g} of it are over at about step {at:,}"
+            yield line

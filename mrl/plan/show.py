@@ -8,6 +8,7 @@ from mrl.config.phases import Phase
 from mrl.plan import units
 from mrl.plan.memory import RolePlan, Use
 from mrl.plan.planner import Plan
+from mrl.words import counted
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "cache", "idle")
 _MOST_STAGES = 16  # of which rows are shown; of more, those that differ
@@ -63,7 +64,7 @@ def _picture(role: RolePlan) -> Iterator[str]:
     yield f"{name}{dims.describe()}, {role.model}" + (" on backend fsdp" if sharded else f", layers of {role.spec}")
     if sharded:
         copies = role.config.engine.fsdp.replicate
-        yield f"  every tensor in {dims.world_size // copies} shards, {units.counted(copies, 'copy', 'copies')}"
+        yield f"  every tensor in {dims.world_size // copies} shards, {counted(copies, 'copy', 'copies')}"
         return
     ranks = dims.world_size // dims.pp
     rows = [(f"stage {i}", f"ranks {i * ranks}-{(i + 1) * ranks - 1}", _held(role, i)) for i in range(dims.pp)]
@@ -118,13 +119,13 @@ def _update(plan: Plan, phase: Phase) -> Iterator[str]:
     cost, batches = plan.costs[phase.name], plan.batches[phase.name]
     flops = plan.model_flops.get(phase.role)
     steps = f"{phase.steps} optimizer steps of " if phase.steps > 1 else ""
-    count = units.counted(batches.count, "micro-batch", "micro-batches")
-    yield f"{phase.name}: {steps}{count} of {units.counted(batches.tokens, 'token')} on each replica"
+    count = counted(batches.count, "micro-batch", "micro-batches")
+    yield f"{phase.name}: {steps}{count} of {counted(batches.tokens, 'token')} on each replica"
     yield f"  pipeline bubble {cost.bubble:.1%} (of the schedule alone {cost.even_bubble:.1%})"
     for moved in cost.moved:
         words = moved.op.replace("_", "-")
         where = "inside a node" if moved.link == "node" else "between nodes"
-        ranks = units.counted(moved.ranks, "rank")
+        ranks = counted(moved.ranks, "rank")
         yield f"  {moved.group} {words} over {ranks}: {units.size(moved.bytes)} sent a rank, {where}"
     parts = (
         f"pipeline {units.duration(cost.pipeline_s)}, gradients and parameters {units.duration(cost.gradients_s)}, "

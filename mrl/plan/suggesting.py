@@ -18,6 +18,7 @@ from mrl.plan.gpus import GPU
 from mrl.plan.memory import parameters_of
 from mrl.plan.planner import Plan
 from mrl.plan.show import table
+from mrl.words import counted
 
 MOST = 48  # layouts that are built and run, a second or less each
 LONG = 16384  # tokens from which context parallelism is tried
@@ -117,14 +118,14 @@ def lines(
 ) -> Iterator[str]:  # fmt: skip
     """Yields the table, the fastest first. key: of the engine whose layouts were searched. own: of those that have one
     of their own, which stays. refused: how many of those that were tried no run takes."""
-    where = f"{units.counted(world_size, 'GPU')} ({gpu.name})"
+    where = f"{counted(world_size, 'GPU')} ({gpu.name})"
     apart = f" ({refused} refused)" if refused else ""
     if not tried:
         yield f"no layout of {key} fits on {where}: parameters, gradients and optimizer alone are more in each"
         yield "try more GPUs, or a larger one"
         return
     if not found:
-        yield f"none of {units.counted(tried, 'layout')} of {key} fits on {where}{apart}"
+        yield f"none of {counted(tried, 'layout')} of {key} fits on {where}{apart}"
         yield "try more GPUs, a larger one, engine.offload=[optimizer], smaller micro-batches or shorter sequences"
         return
     best = _ranked(found)[:10]
@@ -136,7 +137,7 @@ def lines(
             role.dims.describe(), units.size(one.plan.fullest.total), units.size(one.plan.room), f"{bubble:.1%}",
             units.duration(one.plan.seconds), role.config.engine.recompute,
         ])  # fmt: skip
-    yield f"{len(found)} of {units.counted(tried, 'layout')} of {key} fit on {where}{apart}; the fastest by estimate:"
+    yield f"{len(found)} of {counted(tried, 'layout')} of {key} fit on {where}{apart}; the fastest by estimate:"
     yield ""
     yield from table(rows)
     yield ""

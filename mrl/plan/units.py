@@ -27,8 +27,3 @@ def duration(seconds: float) -> str:
 def flops(count: float) -> str:
     scale, name = next((unit for unit in _FLOPS if count >= unit[0]), _FLOPS[-1])
     return f"{count / scale:.2f} {name}"
-
-
-def counted(count: int, noun: str, several: str | None = None) -> str:
-    """Returns "1 rank" or "16,384 ranks"."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {several or noun + 's'}"

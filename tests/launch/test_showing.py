@@ -88,7 +88,7 @@ def test_pairs_and_prompts_have_their_sequences(inputs):
     lines = show(inputs, "dpo", "--rows", "1", "engine.micro_batch.size=null", "engine.micro_batch.tokens=128")
     assert {"pairs.jsonl:1: chosen: 15 tokens, 2 train", "pairs.jsonl:1: rejected: 16 tokens, 3 train"} <= set(lines)
     assert re.match(
-        r"the first batch on one replica: 8 sequences in 1 micro-batches of at most 128 tokens, sequences end to end, "
+        r"the first batch on one replica: 8 sequences in 1 micro-batch of at most 128 tokens, sequences end to end, "
         r"9\d\.\d % full$", lines[-1],
     )  # fmt: skip
     lines = show(inputs, "grpo", "--rows", "1", "--count", "data.columns={chosen: answer}")
@@ -157,14 +157,26 @@ def test_a_mixture_is_shown_in_its_order_with_the_share_of_each_source(inputs):
         line.split(":")[0] for line in lines if re.match(r"(train|eval): \w+.jsonl:\d+: \d+ tokens, \d train$", line)
     ]
     assert places == ["train", "eval", "train", "train"] * 2
-    assert any(
-        re.match(r"  train: 13 rows, 13 sequences, .*; 76.5 % of the rows, \d\d.\d % of the tokens", x) for x in lines
-    )
+    assert any(re.match(r"the first 17 rows that are used: 17 sequences", x) for x in lines)
+    assert any(re.match(r"  train: 13 rows, 13 sequences, \d+ tokens, \d+ train \(.* %\)$", x) for x in lines)
+    at = lines.index("the run takes 20 rows in 5 steps:")
+    assert re.match(r"  train: 75.0 % of the rows, \d\d.\d % of the tokens, 1.5 passes over 10 rows$", lines[at + 1])
+    assert re.match(r"  eval: 25.0 % of the rows, \d\d.\d % of the tokens, 0.714 passes over 7 rows$", lines[at + 2])
     lines = show(inputs, "sft", "--rows", "0", "--count", f"data.train={sources}", "train.steps=null")
-    assert [line.split(",")[0] for line in lines if line.startswith("  train:") or line.startswith("  eval:")] == [
+    assert [line.split(",")[0] for line in lines if re.match("  (train|eval): .*sequences", line)] == [
         "  train: 10 rows", "  eval: 7 rows",
     ]  # fmt: skip
     assert lines[-1] == "length: 5 steps of 4 rows, mixed from 17"
+    assert lines[-4] == "the run takes 20 rows in 5 steps:" and " 75.0 % of the rows" in lines[-3]
+    capped = sources.replace("weight: 3", "weight: 3, epochs: 1")
+    for words in (["--count"], []):
+        lines = show(inputs, "sft", "--rows", "0", *words, f"data.train={capped}", "train.steps=10")
+        found = [line for line in lines if "passes over" in line or "pass over" in line]
+        assert re.match(r"  train: 25.0 % .*, 1 pass over 10 rows; epochs 1 of it are over at about step 4$", found[0])
+        assert re.match(r"  eval: 75.0 % .*, 4.29 passes over 7 rows$", found[1])
+    halves = sources.replace("weight: 3", "weight: 3, epochs: 0.5").replace("weight: 1", "weight: 1, epochs: 0.5")
+    lines = show(inputs, "sft", "--rows", "0", f"data.train={halves}", "train.steps=null")
+    assert any(line.startswith("the first 8 rows that are used: ") for line in lines), lines
     prompts = show(inputs, "grpo", "--rows", "4", "--count", f"data.train={sources}", "train.steps=null")
     assert [line.split(":")[0] for line in prompts if re.match(r"(train|eval): \w+.jsonl:", line)] == [*places[:4]]
     assert prompts[-1] == "length: 9 steps of 2 rows, mixed from 17"
