@@ -19,8 +19,9 @@ from mrl.engine.base import Completion
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import ConfigError, ServerError
 from mrl.rollout.base import SampleRequest
+from mrl.rollout.http import Http
 from mrl.rollout.servers import seed_of
-from mrl.rollout.sglang import SGLangServerSampler, sampling_fields
+from mrl.rollout.sglang import SGLangServer, SGLangServerSampler, sampling_fields
 from tests.rollout.replay import Replay, changed, says
 
 WEIGHTS = [("a", torch.arange(4.0))]
@@ -105,6 +106,41 @@ def test_a_hand_over_that_fails_is_undone(servers, tmp_path, status):
     assert [server.version for server in servers] == [version] * 2
     assert [server.paths()[-1] for server in servers] == ["/continue_generation"] * 2
     assert len(sampler.sample([FIRST, SECOND])) == 2
+
+
+def test_adapters_are_named(servers):
+    """A load that fails says why; requests name the adapter, and the base has no name."""
+    replay, server = servers[0], SGLangServer(Http(servers[0].url, timeout_s=30))
+    [models] = [e for e in replay.exchanges if e["path"] == "/v1/models"]
+    models["answer"]["data"].append({"id": "mrl-ppo-1", "object": "model", "root": "/w/1", "parent": "tiny"})
+    done = {
+        "rid": None,
+        "http_worker_ipc": None,
+        "success": True,
+        "error_message": "",
+        "loaded_adapters": {"mrl-ppo-1": "/w/1"},
+    }
+    replay.exchanges += [
+        {"method": "POST", "path": f"/{what}_lora_adapter", "status": 200, "answer": done}
+        for what in ("load", "unload")
+    ]
+    server.load_adapter("mrl-ppo-1", "/w/1")
+    assert server.adapter_names() == ["mrl-ppo-1"]
+    server.complete(FIRST, adapter="mrl-ppo-1")
+    server.score([5, 9, 40, 41], adapter="mrl-ppo-1")
+    server.complete(FIRST)
+    server.unload_adapter("mrl-ppo-1")
+    bodies = [body for path, body in replay.calls if path == "/generate"]
+    assert [body.get("lora_path") for body in bodies] == ["mrl-ppo-1", "mrl-ppo-1", None]
+    assert [body for path, body in replay.calls if "lora" in path] == [
+        {"lora_name": "mrl-ppo-1", "lora_path": "/w/1"}, {"lora_name": "mrl-ppo-1"},
+    ]  # fmt: skip
+    replay.faults["/load_lora_adapter"] = [
+        says(400, done | {"success": False, "error_message": "LoRA is not enabled."})
+    ]
+    with pytest.raises(ServerError, match=f"{replay.url} .*LoRA is not enabled") as caught:
+        server.load_adapter("mrl-ppo-2", "/w/2")
+    assert "\n" not in str(caught.value) and caught.value.status == 400
 
 
 class Process:
