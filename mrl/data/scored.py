@@ -59,6 +59,7 @@ class Scored:
     ids: list[int]
     places: tuple[int, ...]  # of the tokens whose scores are read, ascending
     targets: tuple[float, ...]  # of each: its grade or label; 0 in a pair
+    called: str = dataclasses.field(default="", compare=False)  # score or label: what targets are; "" in a pair
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +190,8 @@ class ScoredDataset(RowDataset[ScoredRow]):
 
     def _graded(self, row: Row) -> ScoredRow:
         score = _number(row["score"], "score")
-        return ScoredRow((self._read(row, answer_of(row, row["prompt"], "completion"), score),))
+        sequence = self._read(row, answer_of(row, row["prompt"], "completion"), score)
+        return ScoredRow((dataclasses.replace(sequence, called="score"),))
 
     def _with_steps(self, row: Row) -> ScoredRow:
         steps, labels = _steps(row)
@@ -204,7 +206,7 @@ class ScoredDataset(RowDataset[ScoredRow]):
             raise BadRow(
                 "two of its steps end at the same token, as no token but the padding is between them; join such steps"
             )
-        return ScoredRow((Scored(ids, tuple(places), tuple(labels)),))
+        return ScoredRow((Scored(ids, tuple(places), tuple(labels), "label"),))
 
     def _read(self, row: Row, content: Chat | Pair, target: float = 0.0) -> Scored:
         """Returns a sequence that is scored at its end."""

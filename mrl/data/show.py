@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,11 +25,13 @@ TRAINS, OTHER_WEIGHT, CONTEXT, RESET = "\x1b[1;32m", "\x1b[1;35m", "\x1b[2m", "\
 
 @dataclasses.dataclass(frozen=True)
 class ShownSequence:
-    """One sequence of a row. weights_T: of each token in the loss, 0 where it does not train."""
+    """One sequence of a row. weights_T: of each token in the loss, 0 where it does not train, or no score is read."""
 
     name: str  # what it is in its row: "" where the row is this sequence alone
     ids_T: Sequence[int]
     weights_T: Sequence[float]
+    targets: Mapping[int, str] = dataclasses.field(default_factory=dict)  # place of a token -> "label 1": its score's
+    note: str = ""  # on the line above its text
 
     @property
     def trained(self) -> int:
@@ -46,7 +48,11 @@ def sequences_of(item: object) -> list[ShownSequence]:
             return [ShownSequence(names[a.is_chosen], a.ids, _shown_weights(a.mask)) for a in item.answers]
         case ScoredRow():
             parts = ["chosen", "rejected"] if len(item.sequences) > 1 else [""]
-            return [ShownSequence(n, s.ids, _read_weights(s)) for n, s in zip(parts, item.sequences, strict=True)]
+            note = f"margin {item.margin:g}" if item.margin else ""
+            return [
+                ShownSequence(n, s.ids, _read_weights(s), _targets(s), note)
+                for n, s in zip(parts, item.sequences, strict=True)
+            ]
         case Prompt():
             return [ShownSequence("prompt", item.tokens, [0.0] * len(item.tokens))]
     raise TypeError(f"no sequences are known of a {type(item).__name__}")
@@ -61,27 +67,44 @@ def _read_weights(sequence: Scored) -> list[float]:
     return [float(place in sequence.places) for place in range(len(sequence.ids))]
 
 
+def _targets(sequence: Scored) -> dict[int, str]:
+    if not sequence.called:
+        return {}
+    both = zip(sequence.places, sequence.targets, strict=True)
+    return {place: f"{sequence.called} {target:g}" for place, target in both}
+
+
 def text_lines(tokenizer: PreTrainedTokenizerBase, of: ShownSequence, *, coloured: bool) -> Iterator[str]:
     """Yields the text of a sequence, line by line. Of a long one the middle is left out."""
-    ids, weights, total = list(of.ids_T), list(of.weights_T), len(of.ids_T)
+    tokens, total = list(_tokens(of)), len(of.ids_T)
     if total <= MOST:
-        yield from _marked(tokenizer, ids, weights, coloured)
+        yield from _marked(tokenizer, tokens, coloured)
         return
-    yield from _marked(tokenizer, ids[:ENDS], weights[:ENDS], coloured)
-    left_out = weights[ENDS:-ENDS]
+    yield from _marked(tokenizer, tokens[:ENDS], coloured)
+    left_out = of.weights_T[ENDS:-ENDS]
     yield f"... {len(left_out):,} tokens, {sum(w != 0 for w in left_out):,} of them train ..."
-    yield from _marked(tokenizer, ids[-ENDS:], weights[-ENDS:], coloured)
+    yield from _marked(tokenizer, tokens[-ENDS:], coloured)
+
+
+def _tokens(of: ShownSequence) -> Iterator[tuple[int, tuple[float, int, str]]]:
+    """Yields each token, with what is equal in tokens of one mark; one with a target has a mark of its own."""
+    for place, (token, weight) in enumerate(zip(of.ids_T, of.weights_T, strict=True)):
+        target = of.targets.get(place, "")
+        yield token, (weight, place if target else -1, target)
 
 
 def _marked(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], weights: Sequence[float], coloured: bool
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[tuple[int, tuple[float, int, str]]], coloured: bool
 ) -> Iterator[str]:
-    """Yields lines of the text, with what has one weight between marks, which are closed at the end of each line."""
+    """Yields lines of the text, with what has one weight between marks, which are closed at the end of each line. White
+    space that is all that a mark holds is named, before the line ends by it."""
     line = ""
-    for weight, run in itertools.groupby(zip(ids, weights, strict=True), key=lambda pair: pair[1]):
+    for (weight, _, target), run in itertools.groupby(tokens, key=lambda pair: pair[1]):
         text = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
         first, *rest = text.split("\n")
-        line += _run(first, weight, coloured)
+        if weight and not text.strip():
+            first, rest = repr(text)[1:-1], [""] * len(rest)
+        line += _run(first, weight, coloured, target)
         for part in rest:
             yield line
             line = _run(part, weight, coloured)
@@ -89,11 +112,12 @@ def _marked(
         yield line
 
 
-def _run(text: str, weight: float, coloured: bool) -> str:
+def _run(text: str, weight: float, coloured: bool, target: str = "") -> str:
     shown = printable(text)
-    if not shown:
+    if not shown and not target:
         return ""
     number = "" if weight in (0, 1) else f"{weight:g}:"
+    number += f"{target}: " if target else ""
     if coloured:
         colour = CONTEXT if weight == 0 else TRAINS if weight == 1 else OTHER_WEIGHT
         return f"{colour}{number}{shown}{RESET}"
@@ -105,6 +129,7 @@ def token_lines(tokenizer: PreTrainedTokenizerBase, of: ShownSequence, *, colour
     yield f"{'place':>7} {'id':>8} {'weight':>7}  text"
     for place, (token, weight) in enumerate(zip(of.ids_T, of.weights_T, strict=True)):
         line = f"{place:>7} {token:>8} {weight:>7g}  {printable(repr(tokenizer.decode([token])))}"
+        line += f"  {of.targets[place]}" if place in of.targets else ""
         yield f"{TRAINS}{line}{RESET}" if coloured and weight else line
 
 

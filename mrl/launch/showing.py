@@ -200,7 +200,9 @@ class Read:
         for sequence in sequences_of(row.item):
             name = f"{sequence.name}: " if sequence.name else ""
             source = f"{row.source}: " if row.source else ""
-            yield f"{source}{row.place}: {name}{len(sequence.ids_T):,} tokens, {sequence.trained:,} train{cut}"
+            note = f", {sequence.note}" if sequence.note else ""
+            tokens = counted(len(sequence.ids_T), "token")
+            yield f"{source}{row.place}: {name}{tokens}, {sequence.trained:,} train{note}{cut}"
             shown = token_lines if by_token else text_lines
             for line in shown(self.tokenizer, sequence, coloured=coloured):
                 yield f"  {line}".rstrip()

@@ -84,6 +84,28 @@ def test_pairs_of_a_reward_model_are_read_once_each(inputs):
     assert [line.split()[2] for line in lines[first + 2 : first + 17]] == ["0"] * 14 + ["1"]
 
 
+def test_where_scores_are_read_is_marked_with_what_they_should_be(inputs):
+    """Also where the token is white space, as the newline with which the template ends a turn."""
+    steps = {"prompt": "1+2=", "completions": ["3", "4"], "labels": [True, False]}
+    graded = {"prompt": "1+2=", "completion": "3", "score": 0.25}
+    pair = {"prompt": "1+2=", "chosen": "3", "rejected": "4", "margin": 0.5}
+    text = ["  <|im_start|>user", "  1+2=<|im_end|>", "  <|im_start|>assistant"]
+    for loss, row, says in (
+        ("steps", steps, [": 17 tokens, 2 train", *text, "  3⟦label 1: \\n⟧", "  4<|im_end|>⟦label 0: \\n⟧"]),
+        ("regression", graded, [": 15 tokens, 1 train", *text, "  3<|im_end|>⟦score 0.25: \\n⟧"]),
+        ("bradley_terry", pair, [": chosen: 15 tokens, 1 train, margin 0.5", *text, "  3<|im_end|>⟦\\n⟧"]),
+    ):
+        path = write_jsonl(inputs / f"{loss}.jsonl", [row] * 8)
+        lines = show(inputs, "rm", "--rows", "1", f"loss.name={loss}", f"data.train={path}")
+        assert f"{loss}.jsonl" in lines[2]
+        assert [re.sub(r"^\w+.jsonl:\d+", "", line) for line in lines[2 : 2 + len(says)]] == says
+        table = show(inputs, "rm", "--rows", "1", "--tokens", f"loss.name={loss}", f"data.train={path}")
+        ends = [line.partition("'\\n'  ")[2] for line in table]
+        assert [end for end in ends if end] == {"steps": ["label 1", "label 0"], "regression": ["score 0.25"]}.get(
+            loss, []
+        )
+
+
 def test_pairs_and_prompts_have_their_sequences(inputs):
     lines = show(inputs, "dpo", "--rows", "1", "engine.micro_batch.size=null", "engine.micro_batch.tokens=128")
     assert {"pairs.jsonl:1: chosen: 15 tokens, 2 train", "pairs.jsonl:1: rejected: 16 tokens, 3 train"} <= set(lines)
