@@ -10,7 +10,7 @@ from typing import Any
 from mrl.config.command import Part, TrainingCommand, loss_name
 from mrl.config.dpo import DPOConfig
 from mrl.config.phases import Phases
-from mrl.config.preference_losses import LOSSES
+from mrl.config.preference_losses import LOSSES, ROWS
 from mrl.config.rm import FORMAT_OF
 from mrl.config.schema import RoleConfig
 from mrl.parallel import ParallelDims
@@ -44,6 +44,9 @@ class DPO(TrainingCommand[DPOConfig]):
         from mrl.config.dpo_checks import check_dpo
 
         check_dpo(config)
+
+    def null_stands_for(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {f"loss.{name}": value for name, value in ROWS[data["loss"]["name"]].items()}
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
         name = loss_name(raw)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from mrl.config.command import Part, Server, TrainingCommand
 from mrl.config.phases import Phases
 from mrl.config.ppo import ALGORITHMS, PPOConfig
-from mrl.config.schema import RoleConfig
+from mrl.config.schema import JSD_BETA, RoleConfig
 from mrl.parallel import ParallelDims
 
 NULL_IS_ACTORS = (
@@ -47,6 +47,14 @@ class PPO(TrainingCommand[PPOConfig]):
 
         check_ppo(config)
         check_opd(config)
+
+    def null_stands_for(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        from mrl.algorithms.recipes import RECIPES
+
+        parts = dataclasses.asdict(RECIPES[data["algorithm"]["name"]])
+        return {f"algorithm.{name}": value for name, value in parts.items()} | {
+            "algorithm.mini_batch_size": data["train"]["global_batch_size"], "algorithm.distill.beta": JSD_BETA,
+        }  # fmt: skip
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
         return "reinforcement learning (it has the section actor)" if "actor" in raw else None

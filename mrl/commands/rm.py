@@ -36,6 +36,9 @@ class RM(TrainingCommand[RMConfig]):
 
         check_rm(config)
 
+    def null_stands_for(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"loss.centering": 0.0}
+
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
         name = loss_name(raw)
         return f"a reward model (its loss.name is {name})" if name in self.losses and "model" in raw else None

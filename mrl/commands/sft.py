@@ -8,7 +8,7 @@ from typing import Any
 
 from mrl.config.command import Part, TrainingCommand
 from mrl.config.phases import Phases
-from mrl.config.schema import SFTConfig
+from mrl.config.schema import JSD_BETA, SFTConfig
 from mrl.parallel import ParallelDims
 
 
@@ -36,6 +36,9 @@ class SFT(TrainingCommand[SFTConfig]):
 
         check_config(config)
         check_teacher(config)
+
+    def null_stands_for(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"teacher.beta": JSD_BETA}
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
         if "model" in raw and not {"actor", "algorithm", "loss"} & raw.keys():

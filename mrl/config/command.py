@@ -131,6 +131,10 @@ class TrainingCommand(abc.ABC, Generic[C]):
     null_is: Mapping[str, str] = {}  # key -> the key whose value it takes where it is null
     losses: Collection[str] = ()  # values of its loss.name, where it has that key
 
+    def null_stands_for(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns key -> the value that null means there, by other keys of a resolved config, as plain data."""
+        return {}
+
     def check(self, config: C) -> None:
         """Raises ConfigError where keys contradict each other or one would be left unread. It reads no file."""
 

@@ -16,6 +16,7 @@ from mrl.config.recipes import ALGORITHMS
 from mrl.config.rewards import RewardsConfig, parse_rewards
 from mrl.config.rows import MIX_BY_HELP, TRAIN_HELP, RowsConfig
 from mrl.config.schema import (
+    JSD_BETA,
     MOST_SECONDS,
     MOST_SEQUENCES,
     MOST_WAYS,
@@ -198,7 +199,7 @@ class DistillConfig:
 
     @property
     def resolved_beta(self) -> float:
-        return 0.5 if self.beta is None else self.beta
+        return JSD_BETA if self.beta is None else self.beta
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mrl.config.command import command_of_data
+from mrl.config.command import TrainingCommand, command_of_data
 from mrl.config.keys import walk
 from mrl.config.urls import without_queries
 from mrl.errors import ConfigError, Shown, show
@@ -64,7 +64,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
         raise ConfigError("output_dir", new.get("output_dir"), why, "give another output_dir")
     root = command.root
     old, new = without_queries(old), without_queries(new)  # a signature is renewed, and is nobody's to read
-    old, new = spell_out(old, new, command.null_is)
+    old, new = spell_out(old, new, command)
     keys = {key.path: key for key in walk(root)}
     defaults = {path: _plain(key.default) for path, key in keys.items() if not key.required}
     whole = [path for path, key in keys.items() if not isinstance(key.may_change, frozenset)]
@@ -138,21 +138,22 @@ def _may_change(key: str, pair: tuple[Any, Any], root: type) -> bool:
 
 
 def spell_out(
-    old: Mapping[str, Any], new: Mapping[str, Any], null_is: Mapping[str, str]
+    old: Mapping[str, Any], new: Mapping[str, Any], command: TrainingCommand[Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns both configs, where a key is null in one of them alone, with the value that it takes from another key.
-
-    null_is: of the command (see `TrainingCommand`).
-    """
+    """Returns both configs, where a key is null in one of them alone, with the value that null stands for."""
     both = copy.deepcopy(dict(old)), copy.deepcopy(dict(new))
-    for dotted, taken in null_is.items():
-        (*sections, name), (*others, other) = dotted.split("."), taken.split(".")
+    meant = [command.null_stands_for(data) for data in both]
+    for dotted in dict.fromkeys([*command.null_is, *meant[0], *meant[1]]):
+        *sections, name = dotted.split(".")
         held = [_at(data, *sections) for data in both]
         if any(section is None for section in held) or (held[0].get(name) is None) == (held[1].get(name) is None):
             continue
-        for data, section in zip(both, held, strict=True):
-            if section.get(name) is None:
+        for data, section, values in zip(both, held, meant, strict=True):
+            if section.get(name) is None and dotted in command.null_is:
+                *others, other = command.null_is[dotted].split(".")
                 section[name] = copy.deepcopy(_at(data, *others)[other])
+            elif section.get(name) is None:
+                section[name] = values.get(dotted)
     return both
 
 

@@ -66,6 +66,9 @@ class ModelConfig:
     lora: LoraConfig | None = key(None, "low-rank adapters, which train in place of the weights (docs/lora.md)")
 
 
+JSD_BETA = 0.5
+"""The teacher's share of the mixture, where `beta` is null."""
+
 _MTP = (
     "train the model's MTP layers (DeepSeek-V3, GLM-4.5), all that its config.json announces (megatron backend, "
     "docs/layouts.md); null leaves them out"
@@ -423,7 +426,7 @@ class TeacherConfig(OneTeacherConfig):
 
     @property
     def resolved_beta(self) -> float:
-        return 0.5 if self.beta is None else self.beta
+        return JSD_BETA if self.beta is None else self.beta
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

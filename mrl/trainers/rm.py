@@ -84,7 +84,7 @@ class RMTask(Task[RMConfig]):
         self.padding = token, text = rows.padding
         is_new = pad_token_of(read_hf_config(engine.config.model.path)) != token
         new = "; config.json has none yet, and the export names it" if is_new else ""
-        console.say(f"scores are read at the last token that is not the padding, {text!r} ({token}){new}")
+        console.say(f"scores are read at the last token before the padding, which is {text!r} ({token}){new}")
 
     def export(self, engine: BaseEngine, path: str) -> None:
         """Writes the model; its config.json and its tokenizer name the padding that scores were read by."""

@@ -124,19 +124,9 @@ class Task(abc.ABC, Generic[C]):
         """Returns, by key, what tells `frozen_models` from others. engine: of the model that trains."""
         return {key: one.fingerprint() for key, one in self.frozen_models(engine.config.model.path).items()}
 
-    def refuse_other_models(self, engine: BaseEngine, checkpoint: str) -> None:
-        """Raises as `check_frozen`, before `begin` writes a cache of other models over that of the checkpoint's own.
-
-        A checkpoint that cannot be read is left to the one who loads it.
-        """
-        state = engine.saved_state(checkpoint)
-        if state is not None:
-            self.fingerprints = self.fingerprints_now(engine)
-            self.check_frozen(state)
-
     def check_frozen(self, state: Mapping[str, Any]) -> None:
         """Raises ConfigError where a model of `fingerprints` is not the checkpoint's. state: the trainer's in it."""
-        both = spell_out(state["config"], to_dict(self.config), command_of(type(self.config)).null_is)
+        both = spell_out(state["config"], to_dict(self.config), command_of(type(self.config)))
         for key, found in self.fingerprints.items():
             before, now = (str(functools.reduce(operator.getitem, key.split("."), plain)) for plain in both)
             # older versions saved no "models"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from mrl.config.dpo import DPOConfig
 from mrl.config.keys import walk
 from mrl.config.load import from_dict, to_dict
 from mrl.config.ppo import PPOConfig
+from mrl.config.preference_losses import ROWS
 from mrl.config.resume import ABSENT, Change, changed_keys, check_resume, may_change, moving
 from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
@@ -183,6 +185,32 @@ def test_ppo_what_a_role_takes_from_the_actor_is_the_same_written_out():
         actor={"engine": engine}, reward={"engine": engine, "model": {"path": "judge", "dtype": "bfloat16"}}
     )
     assert check_resume(short, long) == check_resume(long, short) == []
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "other"),
+    [
+        ({"name": "dpo"}, {"name": "dpo", "beta": 0.1, "label_smoothing": 0.0}, {"name": "dpo", "beta": 0.2}),
+        ({"name": "simpo"}, {"name": "simpo", "beta": 2.0, "gamma": 1.0}, {"name": "simpo", "beta": 0.1}),
+    ],
+)
+def test_what_a_loss_is_without_its_keys_is_the_same_written_out(short, long, other):
+    data = {"output_dir": "out", "model": {"path": "m"}, "data": {"train": "rows"}, "train": {"global_batch_size": 8}}
+    by_loss = [to_dict(from_dict(data | {"loss": loss}, DPOConfig)) for loss in (short, long, other)]
+    assert check_resume(by_loss[0], by_loss[1]) == check_resume(by_loss[1], by_loss[0]) == []
+    default = ROWS[short["name"]]["beta"]
+    with pytest.raises(
+        ConfigError, match=rf"^loss.beta: value {other['beta']} is not the {default} that the checkpoint"
+    ):
+        check_resume(by_loss[0], by_loss[2])
+
+
+def test_ppo_what_a_recipe_has_is_the_same_written_out():
+    size = plain_ppo()["train"]["global_batch_size"]
+    long = plain_ppo(algorithm={"clip_low": 0.2, "mini_batch_size": size})
+    assert check_resume(plain_ppo(), long) == check_resume(long, plain_ppo()) == []
+    with pytest.raises(ConfigError, match=r"^algorithm.clip_low: value 0.1 is not the 0.2 that"):
+        check_resume(plain_ppo(), plain_ppo(algorithm={"clip_low": 0.1}))
 
 
 def test_ppo_a_reward_model_that_is_no_more_breaks_the_run():

@@ -299,9 +299,9 @@ def test_another_reference_does_not_go_on_with_a_run(places, tmp_path):
     """It may lie elsewhere, if it is the same, and null is the model's own folder. One that is refused leaves the cache
     of the run's own as it was."""
 
-    def ends(path: pathlib.Path | None, steps: int) -> tuple[str, str]:
+    def ends(path: pathlib.Path | None, steps: int, **more: Any) -> tuple[str, str]:
         reference = {"cache": True, "model": {"path": path and str(path)}}
-        return train(make_config(places, tmp_path / "run", reference=reference, train={"steps": steps}))
+        return train(make_config(places, tmp_path / "run", reference=reference, train={"steps": steps}, **more))
 
     assert ends(None, 1) == ("done", "")
     shutil.copytree(places / "model", tmp_path / "moved")
@@ -313,6 +313,11 @@ def test_another_reference_does_not_go_on_with_a_run(places, tmp_path):
             ended == "ConfigError" and said.startswith("reference.model.path: value") and f": {differs} differ" in said
         )
         assert (tmp_path / "run" / "reference" / "log_probs.pt").read_bytes() == kept
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("".join((places / "train.jsonl").read_text().splitlines(keepends=True)[1:]))
+    ended, said = ends(None, 3, data={"train": str(fewer)})
+    assert ended == "CheckpointError" and said.startswith("data.train: "), said
+    assert (tmp_path / "run" / "reference" / "log_probs.pt").read_bytes() == kept
 
 
 def test_a_reference_of_another_vocabulary_is_refused(places, tmp_path):

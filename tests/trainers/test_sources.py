@@ -184,7 +184,7 @@ def test_a_reward_model_of_several_sources_is_resumed_bitwise(inputs, tmp_path):
     assert run_case(1, "tests.trainers.rm_cases:train", config=live)[:2] == ("done", "")
     assert run_case(1, "tests.trainers.rm_cases:train", config=stopped, happening="signals", step=4)[0] == "stopped"
     ended, message, said = run_case(1, "tests.trainers.rm_cases:train", config=stopped)
-    assert (ended, message) == ("done", "") and "scores are read at the last token that is not the padding" in said
+    assert (ended, message) == ("done", "") and "scores are read at the last token before the padding" in said
     steps = tiny_runs.steps(tmp_path / "live")
     assert steps == tiny_runs.steps(tmp_path / "stopped") and all(is_metric(name) for name in steps[-1])
     assert (steps[-1]["data/a/rows"], steps[-1]["data/b/rows"]) == (6, 18)

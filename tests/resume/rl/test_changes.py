@@ -38,7 +38,7 @@ def nested(dotted, value):
 
 BREAKING = {
     "seed": (4, "3"),
-    "algorithm.lam": (0.9, "null"),
+    "algorithm.lam": (0.9, "0.95"),
     "algorithm.epochs": (1, "2"),
     "algorithm.mini_batch_size": (8, "4"),
     "algorithm.kl_coef": (0.2, "0.1"),
