@@ -256,7 +256,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     say_adapters(console, "model.lora", engine.config)
     task = trainer.task
     if start.checkpoint is not None:
-        refuse_other_run(trainer, str(start.checkpoint))
+        task.refuse_other_run(engine, trainer.source, str(start.checkpoint))
     task.begin(engine, trainer.sets, directory.path, console)
     frozen = task.frozen_models(engine.config.model.path)
     without_mtp = {"model.path": engine.config.model.path} if engine.config.mtp is None else {}
@@ -296,18 +296,6 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
         write = functools.partial(trainer.task.export, engine)
         export(engine, directory, console, write, folder=folder, chat_template=template, model=model, mtp=mtp)
     say_done(engine, console, directory, steps=progress.step, tokens=progress.tokens)
-
-
-def refuse_other_run(trainer: Trainer, checkpoint: str) -> None:
-    """Raises what `restore` will where config, models or data are not the checkpoint's, before a task's `begin` takes
-    hours for a cache and writes it over that of the run. One that cannot be read is left to `restore`."""
-    engine, task = trainer.engine, trainer.task
-    state = engine.on_main(lambda: engine.saved_state(checkpoint))
-    if state is not None:
-        check_resume(state["config"], to_dict(trainer.config))
-        task.fingerprints = engine.on_main(lambda: task.fingerprints_now(engine))
-        task.check_frozen(state)
-        trainer.source.load_state_dict(state["data"])
 
 
 def restore(trainer: Trainer, start: Start) -> Progress:

@@ -17,7 +17,7 @@ from mrl.batch import Batch
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.command import command_of
 from mrl.config.load import to_dict
-from mrl.config.resume import spell_out
+from mrl.config.resume import check_resume, spell_out
 from mrl.config.schema import EngineConfig, RoleConfig
 from mrl.converters.hub import WEIGHTS, check_same_model, model_fingerprint
 from mrl.data.batches import Batches
@@ -123,6 +123,16 @@ class Task(abc.ABC, Generic[C]):
     def fingerprints_now(self, engine: BaseEngine) -> dict[str, dict[str, str]]:
         """Returns, by key, what tells `frozen_models` from others. engine: of the model that trains."""
         return {key: one.fingerprint() for key, one in self.frozen_models(engine.config.model.path).items()}
+
+    def refuse_other_run(self, engine: BaseEngine, source: Batches[Any], checkpoint: str) -> None:
+        """Raises what a resume will where config, models or data are not the checkpoint's, before `begin` takes hours for a
+        cache and writes it over that of the run. One that cannot be read is left to who loads it. Collective."""
+        state = engine.on_main(lambda: engine.saved_state(checkpoint))
+        if state is not None:
+            check_resume(state["config"], to_dict(self.config))
+            self.fingerprints = engine.on_main(lambda: self.fingerprints_now(engine))
+            self.check_frozen(state)
+            source.load_state_dict(state["data"])
 
     def check_frozen(self, state: Mapping[str, Any]) -> None:
         """Raises ConfigError where a model of `fingerprints` is not the checkpoint's. state: the trainer's in it."""
