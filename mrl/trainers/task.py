@@ -125,8 +125,8 @@ class Task(abc.ABC, Generic[C]):
         return {key: one.fingerprint() for key, one in self.frozen_models(engine.config.model.path).items()}
 
     def refuse_other_run(self, engine: BaseEngine, source: Batches[Any], checkpoint: str) -> None:
-        """Raises what a resume will where config, models or data are not the checkpoint's, before `begin` takes hours for
-        a cache and writes it over that of the run. One that cannot be read is left to who loads it. Collective."""
+        """Raises what a resume will where config, models or data are not the checkpoint's, before `begin` takes hours
+        for a cache and writes it over that of the run. One that cannot be read is left to who loads it. Collective."""
         state = engine.on_main(lambda: engine.saved_state(checkpoint))
         if state is not None:
             check_resume(state["config"], to_dict(self.config))
