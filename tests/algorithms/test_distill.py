@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mrl.algorithms import distill
 from mrl.algorithms.distill import DIVERGENCES, TEACHER, DistillLoss, divergence
 from mrl.batch import Batch, make_batch
 
@@ -96,8 +97,10 @@ def batch_of(teacher_NK: Tensor) -> Batch:
     return Batch(**{**vars(batch), "token_fields": {TEACHER: field}})
 
 
-@pytest.mark.parametrize("parts", [((0, 1, 2),), ((2,), (0, 1))])
-def test_the_loss_is_a_sum_whatever_the_micro_batches(parts):
+@pytest.mark.parametrize(("parts", "chunk"), [(((0, 1, 2),), 2**22), (((2,), (0, 1)), 2**22), (((0, 1, 2),), 7)])
+def test_the_loss_is_a_sum_whatever_the_micro_batches(parts, chunk, monkeypatch):
+    """And whatever is worked on at once: two rows of three log-probs in the last case."""
+    monkeypatch.setattr(distill, "_CHUNK", chunk)
     teacher_NK, ids = logits(1).log_softmax(1).topk(3)
     batch = batch_of(teacher_NK)
     trained = batch.loss_mask != 0

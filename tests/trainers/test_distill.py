@@ -3,6 +3,7 @@ cache, and after a stop."""
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import shutil
@@ -18,8 +19,9 @@ from mrl.data.dataset import SFTDataset
 from mrl.metric_names import DISTILL_METRICS, SFT_METRICS
 from mrl.metrics import read
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import nightly_but, slow_but
 from tests.trainers import tiny_runs
+from tests.trainers.test_dpo import OF_KIND
 
 CASE = "tests.trainers.cases:train"
 ROWS, BATCH, STEPS = tiny_runs.TRAIN_ROWS, tiny_runs.BATCH, 3
@@ -36,7 +38,8 @@ KINDS = {  # teacher
 
 @pytest.fixture(scope="module")
 def places(inputs, tmp_path_factory) -> pathlib.Path:
-    """`model`, `teacher` (the same but wider, with other weights and rows of padding), `train.jsonl` and `eval.jsonl`."""
+    """`model`, `teacher` (the same but wider, with other weights and rows of padding), both also `deep` and with `experts`;
+    `train.jsonl` and `eval.jsonl`."""
     folder = tmp_path_factory.mktemp("distillation")
     for name in ("train.jsonl", "eval.jsonl"):
         shutil.copy(inputs / name, folder / name)
@@ -46,6 +49,12 @@ def places(inputs, tmp_path_factory) -> pathlib.Path:
     config.hidden_size, config.num_hidden_layers, config.initializer_range = 64, 2, 0.2
     torch.manual_seed(7)
     Qwen3ForCausalLM(config).save_pretrained(folder / "teacher")
+    for kind in ("deep ", "experts "):
+        for name, scale in (("model", 0.02), ("teacher", 0.2)):
+            config = AutoModelForCausalLM.from_pretrained(inputs / "model").config
+            config.initializer_range = scale
+            shutil.copytree(inputs / "model", folder / f"{kind}{name}")
+            OF_KIND[kind](config).save_pretrained(folder / f"{kind}{name}")
     return folder
 
 
@@ -92,10 +101,13 @@ def divergence(keys: dict[str, Any], teacher: Tensor, student: Tensor) -> Tensor
 
 
 def oracle(
-    places: pathlib.Path, keys: dict[str, Any], which: str = "train", steps: int = STEPS, others: tuple[str, ...] = ()
+    places: pathlib.Path, keys: dict[str, Any], which: str = "train", steps: int = STEPS, others: tuple[str, ...] = (),
+    kind: str = "",
 ) -> list[float]:  # fmt: skip
-    """The losses of transformers and torch's AdamW. others: the folders of further teachers, which rows name."""
-    model, *teachers = (AutoModelForCausalLM.from_pretrained(places / name) for name in ("model", "teacher", *others))
+    """The losses of transformers and torch's AdamW. others: the folders of further teachers, which rows name. kind: of
+    the student and its teacher."""
+    folders = (f"{kind}model", f"{kind}teacher", *others)
+    model, *teachers = (AutoModelForCausalLM.from_pretrained(places / name) for name in folders)
     data = DataConfig(train=str(places / f"{which}.jsonl"), max_length=64)
     dataset = SFTDataset(data, AutoTokenizer.from_pretrained(places / "model"), teachers=others)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
@@ -123,8 +135,7 @@ def oracle(
 
 @pytest.fixture(scope="module")
 def losses_of(places):
-    known: dict[str, list[float]] = {}
-    return lambda name: known.setdefault(name, oracle(places, KINDS[name]))
+    return functools.cache(lambda name, kind="": oracle(places, KINDS[name], kind=kind))
 
 
 @pytest.mark.parametrize("name", slow_but(list(KINDS)[:2], KINDS))
@@ -146,20 +157,29 @@ LAYOUTS = {  # processes, the student's engine, the teacher's where it is anothe
     "cp2": (2, {**MEGATRON, "parallel": {"cp": 2}}, None, {}),
     "fsdp cp2": (2, {"parallel": {"cp": 2}}, None, {}),
     "tp2 pp2, padded": (4, {**MEGATRON, "parallel": {"tp": 2, "pp": 2}}, None, {"packing": False}),
+    "tp2": (2, {**MEGATRON, "parallel": {"tp": 2}}, None, {}),
+    "pp2 vpp2": (2, {**MEGATRON, "parallel": {"pp": 2, "vpp": 2}}, None, {}),
+    "ep2": (2, {**MEGATRON, "parallel": {"ep": 2}}, None, {}),
+    "ep2, padded, by ones": (2, {**MEGATRON, "parallel": {"ep": 2}, "micro_batch": {"size": 1}}, None, {"packing": False}),
 }  # fmt: skip
+KIND_OF = {"pp2 vpp2": "deep ", "ep2": "experts "}  # of the models, by how the layout begins, where it is another
 
 
 ON_LAYOUTS = [(layout, list(KINDS)[(2 * i + j) % len(KINDS)]) for i, layout in enumerate(LAYOUTS) for j in (0, 1)]
+NIGHTLY = [(layout, name) for layout in list(LAYOUTS)[8:] for name in KINDS]
 
 
-@pytest.mark.parametrize("layout, name", slow_but(ON_LAYOUTS[6:7], ON_LAYOUTS))
+@pytest.mark.parametrize("layout, name", slow_but(ON_LAYOUTS[6:7], ON_LAYOUTS[:16]) + nightly_but([], NIGHTLY))
 def test_layouts_give_the_same_steps(places, tmp_path, losses_of, layout, name):
     world, engine, own, data = LAYOUTS[layout]
     every = {"device": "cpu", "micro_batch": {"size": 2}, "backend": "fsdp"}
+    kind = KIND_OF.get(layout.partition(",")[0], "")
     teacher = KINDS[name] | ({} if own is None else {"engine": every | own})
+    teacher["model"] = {"path": str(places / f"{kind}teacher")}
     config = make_config(places, tmp_path, teacher=teacher, engine=every | engine, data=data)
+    config["model"]["path"] = str(places / f"{kind}model")
     assert train(config, world) == ("done", "")
-    assert losses(tmp_path) == pytest.approx(losses_of(name), rel=2e-5)
+    assert losses(tmp_path) == pytest.approx(losses_of(name, kind), rel=2e-5)
 
 
 # --------------------------------------------------------------------------------------------------------- the teacher

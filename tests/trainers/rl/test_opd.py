@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
@@ -162,12 +162,12 @@ def distributions(model, row):
     return found[torch.tensor(row["mask"][1:]) == 1]
 
 
-def check_step(inputs, run, loss, top_k, teachers, of_rows=None):
+def check_step(inputs, run, loss, top_k, teachers, of_rows=None, student="model"):
     """The only step of a run against Hugging Face models. teachers: name -> folder, None for that of rows that name none.
     of_rows: the rows of data.train, where some name one."""
     (rows,), (metrics,) = tiny_policies.samples_of(run).values(), tiny_policies.metrics_of(run)
     load = functools.partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
-    student, models = load(inputs / "model"), {name: load(inputs / folder) for name, folder in teachers.items()}
+    student, models = load(inputs / student), {name: load(inputs / folder) for name, folder in teachers.items()}
     student.get_input_embeddings().padding_idx = None  # a pad token that was sampled trains like any other
     total, tail, tokens, kls = 0.0, 0.0, 0, {name: [] for name in teachers}
     for row in rows:
@@ -235,6 +235,30 @@ def test_each_row_learns_from_the_teacher_that_it_names(inputs, tmp_path, name):
     )  # fmt: skip
     train(config, world)
     check_step(inputs, tmp_path / "run", "reverse_kl", 5, {None: "other", "second": "moe"}, rows)
+
+
+@pytest.fixture(scope="module")
+def deep(inputs):
+    """A student of four layers, for two virtual stages of two."""
+    config = AutoModelForCausalLM.from_pretrained(inputs / "model").config
+    config.num_hidden_layers, config.layer_types = 4, config.layer_types * 2
+    torch.manual_seed(5)
+    model = Qwen3ForCausalLM(config)
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.15)
+    shutil.copytree(inputs / "model", inputs / "deep")
+    model.save_pretrained(inputs / "deep")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize(
+    ("student", "actor"), [("deep", MEGATRON(pp=2, vpp=2, size=2)), ("moe", MEGATRON(ep=2))], ids=["pp2 vpp2", "ep2"]
+)
+def test_layouts_of_deeper_students_and_of_experts(inputs, deep, tmp_path, student, actor, loss):
+    keys = exact(loss, 5, **({"beta": 0.3} if loss == "jsd" else {}))
+    sections = {"actor": {"model": {"path": str(inputs / student)}, "engine": actor}, "reference": {"engine": FSDP()}}
+    train(make_config(inputs, tmp_path / "run", "opd", **keys, **sections), 2)
+    check_step(inputs, tmp_path / "run", loss, 5, {None: "other"}, student=student)
 
 
 @pytest.mark.slow
