@@ -92,7 +92,12 @@ def _check_unrewarded(config: PPOConfig, made: Recipe) -> None:
     if made.dynamic_sampling:
         why = "compares the rewards of a prompt's samples, and nothing is rewarded"
         raise ConfigError("algorithm.dynamic_sampling", True, why, give)
-    if config.algorithm.distill is None or made.overlong_fraction:
+    if made.overlong_fraction:
+        return
+    if made.kl_coef == 0 and made.entropy_coef == 0:
+        why = "leaves nothing to learn from: it weighs the teacher, and nothing is rewarded"
+        raise ConfigError("algorithm.kl_coef", Shown("0"), why, f"give one above 0, {give}")
+    if config.algorithm.distill is None:
         return
     for name in OF_THE_POLICY:
         value = getattr(config.algorithm, name)

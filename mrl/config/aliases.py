@@ -25,6 +25,15 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "algorithm.topk_logits_k": ("algorithm.distill.top_k",),
     "algorithm.distill.topk_logits_k": ("algorithm.distill.top_k",),
     "teacher.alpha": ("teacher.weight",),
+    "algorithm.distill.weight": ("algorithm.kl_coef",),
+    # The teacher of `mrl sft`, which in `mrl ppo` is the reference.
+    "teacher.model": ("reference.model.path",),
+    "teacher.model.path": ("reference.model.path",),
+    "teacher.engine": ("reference.engine",),
+    "teacher.server": ("reference.server",),
+    "teacher.others": ("reference.others",),
+    "teacher.top_k": ("algorithm.distill.top_k",),
+    "teacher.loss": ("algorithm.distill.loss",),
     # peft's LoraConfig.
     **{
         f"{model}.{theirs}": (f"{model}.{ours}",)
