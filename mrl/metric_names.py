@@ -55,7 +55,7 @@ PPO_METRICS: dict[str, str] = {
     "iteration": "the rollout that the step is trained on, from 1; what follows is of it, where it is not of the step",
     "reward/mean": (
         "mean over the rollout's sequences of what they are rewarded with: rewards times their weights, without "
-        "KL and length penalties"
+        "KL and length penalties; it and the four below are absent where nothing is rewarded"
     ),
     "reward/std": "standard deviation of the same",
     "reward/min": "the smallest of them",
@@ -134,7 +134,7 @@ PPO_METRICS: dict[str, str] = {
         "mean over held-out prompts of the first reward function's value (without functions, of the reward): of "
         "the greedy answer, or the best of `train.eval_samples`"
     ),
-    "eval/reward": "mean reward over all answers to held-out prompts",
+    "eval/reward": "mean reward over all answers to held-out prompts; like the accuracy absent where there are none",
     "eval/faults": "calls of reward functions that failed on them and counted as 0",
     "eval/response_length": "mean number of tokens of these answers",
     "perf/rollout_s": "seconds of sampling",

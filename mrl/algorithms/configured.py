@@ -7,7 +7,7 @@ import dataclasses
 from mrl.algorithms.recipes import Recipe, recipe
 from mrl.config.keys import changed
 from mrl.config.ppo import AlgorithmConfig, PPOConfig
-from mrl.config.ppo_checks import is_rewarded, refuse_unread
+from mrl.config.ppo_checks import OF_REWARDS, is_rewarded, refuse_unread
 from mrl.config.recipes import OF_A_TEACHER
 from mrl.errors import ConfigError, Shown
 
@@ -112,6 +112,11 @@ def _check_best(config: PPOConfig, made: Recipe) -> None:
     best = config.checkpoint.best
     if best is None:
         return
+    scored = is_rewarded(config) or config.rewards is not None or config.reward.model.path is not None
+    of_eval = best.startswith("eval/") and best.endswith(("/accuracy", "/reward"))
+    if (best in OF_REWARDS and not is_rewarded(config)) or (of_eval and not scored):
+        fix = "choose another metric, as actor/sequence_kl with checkpoint.best_is lowest"
+        raise ConfigError("checkpoint.best", best, "is not measured where nothing is rewarded", fix)
     absent = (
         (best.startswith("critic/") and not made.needs_critic, "a critic"),
         (best in ("actor/kl", "actor/sequence_kl", "actor/kl_coef") and not made.needs_reference, "a reference"),

@@ -198,6 +198,10 @@ def _check_rewards(config: PPOConfig) -> None:
     raise ConfigError(key, value, "leaves nothing to learn from", fix)
 
 
+OF_REWARDS = ("reward/mean", "reward/std", "reward/min", "reward/max", "reward/equal_groups")
+"""Metrics that there are where something is rewarded."""
+
+
 def is_rewarded(config: PPOConfig) -> bool:
     """Returns whether functions, a model or an environment give rewards that weigh something."""
     functions = config.rewards.functions if config.rewards is not None else ()

@@ -116,6 +116,9 @@ MAIN = (
 )  # fmt: skip
 """What the terminal shows without --all."""
 
+SEQUENCE_KL = "actor/sequence_kl"
+"""Shown without --all where nothing is rewarded."""
+
 GOALS: dict[str, Goal] = {
     "train/loss": "low", "eval/loss": "low", "critic/loss": "low", "reward/mean": "high", "reward/*/mean": "high",
     "rewards/accuracy": "high", "distill/divergence": "low", "eval/distill/divergence": "low",
@@ -128,14 +131,16 @@ GOALS: dict[str, Goal] = {
 """Metrics of which one value is better than another."""
 
 
-def is_main(name: str) -> bool:
-    """Returns whether the terminal shows the metric without being asked."""
-    return _listed(name, MAIN) is not None
+def is_main(name: str, *, rewarded: bool = True) -> bool:
+    """Returns whether the terminal shows the metric without being asked. rewarded: whether the run has rewards."""
+    return _listed(name, MAIN if rewarded else (*MAIN, SEQUENCE_KL)) is not None
 
 
-def goal_of(name: str, *, rl: bool) -> Goal | None:
+def goal_of(name: str, *, rl: bool, rewarded: bool = True) -> Goal | None:
     """Returns which values of a metric are the better ones; None where that cannot be said. A policy's loss says
-    nothing of how good it is (rl)."""
+    nothing of how good it is (rl), and its KL to a teacher is what falls where nothing is `rewarded`."""
+    if name == SEQUENCE_KL and not rewarded:
+        return "low"
     pattern = _listed(name, GOALS)
     return None if pattern is None or (rl and name == "train/loss") else GOALS[pattern]
 

@@ -52,7 +52,7 @@ def _figure(run: Run, name: str, *, rl: bool) -> Figure:
     values, steps = curve.values[curve.finite], run.table.steps[curve.rows[curve.finite]]
     if not len(values):
         return Figure(run, name, len(curve.values), None, None, None, None, None, None)
-    goal = goal_of(name, rl=rl)
+    goal = goal_of(name, rl=rl, rewarded="reward/mean" in run.table.curves)
     best = best_step = None
     if goal is not None:
         place = int(values.argmin() if goal == "low" else values.argmax())
@@ -96,7 +96,7 @@ def text(runs: Sequence[Run], *, smooth: float, every_metric: bool, blocks: str 
     """Returns the table for the terminal: of several runs, each metric's lines together, on one scale."""
     of_runs = [figures_of(run) for run in runs]
     names = sorted({figure.metric for figures in of_runs for figure in figures}, key=order_of)
-    shown = [name for name in names if every_metric or is_main(name)] or names
+    shown = [name for name in names if every_metric or is_main(name, rewarded="reward/mean" in names)] or names
     by_place = {(i, figure.metric): figure for i, figures in enumerate(of_runs) for figure in figures}
     widths = [len(printable(name)) for name in shown] + [len(run.name) + 2 for run in runs] * (len(runs) > 1)
     name_width = min(NAME, max(widths, default=NAME))

@@ -6,7 +6,7 @@ import collections
 import datetime
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 from rich.console import Console as RichTerminal
@@ -18,6 +18,7 @@ from mrl.trainers.waits import Watch, write_line
 
 SHOWN = (
     ("reward/mean", "reward", "{:.3f}"),
+    ("actor/sequence_kl", "sequence kl", "{:.3g}"),
     ("eval/accuracy", "accuracy", "{:.1%}"),
     ("train/loss", "loss", "{:.4f}"),
     ("eval/loss", "eval", "{:.4f}"),
@@ -43,7 +44,10 @@ SHOWN = (
 HIDDEN_IN_RL = ("train/loss", "perf/tokens_per_s")
 """What says nothing there: a policy's loss has no meaning of its own, and sampling, not training, takes the time."""
 
-FIGURES = ("reward/mean", "eval/accuracy", "train/loss", "eval/loss")
+WITHOUT_REWARDS = ("actor/sequence_kl",)
+"""What is shown in place of the reward where nothing is rewarded, as in distillation."""
+
+FIGURES = ("reward/mean", "actor/sequence_kl", "eval/accuracy", "train/loss", "eval/loss")
 """What the end of a run shows from first to last."""
 
 SampleRow = tuple[str, str, float, Mapping[str, float]]
@@ -215,17 +219,23 @@ def _line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def _values(metrics: Mapping[str, float]) -> str:
-    hidden = HIDDEN_IN_RL if any(name.startswith(("actor/", "critic/")) for name in metrics) else ()
+    hidden = hidden_of(metrics) if any(name.startswith(("actor/", "critic/")) for name in metrics) else ()
     shown = [(name, short, form) for name, short, form in SHOWN if name in metrics and name not in hidden]
     return "  ".join(f"{short} {form.format(metrics[name])}" for name, short, form in shown)
+
+
+def hidden_of(metrics: Collection[str]) -> tuple[str, ...]:
+    """Returns what says nothing beside the others of a run in reinforcement learning."""
+    return HIDDEN_IN_RL + (WITHOUT_REWARDS if "reward/mean" in metrics else ())
 
 
 def figures(rows: Sequence[Mapping[str, float]]) -> str:
     """Returns the first and the last value of each of FIGURES over the steps of a run; empty without steps."""
     parts = []
-    in_rl = any("actor/loss" in row for row in rows)
+    names = {name for row in rows for name in row}
+    hidden = hidden_of(names) if "actor/loss" in names else ()
     for name, short, form in SHOWN:
         values = [row[name] for row in rows if name in row]
-        if name in FIGURES and values and not (in_rl and name in HIDDEN_IN_RL):
+        if name in FIGURES and values and name not in hidden:
             parts.append(f"{short} {form.format(values[0])} -> {form.format(values[-1])}")
     return ", ".join(parts)

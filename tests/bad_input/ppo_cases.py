@@ -48,6 +48,7 @@ CASES = [
     Case("optimizer of a reference", "reference.engine.offload", ("never trains",), ("reference.engine.offload=[optimizer]",)),
     # Teachers.
     Case("a teacher that is not there", "data.teacher", ("is no teacher of reference.others", "give it there"), ("algorithm.name=opd", "reference.model.path=model", "data.teacher=math")),
+    Case("the best of no rewards", "checkpoint.best", ("where nothing is rewarded", "actor/sequence_kl"), ("algorithm.name=opd", "reference.model.path=model", "rewards=null", "checkpoint.best=reward/mean", "checkpoint.every=1")),
     Case("distributions without a teacher", "algorithm.distill", ("algorithm.name grpo has no teacher", "set algorithm.name to opd"), ("algorithm.distill.top_k=8",)),
     Case("NeMo-RL's name of a key", "algorithm.topk_logits_k", ("did you mean algorithm.distill.top_k?",), ("algorithm.topk_logits_k=8",)),
     Case("invariance of servers", "actor.engine.batch_invariant", ("rollout.backend vllm", "native"), ("actor.engine={batch_invariant: true, micro_batch: {size: 1}}", "rollout.backend=vllm")),

@@ -69,11 +69,13 @@ class Evaluation:
         return found | {"eval/faults": len(whole.faults), "perf/eval_s": time.perf_counter() - began_s}
 
     def _measured(self, trajectories: Sequence[Trajectory], scores: Scores) -> dict[str, float]:
-        """Returns means over prompts, prompt-major."""
+        """Returns means over prompts, prompt-major; of rewards where there are any."""
+        length = {"response_length": sum(t.response_length for t in trajectories) / len(trajectories)}
+        if not scores.parts:
+            return length
         values, k = self.scores.accuracy_of(scores), self.samples
         best = [max(values[i : i + k]) for i in range(0, len(values), k)]
         return {
             "accuracy": sum(best) / len(best),
             "reward": sum(scores.totals) / len(scores.totals),
-            "response_length": sum(t.response_length for t in trajectories) / len(trajectories),
-        }
+        } | length

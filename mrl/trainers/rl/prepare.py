@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from mrl.algorithms.distill import TEACHER_OF
+from mrl.config.ppo_checks import OF_REWARDS, is_rewarded
 from mrl.rollout.base import trajectories_to_batch
 from mrl.trainers.rl import invariants
 from mrl.trainers.rl.collect import Collected
@@ -82,6 +83,8 @@ def rollout_metrics(
         "perf/reward_s": collected.reward_s,
         "perf/log_probs_s": log_probs_s,
     }
+    if not is_rewarded(trainer.config):  # they would be of zeros
+        row = {name: value for name, value in row.items() if name not in OF_REWARDS}
     if trainer.recipe.needs_reference:
         row["actor/kl_coef"] = trainer.kl.coef
     if experience.has_old_log_probs:
