@@ -24,7 +24,9 @@ from typing import Any, BinaryIO
 
 import datasets
 import fsspec
+from huggingface_hub import HfApi, HfFileSystem
 from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub.hf_file_system import HfFileSystemResolvedRepositoryPath
 
 from mrl.config.urls import is_signed, shown_url
 from mrl.data.files import SUFFIXES, one_line
@@ -258,6 +260,7 @@ def _fsspec_files(path: str, key: str) -> list[RemoteFile]:
         raise DataError(
             key, why=f"{path} is of no file system that fsspec has here ({one_line(error)})", fix=fix
         ) from error
+    root = _pinned(system, root)
     if any(c in root for c in "*?["):
         entries = [info for info in system.glob(root, detail=True).values() if info["type"] == "file"]
         if not entries:
@@ -274,6 +277,17 @@ def _fsspec_files(path: str, key: str) -> list[RemoteFile]:
     else:
         entries = [system.info(root)]
     return [_fsspec_file(system, info) for info in sorted(entries, key=lambda info: info["name"])]
+
+
+def _pinned(system: Any, root: str) -> str:
+    """Returns a path of the hub with the commit that its branch is at now, so that what is pushed later is not read;
+    of another file system, or a bucket of the hub's, the path as it is."""
+    found = system.resolve_path(root) if isinstance(system, HfFileSystem) else None
+    if not isinstance(found, HfFileSystemResolvedRepositoryPath):
+        return root
+    hub = HfApi(endpoint=system.endpoint, token=system.token)
+    commit = hub.repo_info(found.repo_id, revision=found.revision, repo_type=found.repo_type).sha
+    return f"{found.root.partition('@')[0]}@{commit}/{found.path_in_repo}".rstrip("/")
 
 
 def _fsspec_file(system: Any, info: dict[str, Any]) -> RemoteFile:

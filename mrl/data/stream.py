@@ -8,6 +8,7 @@ used, also where the epoch ends between them, so no row is lost.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic
 
@@ -342,6 +343,9 @@ def _state_of(read: Read, source: RowDataset[Any]) -> dict[str, Any]:
 def _check_same(key: str, saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
     """Raises CheckpointError where the data of `key` is not what it was."""
     if change := _data_change(saved, now):
+        commit = re.match(r"(hf://[^@]+@[0-9a-f]{40})/", saved[0]["name"] if saved else "")
+        if commit and now and not now[0]["name"].startswith(commit[1]):
+            change += f"; the run has read {commit[1]}: with that in place of {commit[1].partition('@')[0]} it goes on"
         raise CheckpointError(
             key,
             why=f"{change}, and the position in the checkpoint means other rows now",

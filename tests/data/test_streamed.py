@@ -14,6 +14,7 @@ from concurrent.futures import wait
 
 import datasets
 import fsspec
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -29,6 +30,7 @@ from mrl.data.mixture import train_rows
 from mrl.data.rows import open_stream
 from mrl.data.streamed import Cursor, alone
 from mrl.errors import CheckpointError, DataError
+from tests.data.hub import serving_hub
 from tests.data.test_batches import same
 from tests.data.tiny_tokenizers import make_tokenizer
 from tests.data.web import Site, serving
@@ -357,6 +359,34 @@ def test_a_resume_with_another_stream_is_refused(folder, tmp_path):
     plain.next()
     with pytest.raises(CheckpointError, match=r"^data.train: .*c.jsonl has \d+ bytes and had \d+ when"):
         source(str(other)).load_state_dict(plain.state_dict())
+
+
+def test_the_hub_is_read_at_the_commit_that_it_was_at(folder, monkeypatch):
+    files = {f"data/{name}.jsonl": (folder / f"{name}.jsonl").read_bytes() for name in "abc"}
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    path = "hf://datasets/someone/rows"
+    with serving_hub() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        first = hub.push(files)
+        huggingface_hub.HfFileSystem.clear_instance_cache()
+        made = source(f"{path}/data/*.jsonl", shuffle_buffer=10)
+        order = taken(made, 3)
+        hub.push({"data/a.jsonl": b'{"text": "pushed"}\n'})
+        order += taken(made, 30)
+        assert order == expected(".jsonl", "abc", 10, 132)
+        state = json.loads(json.dumps(made.state_dict()))
+        huggingface_hub.HfFileSystem.clear_instance_cache()
+        with pytest.raises(CheckpointError) as refused:
+            source(f"{path}/data/*.jsonl", shuffle_buffer=10).load_state_dict(state)
+        assert f"has 1 files and had 3 when the checkpoint was saved; the run has read {path}@{first}: " in str(
+            refused.value
+        )
+        resumed = source(f"{path}@{first}/data/*.jsonl", shuffle_buffer=10)
+        resumed.load_state_dict(state)
+        assert same(resumed.next(), made.next())
+    huggingface_hub.HfFileSystem.clear_instance_cache()
 
 
 def test_bad_and_long_rows_are_named_and_counted(tmp_path, site):
