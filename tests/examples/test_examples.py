@@ -19,10 +19,12 @@ from mrl.batch import make_batch
 from mrl.config.command import command_of_data
 from mrl.config.load import load_config, read_yaml
 from mrl.metrics import read
+from tests.data.web import serving
 from tests.engine import harness
 from tests.trainers import tiny_runs
 
 CONFIGS = sorted((tiny_runs.REPO / "examples").rglob("*.yaml"))
+STREAMED = tiny_runs.REPO / "examples" / "arithmetic" / "streamed.yaml"
 MIXTURE = tiny_runs.REPO / "examples" / "arithmetic" / "mixture.yaml"
 
 
@@ -139,6 +141,25 @@ def test_a_mixture_of_arithmetic_has_shares_and_a_loss_of_each_source(tmp_path):
     assert given["three"] / given["sums"] == pytest.approx(5 / 4, rel=0.01)
     for name in given:
         assert last[f"eval/{name}/loss"] < middle[f"eval/{name}/loss"] - 0.01, name
+
+
+@pytest.mark.slow
+def test_the_streamed_example_reads_its_rows_from_a_server(tmp_path):
+    """From random weights."""
+    for name in ("make_data", "sources"):
+        tiny_runs.load_example(f"arithmetic/{name}.py").make(tmp_path)
+    with serving(tmp_path) as site:
+        text = STREAMED.read_text().replace("http://127.0.0.1:8000", site.root)
+        config = yaml.safe_load(text.replace("runs/arithmetic-data", str(tmp_path)))
+        config["output_dir"], batch = str(tmp_path / "run"), config["train"]["global_batch_size"]
+        config["model"] |= {"path": str(tmp_path / "model"), "init": "random"}
+        config["train"] |= {"steps": 4, "eval_every": 2, "eval_batches": 1}
+        config["optimizer"] |= {"warmup_steps": 1}
+        assert harness.run_case(1, "tests.trainers.cases:train", config=config)[:2] == ("done", "")
+        assert {name for name, _ in site.asked} == {"three.jsonl"}
+    rows = read(tmp_path / "run" / "metrics.jsonl")
+    assert [rows[-1][f"data/{name}/rows"] for name in ("three", "sums")] == [4 * batch / 2] * 2
+    assert rows[3]["eval/three/loss"] < rows[1]["eval/three/loss"]
 
 
 def test_pairs_of_gsm8k_differ_in_a_number_or_are_of_another_problem(tmp_path):
