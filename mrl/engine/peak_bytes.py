@@ -27,7 +27,8 @@ class PeakBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        before = {t.untyped_storage()._cdata for t in _tensors((*args, *(kwargs or {}).values()))}
+        given = _tensors((*args, *(kwargs or {}).values()))
+        before = {t.untyped_storage()._cdata for t in given if not hasattr(t, "__tensor_flatten__")}  # those have none
         for tensor in _tensors((out,)):
             if type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor) and self.device in (None, tensor.device.type):
                 self._note(tensor.untyped_storage(), before)

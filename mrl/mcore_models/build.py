@@ -7,6 +7,7 @@ layout's groups before `build_chunks` is called.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -165,6 +166,9 @@ def _fusions(
         why = "needs apex's kernel fused_weight_gradient_mlp_cuda, or the layers of transformer-engine"
         fix = "install NVIDIA's apex as docs/gpu.md says, set engine.layer_spec to te, or leave it out"
         raise ConfigError(f"{megatron_fields.KEY}.gradient_accumulation_fusion", True, why, fix)
+    if given.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
+        why, fix = "needs DeepEP, which is not installed (docs/gpu.md)", "leave it out: experts go by all-to-all"
+        raise ConfigError(f"{megatron_fields.KEY}.moe_token_dispatcher_type", "flex", why, fix)
     return {
         "bias_activation_fusion": True,  # on a CPU, elementwise.swiglu
         # a hook on saved tensors is given an alias of a weight, on which the kernel's marks are lost

@@ -175,6 +175,17 @@ def forget_copies(chunks: Iterable[torch.nn.Module]) -> None:
                 copies.clear()
 
 
+def keep_gradients(chunk: torch.nn.Module) -> None:
+    """Has the backward pass of this micro-batch add to the gradients of weights.
+
+    For a step's first micro-batch transformer-engine writes over them (`gradient_accumulation_fusion`). megatron says
+    which one that is: under FP8 the first of each call of its schedule, of which a step may have several (0.16.1 and
+    0.19.2, `MegatronModule.set_is_first_microbatch`).
+    """
+    for module in getattr(chunk, "modules_with_is_first_microbatch", ()):
+        module.is_first_microbatch = False
+
+
 @contextlib.contextmanager
 def without(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Inside, layers compute in bfloat16: for decoding, which has one token of a sequence at a time."""

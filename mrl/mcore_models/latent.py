@@ -125,6 +125,17 @@ class LatentAttention(MegatronModule):
             dropped.discard_output_and_register_recompute(out)
         return self.linear_proj(out.reshape(out.shape[0], 1, -1))
 
+    def set_for_recompute_input_layernorm(self) -> None:
+        """megatron calls it under FP8 where the norm before attention is computed again, whose output it drops.
+
+        transformer-engine's linear would keep 8 bits of that output and never ask for it. The down-projections are
+        torch's, which keep it as it is.
+        """
+        if self.config.q_lora_rank is None:
+            from megatron.core.extensions.transformer_engine import set_save_original_input
+
+            set_save_original_input(self.linear_q_proj)
+
     def _recomputes(self, module: str) -> bool:
         """Returns whether a forward keeps no activations of a part, by megatron's name for it."""
         selective = self.config.recompute_granularity == "selective" and module in self.config.recompute_modules

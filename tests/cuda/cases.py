@@ -39,8 +39,10 @@ class Case:
     optimizer_on_host: bool = False
     spec: str = "auto"
     micro_batches: int = 2  # one whose gradients wait for the next, and the last
+    calls: int = 1  # of forward_backward_step, before the optimizer's
     lengths: tuple[int, ...] = LENGTHS
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    megatron: dict[str, Any] = dataclasses.field(default_factory=dict)  # engine.megatron, beside that of the options
 
     def __str__(self) -> str:
         layout = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "vpp", "cp", "ep", "etp")
@@ -56,6 +58,8 @@ class Case:
             + ["bf16 moments"] * self.bf16_moments
             + ["optimizer on the host"] * self.optimizer_on_host
             + ["value"] * (self.head != "lm")
+            + [f"{self.calls} calls"] * (self.calls > 1)
+            + [name if value is True else str(value) for name, value in self.megatron.items()]
             + [self.spec] * (self.spec != "auto")
         )
         return " ".join(
@@ -192,10 +196,6 @@ def ceilings(case: Case) -> dict[str, float]:
     return {
         # this rank's share of the tokens, before the first, of which router losses are means
         r"mrl/engine/megatron/engine.py _call (to_gpu|__float__)": 1 if case.router_losses else 0,
-        # their scale, which megatron-core 0.19 makes a tensor of
-        r"megatron/core/pipeline_parallel/schedules.py _normalize_loss_scale to_gpu": case.vpp
-        if case.router_losses
-        else 0,
         # the losses, when all micro-batches are done
         r"mrl/engine/megatron/pipeline.py totals __float__": 1 + case.mtp,
         r"mrl/engine/megatron/engine.py most __int__": 1,  # how many micro-batches there are, before them

@@ -159,6 +159,10 @@ class Capture:
 POOL = "a pool of graphs"
 
 
+ROOTS = (("site-packages/", ""), ("/te/transformer_engine/", "transformer_engine/"), ("/mrl/", "mrl/"))
+"""Where code lies, and what of that is in the name of a line."""
+
+
 def waits(what: str) -> None:
     """Counts a wait of the host for the GPU, under the line of the code that asked. Raises what CUDA does inside of a
     capture."""
@@ -168,7 +172,8 @@ def waits(what: str) -> None:
         return
     frame = _caller()
     file = frame.f_code.co_filename
-    short = file.split("site-packages/")[-1] if "site-packages/" in file else file[file.rfind("/mrl/") + 1 :]
+    at = max(file.rfind(root) + len(root) - len(kept) for root, kept in ROOTS if root in file)
+    short = file[at:]
     where = f"{short} {frame.f_code.co_name} {what}"
     _active[-1].syncs[where] = _active[-1].syncs.get(where, 0) + 1
 
@@ -344,10 +349,14 @@ class _Functions(TorchFunctionMode):
                 waits("cpu" if there == "cpu" else "to_gpu")
         if func in (torch.tensor, torch.as_tensor) and _has_tensors(args[0]):
             args = (self._numbers(args[0]), *args[1:])
-        if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu").type == "cuda":
+        if func in (torch.tensor, torch.as_tensor) and _from_host(args[0], kwargs.get("device")):
             device = kwargs.pop("device")  # data of the host goes through a tensor of the host
             waits("to_gpu")
             return func(*args, **kwargs).to(device)
+        if func is torch.tensor and isinstance(args[0], list) and all(type(v) is int for v in args[0]):
+            made = func(*args, **kwargs)
+            made.numbers = list(args[0])  # the host has them: they need not be given
+            return made
         if func is torch.nn.functional.scaled_dot_product_attention and args[0].device.type == "cuda":
             from mrl.engine.megatron.meta_run import attention
 
@@ -379,6 +388,8 @@ class _Functions(TorchFunctionMode):
 
     def _value(self, func: Any, tensor: torch.Tensor, args: Any) -> Any:
         name = func.__name__
+        if name == "tolist" and hasattr(tensor, "numbers"):
+            return list(tensor.numbers)
         if name in ("masked_select", "nonzero"):
             count = self.given.selected(args[1] if name == "masked_select" else tensor)
             if name == "nonzero":
@@ -386,6 +397,12 @@ class _Functions(TorchFunctionMode):
             return tensor.broadcast_to(args[1].shape).flatten()[:count].clone()
         caller = _caller().f_code.co_name
         return self.given.numbers(tensor, caller) if name in ("tolist", "numpy") else self.given.number(tensor, caller)
+
+
+def _from_host(data: Any, device: Any) -> bool:
+    """Whether a tensor of this data on this device is made by a copy from the host."""
+    there = isinstance(data, torch.Tensor) and data.device.type == "cuda"
+    return torch.device(device or "cpu").type == "cuda" and not there
 
 
 def _has_tensors(value: Any) -> bool:

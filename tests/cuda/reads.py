@@ -41,6 +41,7 @@ def count() -> dict[str, Any]:
         torch.ones(4).cuda()
         torch.ones(4).cuda(non_blocking=True)
         torch.tensor([1.0, 2.0], device="cuda")
+        torch.as_tensor(torch.ones(4, device="cuda"), device="cuda")
         here, there = torch.ones(4), torch.ones(4, device="cuda")
         here.copy_(there)
         there.copy_(here)

@@ -62,6 +62,7 @@ def run(case: Case) -> Result:
     from mrl.batch import Batch
     from mrl.engine.lora import identity
     from mrl.engine.megatron import inputs
+    from mrl.mcore_models import fp8
     from tests.cuda import update
 
     folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
@@ -83,7 +84,8 @@ def run(case: Case) -> Result:
     with fake.Fake(given) as watched:
 
         def built(dims: Any, hidden: int) -> None:
-            rows = sum(inputs.padded_lengths(list(case.lengths), dims, packed=True)) // dims.cp
+            multiple = fp8.multiple_of(case.megatron)
+            rows = sum(inputs.padded_lengths(list(case.lengths), dims, packed=True, multiple=multiple)) // dims.cp
             given.shape = (rows // (case.tp if dims.sp else 1), 1, hidden)
 
         return update.make(case, folder, batch, watched.memory, watched.syncs, built)

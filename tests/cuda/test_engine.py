@@ -48,15 +48,21 @@ AT_NIGHT = [case for case in OTHERS if case not in IN_CI]
 @pytest.mark.parametrize("case", [*slow_but(FAST, IN_CI), *nightly_but([], AT_NIGHT)], ids=str)
 def test_a_rank_makes_an_update(worker, case):
     result = worker.call("tests.cuda.run:run", case)
+    dtypes_are_as_stated(case, result)
+    assert not unexpected(case, result) + beyond(step_ceilings(case, result.updated), result.step_syncs, "a step")
+
+
+def dtypes_are_as_stated(case: Case, result: Result) -> None:
     for kind, found in result.tensors.items():
         expected = ["cuda torch.bfloat16"] if kind == "parameters" else ["cuda torch.float32"]
         if kind == "states" and case.bf16_moments:  # masters are among them
             expected.insert(0, "cuda torch.bfloat16")
+        if kind == "steps" and case.spec == "te":  # FusedAdam counts them on the host
+            expected = []
         if case.optimizer_on_host and kind in ("masters", "states", "steps"):
             expected = [] if kind == "states" else ["cpu torch.float32"]  # none that engine.offload would move
         assert found == expected, f"{kind}: {found}"
     assert result.parameters < result.after_init < result.peak
-    assert not unexpected(case, result) + beyond(step_ceilings(case, result.updated), result.step_syncs, "a step")
 
 
 def unexpected(case: Case, result: Result) -> list[str]:

@@ -9,11 +9,27 @@ spec goes on under the other. What the modules compute is not seen here: tests/e
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from mrl.mcore_models.te_limits import GENERATIONS
 from tests.cuda.attention_cases import Layout
 from tests.cuda.models import MODELS, fewer_experts
+from tests.cuda.te_cases import (
+    CONDITIONAL,
+    EVERY_KEY,
+    FAMILIES,
+    OTHERS,
+    PARTS,
+    RECIPES,
+    expected_kernels,
+    has_experts,
+    te_ceilings,
+    te_step_ceilings,
+)
+from tests.cuda.test_engine import beyond, dtypes_are_as_stated
+from tests.tiers import nightly_but, slow_but
 
 GPUS = [(capability, flash_attn) for capability in GENERATIONS for flash_attn in (False, True)]
 DENSE, WINDOWS, SINKS = "Qwen/Qwen3-8B", "mistralai/Mistral-7B-v0.1", "openai/gpt-oss-20b"
@@ -156,3 +172,35 @@ def test_masters_and_moments_are_where_and_as_stated(te_worker, further, of, pla
             for name, place in zip(("exp_avg", "exp_avg_sq"), places[1:], strict=True)
         }
         assert found["fused"] == dtypes | {"master_weights": "False", "use_decoupled_grad": "False", "adam_w_mode": "1"}
+
+
+# -- updates ----------------------------------------------------------------------------------------------------------
+
+QUICK = [EVERY_KEY[FAMILIES.index(DENSE)], EVERY_KEY[FAMILIES.index("mistralai/Mixtral-8x7B-v0.1")]]
+
+
+@pytest.mark.parametrize("case", slow_but(QUICK, [*EVERY_KEY, *PARTS]) + nightly_but([], OTHERS), ids=str)
+def test_an_update_of_transformer_engines_modules(te_worker, case):
+    """Its kernels are shapes alone (te_kernels.py). Gradients of weights are added to fp32 sums, which only the first
+    micro-batch of a step may write over; under FP8 all products are of 8 bits; the host waits for less than with the
+    local spec."""
+    recipe = case.megatron.get("fp8_recipe")
+    kind, capability = RECIPES[recipe] if recipe else ("bfloat16", (9, 0))
+    found = te_worker.call("tests.cuda.te_update:update", case, capability)
+    result, kernels = found.result, found.kernels
+    dtypes_are_as_stated(case, result)
+    wanted = expected_kernels(case)
+    assert wanted <= kernels.calls.keys() and not (CONDITIONAL - wanted) & kernels.calls.keys()
+    # in no FP8: MTP layers, and routers, whose products are transformer-engine's in megatron-core 0.19
+    others = kernels.products.total() - kernels.products[kind]
+    routers = 4 * case.layers * case.micro_batches * case.calls if has_experts(case.model) else 0
+    assert kernels.products[kind] and (others <= routers or case.mtp), kernels.products
+    into = "bfloat16 over" if "activations" in case.offload else "float32 sum"
+    assert set(kernels.summed) - {"float32 over"} == (set() if case.lora else {into})
+    assert kernels.summed["float32 over"] * case.calls * case.micro_batches <= kernels.summed.total()
+    waits = beyond(te_ceilings(case), result.syncs, "a micro-batch")
+    assert not waits + beyond(te_step_ceilings(case, result.updated), result.step_syncs, "a step")
+    if case.modules not in (None, ("moe_act",)):  # that one is megatron's own code
+        kept = dataclasses.replace(case, recompute="none", modules=None)
+        without = te_worker.call("tests.cuda.te_update:update", kept, capability)
+        assert kernels.calls.total() > without.kernels.calls.total()

@@ -34,7 +34,8 @@ def config_of(case: Case, folder: Path) -> RoleConfig:
     moments = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), "bfloat16") | {"use_precision_aware_optimizer": True}
     engine = EngineConfig(
         megatron=(moments if case.bf16_moments else {})
-        | ({"optimizer_cpu_offload": True} if case.optimizer_on_host else {}),
+        | ({"optimizer_cpu_offload": True} if case.optimizer_on_host else {})
+        | case.megatron,
         parallel=parallel, recompute=case.recompute, recompute_modules=case.modules, offload=list(case.offload), layer_spec=case.spec,
         moe=MoEConfig(aux_loss=0.01, z_loss=0.001) if case.router_losses else MoEConfig(),
         micro_batch=MicroBatchConfig(size=len(case.lengths), tokens=None),
@@ -68,8 +69,9 @@ def make(
     syncs.clear()
     before = memory.alive
     with engine.train_mode():
-        engine.forward_backward_step(batch)
-    in_micro_batch = {line: n / case.micro_batches for line, n in syncs.items()}
+        for _ in range(case.calls):
+            engine.forward_backward_step(batch)
+    in_micro_batch = {line: n / case.micro_batches / case.calls for line, n in syncs.items()}
     after_backward = memory.peak
     syncs.clear()
     engine.optimizer_step()

@@ -128,3 +128,5 @@ def test_what_megatron_refuses_is_one_line():
         ConfigError, match="^engine.megatron.gradient_accumulation_fusion: value true needs apex's kernel"
     ):
         made({"gradient_accumulation_fusion": True})
+    with pytest.raises(ConfigError, match="moe_token_dispatcher_type: value .flex. needs DeepEP, which is not"):
+        made({"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}, "qwen3_moe")

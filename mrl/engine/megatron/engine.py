@@ -173,6 +173,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     ) -> Outcome:
         assert forward_only or self.loss_fn is not None, "call set_loss_fn before training"
         assert forward_only or not self._reduced, "gradients were reduced already; call optimizer_zero_grad first"
+        adds = self._accumulated and not forward_only
         self._accumulated |= not forward_only
         ctx = dict(PLAIN_CTX if ctx is None else ctx)
         order = self._plan(batch)
@@ -181,7 +182,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             for indices in order
         ]
         last = bool(ctx.get("last")) and not forward_only
-        call = self._call(batch, forward_only, postprocess_fn, reduces=last and self._reduces_early)
+        call = self._call(batch, forward_only, postprocess_fn, reduces=last and self._reduces_early, adds=adds)
         used = self._used("parameters") if forward_only else self.offload.used("parameters", "gradients")
         with used, torch.set_grad_enabled(not forward_only):
             pipeline.run(self.model.wrapped, self.model.transformer, micro_batches, self.setup, call)
@@ -235,7 +236,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         return bool(wrapped) and wrapped[0].ddp_config.overlap_grad_reduce and not self.model.adapters
 
     def _call(
-        self, batch: Batch, forward_only: bool, postprocess_fn: Callable | None, *, reduces: bool
+        self, batch: Batch, forward_only: bool, postprocess_fn: Callable | None, *, reduces: bool, adds: bool
     ) -> pipeline.Call:
         denominator = collective.denominator_of(batch, self.loss_denominator)
         share = 1.0
@@ -245,7 +246,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             share = float(mine) / float(batch.denominators["tokens"] or 1.0) or 1.0
         of_mtp = MTP_MASK if MTP_MASK in batch.token_fields else "tokens"
         tokens = collective.denominator_of(batch, of_mtp) if self.setup.mtp else 1.0
-        return pipeline.Call(self.loss_fn, denominator, share, forward_only, postprocess_fn, reduces, tokens)
+        return pipeline.Call(self.loss_fn, denominator, share, forward_only, postprocess_fn, reduces, adds, tokens)
 
     @installed
     def unshard_data(self, predictions: Predictions, batch: Batch) -> Predictions:
@@ -298,6 +299,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     def set_trained_state(self, state: TrainedState) -> None:
         with self._used("parameters", "gradients", "optimizer"):
             trained.put(self.model.wrapped, self.model.optimizer, state)
+        fp8.forget_copies(self.model.chunks)  # where gradients have accumulated no call would make them again
         self._accumulated = state.gradients is not None
         self._reduced = self._spent = state.spent
 

@@ -19,7 +19,7 @@ from mrl.engine.base import Ctx, LossFn, Predictions
 from mrl.engine.logprobs import VocabShard, log_probs_from_hidden, top_log_probs
 from mrl.engine.megatron import inputs as model_inputs
 from mrl.engine.megatron.scaling import megatron_loss, megatron_scale
-from mrl.mcore_models import platform
+from mrl.mcore_models import fp8, platform
 from mrl.mcore_models.mtp import Ahead
 from mrl.parallel import Coordinates, ParallelDims
 
@@ -62,6 +62,7 @@ class Call:
     forward_only: bool
     postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None
     reduces: bool = False  # gradients are reduced from the last backward pass on, while it runs
+    adds: bool = False  # to gradients of earlier calls
     tokens: float = 1.0  # that MTP layers learn in the whole global mini-batch: the denominator of their loss
 
 
@@ -112,6 +113,8 @@ def _forward_step(
     while hasattr(model, "module"):
         model = model.module
     ins = micro_batch.inputs
+    if call.adds:
+        fp8.keep_gradients(chunk)
     if model.post_process and setup.head == "lm":
         model.output_layer.project = functools.partial(_log_probs, setup=setup, ins=ins, ctx=micro_batch.ctx)
         model.ahead = [

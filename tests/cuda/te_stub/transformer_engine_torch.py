@@ -1,6 +1,6 @@
 """The names of transformer-engine's C++ extension for torch, so that its Python modules can be imported and built where
 the extension cannot be: every name that begins with a capital is an enumeration, every other one a function that
-refuses to be called."""
+refuses to be called, or is one of `KERNELS`."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ class _Enumeration(type):
         setattr(cls, name, member)
         return member
 
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, _Member) and value.owner == cls.__name__
+
     @property
     def __members__(cls) -> dict[str, _Member]:
         return dict(cls._members)
@@ -51,6 +54,9 @@ def _numbered(name: str, *members: str) -> Any:
         getattr(made, member)
     return made
 
+
+KERNELS: dict[str, Any] = {}
+"""What some of the functions do here: those of te_kernels.py, once they are installed."""
 
 _GEMMS = [f"GEMM{i}_{of}" for i in (1, 2, 3) for of in ("INPUT", "WEIGHT", "OUTPUT")]
 _GRADS = [f"GRAD_{of}{i}" for i in (1, 2, 3) for of in ("OUTPUT", "INPUT")]
@@ -91,7 +97,9 @@ def __getattr__(name: str) -> Any:
         value: Any = _Enumeration(name, (), {"_members": {}})
     else:
 
-        def value(*_: Any, **__: Any) -> None:
+        def value(*args: Any, **kwargs: Any) -> Any:
+            if name in KERNELS:
+                return KERNELS[name](*args, **kwargs)
             raise NotImplementedError(f"transformer_engine_torch.{name} is a name alone here")
 
     globals()[name] = value
