@@ -18,8 +18,8 @@ class Kernels:
 
     calls: Counts = dataclasses.field(default_factory=Counts)  # by name
     products: Counts = dataclasses.field(default_factory=Counts)  # of matrices: bfloat16, or the class in 8 bits
-    # of those the gradients of weights: the dtype of what each is written to, and whether it is added ("sum") or
-    # takes the place of what was there ("over")
+    # of those the gradients of weights that go to a buffer: its dtype, and whether each is added ("sum") or takes the
+    # place of what was there ("over")
     summed: Counts = dataclasses.field(default_factory=Counts)
 
 

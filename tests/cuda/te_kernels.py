@@ -90,9 +90,8 @@ def _multiplied(
     _RUN.products[kind] += 1
     if out is None:
         assert not accumulate
-        out = torch.empty(shape, dtype=b.dtype if out_dtype is None else _dtype(out_dtype), device="cuda")
-    else:
-        assert out.numel() == math.prod(shape) and out.shape[-1] == shape[-1], f"{tuple(out.shape)} for {shape}"
+        return torch.empty(shape, dtype=b.dtype if out_dtype is None else _dtype(out_dtype), device="cuda")
+    assert out.numel() == math.prod(shape) and out.shape[-1] == shape[-1], f"{tuple(out.shape)} for {shape}"
     if transb:  # a weight's gradient
         _RUN.summed[f"{out.dtype}".removeprefix("torch.") + (" sum" if accumulate else " over")] += 1
     return out
