@@ -172,7 +172,7 @@ def waits(what: str) -> None:
         return
     frame = _caller()
     file = frame.f_code.co_filename
-    at = max(file.rfind(root) + len(root) - len(kept) for root, kept in ROOTS if root in file)
+    at = max((file.rfind(root) + len(root) - len(kept) for root, kept in ROOTS if root in file), default=0)
     short = file[at:]
     where = f"{short} {frame.f_code.co_name} {what}"
     _active[-1].syncs[where] = _active[-1].syncs.get(where, 0) + 1
