@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms import distill
-from mrl.algorithms.distill import DIVERGENCES, TEACHER, DistillLoss, divergence
+from mrl.algorithms.distill import DIVERGENCES, TEACHER, DistillLoss, FromTeacher, divergence
+from mrl.algorithms.losses import ActorLoss
 from mrl.batch import Batch, make_batch
 
 V, ROWS, BETA = 11, 6, 0.3
@@ -125,3 +126,24 @@ def test_the_loss_is_a_sum_whatever_the_micro_batches(parts, chunk, monkeypatch)
     )  # fmt: skip
     assert torch.allclose(gradient[trained, 1:], (slope * 3 * mask[:, None]).float(), atol=1e-6)
     assert torch.allclose(gradient[trained, 0], (-0.25 * mask).float()) and (gradient[~trained] == 0).all()
+
+
+def test_the_policys_loss_and_the_divergence_are_added_with_the_coefficient():
+    """Of mrl ppo, with rewards beside a teacher: each sampled token has both."""
+    teacher_NK, ids = logits(1).log_softmax(1).topk(3)
+    batch = batch_of(teacher_NK)
+    trained = batch.loss_mask != 0
+    log_probs = torch.full((batch.num_tokens, 4), torch.nan)
+    log_probs[trained] = torch.cat([logits(4)[:, :1].abs().neg(), logits(2).log_softmax(1).gather(1, ids)], 1).float()
+    advantages = torch.linspace(-1, 2, batch.num_tokens)
+    fields = {**batch.token_fields, "advantages": advantages, "old_log_probs": log_probs[:, 0].nan_to_num()}
+    batch = Batch(**{**vars(batch), "token_fields": fields})
+    loss_fn = ActorLoss(kl_coef=0.25, distill=FromTeacher(kind="jsd", beta=BETA))
+    total, ctx = loss_fn(batch, {"log_probs": log_probs}, {"metrics": {}})
+    mask, value = (
+        batch.loss_mask[trained].double(),
+        divergence(log_probs[trained, 1:], teacher_NK.float(), kind="jsd", beta=BETA, tail=True)[0],
+    )
+    by_policy = -(advantages[trained].double() * mask).sum()  # ratios of 1
+    assert float(total) == pytest.approx(float(by_policy + 0.25 * (value * mask).sum()), rel=1e-6)
+    assert ctx["metrics"]["actor/divergence"] == pytest.approx(float((value * mask).sum()), rel=1e-6)

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
+from mrl.batch import make_batch
 from mrl.config.schema import DataConfig
 from mrl.data.dataset import SFTDataset
 from mrl.metric_names import DISTILL_METRICS, SFT_METRICS
 from mrl.metrics import read
+from mrl.trainers.teacher import Top, TopCache, TopParts
 from tests.engine.harness import run_case
 from tests.tiers import nightly_but, slow_but
 from tests.trainers import tiny_runs
@@ -227,6 +229,22 @@ def test_a_cache_of_another_teacher_is_made_anew_and_a_damaged_one_too(places, t
     more = make_config(places, run, teacher={"cache": True, "temperature": 2.0}, train={"steps": 1},
                        data={"eval": str(places / "eval.jsonl")})  # fmt: skip
     assert "teacher: its log-probs of 17 rows are written to" in again(more)
+
+
+def test_a_cache_knows_a_row_by_its_tokens_and_what_trains_of_them(tmp_path):
+    """Whatever the order that rows are asked for in; what was made by another teacher is not read."""
+    masks = [[0, 0, 1], [0, 1, 1], [0, 1, 0.5]]  # of the same tokens; a weight changes nothing
+    batch = make_batch([[1, 2, 3]] * 3, masks)
+    said = Top(torch.arange(5)[:, None].int(), -torch.arange(5.0)[:, None])
+    parts, cache = TopParts(), TopCache(tmp_path / "log_probs.pt", {"temperature": 1.0})
+    parts.add(batch, said)
+    cache.write(parts)
+    cache.read()
+    assert cache.count == 2 and not list(cache.lacks([batch]))
+    assert cache.of(batch.select([2, 0])).ids[:, 0].tolist() == [1, 2, 0]
+    other = TopCache(tmp_path / "log_probs.pt", {"temperature": 2.0})
+    other.read()
+    assert other.count == 0 and len(list(other.lacks([batch]))) == 1
 
 
 @pytest.mark.parametrize("cache", slow_but([True], [True, False]))
