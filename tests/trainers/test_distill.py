@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import pathlib
 import shutil
 from typing import Any
@@ -229,6 +230,11 @@ def test_a_cache_of_another_teacher_is_made_anew_and_a_damaged_one_too(places, t
     more = make_config(places, run, teacher={"cache": True, "temperature": 2.0}, train={"steps": 1},
                        data={"eval": str(places / "eval.jsonl")})  # fmt: skip
     assert "teacher: its log-probs of 17 rows are written to" in again(more)
+    shutil.copytree(places / "teacher", tmp_path / "trained on")  # files of the same names and sizes
+    more["teacher"]["model"]["path"] = str(tmp_path / "trained on")
+    assert "are in" in again(more)
+    os.utime(tmp_path / "trained on" / "model.safetensors", (1, 1))
+    assert "are written to" in again(more)
 
 
 def test_a_cache_knows_a_row_by_its_tokens_and_what_trains_of_them(tmp_path):
