@@ -124,12 +124,17 @@ class DPO(TrainingCommand[DPOConfig]):
         from mrl.config.phases import Phase
 
         sequences = config.train.global_batch_size * config.sequences_of_row
+        role = "reference" if config.reference_has_own_model else ""
         found = []
+        if not config.loss.is_paired:  # kto's KL is of prompts with other rows' answers
+            found.append(Phase("forward of the model on other answers", "", "forward", sequences))
+            found.append(Phase("forward of the reference on other answers", role, "forward", sequences))
         if config.loss.needs_reference and not config.reference.cache:
-            role = "reference" if config.reference_has_own_model else ""
             found.append(Phase("forward of the reference", role, "forward", sequences))
         found.append(Phase("update of the model", "", "train", sequences))
-        return Phases(tuple(found), offload_idle=False)
+        is_taken = config.sequences_of_row == 1 and "auto" in config.formats_of_train
+        note = "Rows are taken for single answers; with data.format=preference, for pairs."
+        return Phases(tuple(found), offload_idle=False, notes=(note,) * is_taken)
 
 
 COMMAND = DPO()

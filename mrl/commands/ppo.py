@@ -192,7 +192,7 @@ class PPO(TrainingCommand[PPOConfig]):
 
     def phases(self, config: PPOConfig) -> Phases:
         from mrl.algorithms.configured import configured_recipe
-        from mrl.config.phases import Phase
+        from mrl.config.phases import Phase, not_counted
         from mrl.config.roles import is_served, reference_is_base
 
         recipe, rollout, size = configured_recipe(config.algorithm), config.rollout, config.train.global_batch_size
@@ -217,7 +217,9 @@ class PPO(TrainingCommand[PPOConfig]):
         for role in ("actor", "critic") if recipe.needs_critic else ("actor",):
             of_all = size * config.algorithm.epochs
             found.append(Phase(f"update of the {role}", role, "train", of_all, steps=config.steps_per_iteration))
-        return Phases(tuple(found), config.train.offload_idle != "never", entropy)
+        distill = config.algorithm.distill
+        notes = () if distill is None else not_counted(distill.top_k)
+        return Phases(tuple(found), config.train.offload_idle != "never", entropy, notes)
 
     def server(self, config: PPOConfig) -> Server | None:
         rollout = config.rollout

@@ -97,15 +97,16 @@ class SFT(TrainingCommand[SFTConfig]):
         ]
 
     def phases(self, config: SFTConfig) -> Phases:
-        from mrl.config.phases import Phase
+        from mrl.config.phases import Phase, not_counted
 
         size, teacher = config.train.global_batch_size, config.teacher
-        roles = [part.role for part in self.parts(config)[1:]]
-        if teacher is None or teacher.cache or not roles:
+        if teacher is None:
             return super().phases(config)
+        roles = [] if teacher.cache else [part.role for part in self.parts(config)[1:]]
         # of several teachers each may have to say something of all rows
         forwards = [Phase(f"forward of the {role.replace('.others.', ' ')}", role, "forward", size) for role in roles]
-        return Phases((*forwards, Phase("update of the model", "", "train", size)), offload_idle=False)
+        notes = not_counted(teacher.top_k)
+        return Phases((*forwards, Phase("update of the model", "", "train", size)), offload_idle=False, notes=notes)
 
 
 COMMAND = SFT()

@@ -104,9 +104,16 @@ class DPOConfig(AnswersConfig):
     data: PreferenceDataConfig = key(REQUIRED, "the data")
 
     @property
+    def formats_of_train(self) -> set[str]:
+        """The forms that rows of data.train are said to have, auto among them."""
+        shares = () if isinstance(self.data.train, str) else self.data.train
+        return {share.format or self.data.format for share in shares} or {self.data.format}
+
+    @property
     def sequences_of_row(self) -> int:
-        """Most sequences that a row of data.train is."""
-        return 1 if self.data.format == "unpaired" else 2
+        """Most sequences that a row of data.train is; a row of kto one, where its form is not said to be another."""
+        pairs = self.loss.is_paired or "preference" in self.formats_of_train
+        return 2 if pairs else 1
 
     @property
     def reference_has_own_model(self) -> bool:

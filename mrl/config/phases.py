@@ -28,3 +28,12 @@ class Phases:
     phases: tuple[Phase, ...]
     offload_idle: bool = True
     entropy: Literal["none", "detached", "differentiable"] = "none"  # that updates make beside log-probs
+    notes: tuple[str, ...] = ()  # lines on what is assumed of the data, or is not in any phase
+
+
+def not_counted(top_k: int | None) -> tuple[str, ...]:
+    """Returns what `Phases` says of distillation over `top_k` ids of each token, None for the whole vocabulary."""
+    ids = "every id of the vocabulary" if top_k is None else f"{top_k:,} ids"
+    return (
+        f"Not counted: what distillation takes for {ids} at each token: log-probs of teacher and student, the loss.",
+    )

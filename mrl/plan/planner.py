@@ -172,5 +172,5 @@ def as_json(made: Plan) -> dict[str, Any]:
         "updates": {name: dataclasses.asdict(one) | {"seconds": one.seconds} for name, one in made.costs.items()},
         "untimed_phases": made.untimed, "activations_planned": made.whole,
         "model_flops_per_token": {role or "model": flops for role, flops in made.model_flops.items()},
-        "step_seconds": made.seconds,
+        "step_seconds": made.seconds, "notes": list(made.phases.notes),
     }  # fmt: skip

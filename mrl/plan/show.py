@@ -153,6 +153,7 @@ def _notes(plan: Plan) -> Iterator[str]:
     yield "Parameters, gradients and optimizer are exact. Activations are of a real forward and backward pass of"
     yield "every stage on shapes alone, with the longest sequences and tokens spread evenly over experts. Times are"
     yield "estimates: give --efficiency what you measured (docs/plan.md)."
+    yield from plan.phases.notes
     if not plan.whole:
         yield "Of parts on backend fsdp neither activations are planned, nor the weights that are gathered for a"
         yield "block at a time, nor what they send, nor their time: these are in no sum above."

@@ -12,6 +12,7 @@ import pytest
 
 from mrl.commands.plan import EXAMPLES
 from mrl.commands.ppo import PPO
+from mrl.commands.sft import SFT
 from mrl.commands.slurm import _refuse_what_does_not_fit
 from mrl.config.command import record
 from mrl.config.load import load_config
@@ -39,6 +40,10 @@ def folder(tmp_path_factory):
         "output_dir: run\nactor: {model: {path: 8b}, engine: {parallel: {tp: 4}}}\nalgorithm: {name: ppo}\n"
         "data: {train: none.jsonl, max_prompt_length: 512}\nrollout: {max_new_tokens: 512, backend: native}\n"
         "rewards: {functions: [{name: gsm8k}]}\ntrain: {steps: 10, global_batch_size: 64}\n"
+    )
+    (path / "dpo.yaml").write_text(
+        "output_dir: run\nmodel: {path: tiny}\nloss: {name: dpo}\ndata: {train: none.jsonl, max_length: 2048}\n"
+        "train: {steps: 10, global_batch_size: 8}\nengine: {micro_batch: {size: 1}}\n"
     )
     return path
 
@@ -146,6 +151,34 @@ def test_ppo_has_its_phases(plan):
     assert phases["update of the actor"]["optimizer"] > 0
     flops = told["model_flops_per_token"]
     assert flops["actor"] - flops["critic"] == pytest.approx(3 * 2 * 4096 * 151936), "its head has one output"
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "words"),
+    [
+        ("sft.yaml", SFT, ["teacher={model: {path: 8b}, top_k: 32}"]),
+        ("grpo.yaml", PPO, ["algorithm={name: opd, distill: {top_k: 32}}", "reference={model: {path: 8b}}"]),
+    ],
+)
+def test_what_distillation_takes_is_said_to_be_left_out(folder, name, command, words):
+    [note] = command().phases(load_config(folder / name, words, command.root)).notes
+    assert note.startswith("Not counted: ") and " 32 ids " in note
+    assert not command().phases(load_config(folder / name, [], command.root)).notes
+
+
+def test_kto_has_the_forwards_of_its_kl_and_rows_of_one_answer(plan):
+    words = ("dpo.yaml", "loss.name=kto", "-n", "2")
+    done = plan(*words)
+    assert "update of the model: 4 micro-batches of 2,048 tokens" in done.stdout, done.stderr
+    assert "with data.format=preference, for pairs" in done.stdout
+    told, paired = (json.loads(plan(*words, *more, "--json").stdout) for more in ((), ("data.format=preference",)))
+    seconds = {name: one["seconds"] for name, one in told["updates"].items()}
+    others = seconds["forward of the reference on other answers"]
+    assert seconds["forward of the model on other answers"] == others == seconds["forward of the reference"] > 0
+    assert told["step_seconds"] == sum(seconds.values())
+    assert not paired["notes"] and paired["updates"]["update of the model"]["flops"] == pytest.approx(
+        2 * told["updates"]["update of the model"]["flops"]
+    )
 
 
 @pytest.mark.parametrize(

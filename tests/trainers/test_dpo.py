@@ -24,7 +24,9 @@ from transformers import (
 )
 
 from mrl.batch import make_batch
-from mrl.config.dpo import PreferenceDataConfig
+from mrl.commands.dpo import DPO
+from mrl.config.dpo import DPOConfig, PreferenceDataConfig
+from mrl.config.load import from_dict
 from mrl.config.schema import EngineConfig
 from mrl.data.preferences import PreferenceDataset
 from mrl.metric_names import DPO_METRICS, SFT_METRICS
@@ -226,6 +228,22 @@ def test_layouts_give_the_same_steps(places, tmp_path, losses_of, layout, name):
         config["reference"]["model"]["path"] = str(places / f"{kind}other")
     assert train(config, world) == ("done", "")
     assert losses(tmp_path) == pytest.approx(losses_of(name, kind), rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "format"), slow_but([("kto", "unpaired")], [("kto", "unpaired"), ("kto", "preference"), ("dpo", "auto")])
+)
+def test_a_plan_has_the_passes_of_a_step(places, tmp_path, loss, format):
+    """Each on as many sequences: those of kto's KL, which `mrl plan` once left out."""
+    data = {"eval": None, "format": format}
+    if format == "unpaired":
+        rows = [{"prompt": f"{i}+1=", "completion": str(i + i % 2), "label": bool(i % 2)} for i in range(BATCH)]
+        (tmp_path / "single.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data["train"] = str(tmp_path / "single.jsonl")
+    config = make_config(places, tmp_path / "run", loss={"name": loss}, data=data, train={"steps": 1})
+    found = run_case(1, "tests.trainers.dpo_cases:passes", config=config)
+    planned = DPO().phases(from_dict(config, DPOConfig)).phases
+    assert found == [(phase.role, phase.kind, phase.sequences) for phase in planned]
 
 
 # ------------------------------------------------------------------------------------------------------ the reference
