@@ -192,14 +192,15 @@ class PPO(TrainingCommand[PPOConfig]):
 
     def phases(self, config: PPOConfig) -> Phases:
         from mrl.algorithms.configured import configured_recipe
-        from mrl.config.phases import Phase, not_counted
+        from mrl.config.phases import Distill, Phase
         from mrl.config.roles import is_served, reference_is_base
 
         recipe, rollout, size = configured_recipe(config.algorithm), config.rollout, config.train.global_batch_size
         inside = rollout.backend == "vllm" and not rollout.server.urls
-        found = []
+        found, keys = [], config.algorithm.distill
+        distill = None if keys is None else Distill(keys.loss, keys.resolved_beta, keys.top_k, rollout.temperature)
         if rollout.backend == "native":
-            limits = {"cache_tokens": rollout.cache_tokens, "prefill_tokens": rollout.prefill_tokens}
+            limits: dict[str, Any] = {"cache_tokens": rollout.cache_tokens, "prefill_tokens": rollout.prefill_tokens}
             found.append(Phase("sampling", "actor", "sample", size, **limits))
         elif inside:
             fraction = rollout.server.memory_fraction
@@ -212,14 +213,20 @@ class PPO(TrainingCommand[PPOConfig]):
             # the first update's own forward gives old log-probs where guards have found that both agree to the bit
             both = config.steps_per_iteration > 1 or not config.train.guards
             if role != "actor" or both or recipe.kl_in == "reward":
-                found.append(Phase(f"forward of the {role}", of, "forward", size))
+                of_teacher = distill if role.startswith("reference") else None
+                # a teacher is asked a mini-batch at a time
+                parts = max(1, size // config.mini_batch_size) if of_teacher else 1
+                found.append(Phase(f"forward of the {role}", of, "forward", size, parts, distill=of_teacher))
         entropy: Literal["detached", "differentiable"] = "differentiable" if recipe.entropy_coef else "detached"
         for role in ("actor", "critic") if recipe.needs_critic else ("actor",):
             of_all = size * config.algorithm.epochs
-            found.append(Phase(f"update of the {role}", role, "train", of_all, steps=config.steps_per_iteration))
-        distill = config.algorithm.distill
-        notes = () if distill is None else not_counted(distill.top_k)
-        return Phases(tuple(found), config.train.offload_idle != "never", entropy, notes)
+            found.append(
+                Phase(
+                    f"update of the {role}", role, "train", of_all, steps=config.steps_per_iteration,
+                    distill=distill if role == "actor" else None,
+                )
+            )  # fmt: skip
+        return Phases(tuple(found), config.train.offload_idle != "never", entropy)
 
     def server(self, config: PPOConfig) -> Server | None:
         rollout = config.rollout

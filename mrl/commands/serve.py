@@ -79,7 +79,10 @@ class Serve(TrainingCommand[ServeConfig]):
     def phases(self, config: ServeConfig) -> Phases:
         from mrl.config.phases import Phase
 
-        room = {"cache_tokens": config.serve.cache_tokens, "prefill_tokens": config.serve.prefill_tokens}
+        room: dict[str, Any] = {
+            "cache_tokens": config.serve.cache_tokens,
+            "prefill_tokens": config.serve.prefill_tokens,
+        }
         return Phases((Phase("sampling", "", "sample", 1, **room), Phase("update of the model", "", "train", 1)))
 
 

@@ -97,16 +97,20 @@ class SFT(TrainingCommand[SFTConfig]):
         ]
 
     def phases(self, config: SFTConfig) -> Phases:
-        from mrl.config.phases import Phase, not_counted
+        from mrl.config.phases import Distill, Phase
 
         size, teacher = config.train.global_batch_size, config.teacher
         if teacher is None:
             return super().phases(config)
         roles = [] if teacher.cache else [part.role for part in self.parts(config)[1:]]
         # of several teachers each may have to say something of all rows
-        forwards = [Phase(f"forward of the {role.replace('.others.', ' ')}", role, "forward", size) for role in roles]
-        notes = not_counted(teacher.top_k)
-        return Phases((*forwards, Phase("update of the model", "", "train", size)), offload_idle=False, notes=notes)
+        distill = Distill(teacher.loss, teacher.resolved_beta, teacher.top_k, teacher.temperature, 1.0)
+        forwards = [
+            Phase(f"forward of the {role.replace('.others.', ' ')}", role, "forward", size, distill=distill)
+            for role in roles
+        ]
+        update = Phase("update of the model", "", "train", size, distill=distill)
+        return Phases((*forwards, update), offload_idle=False)
 
 
 COMMAND = SFT()

@@ -7,6 +7,17 @@ from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True)
+class Distill:
+    """How a student learns a teacher's distributions of next tokens."""
+
+    loss: str
+    beta: float
+    top_k: int | None  # token ids at which both are compared; None: all of the vocabulary
+    temperature: float
+    first_temperature: float | None = None  # of each token's own label
+
+
+@dataclasses.dataclass(frozen=True)
 class Phase:
     """One role at work."""
 
@@ -19,6 +30,7 @@ class Phase:
     engine_fraction: float = 0.0  # of sampling by an engine inside the trainer: its share of the GPU's memory
     handed_to_tp: int = 0  # ranks of that engine, where it gets its weights from the role in this phase
     prefill_tokens: int = 0  # of sampling by the role itself: prompt tokens in one forward at most
+    distill: Distill | None = None  # where it learns distributions of next tokens, or tells them in a forward pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +41,3 @@ class Phases:
     offload_idle: bool = True
     entropy: Literal["none", "detached", "differentiable"] = "none"  # that updates make beside log-probs
     notes: tuple[str, ...] = ()  # lines on what is assumed of the data, or is not in any phase
-
-
-def not_counted(top_k: int | None) -> tuple[str, ...]:
-    """Returns what `Phases` says of distillation over `top_k` ids of each token, None for the whole vocabulary."""
-    ids = "every id of the vocabulary" if top_k is None else f"{top_k:,} ids"
-    return (
-        f"Not counted: what distillation takes for {ids} at each token: log-probs of teacher and student, the loss.",
-    )

@@ -7,13 +7,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from mrl.algorithms.distill import TEACHER, DistillLoss
 from mrl.config.phases import Phase, Phases
 from mrl.config.schema import RoleConfig
 from mrl.converters.families import family_for
-from mrl.converters.hf_config import normalize, read_hf_config
+from mrl.converters.hf_config import normalize, read_hf_config, vocab_size_of
 from mrl.converters.rules import expected_hf_names
 from mrl.engine.megatron import meta
 from mrl.engine.megatron.meta import ChunkFigures, RankFigures
+from mrl.engine.megatron.meta_ids import Ids
 from mrl.mcore_models.layer_spec import DTYPES
 from mrl.parallel import ParallelDims
 from mrl.plan import schedule, sharded
@@ -84,17 +86,33 @@ def plan_role(
         if phase.kind == "train":
             lengths = micro_batches(config, dims, sequences, longest).lengths
             trained = _stages(
-                config, dims, lengths, spec, known, entropy=phases.entropy if config.head == "lm" else "none"
-            )
+                config, dims, lengths, spec, known, entropy=phases.entropy if config.head == "lm" else "none",
+                ids=_ids(phase, config),
+            )  # fmt: skip
         elif phase.kind == "forward":
             lengths = micro_batches(config, dims, sequences, longest).lengths
-            only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, lengths, spec, known)
+            if not only_forward or phase.distill is not None:  # the pass that takes more
+                frozen = dataclasses.replace(config, optimizer=None)
+                only_forward = _stages(frozen, dims, lengths, spec, known, ids=_ids(phase, config))
         elif phase.prefill_tokens:  # a head of one output: logits are of the sampled rows alone, and are added to it
             layers = dataclasses.replace(config, optimizer=None, head="value")
             sampling = _stages(layers, dims, (phase.prefill_tokens,), spec, known)
     if not trained and not only_forward:  # it only samples
         only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), spec, known)
     return RolePlan(role, model, config, dims, trained, only_forward, spec, sampling)
+
+
+def _ids(phase: Phase, config: RoleConfig) -> Ids | None:
+    """The ids of a token that a phase's passes are of: the student's vocabulary stands for its teachers', too."""
+    distill = phase.distill
+    if distill is None:
+        return None
+    vocabulary = vocab_size_of(read_hf_config(config.model.path)) or 0
+    count = min(distill.top_k or vocabulary, vocabulary)
+    if phase.kind == "forward":
+        return Ids(count, None, temperature=distill.temperature)
+    loss = DistillLoss(kind=distill.loss, beta=distill.beta, tail=count < vocabulary)
+    return Ids(count, loss, TEACHER, distill.temperature, distill.first_temperature)
 
 
 def _stages(
@@ -105,6 +123,7 @@ def _stages(
     known: KnownChunks,
     *,
     entropy: str = "none",
+    ids: Ids | None = None,
 ) -> tuple[RankFigures, ...]:
     """One rank of each stage: tensor, context and data parallel ranks of a stage differ in what the optimizer divides
     alone, and that is listed. Stages with the same layers are run once."""
@@ -114,7 +133,9 @@ def _stages(
     for stage, kind in enumerate(kinds):
         rank = stage * (dims.world_size // dims.pp)
         if kind.same not in made:
-            made[kind.same] = meta.measure(config, dims, rank, lengths, spec=spec, entropy=entropy, known=known)
+            made[kind.same] = meta.measure(
+                config, dims, rank, lengths, spec=spec, entropy=entropy, known=known, ids=ids
+            )
         found.append(dataclasses.replace(made[kind.same], layers=kind.layers, coords=dims.coordinates(rank)))
     return tuple(found)
 
@@ -205,15 +226,18 @@ def _activations(phase: Phase, plan: RolePlan, stage: int, longest: int) -> int 
         stage, pp=dims.pp, vpp=dims.vpp, micro_batches=min(batches.count, 4 * dims.pp * dims.vpp),
         forward_only=phase.kind == "forward",
     )  # fmt: skip
-    return most_activations(order, figures.chunks)
+    return most_activations(order, figures.chunks, batches.count)
 
 
-def most_activations(order: Sequence[schedule.Pass], chunks: Sequence[ChunkFigures]) -> int:
-    """Returns the most bytes of activations at once on a stage that goes through `order`."""
+def most_activations(order: Sequence[schedule.Pass], chunks: Sequence[ChunkFigures], micro_batches: int = 1) -> int:
+    """Returns the most bytes of activations at once on a stage that goes through `order`. micro_batches: of the
+    mini-batch, of which `order` may be the beginning."""
     alive = schedule.most_alive(
         order, [c.saved for c in chunks], [c.forward_peak for c in chunks], [c.backward_peak for c in chunks]
     )
-    return alive + max(chunk.shared for chunk in chunks)
+    alive += max(chunk.shared for chunk in chunks)
+    given, said, joined = (max(getattr(c, name) for c in chunks) for name in ("given", "said", "joined"))
+    return micro_batches * given + max(alive + (micro_batches - 1) * said, micro_batches * (said + joined))
 
 
 def _sampling(phase: Phase, plan: RolePlan, stage: int) -> int | None:

@@ -38,6 +38,7 @@ class Case:
     bf16_moments: bool = False
     optimizer_on_host: bool = False
     spec: str = "auto"
+    ids: int = 0  # of a teacher at each token, whose distribution is learned
     micro_batches: int = 2  # one whose gradients wait for the next, and the last
     calls: int = 1  # of forward_backward_step, before the optimizer's
     lengths: tuple[int, ...] = LENGTHS
@@ -53,6 +54,7 @@ class Case:
             + ["mtp"] * self.mtp
             + ["detached"] * self.detached
             + ["muon"] * self.muon
+            + [f"{self.ids} ids"] * bool(self.ids)
             + ["router losses"] * self.router_losses
             + ["+".join(self.modules or ())] * (self.modules is not None)
             + ["bf16 moments"] * self.bf16_moments

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from mrl.algorithms.distill import TEACHER, DistillLoss
 from mrl.batch import Batch, make_batch
 from mrl.config.schema import (
     EngineConfig,
@@ -49,7 +53,13 @@ def config_of(case: Case, folder: Path) -> RoleConfig:
 def batch_of(case: Case) -> Batch:
     """A mini-batch whose micro-batches have sequences of `case.lengths` each."""
     tokens = [list(range(1, 2 + n)) for n in case.lengths] * case.micro_batches  # the last one is a label alone
-    return make_batch(tokens, [[1.0] * len(t) for t in tokens])
+    batch = make_batch(tokens, [[1.0] * len(t) for t in tokens])
+    if not case.ids:
+        return batch
+    further = torch.arange(case.ids).expand(batch.num_tokens, -1)
+    teacher = torch.full(further.shape, -math.log(2 * case.ids))
+    labels = torch.cat([batch.labels[:, None], further], dim=1)
+    return dataclasses.replace(batch, labels=labels, token_fields={TEACHER: teacher})
 
 
 def make(
@@ -61,7 +71,8 @@ def make(
     engine.init_model()
     after_init = memory.alive
     built(engine.model.dims, engine.model.hf["hidden_size"])
-    engine.set_loss_fn(lambda data, predictions, ctx: (_loss(data, predictions), ctx))
+    distill = DistillLoss(kind="forward_kl")
+    engine.set_loss_fn(distill if case.ids else lambda data, predictions, ctx: (_loss(data, predictions), ctx))
     plan, each = engine._plan, len(case.lengths)
     # micro-batches of equal lengths: stages tell each other one shape
     engine._plan = lambda batch: [[i * each + j for j in range(each)] for i, _ in enumerate(plan(batch))]

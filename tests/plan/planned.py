@@ -6,8 +6,10 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
+from mrl.algorithms.distill import TEACHER, DistillLoss
 from mrl.config.schema import RoleConfig
 from mrl.engine.megatron import meta
+from mrl.engine.megatron.meta_ids import Ids
 from mrl.parallel import ParallelDims
 from mrl.plan import schedule
 from mrl.plan.memory import most_activations
@@ -27,7 +29,9 @@ def held(case: Case) -> list[dict[str, int]]:
         case.world, tp=case.tp, pp=case.pp, vpp=case.vpp, cp=case.cp, ep=case.ep, etp=parallel.expert_tp,
         sp=parallel.sequence_parallel,
     )  # fmt: skip
-    stages = [meta.measure(config, dims, stage * (case.world // case.pp), case.lengths) for stage in range(case.pp)]
+    ids = Ids(case.ids, DistillLoss(kind="forward_kl"), TEACHER, first_temperature=1.0) if case.ids else None
+    ranks = range(0, case.world, case.world // case.pp)
+    stages = [meta.measure(config, dims, rank, case.lengths, ids=ids) for rank in ranks]
     found = []
     for rank in range(case.world):
         at = dims.coordinates(rank)
@@ -36,7 +40,7 @@ def held(case: Case) -> list[dict[str, int]]:
         found.append({
             "parameters": stage.parameters, "gradients": stage.gradients,
             "optimizer": stage.optimizer(at.cp_rank + dims.cp * at.dp_rank, at.edp_rank),
-            "activations": most_activations(order, stage.chunks),
+            "activations": most_activations(order, stage.chunks, case.micro_batches),
         })  # fmt: skip
     return found
 

@@ -160,10 +160,24 @@ def test_ppo_has_its_phases(plan):
         ("grpo.yaml", PPO, ["algorithm={name: opd, distill: {top_k: 32}}", "reference={model: {path: 8b}}"]),
     ],
 )
-def test_what_distillation_takes_is_said_to_be_left_out(folder, name, command, words):
-    [note] = command().phases(load_config(folder / name, words, command.root)).notes
-    assert note.startswith("Not counted: ") and " 32 ids " in note
-    assert not command().phases(load_config(folder / name, [], command.root)).notes
+def test_distillation_is_in_the_teachers_forward_and_the_students_update(folder, name, command, words):
+    phases = command().phases(load_config(folder / name, words, command.root)).phases
+    [teacher, student] = [phase for phase in phases if phase.distill is not None]
+    assert (teacher.kind, teacher.distill.top_k) == ("forward", 32) and teacher.role in ("teacher", "reference")
+    assert (student.kind, student.distill) == ("train", teacher.distill) and student.role in ("", "actor")
+
+
+def test_ids_of_a_teacher_take_memory_of_the_whole_mini_batch(plan):
+    words = ("sft.yaml", "model.path=tiny", "engine={parallel: {pp: 2}, micro_batch: {size: 1}}", "-n", "2", "--json")
+    told = [
+        json.loads(plan(*words, "train.global_batch_size=16", f"teacher={{model: {{path: tiny}}, top_k: {k}}}").stdout)
+        for k in (8, 16)
+    ]
+    few, many = ({one["phase"]: one["activations"] for one in of["phases"] if not one["stage"]} for of in told)
+    # of each id an int64 twice and the teacher's fp32 from the first pass on; all predictions, fp32, when all are done
+    each = 16 * 4096 * 8
+    assert many["update of the model"] - few["update of the model"] >= (8 + 8 + 4) * each
+    assert many["forward of the teacher"] - few["forward of the teacher"] >= 0
 
 
 def test_kto_has_the_forwards_of_its_kl_and_rows_of_one_answer(plan):

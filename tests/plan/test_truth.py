@@ -38,11 +38,12 @@ CASES = [
     Case("deepseek-ai/DeepSeek-V3", world=2, ep=2, changes=LATENT),
     Case("deepseek-ai/DeepSeek-V3", world=2, pp=2, mtp=True, changes=LATENT),
     Case(DENSE, world=2, bf16_moments=True, changes=NARROW),
+    Case(DENSE, world=2, pp=2, ids=512, micro_batches=6, changes=NARROW),  # half as much as all else
 ]
 
 
 LORA = {"lora": LoraConfig(rank=3)}
-IN_CI = [CASES[0], CASES[2], CASES[9], CASES[10], *CASES[-2:]]  # of two ranks; `make test-nightly` runs them all
+IN_CI = [CASES[0], CASES[2], CASES[9], CASES[10], *CASES[-3:]]  # of two ranks; `make test-nightly` runs them all
 
 
 @pytest.mark.slow

@@ -27,9 +27,13 @@ from mrl.batch import make_batch
 from mrl.config.megatron_speed import ON_HOST, moment_bytes, state_bytes
 from mrl.config.schema import ParallelConfig, RoleConfig
 from mrl.engine.megatron.even_experts import EvenExperts
+from mrl.engine.megatron.meta_ids import Ids
 from mrl.engine.megatron.meta_run import BLOCK, AsOnAGPU, Traffic, Watch, in_backward, norms_of
 from mrl.mcore_models import cpu_stand_in, fp8, megatron_fields, platform
 from mrl.parallel import Coordinates, ParallelDims
+
+Spec = Literal["te", "local"]
+"""Of a model's layers: transformer-engine's, or megatron's own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,10 @@ class ChunkFigures:
     backward_traffic: tuple[Traffic, ...]
     sent: int  # bytes of hidden states that go on to the next stage, and come back as their gradient
     shared: int  # of megatron's buffer of gathered hidden states, one for all passes of a rank; in no figure above
+    # of distillation, beside all of the above, as every micro-batch of a mini-batch has it at once:
+    given: int = 0  # ids and the teacher's log-probs, which a micro-batch has from before the first pass on
+    said: int = 0  # log-probs of ids that its forward pass gave, until the last pass is done
+    joined: int = 0  # what joins those of all micro-batches, then
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,15 +172,15 @@ def own_group(rank: int, sizes: Sequence[int], mask: Sequence[bool]) -> list[int
 
 
 def measure(
-    config: RoleConfig, dims: ParallelDims, rank: int, lengths: Sequence[int], *,
-    spec: Literal["te", "local"] = "local", entropy: str = "none", known: dict[tuple, ChunkFigures] | None = None,
+    config: RoleConfig, dims: ParallelDims, rank: int, lengths: Sequence[int], *, spec: Spec = "local",
+    entropy: str = "none", known: dict[tuple, ChunkFigures] | None = None, ids: Ids | None = None,
 ) -> RankFigures:  # fmt: skip
     """Returns what `rank` holds, and what a micro-batch of sequences of these lengths takes there; of no sequences,
     nothing is run.
 
     config: as an engine gets it. Nothing is read but config.json. spec: whose layers keep activations. Those of
     transformer-engine are the local ones with its norms, which keep their input and a number a row. known: what chunks
-    took, which is not measured again; those of this rank are put into it.
+    took, which is not measured again; those of this rank are put into it. ids: of distillation.
     """
     from mrl.converters.rules import padded_vocab
     from mrl.engine.lora.folder import adapters
@@ -204,9 +212,9 @@ def measure(
                 wrapped = optim.wrap(chunks, model.transformer, engine.megatron)
             found = []
             if lengths:
-                run = _Run(config, dims, model, lengths, entropy)
+                run = _Run(config, dims, model, lengths, entropy, ids)
                 known = {} if known is None else known
-                keys = _keys_of_chunks(config, dims, model.coords.pp_rank, (*lengths, spec, entropy))
+                keys = _keys_of_chunks(config, dims, model.coords.pp_rank, (*lengths, spec, entropy, ids))
                 for chunk, of, plan, key in zip(wrapped, chunks, plans, keys, strict=True):
                     if key not in known:
                         known[key] = run.measure(chunk, of, plan)
@@ -259,9 +267,7 @@ def _tied_gradient(chunks: Sequence[Any], dims: ParallelDims) -> int:
     return sum(4 * chunk.shared_embedding_or_output_weight().numel() for chunk in ends)
 
 
-def layer_spec_on_gpus(
-    config: RoleConfig, dims: ParallelDims, capability: tuple[int, int] | None
-) -> Literal["te", "local"]:
+def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims, capability: tuple[int, int] | None) -> Spec:
     """Returns the layer spec of a run on GPUs that have transformer-engine, and the versions of flash-attn and cuDNN
     that it takes. capability: theirs; None where it is not known, and any generation may do."""
     from mrl.converters.families import fields_of
@@ -310,7 +316,7 @@ class _Run:
     """Runs one micro-batch through chunks of a model."""
 
     def __init__(
-        self, config: RoleConfig, dims: ParallelDims, model: Any, lengths: Sequence[int], entropy: str
+        self, config: RoleConfig, dims: ParallelDims, model: Any, lengths: Sequence[int], entropy: str, ids: Ids | None
     ) -> None:
         from mrl.engine.megatron import pipeline
 
@@ -323,7 +329,9 @@ class _Run:
         )  # fmt: skip
         tokens = [[0] * (n + 1) for n in lengths]  # the last one is a label alone
         self.batch = make_batch(tokens, [[1.0] * len(t) for t in tokens])
-        self.ctx = {"temperature": 1.0, "entropy": entropy}
+        self.ctx: dict[str, Any] = {"temperature": 1.0, "entropy": entropy}
+        self.ids = ids
+        self.ctx |= {} if ids is None else ids.ctx
         self.groups = _kinds_of_groups(dims)
 
     def measure(self, chunk: Any, inner: Any, plan: Any) -> ChunkFigures:
@@ -346,6 +354,7 @@ class _Run:
         try:
             with grad, AsOnAGPU(experts), Watch(self.groups) as watch:
                 micro_batch = pipeline.make_micro_batch(self.batch, self.ctx, None, self.setup, trains=self.trains)
+                given = 0 if self.ids is None else self.ids.give(micro_batch)
                 ins = micro_batch.inputs
                 rows = ins.tokens.numel() // (self.dims.tp if self.dims.sp else 1)
                 begun = watch.alive
@@ -360,16 +369,20 @@ class _Run:
                 kept = begun + shared()
                 saved, forward_peak, forward = watch.alive - kept, watch.peak - kept, watch.taken()
                 sent = self._sent(rows, plan)
+                distilled = () if self.ids is None else (given, *self.ids.kept(micro_batch))
                 if not self.trains:
                     del output, loss, micro_batch
-                    return ChunkFigures(saved, forward_peak, 0, forward[0], 0.0, forward[1], (), sent, shared())
+                    return ChunkFigures(
+                        saved, forward_peak, 0, forward[0], 0.0, forward[1], (), sent, shared(), *distilled
+                    )
                 watch.peak = watch.alive
                 with in_backward(experts):
                     torch.autograd.backward(output, None if plan.has_output else torch.empty_like(output))
                 backward = watch.taken()
                 backward_peak = watch.peak - begun - shared()
                 return ChunkFigures(
-                    saved, forward_peak, backward_peak, forward[0], backward[0], forward[1], backward[1], sent, shared()
+                    saved, forward_peak, backward_peak, forward[0], backward[0], forward[1], backward[1], sent,
+                    shared(), *distilled,
                 )  # fmt: skip
         finally:
             undo()
@@ -379,7 +392,10 @@ class _Run:
 
         def total(data: Any, predictions: Any, ctx: Any) -> Any:
             name = "values" if "values" in predictions else "log_probs"
-            loss = (predictions[name] * data.loss_mask).sum()
+            if self.ids is not None and self.ids.loss is not None:
+                loss, _ = self.ids.loss(data, predictions, ctx)
+            else:
+                loss = (predictions[name] * data.loss_mask).sum()
             return (loss + predictions["entropy"].sum() if self.ctx["entropy"] == "differentiable" else loss), ctx
 
         return pipeline.Call(total if self.trains else None, 1.0, 1.0, not self.trains, None)
