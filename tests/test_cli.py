@@ -293,7 +293,7 @@ def test_dry_run_of_ppo_prints_a_config_that_loads_and_each_role(workspace):
     assert epochs[-4] == "# reference: megatron dp1 on 1 process, micro-batches of up to 4096 tokens"
     assert epochs[-2:] == [
         "# iteration: 2 prompts x 4 samples, trained on in 2 steps of 4 sequences",
-        "# length: 1 epochs of the prompts, in whole iterations",
+        "# length: 1 epoch of the prompts, in whole iterations",
     ]
 
 
@@ -333,7 +333,7 @@ def test_dry_run_counts_processes_by_the_layout(workspace):
     output = invoke(*args).stdout
     assert "# layout: pp2 on 2 processes" in output
     assert "# micro-batch: 2 sequences" in output
-    assert "# length: 1 epochs of 4 sequences a step" in output
+    assert "# length: 1 epoch of 4 sequences a step" in output
     # cpu: where other tests of this process had megatron in it, torch counts a GPU
     engine = "engine={backend: fsdp, device: cpu, fsdp: {replicate: 2}}"
     assert "on 2 processes" in invoke("sft", "config.yaml", engine, "--dry-run").stdout

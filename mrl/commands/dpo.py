@@ -14,6 +14,7 @@ from mrl.config.preference_losses import LOSSES, ROWS
 from mrl.config.rm import FORMAT_OF
 from mrl.config.schema import RoleConfig
 from mrl.parallel import ParallelDims
+from mrl.words import counted
 
 
 class DPO(TrainingCommand[DPOConfig]):
@@ -97,7 +98,7 @@ class DPO(TrainingCommand[DPOConfig]):
             for part, dims in zip(parts, layouts, strict=True)
         ]
         numbers = ", ".join(f"{name} {value}" for name, value in config.loss.resolved.items())
-        length = f"{train.steps} steps" if train.steps is not None else f"{train.resolved_epochs:g} epochs"
+        length = f"{train.steps} steps" if train.steps is not None else counted(train.resolved_epochs or 1, "epoch")
         return [
             *lines,
             f"loss: {config.loss.name} ({numbers})",

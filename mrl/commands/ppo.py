@@ -14,6 +14,7 @@ from mrl.config.phases import Phases
 from mrl.config.ppo import ALGORITHMS, PPOConfig
 from mrl.config.schema import JSD_BETA, RoleConfig
 from mrl.parallel import ParallelDims
+from mrl.words import counted
 
 NULL_IS_ACTORS = (
     *(f"{role}.{key}" for role in ("critic", "reference", "reward") for key in ("engine", "model.dtype")),
@@ -169,7 +170,9 @@ class PPO(TrainingCommand[PPOConfig]):
         if train.steps is not None:
             length = f"{train.steps} steps, {train.steps // per_iteration} iterations"
         else:
-            length = f"{1 if train.epochs is None else train.epochs:g} epochs of the prompts, in whole iterations"
+            length = (
+                f"{counted(1 if train.epochs is None else train.epochs, 'epoch')} of the prompts, in whole iterations"
+            )
         lines.append(f"length: {length}")
         rollout, server = config.rollout, config.rollout.server
         if rollout.backend == "vllm" and not server.urls:

@@ -10,6 +10,7 @@ from mrl.config.phases import Phases
 from mrl.config.rm import FORMAT_OF, RMConfig
 from mrl.config.schema import RoleConfig
 from mrl.parallel import ParallelDims
+from mrl.words import counted
 
 
 class RM(TrainingCommand[RMConfig]):
@@ -58,7 +59,7 @@ class RM(TrainingCommand[RMConfig]):
         from mrl.launch.describe import micro_batch, processes
 
         [dims], train, loss = layouts, config.train, config.loss
-        length = f"{train.steps} steps" if train.steps is not None else f"{train.resolved_epochs:g} epochs"
+        length = f"{train.steps} steps" if train.steps is not None else counted(train.resolved_epochs or 1, "epoch")
         return [
             f"layout: {dims.describe()} on {processes(dims)}",
             f"micro-batch: {micro_batch(config.engine, config.longest_group[0])}",

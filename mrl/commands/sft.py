@@ -10,6 +10,7 @@ from mrl.config.command import Part, TrainingCommand
 from mrl.config.phases import Phases
 from mrl.config.schema import JSD_BETA, SFTConfig
 from mrl.parallel import ParallelDims
+from mrl.words import counted
 
 
 class SFT(TrainingCommand[SFTConfig]):
@@ -67,7 +68,7 @@ class SFT(TrainingCommand[SFTConfig]):
         from mrl.launch.describe import micro_batch, processes
 
         dims, train = layouts[0], config.train
-        length = f"{train.steps} steps" if train.steps is not None else f"{train.resolved_epochs:g} epochs"
+        length = f"{train.steps} steps" if train.steps is not None else counted(train.resolved_epochs or 1, "epoch")
         return [
             f"layout: {dims.describe()} on {processes(dims)}",
             f"micro-batch: {micro_batch(config.engine, config.data.max_length)}",

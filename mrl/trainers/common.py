@@ -34,6 +34,7 @@ from mrl.trainers.console import Console, figures
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
 from mrl.trainers.signals import StopSignal, signal_name
 from mrl.trainers.throughput import memory_gb
+from mrl.words import counted
 
 T = TypeVar("T")
 EXPORTED = ("model.path", "actor.model.path")  # the models that a run exports
@@ -85,7 +86,9 @@ def say_done(ranks: Ranks, console: Console, directory: RunDirectory, *, steps: 
         console.say(f"first -> last: {found}")
     places = [path.name + "/" * path.is_dir() for path in directory.contents()]
     console.say(f"{directory.path} has {', '.join(places)}")
-    console.say(f"done: {steps} steps, {tokens:,.0f} trained tokens; everything is in {directory.path}")
+    console.say(
+        f"done: {counted(steps, 'step')}, {counted(round(tokens), 'trained token')}; everything is in {directory.path}"
+    )
 
 
 def already_done(
@@ -100,9 +103,9 @@ def already_done(
     if start.step < total_steps or not ranks.on_main(lambda: _last_is_logged(directory, start.step)):
         console.say(start.message)
         return False
-    steps = f"{start.step} of {total_steps} steps are made"
+    steps = f"{start.step} of {counted(total_steps, 'step')} {'is' if start.step == 1 else 'are'} made"
     if start.step > total_steps:
-        steps = f"it has made {start.step} steps, and this config asks for {total_steps}"
+        steps = f"it has made {counted(start.step, 'step')}, and this config asks for {total_steps}"
     done = f"the run in {directory.path} is complete: {steps}"
     if export_hf and not ranks.on_main(directory.hf.exists):
         console.say(f"{done}, but not its export; exporting")

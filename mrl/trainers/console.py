@@ -17,20 +17,22 @@ from rich.text import Text
 from mrl.trainers.waits import Watch, write_line
 
 SHOWN = (
-    ("reward/mean", "reward", "{:.3f}"),
-    ("actor/sequence_kl", "sequence kl", "{:.3g}"),
+    ("reward/mean", "reward", "{:z.3f}"),
+    ("actor/sequence_kl", "sequence kl", "{:z.3g}"),
     ("eval/accuracy", "accuracy", "{:.1%}"),
     ("train/loss", "loss", "{:.4f}"),
     ("eval/loss", "eval", "{:.4f}"),
     ("distill/divergence", "divergence", "{:.4f}"),
     ("rewards/accuracy", "accuracy", "{:.3f}"),
-    ("rewards/margin", "margin", "{:.3f}"),
+    ("rewards/margin", "margin", "{:z.3f}"),
+    ("rewards/chosen", "chosen", "{:z.3f}"),
+    ("rewards/rejected", "rejected", "{:z.3f}"),
     ("rewards/error", "error", "{:.3f}"),
     ("steps/accuracy", "accuracy", "{:.3f}"),
-    ("actor/kl", "kl", "{:.3g}"),
+    ("actor/kl", "kl", "{:z.3g}"),
     ("actor/entropy", "entropy", "{:.3f}"),
     ("actor/clip_fraction", "clip", "{:.1%}"),
-    ("critic/explained_variance", "explained", "{:.2f}"),
+    ("critic/explained_variance", "explained", "{:z.2f}"),
     ("rollout/finished", "finished", "{:.0%}"),
     ("rollout/response_length", "length", "{:.0f}"),
     ("train/grad_norm", "norm", "{:.3g}"),
@@ -39,10 +41,13 @@ SHOWN = (
     ("perf/mfu", "mfu", "{:.1%}"),
     ("perf/step_s", "seconds", "{:.1f}"),
 )
-"""Metric, its short name on the terminal, its format."""
+"""Metric, its short name on the terminal, its format; z has no value that rounds to zero be negative."""
 
 HIDDEN_IN_RL = ("train/loss", "perf/tokens_per_s")
 """What says nothing there: a policy's loss has no meaning of its own, and sampling, not training, takes the time."""
+
+WITHOUT_MARGIN = ("rewards/chosen", "rewards/rejected")
+"""What is shown where answers are in no pairs, and so have no margin."""
 
 WITHOUT_REWARDS = ("actor/sequence_kl",)
 """What is shown in place of the reward where nothing is rewarded, as in distillation."""
@@ -219,21 +224,23 @@ def _line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def _values(metrics: Mapping[str, float]) -> str:
-    hidden = hidden_of(metrics) if any(name.startswith(("actor/", "critic/")) for name in metrics) else ()
+    hidden = hidden_of(metrics)
     shown = [(name, short, form) for name, short, form in SHOWN if name in metrics and name not in hidden]
     return "  ".join(f"{short} {form.format(metrics[name])}" for name, short, form in shown)
 
 
 def hidden_of(metrics: Collection[str]) -> tuple[str, ...]:
-    """Returns what says nothing beside the others of a run in reinforcement learning."""
-    return HIDDEN_IN_RL + (WITHOUT_REWARDS if "reward/mean" in metrics else ())
+    """Returns what says nothing beside the others."""
+    is_rl = any(name.startswith(("actor/", "critic/")) for name in metrics)
+    hidden: tuple[str, ...] = HIDDEN_IN_RL if is_rl else ()
+    hidden += WITHOUT_REWARDS if "reward/mean" in metrics else ()
+    return hidden + (WITHOUT_MARGIN if "rewards/margin" in metrics else ())
 
 
 def figures(rows: Sequence[Mapping[str, float]]) -> str:
     """Returns the first and the last value of each of FIGURES over the steps of a run; empty without steps."""
     parts = []
-    names = {name for row in rows for name in row}
-    hidden = hidden_of(names) if "actor/loss" in names else ()
+    hidden = hidden_of({name for row in rows for name in row})
     for name, short, form in SHOWN:
         values = [row[name] for row in rows if name in row]
         if name in FIGURES and values and name not in hidden:

@@ -46,6 +46,7 @@ from mrl.trainers.console import Console
 from mrl.trainers.reference import Cache, answers_by, weight_files, with_precision, with_reference
 from mrl.trainers.sft import run_task
 from mrl.trainers.task import Frozen, HFConfig, Task, engine_of_groups
+from mrl.words import counted
 
 
 def run(config: DPOConfig, command_line: str = "") -> None:
@@ -184,16 +185,16 @@ class DPOTask(Task[DPOConfig]):
         missing = cache.lacks(itertools.chain.from_iterable(self.eval_batches(rows, None) for rows in sets))
         first = next(missing, None)
         if first is None:
-            console.say(f"reference: its log-probs of {len(cache.known):,} answers are in {cache.path}")
+            console.say(f"reference: its log-probs of {counted(len(cache.known), 'answer')} are in {cache.path}")
             return
         reference = engine if config.reference_is_start else self._build_reference(console)
         base = reference is engine and config.model.lora is not None
         console.doing("computing the reference's log-probs")
         for batch in itertools.chain([first], missing):
             cache.add(batch, answers_by(reference, batch, base=base))
-            console.detail(f"{len(cache.known):,} answers")
+            console.detail(counted(len(cache.known), "answer"))
         engine.on_main(cache.write)
-        console.say(f"reference: its log-probs of {len(cache.known):,} answers are written to {cache.path}")
+        console.say(f"reference: its log-probs of {counted(len(cache.known), 'answer')} are written to {cache.path}")
 
     def _reference_of(self, engine: BaseEngine, batch: Batch) -> Tensor:
         if self.cache is not None:

@@ -11,6 +11,7 @@ from mrl.data.mixture import MixedDataset
 from mrl.data.stream import may_leave_out, usable_of_mixture
 from mrl.errors import ConfigError
 from mrl.trainers.console import Console
+from mrl.words import counted
 
 
 def length_of_mixture(
@@ -30,17 +31,17 @@ def length_of_mixture(
         return train.steps
     if may_leave_out(config.data):
         console.say(f"data.train: counting which of its {len(train_set)} rows can be used, for the length of the run")
-    counted = usable_of_mixture(train_set, config.seed, shuffle=config.data.shuffle)
-    most = sum(bound for _, bound in counted if bound is not None) if bounded else None
+    usable_of = usable_of_mixture(train_set, config.seed, shuffle=config.data.shuffle)
+    most = sum(bound for _, bound in usable_of if bound is not None) if bounded else None
     if train.steps is not None:
         steps, length = train.steps, f"train.steps {train.steps}"
     elif train.epochs is None and most is not None:
         steps = most // rows * each
-        length = f"the {steps} steps that the epochs of the sources fill"
+        length = f"the {counted(steps, 'step')} that the epochs of the sources fill"
     else:
         epochs = 1.0 if train.epochs is None else train.epochs
-        steps = steps_for_epochs(epochs, sum(usable for usable, _ in counted), rows) * each
-        length = f"the {steps} steps of {epochs:g} epochs"
+        steps = steps_for_epochs(epochs, sum(usable for usable, _ in usable_of), rows) * each
+        length = f"the {counted(steps, 'step')} of {counted(epochs, 'epoch')}"
     needed = -(-steps // each) * rows
     if most is not None and most < rows:
         size = train.global_batch_size
@@ -57,5 +58,5 @@ def length_of_mixture(
         )  # fmt: skip
     if train.steps is None:
         check(steps, length)
-        console.say(f"data.train: {sum(usable for usable, _ in counted):,} rows can be used, which makes {length}")
+        console.say(f"data.train: {sum(usable for usable, _ in usable_of):,} rows can be used, which makes {length}")
     return steps

@@ -70,6 +70,7 @@ from mrl.trainers.step_guard import StepGuard
 from mrl.trainers.task import Frozen, HFConfig, Task, engine_of_groups
 from mrl.trainers.teacher import Teachers
 from mrl.trainers.throughput import Throughput, memory_gb
+from mrl.words import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,13 +225,15 @@ def length_of(config: Any, train_set: RowDataset[Any], console: Console) -> int:
     usable = rows
     counts: Mapping[str, int] = {}
     if may_leave_out(config.data):
-        console.say(f"data.train: counting which of its {rows} rows can be used, for the length of the run")
+        console.say(f"data.train: counting which of its {counted(rows, 'row')} can be used, for the length of the run")
         usable, counts = count_usable(train_set)
     steps = steps_for_epochs(epochs, usable, batch)
-    length = f"the {steps} steps of {epochs:g} epochs"
+    length = f"the {counted(steps, 'step')} of {counted(epochs, 'epoch')}"
     if usable < rows:
         left_out = ", ".join(f"{what}: {number}" for what, number in counts.items() if number)
-        console.say(f"data.train: {usable} of its {rows} rows can be used ({left_out}), which makes {length}")
+        console.say(
+            f"data.train: {usable} of its {counted(rows, 'row')} can be used ({left_out}), which makes {length}"
+        )
     check_schedule(config.optimizer, steps, length)
     return steps
 

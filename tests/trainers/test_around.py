@@ -52,7 +52,7 @@ def test_an_epoch_is_a_pass_over_the_rows_that_can_be_used(inputs, tmp_path, wor
     assert kind == "stopped"
     kind, message, said = run_case(world, CASE, config=config)
     assert (kind, message) == ("done", "")
-    assert "5 of its 10 rows can be used (dropped: 5), which makes the 3 steps of 1 epochs" in said
+    assert "5 of its 10 rows can be used (dropped: 5), which makes the 3 steps of 1 epoch" in said
     assert [row["step"] for row in tiny_runs.steps(tmp_path / "run")] == [1, 2, 3]
     met = int(said.split("data.train: rows dropped: ")[1].split()[0])
     assert met <= 2 * 5, "rows of the counting pass are counted once more"
@@ -66,7 +66,7 @@ def test_a_schedule_longer_than_the_epochs_is_refused_before_anything_is_written
     config = tiny_runs.make_config(inputs, tmp_path / "run", train={"steps": None, "epochs": 1}, optimizer=optimizer)
     kind, message = train(config)
     assert kind == "ConfigError" and message.startswith(f"optimizer.{key}: value {optimizer[key]} is above ")
-    assert "the 3 steps of 1 epochs" in message and not (tmp_path / "run").exists()
+    assert "the 3 steps of 1 epoch" in message and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -66,6 +66,7 @@ from mrl.trainers.run_lock import RunLock
 from mrl.trainers.saves import Saves, check_background
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.task import Frozen
+from mrl.words import counted
 
 
 @contextlib.contextmanager
@@ -208,8 +209,9 @@ def _length(config: PPOConfig, source: PromptSource, console: Console) -> int:
     usable = source.usable()
     iterations = max(1, math.ceil(Fraction(str(epochs)) * usable / config.prompts_per_iteration))
     steps = iterations * per_iteration
-    length = f"the {steps} steps of {epochs:g} epochs"
-    console.say(f"data.train: {usable} of its {rows} rows can be used, which makes {iterations} iterations: {length}")
+    length = f"the {counted(steps, 'step')} of {counted(epochs, 'epoch')}"
+    made = f"{counted(iterations, 'iteration')}: {length}"
+    console.say(f"data.train: {usable} of its {counted(rows, 'row')} can be used, which makes {made}")
     check_schedules(config, steps, length)
     return steps
 
