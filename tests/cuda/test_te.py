@@ -177,9 +177,11 @@ def test_masters_and_moments_are_where_and_as_stated(te_worker, further, of, pla
 # -- updates ----------------------------------------------------------------------------------------------------------
 
 QUICK = [EVERY_KEY[FAMILIES.index(DENSE)], EVERY_KEY[FAMILIES.index("mistralai/Mixtral-8x7B-v0.1")]]
+IN_CI = [*QUICK, *(case for case in [*EVERY_KEY, *PARTS][1::3] if case not in QUICK)]
+AT_NIGHT = [case for case in [*EVERY_KEY, *PARTS, *OTHERS] if case not in IN_CI]
 
 
-@pytest.mark.parametrize("case", slow_but(QUICK, [*EVERY_KEY, *PARTS]) + nightly_but([], OTHERS), ids=str)
+@pytest.mark.parametrize("case", slow_but(QUICK, IN_CI) + nightly_but([], AT_NIGHT), ids=str)
 def test_an_update_of_transformer_engines_modules(te_worker, case):
     """Its kernels are shapes alone (te_kernels.py). Gradients of weights are added to fp32 sums, which only the first
     micro-batch of a step may write over; under FP8 all products are of 8 bits; the host waits for less than with the
