@@ -163,6 +163,7 @@ class DataError(UserError):
     """A data file or row is wrong: `file:line: what is wrong; what would work`."""
 
     longest = LONGEST
+    may_be_skipped = False  # `data.on_bad_row: skip` would leave the row out
 
 
 class ModelError(UserError):

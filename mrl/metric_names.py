@@ -20,7 +20,8 @@ SFT_METRICS: dict[str, str] = {
     ),
     "train/lr": "learning rate that the step was made with",
     "train/tokens": (
-        "trained tokens (sum of the loss mask; of `mrl rm`, scores that were read) since the start of the run"
+        "trained tokens (sum of the loss mask, weights included; of `mrl dpo` tokens of answers, "
+        "whatever their rows weigh; of `mrl rm`, scores that were read) since the start of the run"
     ),
     "perf/step_s": "seconds the step took, without evaluation and saving",
     "perf/tokens_per_s": "tokens in the global mini-batch, trained or not, without padding, per second over all ranks",

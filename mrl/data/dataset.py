@@ -19,7 +19,7 @@ from mrl.config.schema import DataConfig
 from mrl.config.urls import shown_url
 from mrl.converters.hf_config import VISION_LANGUAGE
 from mrl.data.encode import NO_TEMPLATE, Encoder
-from mrl.data.files import BadRow, RowError
+from mrl.data.files import BadRow, row_error
 from mrl.data.formats import (
     Chat,
     Pair,
@@ -169,7 +169,7 @@ class RowDataset(abc.ABC, Generic[T]):
         except BadRow as e:
             if self.config.on_bad_row == "skip":
                 return Rejected("skipped", f"{self.where(index)}: {e}")
-            raise RowError(self.where(index), why=str(e)) from e
+            raise row_error(self.where(index), e) from e
         except UserError as e:  # the template's or tokenizer's fault, or a row that is too long: not the row's to skip
             raise type(e)(self.where(index), why=str(e)) from e
 
@@ -212,7 +212,7 @@ class RowDataset(abc.ABC, Generic[T]):
                 return self._row(index), self.where(index)
             except BadRow as e:
                 if self.config.on_bad_row == "stop":
-                    raise RowError(self.where(index), why=str(e)) from e
+                    raise row_error(self.where(index), e) from e
         size = f"first {len(tried)} rows" if self.is_streamed else self.size
         raise DataError(
             f"data.{self.part}",

@@ -41,8 +41,11 @@ class BadRow(DataError):
     """
 
 
-class RowError(DataError):
-    """A bad row with its file and line, which `data.on_bad_row: skip` leaves out."""
+def row_error(where: str, bad: BadRow) -> DataError:
+    """Returns the error of a bad row, which `data.on_bad_row: skip` would leave out. where: its file and line."""
+    error = DataError(where, why=str(bad))
+    error.may_be_skipped = True
+    return error
 
 
 class Source(Protocol):

@@ -222,13 +222,9 @@ def _local_sums(z_CV: Tensor, labels_C: Tensor, spec: _Spec) -> tuple[Tensor, Te
     local = labels_CK - spec.shard.start
     here = (local >= 0) & (local < columns)
     target = z_CV.gather(1, local.clamp(0, columns - 1))
-    sums = [
-        exp.sum(1),
-        torch.zeros_like(max_C) if spec.entropy == "none" else torch.linalg.vecdot(exp, shifted),
-        *target.where(here, target.new_zeros(())).unbind(1),
-        *here.to(z_CV.dtype).unbind(1),
-    ]
-    return max_C, torch.stack(sums)
+    weighted = torch.zeros_like(max_C) if spec.entropy == "none" else torch.linalg.vecdot(exp, shifted)
+    sums = torch.stack([exp.sum(1), weighted])
+    return max_C, torch.cat([sums, target.where(here, target.new_zeros(())).t(), here.to(z_CV.dtype).t()])
 
 
 def _join(local_max: Tensor, sums: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, ...]:

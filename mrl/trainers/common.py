@@ -23,7 +23,6 @@ from mrl.converters.mcore_weights import is_imported
 from mrl.converters.mtp import COUNT
 from mrl.converters.safetensors_io import some
 from mrl.converters.tokenizer_files import write_chat_template
-from mrl.data.files import RowError
 from mrl.data.remote import SourceError
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.guards import Problem
@@ -287,7 +286,7 @@ def ended_by_rows(error: DataError | None, step: int, saved: str | None) -> Data
     how = "if that is put right, "
     if isinstance(error, SourceError):
         how = ""
-    elif isinstance(error, RowError):
+    elif error is not None and error.may_be_skipped:
         how = "with data.on_bad_row=skip "
     return DataError(f"{error}; steps 1 to {step} are saved in {saved}: {how}the same command goes on from there")
 

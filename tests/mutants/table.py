@@ -457,7 +457,7 @@ PLANS = (
         ("math.ceil(math.ceil(mine / each) / multiple) * multiple", "math.ceil(mine / each)"),
         ("at_the_step = (activations or 0) < optimizer", "at_the_step = False"),
         ("if not phases.offload_idle:", "if True:"),
-        ("return alive + max(chunk.shared for chunk in chunks)", "return alive + sum(chunk.shared for chunk in chunks)"),
+        ("alive += max(chunk.shared for chunk in chunks)", "alive += sum(chunk.shared for chunk in chunks)"),
     ),
     *_of(
         "plan/cost.py",
