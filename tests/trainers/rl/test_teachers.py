@@ -10,8 +10,8 @@ from mrl.batch import make_batch
 from mrl.trainers.rl.teachers import References, with_ids
 
 V = 7  # of the student
-MASKS = [[0, 0, 1, 1, 1], [0, 1, 1], [0, 0, 1, 0, 1, 1], [0, 1]]
-TEACHERS = [1, 0, 1, 0]  # of the sequences
+MASKS = [[0, 0, 1, 1, 1], [0, 1, 1], [0, 0, 1, 0, 1, 1], [0, 1], [0, 1, 1]]
+TEACHERS = [1, 0, 1, 0, 0]  # of the sequences
 
 
 def table(seed, rows):
@@ -53,7 +53,7 @@ def test_each_teacher_says_its_own_of_its_own_sequences(rows, top):
     one_of = {f"reference{i}": asked(logits, sizes) for i, logits in enumerate(tables)}
     references = References(one_of, ids, FromTeacher(kind="forward_kl", tail=not whole), V)
     found = references.say(batch, size=1, temperature=0.8)
-    assert sizes == [1] * 4 and (TEACHER_IDS in found) != whole
+    assert sizes == [1] * 5 and (TEACHER_IDS in found) != whole
     held = sum(field.element_size() for name, field in found.items() if name != "ref_log_probs")
     assert held == (4 if whole else 8)
     made = with_ids(dataclasses.replace(batch, token_fields=found))
