@@ -25,7 +25,7 @@ from mrl.converters.hf_config import VISION_LANGUAGE, read_hf_config
 from mrl.engine.lora.folder import adapters, write_adapter_files
 from mrl.engine.lora.identity import weights_fingerprint
 from mrl.errors import ConfigError, ServerError, one_line
-from mrl.rollout.handover import Handover, Together
+from mrl.rollout.handover import Handover, Together, pause
 from mrl.rollout.weights import WeightFolders
 
 KEY = "rollout.server.lora"
@@ -82,7 +82,7 @@ class AdapterHandover(Handover):
         check_adapted(actor)
         self._shapes = adapters(actor.model, actor.lora, "lm")
         servers.each(self._check_start)
-        self._paused()  # what a run that was killed had under way ends, with its files
+        pause(self._servers)  # what a run that was killed had under way ends, with its files
         try:
             servers.each(self._forget_others)
             self._folders = WeightFolders(weights_dir, bucket_mb=1)
@@ -151,7 +151,7 @@ class AdapterHandover(Handover):
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> str:
         """weights: adapters, as of `BaseEngine.adapter_weights`. They are called as the adapter is."""
         name, folder = self._written(dict(weights))
-        self._paused()
+        pause(self._servers)
         try:
             try:
                 self._servers.each(lambda s: s.load_adapter(name, str(folder)))
@@ -181,13 +181,6 @@ class AdapterHandover(Handover):
             self._folders.keep_only(self._old)
             raise self._folders.unwritable(error) from error
         return PREFIX + folder.name, folder
-
-    def _paused(self) -> None:
-        try:
-            self._servers.each(lambda s: s.pause())
-        except ServerError:
-            self._servers.outcomes(lambda s: s.resume())
-            raise
 
     def _drop(self, name: str) -> None:
         """Servers forget the adapters `name`, which not all of them have, and their files go."""

@@ -254,6 +254,15 @@ def _obstacle(server: Receiver, way: str, device: torch.device) -> tuple[str, st
     return None
 
 
+def pause(servers: Together[Any]) -> None:
+    """Pauses all servers; where one cannot, all go on, and ServerError says why."""
+    try:
+        servers.each(lambda s: s.pause())
+    except ServerError:
+        servers.outcomes(lambda s: s.resume())
+        raise
+
+
 # ---------------------------------------------------------------------------------------------------------------- disk
 
 
@@ -333,7 +342,7 @@ class LinkHandover(Handover):
         stream = ReadToItsEnd(weights)
         try:
             link = self._joined()
-            self._paused()
+            pause(self._servers)
             try:
                 self._servers.each(lambda s: s.begin())
                 self._send_all(stream, link)
@@ -367,13 +376,6 @@ class LinkHandover(Handover):
             self._drop_link()
             raise
         return link
-
-    def _paused(self) -> None:
-        try:
-            self._servers.each(lambda s: s.pause())
-        except ServerError:
-            self._servers.outcomes(lambda s: s.resume())
-            raise
 
     def _send_all(self, weights: Iterator[tuple[str, Tensor]], link: links.Link) -> None:
         """Sends one bucket while the next is gathered and written."""

@@ -147,7 +147,8 @@ class DPOTask(Task[DPOConfig]):
     def frozen_models(self, folder: str) -> Mapping[str, Frozen]:
         if not self.config.loss.needs_reference:
             return {}
-        return {"reference.model.path": Frozen(self._folder_of_reference(folder))}
+        is_cached = self.config.reference.cache
+        return {"reference.model.path": Frozen(self._folder_of_reference(folder), is_cached=is_cached)}
 
     def _folder_of_reference(self, folder: str) -> str:
         """folder: of the model that trains."""

@@ -48,6 +48,7 @@ class Frozen:
 
     folder: str
     is_read: bool = True  # else a server has its weights, and the folder is of its tokenizer
+    is_cached: bool = False  # what it says of all rows is computed by `Task.begin`, and written
 
     def fingerprint(self) -> dict[str, str]:
         """Returns `model_fingerprint`, and what tells a sample of the weights from others."""
@@ -120,12 +121,6 @@ class Task(abc.ABC, Generic[C]):
         """
         return {}
 
-    @property
-    def keeps_cache(self) -> bool:
-        """Returns whether `begin` computes what a teacher or reference says of all rows, and writes it."""
-        models = (getattr(self.config, section, None) for section in ("teacher", "reference"))
-        return any(model is not None and model.cache for model in models)
-
     def fingerprints_now(self, engine: BaseEngine) -> dict[str, dict[str, str]]:
         """Returns, by key, what tells `frozen_models` from others. engine: of the model that trains."""
         return {key: one.fingerprint() for key, one in self.frozen_models(engine.config.model.path).items()}
@@ -133,7 +128,7 @@ class Task(abc.ABC, Generic[C]):
     def refuse_other_run(self, engine: BaseEngine, source: Batches[Any], checkpoint: str) -> None:
         """Raises what a resume will where config, models or data are not the checkpoint's, before `begin` takes hours
         for a cache and writes it over that of the run. One that cannot be read is left to who loads it. Collective."""
-        if not self.keeps_cache:
+        if not any(one.is_cached for one in self.frozen_models(engine.config.model.path).values()):
             return
         state = engine.on_main(lambda: engine.saved_state(checkpoint))
         if state:  # an import has none

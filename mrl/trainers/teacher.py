@@ -162,7 +162,11 @@ class Teachers:
     @property
     def frozen_models(self) -> dict[str, Frozen]:
         """Their models by key."""
-        return {f"{one.key}.model.path": Frozen(one.folder, is_read=one.own.server is None) for one in self.each}
+        cached = self.keys.cache
+        return {
+            f"{one.key}.model.path": Frozen(one.folder, is_read=one.own.server is None, is_cached=cached)
+            for one in self.each
+        }
 
     @property
     def loss_fn(self) -> DistillLoss:

@@ -7,10 +7,11 @@ import hashlib
 import http.server
 import json
 import re
-import threading
 import urllib.parse
 from collections.abc import Iterator
 from typing import Any
+
+from tests.data.web import listening
 
 
 class Hub:
@@ -69,13 +70,5 @@ def serving_hub() -> Iterator[Hub]:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             self.do_GET()
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
-        try:
-            yield hub
-        finally:
-            server.shutdown()
-            thread.join()
+    with listening(Handler) as hub.url:
+        yield hub

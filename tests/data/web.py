@@ -75,13 +75,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def serving(folder: pathlib.Path) -> Iterator[Site]:
     """Serves a folder on this machine while it is open."""
     site = Site(folder)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, site)) as server:
+    with listening(functools.partial(Handler, site)) as site.root:
+        yield site
+
+
+@contextlib.contextmanager
+def listening(handler: Any) -> Iterator[str]:
+    """Answers by a handler of `http.server` while it is open, at the URL that it yields."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True
-        site.root = f"http://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         try:
-            yield site
+            yield f"http://127.0.0.1:{server.server_address[1]}"
         finally:
             server.shutdown()
             thread.join()

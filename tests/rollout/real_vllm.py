@@ -127,6 +127,17 @@ class RealServer:
 
 
 @contextlib.contextmanager
+def serving_adapters(model: str, log: pathlib.Path) -> Iterator[RealServer]:
+    """A server that takes adapters of a rank of 8 at most, while it is open."""
+    server = RealServer(model, log, "--enable-lora", "--max-lora-rank", "8", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+    server.wait()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@contextlib.contextmanager
 def logs_of(servers: list[RealServer]) -> Iterator[None]:
     """Shows the end of the servers' logs where what is done here fails."""
     try:
@@ -203,10 +214,7 @@ def follows_the_actor(
             before = None
             for _ in range(2):
                 sampler.update_weights(engine.hf_weights())
-                found = sampler.log_probs(text)[0]
-                torch.testing.assert_close(torch.tensor(found), torch.tensor(own(text)), rtol=0, atol=1e-5)
-                assert found != before
-                before = found
+                before = said_as_by_the_actor(sampler, own, text, before)
                 seen += [check(engine, sampler, sampling) for sampling in samplings]
                 engine.set_loss_fn(loss_fn)
                 train(engine, 1)
@@ -226,14 +234,19 @@ def adapters_follow_the_actor(config: RoleConfig, url: str, weights_dir: str) ->
     with contextlib.closing(sampler):
         for _ in range(3):
             sampler.update_weights(engine.adapter_weights())
-            found = sampler.log_probs(TEXT)[0]
-            torch.testing.assert_close(torch.tensor(found), torch.tensor(own(TEXT)), rtol=0, atol=1e-5)
-            assert found != before
-            before = found
+            before = said_as_by_the_actor(sampler, own, TEXT, before)
             for sampling in (SamplingParams(), GREEDY):
                 engine_everywhere(engine, [check(engine, sampler, sampling)])
             engine.set_loss_fn(loss_fn)
             train(engine, 1)
+
+
+def said_as_by_the_actor(sampler, own, text, before: list[float] | None) -> list[float]:
+    """Returns the server's log-probs of a text, which are the actor's, and not those before."""
+    found = sampler.log_probs(text)[0]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(own(text)), rtol=0, atol=1e-5)
+    assert found != before
+    return found
 
 
 def own_log_probs(engine, tokens) -> list[float]:

@@ -29,7 +29,15 @@ from mrl.rollout.handover import Together
 from mrl.trainers import ppo
 from tests.engine import tiny
 from tests.engine.harness import run_case
-from tests.rollout.real_vllm import FIRST_REQUEST_S, TEXT, RealServer, make_model, requests, sampler_of
+from tests.rollout.real_vllm import (
+    FIRST_REQUEST_S,
+    TEXT,
+    RealServer,
+    make_model,
+    requests,
+    sampler_of,
+    serving_adapters,
+)
 from tests.rollout.test_vllm_local import config_of
 
 LORA = LoraConfig(rank=4, alpha=64.0)
@@ -53,10 +61,8 @@ def model(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def vllm(model, tmp_path_factory):
     log = tmp_path_factory.mktemp("vllm") / "log"
-    server = RealServer(model, log, "--enable-lora", "--max-lora-rank", "8", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
-    server.wait()
-    yield server
-    server.kill()
+    with serving_adapters(model, log) as server:
+        yield server
 
 
 def listed(server: RealServer) -> list[str]:

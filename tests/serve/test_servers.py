@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 from tinker import types
 
-from tests.rollout.real_vllm import MAX_LENGTH, RealServer, make_model
+from tests.rollout.real_vllm import MAX_LENGTH, make_model, serving_adapters
 from tests.serve.serving import Serving, rows, serving, step
 
 pytestmark = pytest.mark.slow  # vLLM starts
@@ -24,10 +24,8 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def vllm(model, tmp_path_factory):
     log = tmp_path_factory.mktemp("vllm") / "log"
-    server = RealServer(model, log, "--enable-lora", "--max-lora-rank", "8", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
-    server.wait()
-    yield server
-    server.kill()
+    with serving_adapters(model, log) as server:
+        yield server
 
 
 def keys(url):
