@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mrl.algorithms.recipes import actor_loss, recipe
 from mrl.batch import make_batch
@@ -120,6 +121,28 @@ def test_a_reward_model_of_arithmetic_trains_on_sums_and_wrong_ones_near_them(tm
     config["optimizer"] |= {"warmup_steps": 1}
     assert harness.run_case(1, "tests.trainers.rm_cases:train", config=config)[:2] == ("done", "")
     assert 0 <= read(tmp_path / "run" / "metrics.jsonl")[-1]["eval/rewards/accuracy"] <= 1
+
+
+@pytest.mark.slow
+def test_preferences_of_arithmetic_train(tmp_path):
+    """With the pairs that the example's program makes of a model that knows nothing, and a cached reference."""
+    tiny_runs.load_example("arithmetic/make_data.py").make(tmp_path)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model")).save_pretrained(tmp_path / "model")
+    few = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)[:80]
+    (tmp_path / "few.jsonl").write_text("".join(few))
+    program = tiny_runs.REPO / "examples" / "arithmetic" / "preferences.py"
+    files = [str(tmp_path / name) for name in ("model", "few.jsonl", "pairs.jsonl")]
+    subprocess.run([sys.executable, str(program), *files], check=True, cwd=tmp_path)
+    config = read_yaml(program.with_name("dpo.yaml"))
+    config["output_dir"] = str(tmp_path / "run")
+    config["model"] |= {"path": str(tmp_path / "model")}
+    config["data"] |= {"train": str(tmp_path / "pairs.jsonl")}
+    config["train"] |= {"steps": 4}
+    config["optimizer"] |= {"warmup_steps": 1}
+    assert harness.run_case(1, "tests.trainers.dpo_cases:train", config=config)[:2] == ("done", "")
+    rows = read(tmp_path / "run" / "metrics.jsonl")
+    assert abs(rows[0]["rewards/margin"]) < 1e-5 < rows[-1]["rewards/margin"]
 
 
 @pytest.mark.slow

@@ -24,6 +24,15 @@ OF_DATA = (
         ('if saved["settings"].get(name) != value:', "if False:"),
         ("_check_same(key, saved[\"data\"], entry[\"data\"])", "pass"),
     ),
+    *_of(
+        "trainers/teacher.py",
+        "trainers/test_distill.py",
+        ("here, width = found.ids < one.vocab_size,", "here, width = found.ids < 10**9,"),
+        ("log_probs[trained] = -torch.inf", "log_probs[trained] = 0"),
+        ("not all(one.says_all", "not any(one.says_all"),
+        ('{"ids": self.ids_per_token, "temperature"', '{"temperature"'),
+        ("with engine.eval_mode():", "with torch.no_grad():"),
+    ),
     *_of("data/order.py", "data/test_mixture.py", ("return (seed + int.from_bytes(", "return (int.from_bytes(")),
     *_of(
         "data/streamed.py",

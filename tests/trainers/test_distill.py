@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
+from mrl.algorithms.distill import TEACHER, TEACHER_OF
 from mrl.batch import make_batch
+from mrl.config.load import from_dict
 from mrl.config.schema import DataConfig
 from mrl.data.dataset import SFTDataset
 from mrl.metric_names import DISTILL_METRICS, SFT_METRICS
 from mrl.metrics import read
-from mrl.trainers.teacher import Top, TopCache, TopParts
+from mrl.trainers.teacher import Teachers, Top, TopCache, TopParts
 from tests.engine.harness import run_case
 from tests.tiers import nightly_but, slow_but
 from tests.trainers import tiny_runs
@@ -41,7 +43,7 @@ KINDS = {  # teacher
 
 @pytest.fixture(scope="module")
 def places(inputs, tmp_path_factory) -> pathlib.Path:
-    """`model`, `teacher` (the same but wider, with other weights and rows of padding), both also `deep` and with `experts`;
+    """`model`, `teacher` (the same but wider, with other weights), both also `deep` and with `experts`;
     `train.jsonl` and `eval.jsonl`."""
     folder = tmp_path_factory.mktemp("distillation")
     for name in ("train.jsonl", "eval.jsonl"):
@@ -235,6 +237,62 @@ def test_a_cache_of_another_teacher_is_made_anew_and_a_damaged_one_too(places, t
     assert "are in" in again(more)
     os.utime(tmp_path / "trained on" / "model.safetensors", (1, 1))
     assert "are written to" in again(more)
+    more["teacher"]["top_k"] = 4  # one key after the other, so that none hides another
+    assert "are written to" in again(more)
+    more["teacher"]["model"]["dtype"] = "bfloat16"
+    assert "are written to" in again(more)
+    assert "are in" in again(more)
+
+
+def test_a_teacher_has_no_dropout(places, tmp_path, losses_of):
+    """On megatron, whose models are in training until they are told otherwise."""
+    shutil.copytree(places / "teacher", tmp_path / "teacher")
+    file = tmp_path / "teacher" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_dropout": 0.5}))
+    teacher = KINDS["forward_kl, exact"] | {"model": {"path": str(tmp_path / "teacher")}}
+    config = make_config(places, tmp_path / "run", teacher=teacher, engine=MEGATRON)
+    assert train(config) == ("done", "")
+    assert losses(tmp_path / "run") == pytest.approx(losses_of("forward_kl, exact"), rel=2e-5)
+
+
+V = 7  # rows of the student's output layer
+MASKS = [[0, 0, 1, 1, 1], [0, 1, 1], [0, 0, 1, 0, 1, 1], [0, 1], [0, 1, 1]]
+NAMED = [1, 0, 1, 0, 0]  # the teachers of these sequences
+
+
+@pytest.mark.parametrize(
+    ("rows", "top_k", "tail"),
+    [
+        ((V, V), None, False), ((V, V), 3, True), ((9, V), None, True), ((V, 9), 4, True), ((V, 3), None, True),
+        ((9, 3), 4, True),
+    ],
+)  # fmt: skip
+def test_ids_of_a_teacher_with_more_rows_or_fewer(tmp_path, rows, top_k, tail):
+    """What the student lacks is in the last bucket, which there is unless all teachers say all; one of fewer says fewer."""
+    keys = {"model": {"path": "a"}, "top_k": top_k, "others": {"b": {"model": {"path": "b"}}}}
+    teachers = Teachers(from_dict(make_config(tmp_path, tmp_path / "run", teacher=keys)))
+    generator = torch.Generator().manual_seed(3)
+    tables = [torch.randn(V, count, generator=generator).log_softmax(1) for count in rows]  # log-probs after each token
+    for one, table in zip(teachers.each, tables, strict=True):
+        one.vocab_size, one.own_vocab_size = V, table.shape[1]
+
+        def top(batch, table=table, count=one.ids_per_token):
+            values, ids = table[batch.tokens[batch.loss_mask != 0]].topk(count)
+            return Top(ids.int(), values)
+
+        one.top = top
+    sequences = [torch.randint(0, 3, (len(mask),), generator=generator).tolist() for mask in MASKS]
+    batch = make_batch(sequences, MASKS, sequence_fields={TEACHER_OF: torch.tensor(NAMED)})
+    made, _ = teachers.prepare(batch)
+    assert made.labels[:, 0].tolist() == batch.labels.tolist() and int(made.labels.max()) < V
+    of_T = [number for number, mask in zip(NAMED, MASKS, strict=True) for _ in mask[1:]]
+    for t in batch.loss_mask.nonzero()[:, 0].tolist():
+        of_teacher = tables[of_T[t]][batch.tokens[t]]
+        likeliest = of_teacher.topk(teachers.each[of_T[t]].ids_per_token).indices.tolist()
+        values = made.token_fields[TEACHER][t].tolist()
+        said = [(i, v) for i, v in zip(made.labels[t, 1:].tolist(), values, strict=True) if v > -torch.inf]
+        assert said == [(i, float(of_teacher[i])) for i in likeliest if i < V]
+    assert teachers.loss_fn.tail is tail
 
 
 def test_a_cache_knows_a_row_by_its_tokens_and_what_trains_of_them(tmp_path):

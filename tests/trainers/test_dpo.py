@@ -112,27 +112,51 @@ def log_prob(model: torch.nn.Module, ids: list[int], mask: list[int]) -> Tensor:
     return of_labels[torch.tensor(mask[1:], dtype=torch.bool)].sum()
 
 
+OWN_NUMBERS = {  # keys of `loss`, none at its default
+    "dpo, smoothed": {"name": "dpo", "beta": 0.3, "label_smoothing": 0.2, "length_normalized": True, "sft_weight": 0.5},
+    "dpo, free": {"name": "dpo", "beta": 0.3, "reference_free": True},
+    "ipo, normalized": {"name": "ipo", "beta": 0.3, "length_normalized": True},
+    "kto, weighted": {
+        "name": "kto",
+        "beta": 0.3,
+        "desirable_weight": 1.5,
+        "undesirable_weight": 0.5,
+        "sft_weight": 0.25,
+    },
+    "orpo, halved": {"name": "orpo", "beta": 0.3, "sft_weight": 0.5},
+    "simpo, wider": {"name": "simpo", "beta": 1.5, "gamma": 0.5, "sft_weight": 0.5},
+}
+
+
 def oracle_loss(name: str, model: Any, reference: Any, rows: list) -> Tensor:
-    """The papers' equations at mrl's defaults, answer by answer: a mean weighted by rows, but for kto's KL."""
+    """The papers' equations, answer by answer: a mean weighted by rows, but for kto's KL. name: of a loss at mrl's
+    defaults, or of `OWN_NUMBERS`."""
+    own = OWN_NUMBERS.get(name, {"name": name})
+    name, beta = own["name"], own.get("beta", 2 if name == "simpo" else 0.1)
     weights = [row.weight for row in rows]
     mean = lambda losses: sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)  # noqa: E731
     answers = [answer for row in rows for answer in row.answers]
     policy = [log_prob(model, a.ids, a.mask) for a in answers]
     with torch.no_grad():
         ref = [log_prob(reference, a.ids, a.mask) for a in answers]
-    ratios = [a - b for a, b in zip(policy, ref, strict=True)]
+    counts = [sum(a.mask) if own.get("length_normalized") else 1 for a in answers]
+    if own.get("reference_free"):
+        ref = [0.0] * len(answers)
+    ratios = [(a - b) / count for a, b, count in zip(policy, ref, counts, strict=True)]
     means = [lp / sum(a.mask) for lp, a in zip(policy, answers, strict=True)]
     pairs = range(0, len(answers), 2)
+    nll = -mean(policy[i] for i in pairs) / mean(sum(answers[i].mask) for i in pairs)
+    nll = nll * own.get("sft_weight", 1 if name == "orpo" else 0)
     if name == "dpo":
-        return mean(-logsigmoid(0.1 * (ratios[i] - ratios[i + 1])) for i in pairs)
+        margins, e = [beta * (ratios[i] - ratios[i + 1]) for i in pairs], own.get("label_smoothing", 0)
+        return nll + mean(-(1 - e) * logsigmoid(m) - e * logsigmoid(-m) for m in margins)
     if name == "ipo":
-        return mean((ratios[i] - ratios[i + 1] - 5) ** 2 for i in pairs)
+        return nll + mean((ratios[i] - ratios[i + 1] - 1 / (2 * beta)) ** 2 for i in pairs)
     if name == "simpo":
-        return mean(-logsigmoid(2 * (means[i] - means[i + 1]) - 1) for i in pairs)
+        return nll + mean(-logsigmoid(beta * (means[i] - means[i + 1]) - own.get("gamma", 1)) for i in pairs)
     if name == "orpo":
         odds = [m - (1 - m.exp()).log() for m in means]
-        nll = -mean(policy[i] for i in pairs) / mean(sum(answers[i].mask) for i in pairs)
-        return nll + 0.1 * mean(-logsigmoid(odds[i] - odds[i + 1]) for i in pairs)
+        return nll + beta * mean(-logsigmoid(odds[i] - odds[i + 1]) for i in pairs)
     prompts = [a.prompt for a in answers]
     order = [*pairs, *(i + 1 for i in pairs)]
     kl = 0.0
@@ -143,8 +167,9 @@ def oracle_loss(name: str, model: Any, reference: Any, rows: list) -> Tensor:
             kl += float(log_prob(model, ids, mask) - log_prob(reference, ids, mask)) / len(order)
     z = max(0.0, kl)
     signs = [1 if i % 2 == 0 else -1 for i in range(len(answers))]
-    each = [1 - torch.sigmoid(0.1 * s * (r - z)) for s, r in zip(signs, ratios, strict=True)]
-    return mean((each[i] + each[i + 1]) / 2 for i in pairs)
+    weight = {1: own.get("desirable_weight", 1), -1: own.get("undesirable_weight", 1)}
+    each = [weight[s] * (1 - torch.sigmoid(beta * s * (r - z))) for s, r in zip(signs, ratios, strict=True)]
+    return nll + mean((each[i] + each[i + 1]) / 2 for i in pairs)
 
 
 def oracle(places: pathlib.Path, name: str, kind: str) -> list[float]:
@@ -152,7 +177,7 @@ def oracle(places: pathlib.Path, name: str, kind: str) -> list[float]:
     folders = [places / f"{kind}{which}" for which in ("model", "other")]
     model, reference = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders)
     data = PreferenceDataConfig(train=str(places / "train.jsonl"), max_length=64)
-    dataset = PreferenceDataset(data, AutoTokenizer.from_pretrained(places / "model"), paired=name != "kto")
+    dataset = PreferenceDataset(data, AutoTokenizer.from_pretrained(places / "model"), paired="kto" not in name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     losses = []
     for step in range(STEPS):
@@ -183,6 +208,60 @@ def test_steps_are_those_of_transformers_and_adamw(places, tmp_path, losses_of, 
     """Three steps, the later ones of a trained policy: equal losses show equal gradients and updates."""
     assert train(make_config(places, tmp_path, loss={"name": name}, data={"eval": None})) == ("done", "")
     assert losses(tmp_path) == pytest.approx(losses_of(name), rel=2e-5)
+
+
+@pytest.mark.parametrize("name", slow_but(["dpo, smoothed"], OWN_NUMBERS))
+def test_keys_of_a_loss_reach_it(places, tmp_path, losses_of, name):
+    config = make_config(places, tmp_path, loss=OWN_NUMBERS[name], data={"eval": None})
+    if OWN_NUMBERS[name].get("reference_free"):
+        del config["reference"]
+    assert train(config) == ("done", "")
+    assert losses(tmp_path) == pytest.approx(losses_of(name), rel=2e-5)
+
+
+def test_answers_that_are_labelled_one_by_one_are_those_of_pairs(places, tmp_path, losses_of):
+    """Of kto, with twice as many rows to a mini-batch."""
+    pairs = map(json.loads, (places / "train.jsonl").read_text().splitlines())
+    rows = [
+        {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen", "weight": pair["weight"]}
+        for pair in pairs for name in ("chosen", "rejected")
+    ]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = make_config(
+        places, tmp_path / "run", loss={"name": "kto"}, data={"train": str(tmp_path / "rows.jsonl"), "eval": None},
+        train={"global_batch_size": 2 * BATCH},
+    )  # fmt: skip
+    assert train(config) == ("done", "")
+    assert losses(tmp_path / "run") == pytest.approx(losses_of("kto"), rel=2e-5)
+
+
+def test_a_reference_has_no_dropout(places, tmp_path, losses_of):
+    """On megatron, whose models are in training until they are told otherwise."""
+    shutil.copytree(places / "other", tmp_path / "other")
+    file = tmp_path / "other" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_dropout": 0.5}))
+    reference = {"model": {"path": str(tmp_path / "other")}}
+    config = make_config(places, tmp_path / "run", reference=reference, engine=MEGATRON, data={"eval": None})
+    assert train(config) == ("done", "")
+    assert losses(tmp_path / "run") == pytest.approx(losses_of("dpo"), rel=2e-5)
+
+
+@pytest.mark.slow
+def test_a_reference_in_a_layout_of_its_own(places, tmp_path, losses_of):
+    own = {**MEGATRON, "device": "cpu", "parallel": {"pp": 2}, "micro_batch": {"size": 4}}
+    engine = {**MEGATRON, "parallel": {"tp": 2}}
+    config = make_config(places, tmp_path, reference={"engine": own}, engine=engine, data={"eval": None})
+    assert train(config, 2) == ("done", "")
+    assert losses(tmp_path) == pytest.approx(losses_of("dpo"), rel=2e-5)
+
+
+@pytest.mark.parametrize("backend", slow_but(["fsdp"], ["fsdp", "megatron"]))
+def test_the_base_under_adapters_is_the_reference_in_every_step(places, tmp_path, backend):
+    same = {"model": {"lora": {"rank": 4}}, "optimizer": {"lr": 1e-2}, "engine": {"backend": backend}}
+    for name, path in (("base", None), ("copy", str(places / "model"))):
+        reference = {"model": {"path": path}}
+        assert train(make_config(places, tmp_path / name, reference=reference, **same)) == ("done", "")
+    assert losses(tmp_path / "base") == pytest.approx(losses(tmp_path / "copy"), rel=1e-6)
 
 
 MEGATRON = {"backend": "megatron"}
