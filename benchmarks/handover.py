@@ -83,7 +83,7 @@ def measured(options: argparse.Namespace) -> list[str]:
         )
         with serving(root, options, device) as (url, pid):
             rounds = [one_round(root, options, device, url, pid) for _ in range(options.rounds)]
-        if options.only in ADAPTERS:  # to a server of their own, which has the base as it was started with
+        if adapter_subjects(options):  # to a server of their own, which has the base as it was started with
             with serving(root, options, device, "--enable-lora", "--max-lora-rank", str(RANK)) as (url, pid):
                 for turns in rounds:
                     turns |= adapters_alone(root, options, device, url, pid)
@@ -202,13 +202,18 @@ def adapters_alone(
     root: pathlib.Path, options: argparse.Namespace, device: str, url: str, pid: int
 ) -> dict[str, dict[str, Any]]:
     """As `one_round`, of adapters (rollout.server.lora), which go as files."""
-    subjects = {f"{ADAPTERS}, {folder}": {"rank": RANK, "folder": str(folder)} for folder in options.folders}
-    spec = spec_of(root, options, device, url, pid) | {"adapters": subjects}
+    spec = spec_of(root, options, device, url, pid) | {"adapters": adapter_subjects(options)}
     [found] = run_worker(sys.executable, "worker_handover.py", spec, nproc=1, folder=root)
     turns: dict[str, dict[str, Any]] = found["turns"]
     for name, turn in turns.items():
         summed(name, turn, turn["bytes"])
     return turns
+
+
+def adapter_subjects(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Returns what the worker needs of each hand-over of adapters that was asked for, by name."""
+    names = {f"{ADAPTERS}, {folder}": folder for folder in options.folders}
+    return {name: {"rank": RANK, "folder": str(folder)} for name, folder in names.items() if options.only in name}
 
 
 def spec_of(root: pathlib.Path, options: argparse.Namespace, device: str, url: str, pid: int) -> dict[str, Any]:

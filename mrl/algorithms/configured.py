@@ -19,7 +19,7 @@ OF_THE_POLICY = (
     "advantage", "objective", "ratio", "whiten", "gamma", "lam", "clip_low", "clip_high", "dual_clip", "value_clip",
     "correction", "correction_level", "correction_cap", "correction_floor",
 )  # fmt: skip
-"""Those that make the policy's objective of rewards; without rewards it is 0."""
+"""The keys of `algorithm` that turn rewards into the policy's objective, which is 0 where nothing is rewarded."""
 
 
 def configured_recipe(algorithm: AlgorithmConfig) -> Recipe:
@@ -92,7 +92,7 @@ def _check_unrewarded(config: PPOConfig, made: Recipe) -> None:
     if made.dynamic_sampling:
         why = "compares the rewards of a prompt's samples, and nothing is rewarded"
         raise ConfigError("algorithm.dynamic_sampling", True, why, give)
-    if made.overlong_fraction:
+    if made.overlong_fraction:  # its penalty is a reward
         return
     if made.kl_coef == 0 and made.entropy_coef == 0:
         why = "leaves nothing to learn from: it weighs the teacher, and nothing is rewarded"

@@ -27,7 +27,7 @@ class CheckedRM(Checked[RMConfig]):
     def subjects(self, config: RMConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         [part] = parts
         task = RMTask(config)
-        oracle = ScoreOracle(config.loss.name, config.loss.centering or 0.0)
+        oracle = ScoreOracle(config.loss.name, config.loss.resolved_centering)
         loss = reference.Loss(head="value", of_group=oracle, group=config.group)
         return [Subject(part, task.role(folders[part.role]), task.loss_fn, task.denominator, loss)]
 

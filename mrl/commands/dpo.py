@@ -14,7 +14,6 @@ from mrl.config.preference_losses import LOSSES, ROWS
 from mrl.config.rm import FORMAT_OF
 from mrl.config.schema import RoleConfig
 from mrl.parallel import ParallelDims
-from mrl.words import counted
 
 
 class DPO(TrainingCommand[DPOConfig]):
@@ -89,7 +88,7 @@ class DPO(TrainingCommand[DPOConfig]):
         return "train.global_batch_size", config.train.global_batch_size
 
     def describe(self, config: DPOConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
-        from mrl.launch.describe import micro_batch, processes
+        from mrl.launch.describe import length, micro_batch, processes
 
         train, longest = config.train, config.longest_group[0]
         lines = [
@@ -98,12 +97,11 @@ class DPO(TrainingCommand[DPOConfig]):
             for part, dims in zip(parts, layouts, strict=True)
         ]
         numbers = ", ".join(f"{name} {value}" for name, value in config.loss.resolved.items())
-        length = f"{train.steps} steps" if train.steps is not None else counted(train.resolved_epochs or 1, "epoch")
         return [
             *lines,
             f"loss: {config.loss.name} ({numbers})",
             f"reference: {self._reference(config)}",
-            f"length: {length} of {train.global_batch_size} rows a step",
+            f"length: {length(train)} of {train.global_batch_size} rows a step",
         ]
 
     def _reference(self, config: DPOConfig) -> str:

@@ -108,6 +108,11 @@ class PPO(TrainingCommand[PPOConfig]):
 
         actor = next(part for part in parts if part.role == "actor")
         check_inside(config.rollout, world_size, actor.hf)
+        lora = config.actor.model.lora
+        if config.rollout.server.lora == "adapter" and lora is not None and os.path.isdir(actor.model.path):
+            from mrl.rollout.adapters import Adapted, check_adapted
+
+            check_adapted(Adapted(actor.model.path, lora))  # of a hub id, the run looks
 
     def check_files(self, config: PPOConfig) -> None:
         """Files with the user's code, and rollouts to replay."""

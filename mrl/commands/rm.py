@@ -7,10 +7,9 @@ from typing import Any
 
 from mrl.config.command import Part, TrainingCommand, loss_name
 from mrl.config.phases import Phases
-from mrl.config.rm import FORMAT_OF, RMConfig
+from mrl.config.rm import CENTERING, FORMAT_OF, RMConfig
 from mrl.config.schema import RoleConfig
 from mrl.parallel import ParallelDims
-from mrl.words import counted
 
 
 class RM(TrainingCommand[RMConfig]):
@@ -38,7 +37,7 @@ class RM(TrainingCommand[RMConfig]):
         check_rm(config)
 
     def null_stands_for(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"loss.centering": 0.0}
+        return {"loss.centering": CENTERING}
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
         name = loss_name(raw)
@@ -56,15 +55,14 @@ class RM(TrainingCommand[RMConfig]):
         return config.data.max_length, "data.max_length"
 
     def describe(self, config: RMConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
-        from mrl.launch.describe import micro_batch, processes
+        from mrl.launch.describe import length, micro_batch, processes
 
         [dims], train, loss = layouts, config.train, config.loss
-        length = f"{train.steps} steps" if train.steps is not None else counted(train.resolved_epochs or 1, "epoch")
         return [
             f"layout: {dims.describe()} on {processes(dims)}",
             f"micro-batch: {micro_batch(config.engine, config.longest_group[0])}",
-            f"loss: {loss.name}" + (f" (centering {loss.centering or 0:g})" if loss.is_paired else ""),
-            f"length: {length} of {train.global_batch_size} rows a step",
+            f"loss: {loss.name}" + (f" (centering {loss.resolved_centering:g})" if loss.is_paired else ""),
+            f"length: {length(train)} of {train.global_batch_size} rows a step",
         ]
 
     def engine_config(self, config: RMConfig, part: Part) -> RoleConfig:

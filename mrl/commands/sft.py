@@ -10,7 +10,6 @@ from mrl.config.command import Part, TrainingCommand
 from mrl.config.phases import Phases
 from mrl.config.schema import JSD_BETA, SFTConfig
 from mrl.parallel import ParallelDims
-from mrl.words import counted
 
 
 class SFT(TrainingCommand[SFTConfig]):
@@ -65,15 +64,14 @@ class SFT(TrainingCommand[SFTConfig]):
         return config.data.max_length, "data.max_length"
 
     def describe(self, config: SFTConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
-        from mrl.launch.describe import micro_batch, processes
+        from mrl.launch.describe import length, micro_batch, processes
 
         dims, train = layouts[0], config.train
-        length = f"{train.steps} steps" if train.steps is not None else counted(train.resolved_epochs or 1, "epoch")
         return [
             f"layout: {dims.describe()} on {processes(dims)}",
             f"micro-batch: {micro_batch(config.engine, config.data.max_length)}",
             *self._teachers(config, dict(zip((part.role for part in parts), layouts, strict=True))),
-            f"length: {length} of {train.global_batch_size} sequences a step",
+            f"length: {length(train)} of {train.global_batch_size} sequences a step",
         ]
 
     def _teachers(self, config: SFTConfig, layouts: Mapping[str, ParallelDims]) -> list[str]:

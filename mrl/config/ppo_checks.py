@@ -299,8 +299,9 @@ def _check_adapters_alone(config: PPOConfig) -> None:
         raise ConfigError("rollout.server.lora", "adapter", why, "set it to merged, or actor.model.mtp to null")
     if server.handover not in ("auto", "disk"):
         why = "is no way for adapters alone (rollout.server.lora adapter), which go as files"
-        raise ConfigError("rollout.server.handover", server.handover, why, "set it to auto, or that to merged")
-    advice = "set that to merged"
+        fix = "set it to auto, or rollout.server.lora to merged"
+        raise ConfigError("rollout.server.handover", server.handover, why, fix)
+    advice = "set rollout.server.lora to merged, or leave this out"
     _refuse(server, ("bucket_mb",), "by rollout.server.lora adapter, which writes one file", advice, "rollout.server")
 
 

@@ -14,6 +14,9 @@ from mrl.config.sources import ScoredShare, ScoredSource, eval_of, train_of
 FORMAT_OF: Mapping[str, str] = {"bradley_terry": "preference", "regression": "graded", "steps": "steps"}
 """`loss.name` -> the form of row that it is of, a `data.format`."""
 
+CENTERING = 0.0
+"""`loss.centering` where it is null."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreLossConfig(AnswerLossConfig):
@@ -28,6 +31,10 @@ class ScoreLossConfig(AnswerLossConfig):
         minimum=0,
         maximum=1000,
     )
+
+    @property
+    def resolved_centering(self) -> float:
+        return CENTERING if self.centering is None else self.centering
 
     @property
     def is_paired(self) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.load import dump_config
-from mrl.config.schema import EngineConfig
+from mrl.config.schema import EngineConfig, TrainConfig
 from mrl.parallel import ParallelDims
+from mrl.words import counted
 
 
 def describe(
@@ -27,6 +28,11 @@ def _notes(parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> Iterator[s
     for part, dims in zip(parts, layouts, strict=True):
         for note in checks_of(part.engine.backend).notes_on(part.model, part.engine, dims, part.hf):
             yield part.key(note)
+
+
+def length(train: TrainConfig) -> str:
+    """Returns the length of a run in words: steps, or passes over the data."""
+    return f"{train.steps} steps" if train.resolved_epochs is None else counted(train.resolved_epochs, "epoch")
 
 
 def processes(dims: ParallelDims) -> str:

@@ -16,6 +16,7 @@ from mrl.converters.rules import expected_hf_names
 from mrl.engine.megatron import meta
 from mrl.engine.megatron.meta import ChunkFigures, RankFigures
 from mrl.engine.megatron.meta_ids import Ids
+from mrl.errors import ConfigError, quoted
 from mrl.mcore_models.layer_spec import DTYPES
 from mrl.parallel import ParallelDims
 from mrl.plan import schedule, sharded
@@ -107,7 +108,10 @@ def _ids(phase: Phase, config: RoleConfig) -> Ids | None:
     distill = phase.distill
     if distill is None:
         return None
-    vocabulary = vocab_size_of(read_hf_config(config.model.path)) or 0
+    vocabulary = vocab_size_of(read_hf_config(config.model.path))
+    if vocabulary is None:
+        why = "has no vocab_size in its config.json, which distillation compares"
+        raise ConfigError("model.path", quoted(config.model.path), why, "give a model that has")
     count = min(distill.top_k or vocabulary, vocabulary)
     if phase.kind == "forward":
         return Ids(count, None, temperature=distill.temperature)

@@ -19,7 +19,7 @@ from mrl.engine import background, saving
 from mrl.engine.atomic_checkpoint import ROLES, Ranks, other_backend
 from mrl.engine.base import BaseEngine
 from mrl.engine.collective import on_main
-from mrl.engine.torch_dist.data_files import saved_bytes
+from mrl.engine.torch_dist.data_files import as_bytes, saved_bytes
 from mrl.errors import CheckpointError, ConfigError, quoted
 
 TRAINER = "trainer.pt"
@@ -105,7 +105,8 @@ def _digest(engine: BaseEngine) -> str:
     """Returns a hash of an engine's weights, on rank 0, whatever its layout. Collective."""
     found = hashlib.sha256()
     for name, tensor in engine.hf_weights():
-        found.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(name.encode())
+        found.update(as_bytes(tensor))
     return found.hexdigest()
 
 

@@ -39,6 +39,10 @@ AS_STARTED = "default"
 SOME_IDS = tuple(range(12))
 """Tokens that every model has, and not one alone: of a padding token's zeros every adapter makes zeros."""
 
+HEARD = 0.02
+"""Nats a token by which adapters of a trial, which are as large as weights, change log-probs at the least: those of one
+model differ by less, from one run of a GPU's kernels to another."""
+
 INSTEAD = f"set {KEY} to merged"
 
 
@@ -113,10 +117,10 @@ class AdapterHandover(Handover):
                 "over; start it with that model"
             )
 
-    def _forget_others(self, server: Any) -> None:
-        """The server drops adapters of a run before this one, whose files go next."""
+    def _forget_others(self, server: Any, but: str | None = None) -> None:
+        """The server drops the adapters of earlier hand-overs, of this run or one before it, whose files go next."""
         for name in server.adapter_names():
-            if name.startswith(PREFIX):
+            if name.startswith(PREFIX) and name != but:
                 server.unload_adapter(name)
 
     def _try_each_kind(self, text: Sequence[int]) -> None:
@@ -141,7 +145,7 @@ class AdapterHandover(Handover):
             finally:
                 self._drop(name)
             for server, base, scores in zip(self._servers, bases, found, strict=True):
-                if scores == base:
+                if sum(abs(a - b) for a, b in zip(base, scores, strict=True)) < HEARD * len(base):
                     raise self._refused(kind, f"{server.http.url} takes them, and its log-probs are those of the base")
 
     def _refused(self, kind: str, why: str) -> ConfigError:
@@ -158,19 +162,13 @@ class AdapterHandover(Handover):
             except ServerError as failed:
                 self._drop(name)
                 raise ServerError(f"{failed}; no server samples with the new adapters") from failed
-            self._servers.each(lambda s: self._replace(s, name))
+            self._servers.each(lambda s: s.set_version(name))  # from now on nobody asks for the old ones
+            self._servers.each(functools.partial(self._forget_others, but=name))
         finally:
             self._servers.outcomes(lambda s: s.resume())
         self._old = folder
         self._folders.keep_only(folder)
         return name
-
-    def _replace(self, server: Any, name: str) -> None:
-        """The server's weights are called as their adapter is, and it forgets the adapters before."""
-        for other in server.adapter_names():
-            if other.startswith(PREFIX) and other != name:
-                server.unload_adapter(other)
-        server.set_version(name)
 
     def _written(self, tensors: Mapping[str, Tensor]) -> tuple[str, pathlib.Path]:
         """Returns a new name, and a new folder with the adapters. Raises ServerError where it cannot be written."""

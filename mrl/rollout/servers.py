@@ -87,9 +87,11 @@ class AdapterServer(Server):
     most_rank: int | None = None
     how_to_adapt: str  # what a server has to be started with, for adapters
 
-    @abc.abstractmethod
     def adapter_names(self) -> list[str]:
-        """Returns the names of the adapters that it has."""
+        """Returns the names of the adapters that it has: models behind its own, in the list that OpenAI's API gives."""
+        models = self.http.get("/v1/models")
+        with answers_of(self, "/v1/models"):
+            return [model["id"] for model in models["data"][1:]]
 
     @abc.abstractmethod
     def score(self, tokens: Sequence[int], *, adapter: str | None = None) -> list[float]:

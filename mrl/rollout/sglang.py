@@ -98,11 +98,6 @@ class SGLangServer(AdapterServer):
                 raise ValueError("input_token_logprobs are of other tokens")
             return [float(each[0]) for each in found[1:]]
 
-    def adapter_names(self) -> list[str]:
-        models = self.http.get("/v1/models")
-        with answers_of(self, "/v1/models"):
-            return [model["id"] for model in models["data"][1:]]
-
     def load_adapter(self, name: str, folder: str) -> None:
         answer = self.http.post("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
         with answers_of(self, "/load_lora_adapter"):

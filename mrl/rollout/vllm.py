@@ -157,11 +157,6 @@ class VLLMServer(AdapterServer):
         with answers_of(self, "/v1/completions"):
             return answer["choices"][0]
 
-    def adapter_names(self) -> list[str]:
-        models = self.http.get("/v1/models")
-        with answers_of(self, "/v1/models"):
-            return [model["id"] for model in models["data"][1:]]
-
     def load_adapter(self, name: str, folder: str) -> None:
         """Where it has the name it forgets that first. With `load_inplace` vLLM 0.32.0 would read the files again for
         every step that it samples (lora/worker_manager.py, `add_adapter`)."""

@@ -42,7 +42,7 @@ class RMTask(Task[RMConfig]):
 
     def __init__(self, config: RMConfig) -> None:
         super().__init__(config)
-        self.loss_fn = ScoreLoss(config.loss.name, config.loss.centering or 0.0)
+        self.loss_fn = ScoreLoss(config.loss.name, config.loss.resolved_centering)
         self.means = dict.fromkeys(METRICS[config.loss.name], DENOMINATOR)
         self.padding: tuple[int, str]  # set by `begin`: the token and its text
 

@@ -141,9 +141,9 @@ class AsOnAGPU(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _selected(self, mask: Tensor) -> int:
-        if mask.dim() == 1:  # of a loss: in a plan all tokens train
-            return mask.numel()
         count = self.experts.selected(mask)
+        if count is None and mask.dim() == 1:  # of a loss: in a plan all tokens train
+            return mask.numel()
         assert count is not None, f"places of a mask of {tuple(mask.shape)} are counted, and it has no numbers"
         return count
 
