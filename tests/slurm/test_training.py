@@ -110,21 +110,27 @@ def test_preempted_runs_go_on_bitwise(site, unbroken, inputs, launcher):
     runs.assert_same_result(run_dir, unbroken)
 
 
-ON_ANSWERS = {  # command -> sections of its config
-    "dpo": {"loss": {"name": "dpo"}, "reference": {"cache": True}},
-    "rm": {"loss": {"name": "bradley_terry"}},
+OTHERS = {  # command and sections of its config
+    "dpo": ("dpo", {"loss": {"name": "dpo"}, "reference": {"cache": True}}),
+    "rm": ("rm", {"loss": {"name": "bradley_terry"}}),
+    "teacher": ("sft", {"teacher": {"top_k": 5, "cache": True, "weight": 0.5}}),  # it is the model as it was
 }
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("command", ON_ANSWERS)
-def test_runs_on_answers_are_submitted_preempted_and_go_on_bitwise(site, inputs, command):
-    """On one node; the log-probs of a cached reference are there when the job comes back."""
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_runs_are_submitted_preempted_and_go_on_bitwise(site, inputs, kind):
+    """On one node; the log-probs of a cached reference or teacher are there when the job comes back."""
+    command, sections = OTHERS[kind]
+    layout, one_node = runs.Layout(2, parallel={"tp": 2}), (*NODES, "--nodes", "1")
+    if "teacher" in sections:
+        sections = {"teacher": sections["teacher"] | {"model": {"path": str(inputs / layout.model)}}}
     rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i + 12) * 2} for i in range(10)]
+    if command == "sft":
+        rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
     (site.folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"train": str(site.folder / "pairs.jsonl"), "eval": None, "max_length": 32}
-    changes = {"data": data, "train": {"steps": 20, "eval_every": None}, **ON_ANSWERS[command]}
-    layout, one_node = runs.Layout(2, parallel={"tp": 2}), (*NODES, "--nodes", "1")
+    changes = {"data": data, "train": {"steps": 20, "eval_every": None}, **sections}
     path, whole = make_config(inputs, site.folder / "whole", layout=layout, **changes)
     job = site.submit(command, path, *one_node)
     assert site.wait(job).state == "COMPLETED", slurm_site.log(whole, job)
