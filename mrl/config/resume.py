@@ -9,7 +9,7 @@ from typing import Any
 
 from mrl.config.command import TrainingCommand, command_of_data
 from mrl.config.keys import walk
-from mrl.config.urls import without_queries
+from mrl.config.urls import without_signatures
 from mrl.errors import ConfigError, Shown, show
 
 ABSENT = Shown("(absent)")
@@ -63,7 +63,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
         why = f"is given to `mrl {command.name}`, and what was saved is of `mrl {before_command.name}`"
         raise ConfigError("output_dir", new.get("output_dir"), why, "give another output_dir")
     root = command.root
-    old, new = without_queries(old), without_queries(new)  # a signature is renewed, and is nobody's to read
+    old, new = without_signatures(old), without_signatures(new)  # they are renewed, and are nobody's to read
     old, new = spell_out(old, new, command)
     keys = {key.path: key for key in walk(root)}
     defaults = {path: _plain(key.default) for path, key in keys.items() if not key.required}

@@ -6,17 +6,21 @@ messages. Two URLs that differ in it name the same file.
 
 from __future__ import annotations
 
+import os
+import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "?(hidden)"
-_QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\",\]}]*")
+_STARTS = ("http://", "https://")
+_IN_TEXT = re.compile(r"(https?://[^\s?]+)\?\S*?(?=['\"]?(?:\s|$))")
 
 
 def shown_url(url: str) -> str:
-    """Returns a URL of http without what comes after `?`; other texts as they are (`?` is of a glob there)."""
-    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
+    """Returns a URL of http, or one that reads through it (`zip://a.jsonl::https://...`), without what comes after `?`;
+    other texts as they are (`?` is of a glob there)."""
+    return url.partition("?")[0] if any(start in url for start in _STARTS) else url
 
 
 def is_signed(url: str) -> bool:
@@ -25,11 +29,52 @@ def is_signed(url: str) -> bool:
 
 
 def without_queries(plain: Any) -> Any:
-    """Returns plain data, or a text, in which URLs of http have `HIDDEN` for what comes after `?`."""
+    """Returns plain data, or a text, in which URLs of http have `HIDDEN` for what comes after `?`.
+
+    A string that begins as a URL is one, to its end: a signature may hold commas, brackets and quotes. Within another
+    text a URL ends at a blank, so that what is written right behind one is hidden with it.
+    """
+    if isinstance(plain, str) and plain.startswith(_STARTS):
+        address, mark, _ = plain.partition("?")
+        return address + HIDDEN if mark else plain
     if isinstance(plain, str):
-        return _QUERY.sub(rf"\1{HIDDEN}", plain)
+        return _IN_TEXT.sub(rf"\1{HIDDEN}", plain)
     if isinstance(plain, Mapping):
         return {name: without_queries(value) for name, value in plain.items()}
     if isinstance(plain, list | tuple):
         return [without_queries(value) for value in plain]
     return plain
+
+
+def without_signatures(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config as plain data without what comes after `?` in the paths of its rows. All other keys are as they
+    are: a server's URL, or one in a system text, means something else with another query."""
+    data = config.get("data")
+    if not isinstance(data, Mapping):
+        return dict(config)
+    hidden = {part: _paths_hidden(data[part]) for part in ("train", "eval") if part in data}
+    return {**config, "data": {**data, **hidden}}
+
+
+def _paths_hidden(sources: Any) -> Any:
+    """sources: of data.train or data.eval: a path, or a list or mapping of sources, each a path or a section."""
+    if isinstance(sources, str):
+        return without_queries(sources)
+    if isinstance(sources, Mapping):
+        return {name: _path_hidden(source) for name, source in sources.items()}
+    return sources if sources is None else [_path_hidden(source) for source in sources]
+
+
+def _path_hidden(source: Any) -> Any:
+    if isinstance(source, Mapping) and "path" in source:
+        return {**source, "path": without_queries(source["path"])}
+    return without_queries(source) if isinstance(source, str) else source
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Writes a new file with a config or a command in it. Where a URL in it has a signature, which lets whoever reads
+    it read the rows, the file is made for its owner alone: at no moment may others open it."""
+    path.unlink(missing_ok=True)  # one that is there keeps its mode, and may be open elsewhere
+    mode = 0o666 if without_queries(text) == text else 0o600
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+        file.write(text)

@@ -28,7 +28,7 @@ from huggingface_hub import HfApi, HfFileSystem
 from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.hf_file_system import HfFileSystemResolvedRepositoryPath
 
-from mrl.config.urls import is_signed, shown_url
+from mrl.config.urls import HIDDEN, is_signed, shown_url
 from mrl.data.files import SUFFIXES, one_line
 from mrl.errors import DataError
 
@@ -41,6 +41,8 @@ SKIPPED_AT_MOST = 1 << 20  # bytes that are read and forgotten where a new reque
 ENDS = 1 << 16  # bytes hashed at each end of a file on this machine
 WRONG_STATUS = range(400, 500)  # of HTTP: the request is wrong, and so is the next one
 TRY_AGAIN = (408, 425, 429)
+_QUERY = re.compile(r"(/[^\s?]*)\?\S+")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class SourceError(DataError):
@@ -152,7 +154,14 @@ def failure(key: str, url: str, error: Exception) -> SourceError:
     fix = "check the address and the network, and start the same command again"
     if is_signed(url) and getattr(error, "code", None) in (400, 401, 403):
         fix = f"if its signature is no longer valid, set {key} to a URL with a new one: the run goes on with it"
-    return SourceError(key, why=f"{shown_url(url)} cannot be read ({type(error).__name__}: {one_line(error)})", fix=fix)
+    return SourceError(key, why=f"{shown_url(url)} cannot be read ({said(error)})", fix=fix)
+
+
+def said(error: Exception) -> str:
+    """Returns the kind and the text of an exception on one line, without what comes after `?` in addresses: libraries
+    quote that of the file, the part after its host, or the signed one that a server has sent them on to."""
+    text = _QUERY.sub(rf"\1{HIDDEN}", str(error))
+    return f"{type(error).__name__}: {one_line(text)}"
 
 
 def _tried(key: str, url: str, fn: Callable[[], Any]) -> Any:
@@ -258,14 +267,16 @@ def _fsspec_files(path: str, key: str) -> list[RemoteFile]:
     except (ValueError, ImportError) as error:
         fix = "give a URL of https or hf, or install the package that it names"
         raise DataError(
-            key, why=f"{path} is of no file system that fsspec has here ({one_line(error)})", fix=fix
+            key, why=f"{shown_url(path)} is of no file system that fsspec has here ({said(error)})", fix=fix
         ) from error
     root = _pinned(system, root)
     if any(c in root for c in "*?["):
         entries = [info for info in system.glob(root, detail=True).values() if info["type"] == "file"]
         if not entries:
             raise DataError(
-                key, why=f"{path}: no file matches", fix="a glob looks like hf://datasets/NAME/data/*.parquet"
+                key,
+                why=f"{shown_url(path)}: no file matches",
+                fix="a glob looks like hf://datasets/NAME/data/*.parquet",
             )
     elif system.isdir(root):
         entries = [
@@ -273,7 +284,7 @@ def _fsspec_files(path: str, key: str) -> list[RemoteFile]:
         ]
         if not entries:
             fix = f"give files that end in {', '.join(STREAMED_SUFFIXES)}, or a glob"
-            raise DataError(key, why=f"{path}: the folder holds no file of rows", fix=fix)
+            raise DataError(key, why=f"{shown_url(path)}: the folder holds no file of rows", fix=fix)
     else:
         entries = [system.info(root)]
     return [_fsspec_file(system, info) for info in sorted(entries, key=lambda info: info["name"])]
@@ -281,9 +292,11 @@ def _fsspec_files(path: str, key: str) -> list[RemoteFile]:
 
 def _pinned(system: Any, root: str) -> str:
     """Returns a path of the hub with the commit that its branch is at now, so that what is pushed later is not read;
-    of another file system, or a bucket of the hub's, the path as it is."""
+    of another file system, a bucket of the hub's, or a path that has its commit, the path as it is."""
     found = system.resolve_path(root) if isinstance(system, HfFileSystem) else None
     if not isinstance(found, HfFileSystemResolvedRepositoryPath):
+        return root
+    if _COMMIT.fullmatch(found.revision):  # as `datasets` names each of its files
         return root
     hub = HfApi(endpoint=system.endpoint, token=system.token)
     commit = hub.repo_info(found.repo_id, revision=found.revision, repo_type=found.repo_type).sha
@@ -307,8 +320,7 @@ def _hub_files(path: str, split: str | None, key: str) -> list[RemoteFile]:
     try:
         found = datasets.load_dataset_builder(name, configuration or None).config.data_files
     except Exception as e:  # no network, no such id, a broken card: the library has no common error
-        what = f"{type(e).__name__}: {one_line(e)}"
-        why = f"{path}: is no URL, file or folder, and datasets cannot find it as a hub id ({what})"
+        why = f"{path}: is no URL, file or folder, and datasets cannot find it as a hub id ({said(e)})"
         raise SourceError(key, why=why, fix="give a URL, a local glob, or a hub id, as openai/gsm8k:main") from e
     wanted = split or "train"
     if not found or wanted not in found:

@@ -24,7 +24,7 @@ from mrl.config.command import Config, OnRows, command_of
 from mrl.config.load import dump_config, read_yaml, to_dict
 from mrl.config.resume import Change, check_resume, moving
 from mrl.config.schema import CheckpointConfig
-from mrl.config.urls import without_queries
+from mrl.config.urls import without_queries, write_text
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.lora.shapes import CONFIG as ADAPTER_CONFIG
 from mrl.errors import CheckpointError, ConfigError, Shown, quoted
@@ -84,10 +84,7 @@ class RunDirectory:
             + _provenance(command_line)
             + "".join(f"# {note}\n" for note in notes)
         )
-        text = dump_config(config)
-        temporary.write_text(header + text, encoding="utf-8")
-        if without_queries(text) != text:  # whoever reads the signature of a URL can read the rows
-            temporary.chmod(0o600)
+        write_text(temporary, header + dump_config(config))
         os.replace(temporary, self.config)
 
     def save_failed_batch(self, step: int, batch: Batch, rows: Sequence[str]) -> pathlib.Path:

@@ -46,6 +46,16 @@ def test_layout_output_and_length_may_change():
     assert "train.steps: 10 at the save, 20 now (the learning-rate schedule follows the new length)" in notes
 
 
+def test_a_new_signature_is_no_change_and_another_query_elsewhere_is_one():
+    def of(signature: str, page: str) -> dict:
+        data = {"train": f"https://host/a.jsonl?{signature}", "stream": True, "system": f"See https://host/docs?{page}"}
+        return plain(data=data, train={"steps": 1, "epochs": None})
+
+    assert check_resume(of("signature=a,b", "page=1"), of("signature=a,c", "page=1")) == []
+    with pytest.raises(ConfigError, match=r"^data.system: .*page=2"):
+        check_resume(of("signature=a,b", "page=1"), of("signature=a,b", "page=2"))
+
+
 @pytest.mark.parametrize(
     ("sections", "key"),
     [

@@ -272,6 +272,23 @@ def test_a_second_job_of_a_run_waits_for_the_end_of_the_first(workspace, monkeyp
         assert f"has job {job_id} in the queue (RUNNING)" in refused(workspace, *args)
 
 
+def test_a_signature_in_a_job_is_its_owners_alone_to_read(workspace, monkeypatch):
+    """In the config of a job, and in the script where an override that each task of an array reads has it."""
+    fake_command(workspace, monkeypatch, "sbatch", "echo 8")
+    fake_command(workspace, monkeypatch, "scontrol", "exit 1")
+    rows = ("data.stream=true", "train.steps=2", "train.epochs=null")
+    submit = ("submit", "sft", "config.yaml", *CPU, *rows)
+    for more in (
+        ("data.train=https://host/a.jsonl?key=x",),
+        ("output_dir=other", "--array", "0-1", "data.train=https://host/%a.jsonl?key=x"),
+    ):
+        done = slurm_site.invoke(*submit, *more)
+        assert done.exit_code == 0, done.output
+    written = [path for path in workspace.root.glob("*/slurm/*") if b"key=x" in path.read_bytes()]
+    assert sorted(path.suffix for path in written) == [".sbatch", ".yaml"]  # of the array, and of the other job
+    assert {path.stat().st_mode & 0o777 for path in written} == {0o600}
+
+
 def test_a_job_of_another_folder_is_none_of_a_copy(workspace, monkeypatch):
     """The copy has the records of the first folder's jobs, one of which runs; so has a run whose job's id was given again."""
     for name in ("run", "a%b"):

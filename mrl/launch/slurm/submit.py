@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from mrl.config import command as commands
 from mrl.config.command import Config
 from mrl.config.load import dump_config, load_config
+from mrl.config.urls import write_text
 from mrl.errors import ConfigError, quoted, unwritable
 from mrl.launch.slurm import jobs
 from mrl.launch.slurm.checks import check_job, check_template
@@ -103,8 +104,8 @@ def submit(checked: Checked) -> Submitted:
     made = [folder for folder in (slurm_dir, *slurm_dir.parents) if not folder.exists()]
     try:
         slurm_dir.mkdir(parents=True, exist_ok=True)
-        script.write_text(text, encoding="utf-8")
-        config.write_text(_resolved(checked), encoding="utf-8")
+        write_text(script, text)
+        write_text(config, _resolved(checked))
     except OSError as error:
         raise unwritable(checked.config.output_dir, slurm_dir, error) from None
     try:
