@@ -136,9 +136,14 @@ class RowDataset(abc.ABC, Generic[T]):
         if isinstance(self._rows, StreamedRows):
             self._rows.epochs = epochs
 
+    def leave_out(self, index: int, why: str) -> None:
+        """Notes a row that this rank leaves out, which `agree` compares where rows are streamed."""
+        if isinstance(self._rows, StreamedRows):
+            self._rows.leave_out(index, why)
+
     def agree(self, error: UserError | None) -> None:
-        """Raises the error of any rank on all of them where rows are streamed, as ranks wait for each other there;
-        else that of this rank. error: see `Exchange.agree`."""
+        """Where rows are streamed, raises on every rank an error that one of them has, and where ranks have left out
+        different rows (`Exchange.agree`): they wait for each other's calls. Else raises the error of this rank."""
         if isinstance(self._rows, StreamedRows):
             self._rows.agree(error)
         elif error is not None:
@@ -204,7 +209,18 @@ class RowDataset(abc.ABC, Generic[T]):
         return [self.first_row()]
 
     def first_row(self) -> tuple[dict[str, Any], str]:
-        """Returns the first row that can be read, and its `file:line`. Raises DataError where there is none."""
+        """Returns the first row that can be read, and its `file:line`. Raises DataError where there is none, and what
+        `agree` raises."""
+        found, wrong = None, None
+        try:
+            found = self._first_row()
+        except UserError as error:
+            wrong = error
+        self.agree(wrong)
+        assert found is not None, "an error is raised by those who agree on it"
+        return found
+
+    def _first_row(self) -> tuple[dict[str, Any], str]:
         tried = []
         for index in self._rows.head():
             tried.append(index)
@@ -213,6 +229,7 @@ class RowDataset(abc.ABC, Generic[T]):
             except BadRow as e:
                 if self.config.on_bad_row == "stop":
                     raise row_error(self.where(index), e) from e
+                self.leave_out(index, f"{self.where(index)}: {e}")
         size = f"first {len(tried)} rows" if self.is_streamed else self.size
         raise DataError(
             f"data.{self.part}",

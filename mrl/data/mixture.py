@@ -111,8 +111,15 @@ class MixedDataset(RowDataset[T]):
         for source in self.sources:
             source.close()
 
+    def leave_out(self, index: int, why: str) -> None:
+        self._streamed_or_first().leave_out(index, why)
+
     def agree(self, error: UserError | None) -> None:
-        next((source for source in self.sources if source.is_streamed), self.sources[0]).agree(error)
+        self._streamed_or_first().agree(error)
+
+    def _streamed_or_first(self) -> RowDataset[T]:
+        """Returns a source that speaks to the other ranks, where there is one."""
+        return next((source for source in self.sources if source.is_streamed), self.sources[0])
 
     def find(self, index: int) -> tuple[int, int]:
         """Returns the number of the source that row `index` is of, and its index there."""

@@ -8,6 +8,7 @@ used, also where the epoch ends between them, so no row is lost.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic
@@ -65,6 +66,7 @@ class Report:
             self.skipped += 1
         else:
             self.dropped += 1
+        dataset.leave_out(row, loaded.why)
         if len(self.notes) < NOTES_PER_BATCH:
             self.notes.append(f"{loaded.outcome}: {loaded.why}")
         return None
@@ -300,7 +302,7 @@ class RowStream(Generic[T]):
         self.rows, self._notes = [], []
         sources = () if self.mixer is None else self._resumed_sources(self.mixer, state)
         if self.mixer is None:
-            _check_same(f"data.{self.dataset.part}", state["data"], self._fingerprint)
+            _check_same(f"data.{self.dataset.part}", self.dataset.path, state["data"], self._fingerprint)
         mark = tuple(state.get("mark", START))
         self._progress = Progress(**{name: state[name] for name in fields}, sources=sources, mark=mark)
 
@@ -309,7 +311,7 @@ class RowStream(Generic[T]):
         before = {entry["name"]: entry for entry in state["sources"]}
         now = self._state_of_sources(mixer)
         reads = []
-        for entry in now:
+        for entry, source in zip(now, mixer.dataset.sources, strict=True):
             saved = before.get(entry["name"], entry)
             key = f"data.train, source {entry['name']}"
             for name, value in entry["settings"].items():
@@ -321,7 +323,7 @@ class RowStream(Generic[T]):
                         "become others",
                         fix="set it back, or give the source another name to begin it anew",
                     )
-            _check_same(key, saved["data"], entry["data"])
+            _check_same(key, source.path, saved["data"], entry["data"], name=entry["name"])
             known = {field.name: saved[field.name] for field in dataclasses.fields(Read) if field.name in saved}
             reads.append(Read(**known | {"mark": tuple(known.get("mark", START))}))
         words = differences(state["sources"], now)
@@ -340,17 +342,31 @@ def _state_of(read: Read, source: RowDataset[Any]) -> dict[str, Any]:
     return state
 
 
-def _check_same(key: str, saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
-    """Raises CheckpointError where the data of `key` is not what it was."""
+def _check_same(
+    key: str, path: str, saved: list[dict[str, Any]], now: list[dict[str, Any]], *, name: str | None = None
+) -> None:
+    """Raises CheckpointError where the data of `key` is not what it was. path: as the config has it. name: of a source,
+    which another path would give another one."""
     if change := _data_change(saved, now):
         commit = re.match(r"(hf://[^@]+@[0-9a-f]{40})/", saved[0]["name"] if saved else "")
         if commit and now and not now[0]["name"].startswith(commit[1]):
-            change += f"; the run has read {commit[1]}: with that in place of {commit[1].partition('@')[0]} it goes on"
+            pinned = _pinned(path, commit[1], [file["name"] for file in saved])
+            pinned += "" if name is None else f" and name: {name}"
+            change += f"; the run has read {commit[1]}: with {pinned} in place of {path} it goes on"
         raise CheckpointError(
             key,
             why=f"{change}, and the position in the checkpoint means other rows now",
             fix="put the data back, or start a new run in another output_dir",
         )
+
+
+def _pinned(path: str, commit: str, files: list[str]) -> str:
+    """Returns what names, at a commit of the hub, the files that were read at `path`, a hub path or id."""
+    if path.startswith(repository := commit.partition("@")[0]):
+        rest = path.removeprefix(repository)
+        return commit + re.sub(r"^@(refs/\w+/)?[^/]+", "", rest)
+    start = os.path.commonprefix(files)
+    return files[0] if len(files) == 1 else f"{start}*{os.path.splitext(files[0])[1]}"
 
 
 def _data_change(saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> str | None:

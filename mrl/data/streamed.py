@@ -55,13 +55,22 @@ class Damage:
 
 
 class Exchange(Protocol):
-    """Gives every process what `fn` returns in one of them, where alone it is called; errors too."""
+    """How the processes of a run share the rows that one of them reads, and learn of each other's errors.
 
-    def __call__(self, fn: Callable[[], T]) -> T: ...
+    All processes make the same calls in the same order, but one that cannot go on calls `agree` in place of its next
+    call.
+    """
+
+    def __call__(self, fn: Callable[[], T]) -> T:
+        """Calls `fn` in the one process that reads, and returns what it returns in every process. A UserError that it
+        raises is raised in every process."""
+
+    def leave_out(self, row: int, why: str) -> None:
+        """Notes that this process leaves out a row, which the next call compares. why: begins with file and line."""
 
     def agree(self, error: UserError | None) -> None:
-        """Raises the error that a process has, on every one: in what they call next, this or the exchange. error: of
-        this process; one that all have raised already is raised."""
+        """Raises an error in every process where one of them has it, or where some have left out a row that others
+        use. Returns where there is none. error: of this process, or None."""
 
 
 class _Alone:
@@ -69,6 +78,9 @@ class _Alone:
 
     def __call__(self, fn: Callable[[], T]) -> T:
         return fn()
+
+    def leave_out(self, row: int, why: str) -> None:
+        pass
 
     def agree(self, error: UserError | None) -> None:
         if error is not None:
@@ -112,7 +124,7 @@ class StreamedRows:
     ) -> None:
         self.buffer, self.key, self.what, self._exchange = buffer, key, what, exchange
         self.epochs: float | None = None  # after which nothing is read ahead
-        self.agree = exchange.agree
+        self.agree, self.leave_out = exchange.agree, exchange.leave_out
         files: list[RemoteFile] = []
 
         def found() -> list[tuple[str, int | None, str]]:

@@ -16,7 +16,7 @@ from mrl.batch import Batch
 from mrl.engine.atomic_checkpoint import Ranks
 from mrl.engine.gloo import share_device
 from mrl.engine.microbatch import shares
-from mrl.errors import UserError
+from mrl.errors import DataError, UserError
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -91,17 +91,24 @@ def on_main(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
 
 
 class OnMainBeside:
-    """`on_main` for one thread beside the main one: it has a group of its own. A rank that cannot go on says so in its
-    next call, in which the others meet it: nobody waits for it. Collective, and joins first."""
+    """`on_main` for a thread that runs beside the main thread; the `Exchange` of mrl/data/streamed.py.
+
+    It has a process group of its own, so its messages do not mix with those of training. Every call first compares what
+    ranks have met since the last one. A rank that cannot go on calls `agree` with its error where the others make their
+    next call, and all of them raise the error: no rank waits for one that has ended.
+    """
 
     def __init__(self, device_type: str) -> None:
+        """Joins the processes first. Collective."""
         join_processes(device_type)
         self._size = dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if self._size > 1 else None
         self._known: UserError | None = None  # that all ranks have raised
+        self._left_out: dict[int, str] = {}  # rows, and why, since the last call
 
     def __call__(self, fn: Callable[[], T]) -> T:
-        """As `on_main`; raises the error of a rank that has called `agree` with one in its place, too."""
+        """Does what `on_main` does. Raises what `agree` raises where a rank has called that in its place, or has left
+        out other rows."""
         if self._group is None:
             return fn()
         self.agree(None)
@@ -111,18 +118,65 @@ class OnMainBeside:
             self._known = error
             raise
 
+    def leave_out(self, row: int, why: str) -> None:
+        """Notes a row that this rank leaves out; see `agree`. why: begins with its file and line."""
+        if self._group is not None:
+            self._left_out[row] = why
+
     def agree(self, error: UserError | None) -> None:
-        """Raises the error that a rank has, on every rank; of several, that of the first. error: of this rank."""
+        """Raises the same error on every rank where one of them has an error, or where they have left out different
+        rows since the last call: their batches would differ. Returns where none has. Collective.
+
+        error: of this rank; None where it has none. One that this object has raised on all ranks is raised again.
+        """
         if error is not None and (error is self._known or self._group is None):
             raise error
         if self._group is None:
             return
-        errors: list[UserError | None] = [None] * self._size
-        dist.all_gather_object(errors, error, group=self._group)
-        for rank, found in enumerate(errors):
-            if found is not None:
-                found.rank, self._known = rank, found
-                raise found
+        everyone: list[tuple[UserError | None, dict[int, str]]] = [(None, {})] * self._size
+        dist.all_gather_object(everyone, (error, self._left_out), group=self._group)
+        self._left_out = {}
+        found = _first_error([one for one, _ in everyone]) or _first_difference([rows for _, rows in everyone])
+        if found is not None:
+            self._known = found
+            raise found
+
+
+def _first_error(errors: Sequence[UserError | None]) -> UserError | None:
+    """Returns the error of the first rank that has one. errors: of every rank.
+
+    A bad row that another rank can use may not be skipped: their batches would differ.
+    """
+    rank, found = next(((rank, error) for rank, error in enumerate(errors) if error is not None), (0, None))
+    if found is None:
+        return None
+    other = next((i for i, error in enumerate(errors) if error is None or error.key != found.key), None)
+    if isinstance(found, DataError) and found.may_be_skipped and other is not None:
+        found = _one_rank_alone(str(found), rank, other)
+    found.rank = rank
+    return found
+
+
+def _first_difference(left_out: Sequence[Mapping[int, str]]) -> UserError | None:
+    """Returns the error of the first row that some ranks leave out and others do not. left_out: of every rank."""
+    for rank, rows in enumerate(left_out):
+        for row, why in rows.items():
+            other = next((i for i, others in enumerate(left_out) if row not in others), None)
+            if other is not None:
+                return _one_rank_alone(why, rank, other)
+    return None
+
+
+def _one_rank_alone(why: str, rank: int, other: int) -> DataError:
+    return DataError(
+        f"{why}; rank {rank} cannot use this row and rank {other} can: give both the same files and packages, or "
+        "remove the row"
+    )
+
+
+def error_of_all(error: UserError | None) -> UserError | None:
+    """Returns on every rank the error of the first rank that has one. error: of this rank. Collective."""
+    return _first_error(all_ranks().gather(error))
 
 
 def on_every(fn: Callable[[], T]) -> T:
@@ -133,10 +187,8 @@ def on_every(fn: Callable[[], T]) -> T:
         result = fn()
     except UserError as error:
         wrong = error
-    for rank, found in enumerate(all_ranks().gather(wrong)):
-        if found is not None:
-            found.rank = rank
-            raise found
+    if found := error_of_all(wrong):
+        raise found
     return cast(T, result)
 
 

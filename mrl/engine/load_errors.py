@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mrl.errors import CheckpointError
 
-LOAD_ERRORS = (CheckpointException, RuntimeError, KeyError, OSError)
-"""What torch.distributed.checkpoint raises where it cannot read what it finds; the first is no Exception."""
+LOAD_ERRORS = (CheckpointException, RuntimeError, KeyError, OSError, EOFError, pickle.UnpicklingError)
+"""What torch and its distributed.checkpoint raise where they cannot read what they find; the first is no Exception."""
 
 
 def cannot_load(path: str, error: BaseException) -> CheckpointError:

@@ -28,7 +28,7 @@ from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.guards import Problem
 from mrl.engine.lora.folder import adapters, name_base
 from mrl.engine.stored_weights import mtp_tensors_of_folder
-from mrl.errors import DamagedCheckpoint, DataError, Stopped
+from mrl.errors import DamagedCheckpoint, DataError, Stopped, UserError
 from mrl.trainers.console import Console, figures
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
 from mrl.trainers.signals import StopSignal, signal_name
@@ -281,12 +281,13 @@ def say_all(console: Console, lines: Sequence[str]) -> None:
         console.say(line)
 
 
-def ended_by_rows(error: DataError | None, step: int, saved: str | None) -> DataError:
-    """Returns the end of a run whose next rows cannot be read, and which has saved `step`. error: of this rank's."""
+def ended_by_rows(error: UserError | None, step: int, saved: str | None) -> DataError:
+    """Returns the end of a run whose next rows cannot be read, and which has saved `step`. error: of the first rank
+    that has one."""
     how = "if that is put right, "
     if isinstance(error, SourceError):
         how = ""
-    elif error is not None and error.may_be_skipped:
+    elif isinstance(error, DataError) and error.may_be_skipped:
         how = "with data.on_bad_row=skip "
     return DataError(f"{error}; steps 1 to {step} are saved in {saved}: {how}the same command goes on from there")
 

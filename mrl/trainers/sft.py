@@ -29,7 +29,7 @@ from mrl.config.load import to_dict
 from mrl.config.resume import check_resume
 from mrl.config.schema import RoleConfig, SFTConfig
 from mrl.config.stream_checks import streamed_keys
-from mrl.config.urls import without_queries
+from mrl.config.urls import without_signatures
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import check_same_model, model_fingerprint, model_folder
 from mrl.data.batches import Batches, BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
@@ -38,7 +38,7 @@ from mrl.data.mixture import MixedDataset, eval_rows, train_rows
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine.base import PLAIN_CTX, BaseEngine, Ctx
-from mrl.engine.collective import OnMainBeside, is_main
+from mrl.engine.collective import OnMainBeside, error_of_all, is_main
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, Stopped, TrainingError
 from mrl.mcore_models.platform import device_type
@@ -67,7 +67,7 @@ from mrl.trainers.run_lock import RunLock
 from mrl.trainers.saves import Saves, check_background
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.step_guard import StepGuard
-from mrl.trainers.task import Frozen, HFConfig, Task, engine_of_groups
+from mrl.trainers.task import Frozen, HFConfig, Task, engine_of_groups, saved_state
 from mrl.trainers.teacher import Teachers
 from mrl.trainers.throughput import Throughput, memory_gb
 from mrl.words import counted
@@ -258,8 +258,9 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     engine.init_model()
     say_adapters(console, "model.lora", engine.config)
     task = trainer.task
-    if start.checkpoint is not None:
-        task.refuse_other_run(engine, trainer.source, str(start.checkpoint))
+    if start.checkpoint is not None and task.has_cache(engine):
+        start, state = load_newest(engine, directory, config, console, start, functools.partial(saved_state, engine))
+        task.refuse_other_run(engine, trainer.source, state)
     task.begin(engine, trainer.sets, directory.path, console)
     frozen = task.frozen_models(engine.config.model.path)
     without_mtp = {"model.path": engine.config.model.path} if engine.config.mtp is None else {}
@@ -367,22 +368,22 @@ def finish_step(trainer: Trainer, progress: Progress, log: metrics.MetricsLog, r
         row |= found
 
     bad_row = trainer.source.next_error(lambda: trainer.stop.requested) if step < trainer.total_steps else None
-    stop_requested, any_can_go_on, row["perf/memory_gb"] = engine.max_over_ranks(
-        trainer.stop.requested, bad_row is None, memory_gb(engine.device)
+    stop_requested, any_bad_row, row["perf/memory_gb"] = engine.max_over_ranks(
+        trainer.stop.requested, bad_row is not None, memory_gb(engine.device)
     )
     log.write(step, row)
     progress.unlogged = None
     trainer.console.step(step, row)
     say_all(trainer.console, trainer.source.take_notes())
 
-    if stop_requested or not any_can_go_on or is_due(config.checkpoint.every, step, trainer.total_steps):
+    if stop_requested or any_bad_row or is_due(config.checkpoint.every, step, trainer.total_steps):
         log.sync()
-        going_on = not stop_requested and bool(any_can_go_on) and step < trainer.total_steps
+        going_on = not stop_requested and not any_bad_row and step < trainer.total_steps
         saved = save(trainer, progress, in_background=going_on and config.checkpoint.background)
         if stop_requested:
             raise stopped_after(trainer, progress, saved)
-        if not any_can_go_on:
-            raise ended_by_rows(bad_row, step, saved)
+        if any_bad_row:
+            raise ended_by_rows(error_of_all(bad_row), step, saved)
 
 
 def stopped_after(trainer: Trainer, progress: Progress, saved: str | None) -> Stopped:
@@ -485,7 +486,7 @@ def save(trainer: Trainer, progress: Progress, *, in_background: bool = False) -
         "data": trainer.source.state_dict(),
         "model": model_fingerprint(engine.config.model.path),
         "models": dict(trainer.task.fingerprints),
-        "config": without_queries(to_dict(config)),
+        "config": without_signatures(to_dict(config)),
         "chosen": engine.chosen,
     }
     root, remote = str(directory.checkpoints), config.checkpoint.remote

@@ -67,6 +67,13 @@ def engine_of_groups(engine: EngineConfig, longest: int) -> EngineConfig:
     return dataclasses.replace(engine, micro_batch=dataclasses.replace(engine.micro_batch, tokens=tokens))
 
 
+def saved_state(engine: BaseEngine, folder: str) -> dict[str, Any]:
+    """Returns the trainer's state of a checkpoint. Where that cannot be read alone, all of the checkpoint is loaded,
+    which says what is wrong with it. Collective."""
+    state = engine.on_main(lambda: engine.saved_state(folder))
+    return engine.load_checkpoint(folder) if state is None else state
+
+
 class Task(abc.ABC, Generic[C]):
     """The rows of a command, the batches that they make, and the loss on them."""
 
@@ -125,12 +132,14 @@ class Task(abc.ABC, Generic[C]):
         """Returns, by key, what tells `frozen_models` from others. engine: of the model that trains."""
         return {key: one.fingerprint() for key, one in self.frozen_models(engine.config.model.path).items()}
 
-    def refuse_other_run(self, engine: BaseEngine, source: Batches[Any], checkpoint: str) -> None:
-        """Raises what a resume will where config, models or data are not the checkpoint's, before `begin` takes hours
-        for a cache and writes it over that of the run. One that cannot be read is left to who loads it. Collective."""
-        if not any(one.is_cached for one in self.frozen_models(engine.config.model.path).values()):
-            return
-        state = engine.on_main(lambda: engine.saved_state(checkpoint))
+    def has_cache(self, engine: BaseEngine) -> bool:
+        """Returns whether `begin` may take hours for a cache, and write it over that of the run. A checkpoint that
+        cannot be read has to be passed over, or to end the run, before that."""
+        return any(one.is_cached for one in self.frozen_models(engine.config.model.path).values())
+
+    def refuse_other_run(self, engine: BaseEngine, source: Batches[Any], state: Mapping[str, Any] | None) -> None:
+        """Raises what a resume will where config, models or data are not the checkpoint's, so that it is raised before
+        `begin`. state: the trainer's in the checkpoint. Collective."""
         if state:  # an import has none
             check_resume(state["config"], to_dict(self.config))
             self.fingerprints = engine.on_main(lambda: self.fingerprints_now(engine))

@@ -15,13 +15,14 @@ from tests.data.web import listening
 
 
 class Hub:
-    """commits: by their ids, the files of the data set `REPO`: content by path."""
+    """commits: by their ids, the files of the data set `REPO`: content by path. asked: paths of all requests."""
 
     REPO = "someone/rows"
 
     def __init__(self) -> None:
         self.commits: dict[str, dict[str, bytes]] = {}
         self.url = ""
+        self.asked: list[str] = []
 
     def push(self, files: dict[str, bytes]) -> str:
         """Returns the id of a new commit."""
@@ -31,6 +32,7 @@ class Hub:
 
     def answer(self, path: str) -> Any:
         """Returns what is at a path: bytes, or what is told as JSON; None for nothing."""
+        self.asked.append(path)
         last = list(self.commits)[-1]
         if found := re.fullmatch(rf"/api/datasets/{self.REPO}(/revision/([^/]+))?", path):
             return {"id": self.REPO, "sha": last if found[2] in (None, "main") else found[2], "siblings": []}

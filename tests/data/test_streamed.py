@@ -316,8 +316,9 @@ def test_a_damaged_file_is_a_bad_row_after_which_the_next_file_comes(form, tmp_p
     start = 0 if form in (".parquet", ".arrow") else 1
     assert numbers[0] == numbers[2] == [*range(start, start + 300)]
     assert numbers[1] == [*range(start, start + len(numbers[1]))] and 20 < len(numbers[1]) < 200
-    assert live.counts["skipped"] == 2
-    assert all(f"b{form}:" in note and "from here on" in note for note in live.take_notes())
+    notes = live.take_notes()
+    assert live.counts["skipped"] == len(notes) == 2
+    assert all(f"b{form}:" in note and "from here on" in note for note in notes)
     for at in range(0, len(states) - 1, 3):
         resumed = make(on_bad_row="skip")
         resumed.load_state_dict(states[at])
@@ -374,9 +375,16 @@ def test_the_hub_is_read_at_the_commit_that_it_was_at(folder, monkeypatch):
         huggingface_hub.HfFileSystem.clear_instance_cache()
         with pytest.raises(CheckpointError) as refused:
             source(f"{path}/data/*.jsonl", shuffle_buffer=10).load_state_dict(state)
-        assert f"has 1 files and had 3 when the checkpoint was saved; the run has read {path}@{first}: " in str(
-            refused.value
-        )
+        assert (
+            f"has 1 files and had 3 when the checkpoint was saved; the run has read {path}@{first}: with "
+            f"{path}@{first}/data/*.jsonl in place of {path}/data/*.jsonl it goes on, and"
+        ) in str(refused.value)
+        hub.asked = []
+        for name in "abc":
+            (file,) = remote.find_files(f"{path}@{first}/data/{name}.jsonl", split=None, key="data.train")
+            assert file.name == f"{path}@{first}/data/{name}.jsonl"
+        of_commit = [asked for asked in hub.asked if asked.endswith(f"/revision/{first}")]
+        assert len(of_commit) == 1, "the commit of each file is asked for again"
         resumed = source(f"{path}@{first}/data/*.jsonl", shuffle_buffer=10)
         resumed.load_state_dict(state)
         assert same(resumed.next(), made.next())
@@ -456,6 +464,24 @@ def test_files_that_cannot_be_streamed_are_refused(folder, site, tmp_path):
     site.ranges, site.encoding = False, None
     with pytest.raises(DataError, match=r"a.parquet is Parquet, of which parts are read, and its server gives whole"):
         source(site.url("a.parquet"))
+
+
+def test_a_resume_of_a_hub_id_that_has_moved_names_what_the_config_has(tmp_path):
+    """Its files have names of the hub's file system, which the config does not have."""
+    at = "hf://datasets/someone/rows@" + "0123456789" * 4
+    read = [{"name": f"{at}/data/train-{i}-of-2.jsonl.gz", "rows": None, "size": 1, "hash": ""} for i in range(2)]
+    one, several = str(tmp_path / "b.jsonl"), mixture(tmp_path)
+    write(tmp_path / "b.jsonl", [{"text": "fox"}] * 9)
+    for made, name, path in (
+        (source(one), "", one),
+        (source(several, stream=False), " and name: web", several[0]["path"]),
+    ):
+        state = json.loads(json.dumps(made.state_dict()))
+        state.get("sources", [state])[0]["data"] = read
+        with pytest.raises(CheckpointError) as refused:
+            made.load_state_dict(state)
+        says = f"the run has read {at}: with {at}/data/train-*.gz{name} in place of {path} it goes on, and"
+        assert says in str(refused.value)
 
 
 def test_other_file_systems_and_the_files_of_a_hub_id(tmp_path, folder):

@@ -22,7 +22,7 @@ OF_DATA = (
         ("row_order(seed_of(self.seed, name), epoch, rows, self.shuffle)", "row_order(seed_of(0, name), epoch, rows, self.shuffle)"),
         ("row_order(seed_of(self.seed, name), epoch, rows, self.shuffle)", "row_order(seed_of(self.seed, name), 0, rows, self.shuffle)"),
         ('if saved["settings"].get(name) != value:', "if False:"),
-        ("_check_same(key, saved[\"data\"], entry[\"data\"])", "pass"),
+        ("_check_same(key, source.path, saved[\"data\"], entry[\"data\"], name=entry[\"name\"])", "pass"),
     ),
     *_of(
         "trainers/teacher.py",

@@ -199,14 +199,14 @@ def source_fails(step: int, switch: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def rank_cannot_read(rank: int, row: int) -> Iterator[None]:
-    """A row cannot be read on one rank alone, as where a file lies on one node."""
+def rank_cannot_read(rank: int, row: int, method: str = "_make") -> Iterator[None]:
+    """A row cannot be read on one rank alone, as where a file lies on one node. method: of the dataset, that fails."""
 
-    def refuse(dataset: SFTDataset, index: int, _: Any) -> None:
-        if dist.get_rank() == rank and dataset.is_streamed and index == row:
+    def refuse(dataset: SFTDataset, index: int, *_: Any) -> None:
+        if dist.get_rank() == rank and dataset.part == "train" and index == row:
             raise BadRow("no such image here")
 
-    with before(SFTDataset, "_make", refuse):
+    with before(SFTDataset, method, refuse):
         yield
 
 

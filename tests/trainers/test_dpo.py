@@ -29,10 +29,12 @@ from mrl.config.dpo import DPOConfig, PreferenceDataConfig
 from mrl.config.load import from_dict
 from mrl.config.schema import EngineConfig
 from mrl.data.preferences import PreferenceDataset
+from mrl.engine.fsdp.dcp_checkpoint import STATE
 from mrl.metric_names import DPO_METRICS, SFT_METRICS
 from mrl.metrics import read
 from mrl.trainers.reference import Cache, with_precision
 from tests.engine.harness import run_case
+from tests.resume.cases import remark
 from tests.tiers import nightly_but, slow_but
 from tests.trainers import tiny_runs
 
@@ -414,6 +416,12 @@ def test_another_reference_does_not_go_on_with_a_run(places, tmp_path):
     fewer.write_text("".join((places / "train.jsonl").read_text().splitlines(keepends=True)[1:]))
     ended, said = ends(None, 3, data={"train": str(fewer)})
     assert ended == "CheckpointError" and said.startswith("data.train: "), said
+    assert (tmp_path / "run" / "reference" / "log_probs.pt").read_bytes() == kept
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000002"
+    (checkpoint / STATE).write_bytes(b"no")
+    remark(checkpoint, checkpoint / STATE)
+    ended, said = ends(places / "other", 3)
+    assert ended == "CheckpointError" and "cannot be loaded (" in said, said
     assert (tmp_path / "run" / "reference" / "log_probs.pt").read_bytes() == kept
 
 

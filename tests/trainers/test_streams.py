@@ -98,16 +98,42 @@ def test_a_source_that_fails_ends_the_run_after_a_save_and_the_run_goes_on(input
     assert tiny_runs.steps(tmp_path / "run") == tiny_runs.steps(tmp_path / "live")
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_row_that_one_process_cannot_read_ends_all_with_its_line(inputs, site, tmp_path, rank):
-    """With blocks of one row, for each of which the others wait for the process that reads."""
-    data = {"stream": True, "shuffle_buffer": 1}
-    config = config_of(inputs, tmp_path / "run", site.url("web.jsonl"), data=data)
+@pytest.mark.parametrize(
+    ("rank", "on_bad_row", "stream"),
+    [
+        (1, "skip", True),
+        (0, "stop", True),
+        (1, "stop", False),
+        pytest.param(0, "skip", True, marks=pytest.mark.slow),
+        pytest.param(1, "stop", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_row_that_one_process_cannot_use_ends_all_with_its_line(inputs, site, tmp_path, rank, on_bad_row, stream):
+    """With blocks of one row, for each of which the others wait for the process that reads. Skipping the row would not
+    help: the batches of the processes would differ."""
+    path = site.url("web.jsonl") if stream else str(site.folder / "web.jsonl")
+    data = {"stream": stream, "on_bad_row": on_bad_row, **({"shuffle_buffer": 1} if stream else {"shuffle": False})}
+    config = config_of(inputs, tmp_path / "run", path, data=data)
     config["train"] = {"steps": STEPS, "global_batch_size": 4}
     kind, message, _ = run(2, config, happening="rank_cannot_read", rank=rank, row=9)
     assert kind == "DataError", message
-    assert f"{site.url('web.jsonl')}:10: no such image here; steps 1 to 2 are saved in " in message
-    assert message.endswith(": with data.on_bad_row=skip the same command goes on from there")
+    differ = f"rank {rank} cannot use this row and rank {1 - rank} can: "
+    assert message.startswith(f"{path}:10: no such image here; {differ}"), message
+    assert "; steps 1 to 2 are saved in " in message and "on_bad_row" not in message
+    assert message.endswith(": if that is put right, the same command goes on from there")
+    assert len(tiny_runs.steps(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize("on_bad_row", ["stop", pytest.param("skip", marks=pytest.mark.slow)])
+def test_a_first_row_that_one_process_cannot_read_ends_all(inputs, site, tmp_path, on_bad_row):
+    """It tells the format, before any batch is made."""
+    data = {"stream": True, "on_bad_row": on_bad_row}
+    config = config_of(inputs, tmp_path / "run", site.url("web.jsonl"), data=data)
+    kind, message, _ = run(2, config, happening="rank_cannot_read", rank=1, row=0, method="_row")
+    assert (kind, message.partition(" can: ")[0]) == (
+        "DataError",
+        f"{site.url('web.jsonl')}:1: no such image here; rank 1 cannot use this row and rank 0",
+    )
 
 
 @pytest.mark.parametrize(
