@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms.advantages import ESTIMATORS
-from mrl.algorithms.ragged import sum_per_sequence
+from mrl.algorithms.ragged import sum_per_sequence, to_tokens
 from mrl.algorithms.recipes import Recipe
 from mrl.batch import Batch
 from mrl.errors import TrainingError
+from mrl.trainers.rl.teachers import numbers
 
 FP32_GAP, FP32_LARGEST = 1e-5, 1e-4
 """How far the log-probs of sampler and trainer may be apart, in the mean and for a token, in nats: generation adds up
@@ -49,9 +50,13 @@ def gaps(batch: Batch) -> Tensor:
 
 
 def check_reference(batch: Batch, *, same_layout: bool, dtype: str) -> None:
-    """The reference is the actor before its first update, so their KL is 0; exactly, where both compute alike."""
-    fields, trained_T = batch.token_fields, batch.loss_mask != 0
-    differences = (fields["old_log_probs"].double() - fields["ref_log_probs"].double())[trained_T].abs()
+    """The reference is the actor before its first update, so their KL is 0; exactly, where both compute alike.
+
+    Sequences of other teachers, whose weights are others, are left out.
+    """
+    fields, of_T = batch.token_fields, to_tokens(numbers(batch), batch.lengths)
+    own_T = (batch.loss_mask != 0) & (of_T == 0)
+    differences = (fields["old_log_probs"].double() - fields["ref_log_probs"].double())[own_T].abs()
     if not differences.numel():
         return
     largest, mean = float(differences.max()), float(differences.mean())

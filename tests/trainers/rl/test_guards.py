@@ -77,6 +77,26 @@ def test_a_reference_with_other_weights_under_the_same_path(inputs, tmp_path, na
     assert message.startswith("the reference's log-probs differ from the actor's by ") and allowed in message
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_beside_a_reference_with_the_actors_weights_other_teachers_may_differ(inputs, tmp_path, broken):
+    """The reference's own rows are still compared."""
+    rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
+    rows = [{**row, "teacher": "second"} if i % 2 else row for i, row in enumerate(rows)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tiny_policies.make_config(
+        inputs, tmp_path / "run", "opd", data={"train": str(tmp_path / "rows.jsonl")}, train={"steps": 1},
+        algorithm={"mini_batch_size": tiny_policies.SEQUENCES},
+        reference={"model": {"path": str(inputs / "model")}, "others": {"second": {"model": {"path": str(inputs / "other")}}}},
+    )  # fmt: skip
+    if broken:
+        message = fails(config, happening="role_has_other_weights", role="reference", folder=str(inputs / "other"))
+        assert message.startswith("the reference's log-probs differ from the actor's by ")
+        return
+    assert train(config)[0] == "done"
+    (metrics,) = tiny_policies.metrics_of(tmp_path / "run")
+    assert metrics["actor/sequence_kl/reference"] == 0 and metrics["actor/sequence_kl/second"] > 0
+
+
 def test_a_reference_of_its_own_may_differ(inputs, tmp_path):
     config = tiny_policies.make_config(inputs, tmp_path / "run", reference={"model": {"path": str(inputs / "other")}})
     assert train(config)[:2] == ("done", "")
