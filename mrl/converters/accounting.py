@@ -84,6 +84,8 @@ def account(
 
 
 def _hint(lost: list[str], found: Mapping[str, TensorInfo]) -> str:
+    if lost == [LM_HEAD] and SCORE in found:
+        return ", the folder holds a sequence classifier or a reward model: give a language model"
     if lost == [LM_HEAD]:
         return ", set tie_word_embeddings to true in config.json if the model shares it with the embedding"
     if lost == [SCORE]:

@@ -45,10 +45,11 @@ def sequences_of(item: object) -> list[ShownSequence]:
             return [ShownSequence("", item.ids, _shown_weights(item.mask))]
         case Preference():
             names = {True: "chosen", False: "rejected"} if len(item.answers) > 1 else {True: "good", False: "bad"}
-            return [ShownSequence(names[a.is_chosen], a.ids, _shown_weights(a.mask)) for a in item.answers]
+            note = _note(weight=item.weight)
+            return [ShownSequence(names[a.is_chosen], a.ids, _shown_weights(a.mask), note=note) for a in item.answers]
         case ScoredRow():
             parts = ["chosen", "rejected"] if len(item.sequences) > 1 else [""]
-            note = f"margin {item.margin:g}" if item.margin else ""
+            note = _note(margin=item.margin, weight=item.weight)
             return [
                 ShownSequence(n, s.ids, _read_weights(s), _targets(s), note)
                 for n, s in zip(parts, item.sequences, strict=True)
@@ -56,6 +57,12 @@ def sequences_of(item: object) -> list[ShownSequence]:
         case Prompt():
             return [ShownSequence("prompt", item.tokens, [0.0] * len(item.tokens))]
     raise TypeError(f"no sequences are known of a {type(item).__name__}")
+
+
+def _note(*, margin: float = 0, weight: float) -> str:
+    """Returns what a row says of its loss beside its tokens, where it says more than every row does."""
+    said = ([f"margin {margin:g}"] if margin else []) + ([f"weight {weight:g}"] if weight != 1 else [])
+    return ", ".join(said)
 
 
 def _shown_weights(mask: Sequence[float]) -> list[float]:

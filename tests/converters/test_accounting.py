@@ -49,6 +49,10 @@ def test_what_transformers_saves_is_accounted_for(saved, model, tied):
 FAULTS = {
     "missing": (lambda w: w.pop(NORM), "1 missing (model.norm.weight)"),
     "missing head": (lambda w: w.pop(HEAD), "1 missing (lm_head.weight), set tie_word_embeddings to true"),
+    "a value head": (
+        lambda w: w.update({"score.weight": w.pop(HEAD)[:1].clone()}),
+        "1 missing (lm_head.weight), the folder holds a sequence classifier or a reward model: give a language model, ",
+    ),
     "unknown": (lambda w: w.update(extra=torch.zeros(1)), "1 left over (extra)"),
     "shape": (lambda w: w.update({NORM: torch.zeros(8)}), f"{NORM} is [8], not [16]"),
     "transposed": (lambda w: w.update({EMBED: w[EMBED].t().contiguous()}), f"{EMBED} is [16, 131], not [131, 16]"),

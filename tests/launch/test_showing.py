@@ -118,6 +118,14 @@ def test_pairs_and_prompts_have_their_sequences(inputs):
     assert lines[-1] == "length: train.steps 3, 2 rows in each of the iterations"
 
 
+def test_a_row_that_counts_otherwise_says_its_weight(inputs):
+    pair = {"prompt": "1+2=", "chosen": "3", "rejected": "4", "margin": 0.5, "weight": 2.5}
+    path = write_jsonl(inputs / "weighted.jsonl", [pair] * 8)
+    for name, says in (("dpo", "15 tokens, 2 train, weight 2.5"), ("rm", "15 tokens, 1 train, margin 0.5, weight 2.5")):
+        lines = show(inputs, name, "--rows", "1", f"data.train={path}")
+        assert [line.partition("chosen: ")[2] for line in lines if "chosen: " in line] == [says]
+
+
 def test_a_line_for_each_token_of_the_evaluation_rows(inputs):
     lines = show(inputs, "sft", "--eval", "--tokens", "--rows", "1")
     assert lines[2] == "eval.jsonl:1: 17 tokens, 4 train"
