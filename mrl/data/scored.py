@@ -41,6 +41,7 @@ from mrl.data.formats import Chat, Pair, Row, Text, question, row_weight
 from mrl.data.preferences import answer_of, check_fields, parse, weight_field
 from mrl.data.steps import encode_steps
 from mrl.errors import DataError, ModelError
+from mrl.words import counted
 
 FIELDS = {
     "preference": ("chosen", "rejected"),
@@ -136,7 +137,8 @@ def _steps(row: Row) -> tuple[list[str], list[float]]:
         if not isinstance(value, list) or not value:
             raise BadRow(f"{name} is {_shown(value)}; give a list with one entry for each step")
     if len(steps) != len(labels):
-        raise BadRow(f"has {len(steps)} completions and {len(labels)} labels; give one label for each step")
+        both = f"{counted(len(steps), 'completion')} and {counted(len(labels), 'label')}"
+        raise BadRow(f"has {both}; give one label for each step")
     for number, step in enumerate(steps):
         if not isinstance(step, str) or not step.strip():
             raise BadRow(f"completions[{number}] is {_shown(step)}; give the text of a step")

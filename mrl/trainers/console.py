@@ -55,8 +55,8 @@ WITHOUT_REWARDS = ("actor/sequence_kl",)
 FIGURES = ("reward/mean", "actor/sequence_kl", "eval/accuracy", "train/loss", "eval/loss")
 """What the end of a run shows from first to last."""
 
-SampleRow = tuple[str, str, float, Mapping[str, float]]
-"""(prompt, completion, reward, its parts by label) of a sample."""
+SampleRow = tuple[str, str, float | None, Mapping[str, float]]
+"""(prompt, completion, reward, its parts by label) of a sample; the reward is None where nothing is rewarded."""
 
 LINE_CHARACTERS, CELL_CHARACTERS = 60, 200
 ETA_STEPS = 100
@@ -122,7 +122,8 @@ class PlainConsole(Console):
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         for prompt, completion, reward, _ in rows:
-            self.say(f"  {reward:8.3f}  {_short(prompt, LINE_CHARACTERS)!r} -> {_short(completion, LINE_CHARACTERS)!r}")
+            number = "" if reward is None else f"{reward:8.3f}  "
+            self.say(f"  {number}{_short(prompt, LINE_CHARACTERS)!r} -> {_short(completion, LINE_CHARACTERS)!r}")
 
     def close(self) -> None:
         self._watch.close()
@@ -173,7 +174,9 @@ class LiveConsole(Console):
         for column in ("prompt", "completion", "reward"):
             table.add_column(column, justify="right" if column == "reward" else "left")
         for prompt, completion, reward, parts in rows:
-            cells = [f"{reward:.3f}", *(f"{label} {value:.3f}" for label, value in parts.items() if len(parts) > 1)]
+            cells = [] if reward is None else [f"{reward:.3f}"]
+            if reward is None or len(parts) > 1:  # else the only part is the reward itself
+                cells += [f"{label} {value:.3f}" for label, value in parts.items()]
             words = [Text(_short(text, CELL_CHARACTERS)) for text in (prompt, completion)]
             table.add_row(*words, "\n".join(cells))
         self._terminal.print(table)

@@ -63,7 +63,7 @@ RM = [
     Case("graded rows", "data.train", ("has rows of the format graded", "set loss.name to regression"), edit=rows(*[GRADED] * 4)),
     Case("two forms", "rows.jsonl:1", ("graded and steps", "data.format"), REGRESSION, rows(*[{**GRADED, **STEPS}] * 4)),
     Case("eval of another form", "data.eval", ("eval.jsonl", "set loss.name to regression"), ("data.eval=eval.jsonl",), both(rows(*[PAIR] * 4), rows(GRADED, name="eval.jsonl"))),
-    Case("fewer labels", "rows.jsonl:3", ("2 completions and 1 labels",), OF_STEPS, row(STEPS, labels=[True])),
+    Case("fewer labels", "rows.jsonl:3", ("2 completions and 1 label",), OF_STEPS, row(STEPS, labels=[True])),
     Case("label of a step in words", "rows.jsonl:3", ("labels[0] is '+'", "true for a right step"), OF_STEPS, row(STEPS, labels=["+", "-"])),
     Case("blank step", "rows.jsonl:3", ("completions[1] is ' '",), OF_STEPS, row(STEPS, completions=["1", " "])),
 ]  # fmt: skip

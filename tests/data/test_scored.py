@@ -184,7 +184,7 @@ CASES = {
     "no steps": ("steps", {**STEPS, "completions": []}, "completions is []; give a list"),
     "one text": ("steps", {**STEPS, "completions": "a"}, "completions is 'a'; give a list"),
     "labels is one": ("steps", {**STEPS, "labels": True}, "labels is True; give a list"),
-    "fewer labels": ("steps", {**STEPS, "labels": [1]}, "has 3 completions and 1 labels; give one label for each"),
+    "fewer labels": ("steps", {**STEPS, "labels": [1]}, "has 3 completions and 1 label; give one label for each"),
     "an empty step": ("steps", {**STEPS, "completions": ["a", " \n", "b"]}, "completions[1] is ' \\n'; give the text"),
     "a step is a message": ("steps", {**STEPS, "completions": [*GOOD, "a", "b"]}, "completions[0] is {'role'"),
     "label above 1": ("steps", {**STEPS, "labels": [1, 2, 0]}, "labels[1] is 2; give true for a right step"),

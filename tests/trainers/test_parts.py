@@ -64,6 +64,19 @@ def test_a_conversation_is_shown_with_who_said_what(capsys):
     assert "'2*4' -> 'assistant: 4+4?\\ntool: 8\\nassistant: It is 8.'" in capsys.readouterr().out
 
 
+def test_samples_of_a_run_without_rewards_have_none(capsys):
+    """On-policy distillation alone: functions of weight 0 measure, and a terminal shows them."""
+    made = Trajectory(
+        Prompt(0, "train.jsonl:1", {}, "2*4", [1]), 0, [1, 2], [0, 1], [0.0, -1.0], "9", True, 2, 1.0, None
+    )
+    scores = Scores((0.0,), {"exact_match": (1.0,)})
+    console.open_console("plain", enabled=True).samples(1, table([made], scores, 1, rewarded=False))
+    assert capsys.readouterr().out == "  '2*4' -> '9'\n"
+    console.LiveConsole().samples(1, table([made], scores, 1, rewarded=False))
+    shown = capsys.readouterr().out
+    assert "exact_match 1.000" in shown and "0.000" not in shown.replace("1.000", "")
+
+
 def test_the_eta_is_that_of_measured_steps(monkeypatch):
     """Building the models and a first evaluation took 100 s, the first step 9; the others 2 each, one with an evaluation 8."""
     now_s = iter([109.0, 111.0, 119.0, 121.0])

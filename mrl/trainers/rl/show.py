@@ -10,6 +10,7 @@ from torch import Tensor
 from mrl import metrics
 from mrl.algorithms.ragged import sum_per_sequence
 from mrl.config.ppo import PPOConfig, SamplesConfig
+from mrl.config.ppo_checks import is_rewarded
 from mrl.rewards.scorer import Scores, faults_in_words
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Trajectory
@@ -48,9 +49,10 @@ def show_rollout(
         log.histograms(step, histograms(collected, advantages_S.tolist()))
     if not is_due(step, config.log.table_every, config.steps_per_iteration):
         return
-    trainer.console.samples(step, table(collected.trajectories, collected.scores, config.log.table))
+    rewarded = is_rewarded(config)
+    trainer.console.samples(step, table(collected.trajectories, collected.scores, config.log.table, rewarded=rewarded))
     if log.has_sinks:
-        rows = table(collected.trajectories, collected.scores, LOGGED_ROWS)
+        rows = table(collected.trajectories, collected.scores, LOGGED_ROWS, rewarded=rewarded)
         labels = list(rows[0][3])
         cells: list[list[str | float | None]] = [
             [prompt, completion, reward, *parts.values()] for prompt, completion, reward, parts in rows
@@ -169,9 +171,12 @@ def token_advantages(experience: Experience) -> list[list[float] | None]:
 
 
 def table(
-    trajectories: Sequence[Trajectory], scores: Scores, rows: int
-) -> list[tuple[str, str, float, dict[str, float]]]:
-    """(prompt, completion, reward, its parts) of a few samples, each of another prompt where there are as many."""
+    trajectories: Sequence[Trajectory], scores: Scores, rows: int, *, rewarded: bool = True
+) -> list[tuple[str, str, float | None, dict[str, float]]]:
+    """Returns (prompt, completion, reward, its parts) of a few samples, each of another prompt where there are as many.
+
+    rewarded: whether anything adds to rewards; else they are None, as they would be zeros.
+    """
     if not rows:
         return []
     places = range(0, len(trajectories), max(1, len(trajectories) // rows))
@@ -179,7 +184,7 @@ def table(
         (
             last_words(trajectories[i]),
             text_after_prompt(trajectories[i]),
-            scores.totals[i],
+            scores.totals[i] if rewarded else None,
             scoring.by_sample(scores, i),
         )
         for i in list(places)[:rows]
