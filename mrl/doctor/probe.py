@@ -67,6 +67,7 @@ def _imported(name: str, modules: Sequence[str]) -> Mapping[str, Any]:
     if name in optional.MODULES:  # as the process that trains finds out
         fault = optional.fault_of(name)
         return {"error": fault} if fault is not None else _about(importlib.import_module(name))
+    optional.take_torchs_cudnn()  # as peft imports transformer-engine where it is
     try:
         with warnings.catch_warnings(action="ignore"):
             found = [importlib.import_module(module) for module in modules]

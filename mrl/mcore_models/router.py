@@ -17,7 +17,12 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, switch_load_balancing_loss_func
+import torch.nn.functional as F
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    router_gating_linear,
+    switch_load_balancing_loss_func,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -26,8 +31,20 @@ from mrl.mcore_models import lora
 
 class Router(TopKRouter):
     def gating(self, input: Tensor) -> Tensor:
-        """Logits [..., E]; with those of the router's adapter, where it has one."""
-        return super().gating(input) + lora.beside(self, input)
+        """Logits [..., E] in fp32; with those of the router's adapter, where it has one.
+
+        Where transformer-engine is installed megatron multiplies by that, under the local spec too. It rounds factors
+        of fp32 to TF32 (those of 16 bits stay whole), and a model whose router has a bias of 16 bits came out wrong:
+        both choose other experts (an H100, TE 2.20.2; docs/gpu.md). So torch multiplies in fp32, and a bias is
+        added behind.
+        """
+        if self.weight.dtype == torch.float32:
+            logits = F.linear(input, self.weight)
+        else:
+            logits = router_gating_linear(input, self.weight, None, torch.float32)
+        if self.bias is not None:
+            logits = logits + self.bias.float()
+        return logits + lora.beside(self, input)
 
     def _sum_over_shards(self, count: Tensor) -> Tensor:
         """`count` of all ranks that hold a part of the micro-batch."""

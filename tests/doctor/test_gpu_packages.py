@@ -2,7 +2,10 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -48,6 +51,46 @@ def test_folders_of_a_packages_name_are_no_packages(site, torch):
     assert found["vllm"].what.endswith(f"({site}/vllm is a folder of that name and no package)")
     assert found["transformer-engine"].level == "warning" and "no package)" in found["transformer-engine"].what
     assert optional.fault_of("apex") == optional.fault_of("transformer_engine") == optional.ABSENT
+
+
+ASKS = """
+import os
+from mrl.mcore_models import optional
+assert optional.fault_of("transformer_engine") is None
+from transformer_engine.pytorch import found
+print(found, os.environ.get("CUDNN_HOME"), [l.split()[-1] for l in open("/proc/self/maps") if "libcudnn" in l][-1:])
+"""
+
+
+@pytest.mark.parametrize("named", [None, "CUDNN_PATH"])
+def test_transformer_engine_finds_the_cudnn_that_came_with_torch(tmp_path, named):
+    """As on a machine whose system has another: what transformer-engine asks for by name is there before it asks."""
+    folder = tmp_path / "nvidia" / "cudnn" / "lib"
+    folder.mkdir(parents=True)
+    make = [
+        "gcc",
+        "-shared",
+        "-x",
+        "c",
+        os.devnull,
+        "-Wl,-soname,libcudnn_graph.so.9",
+        "-o",
+        folder / "libcudnn_graph.so.9",
+    ]
+    subprocess.run(make, check=True)
+    (tmp_path / "transformer_engine" / "pytorch").mkdir(parents=True)
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    asks = "import ctypes\ntry:\n    ctypes.CDLL('libcudnn_graph.so.9')\n    found = True\nexcept OSError:\n    found = False\n"
+    (tmp_path / "transformer_engine" / "pytorch" / "__init__.py").write_text(asks)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("CUDNN_")} | (
+        {named: "/elsewhere"} if named else {}
+    )
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
+    said = subprocess.run(
+        [sys.executable, "-c", ASKS], capture_output=True, text=True, env=environment, check=True
+    ).stdout
+    home = str(folder.parent)
+    assert said.split() == (["False", "None", "[]"] if named else ["True", home, f"['{folder}/libcudnn_graph.so.9']"])
 
 
 def test_an_installation_that_broke_off_and_a_finder_that_raises(site, monkeypatch):

@@ -240,8 +240,9 @@ def fixed_shapes_give_the_same(config: RoleConfig) -> None:
                 bucket.hidden[count:] = beyond
             found.append(original(self, tokens, positions, hidden).clone())
         assert torch.equal(*found) and found[0].isfinite().all(), count
-        step = kv_cache.CachedStep.fixed(self.cache, torch.tensor(positions), shape[1])
-        alone = self.decoder(torch.tensor(tokens), hidden, step, fixed=True)
+        place = found[0].device
+        step = kv_cache.CachedStep.fixed(self.cache, torch.tensor(positions, device=place), shape[1])
+        alone = self.decoder(torch.tensor(tokens, device=place), hidden, step, fixed=True)
         bound = 0 if engine.model.transformer.num_moe_experts is None else 1e-5
         torch.testing.assert_close(found[0], alone, rtol=bound, atol=bound)
         return found[0]

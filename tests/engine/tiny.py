@@ -208,6 +208,7 @@ def role(
     head: str = "lm",
     parallel: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
+    device: str = "cpu",
     **engine: Any,
 ) -> RoleConfig:
     """A role on the model in `folder`. parallel, model, engine: fields of those config sections."""
@@ -217,7 +218,7 @@ def role(
         model=ModelConfig(path=folder, dtype=dtype, **(model or {})),
         engine=EngineConfig(
             backend=backend,
-            device="cpu",
+            device=device,
             micro_batch=MicroBatchConfig(size=size, tokens=tokens),
             parallel=ParallelConfig(**(parallel or {})),
             **engine,

@@ -34,8 +34,8 @@ def fields(hf: dict[str, Any]) -> dict[str, Any]:
     return dense_fields(hf, qkv_bias=True, yarn=True) | window_fields(hf, hf["layer_types"]) | moe | {
         "add_bias_linear": True,
         "softmax_type": "learnable",
-        "activation_func": functools.partial(scaled_silu, alpha=hf["swiglu_alpha"]),
-        "activation_func_clamp_value": hf["swiglu_limit"],
+        "activation_func": functools.partial(scaled_silu, alpha=hf.get("swiglu_alpha", 1.702)),
+        "activation_func_clamp_value": hf.get("swiglu_limit", 7.0),
         "glu_linear_offset": 1.0,
         "bias_activation_fusion": False,  # megatron's fused function clamps before it adds the bias
     }  # fmt: skip

@@ -1,0 +1,132 @@
+"""The cases: a function of measures.py and its arguments, or a command line of mrl."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tests.gpu.models import MODELS, OF_MEGATRON
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """arguments: of the function `run` of measures.py. needs_te: left out where transformer-engine is not installed."""
+
+    name: str
+    run: str
+    arguments: dict[str, Any]
+
+    @property
+    def needs_te(self) -> bool:
+        return self.arguments.get("layer_spec") == "te"
+
+
+def numbers(family: str, label: str = "", **arguments: Any) -> Case:
+    words = [arguments.get("backend", "megatron"), arguments.get("layer_spec", ""), arguments["dtype"], label]
+    return Case(f"numbers {family} {' '.join(w for w in words if w)}", "numbers", {"family": family, **arguments})
+
+
+FP32 = [
+    *(numbers(family, dtype="float32", layer_spec="local") for family in OF_MEGATRON),
+    *(numbers(family, dtype="float32", layer_spec="te") for family in OF_MEGATRON),
+    *(numbers(family, dtype="float32", backend="fsdp") for family in MODELS),
+]
+BF16 = [
+    *(numbers(family, dtype="bfloat16", layer_spec="local") for family in OF_MEGATRON),
+    *(numbers(family, dtype="bfloat16", layer_spec="te") for family in OF_MEGATRON),
+    *(numbers(family, dtype="bfloat16", backend="fsdp") for family in MODELS),
+    numbers("qwen3", "compiled", dtype="bfloat16", backend="fsdp", compiled=True),
+    *(numbers(family, "lora", dtype="bfloat16", layer_spec="te", lora=True) for family in ("qwen3", "qwen3_moe")),
+]
+TE_BF16 = {"dtype": "bfloat16", "layer_spec": "te"}
+
+
+def keys(family: str, **fields: Any) -> Case:
+    return numbers(family, " ".join(f"{k}={v}" for k, v in fields.items()), **TE_BF16, megatron=fields)
+
+
+KEYS = [
+    keys("qwen3", apply_rope_fusion=False), keys("qwen3", gradient_accumulation_fusion=False),
+    keys("qwen3_moe", moe_permute_fusion=False), keys("qwen3_moe", moe_router_fusion=True),
+    keys("deepseek_v3", moe_router_fusion=True), keys("gpt_oss", moe_router_fusion=True),
+    keys("qwen3", use_precision_aware_optimizer=True, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16"),
+    keys("qwen3", optimizer_cpu_offload=True), keys("qwen3_moe", optimizer_cpu_offload=True),
+    *(
+        numbers(family, f"fp8 {recipe}", **TE_BF16, at_most=40.0, megatron={"fp8": "hybrid", "fp8_recipe": recipe})
+        for recipe in ("tensorwise", "blockwise")
+        for family in ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss")
+    ),
+]  # fmt: skip
+
+
+def same(family: str, change: dict[str, Any], **options: Any) -> Case:
+    words = " ".join(f"{k}={v}" for k, v in change.items())
+    spec = options.get("layer_spec", options.get("backend"))
+    return Case(
+        f"same {family} {spec} {words}",
+        "same_as_without",
+        {"family": family, "dtype": "bfloat16", "change": change, **options},
+    )
+
+
+SAME = [
+    *(
+        same(family, change, layer_spec=spec)
+        for spec in ("te", "local")
+        for family in ("qwen3", "qwen3_moe", "deepseek_v3")
+        for change in (
+            {"recompute": "full"}, {"recompute": "selective"}, {"offload": ("activations",)},
+            {"offload": ("parameters", "gradients", "optimizer")},
+        )
+    ),
+    same("qwen3", {"recompute": "full"}, backend="fsdp"), same("qwen3", {"offload": ("activations",)}, backend="fsdp"),
+]  # fmt: skip
+
+
+def of_engine(name: str, family: str, dtype: str = "float32", *arguments: str, **options: Any) -> Case:
+    words = " ".join(f"{k}={v}" for k, v in options.items())
+    return Case(
+        f"{name} {family} {dtype} {words}",
+        "case",
+        {"name": name, "family": family, "dtype": dtype, "arguments": arguments, **options},
+    )
+
+
+CONTRACT = [
+    "micro_batches_do_not_matter", "gradients_accumulate_until_zeroed", "the_pad_token_trains_like_any_other",
+    "predictions_come_back_in_order", "documents_do_not_see_each_other", "hooks_own_their_micro_batch",
+    "schedule_and_clipping", "a_step_that_is_not_finite_changes_nothing",
+    "guards_find_nothing_on_a_right_step", "guards_find_a_step_that_was_not_made", "bf16_keeps_fp32_masters",
+    "offloaded_state_gives_the_same_numbers",
+]  # fmt: skip
+ENGINES = [{"layer_spec": "local"}, {"backend": "fsdp"}]
+OF_ENGINE = [
+    *(of_engine(name, "qwen3_moe", **engine) for name in CONTRACT for engine in ENGINES),
+    *(of_engine(name, "qwen3_moe", "float32", "path", **engine) for name in ("resume_is_bitwise", "export_is_what_was_trained") for engine in ENGINES),
+    of_engine("random_numbers_go_on", "qwen3_moe", "float32", "path", backend="fsdp"),
+    of_engine("resume_is_bitwise", "qwen3", "bfloat16", "path", layer_spec="te", sizes={"hidden_size": 128, "head_dim": 32}),
+]  # fmt: skip
+DECODED = [
+    *(
+        of_engine(name, family, "float32", *more, layer_spec=spec)
+        for spec in ("local", "te")
+        for family in ("qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss")
+        for name, more in (("samples_as_hugging_face", ("expected",)), ("same_in_any_company", ()), ("the_cache_is_bounded", ()))
+        if (name, family) != ("the_cache_is_bounded", "deepseek_v3")  # whose cache is latent, and has no keys to count
+    ),
+    *(of_engine("fixed_shapes_give_the_same", family, layer_spec=spec) for spec in ("local", "te") for family in ("qwen3", "qwen3_moe", "deepseek_v3")),
+    *(of_engine("company_changes_no_bit", family, dtype, layer_spec=spec, batch_invariant=True, size=1) for spec, dtype in (("local", "float32"), ("local", "bfloat16"), ("te", "bfloat16")) for family in ("qwen3", "qwen3_moe")),
+    of_engine("company_changes_bits", "qwen3", "bfloat16", layer_spec="local"),
+    of_engine("samples_as_hugging_face", "qwen3", "float32", "expected", backend="fsdp"),
+    *(
+        Case(f"decoding {family} {spec} {dtype}{' graphs' if graphs else ''}", "decoding_waits", {"family": family, "dtype": dtype, "layer_spec": spec, "cuda_graphs": graphs})
+        for family in ("qwen3", "qwen3_moe", "deepseek_v3") for spec, dtype in (("te", "bfloat16"), ("local", "bfloat16"), ("local", "float32")) for graphs in (False, True)
+    ),
+]  # fmt: skip
+WAITS = [
+    Case(f"waits {family} {spec}", "waits", {"family": family, "dtype": "bfloat16", "layer_spec": spec})
+    for family in ("qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "mistral")
+    for spec in ("te", "local")
+]
+CASES = [*BF16, *KEYS, *WAITS, *DECODED, *SAME, *OF_ENGINE, *FP32]
+assert len({case.name for case in CASES}) == len(CASES)

@@ -1,0 +1,265 @@
+"""What a case measures, in its process. Each function returns figures by name; it raises where something is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import os
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mrl.algorithms.sft import sft_loss
+from mrl.batch import Batch
+from mrl.check import reference
+from mrl.config.schema import FSDPConfig, LoraConfig, OptimizerConfig, RoleConfig
+from mrl.engine.registry import build_engine
+from tests.engine import contract, generation, tiny
+from tests.gpu import models
+
+DEVICE = os.environ.get("MRL_GPU_TESTS_ON", "cuda")
+"""`cpu` shows that a case runs, where no GPU is."""
+TIMES_THE_NOISE = 3.0
+"""In 16 bits and fewer: the error of mrl is at most so many times that of transformers in bfloat16."""
+LOSS, GRADIENT, LOG_PROB, UPDATE = 1e-6, 2e-5, 2e-5, 1e-3
+"""In fp32, as tests/engine/parity.py has them; gradients and log-probs have twice that, as sequences are seven times as long."""
+SGD_LIKE = OptimizerConfig(lr=1e-3, min_lr=1e-3, eps=1e-6, weight_decay=0.1, clip_grad=1.0, schedule="linear")
+
+
+@functools.cache
+def folder_of(family: str, head: str = "lm") -> str:
+    path = Path(tempfile.gettempdir(), "mrl_gpu_models", f"{family}-{head}")
+    if not (path / "config.json").exists():  # cases run side by side: a folder appears whole
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made = tempfile.mkdtemp(dir=path.parent)
+        tiny.make_model(made, family, head=head, **models.sizes(family))
+        try:
+            Path(made).rename(path)
+        except OSError:
+            assert (path / "config.json").exists()
+    return str(path)
+
+
+def batch_of(seed: int = 0) -> Batch:
+    return tiny.uneven_batch(seed, sequences=models.SEQUENCES, longest=models.LONGEST, vocab=models.VOCAB)
+
+
+def role(family: str, *, dtype: str, lora: bool = False, **options: Any) -> RoleConfig:
+    """A role on the GPU. options: of `tiny.role`."""
+    model = {"lora": LoraConfig(rank=8, alpha=16.0)} if lora else {}
+    if options.pop("compiled", False):
+        options["fsdp"] = FSDPConfig(compile=True)
+    given = {"tokens": models.MICRO_TOKENS, "backend": "megatron", "device": DEVICE, "optimizer": SGD_LIKE} | options
+    if given.get("size") is not None:
+        del given["tokens"]
+    return tiny.role(folder_of(family), dtype=dtype, model=model, **given)
+
+
+def built(config: RoleConfig) -> Any:
+    engine = build_engine(config)
+    engine.init_model()
+    engine.set_loss_fn(sft_loss)
+    return engine
+
+
+@dataclasses.dataclass
+class Step:
+    loss: float
+    log_probs: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+
+def step_of(engine: Any, batch: Batch) -> Step:
+    engine.optimizer_zero_grad()
+    share = engine.shard_data(batch)
+    with engine.train_mode():
+        predictions, loss, _ = engine.forward_backward_step(share, {"temperature": 1.0, "last": True})
+    found = engine.unshard_data({"log_probs": predictions["log_probs"]}, batch)["log_probs"].cpu()
+    return Step(loss, found * batch.loss_mask, {n: g.float().cpu() for n, g in engine.hf_gradients()})
+
+
+@functools.cache
+def expected(family: str, dtype: str = "float32") -> Step:
+    """Of transformers: in fp32 on the CPU, in bfloat16 on the GPU, a sequence at a time, its gradients summed in fp32."""
+    exact = dtype == "float32"
+    model = reference.load(folder_of(family), dtype=getattr(torch, dtype), attention="eager")
+    if exact:
+        loss, log_probs = reference.backward(model, tiny.examples_of(batch_of()), reference.Loss())
+        gradients = reference.file_names(model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        return Step(loss, log_probs, gradients)
+    model.to(DEVICE)
+    examples, sums = tiny.examples_of(batch_of()), {}
+    weights = reference.token_mean([torch.tensor(e.mask[1:], device=DEVICE) for e in examples])
+    total, all_log_probs = 0.0, []
+    for example, weight in zip(examples, weights, strict=True):
+        log_probs, _ = reference.predict(model, example)
+        loss = -(log_probs * weight).sum()
+        loss.backward()
+        total += loss.item()
+        all_log_probs.append((log_probs * (weight != 0)).detach().cpu())
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                sums[name] = sums.get(name, 0.0) + p.grad.float().cpu()
+                p.grad = None
+    return Step(total, torch.cat(all_log_probs), reference.file_names(model, sums))
+
+
+def errors(found: Step, of: Step) -> dict[str, Any]:
+    assert set(found.gradients) == set(of.gradients), sorted(set(found.gradients) ^ set(of.gradients))
+    each = {name: tiny.relative_l2(found.gradients[name], g) for name, g in of.gradients.items()}
+    gap = sum(float((found.gradients[n].double() - g.double()).square().sum()) for n, g in of.gradients.items())
+    whole = sum(float(g.double().square().sum()) for g in of.gradients.values())
+    worst = max(each, key=each.get)
+    difference = (found.log_probs - of.log_probs).abs()
+    return {
+        "loss": abs(found.loss - of.loss) / abs(of.loss), "gradients": (gap / whole) ** 0.5, "worst": each[worst],
+        "worst_name": worst, "log_prob": float(difference.max()), "log_prob_mean": float(difference.mean()),
+    }  # fmt: skip
+
+
+def numbers(family: str, dtype: str, *, at_most: float = TIMES_THE_NOISE, **options: Any) -> dict[str, Any]:
+    """A step's loss, log-probs and gradients against transformers in fp32; then two optimizer steps, after which the loss is lower."""
+    engine = built(role(family, dtype=dtype, **options))
+    first = step_of(engine, batch_of())
+    found = errors(first, expected(family)) | {"spec": getattr(engine.model, "spec", None)}
+    for _ in range(2):
+        norm = engine.optimizer_step()
+        assert norm.skipped is None, norm.skipped
+        engine.lr_scheduler_step()
+        later = step_of(engine, batch_of())
+    found["later"] = later.loss - first.loss
+    problems = [] if later.loss < first.loss else [f"the loss rose by {later.loss - first.loss:.2e}"]
+    if dtype == "float32":
+        bounds = {"loss": LOSS, "worst": GRADIENT, "log_prob": LOG_PROB}
+    else:
+        noise = errors(expected(family, "bfloat16"), expected(family))
+        found |= {"noise_gradients": noise["gradients"], "noise_log_prob_mean": noise["log_prob_mean"]}
+        bounds = {name: at_most * noise[name] for name in ("gradients", "log_prob_mean")}
+    problems += [
+        f"{k} {found[k]:.2e}, at most {bound:.1e} is right" for k, bound in bounds.items() if not found[k] <= bound
+    ]
+    return found | {"problems": problems}
+
+
+def same_as_without(
+    family: str, dtype: str, change: dict[str, Any], *, bound: float = 0.0, **options: Any
+) -> dict[str, Any]:
+    """Three steps of training with and without `change` of the engine's keys, and without once more: largest differences."""
+    runs = []
+    for more in ({}, {}, change):
+        engine = built(role(family, dtype=dtype, **(options | more)))
+        if DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        losses = []
+        for seed in range(3):
+            losses.append(step_of(engine, batch_of(seed)).loss)
+            engine.optimizer_step(), engine.lr_scheduler_step()
+        runs.append(
+            (
+                losses,
+                {n: w.float().cpu() for n, w in engine.hf_weights()},
+                torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0,
+            )
+        )
+        del engine
+    (first, start, peak), again, (changed, weights, peak_then) = runs
+    largest = [max(tiny.relative_l2(other[n], w) for n, w in start.items()) for other in (again[1], weights)]
+    found = {
+        "again_loss": max(abs(a - b) for a, b in zip(first, again[0], strict=True)), "again_weights": largest[0],
+        "loss": max(abs(a - b) for a, b in zip(first, changed, strict=True)), "weights": largest[1],
+        "peak_mb": peak / 1e6, "peak_mb_then": peak_then / 1e6,
+    }  # fmt: skip
+    worst = max(bound, 3 * found["again_weights"])
+    return found | {
+        "problems": []
+        if found["weights"] <= worst
+        else [f"weights differ by {found['weights']:.1e}, at most {worst:.1e}"]
+    }
+
+
+def case(name: str, family: str, dtype: str, *, arguments: tuple[str, ...] = (), **options: Any) -> dict[str, Any]:
+    """A case of tests/engine (contract.py, generation.py) with an engine on the GPU. arguments: "path", "model", of the function beside
+    the config."""
+    function = getattr(contract, name, None) or getattr(generation, name)
+    folder = tiny.make_model(tempfile.mkdtemp(), family, **options.pop("sizes", {}))
+    config = tiny.role(folder, dtype=dtype, backend=options.pop("backend", "megatron"), device=DEVICE, **options)
+    known = {
+        "path": tempfile.mkdtemp,
+        "model": lambda: folder,
+        "expected": lambda: generation.hugging_face(folder, generation.sampled_requests()),
+    }
+    assert len(inspect.signature(function).parameters) == 1 + len(arguments)
+    found = function(config, *(known[a]() for a in arguments))
+    return {"returned": found if isinstance(found, (bool, int, float)) else None, "problems": []}
+
+
+def waits(family: str, dtype: str, **options: Any) -> dict[str, Any]:
+    """Where the host waits for the GPU in a step of training after the first ones, as torch's own check tells."""
+    engine = built(role(family, dtype=dtype, **options))
+    batch = engine.shard_data(batch_of())
+
+    def one() -> None:
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            engine.forward_backward_step(batch, {"temperature": 1.0, "last": True})
+        engine.optimizer_step()
+        engine.lr_scheduler_step()
+
+    one(), one()
+    with counted() as lines:
+        one()
+    return {"waits": sum(lines.values()), "lines": dict(lines.most_common()), "problems": []}
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    lines: Counter[str] = Counter()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield lines
+        finally:
+            if DEVICE == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    for warning in found:
+        if "synchronizing CUDA operation" in str(warning.message):
+            lines[f"{'/'.join(Path(warning.filename).parts[-3:])}:{warning.lineno}"] += 1
+
+
+def decoding_waits(family: str, dtype: str, **options: Any) -> dict[str, Any]:
+    """The same of drawing 64 tokens in each of 4 sequences, by token; and log-probs of samples against those of a forward pass."""
+    graphs = options.pop("cuda_graphs", False)
+    engine = built(role(family, dtype=dtype, **options))
+    requests = [
+        generation.GenerateRequest(row, 64, key=generation.SamplingKey(3, 0, i, 0))
+        for i, row in enumerate([[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]])
+    ]
+    more = {"cuda_graphs": True} if graphs else {}
+    engine.generate(requests, **more)
+    with counted() as lines:
+        drawn = engine.generate(requests, **more)
+    rows = [[*r.tokens, *c.tokens] for r, c in zip(requests, drawn, strict=True)]
+    masks = [[0.0] * len(r.tokens) + [1.0] * len(c.tokens) for r, c in zip(requests, drawn, strict=True)]
+    batch = generation.make_batch(rows, masks)
+    with engine.eval_mode():
+        share = engine.shard_data(batch)
+        predictions, _ = engine.forward_backward_step(share, {"temperature": 1.0}, forward_only=True)
+        scored = engine.unshard_data({"log_probs": predictions["log_probs"]}, batch)["log_probs"].cpu()
+    sampled = torch.cat(
+        [torch.tensor([0.0] * (len(r.tokens) - 1) + c.log_probs) for r, c in zip(requests, drawn, strict=True)]
+    )
+    gap = ((scored - sampled).abs() * batch.loss_mask).max()
+    bound = 1e-4 if dtype == "float32" else 0.2
+    return {
+        "waits_a_token": sum(lines.values()) / 64, "lines": dict(lines.most_common(8)), "log_prob_gap": float(gap),
+        "problems": [] if gap <= bound else [f"log-probs differ by {gap:.1e}"],
+    }  # fmt: skip
