@@ -6,6 +6,7 @@
 # make parity       the table of layouts against Hugging Face
 # make vllm-venv    .venv-vllm, with vLLM for the CPU: what the slow tests of rollout servers start (Python 3.11)
 # make bench-gpu    what a GPU does: numbers, training, decoding, checkpoints, hand-over (benchmarks/README.md); in the python that mrl is in
+# make test-gpu     what only a GPU shows, on one: numbers of each family, keys, decoding (docs/testing.md); in the python that mrl is in
 # make docs         the generated pages and pictures, and the site in site/: a dead link or an unlisted page fails
 # make wheel        dist/*.whl
 
@@ -31,7 +32,7 @@ TEST_VLLM := $(if $(MRL_TEST_VLLM_VENV),,$(if $(shell command -v python3.11),$(V
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart quickstart-ppo test test-slow test-nightly lint parity docs wheel venv te-modules vllm-venv bench-gpu clean
+.PHONY: quickstart quickstart-ppo test test-slow test-nightly lint parity docs wheel venv te-modules vllm-venv bench-gpu test-gpu clean
 
 quickstart: $(CORE_STAMP)
 	$(BIN)/python examples/arithmetic/quickstart.py
@@ -59,6 +60,9 @@ parity: $(STAMP)
 
 # A GPU's environment is seldom this venv: BENCH_PYTHON is the interpreter that has mrl, torch and transformer-engine.
 BENCH_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+test-gpu:
+	$(BENCH_PYTHON) -m tests.gpu
+
 bench-gpu:
 	$(BENCH_PYTHON) benchmarks/gpu.py --result benchmarks/results/gpu-NAME.md
 

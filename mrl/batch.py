@@ -15,6 +15,7 @@ Example, two sequences `[5, 6, 7]` (the last token trains) and `[8, 9]` (trains)
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -23,6 +24,14 @@ from torch import Tensor
 MTP_MASK = "mtp_mask"
 """Token field [T] float32: the weight of each label in the loss of MTP layers, where that is not the loss mask; its sum
 over the global mini-batch is the denominator of the same name."""
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Returns the tensor on `device`. To a GPU it goes through pinned memory: for other memory the host would wait
+    until all that the GPU was given before has ended."""
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +110,13 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """Returns the same batch with its tensors on `device`."""
+        move = functools.partial(to_device, device=device)
         return dataclasses.replace(
-            self, tokens=self.tokens.to(device), labels=self.labels.to(device), loss_mask=self.loss_mask.to(device),
-            lengths=self.lengths.to(device),
-            token_fields={k: v.to(device) for k, v in self.token_fields.items()},
-            sequence_fields={k: v.to(device) for k, v in self.sequence_fields.items()},
-            multi_modal_inputs=tuple({k: v.to(device) for k, v in m.items()} for m in self.multi_modal_inputs),
+            self, tokens=move(self.tokens), labels=move(self.labels), loss_mask=move(self.loss_mask),
+            lengths=move(self.lengths),
+            token_fields={k: move(v) for k, v in self.token_fields.items()},
+            sequence_fields={k: move(v) for k, v in self.sequence_fields.items()},
+            multi_modal_inputs=tuple({k: move(v) for k, v in m.items()} for m in self.multi_modal_inputs),
         )  # fmt: skip
 
     def with_denominators(self) -> "Batch":

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ class PackedLayout(PackedSeqParams):
         between sequences to transformer-engine: it then drops FlashAttention 2 and its unfused attention (since 2.18
         it asks whether they are one object), or leaves the rows of the last padding in the gradients uninitialised.
         """
-        places = torch.tensor([0, *padded], dtype=torch.int32).cumsum(0).to(torch.int32).to(positions.device)
+        places = platform.tensor_on(positions.device, [*itertools.accumulate(padded, initial=0)], torch.int32)
         longest = max(padded)
         if qkv_format == "thd":
             # as transformer-engine rounds it where it is not given: cuDNN plans a kernel for every value that it meets

@@ -190,7 +190,7 @@ def ceilings(case: Case) -> dict[str, float]:
 
     Dense layers never wait. A layer of experts waits for the numbers of tokens, and twice for a choice of tokens and of
     their weights; stages wait for the shapes of what they send each other. A copy of what the host has just made
-    (`to_gpu`) is waited for too. Those that lay a micro-batch out (inputs.py) are not seen here: run.py gives them.
+    (`to_gpu`) is waited for too. What lays a micro-batch out (inputs.py) is not seen here: run.py gives it.
     """
     layers = (case.layers + case.mtp) * (2 if case.recompute != "none" else 1)
     moe = "megatron/core/transformer/moe"
@@ -206,7 +206,6 @@ def ceilings(case: Case) -> dict[str, float]:
         rf"{between} torch.cuda.synchronize": 4 * case.vpp,
         rf"{between} tolist": 4 * case.vpp,
         rf"{between} to_gpu": 4 * case.vpp,
-        r"mrl/batch.py to to_gpu": 4,  # tokens, labels, mask and lengths, before the first micro-batch
         r"mrl/engine/(megatron/engine.py most|collective.py in_batch_order) to_gpu": 1,
     }
 

@@ -36,7 +36,11 @@ BF16 = [
     *(numbers(family, dtype="bfloat16", layer_spec="te") for family in OF_MEGATRON),
     *(numbers(family, dtype="bfloat16", backend="fsdp") for family in MODELS),
     numbers("qwen3", "compiled", dtype="bfloat16", backend="fsdp", compiled=True),
-    *(numbers(family, "lora", dtype="bfloat16", layer_spec="te", lora=True) for family in ("qwen3", "qwen3_moe")),
+    *(
+        numbers(family, "lora", dtype="bfloat16", layer_spec=spec, lora=True)
+        for family in ("qwen3", "qwen3_moe")
+        for spec in ("local", "te")
+    ),
 ]
 TE_BF16 = {"dtype": "bfloat16", "layer_spec": "te"}
 

@@ -86,10 +86,11 @@ def step_of(engine: Any, batch: Batch) -> Step:
 
 
 @functools.cache
-def expected(family: str, dtype: str = "float32") -> Step:
-    """Of transformers: in fp32 on the CPU, in bfloat16 on the GPU, a sequence at a time, its gradients summed in fp32."""
+def expected(family: str, dtype: str = "float32", adapter: str | None = None) -> Step:
+    """Of transformers: in fp32 on the CPU, in bfloat16 on the GPU, a sequence at a time, its gradients summed in fp32. adapter: a
+    folder of adapters, which then train alone."""
     exact = dtype == "float32"
-    model = reference.load(folder_of(family), dtype=getattr(torch, dtype), attention="eager")
+    model = reference.load(folder_of(family), dtype=getattr(torch, dtype), attention="eager", adapter=adapter)
     if exact:
         loss, log_probs = reference.backward(model, tiny.examples_of(batch_of()), reference.Loss())
         gradients = reference.file_names(model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
@@ -126,9 +127,13 @@ def errors(found: Step, of: Step) -> dict[str, Any]:
 
 def numbers(family: str, dtype: str, *, at_most: float = TIMES_THE_NOISE, **options: Any) -> dict[str, Any]:
     """A step's loss, log-probs and gradients against transformers in fp32; then two optimizer steps, after which the loss is lower."""
-    engine = built(role(family, dtype=dtype, **options))
+    config = role(family, dtype=dtype, **options)
+    engine, adapter = built(config), None
+    if config.model.lora is not None:
+        adapter = tiny.make_adapter(tempfile.mkdtemp(), folder_of(family), config.model.lora)
+        engine.load_adapter(adapter)
     first = step_of(engine, batch_of())
-    found = errors(first, expected(family)) | {"spec": getattr(engine.model, "spec", None)}
+    found = errors(first, expected(family, adapter=adapter)) | {"spec": getattr(engine.model, "spec", None)}
     for _ in range(2):
         norm = engine.optimizer_step()
         assert norm.skipped is None, norm.skipped
@@ -136,10 +141,12 @@ def numbers(family: str, dtype: str, *, at_most: float = TIMES_THE_NOISE, **opti
         later = step_of(engine, batch_of())
     found["later"] = later.loss - first.loss
     problems = [] if later.loss < first.loss else [f"the loss rose by {later.loss - first.loss:.2e}"]
-    if dtype == "float32":
+    in_tf32 = options.get("layer_spec") == "te"  # of products in fp32
+    if dtype == "float32" and not in_tf32:
         bounds = {"loss": LOSS, "worst": GRADIENT, "log_prob": LOG_PROB}
     else:
-        noise = errors(expected(family, "bfloat16"), expected(family))
+        noise = errors(expected(family, "bfloat16", adapter), expected(family, adapter=adapter))
+        at_most = at_most if dtype == "bfloat16" else 1.0
         found |= {"noise_gradients": noise["gradients"], "noise_log_prob_mean": noise["log_prob_mean"]}
         bounds = {name: at_most * noise[name] for name in ("gradients", "log_prob_mean")}
     problems += [

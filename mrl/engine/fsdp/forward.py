@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mrl.batch import Batch
+from mrl.batch import Batch, to_device
 from mrl.engine.base import Ctx, Predictions
 from mrl.engine.fsdp import vision
 from mrl.engine.fsdp.output import hidden_states, output_weight
@@ -113,12 +113,12 @@ def prepare(
     own = {name: ulysses.own(values.view(*values.shape[:-1], *shape)) for name, values in aligned.items()}
     counts = own["counts"].flatten()
     return ModelInputs(
-        tokens=own["tokens"].to(device),
-        positions=own["positions"].to(device),
-        labels=own["labels"].flatten(-2).movedim(-1, 0).to(device),
-        trained=None if counts.all() else counts.nonzero()[:, 0].to(device),
+        tokens=to_device(own["tokens"], device),
+        positions=to_device(own["positions"], device),
+        labels=to_device(own["labels"].flatten(-2).movedim(-1, 0), device),
+        trained=None if counts.all() else to_device(counts.nonzero()[:, 0], device),
         document_lengths=documents,
-        places=None if len(places) == shape[0] * shape[1] and ulysses.size == 1 else places.to(device),
+        places=None if len(places) == shape[0] * shape[1] and ulysses.size == 1 else to_device(places, device),
         ulysses=ulysses,
         images=None if reads_images is None else vision.images_of(reads_images, batch, own["features"], device),
         rotary=rotary if reads_images is None else None,

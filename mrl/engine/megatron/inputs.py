@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from mrl.batch import MTP_MASK, Batch
+from mrl.batch import MTP_MASK, Batch, to_device
 from mrl.mcore_models.attention import PackedLayout, zigzag_inverse, zigzag_places
 from mrl.parallel import Coordinates, ParallelDims
 
@@ -92,12 +92,14 @@ def prepare(
     if dims.cp > 1:
         mine = zigzag_places(tuple(padded), dims.cp, coords.cp_rank)
         tokens, labels, padding, counts, positions = (t[mine] for t in (tokens, labels, padding, counts, positions))
-        order = zigzag_inverse(tuple(padded), dims.cp).to(device)
-    layout = PackedLayout.make(padded, positions=positions.to(device), order=order, qkv_format="thd" if thd else "sbhd")
-    trained = None if counts.all() else counts.nonzero()[:, 0].to(device)
+        order = to_device(zigzag_inverse(tuple(padded), dims.cp), device)
+    layout = PackedLayout.make(
+        padded, positions=to_device(positions, device), order=order, qkv_format="thd" if thd else "sbhd"
+    )
+    trained = None if counts.all() else to_device(counts.nonzero()[:, 0], device)
     ahead = tuple(_ahead(batch, depth, places, total, mine, device) for depth in range(1, mtp + 1))
-    places = places.to(device)
-    return ModelInputs(tokens.to(device), labels.to(device), padding.to(device), trained, layout, places, ahead)
+    tokens, labels, padding, places = (to_device(t, device) for t in (tokens, labels, padding, places))
+    return ModelInputs(tokens, labels, padding, trained, layout, places, ahead)
 
 
 def _ahead(
@@ -120,7 +122,7 @@ def _ahead(
     counts[places] = loss_mask != 0
     trained = counts[mine].nonzero()[:, 0]  # on the host, which need not wait for it
     tokens, labels, padding, trained, loss_mask = (
-        t.to(device) for t in (tokens[mine], labels[mine], padding[mine], trained, loss_mask)
+        to_device(t, device) for t in (tokens[mine], labels[mine], padding[mine], trained, loss_mask)
     )
     return AheadInputs(tokens, labels, padding, trained, loss_mask)
 
