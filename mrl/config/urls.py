@@ -47,13 +47,23 @@ def without_queries(plain: Any) -> Any:
 
 
 def without_signatures(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config as plain data without what comes after `?` in the paths of its rows. All other keys are as they
-    are: a server's URL, or one in a system text, means something else with another query."""
+    """Returns a config as plain data without what comes after `?` in the paths of its rows, and in values that are a
+    URL as a whole, such as a server's. A text with a URL in it is as it is: with another query it is another text."""
+    found = _urls_hidden(config)
     data = config.get("data")
     if not isinstance(data, Mapping):
-        return dict(config)
+        return found
     hidden = {part: _paths_hidden(data[part]) for part in ("train", "eval") if part in data}
-    return {**config, "data": {**data, **hidden}}
+    return {**found, "data": {**found["data"], **hidden}}
+
+
+def _urls_hidden(plain: Any) -> Any:
+    if isinstance(plain, Mapping):
+        return {name: _urls_hidden(value) for name, value in plain.items()}
+    if isinstance(plain, list | tuple):
+        return [_urls_hidden(value) for value in plain]
+    is_url = isinstance(plain, str) and plain.startswith(_STARTS) and not re.search(r"\s", plain)
+    return without_queries(plain) if is_url else plain
 
 
 def _paths_hidden(sources: Any) -> Any:

@@ -30,14 +30,18 @@ def test_a_url_in_a_text_ends_at_a_blank(text, shown):
     assert without_queries(text) == shown
 
 
-def test_signatures_are_of_the_paths_of_rows_alone():
-    question = "https://host/docs?page=2"
+def test_signatures_are_of_paths_and_of_values_that_are_urls():
+    question = "See https://host/docs?page=2"
     sources = [{"path": SIGNED, "system": question}, SIGNED]
     assert without_signatures({"data": {"train": sources, "eval": {"a": {"path": SIGNED}}, "system": question}}) == {
         "data": {"train": [{"path": HIDDEN, "system": question}, HIDDEN], "eval": {"a": {"path": HIDDEN}}, "system": question}
     }  # fmt: skip
     assert without_signatures({"data": {"train": SIGNED, "eval": None}}) == {"data": {"train": HIDDEN, "eval": None}}
     assert without_signatures({"url": question}) == {"url": question}
+    server = "https://judge/v1?key=secret"
+    assert without_signatures({"teacher": {"server": {"url": server}}, "urls": [server]}) == {
+        "teacher": {"server": {"url": "https://judge/v1?(hidden)"}}, "urls": ["https://judge/v1?(hidden)"],
+    }  # fmt: skip
 
 
 def test_a_file_with_a_signature_is_its_owners_alone_from_its_first_byte(tmp_path):

@@ -43,6 +43,10 @@ def main() -> int:
     sets = [part.split() for part in arguments.only.split(",")]
     named = [c for c in CASES if any(all(word in c.name for word in words) for words in sets)]
     chosen = [c.name for c in named if has_te or not c.needs_te]
+    if not chosen or arguments.jobs < 1:
+        parser.error(
+            f"--only {arguments.only!r} names none of {len(CASES)} cases" if not chosen else "--jobs is at least 1"
+        )
     print(f"{len(chosen)} cases" + ("" if has_te else "; transformer-engine is not installed: its cases are left out"))
     began, found = time.monotonic(), run_all(chosen, arguments)
     wrong = [name for name, result in found.items() if result["problems"]]

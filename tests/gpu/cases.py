@@ -49,6 +49,9 @@ def keys(family: str, **fields: Any) -> Case:
     return numbers(family, " ".join(f"{k}={v}" for k, v in fields.items()), **TE_BF16, megatron=fields)
 
 
+FP8_AT_MOST = {"llama": 15.0, "qwen3": 15.0, "qwen3_moe": 5.0, "deepseek_v3": 5.0, "gpt_oss": 5.0}
+"""Times the error of transformers in bfloat16: an H100 had 10, 9, 2.8 and 3.2, and gpt-oss none that was right."""
+
 KEYS = [
     keys("qwen3", apply_rope_fusion=False), keys("qwen3", gradient_accumulation_fusion=False),
     keys("qwen3_moe", moe_permute_fusion=False), keys("qwen3_moe", moe_router_fusion=True),
@@ -56,7 +59,7 @@ KEYS = [
     keys("qwen3", use_precision_aware_optimizer=True, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16"),
     keys("qwen3", optimizer_cpu_offload=True), keys("qwen3_moe", optimizer_cpu_offload=True),
     *(
-        numbers(family, f"fp8 {recipe}", **TE_BF16, at_most=40.0, megatron={"fp8": "hybrid", "fp8_recipe": recipe})
+        numbers(family, f"fp8 {recipe}", **TE_BF16, at_most=FP8_AT_MOST[family], megatron={"fp8": "hybrid", "fp8_recipe": recipe})
         for recipe in ("tensorwise", "blockwise")
         for family in ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss")
     ),

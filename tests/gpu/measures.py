@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import inspect
 import os
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
@@ -35,7 +37,8 @@ SGD_LIKE = OptimizerConfig(lr=1e-3, min_lr=1e-3, eps=1e-6, weight_decay=0.1, cli
 
 @functools.cache
 def folder_of(family: str, head: str = "lm") -> str:
-    path = Path(tempfile.gettempdir(), "mrl_gpu_models", f"{family}-{head}")
+    of = hashlib.sha256(repr((models.sizes(family), transformers.__version__, os.getuid())).encode()).hexdigest()[:12]
+    path = Path(tempfile.gettempdir(), "mrl_gpu_models", f"{family}-{head}-{of}")
     if not (path / "config.json").exists():  # cases run side by side: a folder appears whole
         path.parent.mkdir(parents=True, exist_ok=True)
         made = tempfile.mkdtemp(dir=path.parent)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @pytest.fixture
 def like_transformer_engine(monkeypatch):
-    """megatron multiplies as on an H100 with transformer-engine: factors of fp32 become TF32, a bias of 16 bits goes wrong."""
+    """megatron multiplies as on an H100 with transformer-engine: factors of fp32 become TF32; a bias comes out wrong, as is suspected."""
     from megatron.core.transformer.moe import moe_utils
 
     import mrl.engine.megatron.engine  # noqa: F401 - megatron-core is imported as an engine imports it
