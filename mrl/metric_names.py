@@ -181,6 +181,9 @@ DISTILL_METRICS: dict[str, str] = {
         "mean over trained tokens of the divergence that `teacher.loss` names, of the student's next-token "
         "distribution from the teacher's, in nats, before the step"
     ),
+    "distill/divergence/<teacher>": (
+        "the same over the tokens of the rows of one of several teachers; absent where the mini-batch has none"
+    ),
     "distill/nll": "mean negative log-likelihood of the trained tokens, which `train/loss` is without a teacher",
     "distill/teacher_tail": (
         "mean over trained tokens of the probability that the teacher gives to all others than its `teacher.top_k` "
@@ -188,17 +191,19 @@ DISTILL_METRICS: dict[str, str] = {
     ),
     **{
         f"eval/{name}": f"`{name}` on the evaluation set, after the step"
-        for name in ("distill/divergence", "distill/nll", "distill/teacher_tail")
+        for name in ("distill/divergence", "distill/divergence/<teacher>", "distill/nll", "distill/teacher_tail")
     },
 }
 """Name -> meaning of what `mrl sft` writes beside `SFT_METRICS` where it has a teacher; train/loss and eval/loss are
-then of the loss with its weights."""
+then of the loss with its weights. <teacher>: of teacher.others, or teacher."""
 
 SOURCE_METRICS: dict[str, str] = {
     "data/<source>/rows": "rows that the source of `data.train` has given since the start of the run",
     "data/<source>/tokens": "tokens of these rows, trained or not",
     "data/<source>/epochs": "passes over the rows of the source since the start of the run",
-    "eval/<set>/<metric>": "`eval/loss`, or of `mrl dpo` any `eval/<metric>`, of one of the sets of `data.eval`",
+    "eval/<set>/<metric>": (
+        "`eval/loss`, or of `mrl dpo` and with a teacher any `eval/<metric>`, of one of the sets of `data.eval`"
+    ),
     "eval/<set>/accuracy": "of `mrl ppo`, `eval/accuracy` of one of the sets of `data.eval`",
     "eval/<set>/reward": "`eval/reward` of one of them",
     "eval/<set>/response_length": "`eval/response_length` of one of them",

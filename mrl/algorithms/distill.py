@@ -21,12 +21,13 @@ bit. Values and derivatives are computed in float64.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mrl.algorithms.ragged import to_tokens
 from mrl.batch import Batch
 
 Ctx = dict[str, Any]
@@ -41,6 +42,7 @@ without has those of all ids, in their order."""
 TEACHER_OF = "teacher"
 """Sequence field [S] int64: the number of each sequence's teacher; a batch that has none is of the first alone."""
 
+
 LEAST_TAIL = 2.0**-23
 """The probability that the last bucket has at least: in fp32 log-probs a smaller one is their rounding."""
 
@@ -50,6 +52,25 @@ WEIGHED_BY: Mapping[str, str] = {
     "distill/teacher_tail": "tokens",
 }
 """Metric -> the denominator whose mean it is."""
+
+OF_EACH = "distill/divergence/"
+"""Begins the metric of one of several teachers, which ends with its name."""
+
+
+def teacher_numbers(batch: Batch) -> Tensor:
+    """Returns [S] int64: the number of each sequence's teacher."""
+    return batch.sequence_fields.get(TEACHER_OF, torch.zeros_like(batch.lengths))
+
+
+def tokens_of(name: str) -> str:
+    """Returns the name of the denominator that counts the trained tokens of one of several teachers."""
+    return f"tokens/{name}"
+
+
+def weighed_by(names: Sequence[str]) -> Mapping[str, str]:
+    """Returns `WEIGHED_BY` with the metrics of several teachers. names: theirs; () where there is one."""
+    return {**WEIGHED_BY, **{OF_EACH + name: tokens_of(name) for name in names}}
+
 
 _CHUNK = 2**22  # log-probs that are worked on at once
 
@@ -156,7 +177,8 @@ class DistillLoss:
 
     predictions["log_probs"]: [T, 1 + K] of `data.labels`, the first column at temperature 1 and the others at
     `temperature`, which divides the logits of both models. The factor temperature^2 keeps the size of the gradient
-    (Hinton et al., 2015, section 2). Metrics are those of `WEIGHED_BY`; the divergence is without that factor.
+    (Hinton et al., 2015, section 2). Metrics are those of `weighed_by(names)`, as means that the engine's one division
+    by "tokens" gives; the divergence is without that factor.
     """
 
     kind: str  # of `DIVERGENCES`
@@ -164,6 +186,7 @@ class DistillLoss:
     temperature: float = 1.0
     weight: float = 1.0
     tail: bool = True  # False: the ids are the whole vocabulary
+    names: tuple[str, ...] = ()  # of several teachers, by the numbers in `TEACHER_OF`
 
     def __call__(self, data: Batch, predictions: Mapping[str, Tensor], ctx: Ctx) -> tuple[Tensor, Ctx]:
         log_probs, teacher = predictions["log_probs"], data.token_fields[TEACHER]
@@ -172,11 +195,27 @@ class DistillLoss:
         mask_N = data.loss_mask[trained].double()
         nll = -(log_probs[trained, 0].double() * mask_N).sum()
         value_N, tail_N = _Divergence.apply(log_probs[trained, 1:], teacher[trained], self.kind, self.beta, self.tail)
-        found = (value_N * mask_N).sum()
+        found_N = value_N * mask_N
+        found = found_N.sum()
         total = self.weight * self.temperature**2 * found
         if self.weight < 1:
             total = total + (1 - self.weight) * nll
         sums = {"distill/divergence": found.detach(), "distill/nll": nll.detach()}
         if self.tail:
             sums["distill/teacher_tail"] = (tail_N * mask_N).sum()
+        if self.names:
+            of_T = to_tokens(teacher_numbers(data), data.lengths)
+            sums |= self._of_each(data, found_N.detach(), of_T[trained])
         return total, {**ctx, "metrics": {**ctx.get("metrics", {}), **sums}}
+
+    def _of_each(self, data: Batch, found_N: Tensor, of_N: Tensor) -> dict[str, Tensor]:
+        """Returns the divergence of the tokens of each teacher that the global mini-batch has tokens of.
+
+        found_N: of each trained token. of_N: the number of its teacher. The engine divides by all trained tokens, and
+        the mean is over the teacher's.
+        """
+        sums = {}
+        for number, name in enumerate(self.names):
+            if count := data.denominators[tokens_of(name)]:
+                sums[OF_EACH + name] = found_N[of_N == number].sum() * (data.denominators["tokens"] / count)
+        return sums

@@ -9,7 +9,7 @@ from mrl.config.keys import changed
 from mrl.config.ppo import PromptsConfig, ReferenceConfig
 from mrl.config.ppo_checks import check_never_trains, refuse_unread
 from mrl.config.schema import DataConfig, OneTeacherConfig, SFTConfig
-from mrl.config.sources import PromptShare, SFTShare
+from mrl.config.sources import PromptShare, SFTShare, SFTSource
 from mrl.config.stream_checks import check_cache
 from mrl.errors import ConfigError, Shown
 
@@ -26,6 +26,9 @@ def check_teacher(config: SFTConfig) -> None:
     if teacher.beta is not None and teacher.loss != "jsd":
         why = f"is not read by teacher.loss {teacher.loss}"
         raise ConfigError("teacher.beta", Shown(f"{teacher.beta:g}"), why, "leave it out; it is of jsd")
+    if "teacher" in teacher.others:  # as metrics name it
+        why = "is the name of the teacher in teacher.model"
+        raise ConfigError("teacher.others", "teacher", why, "give another")
     check_cache(config.data, "teacher.cache", teacher.cache)
     for key, one in teacher.by_key.items():
         _check_one(config, key, one)
@@ -57,6 +60,25 @@ def check_names(data: DataConfig | PromptsConfig, others: Collection[str], of: s
         if name is not None and name not in others:
             known = f"give one of {', '.join(others)}" if others else "give it there, as {math: {model: {path: DIR}}}"
             raise ConfigError(key, name, f"is no teacher of {of}", known)
+
+
+def unnamed(config: SFTConfig) -> list[str]:
+    """Returns a line on each of several teachers that no row has by its source or by data.teacher. Rows may still name
+    one that is in teacher.others; whether some do only reading all of them would tell."""
+    teacher, data = config.teacher, config.data
+    if teacher is None or not teacher.others:
+        return []
+    sources: list[SFTShare | SFTSource | None] = [None] if isinstance(data.train, str) else [*data.train]
+    if data.eval is not None:
+        sources += [None] if isinstance(data.eval, str) else data.eval.values()
+    given = {data.teacher if source is None or source.teacher is None else source.teacher for source in sources}
+    lines = [
+        f"teacher.others.{name}: neither data.teacher nor a source names it; only rows that name it learn from it"
+        for name in teacher.others if name not in given
+    ]  # fmt: skip
+    if None not in given:
+        lines = ["teacher.model: no row learns from it, as data.teacher or its source gives each another", *lines]
+    return lines
 
 
 def check_server(

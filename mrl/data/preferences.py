@@ -165,6 +165,18 @@ def answer_of(row: Row, prompt: Any, name: str) -> Chat | Pair:
     return content
 
 
+def _untrained(content: Chat | Pair) -> list[dict[str, Any]]:
+    """Returns the messages before the first that trains; [] of texts."""
+    if isinstance(content, Pair):
+        return []
+    turns = enumerate(content.messages)
+    trains = (
+        i for i, message in turns
+        if i >= content.given and message["role"] == "assistant" and (not content.weights or content.weights[i] != 0)
+    )  # fmt: skip
+    return content.messages[: next(trains, None)]
+
+
 class PreferenceDataset(RowDataset[Preference]):
     """Rows of preferences, as `Preference`s.
 
@@ -190,9 +202,10 @@ class PreferenceDataset(RowDataset[Preference]):
             raise DataError(f"data.{self.part}", why=why, fix="set loss.name to kto, or give chosen and rejected")
 
     def _make(self, index: int, row: dict[str, Any]) -> Preference | Rejected:
-        answers = tuple(self._encode(index, content, chosen) for content, chosen in parse(row, self.format))
+        contents = parse(row, self.format)
+        answers = tuple(self._encode(index, content, chosen) for content, chosen in contents)
         if len(answers) == 2:
-            self._check_pair(*answers)
+            self._check_pair(*answers, same_turns=_untrained(contents[0][0]) == _untrained(contents[1][0]))
         longest = max(len(answer.ids) for answer in answers)
         if longest > self.config.max_length:
             what = f"the row has a sequence of {longest} tokens and data.max_length is {self.config.max_length}"
@@ -227,12 +240,20 @@ class PreferenceDataset(RowDataset[Preference]):
             raise BadRow("has an image in an answer, after its first token that trains; images stand in the prompt")
         return Answer(encoded.ids, mask, chosen, row.inputs)
 
-    def _check_pair(self, chosen: Answer, rejected: Answer) -> None:
+    def _check_pair(self, chosen: Answer, rejected: Answer, *, same_turns: bool) -> None:
+        """Raises BadRow where the answers are the same, or do not follow the same tokens. same_turns: whether the turns
+        before the first that trains are the same in both."""
         if chosen.ids == rejected.ids:
             raise BadRow("chosen and rejected are the same tokens, which teaches nothing; remove the row")
         ours, theirs = chosen.prompt, rejected.prompt
         if ours != theirs:
             here, there = self._encoder.difference(ours, theirs)
+            if not same_turns:
+                raise BadRow(
+                    f"chosen and rejected do not begin with the same turns that do not train ({here} and {there}): "
+                    "turns of weight 0, or of another role than assistant, before an answer's first that trains belong "
+                    "to the prompt, which has to be the same; give both the same ones"
+                )
             raise BadRow(
                 f"the prompt is not the same tokens before chosen and before rejected ({here} and {there}): the chat "
                 "template or the tokenizer writes it by what follows; name another template in data.chat_template"

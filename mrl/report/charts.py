@@ -49,7 +49,7 @@ CHARTS: tuple[Chart, ...] = (
     _chart("Reward", "equal_groups", "Groups with equal rewards", "reward/equal_groups"),
     _chart("Reward", "faults", "Faults of reward functions", "reward/faults", "eval/faults"),
     _chart("Distillation", "divergence", "Divergence from the teacher", "distill/divergence",
-           "eval/distill/divergence"),
+           "eval/distill/divergence", "distill/divergence/*", "eval/distill/divergence/*"),
     _chart("Distillation", "policy_divergence", "Divergence of the policy from the teacher", "actor/divergence"),
     _chart("Distillation", "distill_nll", "Negative log-likelihood", "distill/nll", "eval/distill/nll"),
     _chart("Distillation", "teacher_tail", "Probability beyond the teacher's likeliest", "distill/teacher_tail",
@@ -122,6 +122,7 @@ SEQUENCE_KL = "actor/sequence_kl"
 GOALS: dict[str, Goal] = {
     "train/loss": "low", "eval/loss": "low", "critic/loss": "low", "reward/mean": "high", "reward/*/mean": "high",
     "rewards/accuracy": "high", "distill/divergence": "low", "eval/distill/divergence": "low",
+    "distill/divergence/*": "low", "eval/distill/divergence/*": "low",
     "actor/divergence": "low",
     "rewards/error": "low", "eval/rewards/error": "low", "steps/accuracy": "high", "eval/steps/accuracy": "high",
     "eval/rewards/accuracy": "high", "rewards/margin": "high", "eval/rewards/margin": "high",

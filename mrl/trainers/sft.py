@@ -21,7 +21,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mrl import metrics
-from mrl.algorithms.distill import WEIGHED_BY
+from mrl.algorithms.distill import weighed_by
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
 from mrl.config.checks import check_batch, check_schedule
@@ -106,7 +106,7 @@ class SFTTask(Task[SFTConfig]):
         super().__init__(config)
         self.loss_fn = sft_loss
         self.teachers = None if config.teacher is None else Teachers(config)
-        self.means = {} if self.teachers is None else WEIGHED_BY
+        self.means = {} if self.teachers is None else weighed_by(self.teachers.names)
 
     def role(self, folder: str) -> RoleConfig:
         return role_config(self.config, folder)

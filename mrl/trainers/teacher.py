@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mrl.algorithms.distill import TEACHER, TEACHER_OF, DistillLoss
+from mrl.algorithms.distill import TEACHER, DistillLoss, teacher_numbers, tokens_of
 from mrl.algorithms.ragged import to_tokens
 from mrl.batch import Batch
 from mrl.config.roles import own_keys
 from mrl.config.schema import OneTeacherConfig, RoleConfig, SFTConfig
+from mrl.config.teacher_checks import unnamed
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import model_fingerprint, model_folder
 from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
@@ -98,9 +99,14 @@ class Teacher:
         if not self.keys.cache:
             self.top = self._asked(engine, console)
             return
+        own = rows()
+        head = next(own, None)
+        if head is None:  # and `top` is never called
+            console.say(f"{self.key}: no row learns from it, so it is not asked")
+            return
         self.cache = cache = TopCache(place / "log_probs.pt", self._made_by(engine))
         cache.read()
-        missing = cache.lacks(rows())
+        missing = cache.lacks(itertools.chain([head], own))
         first = next(missing, None)
         if first is None:
             console.say(f"{self.key}: its log-probs of {cache.count:,} rows are in {cache.path}")
@@ -152,7 +158,10 @@ class Teachers:
 
     def __init__(self, config: SFTConfig) -> None:
         assert config.teacher is not None, "no teacher"
-        self.keys, self.each = config.teacher, [Teacher(config, key) for key in config.teacher.by_key]
+        self.config, self.keys = config, config.teacher
+        self.each = [Teacher(config, key) for key in config.teacher.by_key]
+        names = [one.key.removeprefix("teacher.others.") for one in self.each]
+        self.names = tuple(names) if len(names) > 1 else ()  # in metrics
 
     def check(self, tokenizer: PreTrainedTokenizerBase, hf_config: dict[str, Any]) -> None:
         """As `Teacher.check`, of all."""
@@ -172,13 +181,16 @@ class Teachers:
     def loss_fn(self) -> DistillLoss:
         keys, tail = self.keys, not all(one.says_all for one in self.each)
         return DistillLoss(
-            kind=keys.loss, beta=keys.resolved_beta, temperature=keys.temperature, weight=keys.weight, tail=tail
-        )
+            kind=keys.loss, beta=keys.resolved_beta, temperature=keys.temperature, weight=keys.weight, tail=tail,
+            names=self.names,
+        )  # fmt: skip
 
     def begin(
         self, engine: BaseEngine, rows: Callable[[], Iterator[Batch]], place: pathlib.Path, console: Console
     ) -> None:
         """As `Teacher.begin`, of all. place: output_dir."""
+        if not self.keys.cache:  # else each says whether it has rows, which are all read
+            say_all(console, unnamed(self.config))
         names = ["", *self.keys.others]
         for number, (name, one) in enumerate(zip(names, self.each, strict=True)):
             one.begin(engine, functools.partial(_rows_of, number, rows), place / "teacher" / name, console)
@@ -191,7 +203,9 @@ class Teachers:
         labels[:, 0] = batch.labels
         log_probs = torch.zeros(batch.num_tokens, count)
         log_probs[trained] = -torch.inf  # of a teacher that says fewer ids than another
-        of_T = to_tokens(_numbers(batch), batch.lengths)
+        of_T, counts = to_tokens(teacher_numbers(batch), batch.lengths), dict(batch.denominators)
+        for number, name in enumerate(self.names):
+            counts[tokens_of(name)] = float(batch.loss_mask[of_T == number].sum())
         for number, one in enumerate(self.each):
             own = _of_teacher(batch, number)
             if own is None:
@@ -202,17 +216,12 @@ class Teachers:
             log_probs[at, :width] = found.log_probs.masked_fill(~here, -torch.inf)
         fields = {**batch.token_fields, TEACHER: log_probs}
         ctx = {"temperature": self.keys.temperature, "first_temperature": 1.0}
-        return dataclasses.replace(batch, labels=labels, token_fields=fields), ctx
-
-
-def _numbers(batch: Batch) -> Tensor:
-    """Returns [S] int64: the number of each sequence's teacher."""
-    return batch.sequence_fields.get(TEACHER_OF, torch.zeros_like(batch.lengths))
+        return dataclasses.replace(batch, labels=labels, token_fields=fields, denominators=counts), ctx
 
 
 def _of_teacher(batch: Batch, number: int) -> Batch | None:
     """Returns the sequences of a teacher, in their order; None where it has none."""
-    own = (_numbers(batch) == number).nonzero()[:, 0].tolist()
+    own = (teacher_numbers(batch) == number).nonzero()[:, 0].tolist()
     if len(own) == batch.num_sequences:
         return batch
     return batch.select(own) if own else None

@@ -57,6 +57,7 @@ REFUSED = [
     (("teacher.others={math: {model: {path: x}, engine: {backend: fsdp, parallel: {tp: 2}}}}",), "teacher.others.math.engine.parallel.tp"),
     (("teacher.others={math: {model: {path: x}, server: {url: x}}}",), 'teacher.others.math.server.url: value "x" is no URL'),
     (("teacher.others={math: {path: x}}",), 'teacher.others.math.path: value "x" is given to an unknown key'),
+    (("teacher.others={teacher: {model: {path: x}}}",), 'teacher.others: value "teacher" is the name of the teacher in teacher.model'),
     (("teacher.others={a.b: {model: {path: x}}}",), 'teacher.others: value "a.b" is no name of a teacher'),
     (("teacher.others=[x]",), "teacher.others"),
     (("data.teacher=math",), 'data.teacher: value "math" is no teacher of teacher.others; give it there'),

@@ -134,6 +134,14 @@ WRONG = {
         {**PAIR, "chosen": [{**GOOD[0], "weight": 0.5}]},
         "has a message with a weight other than 0 and",
     ),
+    "a turn of weight 0 that the other lacks": (
+        {**PAIR, "chosen": [{**turns("x", "hm")[1], "weight": 0}, *turns("so?"), *GOOD]},
+        "chosen and rejected do not begin with the same turns that do not train",
+    ),
+    "other turns of the user": (
+        {**PAIR, "chosen": [*turns("a"), *GOOD], "rejected": [*turns("b"), *BAD]},
+        "belong to the prompt, which has to be the same; give both the same ones",
+    ),
     "tools": ({**PAIR, "tools": "no json"}, "tools is a string that is not JSON"),
 }
 

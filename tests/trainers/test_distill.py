@@ -19,6 +19,7 @@ from mrl.algorithms.distill import TEACHER, TEACHER_OF
 from mrl.batch import make_batch
 from mrl.config.load import from_dict
 from mrl.config.schema import DataConfig
+from mrl.config.teacher_checks import unnamed
 from mrl.data.dataset import SFTDataset
 from mrl.metric_names import DISTILL_METRICS, SFT_METRICS
 from mrl.metrics import read
@@ -107,10 +108,10 @@ def divergence(keys: dict[str, Any], teacher: Tensor, student: Tensor) -> Tensor
 
 def oracle(
     places: pathlib.Path, keys: dict[str, Any], which: str = "train", steps: int = STEPS, others: tuple[str, ...] = (),
-    kind: str = "",
+    kind: str = "", apart: list[list[float]] | None = None,
 ) -> list[float]:  # fmt: skip
     """The losses of transformers and torch's AdamW. others: the folders of further teachers, which rows name. kind: of
-    the student and its teacher."""
+    the student and its teacher. apart: gets each step's mean divergence from each teacher, over its own tokens."""
     folders = (f"{kind}model", f"{kind}teacher", *others)
     model, *teachers = (AutoModelForCausalLM.from_pretrained(places / name) for name in folders)
     data = DataConfig(train=str(places / f"{which}.jsonl"), max_length=64)
@@ -122,14 +123,20 @@ def oracle(
         rows = [dataset.load((step * batch + i) % len(dataset)) for i in range(batch)]
         count = sum(sum(row.mask[1:]) for row in rows)
         loss = torch.zeros((), dtype=torch.float64)
+        sums, counts = [0.0] * len(teachers), [0] * len(teachers)
         for row in rows:
             of_student = logits(model, row.ids, row.mask)
             with torch.no_grad():
                 of_teacher = logits(teachers[row.teacher], row.ids, row.mask)
             labels = torch.tensor([i for i, m in zip(row.ids[1:], row.mask[1:], strict=True) if m])
             nll = -of_student.log_softmax(-1).gather(1, labels[:, None]).sum()
-            far = divergence(keys, of_teacher, of_student) * keys.get("temperature", 1.0) ** 2
+            far = divergence(keys, of_teacher, of_student)
+            sums[row.teacher] += float(far.detach())
+            counts[row.teacher] += len(labels)
+            far = far * keys.get("temperature", 1.0) ** 2
             loss = loss + ((1 - weight) * nll + weight * far) / count
+        if apart is not None:
+            apart.append([value / tokens for value, tokens in zip(sums, counts, strict=True)])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -207,6 +214,7 @@ def test_cached_log_probs_are_those_of_the_teacher_to_the_bit(places, tmp_path):
         assert train(make_config(places, folder, teacher={"cache": cache}, data=data)) == ("done", "")
     assert tiny_runs.steps(live) == tiny_runs.steps(cached)
     never = {"perf/mfu", "perf/save_held_s", "perf/save_write_s", "train/mtp_loss"}  # the one save is the last step's
+    never |= {"distill/divergence/<teacher>", "eval/distill/divergence/<teacher>"}  # of several
     assert set(read(live / "metrics.jsonl")[-1]) == (set(SFT_METRICS) | set(DISTILL_METRICS)) - never
 
 
@@ -423,7 +431,12 @@ def test_each_row_learns_from_the_teacher_that_it_names(by_row, tmp_path, name):
         engine={"device": "cpu", "micro_batch": {"size": 2}, "backend": "fsdp", **engine},
     )  # fmt: skip
     assert train(config, world) == ("done", "")
-    assert losses(tmp_path) == pytest.approx(oracle(by_row, keys, "by_row", others=("third",)), rel=2e-5)
+    apart: list[list[float]] = []
+    expected = oracle(by_row, keys, "by_row", others=("third",), apart=apart)
+    assert losses(tmp_path) == pytest.approx(expected, rel=2e-5)
+    for row, step in zip(read(tmp_path / "metrics.jsonl"), apart, strict=True):
+        found = [row[f"distill/divergence/{name}"] for name in ("teacher", "third")]
+        assert found == pytest.approx(step, rel=2e-5)
 
 
 @pytest.mark.slow
@@ -452,3 +465,29 @@ def test_a_source_names_the_teacher_of_its_rows(by_row, tmp_path):
     assert (
         kind == "DataError" and "named.jsonl:1: teacher is 'third', which teacher.others has not; give one" in message
     )
+
+
+def test_a_teacher_without_rows_is_said_and_an_evaluation_has_those_of_its_rows(by_row, tmp_path):
+    """With a cache all rows are read before the first step, so that it is known; else the sources' keys tell."""
+    others = {name: {"model": {"path": str(by_row / "third")}} for name in ("third", "idle")}
+    data = {"train": str(by_row / "train.jsonl"), "eval": str(by_row / "by_row.jsonl")}
+    keys = {"others": others, "cache": True}
+    said = run_case(1, CASE, config=make_config(by_row, tmp_path, teacher=keys, data=data, train={"steps": 1}))[2]
+    assert "teacher.others.idle: no row learns from it, so it is not asked" in said
+    assert "teacher.others.third: its log-probs of 3 rows are written to" in said
+    (found,) = read(tmp_path / "metrics.jsonl")
+    names = {name.rpartition("/")[2] for name in found if name.startswith("eval/distill/divergence/")}
+    assert names == {"teacher", "third"} and "distill/divergence/third" not in found
+    assert found["distill/divergence/teacher"] == found["distill/divergence"]
+
+
+def test_what_the_sources_say_of_teachers(tmp_path):
+    """No source names `a`; none leaves its rows to the first."""
+    others = {name: {"model": {"path": name}} for name in "ab"}
+    data = {"train": [{"path": "x", "teacher": "b"}], "eval": None}
+    made = lambda **data: from_dict(make_config(tmp_path, tmp_path, teacher={"others": others}, data=data))  # noqa: E731
+    lines = unnamed(made(**data))
+    assert [line.partition(":")[0] for line in lines] == ["teacher.model", "teacher.others.a"]
+    assert unnamed(made(**data, teacher="a"))[0].startswith("teacher.model: no row learns from it")
+    data = {"train": [{"path": "x", "teacher": "b"}, {"path": "y"}], "eval": {"z": {"path": "z", "teacher": "a"}}}
+    assert unnamed(made(**data)) == []

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms.advantages import ESTIMATORS
+from mrl.algorithms.distill import teacher_numbers
 from mrl.algorithms.ragged import sum_per_sequence, to_tokens
 from mrl.algorithms.recipes import Recipe
 from mrl.batch import Batch
 from mrl.errors import TrainingError
-from mrl.trainers.rl.teachers import numbers
 
 FP32_GAP, FP32_LARGEST = 1e-5, 1e-4
 """How far the log-probs of sampler and trainer may be apart, in the mean and for a token, in nats: generation adds up
@@ -54,7 +54,7 @@ def check_reference(batch: Batch, *, same_layout: bool, dtype: str) -> None:
 
     Sequences of other teachers, whose weights are others, are left out.
     """
-    fields, of_T = batch.token_fields, to_tokens(numbers(batch), batch.lengths)
+    fields, of_T = batch.token_fields, to_tokens(teacher_numbers(batch), batch.lengths)
     own_T = (batch.loss_mask != 0) & (of_T == 0)
     differences = (fields["old_log_probs"].double() - fields["ref_log_probs"].double())[own_T].abs()
     if not differences.numel():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mrl.algorithms.distill import TEACHER, TEACHER_IDS, TEACHER_OF, FromTeacher
+from mrl.algorithms.distill import TEACHER, TEACHER_IDS, FromTeacher, teacher_numbers
 from mrl.algorithms.kl import kl_estimate, sequence_kl
 from mrl.algorithms.ragged import to_tokens
 from mrl.algorithms.recipes import Recipe
@@ -54,7 +54,7 @@ class References:
         """Returns token fields: ref_log_probs of the sampled tokens and, of algorithm.distill, a teacher's ids and
         their log-probs; 0 where nothing trains. Of whole vocabularies log-probs alone, in the order of ids. size:
         sequences of a mini-batch, as in training."""
-        trained_T, of_T = batch.loss_mask != 0, to_tokens(numbers(batch), batch.lengths)
+        trained_T, of_T = batch.loss_mask != 0, to_tokens(teacher_numbers(batch), batch.lengths)
         found = {"ref_log_probs": torch.zeros(batch.num_tokens)}
         if self.distill is not None:
             width = max(self.ids)
@@ -63,7 +63,7 @@ class References:
             found[TEACHER] = torch.zeros(batch.num_tokens, width)
             found[TEACHER][trained_T] = -torch.inf  # of a teacher that says fewer ids than another
         for number, ask in enumerate(self.asked.values()):
-            own = (numbers(batch) == number).nonzero()[:, 0].tolist()
+            own = (teacher_numbers(batch) == number).nonzero()[:, 0].tolist()
             if not own:
                 continue
             ctx = {"temperature": temperature} | ({"top": self.ids[number]} if self.ids else {})
@@ -87,15 +87,10 @@ class References:
             return {}
         row = {}
         for number, name in enumerate(self.names):
-            own = (numbers(batch) == number).nonzero()[:, 0].tolist()
+            own = (teacher_numbers(batch) == number).nonzero()[:, 0].tolist()
             if own:
                 row[f"actor/sequence_kl/{name}"] = kl_of_sequences(batch.select(own))
         return row
-
-
-def numbers(batch: Batch) -> Tensor:
-    """Returns [S] int64: the number of each sequence's teacher."""
-    return batch.sequence_fields.get(TEACHER_OF, torch.zeros_like(batch.lengths))
 
 
 def mini_batches(batch: Batch, size: int) -> Iterator[Batch]:
