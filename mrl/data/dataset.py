@@ -6,7 +6,7 @@ import abc
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
@@ -178,6 +178,11 @@ class RowDataset(abc.ABC, Generic[T]):
         except UserError as e:  # the template's or tokenizer's fault, or a row that is too long: not the row's to skip
             raise type(e)(self.where(index), why=str(e)) from e
 
+    @staticmethod
+    @abc.abstractmethod
+    def _form_of(row: dict[str, Any]) -> str:
+        """Returns the form that a row has by its fields. Raises DataError."""
+
     @abc.abstractmethod
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """The rest of the construction, with a tokenizer of its own and the rows open."""
@@ -196,11 +201,11 @@ class RowDataset(abc.ABC, Generic[T]):
                 "use the tokenizer that belongs to the model"
             )
 
-    def _detect(self, form_of: Callable[[dict[str, Any]], str]) -> str:
-        """Returns the form of the first row that can be read."""
+    def detected(self) -> str:
+        """Returns the form of the first row that can be read, which data.format auto goes by."""
         row, where = self.first_row()
         try:
-            return form_of(row)
+            return self._form_of(row)
         except DataError as e:
             raise DataError(where, why=str(e)) from None
 
@@ -264,7 +269,7 @@ class SFTDataset(RowDataset[Example]):
         if self._vision is not None and self._vision.chat_template is not None and config.chat_template is None:
             tokenizer.chat_template = self._vision.chat_template  # the tokenizer's own may know nothing of images
         self._encoder = Encoder(tokenizer, config.loss_on, config.system)
-        self.format = config.format if config.format != "auto" else self._detect(detect_format)
+        self.format = config.format if config.format != "auto" else self.detected()
         if self.format == "messages" and tokenizer.chat_template is None:
             raise DataError(f"data.{self.part}", why=f"{self.path}: {NO_TEMPLATE}")
         if self.format in ("text", "tokenized"):
@@ -292,6 +297,10 @@ class SFTDataset(RowDataset[Example]):
             teacher = teacher_of(row, self.config.teacher, self._teachers, "teacher.others")
             fitted = dataclasses.replace(fitted, teacher=teacher)
         return fitted if weight == 1 else dataclasses.replace(fitted, mask=[weight * w for w in fitted.mask])
+
+    @staticmethod
+    def _form_of(row: dict[str, Any]) -> str:
+        return detect_format(row)
 
     def tokens_of(self, item: Example) -> int:
         return len(item.ids)

@@ -143,6 +143,10 @@ class MixedDataset(RowDataset[T]):
     def first_row(self) -> tuple[dict[str, Any], str]:
         return self.sources[0].first_row()
 
+    @staticmethod
+    def _form_of(row: dict[str, Any]) -> str:
+        raise AssertionError("each source has a form of its own")
+
     def _begin(self, tokenizer: Any) -> None:
         raise AssertionError("each source has begun")
 

@@ -190,13 +190,17 @@ class PreferenceDataset(RowDataset[Preference]):
         self._vision = copy.deepcopy(vision)  # it has a tokenizer, as in SFTDataset
         super().__init__(*args, **options)
 
+    @staticmethod
+    def _form_of(row: dict[str, Any]) -> str:
+        return detect(row)
+
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if self._vision is not None and self._vision.chat_template is not None and self.config.chat_template is None:
             tokenizer.chat_template = self._vision.chat_template  # the tokenizer's own may know nothing of images
         if self.config.system is not None and tokenizer.chat_template is None:
             raise DataError("data.system", why=NO_TEMPLATE)
         self._encoder = Encoder(tokenizer, "assistant", self.config.system)
-        self.format = self.config.format if self.config.format != "auto" else self._detect(detect)
+        self.format = self.config.format if self.config.format != "auto" else self.detected()
         if self._paired and self.format == "unpaired":
             why = f"{self.path}: has single answers with a label, and the loss is of pairs"
             raise DataError(f"data.{self.part}", why=why, fix="set loss.name to kto, or give chosen and rejected")

@@ -63,9 +63,13 @@ class PromptDataset(RowDataset[Prompt]):
         self._teachers = teachers
         super().__init__(config, tokenizer, part=part, vocab_size=vocab_size)
 
+    @staticmethod
+    def _form_of(row: dict[str, Any]) -> str:
+        return detect_prompt_form(row)
+
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._encoder = TurnEncoder(tokenizer, self.config.system)
-        self.form = self._detect(detect_prompt_form)
+        self.form = self.detected()
         if self.form == "messages" and tokenizer.chat_template is None:
             raise DataError(f"data.{self.part}", why=f"{self.path}: {NO_TEMPLATE}")
 

@@ -157,10 +157,14 @@ class ScoredDataset(RowDataset[ScoredRow]):
         self._loss, self._pad = loss, pad_token_id
         super().__init__(*args, **options)
 
+    @staticmethod
+    def _form_of(row: dict[str, Any]) -> str:
+        return detect(row)
+
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.padding = self._pad, str(tokenizer.convert_ids_to_tokens(self._pad))
         self._encoder = Encoder(tokenizer, "all")
-        self.format = self.config.format if self.config.format != "auto" else self._detect(detect)
+        self.format = self.config.format if self.config.format != "auto" else self.detected()
         if self.format != FORMAT_OF[self._loss]:
             right = next(name for name, format in FORMAT_OF.items() if format == self.format)
             why = f"{self.path}: has rows of the format {self.format}, and loss.name {self._loss} is of others"

@@ -315,8 +315,8 @@ class RowStream(Generic[T]):
             saved = before.get(entry["name"], entry)
             key = f"data.train, source {entry['name']}"
             for name, value in entry["settings"].items():
-                if saved["settings"].get(name) != value:
-                    was = saved["settings"].get(name)
+                was = saved["settings"].get(name)
+                if was != value and not (name == "format" and _is_the_same_form(source, was, value)):
                     raise CheckpointError(
                         f"{key}, {name}",
                         why=f"is {show(value)} and was {show(was)} when the checkpoint was saved, so its rows would "
@@ -333,6 +333,11 @@ class RowStream(Generic[T]):
             self._notes.append(f"data.train: {'; '.join(words)}: shares count from here")
             reads = [dataclasses.replace(read, given=0) for read in reads]
         return tuple(reads)
+
+
+def _is_the_same_form(source: RowDataset[Any], was: str, now: str) -> bool:
+    """Returns whether one of two values of `format` is auto, and finds the other in the rows, which are the same."""
+    return "auto" in (was, now) and source.detected() in (was, now)
 
 
 def _state_of(read: Read, source: RowDataset[Any]) -> dict[str, Any]:

@@ -210,6 +210,18 @@ def test_sources_and_weights_may_change_on_a_resume_and_that_is_said(files):
     assert by_tokens.take_notes() == ["data.train: data.mix_by was rows and is tokens: shares count from here"]
 
 
+def test_naming_the_format_that_auto_has_found_is_no_change(files):
+    """Nor is leaving it out again; another one is."""
+    auto, named, other = ({"b": {"format": name}} for name in ("auto", "text", "messages"))
+    for before, after in ((auto, named), (named, auto)):
+        live, resumed = (source(listed(files, a={}, **own)) for own in (before, after))
+        live.next()
+        resumed.load_state_dict(json.loads(json.dumps(live.state_dict())))
+        assert resumed.take_notes() == [] and same(resumed.next(), live.next())
+    with pytest.raises(CheckpointError, match='source b, format: is "messages" and was "auto"'):
+        source(listed(files, a={}, **other)).load_state_dict(source(listed(files, a={}, **auto)).state_dict())
+
+
 def test_a_resume_with_other_rows_is_refused(files, tmp_path):
     made = source(listed(files, a={}, b={}))
     made.next()
