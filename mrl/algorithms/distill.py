@@ -42,7 +42,6 @@ without has those of all ids, in their order."""
 TEACHER_OF = "teacher"
 """Sequence field [S] int64: the number of each sequence's teacher; a batch that has none is of the first alone."""
 
-
 LEAST_TAIL = 2.0**-23
 """The probability that the last bucket has at least: in fp32 log-probs a smaller one is their rounding."""
 

@@ -132,8 +132,10 @@ class DPO(TrainingCommand[DPOConfig]):
             found.append(Phase("forward of the reference", role, "forward", sequences))
         found.append(Phase("update of the model", "", "train", sequences))
         is_taken = config.sequences_of_row == 1 and "auto" in config.formats_of_train
-        note = "Rows are taken for single answers; with data.format=preference, for pairs."
-        return Phases(tuple(found), offload_idle=False, notes=(note,) * is_taken)
+        notes = ["Rows are taken for single answers; with data.format=preference, for pairs."] * is_taken
+        if config.loss.needs_reference and config.reference.cache:
+            notes.append("The reference's forward of all rows before the first step (reference.cache) is in no step.")
+        return Phases(tuple(found), offload_idle=False, notes=tuple(notes))
 
 
 COMMAND = DPO()

@@ -109,7 +109,8 @@ class SFT(TrainingCommand[SFTConfig]):
             for role in roles
         ]
         update = Phase("update of the model", "", "train", size, distill=distill)
-        return Phases((*forwards, update), offload_idle=False)
+        note = "A teacher's forward of its rows before the first step (teacher.cache) is in no step."
+        return Phases((*forwards, update), offload_idle=False, notes=(note,) * teacher.cache)
 
 
 COMMAND = SFT()

@@ -69,16 +69,17 @@ def _urls_hidden(plain: Any) -> Any:
 def _paths_hidden(sources: Any) -> Any:
     """sources: of data.train or data.eval: a path, or a list or mapping of sources, each a path or a section."""
     if isinstance(sources, str):
-        return without_queries(sources)
+        return _path_hidden(sources)
     if isinstance(sources, Mapping):
         return {name: _path_hidden(source) for name, source in sources.items()}
     return sources if sources is None else [_path_hidden(source) for source in sources]
 
 
 def _path_hidden(source: Any) -> Any:
+    """A path has a URL to its end: that of a file in an archive begins before it (`zip://a.jsonl::https://...`)."""
     if isinstance(source, Mapping) and "path" in source:
-        return {**source, "path": without_queries(source["path"])}
-    return without_queries(source) if isinstance(source, str) else source
+        return {**source, "path": _path_hidden(source["path"])}
+    return shown_url(source) + HIDDEN if isinstance(source, str) and is_signed(source) else source
 
 
 def write_text(path: pathlib.Path, text: str) -> None:

@@ -136,10 +136,11 @@ class RowDataset(abc.ABC, Generic[T]):
         if isinstance(self._rows, StreamedRows):
             self._rows.epochs = epochs
 
-    def leave_out(self, index: int, why: str) -> None:
-        """Notes a row that this rank leaves out, which `agree` compares where rows are streamed."""
+    def leave_out(self, why: str) -> None:
+        """Notes a row that this rank leaves out, which `agree` compares where rows are streamed. why: begins with its
+        file and line."""
         if isinstance(self._rows, StreamedRows):
-            self._rows.leave_out(index, why)
+            self._rows.leave_out(why)
 
     def agree(self, error: UserError | None) -> None:
         """Where rows are streamed, raises on every rank an error that one of them has, and where ranks have left out
@@ -234,7 +235,7 @@ class RowDataset(abc.ABC, Generic[T]):
             except BadRow as e:
                 if self.config.on_bad_row == "stop":
                     raise row_error(self.where(index), e) from e
-                self.leave_out(index, f"{self.where(index)}: {e}")
+                self.leave_out(f"{self.where(index)}: {e}")
         size = f"first {len(tried)} rows" if self.is_streamed else self.size
         raise DataError(
             f"data.{self.part}",

@@ -111,8 +111,8 @@ class MixedDataset(RowDataset[T]):
         for source in self.sources:
             source.close()
 
-    def leave_out(self, index: int, why: str) -> None:
-        self._streamed_or_first().leave_out(index, why)
+    def leave_out(self, why: str) -> None:
+        self._streamed_or_first().leave_out(why)
 
     def agree(self, error: UserError | None) -> None:
         self._streamed_or_first().agree(error)

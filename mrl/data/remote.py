@@ -56,7 +56,10 @@ class RemoteFile:
     url: str
     size: int | None  # bytes; None where the server does not say
     tag: str = ""  # what the server knows its content by, or a hash of its ends
-    open_at: Callable[[int], BinaryIO] = dataclasses.field(compare=False, default=io.BytesIO)  # type: ignore[assignment]
+    open_at: Callable[[int], BinaryIO] = dataclasses.field(
+        compare=False,
+        default=io.BytesIO,  # type: ignore[assignment]
+    )
     seeks: bool = True  # whether the file can be read from any place
 
     @property

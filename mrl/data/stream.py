@@ -66,7 +66,7 @@ class Report:
             self.skipped += 1
         else:
             self.dropped += 1
-        dataset.leave_out(row, loaded.why)
+        dataset.leave_out(loaded.why)
         if len(self.notes) < NOTES_PER_BATCH:
             self.notes.append(f"{loaded.outcome}: {loaded.why}")
         return None

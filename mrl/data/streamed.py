@@ -65,7 +65,7 @@ class Exchange(Protocol):
         """Calls `fn` in the one process that reads, and returns what it returns in every process. A UserError that it
         raises is raised in every process."""
 
-    def leave_out(self, row: int, why: str) -> None:
+    def leave_out(self, why: str) -> None:
         """Notes that this process leaves out a row, which the next call compares. why: begins with file and line."""
 
     def agree(self, error: UserError | None) -> None:
@@ -79,7 +79,7 @@ class _Alone:
     def __call__(self, fn: Callable[[], T]) -> T:
         return fn()
 
-    def leave_out(self, row: int, why: str) -> None:
+    def leave_out(self, why: str) -> None:
         pass
 
     def agree(self, error: UserError | None) -> None:

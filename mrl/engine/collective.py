@@ -104,7 +104,7 @@ class OnMainBeside:
         self._size = dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if self._size > 1 else None
         self._known: UserError | None = None  # that all ranks have raised
-        self._left_out: dict[int, str] = {}  # rows, and why, since the last call
+        self._left_out: list[str] = []  # why each row was, since the last call
 
     def __call__(self, fn: Callable[[], T]) -> T:
         """Does what `on_main` does. Raises what `agree` raises where a rank has called that in its place, or has left
@@ -118,10 +118,10 @@ class OnMainBeside:
             self._known = error
             raise
 
-    def leave_out(self, row: int, why: str) -> None:
+    def leave_out(self, why: str) -> None:
         """Notes a row that this rank leaves out; see `agree`. why: begins with its file and line."""
         if self._group is not None:
-            self._left_out[row] = why
+            self._left_out.append(why)
 
     def agree(self, error: UserError | None) -> None:
         """Raises the same error on every rank where one of them has an error, or where they have left out different
@@ -133,9 +133,9 @@ class OnMainBeside:
             raise error
         if self._group is None:
             return
-        everyone: list[tuple[UserError | None, dict[int, str]]] = [(None, {})] * self._size
+        everyone: list[tuple[UserError | None, list[str]]] = [(None, [])] * self._size
         dist.all_gather_object(everyone, (error, self._left_out), group=self._group)
-        self._left_out = {}
+        self._left_out = []
         found = _first_error([one for one, _ in everyone]) or _first_difference([rows for _, rows in everyone])
         if found is not None:
             self._known = found
@@ -157,14 +157,20 @@ def _first_error(errors: Sequence[UserError | None]) -> UserError | None:
     return found
 
 
-def _first_difference(left_out: Sequence[Mapping[int, str]]) -> UserError | None:
+def _first_difference(left_out: Sequence[Sequence[str]]) -> UserError | None:
     """Returns the error of the first row that some ranks leave out and others do not. left_out: of every rank."""
+    places = [{_place(why) for why in rows} for rows in left_out]
     for rank, rows in enumerate(left_out):
-        for row, why in rows.items():
-            other = next((i for i, others in enumerate(left_out) if row not in others), None)
+        for why in rows:
+            other = next((i for i, others in enumerate(places) if _place(why) not in others), None)
             if other is not None:
                 return _one_rank_alone(why, rank, other)
     return None
+
+
+def _place(why: str) -> str:
+    """Returns the file and line that it begins with."""
+    return why.partition(": ")[0]
 
 
 def _one_rank_alone(why: str, rank: int, other: int) -> DataError:

@@ -77,8 +77,9 @@ class Row:
 
 @dataclasses.dataclass
 class Seen:
-    """Sequences of the rows that were looked at; `str` counts them."""
+    """Sequences of the rows that were looked at; `str` counts them. prompts: whether a policy answers them."""
 
+    prompts: bool
     rows: int = 0
     trained: int = 0  # tokens that train
     lengths: list[int] = dataclasses.field(default_factory=list)
@@ -90,6 +91,8 @@ class Seen:
 
     def __str__(self) -> str:
         tokens = sum(self.lengths)
+        if self.prompts:
+            return f"{counted(len(self.lengths), 'prompt')} of {counted(tokens, 'token')}, of which none trains"
         share = f"{100 * self.trained / tokens:.1f} %"
         of = counted(len(self.lengths), "sequence")
         return f"{of}, {counted(tokens, 'token')}, {self.trained:,} train ({share})"
@@ -112,6 +115,13 @@ class Read:
         """The sources of a mixture; () where there is one path alone."""
         return getattr(self.dataset, "shares", ())
 
+    @property
+    def _teachers(self) -> list[str]:
+        """The names of several teachers by the numbers that rows have of them; [] where there is one, or none."""
+        key = "reference" if self.command.generates else "teacher"
+        others = getattr(getattr(self.config, key, None), "others", None)
+        return [key, *others] if others else []
+
     def lines(self, *, rows: int, count: bool, by_token: bool, coloured: bool) -> Iterator[str]:
         """Yields what is printed."""
         from mrl.data.show import histogram, sequences_of, summary
@@ -125,7 +135,8 @@ class Read:
         batch = self.command.rows_of_batch(self.config)
         packs = self.part == "train" and not self.command.generates and batch <= LARGEST
         kept = list(itertools.islice(self._rows(Report()), max(rows, batch if packs else 0)))
-        report, seen = Report(), {name: Seen() for name in ["", *(share.title for share in self.shares)]}
+        report, titles = Report(), ["", *(share.title for share in self.shares)]
+        seen = {title: Seen(self.command.generates) for title in titles}
         every = self._every_row(report) if count else self._rows(report)
         for row in itertools.islice(every, None if count else max(rows, min(LARGEST, max(SAMPLE, batch)))):
             for name in {"", row.source}:
@@ -197,12 +208,15 @@ class Read:
         from mrl.data.show import sequences_of, text_lines, token_lines
 
         cut = "; truncated" if row.item.truncated else ""
+        teachers = self._teachers
         for sequence in sequences_of(row.item):
             name = f"{sequence.name}: " if sequence.name else ""
             source = f"{row.source}: " if row.source else ""
             note = f", {sequence.note}" if sequence.note else ""
+            note += f", teacher {teachers[row.item.teacher]}" if teachers else ""
             tokens = counted(len(sequence.ids_T), "token")
-            yield f"{source}{row.place}: {name}{tokens}, {sequence.trained:,} train{note}{cut}"
+            trained = "a prompt" if self.command.generates else f"{sequence.trained:,} train"
+            yield f"{source}{row.place}: {name}{tokens}, {trained}{note}{cut}"
             shown = token_lines if by_token else text_lines
             for line in shown(self.tokenizer, sequence, coloured=coloured):
                 yield f"  {line}".rstrip()

@@ -38,6 +38,8 @@ def test_signatures_are_of_paths_and_of_values_that_are_urls():
     }  # fmt: skip
     assert without_signatures({"data": {"train": SIGNED, "eval": None}}) == {"data": {"train": HIDDEN, "eval": None}}
     assert without_signatures({"url": question}) == {"url": question}
+    zipped = {"data": {"train": "zip://a.jsonl::https://h/a.zip?k=one two"}}
+    assert without_signatures(zipped) == {"data": {"train": "zip://a.jsonl::https://h/a.zip?(hidden)"}}
     server = "https://judge/v1?key=secret"
     assert without_signatures({"teacher": {"server": {"url": server}}, "urls": [server]}) == {
         "teacher": {"server": {"url": "https://judge/v1?(hidden)"}}, "urls": ["https://judge/v1?(hidden)"],

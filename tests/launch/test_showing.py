@@ -114,7 +114,8 @@ def test_pairs_and_prompts_have_their_sequences(inputs):
         r"9\d\.\d % full$", lines[-1],
     )  # fmt: skip
     lines = show(inputs, "grpo", "--rows", "1", "--count", "data.columns={chosen: answer}")
-    assert "pairs.jsonl:1: prompt: 12 tokens, 0 train" in lines
+    assert "pairs.jsonl:1: prompt: 12 tokens, a prompt" in lines and "train (" not in "".join(lines)
+    assert any(re.match(r"all rows: 6 prompts of \d+ tokens, of which none trains", line) for line in lines)
     assert lines[-1] == "length: train.steps 3, 2 rows in each of the iterations"
 
 

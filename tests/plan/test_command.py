@@ -180,6 +180,17 @@ def test_ids_of_a_teacher_take_memory_of_the_whole_mini_batch(plan):
     assert many["forward of the teacher"] - few["forward of the teacher"] > 0
 
 
+def test_a_forward_that_is_made_once_is_in_no_step(plan):
+    for words, key in (
+        (["dpo.yaml", "engine.micro_batch.size=2", "reference.cache=true"], "reference.cache"),
+        (["sft.yaml", "model.path=tiny", "teacher={model: {path: tiny}, top_k: 8, cache: true}"], "teacher.cache"),
+    ):
+        done = plan(*words, "-n", "2", "--json")
+        assert not done.stderr, done.stderr
+        told = json.loads(done.stdout)
+        assert [note for note in told["notes"] if key in note] and "forward" not in "".join(told["updates"]), words
+
+
 def test_kto_has_the_forwards_of_its_kl_and_rows_of_one_answer(plan):
     words = ("dpo.yaml", "loss.name=kto", "-n", "2")
     done = plan(*words)
@@ -190,7 +201,8 @@ def test_kto_has_the_forwards_of_its_kl_and_rows_of_one_answer(plan):
     others = seconds["forward of the reference on other answers"]
     assert seconds["forward of the model on other answers"] == others == seconds["forward of the reference"] > 0
     assert told["step_seconds"] == sum(seconds.values())
-    assert not paired["notes"] and paired["updates"]["update of the model"]["flops"] == pytest.approx(
+    assert not paired["notes"]
+    assert paired["updates"]["update of the model"]["flops"] == pytest.approx(
         2 * told["updates"]["update of the model"]["flops"]
     )
 
