@@ -67,9 +67,8 @@ def _imported(name: str, modules: Sequence[str]) -> Mapping[str, Any]:
     if name in optional.MODULES:  # as the process that trains finds out
         fault = optional.fault_of(name)
         return {"error": fault} if fault is not None else _about(importlib.import_module(name))
-    optional.take_torchs_cudnn()  # as peft imports transformer-engine where it is
-    try:
-        with warnings.catch_warnings(action="ignore"):
+    try:  # peft imports transformer-engine where it is
+        with warnings.catch_warnings(action="ignore"), optional.torchs_cudnn():
             found = [importlib.import_module(module) for module in modules]
     except BaseException as error:  # a package may raise anything, SystemExit too
         return {"error": f"{type(error).__name__}: {error}"}

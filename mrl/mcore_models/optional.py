@@ -6,15 +6,15 @@ needs no package: `mrl doctor` starts where none is installed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
 import importlib
 import importlib.util
 import os
 import pathlib
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from mrl.errors import one_line
@@ -33,13 +33,12 @@ def fault_of(package: str) -> str | None:
     may lack its extension for torch, or be built for another torch or CUDA."""
     if importlib.util.find_spec(package) is None or mere_folder(package) is not None:
         return ABSENT
-    take_torchs_cudnn()
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"), torchs_cudnn():
             for module in MODULES[package]:
                 importlib.import_module(module)
         backends = getattr(sys.modules.get("torch"), "backends", None)
-        if backends is not None:
+        if backends is not None and package == "transformer_engine":
             backends.cudnn.version()  # raises where the process now has another than torch's
     except Exception as error:  # an import of C++ libraries fails as it likes: ImportError, OSError, RuntimeError
         return one_line(f"{type(error).__name__}: {error}", 160)
@@ -50,28 +49,37 @@ CUDNN_VARIABLES = ("CUDNN_HOME", "CUDNN_PATH")
 """Of transformer-engine: a folder in which it looks for cuDNN before it does elsewhere."""
 
 
-@functools.cache
-def take_torchs_cudnn() -> None:
-    """Has transformer-engine find the cuDNN that came with torch from pip, where one did.
+@contextlib.contextmanager
+def torchs_cudnn() -> Iterator[None]:
+    """Inside, transformer-engine is imported with the cuDNN that came with torch from pip, where one did.
 
     By itself it takes a system's first, such as that of CUDA's images. torch's parts of cuDNN then find the system's
     parts by their names, and no kernel of cuDNN works in a process with parts of two versions. Nothing is done where a
-    variable of `CUDNN_VARIABLES` names another, or where torch brought none, as in NVIDIA's image.
+    variable of `CUDNN_VARIABLES` names another, or where torch brought none, as in NVIDIA's image. Programs that are
+    started later inherit no variable of it.
     """
+    parts = _parts_of_cudnn()
+    if not parts or any(os.environ.get(name) for name in CUDNN_VARIABLES):
+        yield
+        return
+    os.environ["CUDNN_HOME"] = str(parts[0].parent.parent)
+    try:
+        for part in parts:
+            with contextlib.suppress(OSError):  # of a machine that lacks what it needs: the import then says so
+                ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
+        yield
+    finally:
+        del os.environ["CUDNN_HOME"]
+
+
+def _parts_of_cudnn() -> list[pathlib.Path]:
+    """Returns the libraries of pip's cuDNN; [] where there is none."""
     try:
         spec = importlib.util.find_spec("nvidia.cudnn")
     except ModuleNotFoundError:
-        return
+        return []
     folders = [] if spec is None else [pathlib.Path(folder) for folder in spec.submodule_search_locations or ()]
-    parts = [part for folder in folders for part in sorted(folder.glob("lib/libcudnn*.so.*"))]
-    if not parts or any(os.environ.get(name) for name in CUDNN_VARIABLES):
-        return
-    os.environ["CUDNN_HOME"] = str(parts[0].parent.parent)
-    for part in parts:
-        try:
-            ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
-        except OSError:  # of a machine that lacks what it needs: the import then says so
-            return
+    return [part for folder in folders for part in sorted(folder.glob("lib/libcudnn*.so.*"))]
 
 
 def mere_folder(package: str) -> pathlib.Path | None:

@@ -57,8 +57,8 @@ ASKS = """
 import os
 from mrl.mcore_models import optional
 assert optional.fault_of("transformer_engine") is None
-from transformer_engine.pytorch import found
-print(found, os.environ.get("CUDNN_HOME"), [l.split()[-1] for l in open("/proc/self/maps") if "libcudnn" in l][-1:])
+from transformer_engine.pytorch import found, home
+print(found, home, os.environ.get("CUDNN_HOME"), [l.split()[-1] for l in open("/proc/self/maps") if "libcudnn" in l][-1:])
 """
 
 
@@ -80,7 +80,7 @@ def test_transformer_engine_finds_the_cudnn_that_came_with_torch(tmp_path, named
     subprocess.run(make, check=True)
     (tmp_path / "transformer_engine" / "pytorch").mkdir(parents=True)
     (tmp_path / "transformer_engine" / "__init__.py").touch()
-    asks = "import ctypes\ntry:\n    ctypes.CDLL('libcudnn_graph.so.9')\n    found = True\nexcept OSError:\n    found = False\n"
+    asks = "import ctypes, os\nhome = os.environ.get('CUDNN_HOME')\ntry:\n    ctypes.CDLL('libcudnn_graph.so.9')\n    found = True\nexcept OSError:\n    found = False\n"
     (tmp_path / "transformer_engine" / "pytorch" / "__init__.py").write_text(asks)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CUDNN_")} | (
         {named: "/elsewhere"} if named else {}
@@ -90,7 +90,9 @@ def test_transformer_engine_finds_the_cudnn_that_came_with_torch(tmp_path, named
         [sys.executable, "-c", ASKS], capture_output=True, text=True, env=environment, check=True
     ).stdout
     home = str(folder.parent)
-    assert said.split() == (["False", "None", "[]"] if named else ["True", home, f"['{folder}/libcudnn_graph.so.9']"])
+    assert said.split() == (
+        ["False", "None", "None", "[]"] if named else ["True", home, "None", f"['{folder}/libcudnn_graph.so.9']"]
+    )
 
 
 def test_an_installation_that_broke_off_and_a_finder_that_raises(site, monkeypatch):
