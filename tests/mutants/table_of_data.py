@@ -21,7 +21,7 @@ OF_DATA = (
         ("            reads = [dataclasses.replace(read, given=0) for read in reads]\n", ""),
         ("row_order(seed_of(self.seed, name), epoch, rows, self.shuffle)", "row_order(seed_of(0, name), epoch, rows, self.shuffle)"),
         ("row_order(seed_of(self.seed, name), epoch, rows, self.shuffle)", "row_order(seed_of(self.seed, name), 0, rows, self.shuffle)"),
-        ('if saved["settings"].get(name) != value:', "if False:"),
+        ("if was != value and not (", "if False and not ("),
         ("_check_same(key, source.path, saved[\"data\"], entry[\"data\"], name=entry[\"name\"])", "pass"),
     ),
     *_of(
