@@ -1,4 +1,4 @@
-"""Training on preferences side by side: `mrl dpo`, and TRL's trainers.
+"""Training on preferences side by side: `mrl dpo`, and TRL's trainers; and the losses of `mrl rm` and of `mrl sft` with a teacher.
 
     python benchmarks/dpo.py --trl-venv DIR --make-trl-venv               losses step by step, then speed; TRL in a venv made in DIR
     python benchmarks/dpo.py --trl-venv DIR --append benchmarks/results/my-machine.md
@@ -42,14 +42,20 @@ TINY = workload.MODEL | {
 
 @dataclass(frozen=True)
 class Compared:
-    """A loss of both: mrl's `loss` section, TRL's trainer and what its config is given. rows: the file that both read."""
+    """A loss of both: mrl's `loss` section (`teacher` of `sft`), TRL's trainer and what its config is given.
+
+    rows: the file that both read. other: the model beside the one that is trained, a reference or a teacher. model: what is
+    trained.
+    """
 
     loss: dict[str, Any]
     trainer: str
     arguments: dict[str, Any]
     rows: str = "pairs.jsonl"
     batch_size: int = PAIRS_PER_STEP
-    reference: bool = True
+    other: str | None = "other"
+    command: str = "dpo"
+    model: str = "model"
     note: str = ""
 
 
@@ -70,12 +76,27 @@ COMPARED = [
         "of the global one: equal in batches of good, bad, good",
     ),
     Compared(
-        {"name": "orpo", "sft_weight": 0.0}, "orpo", {}, reference=False,
+        {"name": "orpo", "sft_weight": 0.0}, "orpo", {}, other=None,
         note="TRL takes the likelihood of prompts, too, mrl as the paper of answers: TRL's is added to mrl's loss without it",
     ),
     Compared(
         {"name": "simpo", "beta": 2.0, "gamma": 1.0}, "cpo", {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.0, "beta": 2.0},
-        reference=False, note="TRL: `CPOTrainer`, whose `cpo_alpha` is 1 by default",
+        other=None, note="TRL: `CPOTrainer`, whose `cpo_alpha` is 1 by default",
+    ),
+    Compared(
+        {"name": "bradley_terry"}, "reward", {}, rows="margins.jsonl", other=None, command="rm", model="classifier",
+        note="`margin` in each row of both",
+    ),
+    Compared(
+        {"name": "bradley_terry", "centering": 0.1}, "reward", {"center_rewards_coefficient": 0.1}, other=None, command="rm",
+        model="classifier", note="TRL: `center_rewards_coefficient`",
+    ),
+    *(
+        Compared(
+            {"loss": name, "top_k": None} | given, "gkd", {"lmbda": 0.0, "beta": beta}, rows="answers.jsonl", other="teacher", command="sft",
+            note="TRL: `GKDTrainer` on the rows (`lmbda` 0), which samples at its temperature and compares at 1",
+        )
+        for name, given, beta in (("forward_kl", {}, 0.0), ("reverse_kl", {}, 1.0), ("jsd", {"beta": 0.3}, 0.3))
     ),
 ]  # fmt: skip
 
@@ -99,30 +120,45 @@ SUBJECTS = [
 
 
 def make_rows(folder: pathlib.Path, *, count: int, seed: int = 0) -> list[int]:
-    """Writes pairs.jsonl and unpaired.jsonl. Returns each pair's tokens in both sequences, shifted, EOS included."""
+    """Writes the files of rows. Returns each pair's tokens in both sequences, shifted, EOS included."""
     numbers = random.Random(seed)
-    pairs, sizes, singles = [], [], []
+    rows: dict[str, list[dict[str, Any]]] = {"pairs": [], "margins": [], "unpaired": [], "answers": []}
+    sizes = []
     for index in range(count):
         prompt, chosen, rejected = (
             workload.words(numbers.randint(*span), workload.VOCABULARY, numbers)
             for span in ((SHORTEST_PROMPT, LONGEST_PROMPT), (SHORTEST, LONGEST), (SHORTEST, LONGEST))
         )
         texts = {"prompt": " ".join(prompt) + " ", "chosen": " ".join(chosen), "rejected": " ".join(rejected)}
-        pairs.append(texts)
+        answer = {"prompt": texts["prompt"], "completion": texts["chosen"]}
+        rows["pairs"].append(texts)
+        rows["margins"].append(texts | {"margin": index % 4 / 4})
+        rows["unpaired"].append(answer | {"label": index % 3 != 1})
+        rows["answers"].append(answer)
         sizes.append(2 * len(prompt) + len(chosen) + len(rejected))
-        good = index % 3 != 1
-        singles.append({"prompt": texts["prompt"], "completion": texts["chosen"], "label": good})
-    for name, rows in (("pairs", pairs), ("unpaired", singles)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for name, of in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of), encoding="utf-8")
     return sizes
 
 
 def make_models(folder: pathlib.Path, sizes: dict[str, Any]) -> None:
-    """Writes the policy and another model that is its reference. Rows are strings, so that there is no chat template."""
+    """Writes the policy, another model that is its reference, one that is a teacher, and a sequence classifier with the policy's
+    body. Rows are strings, so that there is no chat template."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
     for seed, name in enumerate(("model", "other")):
         shutil.rmtree(folder / name, ignore_errors=True)
         workload.make_model(folder / name, seed, sizes=sizes)
         (folder / name / "chat_template.jinja").unlink()
+    # Two random models of these sizes say nearly the same. The divergence would be of the size of its own rounding in TRL's fp32.
+    teacher = AutoModelForCausalLM.from_pretrained(folder / "other", dtype="float32")
+    teacher.lm_head.weight.data.mul_(20)
+    teacher.save_pretrained(folder / "teacher")
+    classifier = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1, dtype="float32")
+    classifier.score.weight.data.normal_(std=0.1)
+    classifier.save_pretrained(folder / "classifier")
+    for name in ("teacher", "classifier"):
+        AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / name)
 
 
 def main() -> None:
@@ -175,22 +211,25 @@ def run(peer: str | None, spec: dict[str, Any], folder: pathlib.Path) -> list[di
 
 def mrl_spec(folder: pathlib.Path, compared: Compared, *, steps: int, lr: float, cache: bool) -> dict[str, Any]:
     data = {"train": str(folder / compared.rows), "max_length": 512, "shuffle": False}
-    keys: dict[str, Any] = {"loss": compared.loss, "data": data}
-    if compared.reference:
-        keys["reference"] = {"cache": cache, "model": {"path": str(folder / "other")}}
+    keys: dict[str, Any] = {"data": data, "model": {"path": str(folder / compared.model), "dtype": "float32"}}
+    beside = {"cache": cache, "model": {"path": str(folder / compared.other)}} if compared.other else {}
+    if compared.command == "sft":
+        keys["teacher"] = beside | compared.loss
+    else:
+        keys |= {"loss": compared.loss} | ({"reference": beside} if beside else {})
     return {
         "folder": str(folder), "steps": steps, "lr": lr, "batch_size": compared.batch_size, "micro_tokens": 4096, "data": "command",
-        "command": "dpo", "keys": keys,
+        "command": compared.command, "keys": keys,
     }  # fmt: skip
 
 
 def trl_spec(folder: pathlib.Path, compared: Compared, *, steps: int, lr: float, cache: bool) -> dict[str, Any]:
-    arguments = NUMBERS | {"max_length": 512} | compared.arguments
+    arguments = (NUMBERS if compared.command == "dpo" else {}) | {"max_length": 512} | compared.arguments
     if cache:
         arguments |= {"precompute_ref_log_probs": True}
     return {
         "folder": str(folder), "steps": steps, "lr": lr, "batch_size": compared.batch_size, "trainer": compared.trainer,
-        "arguments": arguments, "rows": compared.rows, "reference": "other" if compared.reference else None,
+        "arguments": arguments, "rows": compared.rows, "other": compared.other, "model": compared.model,
     }  # fmt: skip
 
 
@@ -206,7 +245,9 @@ def losses(folder: pathlib.Path, peer: str) -> Iterable[str]:
         print(compared.loss, pairs, f"{worst:.1e}", file=sys.stderr)
         if worst > TOLERANCE:
             raise SystemExit(f"{compared.loss}: losses differ by {worst:.1e}: {pairs}")
-        rows.append(f"| `{json.dumps(compared.loss)}` | {pairs[0][0]:.6f} | {worst:.0e} | {compared.note} |")
+        rows.append(
+            f"| `mrl {compared.command}`: `{json.dumps(compared.loss)}` | {pairs[0][0]:.6f} | {worst:.0e} | {compared.note} |"
+        )
     return rows
 
 

@@ -1,4 +1,4 @@
-"""TRL's trainers on preferences, in the peer's own venv. `spec["trainer"]` names one, `spec["arguments"]` are its config's, over
+"""TRL's trainers on preferences, of reward models and with a teacher, in the peer's own venv. `spec["trainer"]` names one, `spec["arguments"]` are its config's, over
 those below. Losses are taken where they are computed: what TRL logs is rounded."""
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import pathlib
 import torch
 from datasets import Dataset
 from measure import Meter, leave_world, read_arguments
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl_parts import Clock, InOrder, arguments_of
 
 
 def of_name(name: str):
-    """The trainer and its config. TRL keeps ORPO and CPO, which has simpo's loss, among its experiments."""
+    """The trainer and its config. TRL keeps ORPO, CPO, which has simpo's loss, and GKD among its experiments."""
     if name == "dpo":
         from trl import DPOConfig, DPOTrainer
 
@@ -27,6 +27,14 @@ def of_name(name: str):
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
         return ORPOTrainer, ORPOConfig
+    if name == "reward":
+        from trl import RewardConfig, RewardTrainer
+
+        return RewardTrainer, RewardConfig
+    if name == "gkd":
+        from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+        return GKDTrainer, GKDConfig
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     return CPOTrainer, CPOConfig
@@ -50,6 +58,17 @@ def in_order(trainer, meter: Meter):
     return Noted
 
 
+def tokenized(row, tokenizer):
+    """A row of GKD as TRL's collator takes it once its tokens are known: the answer is trained, with the end token."""
+    prompt, answer = (tokenizer(row[name])["input_ids"] for name in ("prompt", "completion"))
+    ids = [*prompt, *answer, tokenizer.eos_token_id]
+    return {
+        "prompt": row["prompt"],
+        "input_ids": ids,
+        "completion_mask": [int(i >= len(prompt)) for i in range(len(ids))],
+    }
+
+
 def main() -> None:
     spec, out = read_arguments()
     folder = pathlib.Path(spec["folder"])
@@ -59,10 +78,15 @@ def main() -> None:
     own = {"remove_unused_columns": False, "bf16": False, "gradient_checkpointing": False}
     arguments = config(**arguments_of(spec, batch_size=spec["batch_size"], **own))
     rows = [json.loads(line) for line in (folder / spec["rows"]).read_text(encoding="utf-8").splitlines()]
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32), AutoTokenizer.from_pretrained(folder / "model")  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(folder / spec["model"])
+    kind = AutoModelForSequenceClassification if spec["trainer"] == "reward" else AutoModelForCausalLM
+    model = kind.from_pretrained(folder / spec["model"], dtype=torch.float32)
     more = {}
-    if spec["reference"]:  # by a path, another policy; else the start
-        more["ref_model"] = AutoModelForCausalLM.from_pretrained(folder / spec["reference"], dtype=torch.float32)
+    if spec["other"]:  # by a path, another policy; else the start
+        role = "teacher_model" if spec["trainer"] == "gkd" else "ref_model"
+        more[role] = AutoModelForCausalLM.from_pretrained(folder / spec["other"], dtype=torch.float32)
+    if spec["trainer"] == "gkd":
+        rows = [tokenized(row, tokenizer) for row in rows]
     made = in_order(trainer, meter)(
         model=model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
         callbacks=[Clock(meter)], **more,
