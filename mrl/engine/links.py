@@ -149,7 +149,10 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def send(self, bucket: Bucket, given_up: Callable[[], bool]) -> None:
-        """Returns when the bucket is on its way or where `given_up`; raises LinkBroken."""
+        """Returns when the bucket is on its way or where `given_up`; raises LinkBroken.
+
+        The device has written the bucket, and the servers were told of it or are being told.
+        """
 
     def rest(self) -> None:
         """Gives the buffers' memory back, until the next bucket."""
@@ -249,8 +252,7 @@ class SharedMemoryLink(Link):
         return bucket.layout | {"memory": self._handles[bucket.turn]}
 
     def send(self, bucket: Bucket, given_up: Callable[[], bool]) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # before it is read from another process
+        """The bucket is where the servers read it."""
 
     def rest(self) -> None:
         super().rest()
@@ -308,11 +310,12 @@ class _BroadcastEnd(End):
 
 class _SharedMemoryEnd(End):
     def __init__(self) -> None:
-        self._mapped: dict[str, Tensor] = {}
+        self._mapped: dict[tuple[tuple[str, Any], ...], Tensor] = {}
 
     def receive(self, update: dict[str, Any], device: torch.device) -> Tensor:
         memory = update["memory"]
-        key = memory.get("file") or memory["handle"]
+        # By all that names it: CUDA's handle alone is that of a whole cudaMalloc block, in which both buffers may lie.
+        key = tuple(sorted(memory.items()))
         if key not in self._mapped:
             if "file" in memory:
                 if not os.path.exists(memory["file"]):

@@ -219,17 +219,17 @@ def make_handover(servers: Together[Any], config: ServerConfig, weights_dir: str
     Raises ConfigError where a server does not have that way; `auto` takes what all of them have, on a GPU.
     """
     folders = WeightFolders(weights_dir, bucket_mb=config.bucket_mb)
-    chosen = _choose(servers, config.handover, device)
+    chosen = _choose(servers, config.handover, device, sleeps=config.sleep)
     if chosen == "disk":
         return DiskHandover(servers, folders)
     return LinkHandover(servers, chosen, device, bucket_mb=config.bucket_mb, timeout_s=config.timeout_s)
 
 
-def _choose(servers: Together[Any], asked: str, device: torch.device) -> str:
+def _choose(servers: Together[Any], asked: str, device: torch.device, *, sleeps: bool) -> str:
     if asked == "disk" or (asked == "auto" and device.type != "cuda"):
         return "disk"
     for way in ("ipc", "broadcast") if asked == "auto" else (asked,):
-        found = servers.each(functools.partial(_obstacle, way=way, device=device))
+        found = servers.each(functools.partial(_obstacle, way=way, device=device, sleeps=sleeps))
         obstacles = [(server, obstacle) for server, obstacle in zip(servers, found, strict=True) if obstacle]
         if not obstacles:
             return way
@@ -239,18 +239,22 @@ def _choose(servers: Together[Any], asked: str, device: torch.device) -> str:
     return "disk"
 
 
-def _obstacle(server: Receiver, way: str, device: torch.device) -> tuple[str, str] | None:
+def _obstacle(server: Receiver, way: str, device: torch.device, *, sleeps: bool) -> tuple[str, str] | None:
     """Returns why weights cannot take `way` to a server, and what would help; None where they can."""
     if way not in server.links:
         return "it takes no weights that way", f"start it with {server.how_to_link}, or set it to disk"
     if way == "broadcast":
+        # Servers do not say which GPU they are on. One that sleeps is on the trainer's: that is what sleep is for.
+        if sleeps and device.type == "cuda":
+            why = "rollout.server.sleep is for a server on the trainer's GPU, and NCCL refuses two processes on one"
+            return why, "set it to auto, ipc or disk, or rollout.server.sleep to false if it has GPUs of its own"
         return None
-    here = links.place()
+    here, instead = links.place(), "set it to disk" if sleeps else "set it to broadcast"
     for place in server.places():
         if place["machine"] != here["machine"]:
-            return "it is on another machine (or has a /dev/shm of its own)", "set it to broadcast"
+            return "it is on another machine (or has a /dev/shm of its own)", instead
         if device.type == "cuda" and here["gpus"][torch.cuda.current_device()] not in place["gpus"]:
-            return "it does not see the trainer's GPU", "set it to broadcast"
+            return "it does not see the trainer's GPU", instead
     return None
 
 
@@ -383,6 +387,10 @@ class LinkHandover(Handover):
         with concurrent.futures.ThreadPoolExecutor(1, "handover") as pool:
             sent: concurrent.futures.Future[None] | None = None
             for bucket in links.buckets(weights, self._bucket_bytes, link.buffer):
+                if self._device.type == "cuda":
+                    # The copies into the bucket are on this thread's stream. Other processes are about to be told to
+                    # read it, and the thread that sends it has another stream.
+                    torch.cuda.current_stream(self._device).synchronize()
                 if sent is not None:
                     sent.result()
                 sent = pool.submit(self._send_one, bucket, link)

@@ -39,6 +39,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 VENV = pathlib.Path(os.environ.get("MRL_TEST_VLLM_VENV", ROOT / ".venv-vllm"))
 """Where vLLM is installed: `make vllm-venv` makes it."""
 
+CPU = torch.device("cpu")
 MAX_LENGTH = 512
 TEXT = [5, 9, 40, 41, 77, 12]
 FIRST_REQUEST_S = 600
@@ -149,12 +150,13 @@ def logs_of(servers: list[RealServer]) -> Iterator[None]:
 
 
 def sampler_of(
-    urls: list[str], weights_dir: str, *, is_main=True, on_main=lambda fn: fn(), probe=None, adapted=None, **config
-):
+    urls: list[str], weights_dir: str, *, is_main=True, on_main=lambda fn: fn(), probe=None, adapted=None,
+    device=CPU, **config,
+):  # fmt: skip
     settings = ServerConfig(**{"urls": tuple(urls), "bucket_mb": 1, **config})
     return VLLMServerSampler(
         settings, is_main=is_main, on_main=on_main, weights_dir=weights_dir, max_length=MAX_LENGTH, probe=probe,
-        adapted=adapted,
+        adapted=adapted, device=device,
     )  # fmt: skip
 
 

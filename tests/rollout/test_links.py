@@ -5,9 +5,12 @@ hand-over does where a server fails. Real servers are in test_handover.py.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import itertools
+import secrets
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -237,6 +240,74 @@ def test_a_group_of_two_servers(two, tmp_path):
         assert [(n, t.tolist()) for n, t in process.came] == [(n, t.tolist()) for n, t in WEIGHTS]
     sampler.close()
     assert [process.end for process in processes] == [None, None]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """What both ends of CUDA IPC see of a GPU, in memory of the host: one block of cudaMalloc, of which all buffers are
+    parts under one handle. Other processes see what is written when the stream has been waited for, 50 ms later."""
+    written, block = torch.zeros(4096, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
+    start, taken = written.data_ptr(), itertools.count(512, 512)
+    handle = secrets.token_bytes(64)  # torch keeps what it has mapped, by handle and offset
+
+    def share(storage):
+        return 0, handle, storage.nbytes(), storage.data_ptr() - start, b"counter", 0, b"event", False
+
+    def map_it(device, handle, size, offset, *rest):
+        return block.untyped_storage()[offset : offset + size]
+
+    def make(link, turn, size):
+        at = next(taken)
+        return torch.empty(0, dtype=torch.uint8).set_(written.untyped_storage()[at : at + size])
+
+    def wait():
+        time.sleep(0.05)
+        block.copy_(written)
+
+    monkeypatch.setattr(links.Link, "_make", make)
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", map_it)
+    for name, value in {
+        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "_lazy_init": lambda: None,
+        "set_device": lambda device: None, "synchronize": lambda device: wait(),
+        "get_device_properties": lambda device: types.SimpleNamespace(uuid="GPU-0"),
+        "current_stream": lambda device: types.SimpleNamespace(synchronize=wait),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    return torch.device("cuda")
+
+
+def test_cuda_ipc_reads_each_bucket_where_it_is_and_when_it_is_written(two, tmp_path, gpu):
+    process = Process(two[0], receives=True)
+    two[0].faults["/collective_rpc"].insert(0, says(200, {"results": [links.place()]}))
+    sampler = sampler_of([two[0].url], str(tmp_path), handover="auto", device=gpu)
+    assert sampler.handover == "ipc"
+    sampler._handover._bucket_bytes = 24
+    sampler.update_weights(iter(WEIGHTS))
+    assert two[0].paths().count("/update_weights") > 2
+    assert [(n, t.tolist()) for n, t in process.came] == [(n, t.tolist()) for n, t in WEIGHTS]
+
+
+def test_a_server_that_sleeps_is_on_the_trainers_gpu(two, tmp_path, gpu):
+    """So weights come to it by ipc, else by disk: NCCL refuses two processes on one GPU."""
+
+    def asleep(body, recorded):
+        recorded[1]["vllm_config"]["model_config"]["enable_sleep_mode"] = True
+        return linked(body, recorded)
+
+    for handover, sees, expected in (
+        ("auto", ["GPU-0"], "ipc"), ("auto", ["GPU-1"], "disk"),
+        ("broadcast", ["GPU-0"], r"cannot reach http\S+: rollout.server.sleep is for .*NCCL.*; set it to auto, ipc or disk"),
+        ("ipc", ["GPU-1"], "does not see the trainer's GPU; set it to disk"),
+    ):  # fmt: skip
+        two[0].faults["/server_info?config_format=json"] = [asleep]
+        two[0].faults["/collective_rpc"] = [says(200, {"results": [links.place() | {"gpus": sees}]})] * 2
+        make = functools.partial(sampler_of, [two[0].url], str(tmp_path), sleep=True, device=gpu)
+        if handover == "auto":
+            assert make(handover=handover).handover == expected
+        else:
+            with pytest.raises(ConfigError, match=expected):
+                make(handover=handover)
 
 
 def test_a_server_that_does_not_receive_holds_nobody_up(two, tmp_path):
