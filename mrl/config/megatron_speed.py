@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 ROUNDING = frozenset("""
-    gradient_accumulation_fusion batch_p2p_sync use_ring_exchange_p2p deallocate_pipeline_outputs
-    overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage barrier_with_L1_time deterministic_mode
-    bias_activation_fusion masked_softmax_fusion persist_layer_norm memory_efficient_layer_norm bias_dropout_fusion
+    gradient_accumulation_fusion deallocate_pipeline_outputs overlap_p2p_comm_warmup_flush
+    microbatch_group_size_per_vp_stage deterministic_mode bias_activation_fusion bias_dropout_fusion
     apply_rope_fusion fused_residual_rmsnorm moe_shared_expert_overlap moe_token_dispatcher_type moe_enable_deepep
     moe_flex_dispatcher_backend moe_permute_fusion moe_router_fusion moe_deepep_num_sms moe_hybridep_num_sms
-    overlap_grad_reduce overlap_param_gather bucket_size num_buckets pad_buckets_for_high_nccl_busbw nccl_ub
+    overlap_grad_reduce overlap_param_gather bucket_size pad_buckets_for_high_nccl_busbw nccl_ub
     check_for_nan_in_grad check_for_large_grads config_logger_dir optimizer_cpu_offload fp8 fp8_recipe
     first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 tp_only_amax_red
 """.split())  # fmt: skip  # noqa: SIM905

@@ -72,8 +72,8 @@ def fixed_refusal(model: torch.nn.Module) -> str | None:
         return "experts are spread over ranks (engine.parallel.ep)"
     if config.expert_tensor_parallel_size > 1:
         return "experts are split over ranks (engine.parallel.etp)"
-    if config.moe_apply_probs_on_input or config.moe_expert_capacity_factor is not None:
-        return "experts drop tokens or scale their inputs (engine.megatron)"
+    if config.moe_expert_capacity_factor is not None:
+        return "experts drop tokens (engine.megatron.moe_expert_capacity_factor)"
     if config.moe_shared_expert_overlap:
         return "shared experts run inside the exchange of tokens (engine.megatron.moe_shared_expert_overlap)"
     if any(isinstance(module, Adapter) for one in experts for module in one.modules()):

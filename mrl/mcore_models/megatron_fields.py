@@ -40,9 +40,8 @@ with the same name."""
 
 OF_TRANSFORMER_ENGINE = frozenset("""
     gradient_accumulation_fusion apply_rope_fusion fused_residual_rmsnorm moe_permute_fusion moe_router_fusion
-    use_te_activation_func symmetric_ar_type moe_enable_deepep
-    moe_flex_dispatcher_backend use_te_rng_tracker moe_token_dispatcher_type fp8 fp8_recipe first_last_layers_bf16
-    num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 tp_only_amax_red
+    symmetric_ar_type moe_enable_deepep moe_flex_dispatcher_backend moe_token_dispatcher_type fp8 fp8_recipe
+    first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 tp_only_amax_red
 """.split())  # fmt: skip  # noqa: SIM905
 """Fields for kernels of transformer-engine, or of packages beside it: a plan, whose layers are the local spec's, leaves
 them out."""
@@ -73,7 +72,8 @@ SET_BY_MRL: Mapping[str, str] = {
         no_rope_freq moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq moe_ffn_hidden_size
         moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_dtype
         moe_router_topk_scaling_factor moe_router_score_function moe_router_enable_expert_bias
-        moe_router_bias_update_rate moe_latent_size mrope_section init_method_std attention_dropout hidden_dropout
+        moe_router_bias_update_rate moe_router_topk_limited_devices moe_apply_probs_on_input moe_latent_size
+        mrope_section init_method_std embedding_init_method_std attention_dropout hidden_dropout
         apply_residual_connection_post_layernorm test_mode heterogeneous_block_specs is_hybrid_model
         experimental_attention_variant""".split()),  # noqa: SIM905
     **_use("set engine.batch_invariant", "batch_invariant_mode"),
@@ -88,16 +88,20 @@ SET_BY_MRL: Mapping[str, str] = {
     **_use("mrl divides the layers evenly by engine.parallel.pp", "num_layers_in_first_pipeline_stage",
            "num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split",
            "account_for_loss_in_pipeline_split"),
-    **_use("set model.dtype", "params_dtype", "pipeline_dtype", "bf16", "fp16", "enable_autocast", "autocast_dtype"),
+    **_use("set model.dtype", "params_dtype", "pipeline_dtype", "bf16", "fp16", "enable_autocast", "autocast_dtype",
+           "fp32_residual_connection"),
     **_use("set model.init", "perform_initialization", "use_cpu_initialization", "init_model_with_meta_device"),
     **_use("set engine.recompute", "recompute_granularity", "recompute_method", "recompute_num_layers",
-           "distribute_saved_activations", "moe_layer_recompute"),
+           "distribute_saved_activations", "moe_layer_recompute",
+           "num_microbatches_with_partial_activation_checkpoints"),
     **_use("set engine.recompute_modules", "recompute_modules"),
-    **_use("set engine.moe.aux_loss", "moe_aux_loss_coeff", "moe_router_load_balancing_type"),
+    **_use("set engine.moe.aux_loss", "moe_aux_loss_coeff", "moe_router_load_balancing_type",
+           "moe_router_quantile_balancing_ema"),
     **_use("set model.mtp", "mtp_num_layers", "mtp_loss_scaling_factor"),
     **_use("set engine.moe.z_loss", "moe_z_loss_coeff"),
-    **_use("set engine.layer_spec", "moe_grouped_gemm", "transformer_impl"),
-    **_use("set NVTE_FLASH_ATTN, NVTE_FUSED_ATTN or NVTE_UNFUSED_ATTN to 0 (docs/gpu.md)", "attention_backend"),
+    **_use("set engine.layer_spec", "moe_grouped_gemm", "moe_use_legacy_grouped_gemm", "transformer_impl"),
+    **_use("set NVTE_FLASH_ATTN, NVTE_FUSED_ATTN or NVTE_UNFUSED_ATTN to 0 (docs/gpu.md)", "attention_backend",
+           "flash_attention_version"),
     **_use("mrl chooses it by the model and engine.parallel (docs/gpu.md)", "cp_comm_type"),
     **_use("set optimizer.lr", "lr", "decoupled_lr"),
     **_use("set optimizer.min_lr", "min_lr", "decoupled_min_lr"),
@@ -112,7 +116,9 @@ SET_BY_MRL: Mapping[str, str] = {
            "activation_offload_fraction", "fine_grained_offloading_max_inflight_offloads"),
     **_use("all of the optimizer is on the host with optimizer_cpu_offload", "optimizer_offload_fraction",
            "use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"),
-    **_use("set optimizer.name", "optimizer"),
+    **_use("set optimizer.name", *"""
+        optimizer lion_beta1 lion_beta2 soap_shampoo_beta soap_precondition_frequency
+        soap_use_kl_shampoo""".split()),  # noqa: SIM905
     **_use("the optimizer is AdamW, or Muon with AdamW (optimizer.name)", *"""
         decoupled_weight_decay sgd_momentum muon_scalar_optimizer adaptive_muon_beta2 adaptive_muon_eps
         adaptive_muon_moment2_method""".split()),  # noqa: SIM905
@@ -130,12 +136,28 @@ SET_BY_MRL: Mapping[str, str] = {
            "param_name_patterns_for_fp32_local_accumulation"),
     **_use("the distributed optimizer is always on", "use_distributed_optimizer",
            "use_layer_wise_distributed_optimizer", "num_distributed_optimizer_instances"),
-    **_use("set engine.backend to fsdp", "use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy",
-           "outer_dp_sharding_strategy"),
-    **_use("mrl sets it by engine.parallel.pp", "variable_seq_lengths", "batch_p2p_comm", "overlap_p2p_comm"),
+    **_use("set engine.backend to fsdp", *"""
+        use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy
+        preserve_fp32_weights suggested_communication_unit_size fsdp_all_gather_in_start_param_sync
+        fsdp_db_use_persist_buf_on_alloc_fail fsdp_double_buffer fsdp_manual_registration megatron_fsdp_cuda_graph_mode
+        megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype
+        megatron_fsdp_main_params_dtype megatron_fsdp_max_pool_double_buffer
+        megatron_fsdp_use_decoupled_grad""".split()),  # noqa: SIM905
+    **_use("mrl sets it by engine.parallel.pp", "variable_seq_lengths", "batch_p2p_comm", "batch_p2p_sync",
+           "overlap_p2p_comm"),
     **_use("mrl computes log-probs itself", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
     **_use("set apply_rope_fusion", "fused_single_qkv_rope"),
     **_use("set overlap_param_gather", "overlap_param_gather_with_optimizer_step", "align_param_gather"),
+    **_use("set bucket_size", "num_buckets"),
+    **_use("attention and norms are mrl's own or transformer-engine's (engine.layer_spec)", *"""
+        masked_softmax_fusion attention_softmax_in_fp32 apply_query_key_layer_scaling persist_layer_norm
+        memory_efficient_layer_norm""".split()),  # noqa: SIM905
+    **_use("mrl samples by its own decoder (docs/gpu.md)", *"""
+        flash_decode inference_rng_tracker inference_sampling_seed inference_fuse_tp_communication
+        inference_disable_triton_nvls_kernels inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels
+        inference_moe_token_dispatcher_type use_inference_optimized_layers mlp_chunks_for_prefill
+        nccl_all_reduce_for_prefill moe_pad_experts_for_cuda_graph_inference""".split()),  # noqa: SIM905
+    **_use("checkpoints are mrl's own, for every layout", "hetereogenous_dist_checkpoint"),
 }  # fmt: skip
 """Field -> what to do in its place."""
 
@@ -153,16 +175,52 @@ NOT_THERE: Mapping[str, str] = {
     **_use("recipes of FP8 are transformer-engine's own", "fp8_quantizer_factory"),
     **_use("what each expert gets is padded after it has been routed", "moe_router_padding_for_fp8",
            "moe_router_padding_for_quantization"),
-    **_use("layers have no CUDA graphs", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl",
-           "optimizer_cuda_graph"),
+    **_use("layers have no CUDA graphs", *"""
+        enable_cuda_graph external_cuda_graph optimizer_cuda_graph cuda_graph_impl cuda_graph_modules cuda_graph_scope
+        cuda_graph_retain_backward_graph cuda_graph_use_single_mempool cuda_graph_warmup_steps""".split()),  # noqa: SIM905
     **_use("masters are fp32", "main_params_dtype", "store_param_remainders"),
-    **_use("its buffers are of one size, and packed micro-batches are not", "tp_comm_overlap"),
+    **_use("its buffers are of one size, and packed micro-batches are not", *"""
+        tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_overlap_disable_fc1
+        tp_comm_overlap_disable_qkv tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_split_ag tp_comm_split_rs
+        tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_bootstrap_backend""".split()),  # noqa: SIM905
     **_use("it needs a schedule that is made of other parts of a layer", "delay_wgrad_compute",
            "overlap_moe_expert_parallel_comm", "overlap_dispatch_backward_with_experts_wgrad",
-           "ep_overlap_early_attn_memory_release"),
+           "ep_overlap_early_attn_memory_release", "high_priority_a2a_comm_stream"),
     **_use("parameters would have other names", "use_transformer_engine_op_fuser", "moe_single_grouped_weight",
-           "moe_single_grouped_bias"),
+           "moe_single_grouped_bias", "use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
+    **_use("it needs use_transformer_engine_op_fuser, with which parameters would have other names", *"""
+        moe_expert_rank_capacity_factor moe_ncclep_static_shape moe_ncclep_zero_copy moe_paged_stash
+        moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cpu
+        moe_paged_stash_buffer_size_factor_cuda""".split()),  # noqa: SIM905
+    **_use("rows of weights would be in another order", "moe_mlp_glu_interleave_size",
+           "moe_shared_expert_glu_interleave_size"),
+    **_use("weights would be in other shards", "gtp_weight_remat_size", "expert_gtp_weight_remat_size",
+           "tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
     **_use("the output layer is mrl's own", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
+    # `_scale_logits` would multiply what the output layer returns, which is log-probs here
+    **_use("a model is what its config.json says, and there is no muP", *"""
+        use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
+        mup_attn_scale_power""".split()),  # noqa: SIM905
+    **_use("nothing clips the logits of attention, nor writes them down", "qk_clip", "qk_clip_alpha",
+           "qk_clip_threshold", "log_max_attention_logit"),
+    **_use("no family of models here has such layers", *"""
+        linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
+        linear_value_head_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
+        mamba_training_ssm_states_dtype use_mamba_mem_eff_path dsa_indexer_head_dim dsa_indexer_k_norm_epsilon
+        dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff dsa_indexer_n_heads dsa_indexer_rope_interleaved
+        dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset dsa_indexer_topk
+        dsa_indexer_topk_freq dsa_indexer_use_sparse_loss dsa_kernel_backend use_kitchen use_kitchen_attention
+        kitchen_attention_backend use_te_activation_func use_fused_weighted_squared_relu""".split()),  # noqa: SIM905
+    # a constant scale would divide gradients of a loss that nothing has multiplied
+    **_use("there is no training in fp16, whose loss is scaled", "loss_scale", "initial_loss_scale", "min_loss_scale",
+           "loss_scale_window", "hysteresis"),
+    **_use("a step is skipped where its norm is not finite, and at no other", "grad_norm_skip_threshold"),
+    **_use("nothing would read it", *"""
+        log_num_zeros_in_grad moe_per_layer_logging moe_enable_routing_replay moe_token_dropping moe_extended_tp
+        barrier_with_L1_time async_tensor_model_parallel_allreduce use_te_rng_tracker
+        pipeline_model_parallel_comm_backend""".split()),  # noqa: SIM905
+    **_use("torch has no ring_exchange", "use_ring_exchange_p2p"),
+    **_use("router losses would count padding", "mlp_chunks_for_training"),
 }  # fmt: skip
 """Field of something that mrl does not have -> why it cannot be: a model would break, or train wrong in silence."""
 

@@ -68,8 +68,8 @@ def test_a_new_signature_is_no_change_and_another_query_elsewhere_is_one():
         ({"engine": {"backend": "fsdp"}}, "engine.backend"),
         ({"engine": {"moe": {"aux_loss": 0.1}}}, "engine.moe.aux_loss"),
         (
-            {"engine": {"megatron": {"bucket_size": 9, "fp32_residual_connection": True}}},
-            "engine.megatron.fp32_residual_connection",
+            {"engine": {"megatron": {"bucket_size": 9, "moe_input_jitter_eps": 0.5}}},
+            "engine.megatron.moe_input_jitter_eps",
         ),
     ],
 )

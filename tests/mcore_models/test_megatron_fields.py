@@ -9,7 +9,7 @@ import torch
 from mrl.config.megatron_speed import ROUNDING
 from mrl.converters.hf_config import normalize
 from mrl.errors import ConfigError
-from mrl.mcore_models import cpu_stand_in
+from mrl.mcore_models import cpu_stand_in, megatron_fields
 from mrl.mcore_models.megatron_fields import NOT_THERE, OF_TRANSFORMER_ENGINE, SET_BY_MRL, check, fields, of_kind
 from mrl.parallel import ParallelDims
 from tests.engine import tiny
@@ -23,6 +23,24 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from mrl.mcore_models import build  # noqa: E402
 
 AWARE = {"use_precision_aware_optimizer": True}
+REVIEWED = frozenset("""
+    apply_rope_fusion bias_activation_fusion bias_dropout_fusion fused_residual_rmsnorm gradient_accumulation_fusion
+    activation_func_fp8_input_store clone_scatter_output_in_embedding deterministic_mode config_logger_dir
+    disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache symmetric_ar_type
+    fp8 fp8_recipe first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 tp_only_amax_red
+    moe_token_dispatcher_type moe_enable_deepep moe_deepep_num_sms moe_flex_dispatcher_backend
+    moe_flex_dispatcher_num_sms moe_hybridep_num_sms moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
+    moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion
+    moe_permute_fusion_into_hybridep moe_router_fusion moe_shared_expert_overlap moe_input_jitter_eps
+    moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_router_force_biased
+    moe_router_force_load_balancing
+    deallocate_pipeline_outputs microbatch_group_size_per_vp_stage overlap_p2p_comm_warmup_flush
+    overlap_grad_reduce overlap_param_gather bucket_size pad_buckets_for_high_nccl_busbw nccl_ub
+    disable_symmetric_registration reduce_scatter_with_fp32_accumulation check_for_nan_in_grad check_for_large_grads
+    apply_wd_to_qk_layernorm optimizer_cpu_offload use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype
+""".split())  # fmt: skip  # noqa: SIM905
+"""Fields of megatron-core 0.16.1 or 0.19.2 that code reads which mrl runs: by its source, of each."""
+
 CLASSES = {"transformer": TransformerConfig, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
 
 
@@ -36,7 +54,7 @@ def test_the_source_names_the_fields_that_the_class_has(kind, made):
     "given",
     [
         {"bucket_size": None}, {"bucket_size": 1000}, {"moe_input_jitter_eps": 1}, {"moe_input_jitter_eps": 0.5},
-        {"cuda_graph_scope": ["attn"]}, {"moe_token_dispatcher_type": "flex"},
+        {"apply_wd_to_qk_layernorm": True}, {"moe_token_dispatcher_type": "flex"},
         {"overlap_grad_reduce": True}, AWARE | {"exp_avg_dtype": "bfloat16"}, {"symmetric_ar_type": None},
     ],
     ids=str,
@@ -61,7 +79,11 @@ def test_values_of_the_type_are_taken(given):
         (AWARE | {"exp_avg_sq_dtype": "uint8"}, "exp_avg_sq_dtype: value \"uint8\" is no dtype .*; give float32 or bfloat16"),
         ({"moe_token_dispatcher_type": "all"}, ".* give one of allgather, alltoall, flex"),
         ({"offload_modules": ["core_attn"]}, ".* sets itself; set engine.offload to .activations."),
-        ({"cuda_graph_scope": [1]}, ".* is of another type .* give text, or a list"),
+        ({"use_te_rng_tracker": True}, ".* is for what mrl does not have: nothing would read it; leave it out"),
+        ({"qk_clip": True}, ".* is for what mrl does not have: nothing clips the logits of attention, .*"),
+        ({"loss_scale": 2.0}, ".* is for what mrl does not have: there is no training in fp16, .*"),
+        ({"tp_comm_bulk_wgrad": True}, ".* is for what mrl does not have: its buffers are of one size, .*"),
+        ({"fsdp_double_buffer": True}, ".* is for a field that mrl sets itself; set engine.backend to fsdp"),
         ({"no_sync_func": "f"}, ".* is for a field that takes a Python object; leave it out"),
     ],
     ids=str,
@@ -70,6 +92,19 @@ def test_others_are_refused_in_one_line(given, message):
     with pytest.raises(ConfigError) as refused:
         check(given)
     assert re.fullmatch(f"engine.megatron.{message}.*", str(refused.value)), str(refused.value)
+
+
+def test_every_field_that_is_taken_has_been_looked_at():
+    """A new megatron-core brings fields: each is refused, or read by what mrl runs and added to the list."""
+    open_to_yaml = {name for name, field in fields().items() if megatron_fields._takes_any(field.annotation)}
+    assert open_to_yaml - set(SET_BY_MRL) - set(NOT_THERE) - REVIEWED == set()
+    assert not REVIEWED & (set(SET_BY_MRL) | set(NOT_THERE))
+
+
+def test_fields_that_019_alone_has_are_refused_with_what_to_do():
+    assert SET_BY_MRL["lion_beta1"] == SET_BY_MRL["soap_shampoo_beta"] == "set optimizer.name"
+    assert SET_BY_MRL["megatron_fsdp_grad_comm_dtype"] == "set engine.backend to fsdp"
+    assert {"use_mup", "grad_norm_skip_threshold", "moe_paged_stash", "gtp_weight_remat_size"} <= set(NOT_THERE)
 
 
 LAYOUTS = (
