@@ -29,8 +29,12 @@ from typing import Any
 
 import psutil
 
-# Imported once, in the server that the workers are forked from; one that is not installed is passed over there.
-PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "megatron.core")
+# Imported once, in the server that the workers are forked from; one that is not installed is passed over there. Without the engines
+# each rank imports for 4 s before its first case, and keeps a copy of its own.
+PRELOAD = (
+    "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers.modeling_utils", "megatron.core",
+    "datasets", "peft", "mrl.engine.fsdp.engine", "mrl.engine.megatron.engine", "tests.engine.contract",
+)  # fmt: skip
 OTHERS_GRACE_S = 3.0  # how long the other ranks have after one has failed
 MOST_BYTES = 5 << 30
 """That all worlds may hold between two cases, where what ranks still share with the process they were forked from counts for each (15 new ranks:
