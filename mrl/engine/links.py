@@ -144,8 +144,8 @@ class Link(abc.ABC):
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     @abc.abstractmethod
-    def describe(self, bucket: Bucket) -> dict[str, Any]:
-        """Returns what the other end is told of a bucket, to take it from this link."""
+    def describe(self, bucket: Bucket) -> list[dict[str, Any]]:
+        """Returns for each server what it is told of a bucket, to take it from this link."""
 
     @abc.abstractmethod
     def send(self, bucket: Bucket, given_up: Callable[[], bool]) -> None:
@@ -205,8 +205,8 @@ class BroadcastLink(Link):
             raise LinkBroken(f"the processes do not meet: {group}") from group
         self._group = [group]
 
-    def describe(self, bucket: Bucket) -> dict[str, Any]:
-        return bucket.layout
+    def describe(self, bucket: Bucket) -> list[dict[str, Any]]:
+        return [bucket.layout] * len(self._workers)
 
     def send(self, bucket: Bucket, given_up: Callable[[], bool]) -> None:
         assert self._group, "connect comes first"
@@ -248,8 +248,8 @@ class SharedMemoryLink(Link):
         file.touch(mode=0o600)
         return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
 
-    def describe(self, bucket: Bucket) -> dict[str, Any]:
-        return bucket.layout | {"memory": self._handles[bucket.turn]}
+    def describe(self, bucket: Bucket) -> list[dict[str, Any]]:
+        return [bucket.layout | {"memory": self._handles[bucket.turn]}] * self._servers
 
     def send(self, bucket: Bucket, given_up: Callable[[], bool]) -> None:
         """The bucket is where the servers read it."""

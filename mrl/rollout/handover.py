@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mrl.config.ppo import ServerConfig
 from mrl.engine import links
+from mrl.engine.links import Link
 from mrl.errors import ConfigError, ServerError, first_line
 from mrl.rollout.http import Http, HungUp
 from mrl.rollout.weights import ReadToItsEnd, Shapes, WeightFolders
@@ -69,9 +70,16 @@ class Receiver(abc.ABC):
     def workers(self) -> int:
         """Returns how many processes a link has to reach."""
 
-    def places(self) -> list[dict[str, Any]]:
-        """Returns `links.place` of each of its processes; for `ipc` alone."""
+    def memory_obstacle(self, device: torch.device, *, named: bool) -> str | None:
+        """Returns why its processes do not see memory of `device`, for `ipc` alone; None where they do.
+
+        named: `ipc` is asked for by its name, which stands for what a server of this kind does not say.
+        """
         raise NotImplementedError
+
+    def memory_link(self, device: torch.device, servers: Together[Any]) -> Link:
+        """Returns the link `ipc` for servers of this kind."""
+        return links.SharedMemoryLink(device, len(servers))
 
     @abc.abstractmethod
     def join(self, offer: dict[str, Any]) -> None:
@@ -83,7 +91,7 @@ class Receiver(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, bucket: dict[str, Any]) -> None:
-        """Takes a bucket from the link. bucket: as of `links.Link.describe`."""
+        """Takes a bucket from the link. bucket: what `links.Link.describe` returns for this server."""
 
     @abc.abstractmethod
     def finish(self, version: str) -> None:
@@ -229,7 +237,7 @@ def _choose(servers: Together[Any], asked: str, device: torch.device, *, sleeps:
     if asked == "disk" or (asked == "auto" and device.type != "cuda"):
         return "disk"
     for way in ("ipc", "broadcast") if asked == "auto" else (asked,):
-        found = servers.each(functools.partial(_obstacle, way=way, device=device, sleeps=sleeps))
+        found = servers.each(functools.partial(_obstacle, way=way, device=device, sleeps=sleeps, named=asked == way))
         obstacles = [(server, obstacle) for server, obstacle in zip(servers, found, strict=True) if obstacle]
         if not obstacles:
             return way
@@ -239,8 +247,11 @@ def _choose(servers: Together[Any], asked: str, device: torch.device, *, sleeps:
     return "disk"
 
 
-def _obstacle(server: Receiver, way: str, device: torch.device, *, sleeps: bool) -> tuple[str, str] | None:
-    """Returns why weights cannot take `way` to a server, and what would help; None where they can."""
+def _obstacle(server: Receiver, way: str, device: torch.device, *, sleeps: bool, named: bool) -> tuple[str, str] | None:
+    """Returns why weights cannot take `way` to a server, and what would help; None where they can.
+
+    named: the way is asked for by its name.
+    """
     if way not in server.links:
         return "it takes no weights that way", f"start it with {server.how_to_link}, or set it to disk"
     if way == "broadcast":
@@ -249,13 +260,8 @@ def _obstacle(server: Receiver, way: str, device: torch.device, *, sleeps: bool)
             why = "rollout.server.sleep is for a server on the trainer's GPU, and NCCL refuses two processes on one"
             return why, "set it to auto, ipc or disk, or rollout.server.sleep to false if it has GPUs of its own"
         return None
-    here, instead = links.place(), "set it to disk" if sleeps else "set it to broadcast"
-    for place in server.places():
-        if place["machine"] != here["machine"]:
-            return "it is on another machine (or has a /dev/shm of its own)", instead
-        if device.type == "cuda" and here["gpus"][torch.cuda.current_device()] not in place["gpus"]:
-            return "it does not see the trainer's GPU", instead
-    return None
+    why_not = server.memory_obstacle(device, named=named)
+    return None if why_not is None else (why_not, f"set it to {'disk' if sleeps else 'broadcast'}")
 
 
 def pause(servers: Together[Any]) -> None:
@@ -365,7 +371,7 @@ class LinkHandover(Handover):
         if self._link is not None:
             return self._link
         if self.name == "ipc":
-            self._link = links.SharedMemoryLink(self._device, len(self._servers))
+            self._link = self._servers[0].memory_link(self._device, self._servers)
         else:
             hosts = {server.http.own_address() for server in self._servers}
             # Servers beside the trainer reach it under the address that others see, but not the other way round.
@@ -403,8 +409,8 @@ class LinkHandover(Handover):
     def _send_one(self, bucket: links.Bucket, link: links.Link) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # of this thread
-        told = link.describe(bucket)
-        self._servers.beside(lambda s: s.receive(told), lambda failed: link.send(bucket, failed))
+        told = dict(zip(self._servers, link.describe(bucket), strict=True))
+        self._servers.beside(lambda s: s.receive(told[s]), lambda failed: link.send(bucket, failed))
 
     def _given_up(self, failed: ServerError) -> ServerError:
         """Takes the link down, so that no server waits for more. Returns the error to raise."""

@@ -62,11 +62,20 @@ class Http:
 
     def own_address(self) -> str:
         """Returns this machine's address as the server sees it."""
+        return self._addresses()[0]
+
+    def is_here(self) -> bool:
+        """Whether the server's address is one of this machine."""
+        own, server = self._addresses()
+        return own == server
+
+    def _addresses(self) -> tuple[str, str]:
+        """Returns this machine's address and the server's on the route between them."""
         found = socket.getaddrinfo(self._host, self._parts.port or 80, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as sock:
             sock.connect(address)  # which sends nothing, over UDP
-            return sock.getsockname()[0]
+            return sock.getsockname()[0], sock.getpeername()[0]
 
     def hang_up(self) -> None:
         """Ends the requests that are under way, which raise HungUp; the server drops what it was doing for them."""

@@ -10,14 +10,20 @@ by then to the new folder; so the folder before it is loaded again from here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from mrl.engine.base import Completion
+from mrl.engine.links import Link
+from mrl.errors import ServerError
 from mrl.rollout.base import SampleRequest
-from mrl.rollout.handover import INCOMPLETE
+from mrl.rollout.handover import INCOMPLETE, Together
 from mrl.rollout.http import TRIES
 from mrl.rollout.servers import AdapterServer, ServerSampler, answers_of, seed_of
+from mrl.rollout.sglang_link import PickledLink
 
 
 def sampling_fields(request: SampleRequest) -> dict[str, Any]:
@@ -48,8 +54,7 @@ class SGLangServer(AdapterServer):
     """`python -m sglang.launch_server`."""
 
     path = ""
-    links = frozenset({"broadcast"})
-    how_to_link = "another kind of server (SGLang's has broadcast alone)"
+    links = frozenset({"broadcast", "ipc"})
     how_to_adapt = "--enable-lora, --max-lora-rank and --lora-target-modules"
     _group = ""  # that its processes are in
 
@@ -130,13 +135,26 @@ class SGLangServer(AdapterServer):
         for name, size in others.items():
             if size != 1:  # SGLang 0.5.23 asserts the one and counts processes without the other
                 raise self.http.error(
-                    f"has {name} {size}, and takes weights from a group with 1 alone; set rollout.server.handover to "
-                    "disk"
+                    f"has {name} {size}, and takes weights through a link with 1 alone; set rollout.server.handover "
+                    "to disk"
                 )
         return int(tp)
 
+    def memory_obstacle(self, device: torch.device, *, named: bool) -> str | None:
+        if device.type != "cuda":
+            return "SGLang takes memory of a GPU alone"
+        if not self.http.is_here():
+            return "it is on another machine"
+        # What it cannot map ends a process of SGLang, and with it the server.
+        return None if named else "SGLang does not say which GPUs it sees"
+
+    def memory_link(self, device: torch.device, servers: Together[Any]) -> Link:
+        return PickledLink(device, servers.each(lambda s: s.workers()))
+
     def join(self, offer: dict[str, Any]) -> None:
         self.leave()
+        if offer["link"] == "ipc":
+            return
         group = {
             "master_address": offer["address"], "master_port": offer["port"], "rank_offset": offer["rank"],
             "world_size": offer["size"], "group_name": offer["name"], "backend": offer["backend"],
@@ -146,11 +164,23 @@ class SGLangServer(AdapterServer):
 
     def begin(self) -> None:
         self.set_version(INCOMPLETE)
-        self._done("/begin_weight_update", {}, "make ready for new weights", tries=1)
+        begin = functools.partial(self._done, "/begin_weight_update", {}, "make ready for new weights", tries=1)
+        try:
+            begin()
+        except ServerError as error:
+            if error.status != 400:
+                raise
+            # A run that ended in the middle has left its update open, and SGLang has one at a time.
+            self._done("/end_weight_update", {}, "end an update that broke off", tries=1)
+            begin()
 
     def receive(self, bucket: dict[str, Any]) -> None:
-        fields = bucket | {"group_name": self._group, "load_format": "flattened_bucket", "flush_cache": False}
-        self._done("/update_weights_from_distributed", fields, "take new weights", tries=1)
+        how = {"load_format": "flattened_bucket", "flush_cache": False}
+        if "pickles" in bucket:
+            endpoint, fields = "/update_weights_from_tensor", {"serialized_named_tensors": bucket["pickles"]}
+        else:
+            endpoint, fields = "/update_weights_from_distributed", bucket | {"group_name": self._group}
+        self._done(endpoint, fields | how, "take new weights", tries=1)
 
     def finish(self, version: str) -> None:
         self._done("/end_weight_update", {}, "finish new weights", tries=1)

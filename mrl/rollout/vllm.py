@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
+
+from mrl.engine import links
 from mrl.engine.base import Completion
 from mrl.engine.sampling import SamplingParams
 from mrl.errors import ConfigError, ServerError, Shown
@@ -210,10 +213,16 @@ class VLLMServer(AdapterServer):
         with answers_of(self, "/get_world_size"):
             return int(answer["world_size"])
 
-    def places(self) -> list[dict[str, Any]]:
+    def memory_obstacle(self, device: torch.device, *, named: bool) -> str | None:
         answer = self.http.post("/collective_rpc", {"method": "mrl_place"})
+        here = links.place()
         with answers_of(self, "/collective_rpc"):
-            return list(answer["results"])
+            for place in answer["results"]:
+                if place["machine"] != here["machine"]:
+                    return "it is on another machine (or has a /dev/shm of its own)"
+                if device.type == "cuda" and here["gpus"][torch.cuda.current_device()] not in place["gpus"]:
+                    return "it does not see the trainer's GPU"
+        return None
 
     def join(self, offer: dict[str, Any]) -> None:
         self.leave()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.rollout import host_gpu
 from tests.rollout.real_vllm import LINKED, RealServer, hf_stream, make_model, sampler_of
 
 
@@ -36,3 +37,9 @@ def sampler(servers, folders, tmp_path):
     sampler.update_weights(hf_stream(folders[0]))
     yield sampler
     sampler.close()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The device of a GPU that CUDA IPC reaches."""
+    return host_gpu.stand_in(monkeypatch)

@@ -7,10 +7,8 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import itertools
-import secrets
 import threading
 import time
-import types
 
 import pytest
 import torch
@@ -88,7 +86,7 @@ def test_a_link_carries_every_bit(way):
         for weights in (WEIGHTS, MIXED):
             came: list[list] = [[], [], []]
             for bucket in links.buckets(iter(weights), 24, link.buffer):
-                told = link.describe(bucket)
+                told, _ = link.describe(bucket)
                 receiving = [pool.submit(end.receive, told, CPU) for end in ends]
                 link.send(bucket, lambda: False)
                 for mine, each in zip(came, receiving, strict=True):
@@ -240,41 +238,6 @@ def test_a_group_of_two_servers(two, tmp_path):
         assert [(n, t.tolist()) for n, t in process.came] == [(n, t.tolist()) for n, t in WEIGHTS]
     sampler.close()
     assert [process.end for process in processes] == [None, None]
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """What both ends of CUDA IPC see of a GPU, in memory of the host: one block of cudaMalloc, of which all buffers are
-    parts under one handle. Other processes see what is written when the stream has been waited for, 50 ms later."""
-    written, block = torch.zeros(4096, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
-    start, taken = written.data_ptr(), itertools.count(512, 512)
-    handle = secrets.token_bytes(64)  # torch keeps what it has mapped, by handle and offset
-
-    def share(storage):
-        return 0, handle, storage.nbytes(), storage.data_ptr() - start, b"counter", 0, b"event", False
-
-    def map_it(device, handle, size, offset, *rest):
-        return block.untyped_storage()[offset : offset + size]
-
-    def make(link, turn, size):
-        at = next(taken)
-        return torch.empty(0, dtype=torch.uint8).set_(written.untyped_storage()[at : at + size])
-
-    def wait():
-        time.sleep(0.05)
-        block.copy_(written)
-
-    monkeypatch.setattr(links.Link, "_make", make)
-    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", map_it)
-    for name, value in {
-        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "_lazy_init": lambda: None,
-        "set_device": lambda device: None, "synchronize": lambda device: wait(),
-        "get_device_properties": lambda device: types.SimpleNamespace(uuid="GPU-0"),
-        "current_stream": lambda device: types.SimpleNamespace(synchronize=wait),
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    return torch.device("cuda")
 
 
 def test_cuda_ipc_reads_each_bucket_where_it_is_and_when_it_is_written(two, tmp_path, gpu):

@@ -8,6 +8,7 @@ test_servers.py. Trap 31 (weights that are partly new): `test_a_hand_over_that_f
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from mrl.config.ppo import ServerConfig
+from mrl.engine import links
 from mrl.engine.base import Completion
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import ConfigError, ServerError
@@ -22,9 +24,16 @@ from mrl.rollout.base import SampleRequest
 from mrl.rollout.http import Http
 from mrl.rollout.servers import seed_of
 from mrl.rollout.sglang import SGLangServer, SGLangServerSampler, sampling_fields
+from mrl.rollout.sglang_link import PickledLink
+from tests.rollout import sglang_reader
 from tests.rollout.replay import Replay, changed, says
 
+CPU = torch.device("cpu")
 WEIGHTS = [("a", torch.arange(4.0))]
+MIXED = [
+    ("a", torch.arange(3, dtype=torch.bfloat16)), ("b", torch.arange(4.0)), ("c", torch.ones(2, 3)),
+    ("d", torch.tensor([True, False])), ("e", torch.tensor(7)),
+]  # fmt: skip
 FIRST = SampleRequest([5, 40, 9], 4, SamplingParams(), SamplingKey(7, 1, 0, 0), stop_tokens=(2,), stop=("x",))
 SECOND = SampleRequest([6, 40, 10], 4, SamplingParams(), SamplingKey(7, 1, 1, 0), stop_tokens=(2,))
 
@@ -39,10 +48,10 @@ def servers():
         server.close()
 
 
-def sampler_of(servers, folder, *, max_length=512, **config) -> SGLangServerSampler:
+def sampler_of(servers, folder, *, max_length=512, device=CPU, **config) -> SGLangServerSampler:
     settings = ServerConfig(urls=tuple(s.url for s in servers), **config)
     return SGLangServerSampler(
-        settings, is_main=True, on_main=lambda fn: fn(), weights_dir=str(folder), max_length=max_length
+        settings, is_main=True, on_main=lambda fn: fn(), weights_dir=str(folder), max_length=max_length, device=device
     )
 
 
@@ -144,23 +153,27 @@ def test_adapters_are_named(servers):
 
 
 class Process:
-    """What SGLang 0.5.23's process does with the endpoints of a group, by its `init_custom_process_group` and
-    `FlattenedTensorBucket.empty`; it loads nothing."""
+    """What SGLang 0.5.23's processes do with the endpoints of a link, by its `init_custom_process_group` and
+    `FlattenedTensorBucket.empty`, and by sglang_reader.py; they load nothing.
 
-    def __init__(self, server: Replay) -> None:
+    came: by a broadcast. pickled: by pickles, of which each of `tp` processes reads its own.
+    """
+
+    def __init__(self, server: Replay, *, tp: int = 1) -> None:
         self.came: dict[str, torch.Tensor] = {}
-        self.paths: list[str] = []
+        self.pickled: list[list[tuple]] = [[] for _ in range(tp)]
         done = {"success": True, "message": ""}
         for path, act in {
             "/init_weights_update_group": self.join, "/begin_weight_update": lambda body: None,
             "/update_weights_from_distributed": self.receive, "/end_weight_update": lambda body: None,
+            "/update_weights_from_tensor": self.read,
             "/destroy_weights_update_group": self.leave, "/flush_cache": lambda body: None,
         }.items():  # fmt: skip
             fault = lambda body, recorded, act=act: (act(body), (200, done))[1]  # noqa: E731
             server.faults[path] = [fault] * 9
         named = lambda body, recorded: (setattr(server, "version", body["new_version"]), (200, {}))[1]  # noqa: E731
         server.faults["/update_weight_version"] = [named] * 9
-        server.faults["/server_info"] = [changed(lambda a: a.update(tp_size=1, dp_size=1, pp_size=1))]
+        server.faults["/server_info"] = [changed(lambda a: a.update(tp_size=tp, dp_size=1, pp_size=1))]
 
     def join(self, body) -> None:
         store, rank, size = next(
@@ -187,6 +200,11 @@ class Process:
         self.group._get_backend(torch.device("cpu")).broadcast([flat], options).wait()
         for name, dtype, shape, start in places:
             self.came[name] = flat[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def read(self, body) -> None:
+        assert body["load_format"] == "flattened_bucket" and body["flush_cache"] is False
+        for mine, payload in zip(self.pickled, body["serialized_named_tensors"], strict=True):
+            mine += sglang_reader.read(payload)
 
     def leave(self, body) -> None:
         del self.group
@@ -215,9 +233,60 @@ def test_a_broadcast(servers, tmp_path, monkeypatch):
     assert servers[0].paths()[-1] == "/destroy_weights_update_group"
 
 
-def test_what_a_group_cannot_reach_is_refused(servers, tmp_path):
-    with pytest.raises(ConfigError, match=r'handover: value "ipc" cannot reach http.*broadcast alone'):
+def as_lists(weights) -> list[tuple]:
+    return [(name, str(tensor.dtype), tensor.tolist()) for name, tensor in weights]
+
+
+def test_cuda_ipc(servers, tmp_path, gpu):
+    """Two servers of two processes, each of which reads every tensor once; and a run that broke off before."""
+    processes = [Process(server, tp=2) for server in servers]
+    sampler = sampler_of(servers, tmp_path, handover="ipc", device=gpu)
+    sampler._handover._bucket_bytes = 40
+    open_still = {
+        "success": False,
+        "message": "a weight-update session is already open; call end_weight_update() first",
+    }
+    servers[0].faults["/begin_weight_update"].insert(0, says(400, open_still))
+    servers[0].calls.clear()
+    sampler.update_weights(iter(MIXED))
+    for process in processes:
+        assert process.pickled == [as_lists(MIXED)] * 2
+    calls = [path for path in servers[0].paths() if "_weight" in path or path == "/flush_cache"]
+    assert calls == [
+        "/update_weight_version", "/begin_weight_update", "/end_weight_update", "/begin_weight_update",
+        *["/update_weights_from_tensor"] * 4, "/end_weight_update", "/flush_cache", "/update_weight_version",
+    ]  # fmt: skip
+    assert servers[0].version == servers[1].version != "incomplete"
+    sampler.close()
+
+
+def test_another_process_reads_a_bucket_at_any_time():
+    """By torch's own memory of the host, which it pickles as it does a GPU's. Of two readers one is late."""
+    link = PickledLink(CPU, [2])
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        came, late = [], []
+        for bucket in links.buckets(iter(MIXED), 40, link.buffer):
+            [told] = link.describe(bucket)
+            [now, later] = told["pickles"]
+            came += pool.apply(sglang_reader.read, (now,))
+            late.append(later)
+        assert came == as_lists(MIXED)
+        assert [part for found in pool.map(sglang_reader.read, late) for part in found] == came
+
+
+def test_ipc_is_for_a_gpu_and_by_name(servers, tmp_path, gpu):
+    """A server does not say which GPUs it sees, and dies where it does not see the trainer's."""
+    with pytest.raises(
+        ConfigError, match=r'handover: value "ipc" cannot reach http.*memory of a GPU alone; set it to broadcast'
+    ):
         sampler_of(servers, tmp_path, handover="ipc")
+    assert sampler_of(servers, tmp_path, handover="auto", device=gpu).handover == "broadcast"
+    for server in servers:
+        server.faults["/server_info"] = [changed(lambda a: a.update(enable_memory_saver=True))]
+    assert sampler_of(servers, tmp_path, handover="auto", device=gpu, sleep=True).handover == "disk"
+
+
+def test_what_a_group_cannot_reach_is_refused(servers, tmp_path):
     for server in servers:
         server.faults["/server_info"] = [changed(lambda a: a.update(tp_size=2, dp_size=2))]
     sampler = sampler_of(servers, tmp_path, handover="broadcast")
