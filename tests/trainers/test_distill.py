@@ -173,15 +173,19 @@ LAYOUTS = {  # processes, the student's engine, the teacher's where it is anothe
     "pp2 vpp2": (2, {**MEGATRON, "parallel": {"pp": 2, "vpp": 2}}, None, {}),
     "ep2": (2, {**MEGATRON, "parallel": {"ep": 2}}, None, {}),
     "ep2, padded, by ones": (2, {**MEGATRON, "parallel": {"ep": 2}, "micro_batch": {"size": 1}}, None, {"packing": False}),
+    "tp2, by fours": (2, {**MEGATRON, "parallel": {"tp": 2}, "micro_batch": {"size": 4}}, None, {}),
+    "cp2, padded, by ones": (2, {**MEGATRON, "parallel": {"cp": 2}, "micro_batch": {"size": 1}}, None, {"packing": False}),
+    "dp2, padded": (2, MEGATRON, None, {"packing": False}),
 }  # fmt: skip
 KIND_OF = {"pp2 vpp2": "deep ", "ep2": "experts "}  # of the models, by how the layout begins, where it is another
 
 
 ON_LAYOUTS = [(layout, list(KINDS)[(2 * i + j) % len(KINDS)]) for i, layout in enumerate(LAYOUTS) for j in (0, 1)]
-NIGHTLY = [(layout, name) for layout in list(LAYOUTS)[8:] for name in KINDS]
+IN_CI = ON_LAYOUTS[:16]
+AT_NIGHT = [(layout, name) for layout in LAYOUTS for name in KINDS if (layout, name) not in IN_CI]
 
 
-@pytest.mark.parametrize("layout, name", slow_but(ON_LAYOUTS[6:7], ON_LAYOUTS[:16]) + nightly_but([], NIGHTLY))
+@pytest.mark.parametrize("layout, name", slow_but(IN_CI[6:7], IN_CI) + nightly_but([], AT_NIGHT))
 def test_layouts_give_the_same_steps(places, tmp_path, losses_of, layout, name):
     world, engine, own, data = LAYOUTS[layout]
     every = {"device": "cpu", "micro_batch": {"size": 2}, "backend": "fsdp"}

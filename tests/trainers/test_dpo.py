@@ -283,6 +283,11 @@ LAYOUTS = {  # processes, engine, data; of kto, which is of single answers, micr
     "dp2, padded, all pairs": (2, {**MEGATRON, "micro_batch": {"size": 8}}, {"packing": False}),
     "pp2 vpp2, padded": (2, {**MEGATRON, "parallel": {"pp": 2, "vpp": 2}}, {"packing": False}),
     "ep2, padded": (2, {**MEGATRON, "parallel": {"ep": 2}}, {"packing": False}),
+    "ep2, one pair": (2, {**MEGATRON, "parallel": {"ep": 2}}, {}),
+    "tp2, padded": (2, {**MEGATRON, "parallel": {"tp": 2}}, {"packing": False}),
+    "tp2, two pairs": (2, {**MEGATRON, "parallel": {"tp": 2}, "micro_batch": {"size": 4}}, {}),
+    "cp2, padded": (2, {**MEGATRON, "parallel": {"cp": 2}}, {"packing": False}),
+    "pp2 vpp2, two pairs": (2, {**MEGATRON, "parallel": {"pp": 2, "vpp": 2}, "micro_batch": {"size": 4}}, {}),
 }
 KINDS = {"pp2 vpp2": "deep ", "ep2": "experts "}  # of the model, by how the layout begins, where it is another
 

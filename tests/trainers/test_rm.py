@@ -185,7 +185,12 @@ NIGHTLY = {
         {**MEGATRON, "parallel": {"pp": 2, "vpp": 2}, "micro_batch": {"size": 4}},
         {"packing": False},
     ),
+    "tp2, padded": (2, {**MEGATRON, "parallel": {"tp": 2}}, {"packing": False}),
+    "cp2, padded": (2, {**MEGATRON, "parallel": {"cp": 2}}, {"packing": False}),
+    "tp2, by ones": (2, {**MEGATRON, "parallel": {"tp": 2}, "micro_batch": {"size": 1}}, {}),
+    "fsdp2, by ones": (2, {"micro_batch": {"size": 1}}, {}),
 }
+AT_NIGHT = [(layout, loss) for layout in NIGHTLY for loss in LOSSES if "ones" not in layout or loss != "bradley_terry"]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +199,7 @@ NIGHTLY = {
         [("tp2", "bradley_terry"), ("dp2, packed, by tokens", "steps")],
         [(layout, loss) for layout in LAYOUTS for loss in LOSSES],
     )
-    + nightly_but([], [(layout, loss) for layout in NIGHTLY for loss in LOSSES]),
+    + nightly_but([], AT_NIGHT),
 )
 def test_layouts_give_the_same_steps(places, tmp_path, steps_of, layout, loss):
     world, engine, data = (LAYOUTS | NIGHTLY)[layout]

@@ -17,7 +17,7 @@ from mrl.config.ppo import PPOConfig
 from mrl.config.ppo_checks import OF_REWARDS
 from mrl.errors import ConfigError
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import nightly_but, slow_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.test_layouts import FSDP, MEGATRON, check_equal, run_once  # noqa: F401  # a fixture
 from tests.trainers.rl.tiny_policies import SEQUENCES, make_config
@@ -77,17 +77,21 @@ def test_a_student_that_is_its_teacher_does_not_move(inputs, tmp_path):
     assert (first["train/loss"], first["train/grad_norm"], first["actor/kl"]) == (0, 0, 0)
 
 
+SAMPLED = [  # layout, student, engines of actor and teacher
+    ("actor tp2, teacher pp2", "model", {"actor": MEGATRON(tp=2), "reference": MEGATRON(pp=2, size=2)}),
+    ("dp2, teacher fsdp", "model", {"actor": MEGATRON(size=2), "reference": FSDP(size=1)}),
+    ("fsdp cp2, padded", "model", {"actor": FSDP(cp=2)}),
+    ("cp2, by ones", "model", {"actor": MEGATRON(cp=2, size=1)}),
+    ("pp2 vpp2", "deep", {"actor": MEGATRON(pp=2, vpp=2, size=2), "reference": FSDP()}),
+    ("ep2", "moe", {"actor": MEGATRON(ep=2)}),
+    ("ep2, padded", "moe", {"actor": MEGATRON(ep=2), "reference": MEGATRON(ep=2)}),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout, world, engines",
-    [
-        ("actor tp2, teacher pp2", 2, {"actor": MEGATRON(tp=2), "reference": MEGATRON(pp=2, size=2)}),
-        ("dp2, teacher fsdp", 2, {"actor": MEGATRON(size=2), "reference": FSDP(size=1)}),
-        ("fsdp cp2, padded", 2, {"actor": FSDP(cp=2)}),
-    ],
-)
-def test_an_iteration_is_the_same_everywhere(run_once, inputs, layout, world, engines):  # noqa: F811
-    check_equal(run_once, inputs, "opd", "model", layout, engines, world)
+@pytest.mark.parametrize("layout, student, engines", nightly_but(SAMPLED[:3], SAMPLED))
+def test_an_iteration_is_the_same_everywhere(run_once, inputs, deep, layout, student, engines):  # noqa: F811
+    check_equal(run_once, inputs, "opd", student, layout, engines, 2)
 
 
 @pytest.mark.slow
@@ -222,20 +226,26 @@ BY_ROW = {
 """Name -> processes, and the engines of actor, reference, and second teacher; None: the actor's."""
 
 
-@pytest.mark.parametrize("name", slow_but(["one process"], BY_ROW))
-def test_each_row_learns_from_the_teacher_that_it_names(inputs, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "loss"),
+    slow_but([("one process", "reverse_kl")], [(name, "reverse_kl") for name in BY_ROW])
+    + nightly_but([], [(name, loss) for name in BY_ROW for loss in ("forward_kl", "jsd")]),
+)
+def test_each_row_learns_from_the_teacher_that_it_names(inputs, tmp_path, name, loss):
     """The second teacher has experts; as many rows as not name it."""
     world, actor, reference, second = BY_ROW[name]
     rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
     rows = [{**row, "teacher": "second"} if i % 2 else row for i, row in enumerate(rows)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    beta = {"beta": 0.3} if loss == "jsd" else {}
     others = {"second": {"model": {"path": str(inputs / "moe")}, **({} if second is None else {"engine": second})}}
     config = make_config(
-        inputs, tmp_path / "run", "opd", **exact(), actor={"engine": actor}, data={"train": str(tmp_path / "rows.jsonl")},
+        inputs, tmp_path / "run", "opd", **exact(loss, **beta), actor={"engine": actor},
+        data={"train": str(tmp_path / "rows.jsonl")},
         reference={"others": others, **({} if reference is None else {"engine": reference})},
     )  # fmt: skip
     train(config, world)
-    check_step(inputs, tmp_path / "run", "reverse_kl", 5, {None: "other", "second": "moe"}, rows)
+    check_step(inputs, tmp_path / "run", loss, 5, {None: "other", "second": "moe"}, rows)
 
 
 @pytest.fixture(scope="module")
