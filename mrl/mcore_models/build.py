@@ -151,10 +151,13 @@ def _fusions(
 ) -> dict[str, bool]:
     """Which of megatron's fused kernels are used where `engine.megatron`, of which `given` is, does not say so.
 
-    Those of transformer-engine are where its layers are. A rotary embedding whose cosines and sines have a factor
-    (yarn) its kernel does not know, and latent attention turns its channels itself.
+    Those of transformer-engine are where its layers are. With megatron's own layers apex's adds gradients of weights,
+    in bfloat16: what that kernel does with fp32 has not been seen. A rotary embedding whose cosines and sines have a
+    factor (yarn) transformer-engine's kernel does not know, and latent attention turns its channels itself.
     """
     te = fields["layer_spec"] == "te" and platform.without_transformer_engine() is None
+    kernel = platform.has_gpu() and tensor_parallel_layers._grad_accum_fusion_available
+    apex = fields["layer_spec"] == "local" and fields["bf16"] and kernel
     turned_here = bool(fields.get("multi_latent_attention")) or layers.rotary_scale(hf.get("rope_scaling")) != 1.0
     if given.get("apply_rope_fusion") and turned_here:
         why, fix = "is for a model whose rotary embedding transformer-engine's kernel does not have", "leave it out"
@@ -172,10 +175,10 @@ def _fusions(
     return {
         "bias_activation_fusion": True,  # on a CPU, elementwise.swiglu
         # a hook on saved tensors is given an alias of a weight, on which the kernel's marks are lost
-        "gradient_accumulation_fusion": te and not saves_to_host,
+        "gradient_accumulation_fusion": (te or apex) and not saves_to_host,
         "apply_rope_fusion": te and not turned_here,
         "moe_permute_fusion": te and "num_moe_experts" in fields,
-        # kernels of apex that transformer-engine's layers have no use of
+        # kernels of apex that neither transformer-engine's layers nor mrl's norms and attention have a use of
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "bias_dropout_fusion": False,

@@ -20,12 +20,16 @@ from tests.cuda import guard
 
 
 class Worker:
-    """capability: of the GPU that is believed in. te: with transformer-engine's Python modules (te.py). plans: it believes
+    """capability: of the GPU that is believed in. te: with transformer-engine's Python modules (te.py). apex: with
+    names of NVIDIA's apex (apex.py). plans: it believes
     in no GPU, and makes its models of tensors without memory (mrl.engine.megatron.meta)."""
 
-    def __init__(self, capability: tuple[int, int] = (9, 0), *, te: bool = False, plans: bool = False) -> None:
+    def __init__(
+        self, capability: tuple[int, int] = (9, 0), *, te: bool = False, apex: bool = False, plans: bool = False
+    ) -> None:
         guard.build()  # here, where its failure is a test's
-        command = [sys.executable, "-m", "tests.cuda.worker", *map(str, capability), *["te"] * te, *["plans"] * plans]
+        kind = [*["te"] * te, *["apex"] * apex, *["plans"] * plans]
+        command = [sys.executable, "-m", "tests.cuda.worker", *map(str, capability), *kind]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True
         )
@@ -70,6 +74,10 @@ def main() -> None:
         from tests.cuda.te import boot
 
         boot()
+    if kind == ["apex"]:
+        from tests.cuda import apex
+
+        apex.boot()
     import mrl.engine.megatron.engine  # noqa: F401  once for all forks
     from tests.cuda import models
 

@@ -78,7 +78,7 @@ def build_optimizer(
     config says so, Muon in its place for matrices of layers. further: `engine.megatron`. matrices: `matrix_rules`."""
     given = megatron_fields.of_kind(further, "optimizer")
     on_host = given.pop(ON_HOST, False)
-    if on_host or not _is_transformer_engines():  # megatron has moments of another dtype from its FusedAdam alone
+    if on_host or not _is_transformer_engines():  # apex's FusedAdam has fp32 moments alone, as torch's
         given = {k: v for k, v in given.items() if k not in PRECISION}
     try:
         settings = MegatronOptimizerConfig(
@@ -98,7 +98,7 @@ def build_optimizer(
     for part in optimizers_of(optimizer):
         if on_host:
             part.optimizer = HostAdamW.in_place_of(part.optimizer, dtypes)
-        elif isinstance(part.optimizer, torch.optim.AdamW) and set(dtypes.values()) != {torch.float32}:
+        elif set(dtypes.values()) != {torch.float32} and not _is_transformer_engines():  # torch's or apex's
             part.optimizer = RoundedAdamW.in_place_of(part.optimizer, dtypes)
         part.config.exp_avg_dtype, part.config.exp_avg_sq_dtype = dtypes["exp_avg"], dtypes["exp_avg_sq"]
         for group in part.param_groups:

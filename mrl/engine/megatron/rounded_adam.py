@@ -14,8 +14,8 @@ class RoundedAdamW(torch.optim.AdamW):
     """torch's AdamW on fp32 parameters. Each moment is rounded to its dtype when an update is done, and the update is
     that of the moments before they are rounded: with fp32 for both it is torch's to the bit.
 
-    transformer-engine's FusedAdam rounds alike. Here one parameter after the other is updated, with fp32 copies of its
-    moments.
+    transformer-engine's FusedAdam rounds alike; torch's AdamW and apex's FusedAdam have no such moments. Here one
+    parameter after the other is updated, with fp32 copies of its moments.
     """
 
     dtypes: Mapping[str, torch.dtype]
