@@ -255,7 +255,7 @@ def build_chunks(
                 pre_process=chunk.has_embedding, post_process=chunk.has_output, position_embedding_type="rope",
                 share_embeddings_and_output_weights=tied, pg_collection=groups, vp_stage=v if dims.vpp > 1 else None,
             )  # fmt: skip
-            model.rotary_pos_emb, model.detaches_mtp = layers.Rotary(inverse, groups.cp), detaches_mtp
+            model.rotary_pos_emb, model.detaches_mtp = layers.Rotary(inverse, groups.cp, scale), detaches_mtp
             further = [layer.transformer_layer for layer in model.mtp.layers] if chunk.mtp else []
             for layer in (*model.decoder.layers, *further):
                 if config.multi_latent_attention:

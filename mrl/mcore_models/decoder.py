@@ -8,14 +8,16 @@ family made of RMSNorm, grouped-query or latent attention, and SwiGLU; `fits` sa
 goes through GPTModel itself, and tests hold both to the same tokens.
 
 Dimensions: `T` tokens, `N` hidden size, `G` key/value groups and `H` query heads on this rank, `D` head size, `E`
-experts. Tensor parallelism without sequence parallelism: hidden states are whole on every rank, and partial sums are
-all-reduced.
+experts. Tensor parallelism is without sequence parallelism here, whatever it is in training: hidden states are whole on
+every rank, and partial sums are all-reduced. megatron's experts alone get the part of the tokens that they expect of a
+rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,12 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.mcore_models import elementwise
-from mrl.mcore_models.attention import CacheLayout, SdpaAttention
+from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.kv_cache import CachedStep
 from mrl.mcore_models.latent import LatentAttention
 from mrl.mcore_models.layers import RMSNorm
 from mrl.mcore_models.lora import Adapter, added_on_this_rank
-from mrl.mcore_models.masked import Scoring
 
 _MLP = (
     r"(input_layernorm|pre_mlp_layernorm)\.weight"
@@ -51,9 +52,7 @@ def fits(model: torch.nn.Module) -> bool:
     known = _LATENT if latent else _GROUPED
     names = all(known.fullmatch(name) for layer in model.decoder.layers for name, _ in layer.named_parameters())
     ours = all(isinstance(layer.self_attention.core_attention, SdpaAttention) for layer in model.decoder.layers)
-    # under sequence parallelism experts, and latent attention's own module, take a part of the tokens
-    split_tokens = (config.num_moe_experts is not None or latent) and config.sequence_parallel
-    return names and ours and not split_tokens and config.activation_func is F.silu and (latent or _plain_heads(config))
+    return names and ours and config.activation_func is F.silu and (latent or _plain_heads(config))
 
 
 def _plain_heads(config: Any) -> bool:
@@ -68,10 +67,8 @@ def fixed_refusal(model: torch.nn.Module) -> str | None:
     if config.num_moe_experts is None:
         return None
     experts = [layer.mlp.experts for layer in model.decoder.layers if hasattr(layer.mlp, "experts")]
-    if config.expert_model_parallel_size > 1:
-        return "experts are spread over ranks (engine.parallel.ep)"
-    if config.expert_tensor_parallel_size > 1:
-        return "experts are split over ranks (engine.parallel.etp)"
+    if config.tensor_model_parallel_size % (config.expert_model_parallel_size * config.expert_tensor_parallel_size):
+        return "experts are spread over ranks of several replicas (engine.parallel.ep, engine.parallel.etp)"
     if config.moe_expert_capacity_factor is not None:
         return "experts drop tokens (engine.megatron.moe_expert_capacity_factor)"
     if config.moe_shared_expert_overlap:
@@ -88,7 +85,7 @@ class Decoder:
         self.model = model
         self.group = model.pg_collection.tp
         self.parallel = self.group.size() > 1
-        self.layers = [_Layer(layer) for layer in model.decoder.layers]
+        self.layers = [_Layer(layer, model.pg_collection) for layer in model.decoder.layers]
         self.final_norm = _Norm.of(model.decoder.final_layernorm) if model.post_process else None
         # transformer-engine's kernel turns in fp32 and rounds once
         self.rotary_dtype = torch.float32 if model.config.apply_rope_fusion else None
@@ -102,14 +99,15 @@ class Decoder:
         x = self._embedded(tokens) if hidden is None else hidden
         cos_sin = self._cos_sin(step.positions, self.rotary_dtype or x.dtype)
         for layer in self.layers:
-            x = self._add(x, layer.attention(x, step, cos_sin), whole=layer.latent)
+            x = self._add(x, layer.attention(x, step, cos_sin))
             x = self._add(x, layer.mlp(x, fixed), whole=layer.experts is not None)
         return x if self.final_norm is None else self.final_norm(x)
 
     def _cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = torch.outer(positions.to(torch.float32), self.model.rotary_pos_emb.inv_freq)
         angles = torch.cat([angles, angles], dim=-1)[:, None, None]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        scale = self.model.rotary_pos_emb.scale
+        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         table = self.model.embedding.word_embeddings
@@ -127,70 +125,98 @@ class Decoder:
         return part.add_(x)
 
 
+class _Linear:
+    """A linear layer on this rank alone, with its adapter: of a row-parallel one a part of the sum over ranks."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.weight = module, _columns(module.weight)
+        bias = getattr(module, "bias", None)
+        self.bias = None if bias is None or not bias.numel() else bias  # transformer-engine's is empty for none
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = added_on_this_rank(self.module, x, x @ self.weight)
+        return out if self.bias is None else out.add_(self.bias)
+
+
 class _Layer:
     """One layer's weights and sizes."""
 
-    def __init__(self, layer: Any) -> None:
-        attention = layer.self_attention
-        self.in_attention, self.in_mlp = attention, layer.mlp
-        self.latent = isinstance(attention, LatentAttention)
-        if self.latent:
-            self.input_norm = _Norm.of(layer.input_layernorm)
-        else:
-            self._take_grouped(layer.input_layernorm, attention)
-        self.experts = None if hasattr(layer.mlp, "linear_fc1") else _Experts(layer.mlp)
-        self.mlp_norm = _Norm.of(layer.pre_mlp_layernorm, layer.mlp.linear_fc1 if self.experts is None else None)
+    def __init__(self, layer: Any, groups: Any) -> None:
+        attention, mlp = layer.self_attention, layer.mlp
+        kind = _LatentAttention if isinstance(attention, LatentAttention) else _GroupedAttention
+        self.attention = kind(layer.input_layernorm, attention)
+        self.experts = None if hasattr(mlp, "linear_fc1") else _Experts(mlp, groups)
+        self.mlp_norm = _Norm.of(layer.pre_mlp_layernorm, mlp.linear_fc1 if self.experts is None else None)
         if self.experts is None:
-            self.fc1, self.fc2 = _columns(layer.mlp.linear_fc1.weight), _columns(layer.mlp.linear_fc2.weight)
+            self.fc1, self.fc2 = _Linear(mlp.linear_fc1), _Linear(mlp.linear_fc2)
 
-    def _take_grouped(self, norm: torch.nn.Module, attention: Any) -> None:
+    def mlp(self, x: Tensor, fixed: bool) -> Tensor:
+        """This rank's part of [T, N]; the whole where there are experts."""
+        normed = self.mlp_norm(x)
+        return self.fc2(_swiglu(self.fc1(normed))) if self.experts is None else self.experts(normed, fixed)
+
+
+class _GroupedAttention:
+    """Attention of grouped queries, and the norm before it."""
+
+    def __init__(self, norm: torch.nn.Module, attention: Any) -> None:
         self.core = attention.core_attention
         self.groups, self.head = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
         self.queries = attention.num_attention_heads_per_partition // self.groups  # of one group
-        self.input_norm = _Norm.of(norm, attention.linear_qkv)
-        self.qkv, bias = _columns(attention.linear_qkv.weight), attention.linear_qkv.bias
-        self.qkv_bias = None if bias is None or not bias.numel() else bias  # transformer-engine's is empty for none
-        self.proj = _columns(attention.linear_proj.weight)
+        self.norm = _Norm.of(norm, attention.linear_qkv)
+        self.qkv, self.proj = _Linear(attention.linear_qkv), _Linear(attention.linear_proj)
         self.head_norm = None  # [queries + 1, D]: the norms of a group's queries and of its key
         if hasattr(attention.q_layernorm, "weight"):
             query, key = (_Norm.of(norm) for norm in (attention.q_layernorm, attention.k_layernorm))
             weight = torch.cat([query.weight.expand(self.queries, -1), key.weight[None]])
             self.head_norm = dataclasses.replace(query, weight=weight)
 
-    def attention(self, x: Tensor, step: CachedStep, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        """This rank's part of [T, N]; the whole of latent attention."""
-        normed = self.input_norm(x)
-        if self.latent:
-            out, _ = self.in_attention(normed[:, None], packed_seq_params=CacheLayout.make(step))
-            return out.squeeze(1)
-        qkv = added_on_this_rank(self.in_attention.linear_qkv, normed, normed @ self.qkv)
-        if self.qkv_bias is not None:
-            qkv += self.qkv_bias
-        heads = qkv.view(-1, self.groups, self.queries + 2, self.head)
+    def __call__(self, x: Tensor, step: CachedStep, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """This rank's part of [T, N]."""
+        heads = self.qkv(self.norm(x)).view(-1, self.groups, self.queries + 2, self.head)
         turned, value = heads[:, :, :-1], heads[:, :, -1]
         if self.head_norm is not None:
             turned = self.head_norm(turned)
         turned = elementwise.turn(turned.to(cos_sin[0].dtype), *cos_sin, -1.0).to(x.dtype)
-        scoring = Scoring(self.core.scale, self.core.window)
-        out = step.attend(self.core.layer_number, turned[:, :, :-1], turned[:, :, -1], value, scoring)
-        out = out.flatten(1)
-        return added_on_this_rank(self.in_attention.linear_proj, out, out @ self.proj)
+        out = step.attend(self.core.layer_number, turned[:, :, :-1], turned[:, :, -1], value, self.core.scoring)
+        return self.proj(out.flatten(1))
 
-    def mlp(self, x: Tensor, fixed: bool) -> Tensor:
-        """This rank's part of [T, N]; the whole where there are experts."""
-        normed = self.mlp_norm(x)
-        if self.experts is not None:
-            return self.experts(normed, fixed)
-        both = added_on_this_rank(self.in_mlp.linear_fc1, normed, normed @ self.fc1)
-        product = _swiglu(both)
-        return added_on_this_rank(self.in_mlp.linear_fc2, product, product @ self.fc2)
+
+class _LatentAttention:
+    """Latent attention, and the norm before it. Its down-projections are whole on every rank."""
+
+    def __init__(self, norm: torch.nn.Module, attention: LatentAttention) -> None:
+        self.of, self.core, self.norm = attention, attention.core_attention, _Norm.of(norm)
+        if attention.config.q_lora_rank is None:
+            self.query: list[_Linear | _Norm] = [_Linear(attention.linear_q_proj)]
+        else:
+            up = attention.linear_q_up_proj
+            self.query = [_Linear(attention.linear_q_down_proj), _Norm.of(attention.q_layernorm, up), _Linear(up)]
+        self.down, self.up = _Linear(attention.linear_kv_down_proj), _Linear(attention.linear_kv_up_proj)
+        self.latent_norm = _Norm.of(attention.kv_layernorm, attention.linear_kv_up_proj)
+        self.proj = _Linear(attention.linear_proj)
+
+    def __call__(self, x: Tensor, step: CachedStep, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """This rank's part of [T, N]."""
+        query = normed = self.norm(x)
+        for part in self.query:
+            query = part(query)
+        turns = self.of.config.qk_pos_emb_head_dim
+        latent, key_turned = self.down(normed).split([self.of.config.kv_lora_rank, turns], dim=-1)
+        cos, sin = (t.squeeze(1) for t in cos_sin)
+        both = self.up(self.latent_norm(latent))
+        query, key, value = self.of.turned_heads(query, both, key_turned[:, None], (cos, sin))
+        out = step.attend(self.core.layer_number, query[:, :, None], key, value, self.core.scoring)
+        return self.proj(out.flatten(1))
 
 
 class _Experts:
     """An MoE layer after its norm."""
 
-    def __init__(self, mlp: Any) -> None:
-        self.mlp = mlp
+    def __init__(self, mlp: Any, groups: Any) -> None:
+        self.mlp, self.tp = mlp, groups.tp
+        self.holders = groups.tp_ep  # ranks that have a part of the experts each
+        self.here = slice(mlp.local_expert_indices[0], mlp.local_expert_indices[-1] + 1)
         experts = mlp.experts
         if hasattr(experts, "local_experts"):
             self.weights = [(one.linear_fc1.weight, one.linear_fc2.weight) for one in experts.local_experts]
@@ -202,16 +228,32 @@ class _Experts:
         """[T, N] of [T, N]."""
         if not fixed:
             # megatron's own, which reads on the host how many tokens each expert gets
-            return self.mlp(x[:, None])[0].squeeze(1)
+            return self._of_parts(lambda part: self.mlp(part)[0], x)
         chances, _ = self.mlp.router(x[:, None])  # [T, E], 0 where an expert was not chosen
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for chance, (fc1, fc2) in zip(chances.unbind(-1), self.weights, strict=True):
+        for chance, (fc1, fc2) in zip(chances[:, self.here].unbind(-1), self.weights, strict=True):
             # a chance of 0 times infinity is no number: what was not chosen is left out, not multiplied away
             product = (_swiglu(F.linear(x, fc1)) * chance[:, None]).to(x.dtype)
             out += F.linear(product.where(chance[:, None] > 0, torch.zeros_like(product)), fc2)
+        if self.holders.size() > 1:  # all have the same tokens: they are ranks of one replica
+            dist.all_reduce(out, group=self.holders)
         out = out.to(x.dtype)
         shared = self.mlp.shared_experts
-        return out if shared is None else out + shared(x[:, None]).squeeze(1)
+        return out if shared is None else out + self._of_parts(shared, x)
+
+    def _of_parts(self, module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """What one of megatron's modules, [T, 1, N] of [T, 1, N], makes of x [T, N]. Under sequence parallelism it
+        expects a part of the tokens of each rank, the same number of all: of zeros behind the last."""
+        if not self.mlp.config.sequence_parallel:
+            return module(x[:, None]).squeeze(1)
+        count, ranks = x.shape[0], self.tp.size()
+        each = -(-count // ranks)
+        first = min(self.tp.rank() * each, count)
+        part = x[first : first + each]
+        part = module(F.pad(part, (0, 0, 0, each - part.shape[0]))[:, None]).squeeze(1)
+        whole = part.new_empty(each * ranks, x.shape[1])
+        dist.all_gather_into_tensor(whole, part, group=self.tp)
+        return whole[:count]
 
 
 @dataclasses.dataclass(frozen=True)

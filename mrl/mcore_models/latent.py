@@ -166,11 +166,19 @@ class LatentAttention(MegatronModule):
             key_turned = gather_from_sequence_parallel_region(key_turned, group=self.tp)
         elif self.tp.size() > 1:
             key_turned = copy_to_tensor_model_parallel_region(key_turned, group=self.tp)
+        return self.turned_heads(query, both, key_turned, self._cos_sin(positions, query.dtype))
+
+    def turned_heads(
+        self, query: Tensor, both: Tensor, key_turned: Tensor, cos_sin: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns query and key [T, H, D + R] and value [T, H, V] from what the linears give: query [T, ..., H * (D +
+        R)], keys and values together [T, ..., H * (D + V)], and the rotary key [T, 1, R] before it turns. cos_sin:
+        [T, 1, R] each."""
+        config = self.config
         query = query.view(query.shape[0], -1, config.qk_head_dim + config.qk_pos_emb_head_dim)
         both = both.view(both.shape[0], -1, config.qk_head_dim + config.v_head_dim)
         still, turned = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
         key_still, value = both.split([config.qk_head_dim, config.v_head_dim], dim=-1)
-        cos_sin = self._cos_sin(positions, query.dtype)
         query = torch.cat([still, self._turn(turned, cos_sin)], dim=-1)
         key_turned = self._turn(key_turned, cos_sin).expand(-1, key_still.shape[1], -1)
         return query, torch.cat([key_still, key_turned], dim=-1), value

@@ -162,12 +162,13 @@ def rotary_scale(scaling: dict | None) -> float:
 class Rotary(RotaryEmbedding):
     """Megatron's rotary embedding with the frequencies of `inverse_frequencies`, at given positions.
 
-    positions: [T] of this rank's tokens of the micro-batch at hand, set by the model before each forward.
+    positions: [T] of this rank's tokens of the micro-batch at hand, set by the model before each forward. scale: of
+    `rotary_scale`; attention multiplies by it, to which angles are handed.
     """
 
-    def __init__(self, inverse: Tensor, cp_group: Any) -> None:
+    def __init__(self, inverse: Tensor, cp_group: Any, scale: float = 1.0) -> None:
         super().__init__(kv_channels=2 * inverse.numel(), rotary_percent=1.0, cp_group=cp_group)
-        self.inv_freq = inverse.to(platform.device())
+        self.inv_freq, self.scale = inverse.to(platform.device()), scale
         self.positions = torch.empty(0)
 
     def forward(self, *_: Any, **__: Any) -> Tensor:

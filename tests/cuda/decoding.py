@@ -62,8 +62,8 @@ def steps(
     lines: list[str] = []
     decode_graphs.logger.warning = lambda text, *of: lines.append(text % of)
     if asks:
-        attend = decoder._Layer.attention
-        decoder._Layer.attention = lambda layer, x, *rest: (x.sum().item(), attend(layer, x, *rest))[1]
+        attend = decoder._GroupedAttention.__call__
+        decoder._GroupedAttention.__call__ = lambda layer, x, *rest: (x.sum().item(), attend(layer, x, *rest))[1]
     folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
     parallel = ParallelConfig(tp=case.tp, pp=case.pp, ep=case.ep, etp=case.etp, sp=case.sp)
     role = RoleConfig(

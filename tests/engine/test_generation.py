@@ -48,6 +48,7 @@ LAYOUTS = {
     "megatron deepseek_v3 pp2": (2, "megatron", {"pp": 2}, "deepseek_v3", 2),
     "megatron gpt_oss": (1, "megatron", {}, "gpt_oss", 2),
     "megatron gpt_oss tp2": (2, "megatron", {"tp": 2, "etp": 1}, "gpt_oss", 2),
+    "megatron experts tp2 ep2": (2, "megatron", {"tp": 2, "ep": 2}, "qwen3_moe", 4),
     "megatron experts tp2": (2, "megatron", {"tp": 2}, "qwen3_moe", 4),
     "fsdp experts dp2": (2, "fsdp", {}, "qwen3_moe", 4),
     "external": (1, EXTERNAL, {}, "qwen3", 2),
@@ -120,11 +121,13 @@ def test_the_weights_of_now_generate(model, layout):
         "megatron",
         "megatron mistral",
         "megatron qwen2_moe",
-        "megatron tp2",
+        pytest.param("megatron tp2", marks=pytest.mark.slow),
         "megatron tied pp2",
         "megatron ep2",
         "megatron pp2 vpp2",
+        "megatron deepseek_v3 tp2",
         pytest.param("megatron deepseek_v3 pp2", marks=pytest.mark.slow),
+        pytest.param("megatron experts tp2", marks=pytest.mark.slow),
     ],
 )
 def test_gpt_model_itself_gives_the_same(model, layout):
@@ -138,7 +141,7 @@ def test_gpt_model_itself_gives_the_same(model, layout):
         ["megatron qwen2_moe", "megatron pp2"],
         [
             "megatron qwen2_moe", "megatron pp2", "megatron mistral", "megatron tied tp2", "megatron pp2 vpp2",
-            "megatron deepseek_v3 pp2",
+            "megatron deepseek_v3 pp2", "megatron deepseek_v3 tp2", "megatron experts tp2 ep2",
         ],
     ),
 )  # fmt: skip
