@@ -262,6 +262,8 @@ def test_dry_run_tells_te_by_rules_and_a_run_needs_a_gpu(workspace, monkeypatch)
     assert "# engine.layer_spec: te (as configured; torch sees no GPU, and a run needs one" in said.stdout
     refused = invoke("sft", "config.yaml", "engine.layer_spec=te", "--nproc", "1")
     assert refused.exit_code == 2 and 'engine.layer_spec: value "te" needs a GPU, and torch sees none' in refused.stderr
+    kernel = invoke("sft", "config.yaml", "engine.attention=unfused", "--dry-run")
+    assert kernel.exit_code == 0 and "# engine.layer_spec: te (" in kernel.stdout, kernel.output
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.setenv(name, "0")
     refused = invoke("sft", "config.yaml", "engine.layer_spec=te", "--dry-run")
@@ -295,6 +297,17 @@ def test_dry_run_of_ppo_prints_a_config_that_loads_and_each_role(workspace):
         "# iteration: 2 prompts x 4 samples, trained on in 2 steps of 4 sequences",
         "# length: 1 epoch of the prompts, in whole iterations",
     ]
+
+
+def test_roles_share_the_kernel_of_attention(workspace):
+    """Their processes are one, and so is the environment that transformer-engine reads."""
+    fused = ["actor.engine={device: auto, attention: fused}", "actor.model.dtype=bfloat16"]
+    refused = invoke("ppo", "ppo.yaml", *fused, "reference.engine.device=auto", "--dry-run")
+    assert refused.exit_code == 2 and (
+        'reference.engine.attention: value "auto" does not go with actor.engine.attention fused: ' in refused.stderr
+    ), refused.output
+    alike = invoke("ppo", "ppo.yaml", *fused, "reference.engine={device: auto, attention: fused}", "--dry-run")
+    assert alike.exit_code == 0, alike.output
 
 
 def test_a_dry_run_loads_the_code_that_the_run_would(workspace):

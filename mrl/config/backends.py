@@ -13,7 +13,7 @@ GROUP = "mrl.engines"
 OWN: dict[str, tuple[str, ...]] = {
     "megatron": (
         "model.lora", "model.mtp", "engine.parallel", "engine.recompute", "engine.recompute_modules", "engine.moe",
-        "engine.offload", "engine.layer_spec", "engine.megatron", "engine.batch_invariant",
+        "engine.offload", "engine.layer_spec", "engine.attention", "engine.megatron", "engine.batch_invariant",
     ),
     "fsdp": (
         "model.lora", "engine.parallel.cp", "engine.parallel.sp", "engine.recompute.full", "engine.recompute_every",

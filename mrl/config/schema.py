@@ -160,6 +160,12 @@ class EngineConfig:
         "te where that is installed, there is a GPU, and it has more than an unfused attention for model and layout",
         may_change=True,
     )
+    attention: Literal["auto", "flash", "fused", "unfused"] = key(
+        "auto",
+        "which of transformer-engine's attention kernels computes (megatron backend, docs/gpu.md): flash-attn's, "
+        "cuDNN's (fused) or the unfused one; auto is what transformer-engine takes. Another one asks for its layers",
+        may_change=True,
+    )
     recompute: Literal["none", "selective", "full"] = key(
         "none",
         "activations computed again in the backward pass: none, those of recompute_modules, every layer",

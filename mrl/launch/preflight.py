@@ -96,8 +96,20 @@ def check_layout(
             packed, generated = command.packing(config), command.generates
             check_part(part, dims, Sequences(longest, key, packed=packed, generated=generated), here=here)
         made.append(dims)
+    _check_attention(parts)
     command.check_processes(config, parts, world_size)
     return made
+
+
+def _check_attention(parts: Sequence[Part]) -> None:
+    """Models of a run are in the same processes, whose environment says which kernels transformer-engine may take."""
+    of = {p.key("engine.attention"): p.engine for p in parts if p.engine.backend == "megatron"}
+    wanted = {key: engine.attention for key, engine in of.items() if engine.layer_spec != "local"}
+    first = next(iter(wanted.items()), ("", ""))
+    for key, value in wanted.items():
+        if value != first[1]:
+            why = f"does not go with {first[0]} {first[1]}: all models of a run share its processes"
+            raise ConfigError(key, value, why, "give both the same")
 
 
 def check_part(part: Part, dims: ParallelDims, sequences: Sequences, *, here: bool = True) -> None:

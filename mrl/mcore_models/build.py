@@ -82,7 +82,8 @@ class Model(GPTModel):
         return torch.cat(columns, dim=-1).transpose(0, 1).contiguous()
 
     def _set_attention_backend(self) -> None:
-        """Leaves NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN as they are: te_limits.py reads them.
+        """Leaves NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN as they are: te_limits.py reads them, and the
+        engine sets them where engine.attention says so.
 
         megatron's own (0.16 and 0.19, models/common/language_module) asserts that all are 1 or unset, and advises an
         argument of its own trainer.

@@ -6,6 +6,7 @@ Parameters have other names under each (mrl/converters); a checkpoint has those 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -13,11 +14,12 @@ import torch
 
 from mrl.errors import ConfigError
 from mrl.mcore_models import platform
-from mrl.mcore_models.te_limits import GENERATIONS, Gpu, switched_off, te_refuses, te_slows
+from mrl.mcore_models.te_limits import GENERATIONS, Gpu, switched_off, switches_of, te_refuses, te_slows
 from mrl.mcore_models.versions import NOT_THERE
 from mrl.parallel import ParallelDims
 
 KEY = "engine.layer_spec"
+ATTENTION = "engine.attention"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of model.dtype
 
 
@@ -33,19 +35,51 @@ class LayerSpec:
 
 
 def choose(
-    wanted: str, fields: Mapping[str, Any], dims: ParallelDims, *, dtype: torch.dtype, elsewhere: bool = False
-) -> LayerSpec:
+    wanted: str, fields: Mapping[str, Any], dims: ParallelDims, *, dtype: torch.dtype, attention: str = "auto",
+    elsewhere: bool = False,
+) -> LayerSpec:  # fmt: skip
     """Returns the spec for a value of engine.layer_spec. fields: of megatron's configuration, as `fields_of` has them.
 
+    attention: of engine.attention; a kernel of transformer-engine that it names is te's, or refused.
     elsewhere: the run may be for another machine (`--dry-run`): te is then not refused for want of a GPU here.
 
     Raises ConfigError where te is wanted and cannot be had, and where transformer-engine is installed and does not
     load: a run that was meant to use it shall not train slower without a word.
     """
+    check_attention(attention, wanted)
+    gpu = Gpu.here().with_attention(attention)
+    if attention != "auto":
+        try:
+            return _chosen("te", fields, dims, dtype, gpu, elsewhere=elsewhere)
+        except ConfigError as error:
+            raise _refused_kernel(attention, error) from error
+    return _chosen(wanted, fields, dims, dtype, gpu, elsewhere=elsewhere)
+
+
+def check_attention(attention: str, wanted: str) -> None:
+    """Raises ConfigError where a value of engine.attention contradicts one of engine.layer_spec or the environment."""
+    if attention != "auto" and wanted == "local":
+        why = "is a kernel of transformer-engine, and engine.layer_spec local has none of it"
+        raise ConfigError(ATTENTION, attention, why, "set that to auto or te, or leave this out")
+    for name, value in switches_of(attention).items():
+        found = os.environ.get(name, value)
+        if found.strip() != value:
+            why = f"is {name}={value} for transformer-engine, and the environment has {name}={found}"
+            raise ConfigError(ATTENTION, attention, why, "unset that, or leave this out")
+
+
+def _refused_kernel(attention: str, error: ConfigError) -> ConfigError:
+    """error: why there are no layers of transformer-engine."""
+    return ConfigError(ATTENTION, attention, f"is for {KEY} te, which {error.why}", "leave it out")
+
+
+def _chosen(
+    wanted: str, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, gpu: Gpu, *, elsewhere: bool
+) -> LayerSpec:
     if wanted == "local":
         return LayerSpec("local", "as configured")
-    absent, against = platform.without_transformer_engine(), te_refuses(fields, dims, dtype=dtype)
-    slow = te_slows(fields, dims, dtype=dtype)
+    absent, against = platform.without_transformer_engine(), te_refuses(fields, dims, gpu, dtype=dtype)
+    slow = te_slows(fields, dims, gpu, dtype=dtype)
     if platform.does_not_load(absent):
         why = f"finds transformer-engine, which does not load ({absent})"
         raise ConfigError(KEY, wanted, why, "install it as docs/gpu.md says, or set local")
@@ -80,12 +114,14 @@ def _on_gpus(fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype) 
     return f"te ({exceptions})" if exceptions else "te"
 
 
-def check_rules(fields: Mapping[str, Any], dims: ParallelDims, *, dtype: torch.dtype = torch.bfloat16) -> None:
+def check_rules(
+    fields: Mapping[str, Any], dims: ParallelDims, *, dtype: torch.dtype = torch.bfloat16, attention: str = "auto"
+) -> None:
     """Raises ConfigError where transformer-engine refuses a model in a layout on any GPU: for te that is wanted on a
     machine which is not asked. Arguments as of `choose`; what bfloat16 cannot have, no dtype can."""
-    refusal = te_refuses(fields, dims, Gpu(switched_off=switched_off()), dtype=dtype)
+    refusal = te_refuses(fields, dims, Gpu(switched_off=switched_off(attention=attention)), dtype=dtype)
     if refusal is not None:
-        raise _refused(refusal)
+        raise _refused(refusal) if attention == "auto" else _refused_kernel(attention, _refused(refusal))
 
 
 def _refused(refusal: str) -> ConfigError:

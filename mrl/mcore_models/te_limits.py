@@ -39,6 +39,17 @@ SWITCHES: Mapping[str, Kernel] = {
 V2_SWITCH = Version("2.18")
 
 
+def switches_of(attention: str) -> dict[str, str]:
+    """Returns the variables for a value of engine.attention, as megatron's `_set_attention_backend` sets them: 1 for
+    its kernel, 0 for the others; none for auto.
+
+    transformer-engine reads them whenever it chooses (2.20.2, `get_attention_backend`), so that they may be set after
+    its import.
+    """
+    names = [] if attention == "auto" else [name for name in SWITCHES if name != "NVTE_FLASH_ATTN_V2"]
+    return {name: str(int(SWITCHES[name] == attention)) for name in names}
+
+
 @dataclasses.dataclass(frozen=True)
 class Gpu:
     """A GPU and what is installed for its attention; None for what is not known, which is then assumed to do."""
@@ -71,14 +82,22 @@ class Gpu:
     def is_blackwell(self) -> bool:
         return self.capability is not None and self.capability >= (10, 0)
 
+    def with_attention(self, attention: str) -> "Gpu":
+        """Returns it with the variables for a value of engine.attention beside those of the environment."""
+        return (
+            self if attention == "auto" else dataclasses.replace(self, switched_off=switched_off(attention=attention))
+        )
+
     def is_off(self, name: str) -> bool:
         """Returns whether one of SWITCHES switches its kernel off: it is 0, and this transformer-engine reads it."""
         old = self.transformer_engine is not None and self.transformer_engine < V2_SWITCH
         return name in self.switched_off and not (name == "NVTE_FLASH_ATTN_V2" and old)
 
 
-def switched_off(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Returns the names of SWITCHES that are 0, as `int` reads them."""
+def switched_off(environment: Mapping[str, str] = os.environ, attention: str = "auto") -> tuple[str, ...]:
+    """Returns the names of SWITCHES that are 0, as `int` reads them: of an environment, or for a value of
+    engine.attention."""
+    environment = {**environment, **switches_of(attention)}
     return tuple(name for name in SWITCHES if re.fullmatch(r"\s*[+-]?0+\s*", environment.get(name, "1")))
 
 

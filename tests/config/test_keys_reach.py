@@ -127,6 +127,13 @@ ENGINE = [
         [(DEFAULT, None), *((name, Refusal("ConfigError", "engine.layer_spec: ")) for name in ("te", "local"))], on=FSDP,
     ),
     Row(
+        "engine.attention", steps,
+        [(DEFAULT, [1]), *((k, Refusal("ConfigError", "engine.attention: ")) for k in ("flash", "fused", "unfused"))]
+        if HERE == "cpu" else [(DEFAULT, [1])],
+        on=MEGATRON,
+    ),  # what it does: tests/engine/test_layer_spec_of_ranks.py
+    Row("engine.attention", steps, [(DEFAULT, [1]), ("flash", Refusal("ConfigError", "engine.attention: "))], on=FSDP),
+    Row(
         "engine.recompute", looks.forwards,
         [(DEFAULT, {"attention": 1, "mlp": 1}), ("selective", {"attention": 1, "mlp": 2}), ("full", {"attention": 2, "mlp": 2})],
         on=MEGATRON,

@@ -317,7 +317,7 @@ OTHER_VALUES = {
     "offload": ["parameters"], "options": {}, "tokens": 5000, "size": 3, "sp": True, "schedule": "linear", "betas": [0.5, 0.5], "device": "cpu",
     "min_lr": 1e-9, "eps": 1e-6, "reshard_after_forward": False, "compile": True, "dropout": 0.1, "target_modules": ["q_proj"],
     "exclude_modules": ["q_proj"], "rslora": True, "export": "merged",
-    "recompute_modules": ["core_attn"], "layer_spec": "local", "megatron": {"bucket_size": 9}, "batch_invariant": True,
+    "recompute_modules": ["core_attn"], "layer_spec": "local", "attention": "fused", "megatron": {"bucket_size": 9}, "batch_invariant": True,
     "detach": False, "name": "muon", "momentum": 0.5, "use_nesterov": False, "scale_mode": "shape_scaling",
 }  # fmt: skip
 """Key's last name -> a value that is not its default; of numbers, one more."""

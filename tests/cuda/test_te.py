@@ -76,6 +76,9 @@ FLASH_OFF, FUSED_OFF, UNFUSED_OFF = "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_
         (("NVTE_FLASH_ATTN_V2",), [("unfused", "unfused")] * 2 + FUSED),
         ((FUSED_OFF,), [("unfused", "flash")] * 5),
         ((UNFUSED_OFF,), [(NONE, "flash")] * 2 + FUSED),
+        ((FUSED_OFF, UNFUSED_OFF), [(NONE, "flash")] * 5),  # engine.attention: flash
+        ((FLASH_OFF, UNFUSED_OFF), [(NONE, NONE)] * 2 + FUSED),
+        ((FLASH_OFF, FUSED_OFF), [("unfused", "unfused")] * 5),
         ((FLASH_OFF, FUSED_OFF, UNFUSED_OFF), [(NONE, NONE)] * 5),
     ],
 )

@@ -71,6 +71,28 @@ def with_variable(config: RoleConfig, name: str, value: str) -> tuple[str, str |
         del os.environ[name]
 
 
+def with_attention(config: RoleConfig) -> dict[str, str | None]:
+    """Returns the variables where a model of transformer-engine's modules is built."""
+    from mrl.engine.megatron.engine import MegatronEngine
+    from mrl.mcore_models.te_limits import SWITCHES
+    from tests.engine.te_like import te_like
+
+    try:
+        with te_like():
+            MegatronEngine(config).init_model()
+        return {name: os.environ.get(name) for name in SWITCHES}
+    finally:
+        for name in SWITCHES:
+            os.environ.pop(name, None)
+
+
+def test_a_kernel_that_is_asked_for_leaves_out_the_others(tmp_path):
+    folder = tiny.make_model(str(tmp_path), "llama")
+    config = tiny.role(folder, backend="megatron", optimizer=None, layer_spec="te", attention="fused")
+    expected = {"NVTE_FLASH_ATTN": "0", "NVTE_FLASH_ATTN_V2": None, "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "0"}
+    assert run_case(1, f"{__name__}:with_attention", config=config) == expected
+
+
 @pytest.mark.parametrize("name", ["NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"])
 def test_variables_of_transformer_engine_are_its_own(tmp_path, name):
     """megatron's GPTModel asserts that they agree with an argument of its own trainer, which mrl has not."""

@@ -5,6 +5,7 @@ The packages here are folders that fail as real ones do: transformer-engine with
 apex that PyPI has, which is another program.
 """
 
+import contextlib
 import importlib
 import os
 import subprocess
@@ -50,6 +51,8 @@ WORKS = {"__init__.py": "", "pytorch.py": ""}
 OTHER_APEX = {"__init__.py": "from pyramid.config import Configurator"}
 DENSE = {"num_layers": 2, "num_attention_heads": 8, "num_query_groups": 8, "hidden_size": 512}
 ONE = ParallelDims()
+H100 = te_limits.Gpu((9, 0), versions.NOT_THERE)
+FLASH = te_limits.Gpu((8, 0), Version("2.8.3"), transformer_engine=Version("2.20.2"))
 
 
 def spec_for(wanted, dtype=torch.bfloat16):
@@ -288,6 +291,33 @@ def test_te_is_said_by_rules_where_no_gpu_is(machine, monkeypatch):
         monkeypatch.setenv(name, "0")
     with pytest.raises(ConfigError, match="on any GPU with NVTE_FLASH_ATTN=0, NVTE_FUSED_ATTN=0, NVTE_UNFUSED"):
         layer_spec.check_rules(DENSE, ONE)
+
+
+@pytest.mark.parametrize(
+    "attention, wanted, variables, gpu, said",
+    [
+        ("flash", "auto", {}, FLASH, None),
+        ("fused", "te", {"NVTE_FUSED_ATTN": "1"}, H100, None),
+        ("unfused", "auto", {}, H100, None),  # which auto alone takes for no model
+        ("flash", "auto", {}, H100, "value \"flash\" is for engine.layer_spec te, which does not work here: .* without flash-attn 2"),
+        ("fused", "auto", {}, FLASH, "which does not work here: .* 8.0 with NVTE_FLASH_ATTN=0, NVTE_UNFUSED_ATTN=0; leave"),
+        ("flash", "local", {}, FLASH, "value \"flash\" is a kernel of transformer-engine, and engine.layer_spec local"),
+        ("flash", "auto", {"NVTE_FLASH_ATTN": "0"}, FLASH, "NVTE_FLASH_ATTN=1 .*the environment has NVTE_FLASH_ATTN=0"),
+        ("flash", "auto", {"NVTE_FUSED_ATTN": "1"}, FLASH, "NVTE_FUSED_ATTN=0 .*the environment has NVTE_FUSED_ATTN=1"),
+        ("flash", "auto", {}, None, "is for engine.layer_spec te, which needs a GPU, and torch sees none"),
+    ],
+)  # fmt: skip
+def test_a_kernel_of_attention_is_te_or_refused(machine, monkeypatch, attention, wanted, variables, gpu, said):
+    machine(gpu=gpu is not None, transformer_engine=WORKS)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if gpu is not None:
+        monkeypatch.setattr(te_limits.Gpu, "here", lambda: gpu)
+    refused = (
+        contextlib.nullcontext() if said is None else pytest.raises(ConfigError, match=rf"^engine\.attention: .*{said}")
+    )
+    with refused:
+        assert layer_spec.choose(wanted, DENSE, ONE, dtype=torch.bfloat16, attention=attention).name == "te"
 
 
 def test_te_for_another_machine_is_not_refused_by_the_gpu_that_is_here(machine, monkeypatch):

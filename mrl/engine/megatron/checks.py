@@ -46,23 +46,27 @@ class MegatronChecks(EngineChecks):
         fp8.check_model(engine.megatron, family_for(normalized), normalized, dims)
         if engine.recompute == "selective":
             chosen_modules(fields, engine.recompute_modules, layer_spec=None)
-        if engine.layer_spec == "te":
-            layer_spec.check_rules(fields, dims)
+        layer_spec.check_attention(engine.attention, engine.layer_spec)
+        if engine.layer_spec == "te" or engine.attention != "auto":
+            layer_spec.check_rules(fields, dims, attention=engine.attention)
 
     @classmethod
     def check_anywhere(
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> None:
         check_mtp(model, dims, hf_config)
-        if engine.layer_spec == "te":
-            layer_spec.check_rules(fields_of(normalize(dict(hf_config))), dims, dtype=DTYPES[model.dtype])
+        if engine.layer_spec == "te" or engine.attention != "auto":
+            fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
+            layer_spec.check_rules(fields, dims, dtype=dtype, attention=engine.attention)
 
     @classmethod
     def notes_on(
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> list[str]:
         fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
-        spec = layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype, elsewhere=True)
+        spec = layer_spec.choose(
+            engine.layer_spec, fields, dims, dtype=dtype, attention=engine.attention, elsewhere=True
+        )
         fp8.check_spec(engine.megatron, spec.name, spec.why, dtype)
         return choices(spec, engine, fields)
 
@@ -72,7 +76,7 @@ class MegatronChecks(EngineChecks):
     ) -> None:
         check_mtp(model, dims, hf_config)
         fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
-        spec = layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype)
+        spec = layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype, attention=engine.attention)
         fp8.check_spec(engine.megatron, spec.name, spec.why, dtype)
         fp8.check_here(engine.megatron)
 

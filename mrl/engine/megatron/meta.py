@@ -276,8 +276,8 @@ def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims, capability: tuple
     from mrl.mcore_models.te_limits import Gpu, switched_off, te_refuses, te_slows
 
     fields, dtype = fields_of(dict(read_hf_config(config.model.path))), DTYPES[config.model.dtype]
-    gpu = Gpu(capability, switched_off=switched_off())
-    wanted = config.engine.layer_spec
+    gpu = Gpu(capability, switched_off=switched_off(attention=config.engine.attention))
+    wanted = config.engine.layer_spec if config.engine.attention == "auto" else "te"
     if wanted == "local" or te_refuses(fields, dims, gpu, dtype=dtype) is not None:
         return "local"
     return "local" if wanted == "auto" and te_slows(fields, dims, gpu, dtype=dtype) is not None else "te"

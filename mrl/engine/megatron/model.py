@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from mrl.engine.saving import starting_weights
 from mrl.errors import ConfigError
 from mrl.mcore_models import layer_spec, platform
 from mrl.mcore_models.build import build_chunks, transformer_config
-from mrl.mcore_models.te_limits import cp_comm_type
+from mrl.mcore_models.te_limits import cp_comm_type, switches_of
 from mrl.parallel import ParallelDims
 
 
@@ -43,7 +44,11 @@ class Model:
         self.mtp = 0 if config.mtp is None else mtp_layers(self.hf, dims, lora=config.model.lora is not None)
         self.mtp_weight = 0.0 if config.mtp is None else config.mtp.loss_weight
         self.detaches_mtp = config.mtp is not None and config.mtp.detach
-        self.layer_spec = agreed_spec(config.engine.layer_spec, fields_of(dict(self.hf)), dims, self.dtype)
+        attention = config.engine.attention
+        self.layer_spec = agreed_spec(
+            config.engine.layer_spec, fields_of(dict(self.hf)), dims, self.dtype, attention=attention
+        )
+        os.environ |= switches_of(attention)
         self.spec = self.layer_spec.name
         self.transformer = transformer_config(
             self.hf, dims, dtype=self.dtype, recompute=config.engine.recompute,
@@ -157,7 +162,9 @@ def offload_activations(chunks: Sequence[Any], engine: EngineConfig) -> Activati
     return offload
 
 
-def agreed_spec(wanted: str, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype) -> layer_spec.LayerSpec:
+def agreed_spec(
+    wanted: str, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, *, attention: str = "auto"
+) -> layer_spec.LayerSpec:
     """Returns the layer spec of this rank, which is that of all. Arguments as of `layer_spec.choose`. Collective.
 
     Each rank chooses by what its own host has. Raises ConfigError, on every rank, where one refuses or chooses another
@@ -165,7 +172,7 @@ def agreed_spec(wanted: str, fields: Mapping[str, Any], dims: ParallelDims, dtyp
     """
     found, refusal = None, None
     try:
-        found = layer_spec.choose(wanted, fields, dims, dtype=dtype)
+        found = layer_spec.choose(wanted, fields, dims, dtype=dtype, attention=attention)
     except ConfigError as error:
         refusal = error
     name: str = "" if found is None else found.name
