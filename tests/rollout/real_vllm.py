@@ -192,35 +192,45 @@ def check(engine, sampler, sampling: SamplingParams) -> list[Completion]:
 
 
 def follows_the_actor(
-    config: RoleConfig, raw_url: str, processed_url: str, weights_dir: str, handover: str
-) -> list[list[Completion]]:
-    """Log-probs of completions are those of the actor's weights, before and after it is trained. All ranks take part."""
+    config: RoleConfig, urls: list[str], weights_dir: str, handovers: list[str], checkpoint: str
+) -> tuple[list[list[Completion]], list[list[float]]]:
+    """Log-probs of completions are those of the actor's weights, before and after it is trained. All ranks take part.
+
+    It begins at `checkpoint`, where there is one, and saves what it ends with there. urls, handovers: of the raw and
+    the processed server. Returns the completions, and the actor's log-probs of TEXT at the beginning and at the end.
+    """
     distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=FIRST_REQUEST_S))  # the others wait for rank 0
     engine = build_engine(config)
     engine.init_model()
-    text, own, seen = TEXT, functools.partial(own_log_probs, engine), []
+    if engine.on_main(lambda: os.path.exists(checkpoint)):
+        engine.load_checkpoint(checkpoint)
+    own, seen = functools.partial(own_log_probs, engine), []
+    first = own(TEXT)
     with contextlib.ExitStack() as stack:
-        for name, url, samplings in (
-            ("raw", raw_url, [SamplingParams(), SamplingParams(top_k=9, top_p=0.9, min_p=0.01), GREEDY]),
-            ("processed", processed_url, [SamplingParams(), SamplingParams(0.7), GREEDY]),
-        ):
+        for url, handover, samplings in zip(
+            urls, handovers,
+            ([SamplingParams(), SamplingParams(top_k=9, top_p=0.9, min_p=0.01), GREEDY],
+             [SamplingParams(), SamplingParams(0.7), GREEDY]),
+            strict=True,
+        ):  # fmt: skip
             sampler = sampler_of(
                 [url],
-                f"{weights_dir}/{name}",
+                f"{weights_dir}/{len(seen)}",
                 is_main=engine.is_main,
                 on_main=engine.on_main,
-                probe=Probe(text, own, 1e-5),
+                probe=Probe(TEXT, own, 1e-5),
                 handover=handover,
             )
             stack.callback(sampler.close)
             before = None
             for _ in range(2):
                 sampler.update_weights(engine.hf_weights())
-                before = said_as_by_the_actor(sampler, own, text, before)
+                before = said_as_by_the_actor(sampler, own, TEXT, before)
                 seen += [check(engine, sampler, sampling) for sampling in samplings]
                 engine.set_loss_fn(loss_fn)
                 train(engine, 1)
-    return engine_everywhere(engine, seen)
+    engine.save_checkpoint(checkpoint, global_step=len(seen))
+    return engine_everywhere(engine, seen), [first, own(TEXT)]
 
 
 def adapters_follow_the_actor(config: RoleConfig, url: str, weights_dir: str) -> None:

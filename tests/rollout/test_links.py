@@ -185,17 +185,38 @@ def test_the_next_bucket_is_gathered_while_one_is_sent(two, tmp_path):
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
-@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
-def test_where_one_fails_none_goes_on(two, tmp_path, path):
-    two[1].faults[path] = [says(500, {"error": {"message": "out of\nmemory"}})]
+def dies(server: Replay):
+    """A fault: the server hangs up, and nobody reaches it any more."""
+
+    def fault(body, recorded):
+        threading.Thread(target=server.close).start()
+        return None
+
+    return fault
+
+
+SAYS_500 = r"says HTTP 500: out of memory"
+
+
+@pytest.mark.parametrize(
+    "path, how",
+    [("/start_weight_update", SAYS_500), ("/update_weights", SAYS_500), ("/finish_weight_update", SAYS_500),
+     ("/update_weights", r"/update_weights cannot be reached")],
+)  # fmt: skip
+def test_where_one_fails_none_goes_on(two, tmp_path, path, how):
+    """The last: it dies with the second bucket."""
+    fault = says(500, {"error": {"message": "out of\nmemory"}}) if how == SAYS_500 else dies(two[1])
+    two[1].faults[path] = [fault] if how == SAYS_500 else [DONE, fault]
     sampler = sampler_of([s.url for s in two], str(tmp_path), handover="ipc")
-    read = []
-    with pytest.raises(ServerError, match="says HTTP 500: out of memory.*no server samples.*stay paused") as caught:
+    sampler._handover._bucket_bytes = 24
+    read, start = [], time.monotonic()
+    with pytest.raises(ServerError, match=f"{how}.*no server samples.*stay paused") as caught:
         sampler.update_weights((read.append(name), (name, tensor))[1] for name, tensor in WEIGHTS)
-    assert two[1].url in str(caught.value) and "\n" not in str(caught.value)
+    assert two[1].url in str(caught.value) and "\n" not in str(caught.value) and time.monotonic() - start < 30
     assert len(read) == len(WEIGHTS), "other ranks are in the stream"
     assert "/resume" not in two[0].paths() + two[1].paths()
     assert two[1].version == "incomplete"
+    assert not list(links._SHM.glob(f"mrl-{links.os.getpid()}-*"))
 
 
 class Process:

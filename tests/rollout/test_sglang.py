@@ -263,7 +263,7 @@ def test_cuda_ipc(servers, tmp_path, gpu):
 def test_another_process_reads_a_bucket_at_any_time():
     """By torch's own memory of the host, which it pickles as it does a GPU's. Of two readers one is late."""
     link = PickledLink(CPU, [2])
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
         came, late = [], []
         for bucket in links.buckets(iter(MIXED), 40, link.buffer):
             [told] = link.describe(bucket)

@@ -46,22 +46,28 @@ def close(found: list[float], expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend, parallel, ranks, handover",
-    [("fsdp", {}, 2, "disk"), ("megatron", {"tp": 2}, 2, "broadcast"), ("fsdp", {}, 1, "broadcast")],
+    "backend, runs",
+    [
+        ("fsdp", [({}, 2, ["disk", "broadcast"])]),
+        ("megatron", [({"tp": 2}, 2, ["broadcast", "broadcast"]), ({}, 1, ["broadcast", "ipc"])]),
+    ],
 )
-def test_log_probs_are_those_of_the_actor(servers, folders, tmp_path, backend, parallel, ranks, handover):
-    """With an actor that the servers were not started with and that is trained in between.
-
-    The last two: a run that goes on with another number of processes joins the same servers.
-    """
-    config = tiny.role(folders[1], backend=backend, parallel=parallel)
-    urls = [server.url for server in servers]
-    with logs_of(servers):
-        seen = run_case(
-            ranks, "tests.rollout.real_vllm:follows_the_actor", timeout_s=FIRST_REQUEST_S, handover=handover,
-            config=config, raw_url=urls[0], processed_url=urls[1], weights_dir=str(tmp_path),
-        )  # fmt: skip
-    assert len(seen) == 12 and all(len(c.tokens) == 12 for completions in seen for c in completions)
+def test_log_probs_are_those_of_the_actor(servers, folders, tmp_path, backend, runs):
+    """With an actor that the servers were not started with and that is trained in between; and with the same actor,
+    resumed in another layout on another number of processes, which joins the same servers."""
+    urls, last = [server.url for server in servers], None
+    for parallel, ranks, handovers in runs:
+        config = tiny.role(folders[1], backend=backend, parallel=parallel)
+        with logs_of(servers):
+            seen, (first, trained) = run_case(
+                ranks, "tests.rollout.real_vllm:follows_the_actor", timeout_s=FIRST_REQUEST_S, handovers=handovers,
+                config=config, urls=urls, weights_dir=str(tmp_path / "weights"), checkpoint=str(tmp_path / "checkpoint"),
+            )  # fmt: skip
+        assert len(seen) == 12 and all(len(c.tokens) == 12 for completions in seen for c in completions)
+        assert first != trained
+        if last is not None:
+            close(first, torch.tensor(last))
+        last = trained
 
 
 def test_it_is_a_teacher_by_its_likeliest_tokens(sampler, servers, folders):
