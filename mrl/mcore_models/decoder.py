@@ -4,8 +4,8 @@ In a step of generation a layer has few tokens, and what megatron's modules do a
 functions, dispatch by configuration, bookkeeping of features that are off) takes as long as the arithmetic. This walks
 the layers of both specs (`layers.block_spec`): of the te spec, whose linears hold the weights of the norms before
 them, it takes the weights and calls none of transformer-engine's modules but those of shared experts. It serves every
-family made of RMSNorm, grouped-query or latent attention, and SwiGLU; `fits` says whether a chunk is one. Any other
-goes through GPTModel itself, and tests hold both to the same tokens.
+family made of RMSNorm, grouped-query or latent attention, and SwiGLU or experts; `fits` says whether a chunk is one.
+Any other goes through GPTModel itself, and tests hold both to the same tokens.
 
 Dimensions: `T` tokens, `N` hidden size, `G` key/value groups and `H` query heads on this rank, `D` head size, `E`
 experts. Tensor parallelism is without sequence parallelism here, whatever it is in training: hidden states are whole on
@@ -29,7 +29,7 @@ from mrl.mcore_models import elementwise
 from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.kv_cache import CachedStep
 from mrl.mcore_models.latent import LatentAttention
-from mrl.mcore_models.layers import RMSNorm
+from mrl.mcore_models.layers import NormOverHeads, RMSNorm
 from mrl.mcore_models.lora import Adapter, added_on_this_rank
 
 _MLP = (
@@ -39,7 +39,8 @@ _MLP = (
 )
 _GROUPED = re.compile(
     _MLP + r"|self_attention\.(linear_qkv|linear_proj|q_layernorm|k_layernorm)\.weight"
-    r"|self_attention\.linear_qkv\.(layer_norm_weight|bias)|self_attention\.linear_(qkv|proj)\.adapter\..*"
+    r"|self_attention\.(linear_qkv\.layer_norm_weight|linear_(qkv|proj)\.bias|core_attention\.softmax_offset)"
+    r"|self_attention\.linear_(qkv|proj)\.adapter\..*"
 )
 _LATENT = re.compile(_MLP + r"|self_attention\..*")
 
@@ -50,14 +51,12 @@ def fits(model: torch.nn.Module) -> bool:
     config = model.config
     latent = config.multi_latent_attention
     known = _LATENT if latent else _GROUPED
-    names = all(known.fullmatch(name) for layer in model.decoder.layers for name, _ in layer.named_parameters())
-    ours = all(isinstance(layer.self_attention.core_attention, SdpaAttention) for layer in model.decoder.layers)
-    return names and ours and config.activation_func is F.silu and (latent or _plain_heads(config))
-
-
-def _plain_heads(config: Any) -> bool:
-    whole_groups = config.num_query_groups % config.tensor_model_parallel_size == 0
-    return whole_groups and config.rotary_percent == 1.0 and not config.qk_norm_over_heads
+    layers = model.decoder.layers
+    names = all(known.fullmatch(name) for layer in layers for name, _ in layer.named_parameters())
+    ours = all(isinstance(layer.self_attention.core_attention, SdpaAttention) for layer in layers)
+    known_activations = config.activation_func is F.silu or all(hasattr(layer.mlp, "experts") for layer in layers)
+    whole_groups = latent or config.num_query_groups % config.tensor_model_parallel_size == 0
+    return names and ours and known_activations and whole_groups
 
 
 def fixed_refusal(model: torch.nn.Module) -> str | None:
@@ -99,7 +98,7 @@ class Decoder:
         x = self._embedded(tokens) if hidden is None else hidden
         cos_sin = self._cos_sin(step.positions, self.rotary_dtype or x.dtype)
         for layer in self.layers:
-            x = self._add(x, layer.attention(x, step, cos_sin))
+            x = self._add(x, layer.attention(x, step, cos_sin), bias=layer.attention.proj_bias)
             x = self._add(x, layer.mlp(x, fixed), whole=layer.experts is not None)
         return x if self.final_norm is None else self.final_norm(x)
 
@@ -119,19 +118,21 @@ class Decoder:
         dist.all_reduce(rows, group=self.group)
         return rows
 
-    def _add(self, x: Tensor, part: Tensor, whole: bool = False) -> Tensor:
+    def _add(self, x: Tensor, part: Tensor, whole: bool = False, bias: Tensor | None = None) -> Tensor:
         if self.parallel and not whole:
             dist.all_reduce(part, group=self.group)
+        if bias is not None:
+            part += bias
         return part.add_(x)
 
 
 class _Linear:
-    """A linear layer on this rank alone, with its adapter: of a row-parallel one a part of the sum over ranks."""
+    """A linear layer on this rank alone, with its adapter: of a row-parallel one a part of the sum over ranks, without
+    the bias, which is added once (row)."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, *, row: bool = False) -> None:
         self.module, self.weight = module, _columns(module.weight)
-        bias = getattr(module, "bias", None)
-        self.bias = None if bias is None or not bias.numel() else bias  # transformer-engine's is empty for none
+        self.bias = None if row else _bias(module)
 
     def __call__(self, x: Tensor) -> Tensor:
         out = added_on_this_rank(self.module, x, x @ self.weight)
@@ -148,7 +149,7 @@ class _Layer:
         self.experts = None if hasattr(mlp, "linear_fc1") else _Experts(mlp, groups)
         self.mlp_norm = _Norm.of(layer.pre_mlp_layernorm, mlp.linear_fc1 if self.experts is None else None)
         if self.experts is None:
-            self.fc1, self.fc2 = _Linear(mlp.linear_fc1), _Linear(mlp.linear_fc2)
+            self.fc1, self.fc2 = _Linear(mlp.linear_fc1), _Linear(mlp.linear_fc2, row=True)
 
     def mlp(self, x: Tensor, fixed: bool) -> Tensor:
         """This rank's part of [T, N]; the whole where there are experts."""
@@ -164,9 +165,13 @@ class _GroupedAttention:
         self.groups, self.head = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
         self.queries = attention.num_attention_heads_per_partition // self.groups  # of one group
         self.norm = _Norm.of(norm, attention.linear_qkv)
-        self.qkv, self.proj = _Linear(attention.linear_qkv), _Linear(attention.linear_proj)
+        self.qkv, self.proj = _Linear(attention.linear_qkv), _Linear(attention.linear_proj, row=True)
+        self.proj_bias = _bias(attention.linear_proj)
+        self.over_heads = None  # norms of all queries and of all keys together
         self.head_norm = None  # [queries + 1, D]: the norms of a group's queries and of its key
-        if hasattr(attention.q_layernorm, "weight"):
+        if isinstance(attention.q_layernorm, NormOverHeads):
+            self.over_heads = attention.q_layernorm, attention.k_layernorm
+        elif hasattr(attention.q_layernorm, "weight"):
             query, key = (_Norm.of(norm) for norm in (attention.q_layernorm, attention.k_layernorm))
             weight = torch.cat([query.weight.expand(self.queries, -1), key.weight[None]])
             self.head_norm = dataclasses.replace(query, weight=weight)
@@ -177,13 +182,27 @@ class _GroupedAttention:
         turned, value = heads[:, :, :-1], heads[:, :, -1]
         if self.head_norm is not None:
             turned = self.head_norm(turned)
-        turned = elementwise.turn(turned.to(cos_sin[0].dtype), *cos_sin, -1.0).to(x.dtype)
+        elif self.over_heads is not None:
+            turned = self._normed_over_heads(turned, *self.over_heads)
+        turns = cos_sin[0].shape[-1]  # of a head's channels, the first
+        still = turned[..., turns:]
+        turned = elementwise.turn(turned[..., :turns].to(cos_sin[0].dtype), *cos_sin, -1.0).to(x.dtype)
+        if turns < self.head:
+            turned = torch.cat([turned, still], dim=-1)
         out = step.attend(self.core.layer_number, turned[:, :, :-1], turned[:, :, -1], value, self.core.scoring)
         return self.proj(out.flatten(1))
+
+    def _normed_over_heads(self, heads: Tensor, of_queries: NormOverHeads, of_keys: NormOverHeads) -> Tensor:
+        """[T, G, queries + 1, D], the last of which is a group's key."""
+        query = of_queries(heads[:, :, :-1].flatten(1, 2)[:, None]).view(len(heads), self.groups, -1, self.head)
+        key = of_keys(heads[:, None, :, -1]).view(len(heads), self.groups, 1, self.head)
+        return torch.cat([query, key], dim=2)
 
 
 class _LatentAttention:
     """Latent attention, and the norm before it. Its down-projections are whole on every rank."""
+
+    proj_bias = None
 
     def __init__(self, norm: torch.nn.Module, attention: LatentAttention) -> None:
         self.of, self.core, self.norm = attention, attention.core_attention, _Norm.of(norm)
@@ -194,7 +213,7 @@ class _LatentAttention:
             self.query = [_Linear(attention.linear_q_down_proj), _Norm.of(attention.q_layernorm, up), _Linear(up)]
         self.down, self.up = _Linear(attention.linear_kv_down_proj), _Linear(attention.linear_kv_up_proj)
         self.latent_norm = _Norm.of(attention.kv_layernorm, attention.linear_kv_up_proj)
-        self.proj = _Linear(attention.linear_proj)
+        self.proj = _Linear(attention.linear_proj, row=True)
 
     def __call__(self, x: Tensor, step: CachedStep, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """This rank's part of [T, N]."""
@@ -218,11 +237,16 @@ class _Experts:
         self.holders = groups.tp_ep  # ranks that have a part of the experts each
         self.here = slice(mlp.local_expert_indices[0], mlp.local_expert_indices[-1] + 1)
         experts = mlp.experts
+        # weight and bias of both linears of each
         if hasattr(experts, "local_experts"):
-            self.weights = [(one.linear_fc1.weight, one.linear_fc2.weight) for one in experts.local_experts]
+            pairs = [(one.linear_fc1, one.linear_fc2) for one in experts.local_experts]
+            self.weights = [tuple((of.weight, of.bias) for of in pair) for pair in pairs]
         else:
-            both, names = (experts.linear_fc1, experts.linear_fc2), [f"weight{i}" for i in range(mlp.num_local_experts)]
-            self.weights = [(getattr(both[0], name), getattr(both[1], name)) for name in names]
+            both = experts.linear_fc1, experts.linear_fc2
+            self.weights = [
+                tuple((getattr(of, f"weight{i}"), getattr(of, f"bias{i}", None)) for of in both)
+                for i in range(mlp.num_local_experts)
+            ]
 
     def __call__(self, x: Tensor, fixed: bool) -> Tensor:
         """[T, N] of [T, N]."""
@@ -231,15 +255,28 @@ class _Experts:
             return self._of_parts(lambda part: self.mlp(part)[0], x)
         chances, _ = self.mlp.router(x[:, None])  # [T, E], 0 where an expert was not chosen
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for chance, (fc1, fc2) in zip(chances[:, self.here].unbind(-1), self.weights, strict=True):
+        for chance, ((fc1, bias1), (fc2, bias2)) in zip(chances[:, self.here].unbind(-1), self.weights, strict=True):
             # a chance of 0 times infinity is no number: what was not chosen is left out, not multiplied away
-            product = (_swiglu(F.linear(x, fc1)) * chance[:, None]).to(x.dtype)
+            product = (self._activated(F.linear(x, fc1, bias1)) * chance[:, None]).to(x.dtype)
             out += F.linear(product.where(chance[:, None] > 0, torch.zeros_like(product)), fc2)
+            if bias2 is not None:
+                out += bias2 * chance[:, None]
         if self.holders.size() > 1:  # all have the same tokens: they are ranks of one replica
             dist.all_reduce(out, group=self.holders)
         out = out.to(x.dtype)
         shared = self.mlp.shared_experts
         return out if shared is None else out + self._of_parts(shared, x)
+
+    def _activated(self, both: Tensor) -> Tensor:
+        """As megatron's MLP activates [gate, linear]."""
+        config = self.mlp.config
+        if config.activation_func is F.silu:
+            return _swiglu(both)
+        gate, linear = both.chunk(2, dim=-1)
+        most = config.activation_func_clamp_value
+        if most is not None:
+            gate, linear = gate.clamp(max=most), linear.clamp(-most, most)
+        return config.activation_func(gate) * (linear + config.glu_linear_offset)
 
     def _of_parts(self, module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """What one of megatron's modules, [T, 1, N] of [T, 1, N], makes of x [T, N]. Under sequence parallelism it
@@ -288,6 +325,11 @@ class _Norm:
 def _swiglu(both: Tensor) -> Tensor:
     gate, linear = both.chunk(2, dim=-1)
     return F.silu(gate).mul_(linear)
+
+
+def _bias(linear: torch.nn.Module) -> Tensor | None:
+    bias = getattr(linear, "bias", None)
+    return bias if bias is not None and bias.numel() else None  # transformer-engine's is empty for none
 
 
 def _columns(weight: Tensor) -> Tensor:

@@ -128,6 +128,9 @@ def test_the_weights_of_now_generate(model, layout):
         "megatron deepseek_v3 tp2",
         pytest.param("megatron deepseek_v3 pp2", marks=pytest.mark.slow),
         pytest.param("megatron experts tp2", marks=pytest.mark.slow),
+        "megatron gpt_oss tp2",
+        pytest.param("megatron glm4_moe ep2", marks=pytest.mark.slow),
+        pytest.param("megatron olmoe tp2", marks=pytest.mark.slow),
     ],
 )
 def test_gpt_model_itself_gives_the_same(model, layout):
@@ -142,6 +145,7 @@ def test_gpt_model_itself_gives_the_same(model, layout):
         [
             "megatron qwen2_moe", "megatron pp2", "megatron mistral", "megatron tied tp2", "megatron pp2 vpp2",
             "megatron deepseek_v3 pp2", "megatron deepseek_v3 tp2", "megatron experts tp2 ep2",
+            "megatron gpt_oss tp2", "megatron olmoe tp2",
         ],
     ),
 )  # fmt: skip

@@ -48,6 +48,8 @@ def test_slow_row(table: Table, row: Row):
         ("qwen3_moe", {}),
         pytest.param("qwen3", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", {"pp": 2}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {}, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", {}, marks=pytest.mark.slow),
     ],
 )
 def test_the_decoder_takes_its_modules(tmp_path, family, parallel):
