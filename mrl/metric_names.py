@@ -156,7 +156,7 @@ DPO_METRICS: dict[str, str] = {
         "the step"
     ),
     "rewards/rejected": "the same of rejected (or bad) answers",
-    "rewards/margin": "mean over pairs of the difference of both",
+    "rewards/margin": "mean over pairs of the difference of both; of kto, over the rows that are pairs",
     "rewards/accuracy": "fraction of the pairs whose chosen answer has the higher reward",
     "logps/chosen": "mean over chosen answers of the log-prob of all their tokens together",
     "logps/rejected": "the same of rejected answers",
@@ -165,12 +165,12 @@ DPO_METRICS: dict[str, str] = {
         "of dpo and ipo, mean over answers of the reference's log-prob less the policy's, in nats: an estimate (k1) of "
         "the KL of the reference from the policy, as far as the answers are its own; before the step"
     ),
-    "kto/kl": "kto's estimate of the KL from the reference, in nats, at least 0",
+    "kto/kl": "kto's estimate of the KL from the reference, in nats, at least 0; a mean over batches on data.eval",
     **{
         f"eval/{name}": f"`{name}` on the evaluation set, after the step"
         for name in (
             "rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy", "logps/chosen",
-            "logps/rejected", "nll/chosen", "reference/kl",
+            "logps/rejected", "nll/chosen", "reference/kl", "kto/kl",
         )
     },
 }  # fmt: skip

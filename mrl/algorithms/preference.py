@@ -43,11 +43,12 @@ Ctx = dict[str, Any]
 
 DENOMINATOR = "units"
 """Of `Batch.denominators`, what the loss is divided by: pairs, or answers of kto. The batch also has the counts
-"chosen" and "rejected" of its answers and "chosen_tokens"."""
+"chosen" and "rejected" of its answers, "chosen_tokens", and "pairs" of its rows that are pairs."""
 
-CHOSEN, REFERENCE, WEIGHT = "chosen", "reference", "weight"
+CHOSEN, REFERENCE, WEIGHT, OF_PAIR = "chosen", "reference", "weight", "of_pair"
 """Sequence fields [S]: 1 for a chosen or good answer, else 0; the reference's log-prob of the answer; where not all are
-1, what the answer's row counts. Counts in denominators are sums of these weights."""
+1, what the answer's row counts; where not all are, 1 for an answer of a pair, else 0. Counts in denominators are sums
+of these weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,15 +134,16 @@ LOSSES: Mapping[str, Loss] = {
 WEIGHED_BY: Mapping[str, str] = {
     "rewards/chosen": "chosen",
     "rewards/rejected": "rejected",
-    "rewards/margin": "units",
-    "rewards/accuracy": "units",
+    "rewards/margin": "pairs",
+    "rewards/accuracy": "pairs",
     "logps/chosen": "chosen",
     "logps/rejected": "rejected",
     "nll/chosen": "chosen_tokens",
     "reference/kl": "units",
 }
 """Metric -> the denominator whose mean it is. Margin, accuracy and the reference's KL are of pairs, the last where
-there is a reference."""
+there is a reference. kto has the margin of rows that are pairs, whose answers it takes apart: a mean of differences is
+one of its terms. Accuracy is of both together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +160,8 @@ class PreferenceLoss:
         weights_S = weights_of(data)
         if loss.of_margin is None:
             total = (weights_S * _kto(scores_S, of.chosen_S, float(ctx["kl"]), by)).sum()
-            sums = {}
+            signs_S = torch.where(of.chosen_S, 1.0, -1.0) * of_pairs(data)
+            sums = {"rewards/margin": (weights_S * signs_S * rewards_S).sum()}
         else:
             weights_N, margins_N = weights_S[0::2], rewards_S[0::2] - rewards_S[1::2]
             total = (weights_N * loss.of_margin(scores_S[0::2] - scores_S[1::2], by)).sum()
@@ -200,6 +203,13 @@ def weights_of(data: Batch) -> Tensor:
     """[S] float64: what each answer counts."""
     if WEIGHT in data.sequence_fields:
         return data.sequence_fields[WEIGHT].double()
+    return torch.ones(data.num_sequences, dtype=torch.float64, device=data.lengths.device)
+
+
+def of_pairs(data: Batch) -> Tensor:
+    """[S] float64: 1 for each answer of a pair, 0 for a single one."""
+    if OF_PAIR in data.sequence_fields:
+        return data.sequence_fields[OF_PAIR].double()
     return torch.ones(data.num_sequences, dtype=torch.float64, device=data.lengths.device)
 
 

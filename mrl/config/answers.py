@@ -17,6 +17,7 @@ from mrl.config.schema import (
     TrainConfig,
     key,
 )
+from mrl.config.sources import PROMPT_END_HELP
 
 
 class AnswerLossConfig(abc.ABC):
@@ -38,6 +39,8 @@ class AnswerRowsConfig(StreamedRowsConfig):
         "what happens to a row with a longer sequence: stop, or leave the row out, counted and reported; none is cut, "
         "as an answer would lose its end, or a pair the prompt that it shares",
     )
+    system: str | None = key(None, "text of a system message before conversations that have none")
+    prompt_end: str | None = key(None, PROMPT_END_HELP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -146,6 +146,23 @@ def formats_of(data: PreferenceDataConfig | ScoredDataConfig) -> Mapping[str, st
     return {"data.format": data.format} | of_train | {f"data.eval.{n}.format": s.format for n, s in sets.items()}
 
 
+def check_prompt_end(data: PreferenceDataConfig | ScoredDataConfig, form: str | None = None) -> None:
+    """It is some text, and of pairs alone. form: that of all rows, where the loss says it."""
+    formats = formats_of(data)
+    shares: Sequence[PreferenceSource | ScoredSource] = () if isinstance(data.train, str) else data.train
+    sets: Mapping[str, PreferenceSource | ScoredSource] = data.eval if isinstance(data.eval, Mapping) else {}
+    given = {"data": data.prompt_end} | {f"data.train[{i}]": source.prompt_end for i, source in enumerate(shares)}
+    given |= {f"data.eval.{name}": source.prompt_end for name, source in sets.items()}
+    for section, end in given.items():
+        if end == "":
+            fix = 'give text, as "\\n\\nAssistant:", or null'
+            raise ConfigError(f"{section}.prompt_end", "", "ends no prompt", fix)
+        of_rows = form or formats[f"{section}.format"] or data.format
+        if end is not None and of_rows not in ("auto", "preference"):
+            why = f"is of the format preference, and rows have the format {of_rows}"
+            raise ConfigError(f"{section}.prompt_end", end, why, "leave it out")
+
+
 def check_lora(model: ModelConfig, path: str = "model") -> None:
     """Adapters go over weights that are there again after the run."""
     for key in ("target_modules", "exclude_modules"):

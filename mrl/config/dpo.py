@@ -93,7 +93,6 @@ class PreferenceDataConfig(AnswerRowsConfig):
         "form of a row: preference (prompt, chosen, rejected; or chosen and rejected as whole conversations), or "
         "unpaired (prompt, completion, label: true for a good one), for kto; auto detects it by the first row's fields",
     )
-    system: str | None = key(None, "text of a system message before conversations that have none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from mrl.config.checks import check_backend, check_groups, check_mix_by, check_train, check_trained, formats_of
+from mrl.config.checks import (
+    check_backend,
+    check_groups,
+    check_mix_by,
+    check_prompt_end,
+    check_train,
+    check_trained,
+    formats_of,
+)
 from mrl.config.dpo import DPOConfig
 from mrl.config.keys import changed
 from mrl.config.ppo_checks import check_never_trains, refuse_unread
@@ -16,6 +24,7 @@ def check_dpo(config: DPOConfig) -> None:
     check_train(config.train, config.data.eval)
     check_mix_by(config.data.train, config.data.mix_by)
     check_stream(config.data, config.train)
+    check_prompt_end(config.data)
     _check_loss(config)
     _check_reference(config)
     check_groups(config, config.engine)

@@ -33,6 +33,10 @@ STREAM_HELP = (
     "id, or files here; nothing is copied, and train.steps is needed (docs/data.md)"
 )
 BUFFER_HELP = "of stream: rows that are shuffled together, in memory; 0 is the order of the files; null is 10000"
+PROMPT_END_HELP = (
+    "of pairs in which chosen and rejected are whole texts and there is no prompt: what the prompt ends with, as in "
+    '"\\n\\nAssistant:"; it ends with the last that lies in what both texts begin with'
+)
 SHUFFLE_BUFFER, MOST_BUFFERED = 10_000, 10_000_000
 
 
@@ -103,6 +107,7 @@ class PreferenceSource(RenderedSource):
 
     format: Literal["auto", "preference", "unpaired"] | None = key(None, "form of a row")
     system: str | None = key(None, "text of a system message before conversations that have none")
+    prompt_end: str | None = key(None, PROMPT_END_HELP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +115,8 @@ class ScoredSource(RenderedSource):
     """A source of `mrl rm`."""
 
     format: Literal["auto", "preference", "graded", "steps"] | None = key(None, "form of a row")
+    system: str | None = key(None, "text of a system message before conversations that have none")
+    prompt_end: str | None = key(None, PROMPT_END_HELP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

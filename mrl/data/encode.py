@@ -154,7 +154,7 @@ class Encoder:
         """Returns a conversation through the chat template; see the top of this file for what trains."""
         if not self.has_template:
             raise DataError(NO_TEMPLATE)
-        chat = self._with_system(chat)
+        chat = self.with_system(chat)
         trained = self._trained(chat)
         ids, spans = self._spans(chat, [i for i, weight in trained.items() if weight])
         if self.loss_on == "all":
@@ -164,7 +164,8 @@ class Encoder:
             mask[start:end] = [trained[turn]] * (end - start)
         return Encoded(ids, mask)
 
-    def _with_system(self, chat: Chat) -> Chat:
+    def with_system(self, chat: Chat) -> Chat:
+        """Returns a conversation with the system message before it, where it has none and there is one."""
         if self.system is None or any(message["role"] in ("system", "developer") for message in chat.messages):
             return chat
         messages = [{"role": "system", "content": self.system}, *chat.messages]

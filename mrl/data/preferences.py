@@ -3,8 +3,9 @@
     format        fields                                              becomes
     preference    prompt, chosen, rejected: strings, or message       two answers, the chosen one first
                   lists; or chosen and rejected alone: whole
-                  conversations that begin with the same messages;
-                  a prompt beside them is the text of the last such
+                  conversations that begin with the same messages
+                  (a prompt beside them is the text of the last
+                  such), or whole texts, with data.prompt_end
     unpaired      prompt, completion (strings or message lists),      one answer
                   label: true for a good one
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import os.path
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mrl.algorithms.preference import CHOSEN, WEIGHT, weights_of
+from mrl.algorithms.preference import CHOSEN, OF_PAIR, WEIGHT, of_pairs, weights_of
 from mrl.algorithms.ragged import sum_per_sequence
 from mrl.batch import MTP_MASK, Batch, make_batch
 from mrl.config.dpo import PreferenceDataConfig
@@ -81,8 +83,11 @@ def detect(row: Row) -> str:
     )
 
 
-def parse(row: Row, format: str) -> list[tuple[Chat | Pair, bool]]:
-    """Returns each answer of a row with its prompt, and whether it is the chosen or a good one. Raises BadRow."""
+def parse(row: Row, format: str, prompt_end: str | None = None) -> list[tuple[Chat | Pair, bool]]:
+    """Returns each answer of a row with its prompt, and whether it is the chosen or a good one. Raises BadRow.
+
+    prompt_end: data.prompt_end.
+    """
     check_fields(row, FIELDS[format], format, LIKE)
     if format == "unpaired":
         label = row["label"]
@@ -90,8 +95,8 @@ def parse(row: Row, format: str) -> list[tuple[Chat | Pair, bool]]:
             raise BadRow(f"label is {label!r:.40}; give true for a good completion and false for a bad one")
         return [(answer_of(row, row["prompt"], "completion"), bool(label))]
     prompt = row.get("prompt")
-    if prompt is None or _is_said_again(prompt, row):
-        prompt = _shared_messages(row)
+    if prompt_end is not None or prompt is None or _is_said_again(prompt, row):
+        prompt = _shared_messages(row) if prompt_end is None else _shared_text(row, prompt_end)
         rest = {name: row[name][len(prompt) :] for name in ("chosen", "rejected")}
         row = {**row, **rest}
     return [(answer_of(row, prompt, name), name == "chosen") for name in ("chosen", "rejected")]
@@ -117,13 +122,40 @@ def _is_said_again(prompt: Any, row: Row) -> bool:
     return bool(shared) and isinstance(shared[-1], dict) and shared[-1].get("content") == prompt
 
 
+def are_texts(row: Row) -> bool:
+    """Returns whether both answers of a pair are texts, and no prompt is beside them."""
+    return row.get("prompt") is None and isinstance(row["chosen"], str) and isinstance(row["rejected"], str)
+
+
+def _shared_text(row: Row, end: str) -> str:
+    """Returns the prompt of a pair of whole texts: what both begin with, up to the last `end` in it."""
+    if not are_texts(row):
+        raise BadRow(
+            "is no pair of whole texts without a prompt, which data.prompt_end is of; leave that key out, or give it "
+            "to the source alone whose rows are such"
+        )
+    texts = row["chosen"], row["rejected"]
+    shared = os.path.commonprefix(texts)
+    at = shared.rfind(end)
+    if at < 0:
+        raise BadRow(f"chosen and rejected do not begin with the same text up to a {end!r:.40} (data.prompt_end)")
+    for name, text in zip(("chosen", "rejected"), texts, strict=True):
+        if end in text[at + len(end) :]:
+            raise BadRow(
+                f"{name} has {end!r:.40} again after the prompt that both share, so that it holds later turns, which "
+                "nothing tells from its answer; give conversations as lists of messages, or remove the row"
+            )
+    return shared[: at + len(end)]
+
+
 def _shared_messages(row: Row) -> list[dict[str, Any]]:
     """Returns the messages that both conversations of a row begin with."""
     for name in ("chosen", "rejected"):
         if not isinstance(row[name], list):
+            texts = ", or set data.prompt_end to what the prompt in whole texts ends with" * are_texts(row)
             raise BadRow(
                 f"{name} is no list of messages, and there is no prompt; give the prompt in a field of its own, or "
-                "rename the field that has it with data.columns, as {question: prompt}"
+                f"rename the field that has it with data.columns, as {{question: prompt}}{texts}"
             )
         check_messages(row[name], name, parts=True)
     chosen, rejected = row["chosen"], row["rejected"]
@@ -201,12 +233,15 @@ class PreferenceDataset(RowDataset[Preference]):
             raise DataError("data.system", why=NO_TEMPLATE)
         self._encoder = Encoder(tokenizer, "assistant", self.config.system)
         self.format = self.config.format if self.config.format != "auto" else self.detected()
+        if self.config.prompt_end is not None and self.format != "preference":
+            why = f"is of the format preference, and the rows of {self.path} have the format {self.format}"
+            raise DataError("data.prompt_end", why=why, fix="leave it out")
         if self._paired and self.format == "unpaired":
             why = f"{self.path}: has single answers with a label, and the loss is of pairs"
             raise DataError(f"data.{self.part}", why=why, fix="set loss.name to kto, or give chosen and rejected")
 
     def _make(self, index: int, row: dict[str, Any]) -> Preference | Rejected:
-        contents = parse(row, self.format)
+        contents = parse(row, self.format, self.config.prompt_end)
         answers = tuple(self._encode(index, content, chosen) for content, chosen in contents)
         if len(answers) == 2:
             self._check_pair(*answers, same_turns=_untrained(contents[0][0]) == _untrained(contents[1][0]))
@@ -271,7 +306,9 @@ def batch_of(rows: Sequence[Preference], *, group: int) -> Batch:
     """Returns the global mini-batch of some rows, pairs chosen first. group: 2 where the loss is of pairs, else 1."""
     answers = [answer for row in rows for answer in row.answers]
     chosen = torch.tensor([answer.is_chosen for answer in answers])
-    fields = {CHOSEN: chosen, **weight_field([row.weight for row in rows for _ in row.answers], len(rows))}
+    of_pair = [len(row.answers) == 2 for row in rows for _ in row.answers]
+    fields = {CHOSEN: chosen, **({} if all(of_pair) else {OF_PAIR: torch.tensor(of_pair)})}
+    fields |= weight_field([row.weight for row in rows for _ in row.answers], len(rows))
     inputs = [answer.multi_modal_inputs for answer in answers]
     made = make_batch(
         [a.ids for a in answers], [a.mask for a in answers], sequence_fields=fields, multi_modal_inputs=inputs
@@ -300,6 +337,7 @@ def with_denominators(batch: Batch, *, group: int) -> Batch:
         "chosen": float(weights_S[chosen_S].sum()),
         "rejected": float(weights_S[~chosen_S].sum()),
         "chosen_tokens": float((weights_S * tokens_S)[chosen_S].sum()),
+        "pairs": float((weights_S * of_pairs(batch)).sum()) / 2,
     }
     return dataclasses.replace(batch, denominators={**batch.denominators, **counts}, group=group)
 
@@ -319,9 +357,9 @@ def with_mtp_mask(batch: Batch) -> Batch:
 def with_other_answers(batch: Batch, max_length: int) -> Batch:
     """Returns the prompts of a global mini-batch with answers to other prompts, of which kto's KL is made.
 
-    Each prompt gets the answer of the next sequence in the order: the chosen ones, then the rejected ones, then the
-    first again; so no answer of a pair is given to its own prompt, where there are two rows or more. What is longer
-    than `max_length` is cut at its end. A pure function of the batch.
+    Each prompt gets the answer of the next sequence of another prompt in the order: the chosen ones, then the rejected
+    ones, then the first again; of the next sequence where all have one prompt. What is longer than `max_length` is cut
+    at its end. A pure function of the batch.
     """
     chosen = batch.sequence_fields[CHOSEN].tolist()
     order = [i for i in range(len(chosen)) if chosen[i]] + [i for i in range(len(chosen)) if not chosen[i]]
@@ -331,12 +369,29 @@ def with_other_answers(batch: Batch, max_length: int) -> Batch:
         ids.append([*batch.tokens[begin:end].tolist(), int(batch.labels[end - 1])])
         masks.append([0, *(int(m != 0) for m in batch.loss_mask[begin:end].tolist())])
         firsts.append(masks[-1].index(1))
-    others = dict(zip(order, [*order[1:], order[0]], strict=True))
+    of_others = _next_that_differs([ids[i][: firsts[i]] for i in order])
+    others = {i: order[place] for i, place in zip(order, of_others, strict=True)}
     sequences, trained = [], []
     for i, other in sorted(others.items()):
         sequences.append((ids[i][: firsts[i]] + ids[other][firsts[other] :])[:max_length])
         trained.append(([0] * firsts[i] + masks[other][firsts[other] :])[:max_length])
     return make_batch(sequences, trained, multi_modal_inputs=batch.multi_modal_inputs)  # images are all of prompts
+
+
+def _next_that_differs(prompts: Sequence[list[int]]) -> list[int]:
+    """Returns of each place the next one, the first coming after the last, that has another prompt; the next one where
+    none has."""
+    size = len(prompts)
+    following = [(place + 1) % size for place in range(size)]
+    found = list(following)
+    is_known = False
+    for place in [*reversed(range(size))] * 2:  # what follows a prompt of the same tokens follows this one
+        after = following[place]
+        if prompts[place] != prompts[after]:
+            found[place], is_known = after, True
+        elif is_known:
+            found[place] = found[after]
+    return found
 
 
 class PreferenceSource(Batches[Preference]):

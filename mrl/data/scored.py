@@ -3,8 +3,8 @@
     format        fields                                              becomes
     preference    prompt, chosen, rejected: strings, or message       two sequences, the chosen one first
                   lists; or chosen and rejected alone: whole
-                  conversations that begin with the same messages;
-                  optional margin: a number
+                  conversations that begin with the same messages,
+                  or whole texts; optional margin: a number
     graded        prompt, completion (strings or message lists),      one sequence
                   score: a number
     steps         prompt (a string or messages), completions: the     one sequence, read at the end of every step
@@ -35,10 +35,10 @@ from mrl.config.rm import FORMAT_OF, ScoredDataConfig
 from mrl.converters.hf_config import pad_token_of
 from mrl.data.batches import Batches
 from mrl.data.dataset import Rejected, RowDataset, check_text_alone
-from mrl.data.encode import Encoder
+from mrl.data.encode import NO_TEMPLATE, Encoder
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Row, Text, question, row_weight
-from mrl.data.preferences import answer_of, check_fields, parse, weight_field
+from mrl.data.preferences import answer_of, are_texts, check_fields, parse, weight_field
 from mrl.data.steps import encode_steps
 from mrl.errors import DataError, ModelError
 from mrl.words import counted
@@ -163,7 +163,9 @@ class ScoredDataset(RowDataset[ScoredRow]):
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.padding = self._pad, str(tokenizer.convert_ids_to_tokens(self._pad))
-        self._encoder = Encoder(tokenizer, "all")
+        if self.config.system is not None and tokenizer.chat_template is None:
+            raise DataError("data.system", why=NO_TEMPLATE)
+        self._encoder = Encoder(tokenizer, "all", self.config.system)
         self.format = self.config.format if self.config.format != "auto" else self.detected()
         if self.format != FORMAT_OF[self._loss]:
             right = next(name for name, format in FORMAT_OF.items() if format == self.format)
@@ -189,7 +191,10 @@ class ScoredDataset(RowDataset[ScoredRow]):
 
     def _pair(self, row: Row) -> ScoredRow:
         margin = 0.0 if row.get("margin") is None else _number(row["margin"], "margin")
-        chosen, rejected = (self._read(row, content) for content, _ in parse(row, "preference"))
+        if not self._encoder.has_template and are_texts(row) and self.config.prompt_end is None:
+            row = {**row, "prompt": ""}  # without a template whole texts are scored as they are
+        contents = parse(row, "preference", self.config.prompt_end)
+        chosen, rejected = (self._read(row, content) for content, _ in contents)
         if chosen.ids[: chosen.places[0] + 1] == rejected.ids[: rejected.places[0] + 1]:
             raise BadRow("chosen and rejected are the same tokens, which teaches nothing; remove the row")
         return ScoredRow((chosen, rejected), margin)
@@ -230,13 +235,12 @@ class ScoredDataset(RowDataset[ScoredRow]):
             if content.messages[-1]["role"] != "assistant":
                 role = content.messages[-1]["role"]
                 raise BadRow(f"its last message is of the role {role}; end with the assistant's, which is scored")
-            return content
+            return self._encoder.with_system(content)
         if not self._encoder.has_template:
             return Text(content.plain_prompt + content.completion)
         chat = question(row, content.prompt, content.plain_prompt).chat
-        return dataclasses.replace(
-            chat, messages=[*chat.messages, {"role": "assistant", "content": content.completion}]
-        )
+        answer = {"role": "assistant", "content": content.completion}
+        return self._encoder.with_system(dataclasses.replace(chat, messages=[*chat.messages, answer]))
 
 
 # ------------------------------------------------------------------------------------------------------------- batches

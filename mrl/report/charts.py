@@ -68,7 +68,7 @@ CHARTS: tuple[Chart, ...] = (
     _chart("Preferences", "steps", "Steps told right from wrong", "steps/accuracy", "eval/steps/accuracy",
            "steps/right", "eval/steps/right"),
     _chart("Reward", "set_accuracy", "Held-out prompts of each set", "eval/*/accuracy", "eval/*/reward"),
-    _chart("Preferences", "kto_kl", "KL estimate", "kto/kl", "reference/kl", "eval/reference/kl"),
+    _chart("Preferences", "kto_kl", "KL estimate", "kto/kl", "eval/kto/kl", "reference/kl", "eval/reference/kl"),
     _chart("Policy", "kl", "KL", "actor/kl", "actor/approx_kl"),
     _chart("Policy", "sequence_kl", "KL of sequences", "actor/sequence_kl",
            "actor/sequence_kl/*"),

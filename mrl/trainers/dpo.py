@@ -63,10 +63,12 @@ class DPOTask(Task[DPOConfig]):
         super().__init__(config)
         loss = config.loss
         self.loss_fn = PreferenceLoss(loss.name, Numbers(**loss.resolved))
-        absent = set() if loss.is_paired else {"rewards/margin", "rewards/accuracy"}
+        absent = set() if loss.is_paired else {"rewards/accuracy"}  # kto's pairs may be in two micro-batches
         if not (loss.is_paired and loss.needs_reference):
             absent.add("reference/kl")
         self.means = {name: count for name, count in WEIGHED_BY.items() if name not in absent}
+        if not loss.is_paired:
+            self.means |= {"kto/kl": "sequences"}  # of a batch; `means_of` adds it
         self.reference: BaseEngine | None = None  # with a model of its own
         self.reference_folder = ""  # set by `begin`; "" where the loss needs no reference
         self.cache: Cache | None = None

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from mrl.algorithms.scores import DENOMINATOR, METRICS, ScoreLoss
 from mrl.batch import Batch
@@ -82,9 +83,16 @@ class RMTask(Task[RMConfig]):
         rows = sets[0].sources[0] if isinstance(sets[0], MixedDataset) else sets[0]
         assert isinstance(rows, ScoredDataset)
         self.padding = token, text = rows.padding
-        is_new = pad_token_of(read_hf_config(engine.config.model.path)) != token
+        hf_config = read_hf_config(engine.config.model.path)
+        is_new = pad_token_of(hf_config) != token
         new = "; config.json has none yet, and the export names it" if is_new else ""
         console.say(f"scores are read at the last token before the padding, which is {text!r} ({token}){new}")
+        kind = hf_config["model_type"]
+        if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+            console.say(
+                f"transformers has no sequence classifier of model_type {kind}: what is exported loads in mrl alone, "
+                "as model.path here and as reward.model.path"
+            )
 
     def export(self, engine: BaseEngine, path: str) -> None:
         """Writes the model; its config.json and its tokenizer name the padding that scores were read by."""

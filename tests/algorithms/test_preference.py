@@ -147,6 +147,10 @@ def test_metrics_are_means_over_answers_pairs_and_tokens():
         "reference/kl": sum(b - a for a, b in zip(lp, reference, strict=True)) / 6,
     }
     assert found == pytest.approx(expected, rel=1e-5) and found.keys() == WEIGHED_BY.keys()
+    _, of_kto = computed(
+        "kto", n, with_denominators(batch, group=1), torch.tensor([x for row in log_probs for x in row])
+    )
+    assert of_kto["rewards/margin"] == pytest.approx(expected["rewards/margin"], rel=1e-5)  # the answers taken apart
     assert 0 < found["rewards/accuracy"] < 1, "the numbers of the test tell nothing of the accuracy"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.bad_input.data_cases import file
-from tests.bad_input.mistakes import Case, Workspace, chat
+from tests.bad_input.mistakes import Case, Workspace, chat, set_model
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 SINGLE = {"prompt": "1+1=", "completion": "2", "label": True}
@@ -65,6 +65,7 @@ RM = [
     Case("eval of another form", "data.eval", ("eval.jsonl", "set loss.name to regression"), ("data.eval=eval.jsonl",), both(rows(*[PAIR] * 4), rows(GRADED, name="eval.jsonl"))),
     Case("fewer labels", "rows.jsonl:3", ("2 completions and 1 label",), OF_STEPS, row(STEPS, labels=[True])),
     Case("label of a step in words", "rows.jsonl:3", ("labels[0] is '+'", "true for a right step"), OF_STEPS, row(STEPS, labels=["+", "-"])),
+    Case("adapters without a classifier", "model.lora", ("'olmoe' has no sequence classifier", "set it to null"), ("model.lora={rank: 4}",), both(rows(*[PAIR] * 4), set_model(model_type="olmoe", num_experts=6, num_experts_per_tok=2))),
     Case("blank step", "rows.jsonl:3", ("completions[1] is ' '",), OF_STEPS, row(STEPS, completions=["1", " "])),
 ]  # fmt: skip
 

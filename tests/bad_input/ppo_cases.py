@@ -121,7 +121,7 @@ CASES = [
     Case("no weights", "actor.model.path", ("actor.model.init to random",), ("actor.model.init=pretrained",)),
     Case("no reward model", "reward.model.path", ("does not exist",), ("reward.model.path=./nowhere",)),
     Case("no weights of a reference", "reference.model.path", ("*.safetensors",), ("reference.model.path=model",)),
-    Case("adapters of a critic without a classifier", "critic.model", ("'olmoe' has no sequence classifier", "critic.model.lora to null"), ("algorithm.name=ppo", "critic.model={path: judge, lora: {rank: 8}}"), set_other_model("judge", model_type="olmoe", num_experts=6, num_experts_per_tok=2)),
+    Case("adapters of a critic without a classifier", "critic.model.lora", ("'olmoe' has no sequence classifier", "set it to null"), ("algorithm.name=ppo", "critic.model={path: judge, lora: {rank: 8}}"), set_other_model("judge", model_type="olmoe", num_experts=6, num_experts_per_tok=2)),
     Case("family of a reward model", "reward.model", ("config.json", "'gpt2' is not supported",), ("reward.model.path=judge",), set_other_model("judge", model_type="gpt2")),
     Case("no data", "data.train", ("does not exist",), ("data.train=rows.parquet",)),
     Case("no held-out rows", "data.eval", ("does not exist",), ("data.eval=eval.jsonl",)),

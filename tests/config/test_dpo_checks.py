@@ -6,8 +6,10 @@ import functools
 
 import pytest
 
+from mrl.commands.dpo import COMMAND
 from mrl.config.dpo import DPOConfig
 from mrl.config.preference_losses import LOSSES
+from mrl.parallel import ParallelDims
 from tests.config.refused import assert_refused, config_of
 
 BASE = {
@@ -36,6 +38,7 @@ REFUSED = [
     ((*KTO, "loss.desirable_weight=0", "loss.undesirable_weight=0"), "loss.desirable_weight: value 0 is 0 and"),
     ((*KTO, "train.global_batch_size=1"), "train.global_batch_size: value 1 leaves kto's KL no other row"),
     (("data.format=unpaired",), 'data.format: value "unpaired" has no pairs'),
+    ((*KTO, "data.format=unpaired", "data.prompt_end=x"), 'data.prompt_end: value "x" is of the format preference'),
     (("data.format=messages",), 'data.format: value "messages" is not one of the choices'),
     (("data.truncation=right",), 'data.truncation: value "right" is not one of the choices'),
     (("loss.type=dpo",), 'loss.type: value "dpo" is given to an unknown key; did you mean loss.name?'),
@@ -132,3 +135,24 @@ def test_the_references_model_has_no_adapters_and_weights_of_its_own():
     assert config.reference_model.lora is None and config.reference_model.path == "other"
     random = made("model.init=random", "reference.model.path=other").reference_model
     assert (random.init, made("model.init=random").reference_model.init) == ("pretrained", "random")
+
+
+def test_a_dry_run_says_the_loss_with_its_numbers_and_where_the_reference_is():
+    dims = ParallelDims(world_size=2)
+
+    def lines(*overrides: str) -> list[str]:
+        config = made(*overrides)
+        needed = [part for part in COMMAND.parts(config) if part.role in COMMAND.needed(config)]
+        return COMMAND.describe(config, needed, [dims] * len(needed))
+
+    assert lines("loss.beta=0.2") == [
+        "layout: dp2 on 2 processes, micro-batches of up to 4096 tokens",
+        "reference: dp2 on 2 processes, micro-batches of up to 4096 tokens",
+        "loss: dpo (beta 0.2, label_smoothing 0.0, reference_free False, length_normalized False, sft_weight 0.0)",
+        "reference: a model of its own", "length: 10 steps of 8 rows a step",
+    ]  # fmt: skip
+    assert lines("model.lora.rank=4")[-2] == "reference: the model without its adapters"
+    assert (
+        lines("reference.cache=true")[-2] == "reference: its log-probs of all rows are computed before the first step"
+    )
+    assert lines("loss.name=simpo")[1:3] == ["loss: simpo (beta 2.0, gamma 1.0, sft_weight 0.0)", "reference: none"]

@@ -6,7 +6,9 @@ import functools
 
 import pytest
 
+from mrl.commands.rm import COMMAND
 from mrl.config.rm import RMConfig
+from mrl.parallel import ParallelDims
 from tests.config.refused import assert_refused, config_of
 
 BASE = {
@@ -38,7 +40,12 @@ REFUSED = [
         'data.train[1].format: value "steps" is no form of row for loss.name bradley_terry',
     ),
     (("data.mix_by=tokens",), 'data.mix_by: value "tokens" is not used where data.train is one path'),
-    (('data.train=[{"path": "a.jsonl", "system": "x"}]',), "data.train[0].system"),
+    (('data.prompt_end=""',), 'data.prompt_end: value "" ends no prompt; give text'),
+    (
+        (*GRADED, "data.prompt_end=x"),
+        'data.prompt_end: value "x" is of the format preference, and rows have the format',
+    ),
+    ((*STEPS, 'data.train=[{"path": "a.jsonl", "prompt_end": "x"}]'), 'data.train[0].prompt_end: value "x" is of the'),
     (("data.format=messages",), 'data.format: value "messages" is not one of the choices'),
     ((*GRADED, "data.step_separator=x"), 'data.step_separator: value "x" is not used by loss.name regression'),
     (("data.truncation=left",), 'data.truncation: value "left" is not one of the choices'),
@@ -63,3 +70,16 @@ def test_a_micro_batch_holds_a_pair_or_one_answer():
     assert made("engine.micro_batch.tokens=200").longest_group[0] == 200 and made().group == 2
     single = made(*STEPS, "engine.micro_batch.tokens=100", "data.step_separator=x")
     assert (single.longest_group[0], single.group) == (100, 1)
+
+
+def test_a_dry_run_says_the_loss_its_micro_batches_and_the_length():
+    def lines(*overrides: str) -> list[str]:
+        config = made(*overrides)
+        return COMMAND.describe(config, COMMAND.parts(config), [ParallelDims(world_size=2, tp=2, etp=2)])
+
+    assert lines("loss.centering=0.5") == [
+        "layout: tp2 on 2 processes", "micro-batch: up to 4096 tokens", "loss: bradley_terry (centering 0.5)",
+        "length: 10 steps of 8 rows a step",
+    ]  # fmt: skip
+    single = lines(*STEPS, "engine.micro_batch.size=3", "data.packing=false", "train.steps=null", "train.epochs=1")
+    assert single[1:] == ["micro-batch: 3 sequences", "loss: steps", "length: 1 epoch of 8 rows a step"]

@@ -69,6 +69,41 @@ def test_single_answers_have_a_label(tmp_path, label, good):
     assert answer.is_chosen is good
 
 
+TALK = "\n\nHuman: 1?\n\nAssistant: 1.\n\nHuman: 2 + 2?\n\nAssistant:"
+WHOLE = {"chosen": TALK + " 4", "rejected": TALK + " fish"}
+END = "\n\nAssistant:"
+
+
+@pytest.mark.parametrize("template", [None, CHATML_MARKED])
+def test_whole_texts_are_the_prompt_up_to_the_last_end_that_both_share_and_two_answers(tmp_path, template):
+    tokenizer = make_tokenizer(template)
+    apart = {"prompt": TALK, "chosen": " 4", "rejected": " fish"}
+    found = dataset(tmp_path, WHOLE, tokenizer=tokenizer, prompt_end=END).load(0)
+    assert found == dataset(tmp_path, apart, tokenizer=tokenizer).load(0)
+    assert (
+        [trained_text(tokenizer, a)[0][:5] for a in found.answers] == [" 4</s", " fish"] if template is None else True
+    )
+
+
+@pytest.mark.parametrize(
+    "row, says",
+    [
+        ({"chosen": "\n\nHuman: 1?" + END, "rejected": "\n\nHuman: 2?" + END}, "do not begin with the same text up to"),
+        ({**WHOLE, "rejected": TALK + "\n\nHuman: so?" + END + " 4"}, "again after the prompt that both share"),
+        ({**WHOLE, "rejected": TALK}, "rejected is empty"),
+        ({**WHOLE, "prompt": TALK}, "is no pair of whole texts without a prompt"),
+        ({"chosen": ASKED + GOOD, "rejected": ASKED + BAD}, "is no pair of whole texts without a prompt"),
+    ],
+)
+def test_whole_texts_whose_prompt_would_be_a_guess_are_refused(tmp_path, row, says):
+    assert says in refusal(tmp_path, row, prompt_end=END)
+
+
+def test_an_end_of_prompts_is_of_pairs_alone(tmp_path):
+    with pytest.raises(DataError, match="data.prompt_end: is of the format preference, and the rows of"):
+        dataset(tmp_path, SINGLE, paired=False, prompt_end=END)
+
+
 def test_columns_are_renamed(tmp_path):
     row = {"q": "2 + 2?", "better": "4", "worse": "fish"}
     found = dataset(tmp_path, row, columns={"q": "prompt", "better": "chosen", "worse": "rejected"})
@@ -106,7 +141,7 @@ WRONG = {
     "text and list": ({**PAIR, "prompt": "2 + 2?"}, "prompt is no list and chosen a list of messages"),
     "list and text": ({**PAIR, "chosen": "4"}, "prompt is a list and chosen no list of messages"),
     "prompt again": ({**PAIR, "chosen": ASKED + GOOD}, "chosen begins with the messages of prompt again"),
-    "texts without a prompt": ({"chosen": "a", "rejected": "b"}, "give the prompt in a field of its own"),
+    "texts without a prompt": ({"chosen": "a", "rejected": "b"}, "as {question: prompt}, or set data.prompt_end to"),
     "a prompt of another name": ({"question": "2?", "chosen": "4", "rejected": "5"}, "as {question: prompt}"),
     "nothing shared": ({"chosen": GOOD, "rejected": BAD}, "chosen and rejected begin with different messages"),
     "nothing more": ({"chosen": ASKED + GOOD, "rejected": ASKED}, "rejected has no message that the other"),
@@ -203,6 +238,28 @@ def test_the_kl_of_kto_gives_each_prompt_an_answer_to_another(tmp_path):
                      ("1", "no2<|im_end|>"), ("2", "no0<|im_end|>"), ("2", "yes0<|im_end|>")]  # fmt: skip
     short = with_other_answers(batch_of([found.load(i) for i in range(3)], group=1), 14)
     assert short.max_length <= 13
+
+
+@pytest.mark.parametrize(
+    "rows, given",
+    [
+        (["a1", "a0", "b1"], ["b", "b", "a0"]),
+        (["a1", "b1", "a1", "a0", "b0"], ["b", "a", "b", "b", "a"]),
+        (["a1", "b0", "c1"], ["c", "a", "b"]),
+        (["a1", "a0", "a1"], ["a", "a", "a"]),
+    ],
+)
+def test_single_answers_that_share_a_prompt_are_given_to_others_where_there_are_some(tmp_path, rows, given):
+    """rows: the prompt, and whether the answer is good; given: the prompt that each prompt's other answer was given
+    to, and whether that was good where both kinds are."""
+    tokenizer = make_tokenizer()
+    asked = [{"prompt": f"what {r[0]}?", "completion": f"to {r}", "label": r[1] == "1"} for r in rows]
+    found = dataset(tmp_path, *asked, tokenizer=tokenizer, paired=False)
+    batch = with_other_answers(batch_of([found.load(i) for i in range(len(rows))], group=1), 512)
+    starts = batch.cu_seqlens.tolist()
+    spans = [slice(start, end) for start, end in zip(starts, starts[1:], strict=False)]
+    texts = [tokenizer.decode(batch.labels[span][batch.loss_mask[span] != 0]) for span in spans]
+    assert [t.removeprefix("to ")[: len(g)] for t, g in zip(texts, given, strict=True)] == given
 
 
 @pytest.mark.parametrize(

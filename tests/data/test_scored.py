@@ -65,6 +65,32 @@ def test_a_string_row_has_its_tools_and_template_arguments_as_in_mrl_ppo(tmp_pat
     assert tokenizer.decode(sequence.ids).startswith("TOOLS add <|im_end|>\nLOUD7<|im_start|>user")
 
 
+@pytest.mark.parametrize("row, loss", [(PAIR, "bradley_terry"), (STEPS, "steps"), (GRADED, "regression")])
+def test_a_system_text_stands_before_conversations_that_have_none(tmp_path, row, loss):
+    plain, with_system = (dataset(tmp_path, row, loss=loss, **keys).load(0) for keys in ({}, {"system": "fox"}))
+    tokenizer = make_tokenizer()
+    for before, after in zip(plain.sequences, with_system.sequences, strict=True):
+        assert tokenizer.decode(after.ids) == "<|im_start|>system\nfox<|im_end|>\n" + tokenizer.decode(before.ids)
+        more = len(after.ids) - len(before.ids)
+        assert after.places == tuple(place + more for place in before.places)
+    own = {**GRADED, "prompt": [{"role": "system", "content": "dog"}, *ASKED]}
+    (sequence,) = dataset(tmp_path, own, loss="regression", system="fox").load(0).sequences
+    assert tokenizer.decode(sequence.ids).startswith("<|im_start|>system\ndog<|im_end|>\n<|im_start|>user")
+    with pytest.raises(DataError, match="data.system: the tokenizer has no chat template"):
+        dataset(tmp_path, row, loss=loss, system="fox", tokenizer=make_tokenizer(None))
+
+
+def test_whole_texts_are_scored_as_they_are_or_as_prompt_and_answer_where_a_template_renders(tmp_path):
+    """Without a template `mrl ppo` joins prompt and answer to the same text."""
+    row = {"chosen": "Q: 2 + 2?\nA: 4", "rejected": "Q: 2 + 2?\nA: fish"}
+    tokenizer = make_tokenizer(None)
+    made = [dataset(tmp_path, row, tokenizer=tokenizer, **keys).load(0) for keys in ({}, {"prompt_end": "\nA:"})]
+    assert made[0] == made[1] and tokenizer.decode(made[0].sequences[0].ids) == row["chosen"] + "</s>"
+    apart = {"prompt": "Q: 2 + 2?\nA:", "chosen": " 4", "rejected": " fish"}
+    assert dataset(tmp_path, row, prompt_end="\nA:").load(0) == dataset(tmp_path, apart).load(0)
+    assert "or set data.prompt_end to what the prompt" in refusal(tmp_path, row)
+
+
 @pytest.mark.parametrize("pad, ends", [("<s>", "4</s>"), ("</s>", "4")])
 def test_without_a_template_texts_are_joined_and_end(tmp_path, pad, ends):
     """Where EOS is the padding too, the token before it is read."""

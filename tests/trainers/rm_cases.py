@@ -25,12 +25,14 @@ def train(config: Mapping[str, Any], *, happening: str | None = None, **details:
         return outcome(lambda: rm.run(from_dict(config, RMConfig), "mrl rm config.yaml"))
 
 
-def scores_in_ppo(folder: str, asked: Sequence[Any], answers: Sequence[str], engine: Mapping[str, Any]) -> list[float]:
+def scores_in_ppo(
+    folder: str, asked: Sequence[Any], answers: Sequence[str], engine: Mapping[str, Any], system: str | None = None
+) -> list[float]:
     """What the reward model of `mrl ppo` says of a policy's answers. asked: the prompts, texts or message lists."""
     model = ModelConfig(path=folder, dtype="float32")
     config = RoleConfig(
         model=model, engine=build_section(EngineConfig, engine, "", EngineConfig), optimizer=None, head="value"
     )
-    reward_model = RewardModel(make_dispatch({"reward": config}), load_tokenizer(folder))
+    reward_model = RewardModel(make_dispatch({"reward": config}), load_tokenizer(folder), system=system)
     said = enumerate(zip(asked, answers, strict=True))
     return reward_model.score([trajectory(i, answer, content=prompt) for i, (prompt, answer) in said])

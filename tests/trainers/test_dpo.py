@@ -352,7 +352,7 @@ def test_cached_log_probs_are_those_of_the_reference_to_the_bit(places, tmp_path
         assert train(make_config(places, folder, reference={**reference, "cache": cache})) == ("done", "")
     assert tiny_runs.steps(live) == tiny_runs.steps(cached)
     # the one save is the last step's; MTP layers are not trained here
-    never = {"kto/kl", "perf/mfu", "perf/save_held_s", "perf/save_write_s", "train/mtp_loss"}
+    never = {"kto/kl", "eval/kto/kl", "perf/mfu", "perf/save_held_s", "perf/save_write_s", "train/mtp_loss"}
     assert set(read(live / "metrics.jsonl")[-1]) == (set(SFT_METRICS) | set(DPO_METRICS)) - never
 
 
@@ -457,3 +457,29 @@ def test_an_evaluation_is_the_loss_on_all_pairs(places, tmp_path):
     (found,) = read(tmp_path / "metrics.jsonl")
     assert found["eval/loss"] == pytest.approx(float(loss), rel=1e-5)
     assert found["eval/logps/chosen"] == pytest.approx(float(chosen), rel=1e-5)
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["pairs", "single answers"])
+def test_an_evaluation_of_kto_has_its_kl_and_the_margin_of_pairs(places, tmp_path, single):
+    """Of the rows of one step, in one batch, they are those of the step; single answers have no margin."""
+    rows = [json.loads(line) for line in (places / "train.jsonl").read_text().splitlines()[:BATCH]]
+    if single:
+        rows = [
+            {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2 == 0} for i, row in enumerate(rows)
+        ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = str(tmp_path / "rows.jsonl")
+    config = make_config(
+        places, tmp_path / "run", loss={"name": "kto"}, data={"train": path, "eval": path},
+        optimizer={"lr": 1e-12}, train={"steps": 1}, model={"path": str(places / "other")},
+        reference={"model": {"path": str(places / "model")}},  # of which the estimate is above 0
+    )  # fmt: skip
+    assert train(config) == ("done", "")
+    (found,) = read(tmp_path / "run" / "metrics.jsonl")
+    names = ["kto/kl", "rewards/chosen", "rewards/rejected", *(["rewards/margin"] if not single else [])]
+    assert {name for name in found if name.startswith(("rewards/", "kto/"))} == set(names)
+    assert [found[f"eval/{name}"] for name in names] == pytest.approx([found[name] for name in names], rel=1e-4)
+    assert found["kto/kl"] > 0
+    if not single:
+        difference = found["rewards/chosen"] - found["rewards/rejected"]
+        assert found["rewards/margin"] == pytest.approx(difference, rel=1e-5) and difference != 0

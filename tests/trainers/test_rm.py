@@ -217,10 +217,11 @@ def test_layouts_give_the_same_steps(places, tmp_path, steps_of, layout, loss):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_an_evaluation_is_the_loss_on_all_rows(places, tmp_path, loss):
-    """Five rows in batches of four and one: their sums are divided once. Metrics are those with a meaning."""
-    config = make_config(places, tmp_path, loss, optimizer={"lr": 1e-12}, train={"steps": 1})
+    """As transformers has it of the export after a step: at each step's end, too. Five rows in batches of four and one:
+    their sums are divided once. Metrics are those with a meaning."""
+    config = make_config(places, tmp_path, loss, train={"steps": 1}, checkpoint={"export_hf": True})
     assert train(config) == ("done", "")
-    model = AutoModelForSequenceClassification.from_pretrained(places / "scorer")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
     with torch.no_grad():
         expected = float(oracle_loss(loss, model, rows_of(places, loss, "eval")))
     (found,) = read(tmp_path / "metrics.jsonl")
@@ -261,6 +262,10 @@ OWN_KEYS = {  # key -> loss, other keys, a value, and what is seen of a run with
         "regression", {"data.train": "{places}/both.jsonl"}, "graded",
         lambda before, after: "set data.format to one of them" in before.said and after.ended == "done",
     ),
+    "data.prompt_end": (
+        "bradley_terry", {"data.train": "{places}/whole.jsonl", "data.eval": None}, "=",
+        lambda before, after: "or set data.prompt_end to" in before.said and after.ended == "done",
+    ),
     "data.step_separator": ("steps", {}, " ", first_loss_differs),
     "data.truncation": (
         "steps", {"data.max_length": 20, "data.eval": None}, "drop",
@@ -275,6 +280,8 @@ def test_a_key_of_its_own_reaches_what_it_configures(places, tmp_path, key):
     loss, given, value, sees = OWN_KEYS[key]
     both = [row("regression", first) | row("steps", first) for first in range(3, 3 + ROWS)]
     (places / "both.jsonl").write_text("".join(json.dumps(each) + "\n" for each in both))
+    whole = [{"chosen": f"{i}={i}", "rejected": f"{i}={i + 1}"} for i in range(ROWS)]
+    (places / "whole.jsonl").write_text("".join(json.dumps(each) + "\n" for each in whole))
 
     def run(folder: pathlib.Path, keys: dict[str, Any]) -> Seen:
         config = make_config(places, folder, loss, train={"steps": 1})
@@ -326,6 +333,25 @@ def test_a_language_model_gets_a_head_that_starts_at_zero_and_all_of_it_trains(p
     assert about["architectures"] == ["Qwen3ForSequenceClassification"] and len(about["id2label"]) == 1
 
 
+def test_a_family_without_a_classifier_in_transformers_is_said(places, tmp_path):
+    """Such an export is a reward model of mrl's, and of nobody else."""
+    shutil.copytree(places / "model", tmp_path / "model")
+    before = json.loads((tmp_path / "model" / "config.json").read_text())
+    names = ("vocab_size", "hidden_size", "intermediate_size", "pad_token_id", "bos_token_id", "eos_token_id")
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}
+    AutoConfig.for_model("olmoe", **{k: before.get(k) for k in names}, **sizes).save_pretrained(tmp_path / "model")
+    own = {"path": str(tmp_path / "model"), "init": "random"}
+    config = make_config(
+        places, tmp_path / "run", "regression", model=own, engine=MEGATRON, train={"steps": 1},
+        data={"eval": None}, checkpoint={"export_hf": True},
+    )  # fmt: skip
+    ended, why, said = run_case(1, CASE, config=config)
+    assert ended == "done", why
+    assert "transformers has no sequence classifier of model_type olmoe: what is exported" in said
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "hf")
+
+
 @pytest.mark.parametrize("backend, export", [("fsdp", "adapter"), ("megatron", "merged")])
 def test_adapters_and_the_head_train_and_are_exported(places, tmp_path, backend, export):
     """From a language model, where adapters wait for the head, and A for B. peft's classifier has the same scores."""
@@ -359,6 +385,7 @@ PADS = {  # pad_token_id of config.json, pad_token of the tokenizer, chat templa
     "the tokenizer's alone": (None, "<|endoftext|>", TIGHT),
     "two that differ": ("<|im_end|>", "<|endoftext|>", TIGHT),
 }
+SYSTEMS = {"the end token, a newline after it": "1+1"}  # data.system of some of them
 QUESTIONS, ANSWERS = ["1+2=", "10+20+30=", "7="], ["3", "60", "7777"]
 
 
@@ -380,38 +407,46 @@ def pad_otherwise(
 
 @pytest.mark.parametrize("name", slow_but(["the end token, a newline after it", "none", "two that differ"], list(PADS)))
 def test_training_ppo_and_transformers_read_the_score_at_one_token(places, tmp_path, name):
-    """Of the exported folder, with transformers' own padding on either side, and in `mrl ppo`."""
+    """Of the exported folder, with transformers' own padding on either side, and in `mrl ppo`; with data.system too."""
+    system = SYSTEMS.get(name)
     pad_otherwise(places / "scorer", tmp_path / "start", *PADS[name])
     rows = [{"prompt": q, "completion": a, "score": 1} for q, a in zip(QUESTIONS, ANSWERS, strict=True)]
     where = str(tmp_path / "rows.jsonl")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = make_config(
         places, tmp_path / "run", "regression", model={"path": str(tmp_path / "start")},
-        data={"train": where, "eval": where}, train={"steps": 1}, checkpoint={"export_hf": True},
+        data={"train": where, "eval": where, "system": system}, train={"steps": 1}, checkpoint={"export_hf": True},
     )  # fmt: skip
     assert train(config) == ("done", "")
     hf = tmp_path / "run" / "hf"
     tokenizer = AutoTokenizer.from_pretrained(hf)
     model = AutoModelForSequenceClassification.from_pretrained(hf)
     assert model.config.pad_token_id == tokenizer.pad_token_id is not None
-    left, right = (in_transformers(model, tokenizer, side) for side in ("left", "right"))
+    left, right = (in_transformers(model, tokenizer, side, system) for side in ("left", "right"))
     assert left == pytest.approx(right, abs=1e-5) and max(left) - min(left) > 0.01
     asked = [[{"role": "user", "content": q}] if tokenizer.chat_template else q for q in QUESTIONS]
-    of_ppo = {"folder": str(hf), "asked": asked, "answers": ANSWERS, "engine": {**MEGATRON, "device": "cpu"}}
+    of_ppo = {
+        "folder": str(hf),
+        "asked": asked,
+        "answers": ANSWERS,
+        "engine": {**MEGATRON, "device": "cpu"},
+        "system": system,
+    }
     in_ppo = run_case(1, "tests.trainers.rm_cases:scores_in_ppo", **of_ppo)
     assert in_ppo == pytest.approx(left, abs=1e-5)
     in_training = read(tmp_path / "run" / "metrics.jsonl")[-1]["eval/rewards/mean"]
     assert in_training == pytest.approx(sum(in_ppo) / len(in_ppo), abs=1e-5)
 
 
-def in_transformers(model: Any, tokenizer: Any, side: str) -> list[float]:
+def in_transformers(model: Any, tokenizer: Any, side: str, system: str | None) -> list[float]:
     """The scores of all answers in one batch, as a user of the exported folder has them."""
     tokenizer.padding_side = side
     if tokenizer.chat_template is None:
         texts = [q + a + tokenizer.eos_token for q, a in zip(QUESTIONS, ANSWERS, strict=True)]
         encoded = tokenizer(texts, padding=True, return_tensors="pt")
     else:
-        said = [(("user", q), ("assistant", a)) for q, a in zip(QUESTIONS, ANSWERS, strict=True)]
+        first = [] if system is None else [("system", system)]
+        said = [(*first, ("user", q), ("assistant", a)) for q, a in zip(QUESTIONS, ANSWERS, strict=True)]
         talks = [[{"role": role, "content": content} for role, content in talk] for talk in said]
         encoded = tokenizer.apply_chat_template(talks, padding=True, return_tensors="pt", return_dict=True)
     with torch.no_grad():

@@ -55,7 +55,11 @@ class Injection:
 @torch.random.fork_rng(devices=[])  # peft draws an A of each adapter, in a process's first call alone
 def injection(model_folder: str, lora: LoraConfig, head: str) -> Injection:
     """`mrl.engine.lora.folder.adapters`, with the config as peft resolved it."""
-    model = _meta_model(model_folder, head)
+    try:
+        model = _meta_model(model_folder, head)
+    except ModelError as error:
+        fix = f"set it to null, or {error.fix}"
+        raise ConfigError("model.lora", why=f"{error.key}: {error.why}", fix=fix) from None
     names = tuple(name for name, _ in model.named_modules() if name)
     stacks = tuple(name for name, p in model.named_parameters() if p.ndim == 3)
     for key in ("target_modules", "exclude_modules"):
@@ -279,7 +283,7 @@ def _meta_model(folder: str, head: str) -> nn.Module:
         raise ModelError(
             "config.json",
             why=f"model_type {config.model_type!r} has no {what} in transformers, whose modules adapters are named by",
-            fix=f"set {'critic.model.lora' if head == 'value' else 'model.lora'} to null, or use another model",
+            fix="use another model",
         )
     with torch.device("meta"):
         return kind.from_config(config, dtype=torch.float32)
