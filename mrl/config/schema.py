@@ -363,6 +363,9 @@ class TeacherServerConfig:
     name: str | None = key(None, "name of the model there; null is the only one that it serves")
     concurrency: int = key(32, "requests at a time", minimum=1, maximum=MOST_WAYS)
     timeout_s: float = key(600.0, "longest wait for an answer", above=0, maximum=MOST_SECONDS)
+    key_variable: str | None = key(
+        None, "environment variable with the key that the server asks for, sent as Authorization: Bearer"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,14 +32,15 @@ class HungUp(Exception):
 
 class Http:
     """One server. url: `http://host:port` or https. timeout_s: longest wait for an answer; a slower one is not asked
-    again. key: names it in messages.
+    again. key: names it in messages. secret: is sent as a bearer's, and no message has it; "" is none.
     """
 
-    def __init__(self, url: str, *, timeout_s: float, key: str = "rollout.server.urls") -> None:
+    def __init__(self, url: str, *, timeout_s: float, key: str = "rollout.server.urls", secret: str = "") -> None:
         parts = urllib.parse.urlsplit(url)
         host = parts.hostname
         if not host or parts.scheme not in ("http", "https") or parts.query or parts.username is not None:
             raise ConfigError(key, quoted(url), "is not a server", "write it as http://host:8000")
+        self._secret = secret
         self._key, self._section = key, key.rpartition(".")[0]
         self.url, self._host = url.rstrip("/"), host
         self._parts, self._timeout_s = urllib.parse.urlsplit(self.url), timeout_s
@@ -128,6 +129,8 @@ class Http:
             self._check_wanted()
             data = None if body is None else json.dumps(body).encode()
             headers = {"Content-Type": "application/json", "Connection": "close"}
+            if self._secret:
+                headers["Authorization"] = f"Bearer {self._secret}"
             connection.request(method, self._parts.path + path, body=data, headers=headers)
             response = connection.getresponse()
             return response.status, response.read().decode("utf-8", errors="replace")
@@ -150,7 +153,10 @@ class Http:
 
     def error(self, what: str, *, status: int | None = None) -> ServerError:
         """Returns one line about this server. status: of HTTP, where that is what is wrong."""
-        return ServerError(f"{self._key}: {self.url} {' '.join(what.split())}", status=status)
+        said = " ".join(what.split())
+        if self._secret:  # a server may tell it
+            said = said.replace(self._secret, "(hidden)")
+        return ServerError(f"{self._key}: {self.url} {said}", status=status)
 
 
 def shut(sock: socket.socket) -> None:

@@ -98,7 +98,8 @@ class OpenAI:
 
     async def completions(self, asked: Asked) -> Response:
         body = asked.json
-        prompts = [self._ids(prompt) for prompt in _prompts(body.get("prompt"))]
+        special = field(body, "add_special_tokens", bool, True)
+        prompts = [self._ids(prompt, special) for prompt in _prompts(body.get("prompt"))]
         wanted = self._wanted(body, "text_completion", prompts, number(body, "max_tokens", DEFAULT_TOKENS))
         return await self._answer(wanted, asked)
 
@@ -121,11 +122,11 @@ class OpenAI:
 
     # -- what is asked -----------------------------------------------------------------------------------------------
 
-    def _ids(self, prompt: Any) -> list[int]:
+    def _ids(self, prompt: Any, special: bool) -> list[int]:
         if isinstance(prompt, str):
             if not is_utf8(prompt):
                 raise UserError("prompt", prompt, "has characters that are none", "give UTF-8")
-            return self.tokenizer(prompt)["input_ids"]
+            return self.tokenizer(prompt, add_special_tokens=special)["input_ids"]
         return prompt
 
     def _source(self, name: str) -> SamplerRecord:

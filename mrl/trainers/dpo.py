@@ -43,8 +43,9 @@ from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, DataError
 from mrl.trainers.common import say_all
 from mrl.trainers.console import Console
-from mrl.trainers.reference import Cache, answers_by, weight_files, with_precision, with_reference
+from mrl.trainers.reference import Cache, answers_by, until_stopped, weights_digest, with_precision, with_reference
 from mrl.trainers.sft import run_task
+from mrl.trainers.signals import StopSignal
 from mrl.trainers.task import Frozen, HFConfig, Task, engine_of_groups
 from mrl.words import counted
 
@@ -134,14 +135,17 @@ class DPOTask(Task[DPOConfig]):
             raise ConfigError("reference.model.path", path, why, "give a model that reads images")
         check_same_vocabulary(tokenizer.get_vocab(), own, path, "reference.model.path", "model.path", role="reference")
 
-    def begin(self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console) -> None:
-        super().begin(engine, sets, place, console)
+    def begin(
+        self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console,
+        stop: StopSignal,
+    ) -> None:  # fmt: skip
+        super().begin(engine, sets, place, console, stop)
         config = self.config
         if not config.loss.needs_reference:
             return
         self.reference_folder = self._folder_of_reference(engine.config.model.path)
         if config.reference.cache:
-            self._fill_cache(engine, sets, place, console)
+            self._fill_cache(engine, sets, place, console, stop)
         elif config.reference_has_own_model:
             console.doing("building the reference")
             self.reference = self._build_reference(console)
@@ -172,13 +176,14 @@ class DPOTask(Task[DPOConfig]):
         return engine
 
     def _fill_cache(
-        self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console
-    ) -> None:
+        self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console,
+        stop: StopSignal,
+    ) -> None:  # fmt: skip
         """Reads the log-probs of all rows, or computes those that are not known yet, before the first step."""
         config = self.config
-        folder, plain = self.reference_folder, to_dict(config)
+        folder, plain, memo = self.reference_folder, to_dict(config), place / "reference" / "weights.json"
         made_by = {
-            "model": engine.on_main(lambda: [model_fingerprint(folder), weight_files(folder)]),
+            "model": engine.on_main(lambda: [model_fingerprint(folder), weights_digest(folder, memo)]),
             "keys": {key: plain["model"].get(key) for key in ("init", "dtype")},
             "seed": config.seed,
             "reference": plain["reference"]["model"]["dtype"],
@@ -193,8 +198,10 @@ class DPOTask(Task[DPOConfig]):
         reference = engine if config.reference_is_start else self._build_reference(console)
         base = reference is engine and config.model.lora is not None
         console.doing("computing the reference's log-probs")
-        for batch in itertools.chain([first], missing):
+        every, doing = itertools.chain([first], missing), "the reference's log-probs were computed"
+        for batch in until_stopped(engine, stop, every, cache.write, doing=doing):
             cache.add(batch, answers_by(reference, batch, base=base))
+            engine.on_main(cache.write_if_due)
             console.detail(counted(len(cache.known), "answer"))
         engine.on_main(cache.write)
         console.say(f"reference: its log-probs of {counted(len(cache.known), 'answer')} are written to {cache.path}")

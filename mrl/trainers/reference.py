@@ -6,12 +6,14 @@ that engine gave before the first step for every row of data.train (data.eval is
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from mrl.config.megatron_speed import precision_of
 from mrl.config.schema import EngineConfig
 from mrl.engine.base import PLAIN_CTX, BaseEngine
 from mrl.roles.dispatch import mesh
+from mrl.trainers.common import Ranks, stopped
+from mrl.trainers.signals import StopSignal
 
 LogProbs = Mapping[str, Tensor]
 
@@ -65,10 +69,31 @@ def _image_bytes(inputs: Mapping[str, Tensor]) -> bytes:
     )
 
 
-def weight_files(folder: str) -> list[tuple[str, int, int]]:
-    """Returns what tells a folder's weights from others: names, sizes and times of its files."""
-    found = ((path.name, path.stat()) for path in sorted(pathlib.Path(folder).glob("*.safetensors")))
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+def weights_digest(folder: str, memo: pathlib.Path) -> str:
+    """Returns a hash of all bytes of a folder's weights, whenever and wherever they were written.
+
+    memo: a file that keeps it beside names, sizes and times of the weights' files. They are read again where one of
+    these has changed.
+    """
+    files = sorted(pathlib.Path(folder).resolve().glob("*.safetensors"))
+    stats = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        kept = json.loads(memo.read_text(encoding="utf-8"))
+        if kept["files"] == stats:
+            return str(kept["sha256"])
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        each = zip(files, pool.map(_hash_of_file, files), strict=True)
+        digest = hashlib.sha256("".join(f"{path.name} {of}\n" for path, of in each).encode()).hexdigest()
+    memo.parent.mkdir(parents=True, exist_ok=True)
+    partial = memo.with_suffix(".partial")
+    partial.write_text(json.dumps({"files": stats, "sha256": digest}), encoding="utf-8")
+    partial.replace(memo)
+    return digest
+
+
+def _hash_of_file(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def with_precision(engine: EngineConfig) -> dict[str, Any]:
@@ -101,15 +126,32 @@ def save_at_once(path: pathlib.Path, content: Mapping[str, Any]) -> None:
     partial.replace(path)
 
 
+def until_stopped(
+    ranks: Ranks, stop: StopSignal, batches: Iterable[Batch], write: Callable[[], str | None], *, doing: str
+) -> Iterator[Batch]:
+    """Yields the batches of a pass before training. Raises Stopped after a signal, once what is known is written.
+
+    write: does that on the main process, and returns where; None where nothing is known. doing: the pass, in words.
+    """
+    for batch in batches:
+        if any(ranks.max_over_ranks(stop.requested)):
+            raise stopped(ranks, stop, where=f"while {doing}", step=0, saved=ranks.on_main(write))
+        yield batch
+
+
 class Cache:
     """The reference's log-probs of answers, known by their tokens, in a file beside the run.
 
     made_by: what they depend on beside the tokens; a file that says otherwise is made anew.
     """
 
+    write_every_s = 60.0
+    """While log-probs are computed the file is written so often: a run that is killed goes on from it."""
+
     def __init__(self, path: pathlib.Path, made_by: Mapping[str, Any]) -> None:
         self.path, self.made_by = path, json.dumps(made_by, sort_keys=True)
         self.known: dict[bytes, float] = {}
+        self._written_s = time.monotonic()
 
     def read(self) -> bool:
         """Reads the file. Returns whether there is one, made by the same."""
@@ -120,10 +162,20 @@ class Cache:
         self.known = {name.tobytes(): value for name, value in zip(names, values, strict=True)}
         return True
 
-    def write(self) -> None:
+    def write(self) -> str | None:
+        """Writes what is known. Returns the file; None where nothing is known."""
+        if not self.known:
+            return None
         names = torch.frombuffer(bytearray(b"".join(self.known)), dtype=torch.uint8).view(-1, 16)
         values = torch.tensor(list(self.known.values()), dtype=torch.float64)
         save_at_once(self.path, {"made_by": self.made_by, "names": names, "log_probs": values})
+        self._written_s = time.monotonic()
+        return str(self.path)
+
+    def write_if_due(self) -> None:
+        """As `write`, where the file is older than `write_every_s`."""
+        if time.monotonic() - self._written_s >= self.write_every_s:
+            self.write()
 
     def add(self, batch: Batch, log_probs_S: Tensor) -> None:
         """Adds those that are not known: in another batch a number may be rounded otherwise."""

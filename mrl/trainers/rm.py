@@ -28,6 +28,7 @@ from mrl.data.stream import Report
 from mrl.engine.base import BaseEngine
 from mrl.trainers.console import Console
 from mrl.trainers.sft import run_task
+from mrl.trainers.signals import StopSignal
 from mrl.trainers.task import HFConfig, Task, engine_of_groups
 
 
@@ -78,8 +79,11 @@ class RMTask(Task[RMConfig]):
         for _, rows in in_order(dataset, self.config.train.global_batch_size, report, makes_batch=counts):
             yield scored_batch(rows, group=self.config.group)
 
-    def begin(self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console) -> None:
-        super().begin(engine, sets, place, console)
+    def begin(
+        self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console,
+        stop: StopSignal,
+    ) -> None:  # fmt: skip
+        super().begin(engine, sets, place, console, stop)
         rows = sets[0].sources[0] if isinstance(sets[0], MixedDataset) else sets[0]
         assert isinstance(rows, ScoredDataset)
         self.padding = token, text = rows.padding

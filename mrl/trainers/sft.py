@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import math
 import pathlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ from mrl.data.vision import load_vision
 from mrl.engine.base import PLAIN_CTX, BaseEngine, Ctx
 from mrl.engine.collective import OnMainBeside, error_of_all, is_main
 from mrl.engine.registry import build_engine
-from mrl.errors import ConfigError, Stopped, TrainingError
+from mrl.errors import ConfigError, ServerError, Stopped
 from mrl.mcore_models.platform import device_type
 from mrl.trainers.common import (
     Progress,
@@ -49,7 +48,6 @@ from mrl.trainers.common import (
     ended_by_rows,
     export,
     is_due,
-    last_good,
     load_newest,
     log_without_evaluation,
     say_adapters,
@@ -61,6 +59,7 @@ from mrl.trainers.common import (
     stopped,
 )
 from mrl.trainers.console import Console, open_console
+from mrl.trainers.evaluation import Evaluation
 from mrl.trainers.mixture_length import length_of_mixture
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed, is_own
 from mrl.trainers.run_lock import RunLock
@@ -131,12 +130,15 @@ class SFTTask(Task[SFTConfig]):
     def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
         return eval_batches(dataset, self.config.train.global_batch_size, report)
 
-    def begin(self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console) -> None:
+    def begin(
+        self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console,
+        stop: StopSignal,
+    ) -> None:  # fmt: skip
         if self.teachers is not None:
             self.loss_fn = self.teachers.loss_fn
             every = lambda: itertools.chain.from_iterable(self.eval_batches(rows, None) for rows in sets)  # noqa: E731
-            self.teachers.begin(engine, every, place, console)
-        super().begin(engine, sets, place, console)
+            self.teachers.begin(engine, every, place, console, stop)
+        super().begin(engine, sets, place, console, stop)
 
     def frozen_models(self, folder: str) -> Mapping[str, Frozen]:
         return {} if self.teachers is None else self.teachers.frozen_models
@@ -261,7 +263,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     if start.checkpoint is not None and task.has_cache(engine):
         start, state = load_newest(engine, directory, config, console, start, functools.partial(saved_state, engine))
         task.refuse_other_run(engine, trainer.source, state)
-    task.begin(engine, trainer.sets, directory.path, console)
+    task.begin(engine, trainer.sets, directory.path, console, trainer.stop)
     frozen = task.frozen_models(engine.config.model.path)
     without_mtp = {"model.path": engine.config.model.path} if engine.config.mtp is None else {}
     say_mtp_layers(engine, console, without_mtp | {k: one.folder for k, one in frozen.items() if one.is_read})
@@ -336,9 +338,10 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
     while progress.step < trainer.total_steps:
         began_s = time.perf_counter()
         trainer.console.doing(f"step {progress.step + 1}")
-        batch = source.next()
+        with saved_before_errors(trainer, progress, log):
+            batch = source.next()
+            made, ctx = trainer.task.prepare(engine, batch)
 
-        made, ctx = trainer.task.prepare(engine, batch)
         engine.optimizer_zero_grad()
         with engine.train_mode():
             share = engine.shard_data(made)
@@ -361,7 +364,8 @@ def finish_step(trainer: Trainer, progress: Progress, log: metrics.MetricsLog, r
     config, engine, step = trainer.config, trainer.engine, progress.step
     if trainer.evaluation is not None and is_due(config.train.eval_every, step, trainer.total_steps):
         progress.unlogged = row  # a save within the evaluation holds the row, and the next start evaluates again
-        found = trainer.evaluation.run(step)
+        with saved_before_errors(trainer, progress, log):
+            found = trainer.evaluation.run(step)
         if found is None:
             log_without_evaluation(engine, log, progress)
             raise stopped_after(trainer, progress, save(trainer, progress))
@@ -386,6 +390,21 @@ def finish_step(trainer: Trainer, progress: Progress, log: metrics.MetricsLog, r
             raise ended_by_rows(error_of_all(bad_row), step, saved)
 
 
+@contextlib.contextmanager
+def saved_before_errors(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> Iterator[None]:
+    """Inside, an error of a server that the task asks saves first the steps that were made; rows that were taken inside
+    are yet to come."""
+    position = trainer.source.state_dict()
+    try:
+        yield
+    except ServerError as error:
+        if not progress.step:
+            raise
+        log_without_evaluation(trainer.engine, log, progress)
+        saved = save(trainer, progress, position=position)
+        raise error.going_on(f"steps 1 to {progress.step} are saved in {saved}") from error
+
+
 def stopped_after(trainer: Trainer, progress: Progress, saved: str | None) -> Stopped:
     """Returns the end of a run that a signal has stopped. saved: the checkpoint; None where there was nothing to save
     yet."""
@@ -393,89 +412,12 @@ def stopped_after(trainer: Trainer, progress: Progress, saved: str | None) -> St
     return stopped(trainer.engine, trainer.stop, where=where, step=progress.step, saved=saved)
 
 
-class Evaluation:
-    """The loss on data.eval, as often as it is asked for. sets: by name, "" where there is one alone."""
-
-    def __init__(
-        self,
-        task: Task[Any],
-        sets: Mapping[str, RowDataset[Any]],
-        engine: BaseEngine,
-        directory: RunDirectory,
-        console: Console,
-        stop: StopSignal,
-    ) -> None:
-        self.task, self.sets, self.engine = task, sets, engine
-        self.directory, self.console, self.stop = directory, console, stop
-        self.reported = False
-
-    def batches(self, name: str, report: Report | None = None) -> Iterator[Batch]:
-        """Yields the batches of one evaluation on a set. report: of rows left out, is filled on the way."""
-        every = self.task.eval_batches(self.sets[name], report)
-        return itertools.islice(every, self.task.config.train.eval_batches)
-
-    def read_rows(self) -> None:
-        """Reads all that is evaluated on, and raises what is wrong with a row."""
-        for name in self.sets:
-            for _ in self.batches(name):
-                pass
-
-    def run(self, step: int) -> dict[str, float] | None:
-        """Mean loss after `step`, and the task's other means: the sums of all batches, divided once; of each set, and
-        of all together.
-
-        None where a signal came first.
-
-        Raises TrainingError where the loss is not finite.
-        """
-        self.console.doing("evaluating")
-        means = {"loss": self.task.denominator, **self.task.means}
-        all_sums, all_counts = dict.fromkeys(means, 0.0), dict.fromkeys(means, 0.0)
-        found: dict[str, float] = {}
-        for name in self.sets:
-            measured = self._measure(name, means)
-            if measured is None:
-                return None
-            sums, counts = measured
-            if name:
-                found |= {f"eval/{name}/{mean}": sums[mean] / counts[mean] for mean in means if counts[mean]}
-            for mean in means:
-                all_sums[mean] += sums[mean]
-                all_counts[mean] += counts[mean]
-        self.reported = True
-        found = {f"eval/{mean}": all_sums[mean] / all_counts[mean] for mean in means if all_counts[mean]} | found
-        if not math.isfinite(found["eval/loss"]):
-            good = last_good(self.engine, self.directory, step)
-            raise TrainingError(f"step {step}: the loss on data.eval is {found['eval/loss']}; {good}")
-        return found
-
-    def _measure(self, of: str, means: Mapping[str, str]) -> tuple[dict[str, float], dict[str, float]] | None:
-        """Returns the sums of the means on one set and what they are divided by; None where a signal came first."""
-        engine, task, report = self.engine, self.task, Report()
-        sums, counts = dict.fromkeys(means, 0.0), dict.fromkeys(means, 0.0)
-        tokens = 0.0
-        for batch in self.batches(of, report):
-            if any(engine.max_over_ranks(self.stop.requested)):
-                return None
-            made, ctx = task.prepare(engine, batch)
-            with engine.eval_mode():
-                share = engine.shard_data(made)
-                _, ctx = engine.forward_backward_step(share, PLAIN_CTX | ctx, forward_only=True)
-            found = {"loss": ctx["loss"], **task.means_of(made, ctx)}
-            for name, mean in ((name, found[name]) for name in means if name in found):
-                sums[name] += mean * made.denominators[means[name]]
-                counts[name] += made.denominators[means[name]]
-            tokens += made.denominators["tokens"]
-            self.console.detail(f"{of} {tokens:,.0f} tokens".lstrip())
-        if not self.reported:
-            say_left_out(self.console, f"eval.{of}".rstrip("."), report.counts, report.notes)
-        return sums, counts
-
-
-def save(trainer: Trainer, progress: Progress, *, in_background: bool = False) -> str:
+def save(
+    trainer: Trainer, progress: Progress, *, in_background: bool = False, position: Mapping[str, Any] | None = None
+) -> str:
     """Saves everything that the next step depends on. Returns the checkpoint's folder.
 
-    in_background: it is copied now, and whole later.
+    in_background: it is copied now, and whole later. position: that of the source, where it is not what it is now.
     """
     config, engine, directory = trainer.config, trainer.engine, trainer.directory
     if progress.step == trainer.total_steps:
@@ -483,7 +425,7 @@ def save(trainer: Trainer, progress: Progress, *, in_background: bool = False) -
     trainer.console.doing("saving a checkpoint")
     state: Mapping[str, Any] = {
         "progress": dataclasses.asdict(progress),
-        "data": trainer.source.state_dict(),
+        "data": trainer.source.state_dict() if position is None else position,
         "model": model_fingerprint(engine.config.model.path),
         "models": dict(trainer.task.fingerprints),
         "config": without_signatures(to_dict(config)),

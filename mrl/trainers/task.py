@@ -27,6 +27,7 @@ from mrl.data.streamed import Exchange, alone
 from mrl.engine.base import BaseEngine, Ctx, LossFn
 from mrl.engine.lora.identity import weights_fingerprint
 from mrl.trainers.console import Console
+from mrl.trainers.signals import StopSignal
 
 C = TypeVar("C")
 HFConfig = dict[str, Any]
@@ -114,10 +115,14 @@ class Task(abc.ABC, Generic[C]):
     def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
         """Yields all usable rows of data.eval once. report: of rows left out, is filled on the way."""
 
-    def begin(self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console) -> None:
+    def begin(
+        self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console,
+        stop: StopSignal,
+    ) -> None:  # fmt: skip
         """Called once, when the model has been built and before a checkpoint is loaded. Collective.
 
-        sets: data.train, and data.eval where there is one. place: output_dir.
+        sets: data.train, and data.eval where there is one. place: output_dir. stop: what takes long looks at it, and
+        raises Stopped.
         """
         engine.set_loss_fn(self.loss_fn, self.denominator)
 

@@ -9,13 +9,11 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mrl.algorithms.distill import TEACHER, DistillLoss, teacher_numbers, tokens_of
@@ -33,17 +31,11 @@ from mrl.errors import ConfigError, quoted
 from mrl.roles.dispatch import mesh
 from mrl.trainers.common import say_all
 from mrl.trainers.console import Console
-from mrl.trainers.reference import digests, save_at_once, saved_by, weight_files, with_precision
+from mrl.trainers.reference import until_stopped, weights_digest, with_precision
+from mrl.trainers.signals import StopSignal
 from mrl.trainers.task import Frozen, engine_of_groups
+from mrl.trainers.teacher_cache import Top, TopCache
 from mrl.trainers.teacher_server import TeacherServer
-
-
-@dataclasses.dataclass(frozen=True)
-class Top:
-    """What a teacher says of the trained tokens of a batch, in their order."""
-
-    ids: Tensor  # [N, K] int32
-    log_probs: Tensor  # [N, K] fp32, largest first
 
 
 class Teacher:
@@ -56,6 +48,7 @@ class Teacher:
         assert config.teacher is not None, "no teacher"
         self.config, self.keys, self.key, self.own = config, config.teacher, key, config.teacher.by_key[key]
         self.folder = ""
+        self.tokenizer: PreTrainedTokenizerBase  # its own, which `check` reads
         self.vocab_size = self.own_vocab_size = 0  # rows of the student's output layer, and of the teacher's
         self.cache: TopCache | None = None
         self.top: Callable[[Batch], Top]  # of a global mini-batch, on every rank; collective
@@ -78,7 +71,7 @@ class Teacher:
         path, server, key = self.own.model.path, self.own.server, f"{self.key}.model.path"
         with self._own_keys():
             self.folder = model_folder(path, weights=server is None)
-            own = load_tokenizer(self.folder, self.config.model.trust_remote_code)
+            self.tokenizer = own = load_tokenizer(self.folder, self.config.model.trust_remote_code)
             sizes = [vocab_size_of(which) for which in (hf_config, read_hf_config(self.folder))]
         check_same_vocabulary(tokenizer.get_vocab(), own.get_vocab(), path, key, "model.path")
         for size, of, which in zip(sizes, ("model.path", key), (self.config.model.path, path), strict=True):
@@ -90,8 +83,9 @@ class Teacher:
     # -- before the first step ----------------------------------------------------------------------------------------
 
     def begin(
-        self, engine: BaseEngine, rows: Callable[[], Iterator[Batch]], place: pathlib.Path, console: Console
-    ) -> None:
+        self, engine: BaseEngine, rows: Callable[[], Iterator[Batch]], place: pathlib.Path, console: Console,
+        stop: StopSignal,
+    ) -> None:  # fmt: skip
         """Builds the teacher, or computes what it says of all rows. Collective.
 
         engine: the student's. rows: yields all rows that it teaches, in batches. place: the folder of its cache.
@@ -104,35 +98,34 @@ class Teacher:
         if head is None:  # and `top` is never called
             console.say(f"{self.key}: no row learns from it, so it is not asked")
             return
-        self.cache = cache = TopCache(place / "log_probs.pt", self._made_by(engine))
+        self.cache = cache = TopCache(place, self._made_by(engine, place / "weights.json"))
         cache.read()
         missing = cache.lacks(itertools.chain([head], own))
         first = next(missing, None)
         if first is None:
-            console.say(f"{self.key}: its log-probs of {cache.count:,} rows are in {cache.path}")
+            console.say(f"{self.key}: its log-probs of {cache.count:,} rows are in {cache.folder}")
         else:
             ask = self._asked(engine, console)
             console.doing("computing the teacher's log-probs")
-            added = TopParts()
-            for batch in itertools.chain([first], missing):
+            every, doing = itertools.chain([first], missing), f"the log-probs of {self.key} were computed"
+            for batch in until_stopped(engine, stop, every, cache.write, doing=doing):
                 found = ask(batch)
-                if engine.is_main:
-                    added.add(batch, found)
-                console.detail(f"{added.count:,} rows")
-            engine.on_main(lambda: cache.write(added))
+                count = engine.on_main(functools.partial(cache.add, batch, found))
+                console.detail(f"{count:,} rows")
+            engine.on_main(cache.write)
             cache.read()
-            console.say(f"{self.key}: its log-probs of {cache.count:,} rows are written to {cache.path}")
+            console.say(f"{self.key}: its log-probs of {cache.count:,} rows are written to {cache.folder}")
         self.top = cache.of
 
-    def _made_by(self, engine: BaseEngine) -> dict[str, Any]:
-        """Returns what the log-probs depend on, beside the rows."""
+    def _made_by(self, engine: BaseEngine, memo: pathlib.Path) -> dict[str, Any]:
+        """Returns what the log-probs depend on, beside the rows. memo: of `weights_digest`."""
         keys, server = self.keys, self.own.server
         by: dict[str, Any] = {"ids": self.ids_per_token, "temperature": keys.temperature}
         if server is not None:
             asked = TeacherServer(server, f"{self.key}.server")
             about = engine.on_main(lambda: {"server": asked.name, "model": model_fingerprint(self.folder)})
             return by | about
-        model = engine.on_main(lambda: [model_fingerprint(self.folder), weight_files(self.folder)])
+        model = engine.on_main(lambda: [model_fingerprint(self.folder), weights_digest(self.folder, memo)])
         by |= {"model": model, "dtype": self.config.teacher_model(self.own.model).dtype}
         return by | with_precision(self.own.engine or self.config.engine)
 
@@ -142,6 +135,7 @@ class Teacher:
         if self.own.server is not None:
             server = TeacherServer(self.own.server, f"{self.key}.server")
             name = engine.on_main(lambda: server.name)  # which the main process keeps: it alone asks
+            engine.on_main(lambda: server.check_tokenizer(self.tokenizer))
             console.say(f"{self.key}: {name} at {server.http.url}")
             return lambda batch: Top(*engine.on_main(lambda: server.top(batch, count)))
         console.doing("building the teacher")
@@ -186,14 +180,15 @@ class Teachers:
         )  # fmt: skip
 
     def begin(
-        self, engine: BaseEngine, rows: Callable[[], Iterator[Batch]], place: pathlib.Path, console: Console
-    ) -> None:
+        self, engine: BaseEngine, rows: Callable[[], Iterator[Batch]], place: pathlib.Path, console: Console,
+        stop: StopSignal,
+    ) -> None:  # fmt: skip
         """As `Teacher.begin`, of all. place: output_dir."""
         if not self.keys.cache:  # else each says whether it has rows, which are all read
             say_all(console, unnamed(self.config))
         names = ["", *self.keys.others]
         for number, (name, one) in enumerate(zip(names, self.each, strict=True)):
-            one.begin(engine, functools.partial(_rows_of, number, rows), place / "teacher" / name, console)
+            one.begin(engine, functools.partial(_rows_of, number, rows), place / "teacher" / name, console, stop)
 
     def prepare(self, batch: Batch) -> tuple[Batch, Ctx]:
         """Returns a global mini-batch with its teachers' ids as further labels, and what the student's forward is
@@ -247,82 +242,3 @@ def top_by(engine: BaseEngine, batch: Batch, ctx: Mapping[str, Any]) -> Top:
         found = mesh(engine, batch, lambda share: engine.forward_backward_step(share, dict(ctx), True)[0])
     trained = batch.loss_mask.nonzero()[:, 0]
     return Top(found["top_tokens"][trained].int(), found["top_log_probs"][trained].float())
-
-
-class TopParts:
-    """What a teacher said of rows, one after another, by their names (`digests`)."""
-
-    def __init__(self) -> None:
-        self.names: list[bytes] = []
-        self.parts: list[Top] = []
-
-    @property
-    def count(self) -> int:
-        return len(self.names)
-
-    def add(self, batch: Batch, found: Top) -> None:
-        counts = trained_counts(batch)
-        each = zip(found.ids.split(counts), found.log_probs.split(counts), strict=True)
-        self.names += digests(batch)
-        self.parts += [Top(ids.clone(), log_probs.clone()) for ids, log_probs in each]
-
-
-def trained_counts(batch: Batch) -> list[int]:
-    """Returns the trained tokens of each sequence."""
-    return [int(part.count_nonzero()) for part in batch.loss_mask.split(batch.lengths.tolist())]
-
-
-class TopCache:
-    """What the teacher said of rows, known by their tokens, in a file beside the run, which is mapped into memory.
-
-    made_by: what it depends on beside the tokens; a file that says otherwise is made anew.
-    """
-
-    def __init__(self, path: pathlib.Path, made_by: Mapping[str, Any]) -> None:
-        self.path, self.made_by = path, json.dumps(made_by, sort_keys=True)
-        self.places: dict[bytes, slice] = {}
-        self.all: Top | None = None
-
-    @property
-    def count(self) -> int:
-        return len(self.places)
-
-    def read(self) -> None:
-        """Reads the file, if there is one that was made by the same."""
-        found = saved_by(self.path, self.made_by, mmap=True)
-        if found is None:
-            return
-        ends = found["counts"].cumsum(0).tolist()
-        names = [name.tobytes() for name in found["names"].numpy()]
-        self.places = {
-            name: slice(*place) for name, place in zip(names, zip([0, *ends[:-1]], ends, strict=True), strict=True)
-        }
-        self.all = Top(found["ids"], found["log_probs"])
-
-    def write(self, added: TopParts) -> None:
-        """Writes what is known, as it was, and what is added."""
-        names: dict[bytes, Top] = {}
-        if self.all is not None:
-            names = {n: Top(self.all.ids[place], self.all.log_probs[place]) for n, place in self.places.items()}
-        for name, part in zip(added.names, added.parts, strict=True):
-            names.setdefault(name, part)
-        parts = list(names.values())
-        save_at_once(self.path, {
-            "made_by": self.made_by,
-            "names": torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8).view(-1, 16),
-            "counts": torch.tensor([len(part.ids) for part in parts]),
-            "ids": torch.cat([part.ids for part in parts]),
-            "log_probs": torch.cat([part.log_probs for part in parts]),
-        })  # fmt: skip
-
-    def lacks(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields those of the batches that have a row which is not known."""
-        for batch in batches:
-            if not self.places.keys() >= set(digests(batch)):
-                yield batch
-
-    def of(self, batch: Batch) -> Top:
-        """Returns what was said of a batch. KeyError: a row is not known."""
-        assert self.all is not None, "nothing is known"
-        places: Sequence[slice] = [self.places[name] for name in digests(batch)]
-        return Top(*(torch.cat([each[place] for place in places]) for each in (self.all.ids, self.all.log_probs)))

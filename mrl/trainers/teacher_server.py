@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import itertools
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from mrl.batch import Batch
 from mrl.config.schema import TeacherServerConfig
-from mrl.errors import ConfigError, quoted
+from mrl.errors import ConfigError, ServerError, quoted
 from mrl.rollout.http import Http
 
 COMPLETIONS = "/v1/completions"
+
+TEXTS = (
+    "\n0123456789 1,000.5", "\nThe quick brown fox", "\ndon't: naïve, façade", "\n  if x != [2**8]:\n\t",
+    "\nбыстрая лиса", "\nγρήγορη αλεπού", "\nשועל מהיר", "\nثعلب سريع", "\nतेज़ लोमड़ी", "\n敏捷的狐狸", "\nすばやい狐",
+    "\n빠른 여우", "\n🦊 🐾",
+)  # fmt: skip
+"""What a server is asked for the ids of. Each is short, for a server may be started for short rows; its first id is not
+told, and so a line end is there."""
 
 
 class TeacherServer:
@@ -23,11 +34,16 @@ class TeacherServer:
 
     def __init__(self, config: TeacherServerConfig, key: str = "teacher.server") -> None:
         self.config, self.key = config, key
-        self.http = Http(config.url, timeout_s=config.timeout_s, key=f"{key}.url")
+        self._secret = os.environ.get(config.key_variable or "", "").strip()
+        self.http = Http(config.url, timeout_s=config.timeout_s, key=f"{key}.url", secret=self._secret)
 
     @functools.cached_property
     def name(self) -> str:
-        """The name of the model there. Raises ConfigError where it has to be chosen."""
+        """The name of the model there. Raises ConfigError where it has to be chosen, or the server's key is missing."""
+        variable = self.config.key_variable
+        if variable is not None and not (self._secret and self._secret.isascii() and self._secret.isprintable()):
+            why = "names no variable of the main process's environment that holds a key of printable ASCII"
+            raise ConfigError(f"{self.key}.key_variable", variable, why, "set the variable, or leave it out")
         answer = self.http.get("/v1/models")
         try:
             names = [one["id"] for one in answer["data"]]
@@ -42,6 +58,36 @@ class TeacherServer:
         if name is None:
             raise ConfigError(f"{self.key}.name", None, "leaves open which model is asked", f"give one of {served}")
         raise ConfigError(f"{self.key}.name", quoted(name), "is not served there", f"give one of {served}")
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ConfigError where a text has other ids on the server than by `tokenizer`, that of model.path beside
+        the server: ids would be other tokens there, and log-probs those of another text."""
+        named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
+        for text in (*TEXTS, *(f"a {token} a" for token in dict.fromkeys(named) if token is not None)):
+            here = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(here) < 2:  # of characters that it drops; servers refuse an empty prompt
+                continue
+            there = self._ids_of(text)
+            places = itertools.zip_longest(here[1:], there[1:])
+            differing = ((i, own, ids) for i, (own, ids) in enumerate(places, 2) if not ids or str(own) not in ids)
+            place, own, ids = next(differing, (0, None, None))
+            if place:
+                by = f"{'no id' if own is None else own} by {self.key.rpartition('.')[0]}.model.path"
+                which = f"of {quoted(text)} the {place}. token is {next(iter(ids)) if ids else 'no id'} there, and {by}"
+                fix = f"serve that model with the tokenizer of its folder, or name the folder of what {self.name} is"
+                raise ConfigError(f"{self.key}.url", quoted(self.http.url), f"has another tokenizer: {which}", fix)
+
+    def _ids_of(self, text: str) -> list[dict[str, Any] | None]:
+        """Returns, of each of a text's tokens but the first, its id there and what is said of it."""
+        body = {
+            "model": self.name, "prompt": text, "add_special_tokens": False, "max_tokens": 1, "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }  # fmt: skip
+        answer = self.http.post(COMPLETIONS, body)
+        try:
+            return list(answer["choices"][0]["prompt_logprobs"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise self._unexpected(error) from error
 
     def top(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
         """Returns the `count` likeliest ids [N, count] int32 after the trained places, and their log-probs, fp32."""
@@ -76,9 +122,11 @@ class TeacherServer:
             found = [(answer["choices"][0]["prompt_logprobs"][place + 1], str(ids[place + 1])) for place in places]
             return [(_largest(each, count), float(each[label]["logprob"])) for each, label in found]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise self.http.error(
-                f"{COMPLETIONS} answered otherwise than expected ({error!r}); see docs/distill.md for what works"
-            ) from error
+            raise self._unexpected(error) from error
+
+    def _unexpected(self, error: Exception) -> ServerError:
+        what = f"{COMPLETIONS} answered otherwise than expected ({error!r}); see docs/distill.md for what works"
+        return self.http.error(what)
 
 
 def _largest(found: dict[str, Any], count: int) -> list[tuple[int, float]]:

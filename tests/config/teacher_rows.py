@@ -50,7 +50,7 @@ ON_ANY_BACKEND = [
 ]  # fmt: skip
 ROWS = [dataclasses.replace(row, on=("megatron",)) for row in ON_ANY_BACKEND]
 
-_OF_SERVER = ("url", "name", "concurrency", "timeout_s")
+_OF_SERVER = ("url", "name", "concurrency", "timeout_s", "key_variable")
 IN_OTHER_TESTS = {
     **{f"teacher.server.{name}": "tests/trainers/test_teacher_server.py" for name in _OF_SERVER},
     **{

@@ -281,7 +281,7 @@ IN_OTHER_TESTS = {
     "rewards.concurrency": "tests/rewards/test_pool.py",
     "data.packing": "tests/config/test_roles.py",
     **{f"reference.server.{name}": "tests/trainers/test_teacher_server.py" for name in (
-        "url", "name", "concurrency", "timeout_s")},
+        "url", "name", "concurrency", "timeout_s", "key_variable")},
 }  # fmt: skip
 """Key -> the file of tests where it is seen: servers, which no run here has, and what runs at a time."""
 

@@ -16,7 +16,7 @@ import urllib.request
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.batch import make_batch
 from mrl.config.schema import TeacherServerConfig
@@ -73,6 +73,11 @@ def test_log_probs_are_those_of_the_actor(servers, folders, tmp_path, backend, r
 def test_it_is_a_teacher_by_its_likeliest_tokens(sampler, servers, folders):
     """20 of each trained place, the most that a server gives by default; of more it says so in one line."""
     client = TeacherServer(TeacherServerConfig(url=servers[0].url, concurrency=4))
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    client.check_tokenizer(tokenizer)
+    tokenizer.add_special_tokens({"eos_token": "<|end|>"})
+    with pytest.raises(ConfigError, match=r"has another tokenizer: of 'a <\|end\|> a' the 2. token"):
+        client.check_tokenizer(tokenizer)
     texts = [TEXT, [7, 7, 30], [50, 2]]
     ids, found = client.top(make_batch(texts, [[0, 1, 0, 1, 1, 1], [0, 1, 1], [0, 1]]), 20)
     model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)

@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from mrl.data.batches import Batches
 from mrl.engine.megatron import dist_checkpoint
 from mrl.metrics import MetricsLog
 from mrl.trainers import sft
+from mrl.trainers.reference import Cache
+from mrl.trainers.teacher_cache import TopCache
 from tests.trainers import cases, dpo_cases, rm_cases
 from tests.trainers.cases import before
 
@@ -63,6 +66,8 @@ def train_until(config: Mapping[str, Any], event: int, rank: int, killed: str, c
 @contextlib.contextmanager
 def each_event(rank: int, call: Callable[[str], None]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
+        for kind in (Cache, TopCache):  # a file for each batch of the pass before the first step
+            stack.enter_context(mock.patch.object(kind, "write_every_s", 0.0))
         for owner, name in EVENTS if dist.get_rank() == rank else ():
 
             def note(*_: Any, name: str = name, **__: Any) -> None:

@@ -23,7 +23,8 @@ from mrl.config.teacher_checks import unnamed
 from mrl.data.dataset import SFTDataset
 from mrl.metric_names import DISTILL_METRICS, SFT_METRICS
 from mrl.metrics import read
-from mrl.trainers.teacher import Teachers, Top, TopCache, TopParts
+from mrl.trainers.teacher import Teachers
+from mrl.trainers.teacher_cache import Top
 from tests.engine.harness import run_case
 from tests.tiers import nightly_but, slow_but
 from tests.trainers import tiny_runs
@@ -227,7 +228,7 @@ def test_a_cache_of_another_teacher_is_made_anew_and_a_damaged_one_too(places, t
     config = make_config(places, run, teacher={"cache": True}, train={"steps": 1})
     said = run_case(1, CASE, config=config)[2]
     assert "teacher: its log-probs of 10 rows are written to" in said
-    whole, file = losses(run), run / "teacher" / "log_probs.pt"
+    whole, file = losses(run), run / "teacher" / "log_probs-00000.pt"
 
     def again(config: dict[str, Any]) -> str:
         shutil.rmtree(run / "checkpoints")
@@ -238,7 +239,7 @@ def test_a_cache_of_another_teacher_is_made_anew_and_a_damaged_one_too(places, t
 
     assert "teacher: its log-probs of 10 rows are in" in again(config) and losses(run) == whole
     file.write_bytes(file.read_bytes()[:100])
-    assert "are written to" in again(config) and losses(run) == whole
+    assert "are written to" in again(config) and losses(run) == whole and not file.exists()
     hot = make_config(places, run, teacher={"cache": True, "temperature": 2.0}, train={"steps": 1})
     assert "are written to" in again(hot) and losses(run) != whole
     more = make_config(places, run, teacher={"cache": True, "temperature": 2.0}, train={"steps": 1},
@@ -247,7 +248,12 @@ def test_a_cache_of_another_teacher_is_made_anew_and_a_damaged_one_too(places, t
     shutil.copytree(places / "teacher", tmp_path / "trained on")  # files of the same names and sizes
     more["teacher"]["model"]["path"] = str(tmp_path / "trained on")
     assert "are in" in again(more)
-    os.utime(tmp_path / "trained on" / "model.safetensors", (1, 1))
+    file = tmp_path / "trained on" / "model.safetensors"
+    os.utime(file, (1, 1))  # downloaded again
+    assert "are in" in again(more)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
     assert "are written to" in again(more)
     more["teacher"]["top_k"] = 4  # one key after the other, so that none hides another
     assert "are written to" in again(more)
@@ -307,22 +313,6 @@ def test_ids_of_a_teacher_with_more_rows_or_fewer(tmp_path, rows, top_k, tail):
     assert teachers.loss_fn.tail is tail
 
 
-def test_a_cache_knows_a_row_by_its_tokens_and_what_trains_of_them(tmp_path):
-    """Whatever the order that rows are asked for in; what was made by another teacher is not read."""
-    masks = [[0, 0, 1], [0, 1, 1], [0, 1, 0.5]]  # of the same tokens; a weight changes nothing
-    batch = make_batch([[1, 2, 3]] * 3, masks)
-    said = Top(torch.arange(5)[:, None].int(), -torch.arange(5.0)[:, None])
-    parts, cache = TopParts(), TopCache(tmp_path / "log_probs.pt", {"temperature": 1.0})
-    parts.add(batch, said)
-    cache.write(parts)
-    cache.read()
-    assert cache.count == 2 and not list(cache.lacks([batch]))
-    assert cache.of(batch.select([2, 0])).ids[:, 0].tolist() == [1, 2, 0]
-    other = TopCache(tmp_path / "log_probs.pt", {"temperature": 2.0})
-    other.read()
-    assert other.count == 0 and len(list(other.lacks([batch]))) == 1
-
-
 @pytest.mark.parametrize("cache", slow_but([True], [True, False]))
 def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path, cache):
     teacher = {"teacher": {"cache": cache}, "data": {"shuffle": True}}
@@ -344,10 +334,10 @@ def test_another_teacher_does_not_go_on_with_a_run(places, tmp_path, backend):
     shutil.copytree(places / "teacher", tmp_path / "moved")
     more = {"teacher": {"cache": True, "model": {"path": str(tmp_path / "moved")}}, "train": {"steps": 2}, **keys}
     assert train(make_config(places, tmp_path / "run", **more)) == ("done", "")
-    kept = (tmp_path / "run" / "teacher" / "log_probs.pt").read_bytes()
+    kept = (tmp_path / "run" / "teacher" / "log_probs-00000.pt").read_bytes()
     more = {"teacher": {"cache": True, "model": {"path": str(places / "model")}}, "train": {"steps": 3}, **keys}
     ended, said = train(make_config(places, tmp_path / "run", **more))
-    assert (tmp_path / "run" / "teacher" / "log_probs.pt").read_bytes() == kept
+    assert (tmp_path / "run" / "teacher" / "log_probs-00000.pt").read_bytes() == kept
     assert (
         ended == "ConfigError"
         and said.startswith("teacher.model.path: value")

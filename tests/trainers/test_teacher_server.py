@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.batch import make_batch
 from mrl.config.schema import TeacherServerConfig
@@ -28,18 +28,32 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """`/v1/models` and `prompt_logprobs`, in the form of tests/rollout/traffic/vllm.json."""
 
     def do_GET(self) -> None:
+        if self.server.secret and self.headers["Authorization"] != f"Bearer {self.server.secret}":
+            self.answer(401, {"error": {"message": f"{self.headers['Authorization']} is not the key"}})
+            return
         self.answer(200, {"data": [{"id": name} for name in self.server.names]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         ids, count = body["prompt"], body["prompt_logprobs"]
+        if isinstance(ids, str):
+            ids = self.server.tokenizer(ids, add_special_tokens=body.get("add_special_tokens", True))["input_ids"]
+            self.answer(
+                200, {"choices": [{"prompt_logprobs": [None, *({str(i): {"logprob": -1.0}} for i in ids[1:])]}]}
+            )
+            return
         with self.server.lock:
             self.server.asked.append(body["model"])
+            self.server.left -= 1
+            dies = self.server.left < 0
             self.server.under_way += 1
             self.server.at_once = max(self.server.at_once, self.server.under_way)
         self.server.together.wait(timeout=20)
         with self.server.lock:
             self.server.under_way -= 1
+        if dies:
+            self.answer(400, {"error": {"message": "no memory left"}})
+            return
         if count > MOST:
             self.answer(400, {"error": {"message": f"Requested prompt logprobs of {count}, which is greater than max"}})
             return
@@ -72,8 +86,9 @@ places = test_distill.places
 def server(places):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.hf = AutoModelForCausalLM.from_pretrained(places / "teacher", dtype=torch.float32)
+    server.tokenizer = AutoTokenizer.from_pretrained(places / "teacher")
     server.names, server.asked, server.lock = ["tiny"], [], threading.Lock()
-    server.at_once = server.under_way = 0
+    server.at_once, server.under_way, server.secret, server.left = 0, 0, "", 10**6
     server.together = threading.Event()  # until it is set nothing is answered
     server.together.set()
     server.url = f"http://127.0.0.1:{server.server_port}"
@@ -136,6 +151,47 @@ def test_what_is_wrong_with_a_server_is_one_line(server):
         TeacherServer(TeacherServerConfig(url="http://"))
 
 
+def test_a_key_is_read_from_the_environment_and_told_nobody(places, tmp_path, server, monkeypatch):
+    """Neither config.yaml nor a message has it, though the server tells it."""
+    server.secret = "sk-right"
+    served = TeacherServerConfig(url=server.url, key_variable="TEACHER_KEY")
+    with pytest.raises(ConfigError) as missing:
+        TeacherServer(served).name  # noqa: B018
+    assert str(missing.value).startswith('teacher.server.key_variable: value "TEACHER_KEY" names no variable of')
+    monkeypatch.setenv("TEACHER_KEY", "sk-wrong")
+    with pytest.raises(ServerError, match=r"HTTP 401: Bearer \(hidden\) is not the key"):
+        TeacherServer(served).name  # noqa: B018
+    monkeypatch.setenv("TEACHER_KEY", "sk-right\n")
+    assert TeacherServer(served).name == "tiny"
+
+
+@pytest.mark.parametrize("change", ["ids", "a token", "a special token"])
+def test_a_server_with_another_tokenizer_is_refused(places, server, change):
+    """One that gives two digits each other's ids, and those that have a token more or less. None is asked for a BOS."""
+    own, there = (AutoTokenizer.from_pretrained(places / "teacher") for _ in range(2))
+    server.tokenizer = there
+    client = TeacherServer(TeacherServerConfig(url=server.url))
+    client.check_tokenizer(own)
+    unknown = own.pad_token_id  # examples/arithmetic/make_data.py
+    if change == "a special token":
+        own.add_special_tokens({"eos_token": "<|end|>"})
+        differs = f"of 'a <|end|> a' the 3. token is {unknown} there, and {len(there)} by"
+    elif change == "a token":
+        there.add_tokens(["quick"])
+        differs = f"of '\\nThe quick brown fox' the 6. token is {len(own)} there, and {unknown} by"
+    else:
+        content = json.loads(there.backend_tokenizer.to_str())
+        vocabulary = content["model"]["vocab"]
+        vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
+        there._tokenizer = type(there.backend_tokenizer).from_str(json.dumps(content))
+        new, old = vocabulary["7"], vocabulary["8"]
+        differs = f"of '\\n0123456789 1,000.5' the 9. token is {new} there, and {old} by"
+    with pytest.raises(ConfigError) as caught:
+        client.check_tokenizer(own)
+    says = f"teacher.server.url: value '{server.url}' has another tokenizer: {differs} teacher.model.path; serve that model"
+    assert str(caught.value).startswith(says) and "\n" not in str(caught.value), str(caught.value)
+
+
 def losses_by(places, folder, url: str, world: int = 1, **teacher: Any) -> list[float]:
     keys = {"server": {"url": url}, "top_k": 5, **teacher}
     config = test_distill.make_config(places, folder, teacher=keys, data={"eval": str(places / "eval.jsonl")})
@@ -152,6 +208,23 @@ def test_a_run_by_a_server_is_the_run_by_an_engine(places, tmp_path, server):
     assert losses_by(places, tmp_path / "kept", server.url, loss="reverse_kl", cache=True) == live
     rows = test_distill.ROWS + test_distill.tiny_runs.EVAL_ROWS
     assert len(server.asked) == asked + rows
+
+
+def test_a_run_whose_server_dies_saves_what_it_trained(places, tmp_path, server):
+    """In a step, and in the evaluation after one: started again it has the losses of a run whose server was there."""
+    keys = {"server": {"url": server.url}, "top_k": 5}
+    more = {"data": {"eval": str(places / "eval.jsonl"), "shuffle": True}, "train": {"steps": 3, "eval_every": 2}}
+    whole, broken = (test_distill.make_config(places, tmp_path / run, teacher=keys, **more) for run in ("whole", "run"))
+    assert run_case(1, test_distill.CASE, config=whole)[:2] == ("done", "")
+    server.left = test_distill.BATCH + 1  # of the second step one row is answered
+    for of, left in (("1", 1), ("1", 2 * test_distill.BATCH + 1), ("2", 10**6)):  # step 1 is saved over itself
+        ended, said = run_case(1, test_distill.CASE, config=broken)[:2]
+        assert ended == "ServerError" and "HTTP 400: no memory left" in said and "\n" not in said
+        saved = tmp_path / "run" / "checkpoints" / f"step_0000000{of}"
+        assert said.endswith(f"; steps 1 to {of} are saved in {saved}"), said
+        server.left = left
+    assert run_case(1, test_distill.CASE, config=broken)[:2] == ("done", "")
+    assert test_distill.tiny_runs.steps(tmp_path / "run") == test_distill.tiny_runs.steps(tmp_path / "whole")
 
 
 @pytest.mark.slow

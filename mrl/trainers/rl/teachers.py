@@ -137,7 +137,7 @@ def references_of(
     """Returns them; None where the algorithm needs none. folders: of the roles."""
     if not recipe.needs_reference:
         return None
-    asked = {role: _asked(config, role, dispatch) for role in teachers_of(config)}
+    asked = {role: _asked(config, role, folders.get(role, folders["actor"]), dispatch) for role in teachers_of(config)}
     keys = config.algorithm.distill
     if keys is None:
         return References(asked)
@@ -155,10 +155,12 @@ def _vocab_size(config: PPOConfig, role: str, folder: str) -> int:
     return size
 
 
-def _asked(config: PPOConfig, role: str, dispatch: WorkerDispatch) -> Ask:
+def _asked(config: PPOConfig, role: str, folder: str, dispatch: WorkerDispatch) -> Ask:
     if not is_served(config, role):
         return lambda batch, ctx: dispatch.forward(role, batch, ctx)
     server = TeacherServer(section_of(config, role).server, f"{role}.server")
+    tokenizer = load_tokenizer(folder, config.actor.model.trust_remote_code)
+    dispatch.on_main(lambda: server.check_tokenizer(tokenizer))
 
     def ask(batch: Batch, ctx: dict[str, Any]) -> Predictions:
         ids_N, log_probs_N, of_labels_N = dispatch.on_main(lambda: server.top_and_labels(batch, ctx.get("top", 0)))

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
@@ -295,7 +295,8 @@ def test_a_run_by_a_server_is_the_run_by_an_engine(inputs, tmp_path, distill):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.hf = AutoModelForCausalLM.from_pretrained(inputs / "other", dtype=torch.float32)
         server.names, server.asked, server.lock = ["tiny"], [], threading.Lock()
-        server.at_once = server.under_way = 0
+        server.tokenizer = AutoTokenizer.from_pretrained(inputs / "other")
+        server.at_once, server.under_way, server.secret, server.left = 0, 0, "", 10**6
         server.together = threading.Event()
         server.together.set()
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,0 +1,119 @@
+"""What a teacher of `mrl sft` said of rows, kept in files beside the run.
+
+Dimensions: `N` trained tokens of a batch, `K` ids of each, the teacher's likeliest first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.batch import Batch
+from mrl.trainers.reference import digests, save_at_once, saved_by
+
+
+@dataclasses.dataclass(frozen=True)
+class Top:
+    """What a teacher says of the trained tokens of a batch, in their order."""
+
+    ids: Tensor  # [N, K] int32
+    log_probs: Tensor  # [N, K] fp32, largest first
+
+
+class TopCache:
+    """What the teacher said of rows, known by their tokens, in the files of a folder, which are mapped into memory.
+
+    made_by: what it depends on beside the tokens. Files that say otherwise are replaced.
+    """
+
+    most_bytes = 2**27
+    """What is said of rows waits in memory for a file until it is so much."""
+
+    write_every_s = 60.0
+    """Or until the last file is so old: a run that is killed goes on from the files that are whole."""
+
+    def __init__(self, folder: pathlib.Path, made_by: Mapping[str, Any]) -> None:
+        self.folder, self.made_by = folder, json.dumps(made_by, sort_keys=True)
+        self.files: list[Top] = []
+        self.places: dict[bytes, tuple[int, slice]] = {}  # of a row: which file, and where in it
+        self._unread: list[pathlib.Path] = []  # made by something else, or damaged
+        self._waiting: dict[bytes, Top] = {}  # rows for the next file
+        self._bytes, self._written_s = 0, time.monotonic()
+        self._added: set[bytes] = set()  # rows in files that were not there yet at the last `read`
+
+    @property
+    def count(self) -> int:
+        """Rows that are known."""
+        return len(self.places) + len(self._added) + len(self._waiting)
+
+    def read(self) -> None:
+        """Reads the files that were made by the same."""
+        self.files, self.places, self._unread = [], {}, []
+        self._added.clear()
+        for path in sorted(self.folder.glob("log_probs*.pt")):
+            found = saved_by(path, self.made_by, mmap=True)
+            if found is None:
+                self._unread.append(path)
+                continue
+            ends = found["counts"].cumsum(0).tolist()
+            for name, *place in zip(found["names"].numpy(), [0, *ends[:-1]], ends, strict=True):
+                self.places[name.tobytes()] = len(self.files), slice(*place)
+            self.files.append(Top(found["ids"], found["log_probs"]))
+
+    def add(self, batch: Batch, found: Top) -> int:
+        """Adds what is said of the rows that are not known, and writes it where that is due. Returns `count`."""
+        counts = [int(part.count_nonzero()) for part in batch.loss_mask.split(batch.lengths.tolist())]
+        each = zip(digests(batch), found.ids.split(counts), found.log_probs.split(counts), strict=True)
+        for name, ids, log_probs in each:
+            if not (name in self.places or name in self._added or name in self._waiting):
+                self._waiting[name] = Top(ids.clone(), log_probs.clone())
+                self._bytes += ids.nbytes + log_probs.nbytes
+        if self._bytes >= self.most_bytes or time.monotonic() - self._written_s >= self.write_every_s:
+            self.write()
+        return self.count
+
+    def write(self) -> str | None:
+        """Writes what is added to a file of its own, whole or not at all. Returns the folder; None where nothing is
+        known."""
+        if self._waiting:
+            parts = list(self._waiting.values())
+            save_at_once(self._next_file(), {
+                "made_by": self.made_by,
+                "names": torch.frombuffer(bytearray(b"".join(self._waiting)), dtype=torch.uint8).view(-1, 16),
+                "counts": torch.tensor([len(part.ids) for part in parts]),
+                "ids": torch.cat([part.ids for part in parts]),
+                "log_probs": torch.cat([part.log_probs for part in parts]),
+            })  # fmt: skip
+            for path in self._unread:
+                path.unlink(missing_ok=True)
+            self._unread = []
+            self._added |= self._waiting.keys()
+            self._waiting, self._bytes = {}, 0
+        self._written_s = time.monotonic()
+        return str(self.folder) if self.count else None
+
+    def _next_file(self) -> pathlib.Path:
+        found = [re.fullmatch(r"log_probs-(\d+)\.pt", path.name) for path in self.folder.glob("log_probs-*.pt")]
+        number = max((int(match[1]) for match in found if match), default=-1) + 1
+        return self.folder / f"log_probs-{number:05}.pt"
+
+    def lacks(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yields those of the batches that have a row which is in no file that was read."""
+        for batch in batches:
+            if not self.places.keys() >= set(digests(batch)):
+                yield batch
+
+    def of(self, batch: Batch) -> Top:
+        """Returns what was said of a batch. KeyError: a row is in no file that was read."""
+        found = [(self.files[file], at) for file, at in (self.places[name] for name in digests(batch))]
+        return Top(
+            torch.cat([file.ids[at] for file, at in found]), torch.cat([file.log_probs[at] for file, at in found])
+        )
