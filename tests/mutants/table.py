@@ -377,17 +377,8 @@ ON_GPUS = (
         ("if platform.does_not_load(absent):", "if False:"),
         ("if against is not None:\n        return LayerSpec(\"local\", f\"tr", "if False:\n        return LayerSpec(\"local\", f\"tr"),
         ("if absent is not None:\n        lacks", "if False:\n        lacks"),
-        ("te_slows(fields, dims, dtype=dtype)", "te_slows(fields, dims)"),
+        ("slow = te_slows(fields, dims, gpu, dtype=dtype)", "slow = te_slows(fields, dims, gpu)"),
         ("if platform.does_not_load(fault):", "if fault is not None:"),
-    ),
-    *_of(
-        "mcore_models/layer_spec.py",
-        (
-            "mcore_models/test_layer_spec.py::test_te_is_said_by_rules_where_no_gpu_is",
-            "mcore_models/test_layer_spec.py::test_te_for_another_machine_is_not_refused_by_the_gpu_that_is_here",
-        ),
-        ("Gpu(switched_off=switched_off()), dtype=dtype)", "Gpu(), dtype=dtype)"),
-        ("te_refuses(fields, dims, Gpu(switched_off=switched_off()), dtype=dtype)", "te_refuses(fields, dims, Gpu.here(), dtype=dtype)"),
     ),
     *_of(
         "trainers/common.py",
@@ -410,7 +401,7 @@ ON_GPUS = (
     *_of(
         "mcore_models/layer_spec.py",
         "mcore_models/test_layer_spec.py::test_what_its_attention_has_for_a_dtype",
-        ("te_refuses(fields, dims, dtype=dtype)", "te_refuses(fields, dims)"),
+        ("engine(), te_refuses(fields, dims, gpu, dtype=dtype)", "engine(), te_refuses(fields, dims, gpu)"),
     ),
     *_of(
         "mcore_models/lora.py",

@@ -83,8 +83,8 @@ SAMPLED = [  # layout, student, engines of actor and teacher
     ("fsdp cp2, padded", "model", {"actor": FSDP(cp=2)}),
     ("cp2, by ones", "model", {"actor": MEGATRON(cp=2, size=1)}),
     ("pp2 vpp2", "deep", {"actor": MEGATRON(pp=2, vpp=2, size=2), "reference": FSDP()}),
-    ("ep2", "moe", {"actor": MEGATRON(ep=2)}),
-    ("ep2, padded", "moe", {"actor": MEGATRON(ep=2), "reference": MEGATRON(ep=2)}),
+    ("ep2", "moe", {"actor": MEGATRON(ep=2), "reference": FSDP()}),
+    ("ep2, padded", "moe", {"actor": MEGATRON(ep=2), "reference": MEGATRON(size=2)}),
 ]
 
 
