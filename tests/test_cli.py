@@ -307,16 +307,9 @@ def test_roles_share_the_kernel_of_attention(workspace):
         'reference.engine.attention: value "auto" does not go with actor.engine.attention fused: ' in refused.stderr
     ), refused.output
     # in a process of its own: where a test has trained, torch.cuda is megatron-core's stand-in, and `device: auto` asks it
-    alike = [
-        sys.executable,
-        "-m",
-        "mrl",
-        "ppo",
-        "ppo.yaml",
-        *fused,
-        "reference.engine={device: auto, attention: fused}",
-    ]
-    done = subprocess.run([*alike, "--dry-run"], capture_output=True, text=True)
+    alike = "reference.engine={device: auto, attention: fused}"
+    command = [sys.executable, "-m", "mrl", "ppo", "ppo.yaml", *fused, alike, "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

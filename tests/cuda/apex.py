@@ -45,8 +45,9 @@ def wgrad_gemm_accum_fp32(rows: Tensor, gradient: Tensor, total: Tensor) -> None
 
 class FusedAdam(torch.optim.Optimizer):
     def __init__(
-        self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, adam_w_mode: bool
-    ) -> None:
+        self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, adam_w_mode: bool,
+        capturable: bool = False,
+    ) -> None:  # fmt: skip
         defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
