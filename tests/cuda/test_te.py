@@ -10,11 +10,13 @@ spec goes on under the other. What the modules compute is not seen here: tests/e
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 
 import pytest
 
 from mrl.mcore_models.te_limits import GENERATIONS
 from tests.cuda.attention_cases import Layout
+from tests.cuda.cases import as_shown, row
 from tests.cuda.models import MODELS, fewer_experts
 from tests.cuda.te_cases import (
     CONDITIONAL,
@@ -23,12 +25,13 @@ from tests.cuda.te_cases import (
     OTHERS,
     PARTS,
     RECIPES,
+    UNDER_BOTH,
     expected_kernels,
     has_experts,
     te_ceilings,
     te_step_ceilings,
 )
-from tests.cuda.test_engine import beyond, dtypes_are_as_stated
+from tests.cuda.test_engine import PAGE, beyond, dtypes_are_as_stated
 from tests.tiers import nightly_but, slow_but
 
 GPUS = [(capability, flash_attn) for capability in GENERATIONS for flash_attn in (False, True)]
@@ -211,3 +214,13 @@ def test_an_update_of_transformer_engines_modules(te_worker, case):
         kept = dataclasses.replace(case, recompute="none", modules=None)
         without = te_worker.call("tests.cuda.te_update:update", kept, capability)
         assert kernels.calls.total() > without.kernels.calls.total()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", UNDER_BOTH, ids=str)
+def test_the_pages_rows_are_what_is_printed(te_worker, case):
+    case = dataclasses.replace(as_shown(case), spec="te")
+    found = row(case, te_worker.call("tests.cuda.te_update:update", case, (9, 0)).result)
+    if importlib.metadata.version("megatron-core") != "0.16.1":  # its grouped GEMM and lists of gradients are others
+        found = found.rpartition(" | ")[0]
+    assert found in PAGE.read_text()
