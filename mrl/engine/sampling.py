@@ -34,6 +34,8 @@ from mrl.engine.splitmix import GAMMA, WORD, mix, mix_int, signed
 from mrl.mcore_models.platform import tensor_on
 
 _CANDIDATES = 128
+WIDER = 8
+"""How many times as many candidates are looked at where some were too few."""
 _NOISE_WORDS = 2**15  # computed at once: they stay in a CPU's caches
 
 
@@ -133,7 +135,22 @@ def choose(logits: Tensor, rows: SamplingRows, shard: VocabShard) -> tuple[Tenso
 
     The log-probability is that of the model at the temperature, before any filter: log_softmax(logits / temperature),
     which is what a trainer computes again (at temperature 0 as at 1). The same on every rank of the group.
+    With top_p it waits for a GPU: `choose_among` does not.
     """
+    count = rows.candidates
+    while True:
+        token, log_prob, exact = choose_among(logits, rows, shard, count)
+        if exact is None or bool(exact.all()):
+            return token, log_prob
+        count *= WIDER
+
+
+def choose_among(
+    logits: Tensor, rows: SamplingRows, shard: VocabShard, count: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `choose`, with the bounds of filters looked for among the `count` largest logits of each rank; and [S] bool,
+    whether that was enough, the same on every rank: None where it is for certain. Where it was not, ask again with
+    `WIDER` times as many."""
     z = logits[:, : shard.num_valid(logits.shape[1])].float()
     if z.shape[1] == 0:  # this rank holds nothing but padding
         z = z.new_full((z.shape[0], 1), -torch.inf)
@@ -145,22 +162,25 @@ def choose(logits: Tensor, rows: SamplingRows, shard: VocabShard) -> tuple[Tenso
         if rows.random is not None:
             noise *= rows.random[:, None]
         score = noise.add_(z)
-    bound = lower_bound(z, rows, shard.group, columns=logits.shape[1])
+    bound, exact = lower_bound(z, rows, shard.group, columns=logits.shape[1], count=count)
     if bound is not None:
         score = score.masked_fill(z < bound[:, None], -torch.inf)
     best, token = score.max(dim=-1)
     chosen = z.gather(1, token[:, None])[:, 0]
     part = torch.stack([t.double() for t in (best, token + shard.start, chosen, z.logsumexp(-1))])
     if shard.group is None or dist.get_world_size(shard.group) == 1:
-        return token + shard.start, part[2] - part[3]
+        return token + shard.start, part[2] - part[3], exact
     best, token, chosen, total = _gathered(part, shard.group).unbind(1)  # each [ranks, S]
     owner = best.argmax(dim=0, keepdim=True)  # the first of equals: the lowest id
     token, chosen = (t.gather(0, owner)[0] for t in (token, chosen))
-    return token.long(), chosen - total.logsumexp(dim=0)
+    return token.long(), chosen - total.logsumexp(dim=0), exact
 
 
-def lower_bound(z: Tensor, rows: SamplingRows, group: dist.ProcessGroup | None, *, columns: int) -> Tensor | None:
-    """[S] fp32: the smallest logit that top_k, top_p and min_p keep; None where no row has them.
+def lower_bound(
+    z: Tensor, rows: SamplingRows, group: dist.ProcessGroup | None, *, columns: int, count: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """[S] fp32: the smallest logit that top_k, top_p and min_p keep; None where no row has them. And [S] bool, whether
+    the `count` largest of each rank were enough to know; None where they are for certain.
 
     z: [S, <= columns] logits over the temperature. columns: the most that any rank has.
     """
@@ -169,14 +189,11 @@ def lower_bound(z: Tensor, rows: SamplingRows, group: dist.ProcessGroup | None, 
         largest = _gathered(z.amax(dim=-1), group).amax(dim=0)
         bound = largest + rows.min_p.log()  # log 0 = -inf bounds nothing
     if rows.top_k is None and rows.top_p is None:
-        return bound
-    count = rows.candidates
-    while True:
-        top, exact = _top_bound(z, rows, group, min(count, columns))
-        # top_k alone is exact: more than k were looked at. To ask the tensor would wait for the GPU
-        if rows.top_p is None or count >= columns or bool(exact.all()):
-            return top if bound is None else torch.maximum(bound, top)
-        count *= 8
+        return bound, None
+    top, exact = _top_bound(z, rows, group, min(count, columns))
+    bound = top if bound is None else torch.maximum(bound, top)
+    # top_k alone is exact: more than k were looked at
+    return bound, None if rows.top_p is None or count >= columns else exact
 
 
 def _top_bound(z: Tensor, rows: SamplingRows, group: dist.ProcessGroup | None, count: int) -> tuple[Tensor, Tensor]:

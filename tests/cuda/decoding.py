@@ -34,7 +34,7 @@ class _Sampling(_Given):
 
     def numbers(self, tensor: torch.Tensor, function: str) -> Any:
         if function == "_together" and tensor.dim() == 2:
-            return [[1.0, -1.0] for _ in tensor]
+            return [[1.0, -1.0, 1.0] for _ in tensor]
         return super().numbers(tensor, function)
 
 

@@ -17,6 +17,7 @@ FAST = [(_case(model, spec="te"), OF_TE, 0) for model in (DENSE, MOE, LATENT)]
 OTHERS = [
     (_case(DENSE), {}, 0),
     (_case(DENSE), {"filters": {"top_k": 20}}, 0),
+    (_case(DENSE), {"filters": {"top_p": 0.9}}, 0),
     (_case(DENSE, world=2, tp=2), GRAPHS, 0),
     (_case(MOE), GRAPHS, 0),
     (_case(LATENT), GRAPHS, 0),

@@ -123,7 +123,8 @@ def the_weights_of_now_generate(config: RoleConfig) -> None:
 
 
 def same_in_any_company(config: RoleConfig) -> None:
-    """A request alone, shuffled requests, little cache, prompts in small pieces: the same tokens, in the requests' order."""
+    """A request alone, shuffled requests, little cache, prompts in small pieces, few logits that top_p looks at first: the
+    same tokens, in the requests' order."""
     engine = make_engine(config)
     requests = sampled_requests()
     together = engine.generate(requests)
@@ -141,6 +142,8 @@ def same_in_any_company(config: RoleConfig) -> None:
         same(engine.generate([requests[i]]), [i])
     same(engine.generate(requests, cache_tokens=45, prefill_tokens=3), everything)
     same(engine.generate(requests, prefill_tokens=1), everything)
+    with mock.patch("mrl.engine.sampling._CANDIDATES", 2):
+        same(engine.generate(requests), everything)
     greedy = [dataclasses.replace(r, sampling=GREEDY) for r in requests]
     assert engine.generate(greedy) != together and engine.generate([]) == []
     other = engine.generate([dataclasses.replace(r, key=r.key._replace(step=3)) for r in requests])

@@ -144,7 +144,7 @@ def test_choice_is_the_argmax_of_what_transformers_keeps_plus_noise(vocab, seed)
     rows = rows_of(params, keys)
     tokens, log_probs = choose(logits, rows, VocabShard(vocab))
     scaled = torch.stack([row / (p.temperature or 1.0) for row, p in zip(logits, params, strict=True)])
-    above = scaled >= lower_bound(scaled, rows, None, columns=vocab)[:, None]
+    above = scaled >= lower_bound(scaled, rows, None, columns=vocab, count=vocab)[0][:, None]
     noise = gumbel(torch.tensor([signed(noise_key(key, 0)) for key in keys]), 0, vocab)
     for i, p in enumerate(params):
         kept = transformers_logits(logits[i : i + 1].clone(), p)[0]

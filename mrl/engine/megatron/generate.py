@@ -8,7 +8,6 @@ nothing left feeds a token that nothing comes of.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -23,7 +22,7 @@ from mrl.engine.kept import KeptSequences
 from mrl.engine.logprobs import VocabShard
 from mrl.engine.megatron.model import Model
 from mrl.engine.requests import Completion, GenerateRequest
-from mrl.engine.sampling import choose
+from mrl.engine.sampling import WIDER, SamplingRows, choose_among
 from mrl.errors import ConfigError
 from mrl.mcore_models import decoder, fp8, platform
 from mrl.mcore_models.attention import CacheLayout, SdpaAttention
@@ -151,38 +150,43 @@ class _Runner:
     def _together(self, step: Step, caches: Sequence[KVCache]) -> tuple[list[int], list[float]]:
         """As `forward`, of sequences whose rows are in order, through all chunks in pipeline order.
 
-        Both come to the host in one copy, which is the only wait of a step.
+        They come to the host in one copy, which is the only wait of a step: with it comes whether top_p needs a look at
+        more logits, of which few steps have need.
         """
         dims, device = self.dims, platform.device()
         flat = [token for tokens in step.new for token in tokens]
         flat += [0] * (-len(flat) % (dims.tp if dims.sp and not self.lean else 1))
         fixed = bool(self.fixed) and all(len(new) == 1 for new in step.new)  # no prompts
         tokens = None if fixed else tensor_on(device, flat)
-        hidden, result = None, None
+        hidden, result, choice = None, None, None
         for stage in range(dims.pp * dims.vpp):
             chunk, pp_rank = divmod(stage, dims.pp)
             if pp_rank == self.model.coords.pp_rank:
                 if stage and dims.pp > 1:
                     hidden = self._receive(len(flat), (pp_rank - 1) % dims.pp)
                 last = self.model.chunks[chunk].post_process
-                choose_next = functools.partial(_next_token, step=step, vocab_size=self.model.hf["vocab_size"])
+                choice = _Choice(step, self.model.hf["vocab_size"]) if last else None
                 if tokens is None:
                     hidden = self.fixed[chunk](flat, step.cached, None if hidden is None else hidden.squeeze(1))
-                    hidden = self._made(chunk, hidden, choose_next if last else None)
+                    hidden = self._made(chunk, hidden, choice)
                 else:
                     lengths, alone = tuple(map(len, step.new)), self.model.batch_invariant
                     cached = CachedStep(caches[chunk], lengths, tuple(step.cached), device, copies=alone)
-                    hidden = self._chunk(chunk, tokens, hidden, cached, choose_next if last else None)
+                    hidden = self._chunk(chunk, tokens, hidden, cached, choice)
                 if last:
                     result = hidden
                 elif dims.pp > 1:
                     dist.send(hidden.contiguous(), self.ranks[(pp_rank + 1) % dims.pp], group=self.pp_group)
         if result is None:  # another rank has the last stage
-            result = torch.empty(len(step.sampled), 2, dtype=torch.float64, device=device)
-        if dims.pp > 1:
-            dist.broadcast(result, self.ranks[-1], group=self.pp_group)
-        both = result.tolist()  # a token's number is exact in fp64
-        return [int(token) for token, _ in both], [log_prob for _, log_prob in both]
+            result = torch.empty(len(step.sampled), 3, dtype=torch.float64, device=device)
+        while True:
+            if dims.pp > 1:
+                dist.broadcast(result, self.ranks[-1], group=self.pp_group)
+            found = result.tolist()  # a token's number is exact in fp64
+            if all(exact for _, _, exact in found):
+                return [int(token) for token, _, _ in found], [log_prob for _, log_prob, _ in found]
+            if choice is not None:
+                result = choice.among_more()
 
     def _chunk(
         self,
@@ -192,7 +196,7 @@ class _Runner:
         cached: CachedStep,
         choose_next: Callable[..., Tensor] | None,
     ) -> Tensor:
-        """Hidden states [T (/tp), 1, N] for the next stage; of the last what `choose_next` makes of them, [S, 2]."""
+        """Hidden states [T (/tp), 1, N] for the next stage; of the last what `choose_next` makes of them, [S, 3]."""
         own = self.model.chunks[chunk]
         if self.lean:
             hidden = self.decoders[chunk](tokens, None if hidden is None else hidden.squeeze(1), cached)
@@ -221,12 +225,33 @@ class _Runner:
         return buffer
 
 
-def _next_token(hidden: Tensor, weight: Tensor, *, step: Step, vocab_size: int) -> Tensor:
-    """[S, 2] fp64: the sampled sequences' next tokens and log-probs. hidden: [T, N] whole; weight: [V, N] local."""
-    if not step.sampled:
-        return hidden.new_zeros(0, 2, dtype=torch.float64)
-    group = parallel_state.get_tensor_model_parallel_group()
-    logits = torch.nn.functional.linear(hidden[tensor_on(hidden.device, step.last)], weight)
-    shard = VocabShard(vocab_size, group.rank() * weight.shape[0], group)
-    chosen = choose(logits, step.sampling(hidden.device), shard)
-    return torch.stack([t.double() for t in chosen], dim=-1)
+class _Choice:
+    """Next tokens of a step's sampled sequences, on the last stage."""
+
+    def __init__(self, step: Step, vocab_size: int) -> None:
+        self.step, self.vocab_size = step, vocab_size
+        self._from: tuple[Tensor, SamplingRows, VocabShard] | None = None
+        self._count = 0  # of candidates
+
+    def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """[S, 3] fp64: tokens, their log-probs, and 1 where they hold, 0 where more candidates are to be looked at.
+        hidden: [T, N] whole; weight: [V, N] local."""
+        if not self.step.sampled:
+            return hidden.new_zeros(0, 3, dtype=torch.float64)
+        group = parallel_state.get_tensor_model_parallel_group()
+        logits = torch.nn.functional.linear(hidden[tensor_on(hidden.device, self.step.last)], weight)
+        shard = VocabShard(self.vocab_size, group.rank() * weight.shape[0], group)
+        rows = self.step.sampling(hidden.device)
+        self._from, self._count = (logits, rows, shard), rows.candidates
+        return self._among()
+
+    def among_more(self) -> Tensor:
+        """As before, among more candidates. Collective over tensor-parallel ranks, all of which know of the need."""
+        self._count *= WIDER
+        return self._among()
+
+    def _among(self) -> Tensor:
+        assert self._from is not None
+        token, log_prob, exact = choose_among(*self._from, self._count)
+        exact = torch.ones_like(token) if exact is None else exact
+        return torch.stack([t.double() for t in (token, log_prob, exact)], dim=-1)
