@@ -76,7 +76,7 @@ def parity(spec: dict[str, Any], out: str) -> None:
 
         engine = mrl_engine(spec)
         loss, _ = forward_backward(engine, make_batch(rows, [[1.0] * len(ids) for ids in rows]))
-        gradients = dict(engine.hf_gradients())
+        gradients = {name: gradient.cpu() for name, gradient in engine.hf_gradients()}
     meter.step(loss)
     whole = {name: g.detach().float().cpu().contiguous() for name, g in gradients.items()}
     save_file(whole, spec["gradients"])

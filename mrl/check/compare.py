@@ -81,7 +81,7 @@ def tensor_errors(
             unexpected.append(name)
             continue
         waiting.remove(name)
-        right = get(name)
+        tensor, right = tensor.cpu(), get(name)
         assert right is not None, name
         if right.shape != tensor.shape:
             unexpected.append(f"{name} of shape {list(tensor.shape)}, not {list(right.shape)}")

@@ -162,13 +162,13 @@ class Written:
 def write(work: Work) -> Written | None:
     """Makes one optimizer step, whose numbers become the reference: for layouts that are compared with this one."""
     engine = make_engine(work.config, work.loss_fn, work.denominator)
-    start = dict(engine.hf_weights())
+    start = {name: tensor.cpu() for name, tensor in engine.hf_weights()}
     if work.adapter is not None:
         engine.load_adapter(work.adapter)
     loss, log_probs = forward_backward(engine, work.batch, work.ctx)
-    gradients = dict(engine.hf_gradients())
+    gradients = {name: tensor.cpu() for name, tensor in engine.hf_gradients()}
     grad_norm = float(engine.optimizer_step())
-    weights = dict(trained_weights(engine))
+    weights = {name: tensor.cpu() for name, tensor in trained_weights(engine)}
     step_s = step_seconds(engine, work) if work.timed_steps else None
     if not engine.is_main:
         return None

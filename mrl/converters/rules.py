@@ -7,7 +7,7 @@ groups: to export, it gathers the shards of `rule.axis` and calls `merge`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -102,20 +102,29 @@ class Rule:
                 parts.append(source[entries] if span.dim == 0 else source[:, entries])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def merge(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Returns the HF tensors by name, new memory on their device, from the shards of all ranks of the axis."""
-        assert len(shards) == self.degree, f"{self.mcore}: {len(shards)} shards for {self.axis} of {self.degree}"
-        whole = [shards[0].new_empty(shape) for shape in self.hf_shapes]
-        for rank, shard in enumerate(shards):
+    def merge(self, shards: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Returns the HF tensors by name, new memory on their device, from the shards of all ranks of the axis.
+
+        A shard is let go of before the next one is asked for.
+        """
+        each = iter(shards)
+        whole: list[Tensor] = []
+        for rank in range(self.degree):
+            shard = next(each, None)
+            assert shard is not None, f"{self.mcore}: {rank} shards for {self.axis} of {self.degree}"
             assert tuple(shard.shape) == self.shape(rank), (
                 f"{self.mcore}: shard {rank} has shape {tuple(shard.shape)}, not {self.shape(rank)}"
             )
+            if not whole:
+                whole = [shard.new_empty(shape) for shape in self.hf_shapes]
             at = 0
             for span in self.spans(rank):
                 if span.source is not None:
-                    part = shard.narrow(span.dim, at, span.length)
-                    whole[span.source].narrow(span.dim, span.start, span.length).copy_(part)
+                    place = whole[span.source].narrow(span.dim, span.start, span.length)
+                    place.copy_(shard.narrow(span.dim, at, span.length))
                 at += span.length
+            del shard
+        assert next(each, None) is None, f"{self.mcore}: more shards than {self.axis} of {self.degree}"
         return dict(zip(self.hf, whole, strict=True))
 
 

@@ -144,28 +144,38 @@ def stacking(read: Callable[[str], Any], stack: Stack, names: Mapping[tuple[int,
 def restacked(pairs: Iterable[tuple[str, Tensor]], family: Family, hf_config: HFConfig) -> Iterator[tuple[str, Tensor]]:
     """Yields (stored name, tensor) from (the tables' name, tensor) in any order; a stored tensor comes with its last
     part.
+
+    Parts are put into stored tensors as they come, and are not held.
     """
-    waiting: dict[str, dict[tuple[int, int], Tensor]] = {}
+    waiting: dict[str, tuple[Tensor, set[tuple[int, int]]]] = {}
     for name, tensor in pairs:
         place = place_of(family, name)
         if place is None:
             yield name, tensor
-            continue
-        parts = waiting.setdefault(place.stored, {})
-        parts[place.expert, place.part] = tensor
-        if len(parts) == hf_config["num_experts"] * len(place.stack.parts):
-            yield place.stored, _stack(waiting.pop(place.stored), place.stack, hf_config["num_experts"])
+        else:
+            experts = hf_config["num_experts"]
+            if place.stored not in waiting:
+                waiting[place.stored] = (_empty(tensor, place.stack, experts), set())
+            whole, found = waiting[place.stored]
+            _put(tensor, whole, place)
+            found.add((place.expert, place.part))
+            if len(found) == experts * len(place.stack.parts):
+                del waiting[place.stored]
+                yield place.stored, whole
+            del whole
+        del tensor  # before there is memory for the next
     assert not waiting, f"parts are missing of {sorted(waiting)}"
 
 
-def _stack(parts: dict[tuple[int, int], Tensor], stack: Stack, experts: int) -> Tensor:
-    count, one = len(stack.parts), parts[0, 0]
-    rows, columns = one.shape[0] * count, one.shape[1:]
-    shape = (experts, *columns, rows) if stack.transposed else (experts, rows, *columns)
-    whole = one.new_empty(shape)
-    for (expert, part), tensor in parts.items():
-        if stack.transposed:
-            whole[expert, :, part::count] = tensor.t()
-        else:
-            whole[expert, part::count] = tensor
-    return whole
+def _empty(part: Tensor, stack: Stack, experts: int) -> Tensor:
+    """Returns the stored tensor that `part` is of, with nothing in it."""
+    rows, columns = part.shape[0] * len(stack.parts), part.shape[1:]
+    return part.new_empty((experts, *columns, rows) if stack.transposed else (experts, rows, *columns))
+
+
+def _put(part: Tensor, whole: Tensor, place: Place) -> None:
+    count = len(place.stack.parts)
+    if place.stack.transposed:
+        whole[place.expert, :, place.part :: count] = part.t()
+    else:
+        whole[place.expert, place.part :: count] = part

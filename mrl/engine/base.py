@@ -344,13 +344,15 @@ class BaseEngine(EngineChecks, abc.ABC):
 
     @abc.abstractmethod
     def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Streams (Hugging Face name, whole tensor on the host) on rank 0; other ranks take part and get nothing.
+        """Streams (Hugging Face name, whole tensor) on rank 0; other ranks take part and get nothing. A tensor is new
+        memory, on the engine's device or on the host: who reads decides where it goes, and keeps it no longer.
 
         everywhere: every rank gets them all, in the same order. Adapters are added into the weights that they adapt.
         """
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Streams the adapters (fp32), and a value head's score, as `hf_weights`, under the names of peft's files."""
+        """Streams the adapters, and a value head's score, as `hf_weights`, under the names of peft's files. They are
+        fp32 and on the host."""
         raise NotImplementedError(f"the {self.backend} engine has no adapters")
 
     def set_adapters(self, tensors: Mapping[str, Tensor]) -> None:

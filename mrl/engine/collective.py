@@ -232,25 +232,20 @@ def max_over_ranks(device: torch.device, *values: float) -> list[float]:
     return largest.tolist()
 
 
-def from_main(found: Sequence[tuple[str, Tensor]] | None, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yields on every rank the (name, tensor on the host) pairs that rank 0 has; others pass None.
-
-    One tensor travels at a time. device: where the ranks talk; it holds one tensor then.
-    """
-    if dist.get_world_size() == 1:
-        yield from found or ()
-        return
-    about: list[Any] = [None if found is None else [(name, t.shape, t.dtype) for name, t in found]]
-    dist.broadcast_object_list(about, src=0)
-    for i, (name, shape, dtype) in enumerate(about[0]):
-        if found is None:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-            dist.broadcast(tensor, src=0)
-            yield name, tensor.cpu()
-            del tensor  # before there is memory for the next
+def from_main(
+    found: dict[str, Tensor], infos: Mapping[str, tuple[Sequence[int], torch.dtype]], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields on every rank the tensors of `infos` (name -> shape, dtype), which rank 0 has in `found`, one at a time on
+    `device`, where the ranks talk. They are taken out of `found`."""
+    for name, (shape, dtype) in infos.items():
+        if is_main():
+            tensor = found.pop(name).to(device).contiguous()
         else:
-            dist.broadcast(found[i][1].to(device).contiguous(), src=0)
-            yield found[i]
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+        if dist.get_world_size() > 1:
+            dist.broadcast(tensor, src=0)
+        yield name, tensor
+        del tensor  # before there is memory for the next
 
 
 def denominator_of(batch: Batch, name: str) -> float:

@@ -240,7 +240,7 @@ class WorkerDispatch:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def hf_weights(self, role: str, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Streams (Hugging Face name, whole tensor on the host) on the main rank; others take part and get nothing.
+        """Streams (Hugging Face name, whole tensor) on the main rank; others take part and get nothing.
 
         To be used up before another role is asked for anything. everywhere: every rank gets them all.
         """

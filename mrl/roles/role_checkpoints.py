@@ -106,7 +106,7 @@ def _digest(engine: BaseEngine) -> str:
     found = hashlib.sha256()
     for name, tensor in engine.hf_weights():
         found.update(name.encode())
-        found.update(as_bytes(tensor))
+        found.update(as_bytes(tensor.cpu()))
     return found.hexdigest()
 
 

@@ -30,7 +30,8 @@ def sampler_of(tp: int = 1) -> VLLMSampler:
 def stream(value: float, *more: str) -> Iterator[tuple[str, torch.Tensor]]:
     """A stream that every rank takes part in, as an engine's is."""
     for name in ("a", "b", *more):
-        yield from collective.from_main([(name, torch.full((2,), value))] if not dist.get_rank() else None, CPU)
+        own = {} if dist.get_rank() else {name: torch.full((2,), value)}
+        yield from collective.from_main(own, {name: ((2,), torch.float32)}, CPU)
 
 
 def requests(count: int) -> list[SampleRequest]:
@@ -207,9 +208,8 @@ def one_tensor_travels_at_a_time() -> list[int]:
     def everything() -> Iterator[tuple[str, torch.Tensor]]:
         for i in range(6):
             dtype = (torch.float32, torch.bfloat16, torch.int64)[i % 3]
-            own = [(f"t{i}", torch.arange(12).reshape(3, 4).to(dtype).t() + i)] if not dist.get_rank() else None
-            yield from collective.from_main(own, CPU)
-            del own
+            own = {} if dist.get_rank() else {f"t{i}": torch.arange(12).reshape(3, 4).to(dtype).t() + i}
+            yield from collective.from_main(own, {f"t{i}": ((4, 3), dtype)}, CPU)
 
     for i, (name, tensor) in enumerate(everything()):
         alive.add(tensor)

@@ -366,11 +366,11 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             return generate.run(self.model, requests, **limits, progress=progress, kept=kept, cuda_graphs=cuda_graphs)
 
     def _stream(
-        self, value: Callable[[Tensor], Tensor], kind: str, *, everywhere: bool = False
+        self, value: Callable[[Tensor], Tensor], kind: str, dtype: torch.dtype, *, everywhere: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        device = self.device if everywhere else None
+        buffers = kind == "parameters"
         with self.model.state.installed(), self._used(kind):
-            yield from streams.stream(self.model, value, buffers=kind == "parameters", sent_over=device)
+            yield from streams.stream(self.model, value, dtype=dtype, buffers=buffers, everywhere=everywhere)
 
     def _stream_trained(self, value: Callable[[Tensor], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
         with self.model.state.installed(), self._used(kind):
@@ -379,7 +379,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
         fp8.forget_copies(self.model.chunks)  # whoever takes the weights wants the room
         value = streams.merged(self.model) if self.model.adapters else (lambda parameter: parameter.data)
-        return self._stream(value, "parameters", everywhere=everywhere)
+        return self._stream(value, "parameters", self.model.dtype, everywhere=everywhere)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._stream_trained(lambda parameter: parameter.data.float(), "parameters")
@@ -392,8 +392,9 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         with self.model.state.installed(), self._used("gradients"):
             self._reduce()
             optim.whole_gradients(self.model.wrapped)
-        stream = self._stream_trained if self.model.adapters else self._stream
-        return stream(lambda parameter: parameter.main_grad, "gradients")
+        if self.model.adapters:
+            return self._stream_trained(lambda parameter: parameter.main_grad, "gradients")
+        return self._stream(lambda parameter: parameter.main_grad, "gradients", torch.float32)
 
     def export_hf(self, path: str, *, merged: bool = False) -> None:
         if self.exports_adapter and not merged:

@@ -1,18 +1,25 @@
 """A model's weights or gradients, gathered one by one on rank 0 under the names of Hugging Face's and peft's files.
 
-`value` picks what is streamed of a parameter: its data, or its gradient. One tensor exists whole at a time. Other ranks
-take part and yield nothing, unless `stream` is asked for it.
+`value` picks what is streamed of a parameter: its data, or its gradient. Shards travel from device to device (NCCL on
+GPUs, gloo on CPUs) in batches of `BATCH_BYTES`, and are merged there: beside the model rank 0 holds one batch and what
+is being merged, which is one tensor, or the stacked experts of a layer. Shapes and dtypes are known from the rules, so
+nothing is said about them. Other ranks take part and yield nothing, unless `stream` is asked for it.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.converters.algebra import Shape
 from mrl.converters.rules import Owned, Rule, chunk_plans, export_order
 from mrl.converters.stacks import restacked
 from mrl.engine.collective import from_main
@@ -20,35 +27,42 @@ from mrl.engine.lora.shapes import SCORE
 from mrl.engine.megatron.lora import AdapterRule, rules_of
 from mrl.engine.megatron.model import Model
 from mrl.engine.megatron.weights import tensors_of
-from mrl.mcore_models import lora
+from mrl.mcore_models import lora, platform
 from mrl.parallel import ParallelDims
 
 HEAD = "output_layer.weight"
 
+BATCH_BYTES = 128 * 2**20
+"""Shards that travel to rank 0 at the same time; a larger one travels alone."""
+
+SMALLEST = 2**20
+"""Bytes that the smallest shard counts for, so that a batch has no more than 128 of them."""
+
 
 def stream(
-    model: Model, value: Callable[[Tensor], Tensor], *, buffers: bool, sent_over: torch.device | None = None
+    model: Model, value: Callable[[Tensor], Tensor], *, dtype: torch.dtype, buffers: bool, everywhere: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in Hugging Face's files, whole tensor on the host) of every parameter, in one order.
+    """(name in Hugging Face's files, whole tensor on the engine's device) of every parameter, in one order.
 
-    buffers: with the stored buffers, which have data and no gradient. sent_over: the device over which rank 0 sends
-    them to every rank; None where it alone yields them.
+    dtype: of what `value` gives. buffers: with the stored buffers, which are fp32 and have no gradient. everywhere:
+    rank 0 sends them to every rank, which all yield them.
     """
-    return restacked(_by_rule(model, value, buffers=buffers, sent_over=sent_over), model.family, model.hf)
+    return restacked(_by_rule(model, value, dtype, buffers=buffers, everywhere=everywhere), model.family, model.hf)
 
 
 def _by_rule(
-    model: Model, value: Callable[[Tensor], Tensor], *, buffers: bool, sent_over: torch.device | None
+    model: Model, value: Callable[[Tensor], Tensor], dtype: torch.dtype, *, buffers: bool, everywhere: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """(name in the tables, whole tensor) as `stream` says."""
     of_chunks = [tensors_of(chunk) for chunk in model.chunks]
-    for owned in _owned(model):
-        if owned.rule.buffer and not buffers:
-            continue
-        shards = _gathered(model, of_chunks, value, owned)
-        found = list(owned.rule.merge(shards).items()) if dist.get_rank() == 0 else None
-        # At each rule, and not after all of them: every rank is at the same place of the stream here.
-        yield from (found or ()) if sent_over is None else from_main(found, sent_over)
+    owned = [each for each in _owned(model) if buffers or not each.rule.buffer]
+    for rule, whole in _gathered(model, of_chunks, value, owned, dtype):
+        if everywhere:
+            # At each rule, and not after all of them: every rank is at the same place of the stream here.
+            infos = {name: (shape, _dtype_of(rule, dtype)) for name, shape in zip(rule.hf, rule.hf_shapes, strict=True)}
+            yield from from_main(whole, infos, platform.device())
+        for name in tuple(whole):
+            yield name, whole.pop(name)
 
 
 def _owned(model: Model) -> Iterator[Owned]:
@@ -80,20 +94,21 @@ def merged(model: Model) -> Callable[[Tensor], Tensor]:
 
 
 def stream_trained(model: Model, value: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(name in peft's file, whole tensor on the host) of what trains of a model with adapters."""
+    """(name in peft's file, whole tensor on the host) of what trains of a model with adapters. value: gives fp32."""
     return _joined(_of_adapters(model, value))
 
 
 def _of_adapters(model: Model, value: Callable[[Tensor], Tensor]) -> Iterator[tuple[Rule, Tensor]]:
     of_chunks = [dict(chunk.named_parameters()) for chunk in model.chunks]
-    for owned in _owned(model):
-        rules: list[Rule] = list(rules_of(owned.rule, model.adapters, model.family))
-        if model.config.head == "value" and owned.rule.mcore == HEAD:
-            rules.append(owned.rule)
-        for rule in rules:
-            shards = _gathered(model, of_chunks, value, dataclasses.replace(owned, rule=rule))
-            if dist.get_rank() == 0:
-                yield rule, rule.merge(shards)[rule.hf[0]]
+    owned = []
+    for each in _owned(model):
+        rules: list[Rule] = list(rules_of(each.rule, model.adapters, model.family))
+        if model.config.head == "value" and each.rule.mcore == HEAD:
+            rules.append(each.rule)
+        owned += [dataclasses.replace(each, rule=rule) for rule in rules]
+    for rule, whole in _gathered(model, of_chunks, value, owned, torch.float32):
+        if whole:
+            yield rule, whole.pop(rule.hf[0]).cpu()
 
 
 def _joined(pairs: Iterable[tuple[AdapterRule | Rule, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -111,17 +126,25 @@ def _joined(pairs: Iterable[tuple[AdapterRule | Rule, Tensor]]) -> Iterator[tupl
 
 
 def _gathered(
-    model: Model, of_chunks: Sequence[Mapping[str, Tensor]], value: Callable[[Tensor], Tensor], owned: Owned
-) -> list[Tensor]:
-    """Returns the shards of `owned.rule` on the host of rank 0, in order; [] elsewhere. of_chunks: their tensors, by
-    name."""
-    rule, coords = owned.rule, model.coords
-    holders = _holders(model.dims, owned.pp_rank, owned.ep_rank, rule.axis, rule.degree)
-    mine = coords.pp_rank == owned.pp_rank and dist.get_rank() in holders
-    here = mine and 0 not in rule.shape(holders.index(dist.get_rank()))
-    return _to_rank_0(value(of_chunks[owned.chunk][rule.mcore]).detach() if here else None, holders, rule)
+    model: Model,
+    of_chunks: Sequence[Mapping[str, Tensor]],
+    value: Callable[[Tensor], Tensor],
+    owned: Sequence[Owned],
+    dtype: torch.dtype,
+) -> Iterator[tuple[Rule, dict[str, Tensor]]]:
+    """Yields each rule and, on rank 0, its whole tensors by name, for the reader to take out: what it leaves is held
+    until the next are there. of_chunks: tensors of this rank's chunks, by name."""
+    shards = _shards(model, of_chunks, value, owned, dtype)
+    for each in owned:
+        of_rule = itertools.islice(shards, each.rule.degree)
+        if dist.get_rank() == 0:
+            yield each.rule, each.rule.merge(of_rule)
+        else:
+            collections.deque(of_rule, maxlen=0)
+            yield each.rule, {}
 
 
+@functools.cache
 def _holders(dims: ParallelDims, pp_rank: int, ep_rank: int | None, axis: str | None, degree: int) -> list[int]:
     """Returns the lowest global rank for each shard of a parameter."""
     holders: dict[int, int] = {}
@@ -134,33 +157,73 @@ def _holders(dims: ParallelDims, pp_rank: int, ep_rank: int | None, axis: str | 
     return [holders[place] for place in range(degree)]
 
 
-def _to_rank_0(shard: Tensor | None, holders: Sequence[int], rule: Rule) -> list[Tensor]:
-    """Returns the shards on the host of rank 0, in order; [] elsewhere. Point to point, over gloo."""
-    rank = dist.get_rank()
-    if rank != 0:
-        for place, holder in enumerate(holders):
-            if holder == rank and 0 not in rule.shape(place):
-                assert shard is not None
-                header = torch.tensor([_DTYPES.index(shard.dtype)])
-                dist.send(header, 0)
-                dist.send(shard.cpu().contiguous(), 0)
-        return []
-    shards: list[Tensor | None] = []
-    for place, holder in enumerate(holders):
-        if 0 in rule.shape(place):  # an adapter of which the rank has no row
-            shards.append(None)
-            continue
-        if holder == 0:
-            assert shard is not None
-            shards.append(shard.cpu())
-            continue
-        header = torch.zeros(1, dtype=torch.int64)
-        dist.recv(header, holder)
-        tensor = torch.empty(rule.shape(place), dtype=_DTYPES[int(header)])
-        dist.recv(tensor, holder)
-        shards.append(tensor)
-    some = next(found for found in shards if found is not None)
-    return [some.new_empty(rule.shape(place)) if found is None else found for place, found in enumerate(shards)]
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """A shard of a parameter on its way to rank 0."""
+
+    owned: Owned
+    holder: int  # the global rank that it comes from
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def travels(self) -> bool:
+        return self.holder != 0 and 0 not in self.shape  # nothing of an adapter of which the rank has no row
 
 
-_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+def _batches(model: Model, owned: Iterable[Owned], dtype: torch.dtype) -> Iterator[list[_Shard]]:
+    """Yields all shards of `owned`, in order; the same batches on every rank."""
+    batch: list[_Shard] = []
+    size = 0
+    for each in owned:
+        rule = each.rule
+        for place, holder in enumerate(_holders(model.dims, each.pp_rank, each.ep_rank, rule.axis, rule.degree)):
+            shard = _Shard(each, holder, rule.shape(place), _dtype_of(rule, dtype))
+            bytes = max(math.prod(shard.shape) * shard.dtype.itemsize, SMALLEST)
+            if batch and size + bytes > BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(shard)
+            size += bytes
+    if batch:
+        yield batch
+
+
+def _dtype_of(rule: Rule, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if rule.buffer else dtype
+
+
+def _shards(
+    model: Model,
+    of_chunks: Sequence[Mapping[str, Tensor]],
+    value: Callable[[Tensor], Tensor],
+    owned: Sequence[Owned],
+    dtype: torch.dtype,
+) -> Iterator[Tensor | None]:
+    """Yields as many items on each rank: on rank 0 the shards of `owned`, in order, on the engine's device."""
+    rank, device = dist.get_rank(), platform.device()
+    if dist.get_world_size() > 1:
+        # NCCL's batches below use the communicator of all ranks, which all have to make together. (A send by itself
+        # would make one for each pair of ranks.)
+        dist.all_reduce(torch.zeros(1, device=device))
+    for batch in _batches(model, owned, dtype):
+        shards: list[Tensor | None] = [None] * len(batch)
+        transfers = []
+        for i, shard in enumerate(batch):
+            if shard.holder == rank and 0 not in shard.shape:
+                held = value(of_chunks[shard.owned.chunk][shard.owned.rule.mcore]).detach()
+                assert held.dtype == shard.dtype, f"{shard.owned.rule.mcore}: {held.dtype}, not {shard.dtype}"
+                shards[i] = held.to(device).contiguous()
+            elif rank == 0:
+                shards[i] = torch.empty(shard.shape, dtype=shard.dtype, device=device)
+            if shard.travels and rank in (0, shard.holder):
+                way, other = (dist.irecv, shard.holder) if rank == 0 else (dist.isend, 0)
+                transfers.append(dist.P2POp(way, shards[i], other))
+        # On a GPU its stream waits, not the host: it goes on to ask for the next batch.
+        for work in dist.batch_isend_irecv(transfers) if transfers else ():
+            work.wait()
+        transfers.clear()
+        for i in range(len(batch)):
+            held, shards[i] = shards[i], None
+            yield held
+            del held
