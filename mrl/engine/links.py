@@ -85,6 +85,7 @@ def buckets(
         names.append(name)
         dtypes.append(str(tensor.dtype).removeprefix("torch."))
         shapes.append(list(tensor.shape))
+        del tensor, flat  # before there is memory for the next
     if names:
         yield Bucket(names, dtypes, shapes, data[:size], turn)
 

@@ -24,6 +24,7 @@ from tests.cuda.cases import (
     MOE,
     OF_EACH_FAMILY,
     PRODUCT,
+    SINKS,
     Case,
     Result,
     as_shown,
@@ -137,6 +138,23 @@ def test_what_the_host_reads_is_counted(worker):
         "backward": {"item": 1},
         "mixed": "Expected all tensors to be on the same device",
     }
+
+
+# -- hand-over ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case, most",
+    [(Case(DENSE, world=4, tp=2, pp=2), 1.5), (Case(SINKS, world=4, tp=2, ep=2, layers=2), 1.5),
+     (Case(DENSE, world=2, pp=2, layers=2), 2.0)],
+    ids=lambda value: str(value) if isinstance(value, Case) else "",
+)  # fmt: skip
+def test_weights_stay_on_the_device_until_a_link_takes_them(worker, case, most):
+    """most: what the device holds beside the model and the buckets, as a share of the largest tensor: that and a shard
+    of it, or the stacked experts of a layer."""
+    found = worker.call("tests.cuda.gathered:gather", case)
+    assert (found.devices, found.waits) == (["cuda"], {})
+    assert found.peak < most * found.largest + 2**20 < found.whole
 
 
 # -- attention --------------------------------------------------------------------------------------------------------

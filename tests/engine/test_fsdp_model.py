@@ -13,6 +13,7 @@ import types
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -209,6 +210,28 @@ def test_every_tensor_is_accounted_for(folder, tmp_path):
     ):  # fmt: skip
         with pytest.raises(ModelError, match=message):
             saved(**changed)
+
+
+class _Moves(TorchFunctionMode):
+    """`places`: what tensors were asked to be on."""
+
+    def __init__(self):
+        super().__init__()
+        self.places: list[object] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        asked = [*args[1:], *(kwargs or {}).values()] if func is torch.Tensor.to else []
+        self.places += ["cpu"] if func is torch.Tensor.cpu else [v for v in asked if isinstance(v, str | torch.device)]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2"])
+def test_weights_stay_where_the_engine_is(folder, family):
+    """Who reads them takes them to the host, where they have to go there."""
+    engine = make_engine(tiny.role(folder(family), optimizer=None, dtype="bfloat16"))
+    with _Moves() as moves:
+        assert {t.dtype for _, t in engine.hf_weights()} == {torch.bfloat16}
+    assert not moves.places
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(folder, tmp_path):
