@@ -41,9 +41,10 @@ from mrl.data.vision import load_vision
 from mrl.engine.base import BaseEngine, Ctx
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, DataError
+from mrl.trainers.caches import until_stopped, weights_digest, with_precision
 from mrl.trainers.common import say_all
 from mrl.trainers.console import Console
-from mrl.trainers.reference import Cache, answers_by, until_stopped, weights_digest, with_precision, with_reference
+from mrl.trainers.reference import AnswerCache, answers_by, with_reference
 from mrl.trainers.sft import run_task
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.task import Frozen, HFConfig, Task, engine_of_groups
@@ -72,7 +73,7 @@ class DPOTask(Task[DPOConfig]):
             self.means |= {"kto/kl": "sequences"}  # of a batch; `means_of` adds it
         self.reference: BaseEngine | None = None  # with a model of its own
         self.reference_folder = ""  # set by `begin`; "" where the loss needs no reference
-        self.cache: Cache | None = None
+        self.cache: AnswerCache | None = None
 
     def role(self, folder: str) -> RoleConfig:
         return self._role(folder, self.config.model, self.config.engine, trains=True)
@@ -188,7 +189,7 @@ class DPOTask(Task[DPOConfig]):
             "seed": config.seed,
             "reference": plain["reference"]["model"]["dtype"],
         } | with_precision(config.reference.engine or config.engine)
-        self.cache = cache = Cache(place / "reference" / "log_probs.pt", made_by)
+        self.cache = cache = AnswerCache(place / "reference" / "log_probs.pt", made_by)
         cache.known = engine.on_main(lambda: cache.known if cache.read() else {})
         missing = cache.lacks(itertools.chain.from_iterable(self.eval_batches(rows, None) for rows in sets))
         first = next(missing, None)

@@ -29,9 +29,9 @@ from mrl.engine.base import BaseEngine, Ctx
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, quoted
 from mrl.roles.dispatch import mesh
+from mrl.trainers.caches import until_stopped, weights_digest, with_precision
 from mrl.trainers.common import say_all
 from mrl.trainers.console import Console
-from mrl.trainers.reference import until_stopped, weights_digest, with_precision
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.task import Frozen, engine_of_groups
 from mrl.trainers.teacher_cache import Top, TopCache

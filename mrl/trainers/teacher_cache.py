@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.trainers.reference import digests, save_at_once, saved_by
+from mrl.trainers.caches import as_tensor, digests, from_tensor, save_at_once, saved_by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,8 @@ class TopCache:
                 self._unread.append(path)
                 continue
             ends = found["counts"].cumsum(0).tolist()
-            for name, *place in zip(found["names"].numpy(), [0, *ends[:-1]], ends, strict=True):
-                self.places[name.tobytes()] = len(self.files), slice(*place)
+            for name, *place in zip(from_tensor(found["names"]), [0, *ends[:-1]], ends, strict=True):
+                self.places[name] = len(self.files), slice(*place)
             self.files.append(Top(found["ids"], found["log_probs"]))
 
     def add(self, batch: Batch, found: Top) -> int:
@@ -87,7 +87,7 @@ class TopCache:
             parts = list(self._waiting.values())
             save_at_once(self._next_file(), {
                 "made_by": self.made_by,
-                "names": torch.frombuffer(bytearray(b"".join(self._waiting)), dtype=torch.uint8).view(-1, 16),
+                "names": as_tensor(self._waiting),
                 "counts": torch.tensor([len(part.ids) for part in parts]),
                 "ids": torch.cat([part.ids for part in parts]),
                 "log_probs": torch.cat([part.log_probs for part in parts]),

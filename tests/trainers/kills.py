@@ -24,7 +24,7 @@ from mrl.data.batches import Batches
 from mrl.engine.megatron import dist_checkpoint
 from mrl.metrics import MetricsLog
 from mrl.trainers import sft
-from mrl.trainers.reference import Cache
+from mrl.trainers.reference import AnswerCache
 from mrl.trainers.teacher_cache import TopCache
 from tests.trainers import cases, dpo_cases, rm_cases
 from tests.trainers.cases import before
@@ -66,7 +66,7 @@ def train_until(config: Mapping[str, Any], event: int, rank: int, killed: str, c
 @contextlib.contextmanager
 def each_event(rank: int, call: Callable[[str], None]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for kind in (Cache, TopCache):  # a file for each batch of the pass before the first step
+        for kind in (AnswerCache, TopCache):  # a file for each batch of the pass before the first step
             stack.enter_context(mock.patch.object(kind, "write_every_s", 0.0))
         for owner, name in EVENTS if dist.get_rank() == rank else ():
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mrl.trainers import dpo, teacher
-from mrl.trainers.reference import Cache
+from mrl.trainers.reference import AnswerCache
 from mrl.trainers.teacher_cache import TopCache
 from tests.trainers.kills import TRAIN
 
@@ -48,6 +48,6 @@ def train(
         stack.enter_context(mock.patch.object(module, name, asking))
         if dies_in_file:
             stack.enter_context(mock.patch.object(torch, "save", saving))
-        for kind in (Cache, TopCache):
+        for kind in (AnswerCache, TopCache):
             stack.enter_context(mock.patch.object(kind, "write_every_s", 0.0))
         return TRAIN[command](config)[:2], counts["asked"]

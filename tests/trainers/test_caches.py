@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from mrl.batch import make_batch
-from mrl.trainers.reference import weights_digest
+from mrl.trainers.caches import weights_digest
 from mrl.trainers.teacher_cache import Top, TopCache
 from tests.engine.harness import Case, run_case, run_world
 from tests.tiers import slow_but

@@ -32,7 +32,8 @@ from mrl.data.preferences import PreferenceDataset
 from mrl.engine.fsdp.dcp_checkpoint import STATE
 from mrl.metric_names import DPO_METRICS, SFT_METRICS
 from mrl.metrics import read
-from mrl.trainers.reference import Cache, with_precision
+from mrl.trainers.caches import with_precision
+from mrl.trainers.reference import AnswerCache
 from tests.engine.harness import run_case
 from tests.resume.cases import remark
 from tests.tiers import nightly_but, slow_but
@@ -378,14 +379,14 @@ def test_a_cache_of_another_model_is_made_anew_and_a_damaged_one_too(places, tmp
 def test_what_a_cache_knows_stays_where_rows_are_added(tmp_path):
     """To the bit, as a resumed run is; the choice of fp8, which an engine may change, is one of what it is known by."""
     first, both = (make_batch([[1, 2], [1, 3]][:count], [[0, 1]] * count) for count in (1, 2))
-    cache = Cache(tmp_path / "log_probs.pt", {})
+    cache = AnswerCache(tmp_path / "log_probs.pt", {})
     cache.add(first, torch.tensor([-1.0], dtype=torch.float64))
     assert [batch is both for batch in cache.lacks([first, both])] == [True]
     cache.add(both, torch.tensor([-1.5, -2.0], dtype=torch.float64))
     cache.write()
-    again = Cache(tmp_path / "log_probs.pt", {})
+    again = AnswerCache(tmp_path / "log_probs.pt", {})
     assert again.read() and again.of(both).tolist() == [-1.0, -2.0]
-    assert not Cache(tmp_path / "log_probs.pt", with_precision(EngineConfig(megatron={"fp8": "e4m3"}))).read()
+    assert not AnswerCache(tmp_path / "log_probs.pt", with_precision(EngineConfig(megatron={"fp8": "e4m3"}))).read()
     assert with_precision(EngineConfig(megatron={"overlap_grad_reduce": True})) == {}
 
 
