@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -135,6 +136,24 @@ def log_without_evaluation(ranks: Ranks, log: metrics.MetricsLog, progress: Prog
         (memory,) = ranks.max_over_ranks(memory_gb(ranks.device))
         log.write(progress.step, {**progress.unlogged, "perf/memory_gb": memory})
     log.sync()
+
+
+@contextlib.contextmanager
+def saved_before(
+    kind: type[UserError], ranks: Ranks, progress: Progress, log: metrics.MetricsLog, save: Callable[[], str]
+) -> Iterator[None]:
+    """Inside, an error of a kind saves first the steps that were made, where there are some, and says where they are.
+
+    save: does that; the rows that were taken inside are yet to come in it. Returns the checkpoint's folder.
+    """
+    try:
+        yield
+    except kind as error:
+        if not progress.step:
+            raise
+        log_without_evaluation(ranks, log, progress)
+        saved = save()
+        raise error.going_on(f"steps 1 to {progress.step} are saved in {saved}") from error
 
 
 def load_newest(

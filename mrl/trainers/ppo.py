@@ -12,7 +12,6 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Iterator
 
 from mrl import metrics
 from mrl.algorithms.recipes import in_words
@@ -26,6 +25,7 @@ from mrl.trainers.common import (
     export,
     is_due,
     log_without_evaluation,
+    saved_before,
     say_adapters,
     say_all,
     say_done,
@@ -233,21 +233,17 @@ def finish_step(
             raise stopped_at(trainer, progress, experience, saved=saved)
 
 
-@contextlib.contextmanager
 def saved_before_errors(
     trainer: Trainer, progress: Progress, experience: Experience | None, log: metrics.MetricsLog
-) -> Iterator[None]:
-    """Inside, an error that the user can put right (a bad row, a reward function) saves first what was done before."""
+) -> contextlib.AbstractContextManager[None]:
+    """`saved_before`, of errors that the user can put right (a bad row, a reward function)."""
     position = trainer.source.state_dict()
-    try:
-        yield
-    except UserError as error:
-        if not progress.step:
-            raise
+
+    def saves() -> str:
         trainer.source.load_state_dict(position)
-        log_without_evaluation(trainer.dispatch, log, progress)
-        saved = save(trainer, progress, experience)
-        raise error.going_on(f"steps 1 to {progress.step} are saved in {saved}") from error
+        return save(trainer, progress, experience)
+
+    return saved_before(UserError, trainer.dispatch, progress, log, saves)
 
 
 def join(pending: dict[str, float], row: dict[str, float]) -> dict[str, float]:

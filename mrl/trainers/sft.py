@@ -50,6 +50,7 @@ from mrl.trainers.common import (
     is_due,
     load_newest,
     log_without_evaluation,
+    saved_before,
     say_adapters,
     say_all,
     say_done,
@@ -390,19 +391,12 @@ def finish_step(trainer: Trainer, progress: Progress, log: metrics.MetricsLog, r
             raise ended_by_rows(error_of_all(bad_row), step, saved)
 
 
-@contextlib.contextmanager
-def saved_before_errors(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> Iterator[None]:
-    """Inside, an error of a server that the task asks saves first the steps that were made; rows that were taken inside
-    are yet to come."""
-    position = trainer.source.state_dict()
-    try:
-        yield
-    except ServerError as error:
-        if not progress.step:
-            raise
-        log_without_evaluation(trainer.engine, log, progress)
-        saved = save(trainer, progress, position=position)
-        raise error.going_on(f"steps 1 to {progress.step} are saved in {saved}") from error
+def saved_before_errors(
+    trainer: Trainer, progress: Progress, log: metrics.MetricsLog
+) -> contextlib.AbstractContextManager[None]:
+    """`saved_before`, of errors of a server that the task asks."""
+    saves = functools.partial(save, trainer, progress, position=trainer.source.state_dict())
+    return saved_before(ServerError, trainer.engine, progress, log, saves)
 
 
 def stopped_after(trainer: Trainer, progress: Progress, saved: str | None) -> Stopped:
