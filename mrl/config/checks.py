@@ -140,24 +140,28 @@ def check_mix_by(train: object, mix_by: str) -> None:
 
 def formats_of(data: PreferenceDataConfig | ScoredDataConfig) -> Mapping[str, str | None]:
     """Returns the form of row that each key names: that of all rows, and those of sources."""
+    return {"data.format": data.format} | {f"{key}.format": source.format for key, source in _sources(data).items()}
+
+
+def _sources(data: PreferenceDataConfig | ScoredDataConfig) -> dict[str, PreferenceSource | ScoredSource]:
+    """Returns the sources of data.train and data.eval by their keys; none of those that are one path."""
     shares: Sequence[PreferenceSource | ScoredSource] = () if isinstance(data.train, str) else data.train
     sets: Mapping[str, PreferenceSource | ScoredSource] = data.eval if isinstance(data.eval, Mapping) else {}
-    of_train = {f"data.train[{i}].format": source.format for i, source in enumerate(shares)}
-    return {"data.format": data.format} | of_train | {f"data.eval.{n}.format": s.format for n, s in sets.items()}
+    of_train = {f"data.train[{i}]": source for i, source in enumerate(shares)}
+    return of_train | {f"data.eval.{name}": source for name, source in sets.items()}
 
 
 def check_prompt_end(data: PreferenceDataConfig | ScoredDataConfig, form: str | None = None) -> None:
-    """It is some text, and of pairs alone. form: that of all rows, where the loss says it."""
-    formats = formats_of(data)
-    shares: Sequence[PreferenceSource | ScoredSource] = () if isinstance(data.train, str) else data.train
-    sets: Mapping[str, PreferenceSource | ScoredSource] = data.eval if isinstance(data.eval, Mapping) else {}
-    given = {"data": data.prompt_end} | {f"data.train[{i}]": source.prompt_end for i, source in enumerate(shares)}
-    given |= {f"data.eval.{name}": source.prompt_end for name, source in sets.items()}
-    for section, end in given.items():
+    """Each data.prompt_end is some text, and stands where rows may be pairs. form: that of all rows, where the loss
+    says it."""
+    sections: dict[str, PreferenceDataConfig | ScoredDataConfig | PreferenceSource | ScoredSource]
+    sections = {"data": data, **_sources(data)}
+    for section, of in sections.items():
+        end = of.prompt_end
         if end == "":
             fix = 'give text, as "\\n\\nAssistant:", or null'
             raise ConfigError(f"{section}.prompt_end", "", "ends no prompt", fix)
-        of_rows = form or formats[f"{section}.format"] or data.format
+        of_rows = form or of.format or data.format
         if end is not None and of_rows not in ("auto", "preference"):
             why = f"is of the format preference, and rows have the format {of_rows}"
             raise ConfigError(f"{section}.prompt_end", end, why, "leave it out")

@@ -56,6 +56,12 @@ def choose(
     return _chosen(wanted, fields, dims, dtype, gpu, elsewhere=elsewhere)
 
 
+def wanted_spec(wanted: str, attention: str) -> str:
+    """Returns the layer spec that engine.layer_spec (wanted) and engine.attention ask for together: a kernel of
+    attention is one of transformer-engine's."""
+    return wanted if attention == "auto" else "te"
+
+
 def check_attention(attention: str, wanted: str) -> None:
     """Raises ConfigError where a value of engine.attention contradicts one of engine.layer_spec or the environment."""
     if attention != "auto" and wanted == "local":

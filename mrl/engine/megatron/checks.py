@@ -47,7 +47,7 @@ class MegatronChecks(EngineChecks):
         if engine.recompute == "selective":
             chosen_modules(fields, engine.recompute_modules, layer_spec=None)
         layer_spec.check_attention(engine.attention, engine.layer_spec)
-        if engine.layer_spec == "te" or engine.attention != "auto":
+        if layer_spec.wanted_spec(engine.layer_spec, engine.attention) == "te":
             layer_spec.check_rules(fields, dims, attention=engine.attention)
 
     @classmethod
@@ -55,7 +55,7 @@ class MegatronChecks(EngineChecks):
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> None:
         check_mtp(model, dims, hf_config)
-        if engine.layer_spec == "te" or engine.attention != "auto":
+        if layer_spec.wanted_spec(engine.layer_spec, engine.attention) == "te":
             fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
             layer_spec.check_rules(fields, dims, dtype=dtype, attention=engine.attention)
 

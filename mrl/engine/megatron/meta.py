@@ -272,12 +272,12 @@ def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims, capability: tuple
     that it takes. capability: theirs; None where it is not known, and any generation may do."""
     from mrl.converters.families import fields_of
     from mrl.converters.hf_config import read_hf_config
-    from mrl.mcore_models.layer_spec import DTYPES
+    from mrl.mcore_models.layer_spec import DTYPES, wanted_spec
     from mrl.mcore_models.te_limits import Gpu, switched_off, te_refuses, te_slows
 
     fields, dtype = fields_of(dict(read_hf_config(config.model.path))), DTYPES[config.model.dtype]
     gpu = Gpu(capability, switched_off=switched_off(attention=config.engine.attention))
-    wanted = config.engine.layer_spec if config.engine.attention == "auto" else "te"
+    wanted = wanted_spec(config.engine.layer_spec, config.engine.attention)
     if wanted == "local" or te_refuses(fields, dims, gpu, dtype=dtype) is not None:
         return "local"
     return "local" if wanted == "auto" and te_slows(fields, dims, gpu, dtype=dtype) is not None else "te"
