@@ -21,8 +21,8 @@ from tests.cuda import guard
 
 class Worker:
     """capability: of the GPU that is believed in. te: with transformer-engine's Python modules (te.py). apex: with
-    names of NVIDIA's apex (apex.py). plans: it believes
-    in no GPU, and makes its models of tensors without memory (mrl.engine.megatron.meta)."""
+    names of NVIDIA's apex (apex.py). plans: it believes in no GPU, and makes its models of tensors without memory
+    (mrl.engine.megatron.meta)."""
 
     def __init__(
         self, capability: tuple[int, int] = (9, 0), *, te: bool = False, apex: bool = False, plans: bool = False

@@ -80,9 +80,8 @@ def test_whole_texts_are_the_prompt_up_to_the_last_end_that_both_share_and_two_a
     apart = {"prompt": TALK, "chosen": " 4", "rejected": " fish"}
     found = dataset(tmp_path, WHOLE, tokenizer=tokenizer, prompt_end=END).load(0)
     assert found == dataset(tmp_path, apart, tokenizer=tokenizer).load(0)
-    assert (
-        [trained_text(tokenizer, a)[0][:5] for a in found.answers] == [" 4</s", " fish"] if template is None else True
-    )
+    if template is None:
+        assert [trained_text(tokenizer, a)[0][:5] for a in found.answers] == [" 4</s", " fish"]
 
 
 @pytest.mark.parametrize(

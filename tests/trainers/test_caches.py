@@ -43,9 +43,8 @@ def test_files_are_whole_or_not_there_and_small(tmp_path, monkeypatch):
     """A torn one is one that is not there; the rows of all others are read, and each row is in one of them."""
     batches = [make_batch([[i, 1, 2], [9, 8, 7]], [[0, 1, 1]] * 2) for i in range(4)]
     said = [Top(torch.full((4, 2), i).int(), torch.full((4, 2), -float(i))) for i in range(4)]
-    monkeypatch.setattr(
-        TopCache, "most_bytes", 2 * said[0].ids.nbytes
-    )  # both rows of the first, then two batches' new ones
+    # both rows of the first, then two batches' new ones
+    monkeypatch.setattr(TopCache, "most_bytes", 2 * said[0].ids.nbytes)
     cache = TopCache(tmp_path, {})
     counts = [cache.add(batch, of) for batch, of in zip(batches, said, strict=True)]
     files = sorted(tmp_path.iterdir())

@@ -3,10 +3,13 @@ slow tier `mrl serve` itself (and, in tests/rollout/test_vllm.py, vLLM)."""
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
+import pathlib
 import shutil
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -82,21 +85,29 @@ class Handler(http.server.BaseHTTPRequestHandler):
 places = test_distill.places
 
 
+@contextlib.contextmanager
+def answering(folder: pathlib.Path) -> Iterator[http.server.ThreadingHTTPServer]:
+    """Yields a server of the model in a folder, which tests may hold up, count the requests of, or let fail."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        server.tokenizer = AutoTokenizer.from_pretrained(folder)
+        server.names, server.asked, server.lock = ["tiny"], [], threading.Lock()
+        server.at_once, server.under_way, server.secret, server.left = 0, 0, "", 10**6
+        server.together = threading.Event()  # until it is set nothing is answered
+        server.together.set()
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server
+        finally:
+            server.together.set()
+            server.shutdown()
+
+
 @pytest.fixture
 def server(places):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.hf = AutoModelForCausalLM.from_pretrained(places / "teacher", dtype=torch.float32)
-    server.tokenizer = AutoTokenizer.from_pretrained(places / "teacher")
-    server.names, server.asked, server.lock = ["tiny"], [], threading.Lock()
-    server.at_once, server.under_way, server.secret, server.left = 0, 0, "", 10**6
-    server.together = threading.Event()  # until it is set nothing is answered
-    server.together.set()
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.together.set()
-    server.shutdown()
-    server.server_close()
+    with answering(places / "teacher") as server:
+        yield server
 
 
 def batch():

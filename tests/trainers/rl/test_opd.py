@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import http.server
 import json
 import shutil
-import threading
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
@@ -21,7 +19,7 @@ from tests.tiers import nightly_but, slow_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.test_layouts import FSDP, MEGATRON, check_equal, run_once  # noqa: F401  # a fixture
 from tests.trainers.rl.tiny_policies import SEQUENCES, make_config
-from tests.trainers.test_teacher_server import Handler
+from tests.trainers.test_teacher_server import answering
 
 TEMPERATURE = 0.8
 
@@ -292,18 +290,10 @@ def test_a_run_by_a_server_is_the_run_by_an_engine(inputs, tmp_path, distill):
         "algorithm": {"distill": distill},
         "actor": {"engine": MEGATRON(size=2)},
     }
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.hf = AutoModelForCausalLM.from_pretrained(inputs / "other", dtype=torch.float32)
-        server.names, server.asked, server.lock = ["tiny"], [], threading.Lock()
-        server.tokenizer = AutoTokenizer.from_pretrained(inputs / "other")
-        server.at_once, server.under_way, server.secret, server.left = 0, 0, "", 10**6
-        server.together = threading.Event()
-        server.together.set()
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        served = {"reference": {"server": {"url": f"http://127.0.0.1:{server.server_port}"}}}
+    with answering(inputs / "other") as server:
+        served = {"reference": {"server": {"url": server.url}}}
         train(make_config(inputs, tmp_path / "served", "opd", **changes, **served), 2)
         assert len(server.asked) == SEQUENCES
-        server.shutdown()
     train(make_config(inputs, tmp_path / "engine", "opd", **changes), 2)
     found, expected = (tiny_policies.metrics_of(tmp_path / name) for name in ("served", "engine"))
     tiny_policies.assert_close_metrics(found, expected, 1e-5)
