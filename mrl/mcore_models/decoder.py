@@ -205,7 +205,7 @@ class _LatentAttention:
     proj_bias = None
 
     def __init__(self, norm: torch.nn.Module, attention: LatentAttention) -> None:
-        self.of, self.core, self.norm = attention, attention.core_attention, _Norm.of(norm)
+        self.module, self.core, self.norm = attention, attention.core_attention, _Norm.of(norm)
         if attention.config.q_lora_rank is None:
             self.query: list[_Linear | _Norm] = [_Linear(attention.linear_q_proj)]
         else:
@@ -220,11 +220,11 @@ class _LatentAttention:
         query = normed = self.norm(x)
         for part in self.query:
             query = part(query)
-        turns = self.of.config.qk_pos_emb_head_dim
-        latent, key_turned = self.down(normed).split([self.of.config.kv_lora_rank, turns], dim=-1)
+        turns = self.module.config.qk_pos_emb_head_dim
+        latent, key_turned = self.down(normed).split([self.module.config.kv_lora_rank, turns], dim=-1)
         cos, sin = (t.squeeze(1) for t in cos_sin)
         both = self.up(self.latent_norm(latent))
-        query, key, value = self.of.turned_heads(query, both, key_turned[:, None], (cos, sin))
+        query, key, value = self.module.turned_heads(query, both, key_turned[:, None], (cos, sin))
         out = step.attend(self.core.layer_number, query[:, :, None], key, value, self.core.scoring)
         return self.proj(out.flatten(1))
 
@@ -237,7 +237,7 @@ class _Experts:
         self.holders = groups.tp_ep  # ranks that have a part of the experts each
         self.here = slice(mlp.local_expert_indices[0], mlp.local_expert_indices[-1] + 1)
         experts = mlp.experts
-        # weight and bias of both linears of each
+        # of each, the weight and bias of both linears
         if hasattr(experts, "local_experts"):
             pairs = [(one.linear_fc1, one.linear_fc2) for one in experts.local_experts]
             self.weights = [tuple((of.weight, of.bias) for of in pair) for pair in pairs]
@@ -253,14 +253,14 @@ class _Experts:
         if not fixed:
             # megatron's own, which reads on the host how many tokens each expert gets
             return self._of_parts(lambda part: self.mlp(part)[0], x)
-        chances, _ = self.mlp.router(x[:, None])  # [T, E], 0 where an expert was not chosen
+        probs_TE, _ = self.mlp.router(x[:, None])  # 0 where an expert was not chosen
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for chance, ((fc1, bias1), (fc2, bias2)) in zip(chances[:, self.here].unbind(-1), self.weights, strict=True):
-            # a chance of 0 times infinity is no number: what was not chosen is left out, not multiplied away
-            product = (self._activated(F.linear(x, fc1, bias1)) * chance[:, None]).to(x.dtype)
-            out += F.linear(product.where(chance[:, None] > 0, torch.zeros_like(product)), fc2)
+        for prob, ((fc1, bias1), (fc2, bias2)) in zip(probs_TE[:, self.here].unbind(-1), self.weights, strict=True):
+            # a probability of 0 times infinity is no number: what was not chosen is left out, not multiplied away
+            product = (self._activated(F.linear(x, fc1, bias1)) * prob[:, None]).to(x.dtype)
+            out += F.linear(product.where(prob[:, None] > 0, torch.zeros_like(product)), fc2)
             if bias2 is not None:
-                out += bias2 * chance[:, None]
+                out += bias2 * prob[:, None]
         if self.holders.size() > 1:  # all have the same tokens: they are ranks of one replica
             dist.all_reduce(out, group=self.holders)
         out = out.to(x.dtype)
@@ -279,8 +279,8 @@ class _Experts:
         return config.activation_func(gate) * (linear + config.glu_linear_offset)
 
     def _of_parts(self, module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """What one of megatron's modules, [T, 1, N] of [T, 1, N], makes of x [T, N]. Under sequence parallelism it
-        expects a part of the tokens of each rank, the same number of all: of zeros behind the last."""
+        """Returns what one of megatron's modules, which takes and gives [T, 1, N], makes of x [T, N]. Under sequence
+        parallelism it expects of each rank a part of the tokens, as many of each, so that zeros follow the last."""
         if not self.mlp.config.sequence_parallel:
             return module(x[:, None]).squeeze(1)
         count, ranks = x.shape[0], self.tp.size()

@@ -246,7 +246,7 @@ MODELS = (
     *_of(
         "mcore_models/decoder.py",
         "engine/test_te_like.py::test_the_decoder_takes_its_modules[qwen3_moe-parallel0]",
-        ("(self._activated(F.linear(x, fc1, bias1)) * chance[:, None])", "self._activated(F.linear(x, fc1, bias1))"),
+        ("(self._activated(F.linear(x, fc1, bias1)) * prob[:, None])", "self._activated(F.linear(x, fc1, bias1))"),
     ),
     *_of(
         "mcore_models/decode_graphs.py",
