@@ -152,11 +152,11 @@ def _shared_messages(row: Row) -> list[dict[str, Any]]:
     """Returns the messages that both conversations of a row begin with."""
     for name in ("chosen", "rejected"):
         if not isinstance(row[name], list):
-            texts = ", or set data.prompt_end to what the prompt in whole texts ends with" * are_texts(row)
-            raise BadRow(
-                f"{name} is no list of messages, and there is no prompt; give the prompt in a field of its own, or "
-                f"rename the field that has it with data.columns, as {{question: prompt}}{texts}"
-            )
+            fix = "give the prompt in a field of its own, or rename the field that has it with data.columns, as "
+            fix += "{question: prompt}"
+            if are_texts(row):
+                fix += ", or set data.prompt_end to what the prompt in whole texts ends with"
+            raise BadRow(f"{name} is no list of messages, and there is no prompt; {fix}")
         check_messages(row[name], name, parts=True)
     chosen, rejected = row["chosen"], row["rejected"]
     shared = 0
@@ -269,10 +269,8 @@ class PreferenceDataset(RowDataset[Preference]):
             row = self._vision.expand(row.encoded, images, self._rows.folder(index))
         encoded = row.encoded
         self._check_vocabulary(encoded.ids)
-        mask = [
-            0,
-            *(int(weight) for weight in encoded.mask[1:]),
-        ]  # nothing precedes the first token, so it never trains
+        # nothing precedes the first token, so it never trains
+        mask = [0, *(int(weight) for weight in encoded.mask[1:])]
         if not any(mask):
             raise BadRow(f"has nothing to train on: none of its {len(mask)} tokens trains (the first never does)")
         if self._vision is not None and self._vision.count(encoded.ids[mask.index(1) :]):

@@ -102,14 +102,15 @@ def check_layout(
 
 
 def _check_attention(parts: Sequence[Part]) -> None:
-    """Models of a run are in the same processes, whose environment says which kernels transformer-engine may take."""
-    of = {p.key("engine.attention"): p.engine for p in parts if p.engine.backend == "megatron"}
-    wanted = {key: engine.attention for key, engine in of.items() if engine.layer_spec != "local"}
-    first = next(iter(wanted.items()), ("", ""))
-    for key, value in wanted.items():
-        if value != first[1]:
-            why = f"does not go with {first[0]} {first[1]}: all models of a run share its processes"
-            raise ConfigError(key, value, why, "give both the same")
+    """Raises ConfigError where models of a run want other kernels of attention: they are in the same processes, whose
+    environment says which of them transformer-engine may take."""
+    with_te = [part for part in parts if part.engine.backend == "megatron" and part.engine.layer_spec != "local"]
+    for part in with_te[1:]:
+        first, wanted = with_te[0].engine.attention, part.engine.attention
+        if wanted != first:
+            key = "engine.attention"
+            why = f"does not go with {with_te[0].key(key)} {first}: all models of a run share its processes"
+            raise ConfigError(part.key(key), wanted, why, "give both the same")
 
 
 def check_part(part: Part, dims: ParallelDims, sequences: Sequences, *, here: bool = True) -> None:

@@ -84,9 +84,9 @@ class Gpu:
 
     def with_attention(self, attention: str) -> "Gpu":
         """Returns it with the variables for a value of engine.attention beside those of the environment."""
-        return (
-            self if attention == "auto" else dataclasses.replace(self, switched_off=switched_off(attention=attention))
-        )
+        if attention == "auto":
+            return self
+        return dataclasses.replace(self, switched_off=switched_off(attention=attention))
 
     def is_off(self, name: str) -> bool:
         """Returns whether one of SWITCHES switches its kernel off: it is 0, and this transformer-engine reads it."""

@@ -23,7 +23,7 @@ from mrl.engine import links
 
 
 class PickledLink(links.Link):
-    """workers: how many processes each server has."""
+    """Memory of the trainer's GPU that SGLang's processes map. workers: how many processes each server has."""
 
     def __init__(self, device: torch.device, workers: Sequence[int]) -> None:
         super().__init__(device)

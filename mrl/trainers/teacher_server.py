@@ -68,17 +68,16 @@ class TeacherServer:
             if len(here) < 2:  # of characters that it drops; servers refuse an empty prompt
                 continue
             there = self._ids_of(text)
-            places = itertools.zip_longest(here[1:], there[1:])
-            differing = ((i, own, ids) for i, (own, ids) in enumerate(places, 2) if not ids or str(own) not in ids)
-            place, own, ids = next(differing, (0, None, None))
-            if place:
+            for place, (own, ids) in enumerate(itertools.zip_longest(here[1:], there[1:]), 2):
+                if ids and str(own) in ids:
+                    continue
                 by = f"{'no id' if own is None else own} by {self.key.rpartition('.')[0]}.model.path"
                 which = f"of {quoted(text)} the {place}. token is {next(iter(ids)) if ids else 'no id'} there, and {by}"
                 fix = f"serve that model with the tokenizer of its folder, or name the folder of what {self.name} is"
                 raise ConfigError(f"{self.key}.url", quoted(self.http.url), f"has another tokenizer: {which}", fix)
 
     def _ids_of(self, text: str) -> list[dict[str, Any] | None]:
-        """Returns, of each of a text's tokens but the first, its id there and what is said of it."""
+        """Returns, of each of a text's tokens, its id there with what is said of it; None of the first."""
         body = {
             "model": self.name, "prompt": text, "add_special_tokens": False, "max_tokens": 1, "temperature": 0.0,
             "prompt_logprobs": 0,
