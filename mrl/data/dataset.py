@@ -18,7 +18,7 @@ from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
 from mrl.config.urls import shown_url
 from mrl.converters.hf_config import VISION_LANGUAGE
-from mrl.data.encode import NO_TEMPLATE, Encoder
+from mrl.data.encode import NO_TEMPLATE, Encoder, check_system
 from mrl.data.files import BadRow, row_error
 from mrl.data.formats import (
     Chat,
@@ -280,8 +280,7 @@ class SFTDataset(RowDataset[Example]):
             if config.system is not None:
                 why = f"is set, but {self.format} rows have no turns"
                 raise DataError("data.system", why=why, fix="leave it out")
-        if config.system is not None and tokenizer.chat_template is None:
-            raise DataError("data.system", why=NO_TEMPLATE)
+        check_system(config.system, tokenizer)
 
     def _make(self, index: int, row: dict[str, Any]) -> Example | Rejected:
         content, weight = parse_row(row, self.format), row_weight(row)

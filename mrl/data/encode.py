@@ -57,6 +57,12 @@ NO_TEMPLATE = (
 )
 
 
+def check_system(system: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises DataError where data.system is set, and no chat template would render it."""
+    if system is not None and tokenizer.chat_template is None:
+        raise DataError("data.system", why=NO_TEMPLATE)
+
+
 @dataclasses.dataclass(frozen=True)
 class Encoded:
     """Token ids of one sequence, and the weight of each in the loss, 0 where it does not train (not shifted: `mask[i]`

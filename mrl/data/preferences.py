@@ -35,7 +35,7 @@ from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.keys import listed
 from mrl.data.batches import Batches
 from mrl.data.dataset import Rejected, RowDataset, check_text_alone
-from mrl.data.encode import NO_TEMPLATE, Encoder
+from mrl.data.encode import Encoder, check_system
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Row, check_messages, parse_row, row_weight
 from mrl.data.vision import Vision, WithImages
@@ -229,8 +229,7 @@ class PreferenceDataset(RowDataset[Preference]):
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if self._vision is not None and self._vision.chat_template is not None and self.config.chat_template is None:
             tokenizer.chat_template = self._vision.chat_template  # the tokenizer's own may know nothing of images
-        if self.config.system is not None and tokenizer.chat_template is None:
-            raise DataError("data.system", why=NO_TEMPLATE)
+        check_system(self.config.system, tokenizer)
         self._encoder = Encoder(tokenizer, "assistant", self.config.system)
         self.format = self.config.format if self.config.format != "auto" else self.detected()
         if self.config.prompt_end is not None and self.format != "preference":

@@ -35,7 +35,7 @@ from mrl.config.rm import FORMAT_OF, ScoredDataConfig
 from mrl.converters.hf_config import pad_token_of
 from mrl.data.batches import Batches
 from mrl.data.dataset import Rejected, RowDataset, check_text_alone
-from mrl.data.encode import NO_TEMPLATE, Encoder
+from mrl.data.encode import Encoder, check_system
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Row, Text, question, row_weight
 from mrl.data.preferences import answer_of, are_texts, check_fields, parse, weight_field
@@ -163,8 +163,7 @@ class ScoredDataset(RowDataset[ScoredRow]):
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.padding = self._pad, str(tokenizer.convert_ids_to_tokens(self._pad))
-        if self.config.system is not None and tokenizer.chat_template is None:
-            raise DataError("data.system", why=NO_TEMPLATE)
+        check_system(self.config.system, tokenizer)
         self._encoder = Encoder(tokenizer, "all", self.config.system)
         self.format = self.config.format if self.config.format != "auto" else self.detected()
         if self.format != FORMAT_OF[self._loss]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mrl.data.encode import NO_TEMPLATE, Encoder
+from mrl.data.encode import NO_TEMPLATE, Encoder, check_system
 from mrl.data.formats import Chat, Question
 from mrl.errors import DataError
 
@@ -26,8 +26,7 @@ class TurnEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
         self._encoder = Encoder(tokenizer, "all")
         self.has_template, self.system = self._encoder.has_template, system
-        if system is not None and not self.has_template:
-            raise DataError("data.system", why=NO_TEMPLATE)
+        check_system(system, tokenizer)
 
     def prompt(self, asked: Chat | Question) -> list[int]:
         """Returns the tokens of a prompt, with the generation prompt where there is a chat template."""
