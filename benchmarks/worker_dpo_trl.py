@@ -1,5 +1,5 @@
-"""TRL's trainers on preferences, of reward models and with a teacher, in the peer's own venv. `spec["trainer"]` names one, `spec["arguments"]` are its config's, over
-those below. Losses are taken where they are computed: what TRL logs is rounded."""
+"""TRL's trainers on preferences, of reward models and with a teacher, in the peer's own venv. `spec["trainer"]` names one,
+`spec["arguments"]` are its config's, over those below. Losses are taken where they are computed: what TRL logs is rounded."""
 
 from __future__ import annotations
 

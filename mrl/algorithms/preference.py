@@ -142,8 +142,8 @@ WEIGHED_BY: Mapping[str, str] = {
     "reference/kl": "units",
 }
 """Metric -> the denominator whose mean it is. Margin, accuracy and the reference's KL are of pairs, the last where
-there is a reference. kto has the margin of rows that are pairs, whose answers it takes apart: a mean of differences is
-one of its terms. Accuracy is of both together."""
+there is a reference. kto takes the answers of a pair apart. It has their margin all the same, as a sum of differences
+is a difference of sums, and no accuracy, which compares the two."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -376,8 +376,8 @@ def with_other_answers(batch: Batch, max_length: int) -> Batch:
 
 
 def _next_that_differs(prompts: Sequence[list[int]]) -> list[int]:
-    """Returns of each place the next one, the first coming after the last, that has another prompt; the next one where
-    none has."""
+    """Returns for each place the next place that has another prompt, where the first comes after the last; the next
+    place where all have one prompt."""
     size = len(prompts)
     following = [(place + 1) % size for place in range(size)]
     found = list(following)

@@ -150,7 +150,7 @@ def transformer_config(
 def _fusions(
     fields: Mapping[str, Any], hf: Mapping[str, Any], given: Mapping[str, Any], saves_to_host: bool
 ) -> dict[str, bool]:
-    """Which of megatron's fused kernels are used where `engine.megatron`, of which `given` is, does not say so.
+    """Returns which of megatron's fused kernels are used where `engine.megatron` (given) does not name them.
 
     Those of transformer-engine are where its layers are. With megatron's own layers apex's adds gradients of weights,
     in bfloat16: what that kernel does with fp32 has not been seen. A rotary embedding whose cosines and sines have a

@@ -127,8 +127,8 @@ class Decoder:
 
 
 class _Linear:
-    """A linear layer on this rank alone, with its adapter: of a row-parallel one a part of the sum over ranks, without
-    the bias, which is added once (row)."""
+    """A linear layer with its adapter, on this rank alone. row: it is row-parallel and gives this rank's part of a sum
+    over ranks, without the bias, which is added to the sum once."""
 
     def __init__(self, module: Any, *, row: bool = False) -> None:
         self.module, self.weight = module, _columns(module.weight)

@@ -32,7 +32,7 @@ class HungUp(Exception):
 
 class Http:
     """One server. url: `http://host:port` or https. timeout_s: longest wait for an answer; a slower one is not asked
-    again. key: names it in messages. secret: is sent as a bearer's, and no message has it; "" is none.
+    again. key: names it in messages. secret: is sent as `Authorization: Bearer`, and hidden in messages; "" is none.
     """
 
     def __init__(self, url: str, *, timeout_s: float, key: str = "rollout.server.urls", secret: str = "") -> None:
@@ -66,7 +66,7 @@ class Http:
         return self._addresses()[0]
 
     def is_here(self) -> bool:
-        """Whether the server's address is one of this machine."""
+        """Returns whether the server's address is one of this machine."""
         own, server = self._addresses()
         return own == server
 

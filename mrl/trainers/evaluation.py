@@ -47,8 +47,8 @@ class Evaluation:
                 pass
 
     def run(self, step: int) -> dict[str, float] | None:
-        """Mean loss after `step`, and the task's other means: the sums of all batches, divided once; of each set, and
-        of all together.
+        """Returns the mean loss after `step`, and the task's other means: the sums of all batches, divided once; of
+        each set, and of all together.
 
         None where a signal came first.
 

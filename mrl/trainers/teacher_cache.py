@@ -35,10 +35,10 @@ class TopCache:
     """
 
     most_bytes = 2**27
-    """What is said of rows waits in memory for a file until it is so much."""
+    """The most that is said of rows and waits in memory for the next file."""
 
     write_every_s = 60.0
-    """Or until the last file is so old: a run that is killed goes on from the files that are whole."""
+    """The longest that it waits there: a run that is killed goes on from the files that are whole."""
 
     def __init__(self, folder: pathlib.Path, made_by: Mapping[str, Any]) -> None:
         self.folder, self.made_by = folder, json.dumps(made_by, sort_keys=True)

@@ -25,8 +25,8 @@ TEXTS = (
     "\nбыстрая лиса", "\nγρήγορη αλεπού", "\nשועל מהיר", "\nثعلب سريع", "\nतेज़ लोमड़ी", "\n敏捷的狐狸", "\nすばやい狐",
     "\n빠른 여우", "\n🦊 🐾",
 )  # fmt: skip
-"""What a server is asked for the ids of. Each is short, for a server may be started for short rows; its first id is not
-told, and so a line end is there."""
+"""Texts whose ids a server is asked for. Each is short, as a server may be started for short rows, and begins with a
+line end, as a server does not tell a text's first id."""
 
 
 class TeacherServer:

@@ -48,7 +48,7 @@ class Model:
         self.layer_spec = agreed_spec(
             config.engine.layer_spec, fields_of(dict(self.hf)), dims, self.dtype, attention=attention
         )
-        os.environ |= switches_of(attention)
+        os.environ |= switches_of(attention)  # for all models of the process: preflight refuses others beside it
         self.spec = self.layer_spec.name
         self.transformer = transformer_config(
             self.hf, dims, dtype=self.dtype, recompute=config.engine.recompute,
