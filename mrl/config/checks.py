@@ -25,7 +25,7 @@ from mrl.config.schema import (
     SFTConfig,
     TrainConfig,
 )
-from mrl.config.sources import PreferenceSource, ScoredSource
+from mrl.config.sources import PreferenceSource, ScoredSource, Share
 from mrl.config.stream_checks import check_stream
 from mrl.config.supported import check_supported
 from mrl.errors import ConfigError, Shown
@@ -131,11 +131,17 @@ def check_train(train: TrainConfig, eval_rows: object | None) -> None:
                 )
 
 
-def check_mix_by(train: object, mix_by: str) -> None:
-    """Shares are of a list of sources."""
-    if isinstance(train, str) and mix_by != "rows":
+def check_mix_by(train: str | Sequence[Share], mix_by: str) -> None:
+    """Shares are of a list of sources, and those of tokens need weights: without, they would be numbers of rows, so
+    that of two sources with as many rows the one whose rows are short would be repeated."""
+    if mix_by == "rows":
+        return
+    if isinstance(train, str):
         why, fix = "is not used where data.train is one path", "give a list of sources, or leave it out"
         raise ConfigError("data.mix_by", mix_by, why, fix)
+    if train[0].weight is None:
+        why = "shares out by weights, and no source of data.train has one"
+        raise ConfigError("data.mix_by", mix_by, why, "give a weight to every source, or leave it out")
 
 
 def formats_of(data: PreferenceDataConfig | ScoredDataConfig) -> Mapping[str, str | None]:

@@ -31,7 +31,7 @@ DATA = on_one_backend(
     ),
     Row(
         "data.mix_by", looks.lengths, [(DEFAULT, [[4, 16, 25, 25]]), ("tokens", [[4, 11, 16, 25]])],
-        IN_ORDER | {"data.train": ["{inputs}/uneven.jsonl", "{inputs}/turns.jsonl"]},
+        IN_ORDER | {"data.train": [{"path": f"{{inputs}}/{name}.jsonl", "weight": 1} for name in ("uneven", "turns")]},
     ),
     Row(
         "data.eval", looks.all_of(looks.eval_loss_is_train_loss, looks.evaluated_rows),

@@ -331,12 +331,15 @@ def test_what_others_call_loss_on_is_named():
 
 
 @pytest.mark.parametrize("root", [SFTConfig, DPOConfig])
-def test_shares_of_one_path_are_refused(root):
+def test_shares_of_nothing_are_refused(root):
+    """Of one path; and of tokens by no weights, which once were numbers of rows."""
     loss = {"loss": {"name": "dpo"}} if root is DPOConfig else {}
-    with pytest.raises(
-        ConfigError, match=r'^data.mix_by: value "tokens" is not used where data.train is one path; give'
-    ):
-        from_dict({**BASE, **loss, "data": {**BASE["data"], "mix_by": "tokens"}}, root)
+    for train, why in {
+        "a.jsonl": "is not used where data.train is one path; give",
+        ("a.jsonl", "b.jsonl"): "shares out by weights, and no source of data.train has one; give a weight",
+    }.items():
+        with pytest.raises(ConfigError, match=f'^data.mix_by: value "tokens" {why}'):
+            from_dict({**BASE, **loss, "data": {**BASE["data"], "train": train, "mix_by": "tokens"}}, root)
 
 
 def test_a_share_of_no_row_is_refused(files):

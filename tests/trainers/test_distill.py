@@ -28,7 +28,7 @@ from mrl.trainers.teacher_cache import Top
 from tests.engine.harness import run_case
 from tests.tiers import nightly_but, slow_but
 from tests.trainers import tiny_runs
-from tests.trainers.test_dpo import OF_KIND
+from tests.trainers.test_dpo import OF_KIND, numbers
 
 CASE = "tests.trainers.cases:train"
 ROWS, BATCH, STEPS = tiny_runs.TRAIN_ROWS, tiny_runs.BATCH, 3
@@ -82,10 +82,6 @@ def train(config: dict[str, Any], world: int = 1, **details: Any) -> tuple[str, 
     return run_case(world, CASE, config=config, **details)[:2]
 
 
-def losses(output_dir: pathlib.Path) -> list[float]:
-    return [row["train/loss"] for row in read(output_dir / "metrics.jsonl")]
-
-
 # ---------------------------------------------------------------------------------------------- transformers and torch
 
 
@@ -111,14 +107,14 @@ def oracle(
     places: pathlib.Path, keys: dict[str, Any], which: str = "train", steps: int = STEPS, others: tuple[str, ...] = (),
     kind: str = "", apart: list[list[float]] | None = None,
 ) -> list[float]:  # fmt: skip
-    """The losses of transformers and torch's AdamW. others: the folders of further teachers, which rows name. kind: of
+    """What `numbers` has of a run, by transformers and torch's AdamW. others: the folders of further teachers, which rows name. kind: of
     the student and its teacher. apart: gets each step's mean divergence from each teacher, over its own tokens."""
     folders = (f"{kind}model", f"{kind}teacher", *others)
     model, *teachers = (AutoModelForCausalLM.from_pretrained(places / name) for name in folders)
     data = DataConfig(train=str(places / f"{which}.jsonl"), max_length=64)
     dataset = SFTDataset(data, AutoTokenizer.from_pretrained(places / "model"), teachers=others)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    weight, found = keys.get("weight", 1.0), []
+    weight, losses, norms = keys.get("weight", 1.0), [], []
     batch = len(dataset) if which == "eval" else BATCH
     for step in range(steps):
         rows = [dataset.load((step * batch + i) % len(dataset)) for i in range(batch)]
@@ -140,22 +136,22 @@ def oracle(
             apart.append([value / tokens for value, tokens in zip(sums, counts, strict=True)])
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
-        found.append(float(loss.detach()))
-    return found
+        losses.append(float(loss.detach()))
+    return losses + norms
 
 
 @pytest.fixture(scope="module")
-def losses_of(places):
+def numbers_of(places):
     return functools.cache(lambda name, kind="": oracle(places, KINDS[name], kind=kind))
 
 
 @pytest.mark.parametrize("name", slow_but(list(KINDS)[:2], KINDS))
-def test_steps_are_those_of_transformers_and_adamw(places, tmp_path, losses_of, name):
-    """Three steps, the later ones of a trained student: equal losses show equal gradients and updates."""
+def test_steps_are_those_of_transformers_and_adamw(places, tmp_path, numbers_of, name):
+    """Three steps, the later ones of a trained student: equal losses and norms show equal gradients and updates."""
     assert train(make_config(places, tmp_path, teacher=KINDS[name])) == ("done", "")
-    assert losses(tmp_path) == pytest.approx(losses_of(name), rel=2e-5)
+    assert numbers(tmp_path) == pytest.approx(numbers_of(name), rel=2e-5)
 
 
 MEGATRON = {"backend": "megatron"}
@@ -187,7 +183,7 @@ AT_NIGHT = [(layout, name) for layout in LAYOUTS for name in KINDS if (layout, n
 
 
 @pytest.mark.parametrize("layout, name", slow_but(IN_CI[6:7], IN_CI) + nightly_but([], AT_NIGHT))
-def test_layouts_give_the_same_steps(places, tmp_path, losses_of, layout, name):
+def test_layouts_give_the_same_steps(places, tmp_path, numbers_of, layout, name):
     world, engine, own, data = LAYOUTS[layout]
     every = {"device": "cpu", "micro_batch": {"size": 2}, "backend": "fsdp"}
     kind = KIND_OF.get(layout.partition(",")[0], "")
@@ -196,7 +192,7 @@ def test_layouts_give_the_same_steps(places, tmp_path, losses_of, layout, name):
     config = make_config(places, tmp_path, teacher=teacher, engine=every | engine, data=data)
     config["model"]["path"] = str(places / f"{kind}model")
     assert train(config, world) == ("done", "")
-    assert losses(tmp_path) == pytest.approx(losses_of(name, kind), rel=2e-5)
+    assert numbers(tmp_path) == pytest.approx(numbers_of(name, kind), rel=2e-5)
 
 
 # --------------------------------------------------------------------------------------------------------- the teacher
@@ -228,7 +224,7 @@ def test_a_cache_of_another_teacher_is_made_anew_and_a_damaged_one_too(places, t
     config = make_config(places, run, teacher={"cache": True}, train={"steps": 1})
     said = run_case(1, CASE, config=config)[2]
     assert "teacher: its log-probs of 10 rows are written to" in said
-    whole, file = losses(run), run / "teacher" / "log_probs-00000.pt"
+    whole, file = numbers(run), run / "teacher" / "log_probs-00000.pt"
 
     def again(config: dict[str, Any]) -> str:
         shutil.rmtree(run / "checkpoints")
@@ -237,11 +233,11 @@ def test_a_cache_of_another_teacher_is_made_anew_and_a_damaged_one_too(places, t
         assert (ended, message) == ("done", "")
         return said
 
-    assert "teacher: its log-probs of 10 rows are in" in again(config) and losses(run) == whole
+    assert "teacher: its log-probs of 10 rows are in" in again(config) and numbers(run) == whole
     file.write_bytes(file.read_bytes()[:100])
-    assert "are written to" in again(config) and losses(run) == whole and not file.exists()
+    assert "are written to" in again(config) and numbers(run) == whole and not file.exists()
     hot = make_config(places, run, teacher={"cache": True, "temperature": 2.0}, train={"steps": 1})
-    assert "are written to" in again(hot) and losses(run) != whole
+    assert "are written to" in again(hot) and numbers(run) != whole
     more = make_config(places, run, teacher={"cache": True, "temperature": 2.0}, train={"steps": 1},
                        data={"eval": str(places / "eval.jsonl")})  # fmt: skip
     assert "teacher: its log-probs of 17 rows are written to" in again(more)
@@ -262,7 +258,7 @@ def test_a_cache_of_another_teacher_is_made_anew_and_a_damaged_one_too(places, t
     assert "are in" in again(more)
 
 
-def test_a_teacher_has_no_dropout(places, tmp_path, losses_of):
+def test_a_teacher_has_no_dropout(places, tmp_path, numbers_of):
     """On megatron, whose models are in training until they are told otherwise."""
     shutil.copytree(places / "teacher", tmp_path / "teacher")
     file = tmp_path / "teacher" / "config.json"
@@ -270,7 +266,7 @@ def test_a_teacher_has_no_dropout(places, tmp_path, losses_of):
     teacher = KINDS["forward_kl, exact"] | {"model": {"path": str(tmp_path / "teacher")}}
     config = make_config(places, tmp_path / "run", teacher=teacher, engine=MEGATRON)
     assert train(config) == ("done", "")
-    assert losses(tmp_path / "run") == pytest.approx(losses_of("forward_kl, exact"), rel=2e-5)
+    assert numbers(tmp_path / "run") == pytest.approx(numbers_of("forward_kl, exact"), rel=2e-5)
 
 
 V = 7  # rows of the student's output layer
@@ -427,7 +423,7 @@ def test_each_row_learns_from_the_teacher_that_it_names(by_row, tmp_path, name):
     assert train(config, world) == ("done", "")
     apart: list[list[float]] = []
     expected = oracle(by_row, keys, "by_row", others=("third",), apart=apart)
-    assert losses(tmp_path) == pytest.approx(expected, rel=2e-5)
+    assert numbers(tmp_path) == pytest.approx(expected, rel=2e-5)
     for row, step in zip(read(tmp_path / "metrics.jsonl"), apart, strict=True):
         found = [row[f"distill/divergence/{name}"] for name in ("teacher", "third")]
         assert found == pytest.approx(step, rel=2e-5)
@@ -447,7 +443,7 @@ def test_a_source_names_the_teacher_of_its_rows(by_row, tmp_path):
     }.items():
         config = make_config(by_row, tmp_path / run, teacher={"others": others}, data={"train": train_rows})
         assert train(config) == ("done", "")
-        found.append(losses(tmp_path / run))
+        found.append(numbers(tmp_path / run))
     assert found[0] == found[1]
     bad = make_config(
         by_row,

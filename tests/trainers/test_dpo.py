@@ -176,53 +176,54 @@ def oracle_loss(name: str, model: Any, reference: Any, rows: list) -> Tensor:
 
 
 def oracle(places: pathlib.Path, name: str, kind: str) -> list[float]:
-    """The losses of transformers and torch's AdamW."""
+    """What `numbers` has of a run, by transformers and torch's AdamW."""
     folders = [places / f"{kind}{which}" for which in ("model", "other")]
     model, reference = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders)
     data = PreferenceDataConfig(train=str(places / "train.jsonl"), max_length=64)
     dataset = PreferenceDataset(data, AutoTokenizer.from_pretrained(places / "model"), paired="kto" not in name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    losses = []
+    losses, norms = [], []
     for step in range(STEPS):
         rows = [dataset.load((step * BATCH + i) % ROWS) for i in range(BATCH)]
         loss = oracle_loss(name, model, reference, rows)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         losses.append(float(loss.detach()))
-    return losses
+    return losses + norms
 
 
 LOSSES = ("dpo", "ipo", "kto", "orpo", "simpo")
 
 
 @pytest.fixture(scope="module")
-def losses_of(places):
+def numbers_of(places):
     return functools.cache(lambda name, kind="": oracle(places, name, kind))
 
 
-def losses(output_dir: pathlib.Path) -> list[float]:
-    return [row["train/loss"] for row in read(output_dir / "metrics.jsonl")]
+def numbers(output_dir: pathlib.Path) -> list[float]:
+    """The losses of a run's steps, then their gradients' norms, of which AdamW would not show a common factor."""
+    return [row[name] for name in ("train/loss", "train/grad_norm") for row in read(output_dir / "metrics.jsonl")]
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_steps_are_those_of_transformers_and_adamw(places, tmp_path, losses_of, name):
-    """Three steps, the later ones of a trained policy: equal losses show equal gradients and updates."""
+def test_steps_are_those_of_transformers_and_adamw(places, tmp_path, numbers_of, name):
+    """Three steps, the later ones of a trained policy: equal losses and norms show equal gradients and updates."""
     assert train(make_config(places, tmp_path, loss={"name": name}, data={"eval": None})) == ("done", "")
-    assert losses(tmp_path) == pytest.approx(losses_of(name), rel=2e-5)
+    assert numbers(tmp_path) == pytest.approx(numbers_of(name), rel=2e-5)
 
 
 @pytest.mark.parametrize("name", slow_but(["dpo, smoothed"], OWN_NUMBERS))
-def test_keys_of_a_loss_reach_it(places, tmp_path, losses_of, name):
+def test_keys_of_a_loss_reach_it(places, tmp_path, numbers_of, name):
     config = make_config(places, tmp_path, loss=OWN_NUMBERS[name], data={"eval": None})
     if OWN_NUMBERS[name].get("reference_free"):
         del config["reference"]
     assert train(config) == ("done", "")
-    assert losses(tmp_path) == pytest.approx(losses_of(name), rel=2e-5)
+    assert numbers(tmp_path) == pytest.approx(numbers_of(name), rel=2e-5)
 
 
-def test_answers_that_are_labelled_one_by_one_are_those_of_pairs(places, tmp_path, losses_of):
+def test_answers_that_are_labelled_one_by_one_are_those_of_pairs(places, tmp_path, numbers_of):
     """Of kto, with twice as many rows to a mini-batch."""
     pairs = map(json.loads, (places / "train.jsonl").read_text().splitlines())
     rows = [
@@ -235,10 +236,10 @@ def test_answers_that_are_labelled_one_by_one_are_those_of_pairs(places, tmp_pat
         train={"global_batch_size": 2 * BATCH},
     )  # fmt: skip
     assert train(config) == ("done", "")
-    assert losses(tmp_path / "run") == pytest.approx(losses_of("kto"), rel=2e-5)
+    assert numbers(tmp_path / "run") == pytest.approx(numbers_of("kto"), rel=2e-5)
 
 
-def test_a_reference_has_no_dropout(places, tmp_path, losses_of):
+def test_a_reference_has_no_dropout(places, tmp_path, numbers_of):
     """On megatron, whose models are in training until they are told otherwise."""
     shutil.copytree(places / "other", tmp_path / "other")
     file = tmp_path / "other" / "config.json"
@@ -246,16 +247,16 @@ def test_a_reference_has_no_dropout(places, tmp_path, losses_of):
     reference = {"model": {"path": str(tmp_path / "other")}}
     config = make_config(places, tmp_path / "run", reference=reference, engine=MEGATRON, data={"eval": None})
     assert train(config) == ("done", "")
-    assert losses(tmp_path / "run") == pytest.approx(losses_of("dpo"), rel=2e-5)
+    assert numbers(tmp_path / "run") == pytest.approx(numbers_of("dpo"), rel=2e-5)
 
 
 @pytest.mark.slow
-def test_a_reference_in_a_layout_of_its_own(places, tmp_path, losses_of):
+def test_a_reference_in_a_layout_of_its_own(places, tmp_path, numbers_of):
     own = {**MEGATRON, "device": "cpu", "parallel": {"pp": 2}, "micro_batch": {"size": 4}}
     engine = {**MEGATRON, "parallel": {"tp": 2}}
     config = make_config(places, tmp_path, reference={"engine": own}, engine=engine, data={"eval": None})
     assert train(config, 2) == ("done", "")
-    assert losses(tmp_path) == pytest.approx(losses_of("dpo"), rel=2e-5)
+    assert numbers(tmp_path) == pytest.approx(numbers_of("dpo"), rel=2e-5)
 
 
 @pytest.mark.parametrize("backend", slow_but(["fsdp"], ["fsdp", "megatron"]))
@@ -264,7 +265,7 @@ def test_the_base_under_adapters_is_the_reference_in_every_step(places, tmp_path
     for name, path in (("base", None), ("copy", str(places / "model"))):
         reference = {"model": {"path": path}}
         assert train(make_config(places, tmp_path / name, reference=reference, **same)) == ("done", "")
-    assert losses(tmp_path / "base") == pytest.approx(losses(tmp_path / "copy"), rel=1e-6)
+    assert numbers(tmp_path / "base") == pytest.approx(numbers(tmp_path / "copy"), rel=1e-6)
 
 
 MEGATRON = {"backend": "megatron"}
@@ -302,7 +303,7 @@ TURNS = list(zip(LAYOUTS, LOSSES * 2, strict=False))  # the first ten layouts, w
     slow_but(FAST, dict.fromkeys([*FAST, *TURNS]))
     + nightly_but([], [(layout, name) for layout in LAYOUTS for name in LOSSES if (layout, name) not in FAST + TURNS]),
 )
-def test_layouts_give_the_same_steps(places, tmp_path, losses_of, layout, name):
+def test_layouts_give_the_same_steps(places, tmp_path, numbers_of, layout, name):
     """kto's KL too, whose answers come from rows of other ranks."""
     world, engine, data = LAYOUTS[layout]
     kind = KINDS.get(layout.partition(",")[0], "")
@@ -314,7 +315,7 @@ def test_layouts_give_the_same_steps(places, tmp_path, losses_of, layout, name):
     if "reference" in config:
         config["reference"]["model"]["path"] = str(places / f"{kind}other")
     assert train(config, world) == ("done", "")
-    assert losses(tmp_path) == pytest.approx(losses_of(name, kind), rel=2e-5)
+    assert numbers(tmp_path) == pytest.approx(numbers_of(name, kind), rel=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -360,20 +361,20 @@ def test_cached_log_probs_are_those_of_the_reference_to_the_bit(places, tmp_path
 def test_a_cache_of_another_model_is_made_anew_and_a_damaged_one_too(places, tmp_path):
     config = make_config(places, tmp_path / "run", reference={"cache": True}, train={"steps": 1})
     assert train(config) == ("done", "")
-    whole, file = losses(tmp_path / "run"), tmp_path / "run" / "reference" / "log_probs.pt"
+    whole, file = numbers(tmp_path / "run"), tmp_path / "run" / "reference" / "log_probs.pt"
     for spoil in (lambda: file.write_bytes(file.read_bytes()[:100]), lambda: file.write_text("no file of torch's")):
         shutil.rmtree(tmp_path / "run" / "checkpoints")
         (tmp_path / "run" / "metrics.jsonl").unlink()
         spoil()
         assert train(config) == ("done", "")
-        assert losses(tmp_path / "run") == whole
+        assert numbers(tmp_path / "run") == whole
     start = make_config(
         places, tmp_path / "run", reference={"cache": True, "model": {"path": None}}, train={"steps": 1}
     )
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "metrics.jsonl").unlink()
     assert train(start) == ("done", "")
-    assert losses(tmp_path / "run") == pytest.approx([math.log(2)], rel=1e-6)
+    assert numbers(tmp_path / "run")[0] == pytest.approx(math.log(2), rel=1e-6)
 
 
 def test_what_a_cache_knows_stays_where_rows_are_added(tmp_path):

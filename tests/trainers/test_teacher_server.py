@@ -207,7 +207,7 @@ def losses_by(places, folder, url: str, world: int = 1, **teacher: Any) -> list[
     keys = {"server": {"url": url}, "top_k": 5, **teacher}
     config = test_distill.make_config(places, folder, teacher=keys, data={"eval": str(places / "eval.jsonl")})
     assert run_case(world, test_distill.CASE, config=config)[:2] == ("done", "")
-    return test_distill.losses(folder)
+    return test_distill.numbers(folder)
 
 
 def test_a_run_by_a_server_is_the_run_by_an_engine(places, tmp_path, server):
