@@ -156,6 +156,8 @@ def _refuse(value: Any, key: Key) -> typing.NoReturn:
     texts = () if typing.get_origin(key.annotation) is dict else typing.get_args(key.annotation)
     if isinstance(value, bool | int | float) and str in (key.annotation, *texts):
         what += " (quote it to make it text)"
+    elif isinstance(value, dict) and len(value) == 1 and str in (key.annotation, *texts):
+        what += ", as text with a colon is in YAML (quote it to make it text)"
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise ConfigError(key.path, value, f"is {what}{hint}", f"give {expected(key.annotation, key.stated)}") from None
 

@@ -100,6 +100,8 @@ def _construct(loader: _Loader, node: yaml.Node) -> Any:
     return value
 
 
+# What YAML 1.1 gives a meaning of its own, which nothing here reads: a lone "=" is text.
+_Loader.add_constructor("tag:yaml.org,2002:value", yaml.SafeLoader.construct_yaml_str)
 for _name in _KINDS:
     _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _construct)
 

@@ -138,7 +138,10 @@ def _shared_text(row: Row, end: str) -> str:
     shared = os.path.commonprefix(texts)
     at = shared.rfind(end)
     if at < 0:
-        raise BadRow(f"chosen and rejected do not begin with the same text up to a {end!r:.40} (data.prompt_end)")
+        raise BadRow(
+            f"chosen and rejected do not begin with the same text up to {end!r:.40} (data.prompt_end): what both begin "
+            f"with ends in {shared[-30:]!r}; set that key to what prompts end with, or remove the row"
+        )
     for name, text in zip(("chosen", "rejected"), texts, strict=True):
         if end in text[at + len(end) :]:
             raise BadRow(

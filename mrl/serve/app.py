@@ -75,7 +75,9 @@ class Door:
             if "origin" in request.headers or not is_loopback(request.url.hostname or ""):
                 raise Refused(403, "a browser may not ask: set MRL_SERVE_KEY and send it")
         elif not hmac.compare_digest(_key_of(request).encode(), self.key.encode()):
-            raise Refused(401, "the key is not this server's: set TINKER_API_KEY to its MRL_SERVE_KEY")
+            raise Refused(
+                401, "the key is not this server's: send its MRL_SERVE_KEY, as TINKER_API_KEY of a tinker client"
+            )
         return Asked(request, await self._body(request))
 
     async def _body(self, request: Request) -> bytes:

@@ -196,6 +196,12 @@ class DPOTask(Task[DPOConfig]):
         if first is None:
             console.say(f"reference: its log-probs of {counted(len(cache.known), 'answer')} are in {cache.path}")
             return
+        if cache.known:
+            console.say(
+                f"reference: goes on from its log-probs of {counted(len(cache.known), 'answer')} in {cache.path}"
+            )
+        elif engine.on_main(cache.path.exists):
+            console.say(f"reference: {cache.path} is damaged, or of another model, dtype or seed, and is made anew")
         reference = engine if config.reference_is_start else self._build_reference(console)
         base = reference is engine and config.model.lora is not None
         console.doing("computing the reference's log-probs")

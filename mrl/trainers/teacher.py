@@ -105,6 +105,11 @@ class Teacher:
         if first is None:
             console.say(f"{self.key}: its log-probs of {cache.count:,} rows are in {cache.folder}")
         else:
+            if cache.count:
+                console.say(f"{self.key}: goes on from its log-probs of {cache.count:,} rows in {cache.folder}")
+            if cache.has_others:
+                why = "damaged, or of another teacher, dtype, temperature or number of ids"
+                console.say(f"{self.key}: files in {cache.folder} are {why}, and are made anew")
             ask = self._asked(engine, console)
             console.doing("computing the teacher's log-probs")
             every, doing = itertools.chain([first], missing), f"the log-probs of {self.key} were computed"

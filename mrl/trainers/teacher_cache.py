@@ -54,6 +54,11 @@ class TopCache:
         """Rows that are known."""
         return len(self.places) + len(self._added) + len(self._waiting)
 
+    @property
+    def has_others(self) -> bool:
+        """Whether `read` left out a file: made by something else, or damaged."""
+        return bool(self._unread)
+
     def read(self) -> None:
         """Reads the files that were made by the same."""
         self.files, self.places, self._unread = [], {}, []

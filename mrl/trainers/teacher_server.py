@@ -44,7 +44,16 @@ class TeacherServer:
         if variable is not None and not (self._secret and self._secret.isascii() and self._secret.isprintable()):
             why = "names no variable of the main process's environment that holds a key of printable ASCII"
             raise ConfigError(f"{self.key}.key_variable", variable, why, "set the variable, or leave it out")
-        answer = self.http.get("/v1/models")
+        try:
+            answer = self.http.get("/v1/models")
+        except ServerError as error:
+            if error.status not in (401, 403):
+                raise
+            why, fix = (
+                f"names no key that the server takes ({error})",
+                "name the environment variable that holds its key",
+            )
+            raise ConfigError(f"{self.key}.key_variable", variable, why, fix) from error
         try:
             names = [one["id"] for one in answer["data"]]
         except (KeyError, TypeError) as error:

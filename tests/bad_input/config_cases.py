@@ -35,6 +35,7 @@ CASES = [
     Case("bool for a number", "train.steps", ("true or false",), ("train.steps=true",)),
     Case("number for a bool", "data.packing", ("give true or false",), ("data.packing=1",)),
     Case("number for text", "output_dir", ("quote it",), ("output_dir=7",)),
+    Case("colon in text", "data.system", ("as text with a colon is in YAML (quote it",), ("data.system=Be brief:",)),
     Case("null for text", "model.path", ("null",), ("model.path=null",)),
     Case("list for a section", "train", ("give a mapping",), ("train=[1]",)),
     Case("not a choice", "engine.backend", ("did you mean megatron",), ("engine.backend=megatrn",)),

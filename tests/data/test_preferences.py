@@ -87,7 +87,10 @@ def test_whole_texts_are_the_prompt_up_to_the_last_end_that_both_share_and_two_a
 @pytest.mark.parametrize(
     "row, says",
     [
-        ({"chosen": "\n\nHuman: 1?" + END, "rejected": "\n\nHuman: 2?" + END}, "do not begin with the same text up to"),
+        (
+            {"chosen": "\n\nHuman: 1?" + END, "rejected": "\n\nHuman: 2?" + END},
+            r"up to '\n\nAssistant:' (data.prompt_end): what both begin with ends in '\n\nHuman: '; set that key to",
+        ),
         ({**WHOLE, "rejected": TALK + "\n\nHuman: so?" + END + " 4"}, "again after the prompt that both share"),
         ({**WHOLE, "rejected": TALK}, "rejected is empty"),
         ({**WHOLE, "prompt": TALK}, "is no pair of whole texts without a prompt"),

@@ -21,8 +21,8 @@ from tests.trainers.kills import TRAIN
 
 def train(
     config: Mapping[str, Any], command: str, stops_before: int = 0, dies_in_file: int = 0
-) -> tuple[tuple[str, str], int]:
-    """Returns how it ended, and for how many batches a frozen model was asked before the first step. Files are written
+) -> tuple[tuple[str, str, str], int]:
+    """Returns how it ended and what it printed, and for how many batches a frozen model was asked before the first step. Files are written
     after each batch.
 
     stops_before: SIGTERM comes to the last rank while the batch before it is at work. dies_in_file: SIGKILL to the main
@@ -50,4 +50,4 @@ def train(
             stack.enter_context(mock.patch.object(torch, "save", saving))
         for kind in (AnswerCache, TopCache):
             stack.enter_context(mock.patch.object(kind, "write_every_s", 0.0))
-        return TRAIN[command](config)[:2], counts["asked"]
+        return TRAIN[command](config), counts["asked"]

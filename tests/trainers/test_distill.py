@@ -235,7 +235,9 @@ def test_a_cache_of_another_teacher_is_made_anew_and_a_damaged_one_too(places, t
 
     assert "teacher: its log-probs of 10 rows are in" in again(config) and numbers(run) == whole
     file.write_bytes(file.read_bytes()[:100])
-    assert "are written to" in again(config) and numbers(run) == whole and not file.exists()
+    said = again(config)
+    assert "are written to" in said and numbers(run) == whole and not file.exists()
+    assert f"files in {file.parent} are damaged, or of another teacher, dtype, temperature or number of ids" in said
     hot = make_config(places, run, teacher={"cache": True, "temperature": 2.0}, train={"steps": 1})
     assert "are written to" in again(hot) and numbers(run) != whole
     more = make_config(places, run, teacher={"cache": True, "temperature": 2.0}, train={"steps": 1},

@@ -373,7 +373,8 @@ def test_a_cache_of_another_model_is_made_anew_and_a_damaged_one_too(places, tmp
     )
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "metrics.jsonl").unlink()
-    assert train(start) == ("done", "")
+    ended, _, said = run_case(1, CASE, config=start)
+    assert ended == "done" and f"reference: {file} is damaged, or of another model, dtype or seed, and is made" in said
     assert numbers(tmp_path / "run")[0] == pytest.approx(math.log(2), rel=1e-6)
 
 

@@ -170,8 +170,11 @@ def test_a_key_is_read_from_the_environment_and_told_nobody(places, tmp_path, se
         TeacherServer(served).name  # noqa: B018
     assert str(missing.value).startswith('teacher.server.key_variable: value "TEACHER_KEY" names no variable of')
     monkeypatch.setenv("TEACHER_KEY", "sk-wrong")
-    with pytest.raises(ServerError, match=r"HTTP 401: Bearer \(hidden\) is not the key"):
-        TeacherServer(served).name  # noqa: B018
+    for config, value in ((served, '"TEACHER_KEY"'), (TeacherServerConfig(url=server.url), "null")):
+        with pytest.raises(ConfigError) as refused:
+            TeacherServer(config).name  # noqa: B018
+        assert f"key_variable: value {value} names no key that the server takes" in str(refused.value)
+        assert "HTTP 401" in str(refused.value) and "sk-wrong" not in str(refused.value)
     monkeypatch.setenv("TEACHER_KEY", "sk-right\n")
     assert TeacherServer(served).name == "tiny"
 
