@@ -26,10 +26,13 @@ class CheckedSFT(Checked[SFTConfig]):
     def rows(
         self, config: SFTConfig, subject: Subject, model: CheckedModel, *, sequences: int, length: int, device: str
     ) -> Rows:
-        return first_rows(
+        found = first_rows(
             config.data, subject.config.model, of_batch=config.train.global_batch_size, seed=config.seed,
             sequences=sequences, length=length,
         )  # fmt: skip
+        if config.teacher is None:
+            return found
+        return dataclasses.replace(found, words=f"{found.words}; the loss is that of labels alone, without the teacher")
 
     def two_steps(self, config: SFTConfig, small: TwoSteps) -> SFTConfig:
         """Returns a config on the rows of the check, in tokens."""

@@ -52,7 +52,7 @@ class Rows:
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         return dataclasses.replace(
             own, train=str(path), eval=None, split=None, columns={}, format="tokenized", truncation="error",
-            loss_on="all", system=None, mix_by="rows", max_length=self.longest,
+            loss_on="all", system=None, teacher=None, mix_by="rows", max_length=self.longest,
         )  # fmt: skip
 
     def problems(self) -> list[str]:
