@@ -76,7 +76,10 @@ def check_attention(attention: str, wanted: str) -> None:
 
 def _refused_kernel(attention: str, error: ConfigError) -> ConfigError:
     """error: why there are no layers of transformer-engine."""
-    return ConfigError(ATTENTION, attention, f"is for {KEY} te, which {error.why}", "leave it out")
+    why = error.why or ""
+    if any(f"{name}={value}" in why for name, value in switches_of(attention).items()):  # which nobody has set
+        why += ", as this key has it"
+    return ConfigError(ATTENTION, attention, f"is for {KEY} te, which {why}", "leave it out")
 
 
 def _chosen(

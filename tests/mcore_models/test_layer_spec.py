@@ -300,7 +300,7 @@ def test_te_is_said_by_rules_where_no_gpu_is(machine, monkeypatch):
         ("fused", "te", {"NVTE_FUSED_ATTN": "1"}, H100, None),
         ("unfused", "auto", {}, H100, None),  # which auto alone takes for no model
         ("flash", "auto", {}, H100, "value \"flash\" is for engine.layer_spec te, which does not work here: .* without flash-attn 2"),
-        ("fused", "auto", {}, FLASH, "which does not work here: .* 8.0 with NVTE_FLASH_ATTN=0, NVTE_UNFUSED_ATTN=0; leave"),
+        ("fused", "auto", {}, FLASH, "which does not work here: .* 8.0 with NVTE_FLASH_ATTN=0, NVTE_UNFUSED_ATTN=0, as this key has it; leave"),
         ("flash", "local", {}, FLASH, "value \"flash\" is a kernel of transformer-engine, and engine.layer_spec local"),
         ("flash", "auto", {"NVTE_FLASH_ATTN": "0"}, FLASH, "NVTE_FLASH_ATTN=1 .*the environment has NVTE_FLASH_ATTN=0"),
         ("flash", "auto", {"NVTE_FUSED_ATTN": "1"}, FLASH, "NVTE_FUSED_ATTN=0 .*the environment has NVTE_FUSED_ATTN=1"),
