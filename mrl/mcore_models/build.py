@@ -28,7 +28,7 @@ from mrl.mcore_models import fp8, layers, megatron_fields, mtp, platform
 from mrl.mcore_models.attention import CacheLayout, PackedLayout
 from mrl.mcore_models.config import Config, LatentConfig, config_class
 from mrl.mcore_models.head import LanguageHead, ValueHead
-from mrl.mcore_models.layout import check_layout
+from mrl.mcore_models.layout import check_layout, check_places
 from mrl.mcore_models.recompute import chosen_modules
 from mrl.mcore_models.te_limits import cp_comm_type
 from mrl.parallel import ParallelDims, stage_layers
@@ -130,6 +130,7 @@ def transformer_config(
         "init_method_std": hf.get("initializer_range") or 0.02,
     }
     megatron_fields.check(further or {})
+    check_places(further or {}, fields, dims)
     fp8.check_fields(further or {})
     fp8.check_spec(further or {}, layer_spec, "as it was chosen", dtype)
     given = megatron_fields.of_kind(further or {}, "transformer")

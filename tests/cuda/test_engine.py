@@ -32,6 +32,7 @@ from tests.cuda.cases import (
     row,
     step_ceilings,
 )
+from tests.cuda.models import fewer_experts
 from tests.engine import harness
 from tests.tiers import nightly_but, slow_but
 
@@ -121,6 +122,20 @@ def test_memory_is_that_of_a_real_update(worker, case):
             assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-4), name
         for name in ("backward_peak", "peak"):
             assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=0.05), name
+
+
+WITH_PLACES = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
+
+
+@pytest.mark.parametrize(
+    "model, layout", slow_but([(LATENT, {"tp": 2})], [(LATENT, {"tp": 2}), (MOE, {"tp": 2, "ep": 2})]), ids=str
+)
+def test_layers_of_experts_with_places_for_all_tokens_wait_for_nothing(worker, model, layout):
+    changes = fewer_experts(model, 16) | ({"first_k_dense_replace": 1} if model == LATENT else {})
+    case = Case(model, world=2, layers=2, changes=changes, megatron=WITH_PLACES, **layout)
+    found = worker.call("tests.cuda.run:run", case)
+    outside = ("mrl/engine/megatron/pipeline.py", "mrl/engine/megatron/engine.py", "mrl/engine/collective.py")
+    assert found.syncs and not [line for line in found.syncs if not line.startswith(outside)]
 
 
 def test_what_the_host_reads_is_counted(worker):

@@ -32,6 +32,16 @@ def compare(config: RoleConfig, multiple: int) -> dict[str, Any]:
     }
 
 
+def with_places(config: RoleConfig, factor: float) -> dict[str, float]:
+    """As `compare`'s distances, of an engine whose experts have a fixed number of places."""
+    keys = {"moe_expert_capacity_factor": factor, "moe_pad_expert_input_to_capacity": True}
+    engine = dataclasses.replace(config.engine, megatron=keys)
+    results = [_step(contract.make_engine(each)) for each in (config, dataclasses.replace(config, engine=engine))]
+    ours, theirs = results
+    assert ours.pop("tokens") == theirs.pop("tokens") and ours.keys() == theirs.keys()
+    return {name: _far(theirs[name], ours[name]) for name in ours}
+
+
 def _step(engine: BaseEngine) -> dict[str, Any]:
     batch = tiny.uneven_batch()
     share = engine.shard_data(batch)

@@ -8,6 +8,9 @@ import dataclasses
 import pytest
 
 from mrl.config.schema import MoEConfig, MTPConfig
+from mrl.errors import ConfigError
+from mrl.mcore_models.layout import check_places
+from mrl.parallel import ParallelDims
 from tests.engine import mtp, tiny
 from tests.engine.harness import run_case
 from tests.tiers import slow_but
@@ -38,3 +41,35 @@ def test_padding_counts_in_nothing(tmp_path, family, world, parallel, multiple, 
     found = run_case(world, "tests.engine.padding:compare", config=config, multiple=multiple)
     assert found["multiples"] == [False, True]
     assert not {name: far for name, far in found["far"].items() if not far < ROUNDING}
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "parallel"),
+    slow_but([("qwen3_moe", 2, {"tp": 2, "ep": 2})], [("qwen3_moe", 2, {"tp": 2, "ep": 2}), ("deepseek_v3", 1, {})]),
+    ids=str,
+)
+def test_experts_with_a_place_for_every_token_compute_the_same(tmp_path, family, world, parallel):
+    """A factor of experts over experts for each token, which leaves out no token; with router losses."""
+    folder = tiny.make_model(str(tmp_path / "model"), family)
+    config = tiny.role(folder, backend="megatron", parallel=parallel, moe=MoEConfig(aux_loss=0.1, z_loss=0.01), size=2)
+    found = run_case(world, "tests.engine.padding:with_places", config=config, factor=2.0)
+    assert not {name: far for name, far in found.items() if not far < ROUNDING}
+
+
+PLACES = {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 15.0}
+SIXTY = {"num_moe_experts": 60, "moe_router_topk": 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "layout", "why"),
+    [
+        ({}, {"ep": 2}, "several replicas, whose numbers of tokens differ"),
+        ({"moe_expert_capacity_factor": None}, {}, "needs a number of places"),
+        ({"moe_expert_capacity_factor": 16.0}, {}, "more places than there are tokens"),
+        ({}, {}, "more places than there are tokens"),  # of 31 tokens 32, by rounding
+    ],
+)
+def test_places_that_megatron_cannot_fill_are_refused(given, layout, why):
+    with pytest.raises(ConfigError, match=why):
+        check_places(PLACES | given, SIXTY, ParallelDims(2, **layout))
+    check_places(PLACES | {"moe_expert_capacity_factor": 14.999}, SIXTY, ParallelDims(2))

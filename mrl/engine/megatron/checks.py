@@ -14,7 +14,7 @@ from mrl.engine.checks import EngineChecks, Sequences, whole_number
 from mrl.errors import ConfigError, Shown, quoted
 from mrl.mcore_models import fp8, layer_spec, megatron_fields
 from mrl.mcore_models.layer_spec import DTYPES, LayerSpec
-from mrl.mcore_models.layout import check_layout
+from mrl.mcore_models.layout import check_layout, check_places
 from mrl.mcore_models.recompute import chosen_modules
 from mrl.parallel import ParallelDims, stage_layers
 
@@ -40,6 +40,7 @@ class MegatronChecks(EngineChecks):
         fields = fields_of(normalized)
         check_counts(engine, dims, hf_config)
         check_layout(fields, dims)
+        check_places(engine.megatron, fields, dims)
         if engine.batch_invariant and fields.get("num_moe_experts") and dims.experts_span_replicas:
             why = f"is not for experts on ranks of several replicas: they get tokens of all at once ({dims.describe()})"
             raise ConfigError("engine.batch_invariant", True, why, "set engine.parallel.etp to 1, or leave this out")

@@ -27,6 +27,8 @@ class EvenExperts:
     def counts(self) -> list[int]:
         """Returns this rank's tokens for each expert of the model."""
         config = self.dispatcher.config
+        if config.moe_pad_expert_input_to_capacity:
+            return [self.dispatcher.capacity] * config.num_moe_experts
         each, more = divmod(self.tokens * config.moe_router_topk, config.num_moe_experts)
         return [each + (i < more) for i in range(config.num_moe_experts)]
 
