@@ -193,6 +193,8 @@ def ceilings(case: Case) -> dict[str, float]:
     (`to_gpu`) is waited for too. What lays a micro-batch out (inputs.py) is not seen here: run.py gives it.
     """
     layers = (case.layers + case.mtp) * (2 if case.recompute != "none" else 1)
+    if case.megatron.get("moe_pad_expert_input_to_capacity"):  # then the numbers follow from that of the tokens
+        layers = 0
     moe = "megatron/core/transformer/moe"
     between = r"megatron/core/pipeline_parallel/p2p_communication.py _communicate_shapes"
     return {

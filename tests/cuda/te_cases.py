@@ -21,7 +21,7 @@ from tests.cuda.cases import (
     _case,
     ceilings,
 )
-from tests.cuda.models import MODELS
+from tests.cuda.models import MODELS, fewer_experts
 
 Counts = collections.Counter[str]
 
@@ -93,6 +93,11 @@ OTHERS = [
     te_case(MOE, "blockwise", optimizer_on_host=True, offload=("parameters", "gradients", "activations")),
     te_case(DENSE, world=2, tp=2, head="value", offload=EVERYTHING),
     te_case(LATENT, "blockwise", recompute="full"),
+    te_case(
+        MOE,
+        changes=fewer_experts(MOE, 16),
+        megatron={"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True},
+    ),
     dataclasses.replace(
         EVERY_KEY[FAMILIES.index(LATENT)], changes=_case(LATENT).changes | {"q_lora_rank": None}, mtp=False
     ),
