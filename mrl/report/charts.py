@@ -107,12 +107,12 @@ CHARTS: tuple[Chart, ...] = (
 """In the order of the page. The first that fits a metric draws it."""
 
 MAIN = (
-    "train/loss", "eval/loss", "reward/mean", "reward/*/mean", "eval/accuracy",
-    "rewards/accuracy", "eval/rewards/accuracy", "rewards/margin", "rewards/error", "steps/accuracy",
-    "eval/steps/accuracy", "distill/divergence", "actor/divergence", "actor/kl", "actor/approx_kl",
-    "actor/entropy", "actor/clip_fraction", "critic/loss", "critic/explained_variance", "rollout/response_length",
-    "rollout/finished", "rollout/logprob_gap", "train/grad_norm", "train/lr", "perf/step_s", "perf/tokens_per_s",
-    "perf/mfu", "perf/memory_gb",
+    "train/loss", "eval/loss", "reward/mean", "reward/*/mean", "eval/accuracy", "rewards/accuracy",
+    "eval/rewards/accuracy", "rewards/margin", "rewards/chosen", "rewards/rejected", "rewards/error", "steps/accuracy",
+    "eval/steps/accuracy", "distill/divergence", "actor/divergence", "actor/kl", "actor/approx_kl", "actor/entropy",
+    "actor/clip_fraction", "critic/loss", "critic/explained_variance", "rollout/response_length", "rollout/finished",
+    "rollout/logprob_gap", "train/grad_norm", "train/lr", "perf/step_s", "perf/tokens_per_s", "perf/mfu",
+    "perf/memory_gb",
 )  # fmt: skip
 """What the terminal shows without --all."""
 

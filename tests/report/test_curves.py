@@ -100,6 +100,7 @@ def test_better_and_worse():
     assert goal_of("actor/sequence_kl", rl=True, rewarded=False) == "low"
     assert is_main("actor/sequence_kl", rewarded=False) and not is_main("reward/x/std", rewarded=False)
     assert is_main("reward/x/mean") and not is_main("reward/x/std")
+    assert is_main("rewards/chosen") and is_main("rewards/rejected")  # all that kto has of answers that are no pairs
 
 
 def test_stacks_of_long_runs_are_means_that_add_up():
