@@ -60,7 +60,8 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     if not equals or not all(names):
         raise ConfigError(override, why="is not an override", fix="write KEY=VALUE, as in train.steps=10")
     if not text.strip():
-        raise ConfigError(dotted, why="the override has no value", fix=f"write {dotted}=null for none")
+        fix = f"write {dotted}=null for none, or '{dotted}=\"\"' for an empty text"
+        raise ConfigError(dotted, why="the override has no value", fix=fix)
     value = yaml_text.parse(text, dotted, dotted)
     node = raw
     for depth, name in enumerate(names[:-1], start=1):

@@ -24,7 +24,7 @@ CASES = [
     Case("missing batch", "train.global_batch_size", ("is missing",), ("train={steps: 2}",)),
     # Overrides.
     Case("no equals sign", "train.steps", ("write KEY=VALUE",), ("train.steps",)),
-    Case("no value", "data.eval", ("write data.eval=null",), ("data.eval=",)),
+    Case("no value", "data.eval", ("write data.eval=null for none, or 'data.eval=\"\"' for an empty text",), ("data.eval=",)),
     Case("no key", "=3", ("write KEY=VALUE",), ("=3",)),
     Case("below a value", "output_dir", ("needs a mapping",), ("output_dir.x=3",)),
     Case("not yaml in an override", "data.columns", ("not valid YAML",), ("data.columns={a: b",)),
