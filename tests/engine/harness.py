@@ -88,31 +88,29 @@ class World:
         """Runs one case on all ranks. After an error the world is ended and must not be used again."""
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((case.function, case.kwargs, sys.path)))
-        waiting, value, error = dict(zip(self.pipes, range(self.size), strict=True)), None, None
+        waiting, value = dict(zip(self.pipes, range(self.size), strict=True)), None
+        deaths: list[str] = []  # come first: others may hear of one, and fail by it, before it is seen here
+        errors: list[str] = []
         deadline = time.monotonic() + case.timeout_s
         while waiting and (left := deadline - time.monotonic()) > 0:
             for pipe in multiprocessing.connection.wait(list(waiting), timeout=left):
                 rank = waiting.pop(pipe)
-                failure, answer = self._receive(pipe, rank)
-                if failure is not None and error is None:
-                    error = failure
+                try:
+                    error, answer = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    self.processes[rank].join(timeout=5)
+                    deaths.append(f"rank {rank} died with exit code {self.processes[rank].exitcode}")
+                else:
+                    errors += [] if error is None else [error]
+                    value = answer if rank == 0 else value
+                if deaths or errors:
                     deadline = min(deadline, time.monotonic() + OTHERS_GRACE_S)
-                if rank == 0:
-                    value = answer
-        if waiting and error is None:
-            error = f"ranks {sorted(waiting.values())} gave no answer within {case.timeout_s} s"
-        if error is not None:
+        if waiting and not deaths + errors:
+            errors = [f"ranks {sorted(waiting.values())} gave no answer within {case.timeout_s} s"]
+        if deaths + errors:
             self.close()
-            return Result(case, error=error)
+            return Result(case, error=(deaths + errors)[0])
         return Result(case, value=value)
-
-    def _receive(self, pipe, rank: int) -> tuple[str | None, Any]:
-        """(what went wrong or None, the value) from one rank."""
-        try:
-            return pickle.loads(pipe.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            self.processes[rank].join(timeout=5)
-            return f"rank {rank} died with exit code {self.processes[rank].exitcode}", None
 
     @property
     def alive(self) -> bool:
