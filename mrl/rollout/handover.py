@@ -395,7 +395,7 @@ class LinkHandover(Handover):
             for bucket in links.buckets(weights, self._bucket_bytes, link.buffer):
                 if self._device.type == "cuda":
                     # The copies into the bucket are on this thread's stream. Other processes are about to be told to
-                    # read it, and the thread that sends it has another stream.
+                    # read it, and the thread that sends it has the default stream, which may be another.
                     torch.cuda.current_stream(self._device).synchronize()
                 if sent is not None:
                     sent.result()
