@@ -370,11 +370,15 @@ def checkpoint(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]
     def cells(name: str, of: list[dict[str, Any]]) -> list[str]:
         more = [run["more"] for run in of]
         speeds = (side((m["bytes"] / m[key] / 1e9 for m in more), ".2f") for key in ("save_s", "write_s", "load_s"))
-        return [f"{more[0]['bytes'] / 1e9:.1f}", *speeds]
+        held = side((m["held_s"] for m in more), ".2f")
+        return [f"{more[0]['bytes'] / 1e9:.1f}", *speeds, held]
 
     title = f"## Checkpoints: {named(arguments, DENSE_NAME)}, with the optimizer's state; the best of three"
-    header = ["| | GB | save, GB/s | plain write of as much with fsync, GB/s | load, GB/s |", "|---|---|---|---|---|"]
-    return [title, "", *header, *runs.rows(4, cells)]
+    header = [
+        "| | GB | save, GB/s | plain write of as much with fsync, GB/s | load, GB/s | training stands still for a save in the background, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    return [title, "", *header, *runs.rows(5, cells)]
 
 
 def hand_over(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:

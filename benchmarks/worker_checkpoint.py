@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from measure import Meter, read_arguments
-from worker_gpu import mrl_engine, rows_of
+from worker_gpu import begin_save, mrl_engine, rows_of
 
 from mrl.batch import make_batch
 from mrl.check.measure import forward_backward
 from mrl.engine.atomic_checkpoint import step_name
-from mrl.trainers.saves import Saves
 
 PLAIN_STEPS = 3  # timed before the first save
 
@@ -58,17 +57,14 @@ class Trained:
 
     def in_background(self) -> dict[str, Any]:
         root, began = self.root(), time.perf_counter()
-        saves, ended, steps = Saves(self.engine.device), threading.Event(), []
+        ended, steps = threading.Event(), []
         whole: list[float] = []
 
         def then() -> None:
             whole.append(time.perf_counter() - began)
             ended.set()
 
-        saves.begin(
-            str(root), self.step, lambda: self.engine.stage_state({}), backend=self.engine.backend, remote=None,
-            keep=None, then=then,
-        )  # fmt: skip
+        saves = begin_save(self.engine, root, self.step, then)
         held = time.perf_counter() - began
         while not ended.is_set():
             steps.append(self.train())

@@ -9,6 +9,7 @@ import os
 import pathlib
 import shutil
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -216,7 +217,8 @@ def plain_decoder(spec: dict[str, Any], prompts: list[list[int]]) -> Any:
 
 
 def checkpoint(spec: dict[str, Any], out: str) -> None:
-    """Saves of a model that has made a step, each beside a plain write of as many bytes with fsync, and a load."""
+    """Saves of a model that has made a step, at once and in the background, each beside a plain write of as many bytes
+    with fsync; and a load."""
     from mrl.batch import make_batch
     from mrl.check.measure import forward_backward
 
@@ -224,13 +226,17 @@ def checkpoint(spec: dict[str, Any], out: str) -> None:
     engine, rows = mrl_engine(spec), rows_of(spec)[:1]
     forward_backward(engine, make_batch(rows, [[1.0] * len(ids) for ids in rows]))
     engine.optimizer_step()
-    saves, writes, loads, size = [], [], [], 0
+    saves, held, writes, loads, size = [], [], [], [], 0
     for number in range(spec["steps"]):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         synchronize(spec)
         began = time.perf_counter()
-        saved = pathlib.Path(engine.save_checkpoint(str(folder), global_step=number))
+        background = begin_save(engine, folder, 2 * number, then=lambda: None)
+        held.append(time.perf_counter() - began)
+        background.finish()
+        began = time.perf_counter()
+        saved = pathlib.Path(engine.save_checkpoint(str(folder), global_step=2 * number + 1))
         saves.append(time.perf_counter() - began)
         size = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
         writes.append(seconds_to_write(folder / "plain", size))
@@ -239,8 +245,21 @@ def checkpoint(spec: dict[str, Any], out: str) -> None:
         synchronize(spec)
         loads.append(time.perf_counter() - began)
         meter.step()
-    meter.more = {"bytes": size, "save_s": min(saves), "write_s": min(writes), "load_s": min(loads)}
+    meter.more = {
+        "bytes": size, "save_s": min(saves), "held_s": min(held), "write_s": min(writes), "load_s": min(loads)
+    }  # fmt: skip
     meter.write(out)
+
+
+def begin_save(engine: Any, folder: pathlib.Path, step: int, then: Callable[[], None]) -> Any:
+    """Returns as soon as training may go on; `then` is called when the checkpoint is whole."""
+    from mrl.trainers.saves import Saves
+
+    saves = Saves(engine.device)
+    saves.begin(
+        str(folder), step, lambda: engine.stage_state({}), backend=engine.backend, remote=None, keep=None, then=then
+    )  # fmt: skip
+    return saves
 
 
 def seconds_to_write(path: pathlib.Path, size: int) -> float:
