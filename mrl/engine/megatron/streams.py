@@ -56,7 +56,7 @@ def _by_rule(
     """(name in the tables, whole tensor) as `stream` says."""
     of_chunks = [tensors_of(chunk) for chunk in model.chunks]
     owned = [each for each in _owned(model) if buffers or not each.rule.buffer]
-    for rule, whole in _gathered(model, of_chunks, value, owned, dtype):
+    for rule, whole in _whole_tensors(owned, _shards(model, of_chunks, value, owned, dtype)):
         if everywhere:
             # At each rule, and not after all of them: every rank is at the same place of the stream here.
             infos = {name: (shape, _dtype_of(rule, dtype)) for name, shape in zip(rule.hf, rule.hf_shapes, strict=True)}
@@ -106,7 +106,7 @@ def _of_adapters(model: Model, value: Callable[[Tensor], Tensor]) -> Iterator[tu
         if model.config.head == "value" and each.rule.mcore == HEAD:
             rules.append(each.rule)
         owned += [dataclasses.replace(each, rule=rule) for rule in rules]
-    for rule, whole in _gathered(model, of_chunks, value, owned, torch.float32):
+    for rule, whole in _whole_tensors(owned, _shards(model, of_chunks, value, owned, torch.float32)):
         if whole:
             yield rule, whole.pop(rule.hf[0]).cpu()
 
@@ -125,16 +125,9 @@ def _joined(pairs: Iterable[tuple[AdapterRule | Rule, Tensor]]) -> Iterator[tupl
     assert not waiting, f"parts are missing of {sorted(waiting)}"
 
 
-def _gathered(
-    model: Model,
-    of_chunks: Sequence[Mapping[str, Tensor]],
-    value: Callable[[Tensor], Tensor],
-    owned: Sequence[Owned],
-    dtype: torch.dtype,
-) -> Iterator[tuple[Rule, dict[str, Tensor]]]:
+def _whole_tensors(owned: Sequence[Owned], shards: Iterator[Tensor | None]) -> Iterator[tuple[Rule, dict[str, Tensor]]]:
     """Yields each rule and, on rank 0, its whole tensors by name, for the reader to take out: what it leaves is held
-    until the next are there. of_chunks: tensors of this rank's chunks, by name."""
-    shards = _shards(model, of_chunks, value, owned, dtype)
+    until the next are there. shards: those of `_shards`, of the same rules."""
     for each in owned:
         of_rule = itertools.islice(shards, each.rule.degree)
         if dist.get_rank() == 0:
@@ -179,12 +172,12 @@ def _batches(model: Model, owned: Iterable[Owned], dtype: torch.dtype) -> Iterat
         rule = each.rule
         for place, holder in enumerate(_holders(model.dims, each.pp_rank, each.ep_rank, rule.axis, rule.degree)):
             shard = _Shard(each, holder, rule.shape(place), _dtype_of(rule, dtype))
-            bytes = max(math.prod(shard.shape) * shard.dtype.itemsize, SMALLEST)
-            if batch and size + bytes > BATCH_BYTES:
+            taken = max(math.prod(shard.shape) * shard.dtype.itemsize, SMALLEST)
+            if batch and size + taken > BATCH_BYTES:
                 yield batch
                 batch, size = [], 0
             batch.append(shard)
-            size += bytes
+            size += taken
     if batch:
         yield batch
 
@@ -200,7 +193,8 @@ def _shards(
     owned: Sequence[Owned],
     dtype: torch.dtype,
 ) -> Iterator[Tensor | None]:
-    """Yields as many items on each rank: on rank 0 the shards of `owned`, in order, on the engine's device."""
+    """Yields as many items on each rank: on rank 0 the shards of `owned`, in order, on the engine's device. of_chunks:
+    tensors of this rank's chunks, by name."""
     rank, device = dist.get_rank(), platform.device()
     if dist.get_world_size() > 1:
         # NCCL's batches below use the communicator of all ranks, which all have to make together. (A send by itself
