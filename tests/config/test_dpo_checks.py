@@ -39,6 +39,10 @@ REFUSED = [
     ((*KTO, "train.global_batch_size=1"), "train.global_batch_size: value 1 leaves kto's KL no other row"),
     (("data.format=unpaired",), 'data.format: value "unpaired" has no pairs'),
     ((*KTO, "data.format=unpaired", "data.prompt_end=x"), 'data.prompt_end: value "x" is of the format preference'),
+    (
+        (*KTO, 'data.train=[{"path": "a", "format": "unpaired", "prompt_end": "x"}]'),
+        'data.train[0].prompt_end: value "x" is of the format preference, and rows have the format unpaired',
+    ),
     (("data.format=messages",), 'data.format: value "messages" is not one of the choices'),
     (("data.truncation=right",), 'data.truncation: value "right" is not one of the choices'),
     (("loss.type=dpo",), 'loss.type: value "dpo" is given to an unknown key; did you mean loss.name?'),
@@ -99,6 +103,12 @@ def test_null_is_the_number_of_the_losss_row(name):
     assert loss.resolved["sft_weight"] == {"orpo": 1.0}.get(name, 0.0)
     given = made(f"loss.name={name}", "loss.beta=0.7", "loss.sft_weight=0").loss
     assert (given.value("beta"), given.value("sft_weight")) == (0.7, 0.0)
+
+
+def test_whole_texts_may_be_rows_of_one_source():
+    source = '{"path": "a", "format": %s, "prompt_end": "x"}'
+    assert made(f"data.train=[{source % 'null'}]").data.train[0].prompt_end == "x"
+    assert made(*KTO, "data.format=unpaired", f"data.train=[{source % 'preference'}]").data.train[0].prompt_end == "x"
 
 
 def test_which_losses_need_a_reference_and_pairs():

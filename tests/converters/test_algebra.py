@@ -90,6 +90,12 @@ def test_column_row_and_replicated(tp, rows, columns):
         split_and_merge(rule_for("replicated", [shape], tp), numbered([shape]))
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_shards_are_as_many_as_the_axis_has_ranks(count):
+    with pytest.raises(AssertionError, match="shards .*tp of 2"):
+        rule_for("column", [(4, 2)], 2).merge([torch.zeros(2, 2)] * count)
+
+
 @settings(max_examples=200, deadline=None)
 @given(tp=DEGREES, vocab=st.integers(1, 300), multiple=st.sampled_from([1, 2, 16, 128]))
 def test_trap_13_vocab_of_any_size(tp, vocab, multiple):

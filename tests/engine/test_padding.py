@@ -7,7 +7,9 @@ import dataclasses
 
 import pytest
 
-from mrl.config.schema import MoEConfig, MTPConfig
+from mrl.config.schema import EngineConfig, MoEConfig, MTPConfig
+from mrl.engine.checks import Sequences
+from mrl.engine.megatron.checks import MegatronChecks
 from mrl.errors import ConfigError
 from mrl.mcore_models.layout import check_places
 from mrl.parallel import ParallelDims
@@ -72,4 +74,12 @@ SIXTY = {"num_moe_experts": 60, "moe_router_topk": 4}
 def test_places_that_megatron_cannot_fill_are_refused(given, layout, why):
     with pytest.raises(ConfigError, match=why):
         check_places(PLACES | given, SIXTY, ParallelDims(2, **layout))
+
+
+def test_places_that_megatron_can_fill_are_taken_and_others_refused_before_a_model_is_built():
     check_places(PLACES | {"moe_expert_capacity_factor": 14.999}, SIXTY, ParallelDims(2))
+    check_places(PLACES, {}, ParallelDims(2))  # a model without experts
+    experts, spread = tiny.config_of("qwen3_moe").to_dict(), ParallelDims(2, ep=2)
+    sequences = Sequences(8, "data.max_length", packed=True, generated=False)
+    with pytest.raises(ConfigError, match="several replicas"):
+        MegatronChecks.check_model(EngineConfig(megatron=PLACES), spread, experts, sequences)
