@@ -29,6 +29,7 @@ from mrl.parallel import ParallelDims
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.parity import Row
+from tests.tiers import slow_but
 
 from megatron.core.pipeline_parallel import schedules  # isort: skip  after the engine, which prepares its import
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # isort: skip
@@ -188,6 +189,14 @@ def test_trap_29_ranks_draw_dropout_masks_of_their_own(folder, layout):
     for (a, _, outside_a), (b, _, outside_b) in itertools.combinations(ranks, 2):
         alike = all(a[axis] == b[axis] for axis in ("cp_rank", "dp_rank", "pp_rank"))
         assert (outside_a == outside_b) == alike
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", slow_but(["tp2"], ["tp2", "tp2xpp2"]))
+def test_weights_travel_in_batches(folder, layout):
+    run("weights_travel_in_batches", folder("llama"), layout)
 
 
 # -- bfloat16 ----------------------------------------------------------------------------------------------------------

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
+from safetensors.torch import load_file
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
 from mrl.engine.guards import checksum
-from mrl.engine.megatron import optim
+from mrl.engine.megatron import optim, streams
 from mrl.engine.megatron.engine import MegatronEngine
 from tests.engine import tiny
 from tests.engine.contract import assert_equal, loss_fn, make_engine
@@ -201,3 +203,16 @@ def gradients_and_masters_are_fp32(config: RoleConfig) -> None:
 def loss_and_norm(config: RoleConfig) -> list[tuple[float, float]]:
     engine = make_engine(config)
     return [step(engine, seed) for seed in range(2)]
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def weights_travel_in_batches(config: RoleConfig) -> None:
+    """Of three shards each, so that a parameter's shards are not all in one: on rank 0, and sent on to every rank."""
+    engine = make_engine(config)
+    expected = load_file(f"{config.model.path}/model.safetensors")
+    with mock.patch.object(streams, "BATCH_BYTES", 3 * streams.SMALLEST):
+        for everywhere in (False, True):
+            found = dict(engine.hf_weights(everywhere=everywhere))
+            assert_equal(found, expected if everywhere or engine.is_main else {})
