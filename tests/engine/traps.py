@@ -213,6 +213,9 @@ def weights_travel_in_batches(config: RoleConfig) -> None:
     engine = make_engine(config)
     expected = load_file(f"{config.model.path}/model.safetensors")
     with mock.patch.object(streams, "BATCH_BYTES", 3 * streams.SMALLEST):
+        owned = list(streams._owned(engine.model))
+        sizes = [len(batch) for batch in streams._batches(engine.model, owned, torch.float32)]
+        assert len(sizes) > 2 and set(sizes[:-1]) == {3} and sum(sizes) == sum(each.rule.degree for each in owned)
         for everywhere in (False, True):
             found = dict(engine.hf_weights(everywhere=everywhere))
             assert_equal(found, expected if everywhere or engine.is_main else {})

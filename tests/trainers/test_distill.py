@@ -224,6 +224,7 @@ def test_a_cache_of_another_teacher_is_made_anew_and_a_damaged_one_too(places, t
     config = make_config(places, run, teacher={"cache": True}, train={"steps": 1})
     said = run_case(1, CASE, config=config)[2]
     assert "teacher: its log-probs of 10 rows are written to" in said
+    assert "goes on" not in said and "made anew" not in said
     whole, file = numbers(run), run / "teacher" / "log_probs-00000.pt"
 
     def again(config: dict[str, Any]) -> str:
@@ -242,7 +243,8 @@ def test_a_cache_of_another_teacher_is_made_anew_and_a_damaged_one_too(places, t
     assert "are written to" in again(hot) and numbers(run) != whole
     more = make_config(places, run, teacher={"cache": True, "temperature": 2.0}, train={"steps": 1},
                        data={"eval": str(places / "eval.jsonl")})  # fmt: skip
-    assert "teacher: its log-probs of 17 rows are written to" in again(more)
+    said = again(more)
+    assert "teacher: its log-probs of 17 rows are written to" in said and "made anew" not in said
     shutil.copytree(places / "teacher", tmp_path / "trained on")  # files of the same names and sizes
     more["teacher"]["model"]["path"] = str(tmp_path / "trained on")
     assert "are in" in again(more)
