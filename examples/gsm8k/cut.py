@@ -32,6 +32,8 @@ def main(source: str, rows: str, out: pathlib.Path) -> None:
         return len(tokenizer("".join(texts))["input_ids"])
 
     every = [json.loads(line) for line in pathlib.Path(rows).read_text(encoding="utf-8").splitlines()]
+    if len(every) < PROMPTS.stop:
+        sys.exit(f"{rows} has {len(every)} rows, and {PROMPTS.stop} are needed: give GSM8K's train.jsonl")
     worked = [{"prompt": row["question"], "completion": row["answer"].split("####")[0].strip()} for row in every]
     worked.sort(key=lambda row: length(row["prompt"], row["completion"]))
     prompts = sorted(({"prompt": row["question"]} for row in every), key=lambda row: length(row["prompt"]))

@@ -82,7 +82,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
             key,
             Shown(_short(after)),
             f"is not the {_short(before)} that the checkpoint was saved with{rest}",
-            "set the saved values again, or start anew with another output_dir",
+            f"set the saved values again, or start anew with another output_dir than {new['output_dir']}",
         )
     return [Change(key, *pair) for key, pair in differing.items()]
 

@@ -79,7 +79,7 @@ def test_what_breaks_the_run_is_refused(sections, key):
     ) as error:
         check_resume(plain(), plain(**sections))
     assert "\n" not in str(error.value)
-    assert "with another output_dir" in str(error.value) and "never" not in str(error.value)
+    assert "with another output_dir than run" in str(error.value) and "never" not in str(error.value)
 
 
 def test_every_breaking_key_is_named():

@@ -494,7 +494,15 @@ def test_a_cache_without_weights_is_enough_for_a_model_from_scratch_only(hub_cac
     assert hub.model_folder("org/tiny") == "downloaded" and "*.safetensors" in asked[0]["allow_patterns"]
 
 
-@pytest.mark.parametrize("hub_id", ["org/absent", "no such/../name"])
-def test_a_hub_id_that_cannot_be_had_is_named(hub_cache, hub_id):
-    with pytest.raises(ModelError, match=r"^model\.path: value .*cannot be read from the hub"):
-        hub.model_folder(hub_id)
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("org/absent", "is no folder here and cannot be read from the hub"),
+        ("no such name", "is no folder here and cannot be read from the hub"),
+        ("runs/demo/hf", "does not exist; give a"),  # a folder that nothing has made yet is no id, good or bad
+        ("./absent", "does not exist; give a"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_named(hub_cache, path, says):
+    with pytest.raises(ModelError, match=rf"^model\.path: value '{path}' {says}"):
+        hub.model_folder(path)
