@@ -341,6 +341,23 @@ def test_no_rank_holds_a_whole_parameter(folder, family):
     assert made <= largest // 2
 
 
+def bytes_while_streamed(config) -> tuple[int, int]:
+    """(the most bytes that are alive for a stream of the weights, those of the largest tensor in it)."""
+    engine, largest = make_engine(config), 0
+    with PeakBytes() as memory:
+        for _, tensor in engine.hf_weights():
+            largest = max(largest, tensor.nbytes)
+            del tensor
+    return memory.peak, largest
+
+
+def test_weights_are_gathered_in_the_dtype_of_the_files(folder):
+    """Masters are fp32, which would be twice as much to send; what is gathered is there once more as it is given."""
+    config = tiny.role(folder("llama", vocab=512), dtype="bfloat16")
+    peak, largest = run_case(2, "tests.engine.test_fsdp_model:bytes_while_streamed", config=config)
+    assert peak < 2.1 * largest
+
+
 # -- the probe ---------------------------------------------------------------------------------------------------------
 
 

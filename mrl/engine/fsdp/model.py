@@ -251,7 +251,7 @@ class Model:
         for group in self.files.groups():
             tensors = {name: value(parameters[name]).detach() for name in group if name in parameters}
             if self.adapters is None:  # else they are added in fp32
-                tensors = cast(tensors)  # before they travel, which takes half as long
+                tensors = cast(tensors)  # before they travel: half as many bytes
             tensors = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
             if self.adapters is not None:
                 tensors = cast({name: self.adapters.merged(name, whole) for name, whole in tensors.items()})
