@@ -130,7 +130,7 @@ def test_it_trains_and_goes_on_as_its_keys_say(mrl, tmp_path):
     refused = mrl("unlearn", "config.yaml", "train.steps=2", "forget.floor=-5")
     assert refused.returncode == 2 and refused.stderr == (
         "mrl: forget.floor: value -5.0 is not the -6.0 that the checkpoint was saved with; set the saved values again, or start "
-        "anew with another output_dir than run\n"
+        f"anew with another output_dir than {tmp_path / 'run'}\n"
     )
     (tmp_path / "sft.yaml").write_text((tmp_path / "config.yaml").read_text().replace("forget:\n  floor: -6\n", ""))
     other = mrl("sft", "sft.yaml", "train.steps=2")
