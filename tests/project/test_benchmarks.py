@@ -1,4 +1,5 @@
-"""`make bench-gpu` runs as a whole where there is no GPU: a fault in it is not found first on one."""
+"""What `make bench-gpu` measures is measured on a CPU, but for the hand-over, which needs a server: a fault in it is not found
+first on a GPU."""
 
 from __future__ import annotations
 

@@ -237,6 +237,8 @@ def test_a_run_whose_server_dies_saves_what_it_trained(places, tmp_path, server)
         assert ended == "ServerError" and "HTTP 400: no memory left" in said and "\n" not in said
         saved = tmp_path / "run" / "checkpoints" / f"step_0000000{of}"
         assert said.endswith(f"; steps 1 to {of} are saved in {saved}"), said
+        logged, rows = (test_distill.tiny_runs.steps(tmp_path / run) for run in ("run", "whole"))
+        assert [row["train/loss"] for row in logged] == [row["train/loss"] for row in rows[: int(of)]]
         server.left = left
     assert run_case(1, test_distill.CASE, config=broken)[:2] == ("done", "")
     assert test_distill.tiny_runs.steps(tmp_path / "run") == test_distill.tiny_runs.steps(tmp_path / "whole")
