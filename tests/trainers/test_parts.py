@@ -15,11 +15,10 @@ import torch
 from mrl.config.load import from_dict, load_config
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
-from mrl.converters import hub
 from mrl.data.prompts import Prompt
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.lora.shapes import AdapterShape
-from mrl.errors import CheckpointError, ConfigError, ModelError
+from mrl.errors import CheckpointError, ConfigError
 from mrl.rewards.scorer import Scores
 from mrl.rollout.base import Trajectory
 from mrl.trainers import console, sft, throughput, waits
@@ -447,62 +446,3 @@ def test_config_yaml_has_the_git_state(tmp_path, monkeypatch):
     assert f"# git: {commit}, clean\n" in (tmp_path / "config.yaml").read_text()
     RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml")
     assert f"# git: {commit}, 1 files changed since\n" in (tmp_path / "config.yaml").read_text()
-
-
-# ------------------------------------------------------------------------------------------------------ the model's folder
-
-
-def make_cache(root: pathlib.Path, *files: str) -> pathlib.Path:
-    """A hub cache that holds `files` of org/tiny."""
-    repo = root / "models--org--tiny"
-    (repo / "refs").mkdir(parents=True)
-    (repo / "refs" / "main").write_text("abc")
-    folder = repo / "snapshots" / "abc"
-    folder.mkdir(parents=True)
-    for name in files:
-        (folder / name).write_text("{}")
-    return folder
-
-
-@pytest.fixture
-def hub_cache(tmp_path, monkeypatch):
-    """An empty cache, and a hub that may not be asked."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def test_a_folder_is_itself(tmp_path):
-    assert hub.model_folder(str(tmp_path)) == str(tmp_path)
-
-
-def test_a_cached_hub_id_is_its_folder(hub_cache):
-    folder = make_cache(hub_cache, "config.json", "tokenizer.json", "model.safetensors")
-    assert hub.model_folder("org/tiny") == str(folder)
-
-
-def test_a_cache_without_weights_is_enough_for_a_model_from_scratch_only(hub_cache, monkeypatch):
-    folder, asked = make_cache(hub_cache, "config.json", "tokenizer.json"), []
-    assert hub.model_folder("org/tiny", weights=False) == str(folder)
-
-    def snapshot_download(hub_id, download=hub.huggingface_hub.snapshot_download, **options):
-        return download(hub_id, **options) if options.get("local_files_only") else asked.append(options) or "downloaded"
-
-    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(hub.huggingface_hub, "get_hf_file_metadata", lambda url, timeout: None)  # the hub is there
-    assert hub.model_folder("org/tiny") == "downloaded" and "*.safetensors" in asked[0]["allow_patterns"]
-
-
-@pytest.mark.parametrize(
-    ("path", "says"),
-    [
-        ("org/absent", "is no folder here and cannot be read from the hub"),
-        ("no such name", "is no folder here and cannot be read from the hub"),
-        ("runs/demo/hf", "does not exist; give a"),  # a folder that nothing has made yet is no id, good or bad
-        ("./absent", "does not exist; give a"),
-    ],
-)
-def test_a_model_that_cannot_be_had_is_named(hub_cache, path, says):
-    with pytest.raises(ModelError, match=rf"^model\.path: value '{path}' {says}"):
-        hub.model_folder(path)
