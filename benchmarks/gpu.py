@@ -132,6 +132,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="runs of each subject")
     parser.add_argument("--steps", type=int, default=12, help="of a run")
     parser.add_argument("--warmup", type=int, default=4, help="of which so many are not counted")
+    parser.add_argument("--limit", type=float, help="seconds of a subject's run, which then counts as failed")
     parser.add_argument(
         "--folder", type=pathlib.Path, help="where models and checkpoints are put meanwhile; it needs 40 GB"
     )
@@ -216,12 +217,15 @@ def take_turns(
             full["gradients"] = str(folder / f"{chosen.index(subject)}.safetensors")
             print(f"{spec['what']}, round {number + 1}: {subject.name}", file=sys.stderr)
             try:
-                [run] = measure.run_worker(sys.executable, "worker_gpu.py", full, nproc=1, folder=folder)
+                [run] = measure.run_worker(
+                    sys.executable, "worker_gpu.py", full, nproc=1, folder=folder, limit_s=arguments.limit
+                )
             except SystemExit as error:
                 found.failed[subject.name] = last_line(str(error))
                 print(error, file=sys.stderr)
             else:
                 found.of[subject.name].append(run)
+                print(f"    seconds a step: {' '.join(f'{w:.2f}' for w in run['wall'])}", file=sys.stderr)
     return found
 
 
@@ -343,22 +347,24 @@ def peak_flops() -> float | None:
 def decoding(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
     vocabulary = make_model(folder, DENSE, arguments)
     prompt, new = size_of(arguments, 128, 8), size_of(arguments, 256, 8)
-    lines = [
-        f"## Decoding: {named(arguments, DENSE_NAME)}, {new} tokens after {prompt}; new tokens a second of all sequences"
+    counts = [1, 8, 64]
+    spec = {
+        "what": "decoding", "vocabulary": vocabulary, "row": prompt + new, "rows": max(counts), "prompt": prompt,
+        "new_tokens": new, "at_once": counts, "micro_tokens": prompt + new, "steps": 3,
+    }  # fmt: skip
+    runs = take_turns(DRAWN, spec, folder, arguments, arguments.rounds)
+
+    def cells(name: str, of: list[dict[str, Any]]) -> list[str]:
+        speeds = [side((run["more"][f"tokens_s_{n}"] for run in of), ",.0f") for n in counts]
+        return [*speeds, side((run["more"]["peak_gb"] for run in of), ".1f")]
+
+    return [
+        f"## Decoding: {named(arguments, DENSE_NAME)}, {new} tokens after {prompt}; new tokens a second of all sequences",
+        "",
+        f"| | {' | '.join(f'{n} at once' for n in counts)} | peak GB |",
+        "|---|" + "---|" * (len(counts) + 1),
+        *runs.rows(len(counts) + 1, cells),
     ]
-    for at_once in (1, 8, 64):
-        spec = {
-            "what": "decoding", "vocabulary": vocabulary, "row": prompt + new, "rows": at_once, "prompt": prompt,
-            "new_tokens": new, "at_once": at_once, "micro_tokens": prompt + new, "steps": 3,
-        }  # fmt: skip
-        runs = take_turns(DRAWN, spec, folder, arguments, arguments.rounds)
-
-        def cells(name: str, of: list[dict[str, Any]], at_once=at_once) -> list[str]:
-            speeds = [at_once * new / statistics.median(run["wall"][1:]) for run in of]
-            return [side(speeds, ",.1f"), side((run["more"]["peak_gb"] for run in of), ".1f")]
-
-        lines += ["", f"| {at_once} at once | tokens/s | peak GB |", "|---|---|---|", *runs.rows(2, cells)]
-    return lines
 
 
 def checkpoint(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:

@@ -106,8 +106,19 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def run_worker(python: str, script: str, spec: Mapping[str, Any], *, nproc: int, folder: pathlib.Path) -> list[dict]:
-    """Runs `script` in `nproc` fresh processes and returns what each of their meters wrote."""
+def run_worker(
+    python: str,
+    script: str,
+    spec: Mapping[str, Any],
+    *,
+    nproc: int,
+    folder: pathlib.Path,
+    limit_s: float | None = None,
+) -> list[dict]:
+    """Runs `script` in `nproc` fresh processes and returns what each of their meters wrote.
+
+    Raises SystemExit where one fails or, with limit_s, they take longer.
+    """
     spec_path = folder / "spec.json"
     spec_path.write_text(json.dumps(dict(spec)), encoding="utf-8")
     outputs = [folder / f"out.{rank}.json" for rank in range(nproc)]
@@ -121,7 +132,13 @@ def run_worker(python: str, script: str, spec: Mapping[str, Any], *, nproc: int,
         command = [python, str(HERE / script), str(spec_path), str(out)]
         processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder))
         log.close()
-    codes = [process.wait() for process in processes]
+    try:
+        codes = [process.wait(limit_s) for process in processes]
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.kill()
+            process.wait()
+        raise SystemExit(f"{script}: longer than {limit_s:.0f} s") from None
     if any(codes):
         rank = next(r for r, code in enumerate(codes) if code)
         raise SystemExit(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -165,50 +166,54 @@ def plain_training(spec: dict[str, Any], meter: Meter) -> None:
 
 
 def decoding(spec: dict[str, Any], out: str) -> None:
-    """Rounds of `at_once` completions of `new_tokens` after prompts of `prompt` tokens, none of which ends before."""
-    meter = Meter()
-    prompts = [ids[: spec["prompt"]] for ids in rows_of(spec)][: spec["at_once"]]
-    draw = (plain_decoder if spec["subject"]["kind"] == "plain" else mrl_decoder)(spec, prompts)
-    for _ in range(spec["steps"]):
-        meter.mark()
-        draw()
-        synchronize(spec)
-        meter.step()
-    meter.more = {"peak_gb": peak_gb(spec)}
+    """Rounds of `new_tokens` after prompts of `prompt` tokens, none of which ends before, for each number of `at_once`."""
+    meter, new = Meter(), spec["new_tokens"]
+    prompts = [ids[: spec["prompt"]] for ids in rows_of(spec)]
+    draw = (plain_decoder if spec["subject"]["kind"] == "plain" else mrl_decoder)(spec)
+    for at_once in spec["at_once"]:
+        seconds = []
+        for _ in range(spec["steps"]):
+            meter.mark()
+            draw(prompts[:at_once])
+            synchronize(spec)
+            meter.step()
+            seconds.append(meter.wall[-1])
+        meter.more[f"tokens_s_{at_once}"] = at_once * new / statistics.median(seconds[1:])
+    meter.more["peak_gb"] = peak_gb(spec)
     meter.write(out)
 
 
-def mrl_decoder(spec: dict[str, Any], prompts: list[list[int]]) -> Any:
+def mrl_decoder(spec: dict[str, Any]) -> Callable[[list[list[int]]], None]:
     from mrl.engine.base import GenerateRequest
     from mrl.engine.sampling import SamplingKey, SamplingParams
 
     engine, new = mrl_engine(spec), spec["new_tokens"]
-    requests = [
-        GenerateRequest(
-            tokens=prompt, max_new_tokens=new, stop_tokens=(), sampling=SamplingParams(), key=SamplingKey(seed=0, prompt=i, sample=0)
-        )
-        for i, prompt in enumerate(prompts)
-    ]  # fmt: skip
-
     graphs = {"cuda_graphs": True} if spec["subject"].get("cuda_graphs") else {}
 
-    def draw() -> None:
+    def draw(prompts: list[list[int]]) -> None:
+        requests = [
+            GenerateRequest(
+                tokens=prompt, max_new_tokens=new, stop_tokens=(), sampling=SamplingParams(), key=SamplingKey(seed=0, prompt=i, sample=0)
+            )
+            for i, prompt in enumerate(prompts)
+        ]  # fmt: skip
         drawn = engine.generate(requests, cache_tokens=len(prompts) * (spec["prompt"] + new + 1), **graphs)
         assert all(len(one.tokens) == new for one in drawn)
 
     return draw
 
 
-def plain_decoder(spec: dict[str, Any], prompts: list[list[int]]) -> Any:
+def plain_decoder(spec: dict[str, Any]) -> Callable[[list[list[int]]], None]:
     from transformers import AutoModelForCausalLM
 
     folder, device = pathlib.Path(spec["folder"]) / "model", device_of(spec)
     dtype = DTYPES[spec["subject"]["dtype"]]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
-    tokens, new = torch.tensor(prompts, device=device), spec["new_tokens"]
+    new = spec["new_tokens"]
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": new, "min_new_tokens": new, "eos_token_id": None}
 
-    def draw() -> None:
+    def draw(prompts: list[list[int]]) -> None:
+        tokens = torch.tensor(prompts, device=device)
         with torch.inference_mode():
             drawn = model.generate(tokens, attention_mask=torch.ones_like(tokens), pad_token_id=0, **options)
         assert drawn.shape[1] == tokens.shape[1] + new

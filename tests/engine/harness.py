@@ -5,6 +5,9 @@ A case is "package.module:function" with keyword arguments. Every rank of a worl
 process group initialised, RANK, WORLD_SIZE and so on set, and the import path of the test's process; rank 0's return value comes back (pickled). A case
 that fails on any rank, crashes or takes too long ends its world, and the next case gets a new one.
 
+Worlds of device "cuda" have NCCL beside gloo, and all ranks on the one GPU 0, which NCCL refuses but for processes of several
+machines: each rank says that it is a machine (NCCL_HOSTID), and NCCL talks over TCP. Numbers are those of GPUs; speeds are not.
+
     results = run_world(2, [Case("tests.engine.cases:loss", {"family": "llama"})])
     results[0].get()        # rank 0's value, or an AssertionError with the first failing rank's traceback
 """
@@ -66,18 +69,18 @@ class Result:
 
 
 class World:
-    """`size` processes with a gloo process group, waiting for cases."""
+    """`size` processes with a gloo process group, with NCCL too on a GPU, waiting for cases."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str = "cpu") -> None:
         self.size = size
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOAD))
+        context.set_forkserver_preload(list(PRELOAD) if device == "cpu" else ["torch"])  # not TE: see `_serve`
         self.folder = tempfile.TemporaryDirectory(prefix="world")
         self.pipes, self.processes = [], []
         port = _free_port()
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (rank, size, port, os.path.join(self.folder.name, "store"), theirs)
+            arguments = (rank, size, port, os.path.join(self.folder.name, "store"), device, theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank} of {size}")
             process.start()
             theirs.close()
@@ -132,31 +135,31 @@ class World:
         self.folder.cleanup()
 
 
-_worlds: dict[int, World] = {}
-"""Size -> world; the one that was used last comes last."""
+_worlds: dict[tuple[int, str], World] = {}
+"""(size, device) -> world; the one that was used last comes last."""
 
 
-def run_world(world_size: int, cases: Sequence[Case]) -> list[Result]:
+def run_world(world_size: int, cases: Sequence[Case], device: str = "cpu") -> list[Result]:
     """Runs the cases in order in the world of that size, which is started where it is not up."""
-    results = []
+    results, key = [], (world_size, device)
     for case in cases:
-        world = _worlds.pop(world_size, None)
+        world = _worlds.pop(key, None)
         if world is not None and not world.alive:
             world.close()
             world = None
-        _worlds[world_size] = world or World(world_size)
-        results.append(_worlds[world_size].run(case))
+        _worlds[key] = world or World(world_size, device)
+        results.append(_worlds[key].run(case))
         _make_room()
     return results
 
 
 def _make_room() -> None:
-    """Ends worlds until the rest hold no more than they may: the one that was used longest ago first."""
-    held = {size: world.memory() for size, world in _worlds.items()}
-    for size in list(_worlds):
+    """Ends worlds until the rest hold no more than they may: the one that was used longest ago first. CUDA's part is not counted."""
+    held = {key: world.memory() for key, world in _worlds.items() if key[1] == "cpu"}
+    for key in list(held):
         if sum(held.values()) > MOST_BYTES:
-            del held[size]
-            _worlds.pop(size).close()
+            del held[key]
+            _worlds.pop(key).close()
 
 
 def run_case(world_size: int, function: str, *, timeout_s: float = 180.0, **kwargs: Any) -> Any:
@@ -178,19 +181,29 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _serve(rank: int, size: int, port: int, store: str, pipe) -> None:
+def _serve(rank: int, size: int, port: int, store: str, device: str, pipe) -> None:
     """A worker: joins the process group, then answers cases until the pipe closes."""
     import torch
     import torch.distributed as dist
 
     from mrl.engine.gloo import share_device
+    from mrl.mcore_models import platform
 
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    if device == "cuda":
+        platform.hide_what_does_not_load()  # as an engine does, before anything imports transformer-engine
+    ranks: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    backend = "gloo"
+    if device == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        ranks |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        ranks |= {"NCCL_NET": "Socket", "NCCL_MNNVL_ENABLE": 0, "CUDA_DEVICE_MAX_CONNECTIONS": 1}
     os.environ.update({k: str(v) for k, v in ranks.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     torch.set_num_threads(1)
     timeout = timedelta(seconds=120)
     share_device()
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group(backend, store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
     while True:
         try:
             function, kwargs, sys.path[:] = pickle.loads(pipe.recv_bytes())

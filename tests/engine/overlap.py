@@ -16,6 +16,7 @@ from mrl.engine.requests import GenerateRequest
 from tests.engine import tiny
 from tests.engine.lora import make_engine
 
+OFF = {"overlap_grad_reduce": False, "overlap_param_gather": False}  # which a GPU has on by default
 KEYS = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 2000}  # several buckets
 LAST = PLAIN_CTX | {"last": True}
 
@@ -24,9 +25,8 @@ def compare(config: RoleConfig) -> dict[str, Any]:
     """Returns what differs between the two, and how often a reduction began within a backward pass."""
     # a norm sums the squares of other shards; below it, what is reduced is the same to the bit
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, clip_grad=1e9))
-    plain, _ = _run(config)
-    engine = dataclasses.replace(config.engine, megatron=KEYS)
-    found, begun = _run(dataclasses.replace(config, engine=engine))
+    plain, _ = _run(with_keys(config, OFF))
+    found, begun = _run(with_keys(config, KEYS))
     for name in plain:
         assert found[name].keys() == plain[name].keys()
     differ = {
@@ -34,6 +34,10 @@ def compare(config: RoleConfig) -> dict[str, Any]:
         for name in plain
     }
     return differ | begun
+
+
+def with_keys(config: RoleConfig, keys: dict[str, Any]) -> RoleConfig:
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, megatron=keys))
 
 
 def _run(config: RoleConfig) -> tuple[dict[str, dict[Any, Tensor]], dict[str, int]]:

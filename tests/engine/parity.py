@@ -220,9 +220,10 @@ class Outcome:
 
 
 class Table:
-    """Runs rows; models and references are made once each, in a folder of its own."""
+    """Runs rows; models and references are made once each, in a folder of its own. device: of the worlds."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._folder = tempfile.TemporaryDirectory(prefix="parity")
 
     def run(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Outcome | str]]:
@@ -232,8 +233,8 @@ class Table:
             available(row.backend)
             arguments = {"row": row, "folder": self.model(row.model), "reference": self.reference(row)}
             timeout_s = 900 if row.fsdp.compile else 180
-            case = Case(MEASURE, arguments | {"adapter": self.adapter(row)}, timeout_s=timeout_s)
-            result = run_world(row.world_size, [case])[0]
+            arguments |= {"adapter": self.adapter(row), "device": self._device}
+            result = run_world(row.world_size, [Case(MEASURE, arguments, timeout_s)], self._device)[0]
             if result.error is not None:
                 yield row, result.error
             else:
@@ -269,11 +270,11 @@ class Table:
 # -- in a world of processes -------------------------------------------------------------------------------------------
 
 
-def measure(row: Row, folder: str, reference: str, adapter: str | None) -> Outcome | None:
+def measure(row: Row, folder: str, reference: str, adapter: str | None, device: str = "cpu") -> Outcome | None:
     """Three optimizer steps of an engine on the row's batch, against the reference; the outcome on rank 0."""
     known = torch.load(reference, weights_only=False)
     batch, expected = known["batch"], known["reference"]
-    engine = build_engine(config_of(row, folder))
+    engine = build_engine(config_of(row, folder, device))
     engine.init_model()
     if adapter is not None:
         engine.load_adapter(adapter)
@@ -306,9 +307,9 @@ def batch_of(row: Row) -> Batch:
     return dataclasses.replace(batch, loss_mask=only).with_denominators()
 
 
-def config_of(row: Row, folder: str):
+def config_of(row: Row, folder: str, device: str = "cpu"):
     return tiny.role(
-        folder, backend=row.backend, packing=row.packing, size=row.size, tokens=row.tokens, parallel=row.parallel,
+        folder, device=device, backend=row.backend, packing=row.packing, size=row.size, tokens=row.tokens, parallel=row.parallel,
         recompute=row.recompute, recompute_every=row.recompute_every, fsdp=row.fsdp, head=row.head, model={"lora": lora_of(row)},
     )  # fmt: skip
 
@@ -387,12 +388,14 @@ def line(row: Row, outcome: Outcome | str) -> str:
 def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="engines against Hugging Face, layout by layout, in fp32")
     parser.add_argument("--only", default="", help="rows whose text contains this")
-    wanted = parser.parse_args(arguments).only
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: all ranks on one GPU")
+    options = parser.parse_args(arguments)
+    wanted = options.only
     from tests.engine import parity_rows as rows
 
     failed = 0
     print(HEADER)
-    for row, outcome in Table().run(
+    for row, outcome in Table(options.device).run(
         [
             row
             for row in (

@@ -2,7 +2,8 @@
 
     python -m tests.gpu [--only WORDS] [--jobs N] [--limit SECONDS] [--out FILE.json]
 
-Exit code 1 where one failed. --only: cases whose names have each of these words, or with `,` between them each of those.
+Exit code 1 where one failed. --only: cases whose names have each of these words and none behind a `!`; or, with `,` between them,
+each of those. Cases of several ranks, as `2 ranks`, share the GPU (tests/engine/harness.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main() -> int:
 
     has_te = importlib.util.find_spec("transformer_engine") is not None
     sets = [part.split() for part in arguments.only.split(",")]
-    named = [c for c in CASES if any(all(word in c.name for word in words) for words in sets)]
+    named = [c for c in CASES if any(all(has(c.name, word) for word in words) for words in sets)]
     chosen = [c.name for c in named if has_te or not c.needs_te]
     if not chosen or arguments.jobs < 1:
         parser.error(
@@ -52,6 +53,10 @@ def main() -> int:
     wrong = [name for name, result in found.items() if result["problems"]]
     print(f"{len(wrong)} of {len(found)} failed, {time.monotonic() - began:.0f} s")
     return 1 if wrong else 0
+
+
+def has(name: str, word: str) -> bool:
+    return word[1:] not in name if word.startswith("!") else word in name
 
 
 def run_all(names: list[str], arguments: argparse.Namespace) -> Results:

@@ -135,5 +135,41 @@ WAITS = [
     for family in ("qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "mistral")
     for spec in ("te", "local")
 ]
-CASES = [*BF16, *KEYS, *WAITS, *DECODED, *SAME, *OF_ENGINE, *FP32]
+SPLIT = [
+    ("tp2", 2, {"tp": 2}), ("tp2 without sp", 2, {"tp": 2, "sp": False}), ("pp2", 2, {"pp": 2}), ("pp2 vpp2", 2, {"pp": 2, "vpp": 2}),
+    ("cp2", 2, {"cp": 2}), ("dp2", 2, {}), ("tp2 pp2", 4, {"tp": 2, "pp": 2}), ("tp2 dp2", 4, {"tp": 2}),
+]  # fmt: skip
+SPLIT_EXPERTS = [
+    ("ep2", 2, {"ep": 2}), ("tp2 ep2", 2, {"tp": 2, "ep": 2}), ("pp2 ep2", 4, {"pp": 2, "ep": 2}), ("tp2 etp1 ep2 dp2", 4, {"tp": 2, "ep": 2}),
+]  # fmt: skip
+
+
+def split(layout: tuple[str, int, dict[str, Any]], family: str, **options: Any) -> Case:
+    name, ranks, parallel = layout
+    return numbers(family, f"{name}, {ranks} ranks", ranks=ranks, parallel=parallel, **options)
+
+
+LOCAL_FP32 = {"dtype": "float32", "layer_spec": "local"}
+OF_RANKS = [
+    *(Case(f"link {way}, 2 ranks", "link", {"way": way, "ranks": 2}) for way in ("broadcast", "ipc")),
+    *(
+        Case(f"overlapped {family} {name}, {ranks} ranks", "overlapped", {"family": family, "dtype": "float32", "layer_spec": "local", "ranks": ranks, "parallel": parallel})
+        for family, (name, ranks, parallel) in (("qwen3", SPLIT[5]), ("qwen3", ("pp2 dp2", 4, {"pp": 2})), ("deepseek_v3", SPLIT_EXPERTS[0]))
+    ),
+    *(split(layout, "qwen3", **kind) for layout in SPLIT for kind in (LOCAL_FP32, TE_BF16)),
+    *(split(layout, "qwen3_moe", **kind) for layout in SPLIT_EXPERTS for kind in (LOCAL_FP32, TE_BF16)),
+    *(split(layout, "deepseek_v3", **TE_BF16) for layout in (SPLIT[0], SPLIT[2], SPLIT[4], SPLIT_EXPERTS[0])),
+    *(split(layout, "gpt_oss", **kind) for layout in (SPLIT[4], SPLIT_EXPERTS[0]) for kind in (LOCAL_FP32, TE_BF16)),
+    split(SPLIT[4], "mistral", **TE_BF16),
+    *(split(("dp2", 2, {}), family, dtype="float32", backend="fsdp") for family in ("qwen3", "qwen3_moe")),
+    split(("cp2", 2, {"cp": 2}), "qwen3", dtype="float32", backend="fsdp"),
+    *(
+        of_engine(name, "qwen3", "float32", *more, ranks=2, layer_spec="local", parallel=parallel)
+        for name, more in (("resume_is_bitwise", ("path",)), ("export_is_what_was_trained", ("path",)), ("samples_as_hugging_face", ("expected",)), ("guards_find_nothing_on_a_right_step", ()), ("offloaded_state_gives_the_same_numbers", ()))
+        for parallel in ({"tp": 2}, {"pp": 2}, {})
+    ),
+    of_engine("samples_as_hugging_face", "qwen3_moe", "float32", "expected", ranks=2, layer_spec="local", parallel={"ep": 2}),
+    of_engine("resume_is_bitwise", "qwen3", "float32", "path", ranks=2, backend="fsdp"),
+]  # fmt: skip
+CASES = [*BF16, *KEYS, *WAITS, *DECODED, *SAME, *OF_ENGINE, *FP32, *OF_RANKS]
 assert len({case.name for case in CASES}) == len(CASES)

@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import os
 import tempfile
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -16,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
 from mrl.check import reference
 from mrl.config.schema import FSDPConfig, LoraConfig, OptimizerConfig, RoleConfig
+from mrl.engine import links
 from mrl.engine.registry import build_engine
 from tests.engine import contract, generation, tiny
+from tests.engine.harness import Case, run_world
 from tests.gpu import models
 
 DEVICE = os.environ.get("MRL_GPU_TESTS_ON", "cuda")
@@ -80,12 +84,14 @@ class Step:
 
 
 def step_of(engine: Any, batch: Batch) -> Step:
+    """Log-probs and gradients are of the main process alone."""
     engine.optimizer_zero_grad()
     share = engine.shard_data(batch)
     with engine.train_mode():
         predictions, loss, _ = engine.forward_backward_step(share, {"temperature": 1.0, "last": True})
-    found = engine.unshard_data({"log_probs": predictions["log_probs"]}, batch)["log_probs"].cpu()
-    return Step(loss, found * batch.loss_mask, {n: g.float().cpu() for n, g in engine.hf_gradients()})
+    found = engine.unshard_data({"log_probs": predictions["log_probs"]}, batch)["log_probs"]
+    gradients = {n: g.float().cpu() for n, g in engine.hf_gradients()}
+    return Step(loss, found.cpu() * batch.loss_mask if engine.is_main else torch.empty(0), gradients)
 
 
 @functools.cache
@@ -128,20 +134,31 @@ def errors(found: Step, of: Step) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def numbers(family: str, dtype: str, *, at_most: float = TIMES_THE_NOISE, **options: Any) -> dict[str, Any]:
+def in_ranks(ranks: int, function: str, **arguments: Any) -> Any:
+    """Returns what "module:function" gives on the first of `ranks` processes, which share the GPU (tests/engine/harness.py)."""
+    return run_world(ranks, [Case(function, arguments, timeout_s=150.0)], DEVICE)[0].get()
+
+
+def numbers(
+    family: str, dtype: str, *, at_most: float = TIMES_THE_NOISE, ranks: int = 1, **options: Any
+) -> dict[str, Any]:
     """A step's loss, log-probs and gradients against transformers in fp32; then two optimizer steps, after which the loss is lower."""
+    if ranks > 1:
+        return in_ranks(ranks, "tests.gpu.measures:numbers", family=family, dtype=dtype, at_most=at_most, **options)
     config = role(family, dtype=dtype, **options)
     engine, adapter = built(config), None
     if config.model.lora is not None:
         adapter = tiny.make_adapter(tempfile.mkdtemp(), folder_of(family), config.model.lora)
         engine.load_adapter(adapter)
     first = step_of(engine, batch_of())
-    found = errors(first, expected(family, adapter=adapter)) | {"spec": getattr(engine.model, "spec", None)}
     for _ in range(2):
         norm = engine.optimizer_step()
         assert norm.skipped is None, norm.skipped
         engine.lr_scheduler_step()
         later = step_of(engine, batch_of())
+    if not engine.is_main:
+        return {}
+    found = errors(first, expected(family, adapter=adapter)) | {"spec": getattr(engine.model, "spec", None)}
     found["later"] = later.loss - first.loss
     problems = [] if later.loss < first.loss else [f"the loss rose by {later.loss - first.loss:.2e}"]
     in_tf32 = options.get("layer_spec") == "te"  # of products in fp32
@@ -194,7 +211,9 @@ def same_as_without(
     }
 
 
-def case(name: str, family: str, dtype: str, *, arguments: tuple[str, ...] = (), **options: Any) -> dict[str, Any]:
+def case(
+    name: str, family: str, dtype: str, *, arguments: tuple[str, ...] = (), ranks: int = 1, **options: Any
+) -> dict[str, Any]:
     """A case of tests/engine (contract.py, generation.py) with an engine on the GPU. arguments: "path", "model", of the function beside
     the config."""
     function = getattr(contract, name, None) or getattr(generation, name)
@@ -205,9 +224,75 @@ def case(name: str, family: str, dtype: str, *, arguments: tuple[str, ...] = (),
         "model": lambda: folder,
         "expected": lambda: generation.hugging_face(folder, generation.sampled_requests()),
     }
-    assert len(inspect.signature(function).parameters) == 1 + len(arguments)
-    found = function(config, *(known[a]() for a in arguments))
+    names = list(inspect.signature(function).parameters)
+    given = dict(zip(names, [config, *(known[a]() for a in arguments)], strict=True))
+    found = function(**given) if ranks == 1 else in_ranks(ranks, f"{function.__module__}:{name}", **given)
     return {"returned": found if isinstance(found, (bool, int, float)) else None, "problems": []}
+
+
+def overlapped(family: str, dtype: str, *, ranks: int, **options: Any) -> dict[str, Any]:
+    """Steps with `overlap_grad_reduce` and `overlap_param_gather` against steps without (tests/engine/overlap.py)."""
+    found = in_ranks(ranks, "tests.engine.overlap:compare", config=role(family, dtype=dtype, **options))
+    differ = [
+        f"{what} differ by {found[what]:.1e}"
+        for what, bound in (("norms", 1e-4), ("others", 0.0))
+        if not found[what] <= bound
+    ]
+    return found | {"problems": differ + [f"nothing was {what}" for what in ("reduced", "gathered") if not found[what]]}
+
+
+def link(way: str, *, mib: int = 1024, ranks: int = 1) -> dict[str, Any]:
+    """Weights from one process to another, as to a rollout server's (mrl/engine/links.py): every byte, and how fast."""
+    if ranks > 1:
+        found = in_ranks(ranks, "tests.gpu.measures:link", way=way, mib=mib)
+        return found | {"problems": [f"{found['wrong']} came as others"] if found["wrong"] else []}
+    device = torch.device(DEVICE)
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = [3, 1, 2**16 + 1, *[2**24] * (mib // 32), 5]
+    weights = [(f"w{i}", torch.randn(n, generator=generator, device=device).bfloat16()) for i, n in enumerate(sizes)]
+    return _sent(way, weights) if dist.get_rank() == 0 else _received(weights)
+
+
+def _sent(way: str, weights: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    device = weights[0][1].device
+    given = links.SharedMemoryLink(device, 1)
+    if way == "broadcast":
+        given = links.BroadcastLink(device, "127.0.0.1", [1], timeout_s=60)
+    _told(given.offers()[0], by=0)
+    given.connect(lambda: False)
+    seconds, wrong = 0.0, []
+    for _ in range(2):  # the first makes NCCL's connections, and maps the buffers
+        began = time.perf_counter()
+        for bucket in links.buckets(iter(weights), 2**28, given.buffer):
+            if device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            _told(given.describe(bucket)[0], by=0)
+            given.send(bucket, lambda: False)
+            _told(None, by=1)  # it has the bucket
+        seconds = time.perf_counter() - began
+        _told(None, by=0)
+        wrong += _told(None, by=1)
+    given.close()
+    return {"gb_s": sum(w.nbytes for _, w in weights) / seconds / 1e9, "wrong": wrong}
+
+
+def _received(weights: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    end = links.make_end(_told(None, by=0), 0)
+    for _ in range(2):
+        came: list[tuple[str, torch.Tensor]] = []
+        while update := _told(None, by=0):
+            came += links.unpack(update, end.receive(update, weights[0][1].device))
+            _told(None, by=1)
+        pairs = zip(weights, came, strict=True)
+        _told([name for (name, w), (other, c) in pairs if name != other or not torch.equal(w, c)], by=1)
+    end.close()
+    return {}
+
+
+def _told(what: Any, *, by: int) -> Any:
+    said = [what]
+    dist.broadcast_object_list(said, src=by)
+    return said[0]
 
 
 def waits(family: str, dtype: str, **options: Any) -> dict[str, Any]:
