@@ -89,6 +89,8 @@ TRAINED = [
     Subject("mrl, fsdp", mrl("fsdp")),
     Subject("mrl, fsdp, compiled", mrl("fsdp", compile=True)),
 ]
+ONE_BY_ONE = Subject("transformers, SDPA, experts one by one", TRAINED[0].settings | {"experts": "eager"})
+"""Its default, `grouped_mm`, multiplies in the weights' fp32 under autocast; this way it does in bfloat16."""
 DRAWN = [
     Subject("transformers, SDPA", {"kind": "plain", "dtype": "bfloat16"}),
     Subject("mrl, TE's layers", mrl(layer_spec="te"), needs=TE),
@@ -104,8 +106,8 @@ def main() -> None:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("there is no GPU here that torch can use; --device cpu --small shows that the script runs")
     parts: dict[str, Callable[[pathlib.Path, argparse.Namespace], list[str]]] = {
-        "numbers": numbers, "training": training, "decoding": decoding, "checkpoint": checkpoint,
-        "handover": hand_over, "ppo": ppo,
+        "numbers": numbers, "training-dense": training_dense, "training-experts": training_experts, "decoding": decoding,
+        "checkpoint": checkpoint, "handover": hand_over, "ppo": ppo,
     }  # fmt: skip
     lines = heading(arguments)
     with tempfile.TemporaryDirectory(prefix="mrl_benchmark_", dir=arguments.folder) as name:
@@ -127,8 +129,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--only",
         default="",
-        help="parts whose name contains this: numbers, training, decoding, checkpoint, handover, ppo",
+        help="parts whose name contains this: numbers, training-dense, training-experts, decoding, checkpoint, handover, ppo",
     )
+    parser.add_argument(
+        "--subjects", nargs="+", default=[], help="rows of a part's table, by their names, and no others"
+    )
+    parser.add_argument("--new-tokens", type=int, default=256, help="of a sequence in decoding")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each subject")
     parser.add_argument("--steps", type=int, default=12, help="of a run")
     parser.add_argument("--warmup", type=int, default=4, help="of which so many are not counted")
@@ -208,6 +214,7 @@ def take_turns(
     subjects: Iterable[Subject], spec: dict[str, Any], folder: pathlib.Path, arguments: argparse.Namespace, rounds: int
 ) -> Runs:
     chosen = [s for s in subjects if s.needs is None or is_installed(s.needs)]
+    chosen = [s for s in chosen if not arguments.subjects or s.name in arguments.subjects]
     found = Runs({s.name: [] for s in chosen}, {})
     for number in range(rounds):
         for subject in chosen:
@@ -292,41 +299,45 @@ def gradient_errors(reference: pathlib.Path, found: pathlib.Path) -> tuple[float
     return (error / total) ** 0.5, *worst
 
 
-def training(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
-    lines: list[str] = []
-    for name, sizes in ((DENSE_NAME, DENSE), ("experts, 1.0 B parameters, 4 of 32 a token", MOE)):
-        vocabulary = make_model(folder, sizes, arguments)
-        row, rows = size_of(arguments, 2048, 64), size_of(arguments, 16, 4)
-        spec = {
-            "what": "training", "vocabulary": vocabulary, "row": row, "rows": rows, "micro_tokens": 4 * row,
-            "steps": arguments.steps,
-        }  # fmt: skip
-        runs = take_turns(TRAINED, spec, folder, arguments, arguments.rounds)
-        flops, peak = step_flops(folder, row, rows), peak_flops()
-        first = next((s.name for s in TRAINED if runs.of.get(s.name) and s.name not in runs.failed), None)
+def training_dense(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
+    return training(folder, arguments, DENSE_NAME, DENSE, TRAINED)
 
-        def cells(name: str, of: list[dict[str, Any]], row=row, rows=rows, runs=runs, flops=flops, peak=peak, first=first) -> list[str]:  # fmt: skip
-            speeds = [row * rows / statistics.median(run["wall"][arguments.warmup :]) for run in of]
-            of_first = [row * rows / statistics.median(run["wall"][arguments.warmup :]) for run in runs.of[first]]
-            mfu = side((speed / (row * rows) * flops / peak for speed in speeds), ".1%") if peak else "not known"
-            return [
-                side(speeds, ",.0f"), f"{statistics.mean(speeds) / statistics.mean(of_first):.2f}", mfu,
-                side((run["more"]["peak_gb"] for run in of), ".1f"), side((run["losses"][-1] for run in of), ".4f"),
-            ]  # fmt: skip
 
-        title = (
-            f"## Training: {named(arguments, name)}, {rows} rows of {row} tokens a step, {4 * row} tokens a micro-batch"
-        )
-        lines += [
-            "",
-            title,
-            "",
-            "| | tokens/s | of the first | MFU | peak GB | last loss |",
-            "|---|---|---|---|---|---|",
-        ]
-        lines += runs.rows(5, cells)
-    return lines[1:] + [
-        "", "MFU: FLOPs of matrix products of a forward and twice as many of a backward, attention at half the full square, over"
+def training_experts(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
+    subjects = [*TRAINED[:1], ONE_BY_ONE, *TRAINED[1:]]
+    return training(folder, arguments, "experts, 1.0 B parameters, 4 of 32 a token", MOE, subjects)
+
+
+def training(
+    folder: pathlib.Path, arguments: argparse.Namespace, name: str, sizes: dict[str, Any], subjects: list[Subject]
+) -> list[str]:
+    """Steps on the same rows: tokens a second, MFU, memory."""
+    vocabulary = make_model(folder, sizes, arguments)
+    row, rows = size_of(arguments, 2048, 64), size_of(arguments, 16, 4)
+    spec = {
+        "what": "training", "vocabulary": vocabulary, "row": row, "rows": rows, "micro_tokens": 4 * row,
+        "steps": arguments.steps,
+    }  # fmt: skip
+    runs = take_turns(subjects, spec, folder, arguments, arguments.rounds)
+    flops, peak = step_flops(folder, row, rows), peak_flops()
+    first = next((name for name, of in runs.of.items() if of and name not in runs.failed), None)
+
+    def speeds_of(of: list[dict[str, Any]]) -> list[float]:
+        return [row * rows / statistics.median(run["wall"][arguments.warmup :]) for run in of]
+
+    def cells(name: str, of: list[dict[str, Any]]) -> list[str]:
+        speeds = speeds_of(of)
+        mfu = side((speed / (row * rows) * flops / peak for speed in speeds), ".1%") if peak else "not known"
+        return [
+            side(speeds, ",.0f"), f"{statistics.mean(speeds) / statistics.mean(speeds_of(runs.of[first])):.2f}", mfu,
+            side((run["more"]["peak_gb"] for run in of), ".1f"), side((run["losses"][-1] for run in of), ".4f"),
+        ]  # fmt: skip
+
+    title = f"## Training: {named(arguments, name)}, {rows} rows of {row} tokens a step, {4 * row} tokens a micro-batch"
+    header = ["| | tokens/s | of the first | MFU | peak GB | last loss |", "|---|---|---|---|---|---|"]
+    return [
+        title, "", *header, *runs.rows(5, cells), "",
+        "MFU: FLOPs of matrix products of a forward and twice as many of a backward, attention at half the full square, over"
         " the dense bfloat16 peak of the maker's data sheet; recomputation is not counted."
     ]  # fmt: skip
 
@@ -346,11 +357,11 @@ def peak_flops() -> float | None:
 
 def decoding(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
     vocabulary = make_model(folder, DENSE, arguments)
-    prompt, new = size_of(arguments, 128, 8), size_of(arguments, 256, 8)
+    prompt, new = size_of(arguments, 128, 8), size_of(arguments, arguments.new_tokens, 8)
     counts = [1, 8, 64]
     spec = {
         "what": "decoding", "vocabulary": vocabulary, "row": prompt + new, "rows": max(counts), "prompt": prompt,
-        "new_tokens": new, "at_once": counts, "micro_tokens": prompt + new, "steps": 3,
+        "new_tokens": new, "at_once": counts, "micro_tokens": prompt + new, "steps": min(3, arguments.steps),
     }  # fmt: skip
     runs = take_turns(DRAWN, spec, folder, arguments, arguments.rounds)
 

@@ -139,8 +139,9 @@ def plain_training(spec: dict[str, Any], meter: Meter) -> None:
 
     folder = pathlib.Path(spec["folder"]) / "model"
     device = device_of(spec)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").to(device)
-    model.train()
+    more = {"experts_implementation": spec["subject"]["experts"]} if "experts" in spec["subject"] else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", **more)
+    model.to(device).train()
     forward = torch.compile(model) if spec["subject"].get("compile") else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     tokens = torch.tensor(rows_of(spec), device=device)

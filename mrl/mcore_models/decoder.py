@@ -244,7 +244,7 @@ class _Experts:
         else:
             both = experts.linear_fc1, experts.linear_fc2
             self.weights = [
-                tuple((getattr(of, f"weight{i}"), getattr(of, f"bias{i}", None)) for of in both)
+                tuple((getattr(of, f"weight{i}"), _bias(of, f"bias{i}")) for of in both)
                 for i in range(mlp.num_local_experts)
             ]
 
@@ -327,8 +327,8 @@ def _swiglu(both: Tensor) -> Tensor:
     return F.silu(gate).mul_(linear)
 
 
-def _bias(linear: torch.nn.Module) -> Tensor | None:
-    bias = getattr(linear, "bias", None)
+def _bias(linear: torch.nn.Module, name: str = "bias") -> Tensor | None:
+    bias = getattr(linear, name, None)
     return bias if bias is not None and bias.numel() else None  # transformer-engine's is empty for none
 
 

@@ -103,6 +103,8 @@ class Grouped(torch.nn.Module):
                 self.register_parameter(
                     f"bias{expert}", torch.nn.Parameter(torch.zeros(outputs, dtype=config.params_dtype))
                 )
+            else:  # as transformer-engine's, which no checkpoint has
+                setattr(self, f"bias{expert}", torch.empty(0))
         for parameter in self.parameters():
             parameter.allreduce = config.expert_model_parallel_size == 1
 
