@@ -114,11 +114,14 @@ def main() -> None:
         for part, run in parts.items():
             if arguments.only in part:
                 lines += ["", *run(pathlib.Path(name), arguments)]
-    text = "\n".join(lines) + "\n"
-    print("\n" + text)
-    if arguments.result is not None:
-        path = pathlib.Path(str(arguments.result).replace("NAME", gpu_name()))
-        path.write_text(text, encoding="utf-8")
+                write(lines, arguments.result)  # so far: the rest may be cut off
+    print("\n" + "\n".join(lines) + "\n")
+
+
+def write(lines: Iterable[str], result: pathlib.Path | None) -> None:
+    if result is not None:
+        path = pathlib.Path(str(result).replace("NAME", gpu_name()))
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         print(f"written to {path}", file=sys.stderr)
 
 

@@ -59,9 +59,10 @@ def test_worlds_that_hold_too_much_end(monkeypatch):
     """The one that was used longest ago goes first, and the next case of its size has a new one."""
     first = [run_case(size, f"{HERE}:total", x=1)["pid"] for size in (1, 2)]
     worlds = harness._worlds
-    monkeypatch.setattr(harness, "MOST_BYTES", worlds[1].memory() + worlds[2].memory() // 2)
+    one, two = (worlds[size, "cpu"].memory() for size in (1, 2))
+    monkeypatch.setattr(harness, "MOST_BYTES", one + two // 2)
     assert run_case(1, f"{HERE}:total", x=1)["pid"] == first[0]
-    assert list(worlds) == [1]
+    assert list(worlds) == [(1, "cpu")]
     monkeypatch.setattr(harness, "MOST_BYTES", 0)
     assert run_case(1, f"{HERE}:total", x=1)["pid"] == first[0] and not worlds
     assert run_case(1, f"{HERE}:total", x=1)["pid"] != first[0]
