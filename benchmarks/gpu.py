@@ -33,7 +33,6 @@ from machine import machine, versions
 from safetensors import safe_open
 
 T = TypeVar("T")
-RESULTS = measure.HERE / "results"
 VOCABULARY = 32768
 PARITY = {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -149,18 +148,21 @@ def parse() -> argparse.Namespace:
         "--vllm-venv", type=pathlib.Path, help="of the hand-over's server; default: .venv-vllm, or this environment"
     )
     parser.add_argument("--result", type=pathlib.Path, help="file for the report; NAME in it is the GPU's")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    names = {subject.name for subject in (*NUMBERS, *TRAINED, ONE_BY_ONE, *DRAWN, *KEPT)}
+    if unknown := set(arguments.subjects) - names:
+        parser.error(f"--subjects: {min(unknown)!r} is none of {'; '.join(sorted(names))}")
+    return arguments
 
 
 def heading(arguments: argparse.Namespace) -> list[str]:
-    listed = ["torch", "megatron-core", "transformers"]
-    known = [name for name in (TE, "flash-attn", "triton", "vllm") if is_installed(name)]
+    listed = ["torch", "megatron-core", "transformers", *filter(is_installed, (TE, "flash-attn", "triton", "vllm"))]
     command = (
         f"python benchmarks/gpu.py --rounds {arguments.rounds} --steps {arguments.steps} --warmup {arguments.warmup}"
     )
     lines = [f"# One GPU, {datetime.date.today()}", "", f"`{command}{' --small' if arguments.small else ''}`", ""]
     lines += [gpu_line() if arguments.device == "cuda" else "**on a CPU: these numbers say nothing of a GPU**", ""]
-    return [*lines, machine(), "", versions(sys.executable, listed + known, "all of them")]
+    return [*lines, machine(), "", versions(sys.executable, listed, "all of them")]
 
 
 def is_installed(package: str) -> bool:
