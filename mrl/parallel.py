@@ -82,6 +82,11 @@ class ParallelDims:
         """Whether an MoE layer needs ranks of several dense replicas (dp or cp): ep*etp ranks hold its experts."""
         return self.tp % (self.ep * self.etp) != 0
 
+    def places_of(self, length: int) -> int:
+        """Returns the fewest places of a sequence, over all context-parallel ranks: each has two segments of it."""
+        unit = 2 * self.cp if self.cp > 1 else 1
+        return -(-length // unit) * unit
+
     def coordinates(self, rank: int) -> "Coordinates":
         """Where `rank` (0 <= rank < world_size) stands on each axis."""
         tp_rank, rest = rank % self.tp, rank // self.tp

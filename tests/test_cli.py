@@ -299,20 +299,6 @@ def test_dry_run_of_ppo_prints_a_config_that_loads_and_each_role(workspace):
     ]
 
 
-def test_roles_share_the_kernel_of_attention(workspace):
-    """Their processes are one, and so is the environment that transformer-engine reads."""
-    fused = ["actor.engine={device: auto, attention: fused}", "actor.model.dtype=bfloat16"]
-    refused = invoke("ppo", "ppo.yaml", *fused, "reference.engine.device=auto", "--dry-run")
-    assert refused.exit_code == 2 and (
-        'reference.engine.attention: value "auto" does not go with actor.engine.attention fused: ' in refused.stderr
-    ), refused.output
-    # in a process of its own: where a test has trained, torch.cuda is megatron-core's stand-in, and `device: auto` asks it
-    alike = "reference.engine={device: auto, attention: fused}"
-    command = [sys.executable, "-m", "mrl", "ppo", "ppo.yaml", *fused, alike, "--dry-run"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_dry_run_loads_the_code_that_the_run_would(workspace):
     (workspace.root / "mine.py").write_text("def good(prompt, completion, row):\n    return 1.0\n")
     reward = "rewards.functions=[{{function: 'mine.py:{}'}}]"

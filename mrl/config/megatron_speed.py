@@ -13,6 +13,8 @@ ROUNDING = frozenset("""
     overlap_grad_reduce overlap_param_gather bucket_size pad_buckets_for_high_nccl_busbw nccl_ub
     check_for_nan_in_grad check_for_large_grads config_logger_dir optimizer_cpu_offload fp8 fp8_recipe
     first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 tp_only_amax_red
+    tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_overlap_disable_qkv
+    tp_comm_overlap_disable_fc1 tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_bootstrap_backend
 """.split())  # fmt: skip  # noqa: SIM905
 """Fields that a resumed run may change: the same sums in another order or by another kernel, as another layout has
 them. A run that is resumed has any other as it was saved."""

@@ -97,6 +97,7 @@ def check_layout(
             check_part(part, dims, Sequences(longest, key, packed=packed, generated=generated), here=here)
         made.append(dims)
     _check_attention(parts)
+    _check_userbuffers(parts, made)
     command.check_processes(config, parts, world_size)
     return made
 
@@ -111,6 +112,28 @@ def _check_attention(parts: Sequence[Part]) -> None:
             key = "engine.attention"
             why = f"does not go with {with_te[0].key(key)} {first}: all models of a run share its processes"
             raise ConfigError(part.key(key), wanted, why, "give both the same")
+
+
+def _check_userbuffers(parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> None:
+    """Raises ConfigError where models of a run want buffers of other shapes for tensor-parallel communication: their
+    processes have one."""
+    with quiet():
+        from mrl.converters.families import fields_of
+        from mrl.converters.hf_config import normalize
+        from mrl.mcore_models.userbuffers import FIELD, Wanted
+
+        found = []
+        for part, dims in zip(parts, layouts, strict=True):
+            if part.engine.backend == "megatron" and part.engine.megatron.get(FIELD):
+                hidden = fields_of(normalize(dict(part.hf)))["hidden_size"]
+                found.append((part, Wanted.of(part.engine, hidden, dims)))
+    for part, wanted in found[1:]:
+        first, there = found[0]
+        if wanted != there:
+            assert wanted is not None and there is not None
+            key = f"engine.megatron.{FIELD}"
+            why = f"asks for buffers of {wanted.describe()}, and {first.key(key)} for {there.describe()}"
+            raise ConfigError(part.key(key), True, why, "give both the same sizes, or one alone the key")
 
 
 def check_part(part: Part, dims: ParallelDims, sequences: Sequences, *, here: bool = True) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from mrl.converters.families import fields_of
 from mrl.converters.rules import ChunkPlan
 from mrl.errors import ConfigError
-from mrl.mcore_models import fp8, layers, megatron_fields, mtp, platform
+from mrl.mcore_models import fp8, layers, megatron_fields, mtp, platform, userbuffers
 from mrl.mcore_models.attention import CacheLayout, PackedLayout
 from mrl.mcore_models.config import Config, LatentConfig, config_class
 from mrl.mcore_models.head import LanguageHead, ValueHead
@@ -133,6 +133,8 @@ def transformer_config(
     check_places(further or {}, fields, dims)
     fp8.check_fields(further or {})
     fp8.check_spec(further or {}, layer_spec, "as it was chosen", dtype)
+    userbuffers.check_fields(further or {})
+    userbuffers.check_spec(further or {}, layer_spec, "as it was chosen", dtype)
     given = megatron_fields.of_kind(further or {}, "transformer")
     try:
         config = config_class(fields)(**_fusions(fields, hf, given, saves_to_host) | fields | given)

@@ -42,6 +42,8 @@ OF_TRANSFORMER_ENGINE = frozenset("""
     gradient_accumulation_fusion apply_rope_fusion fused_residual_rmsnorm moe_permute_fusion moe_router_fusion
     symmetric_ar_type moe_enable_deepep moe_flex_dispatcher_backend moe_token_dispatcher_type fp8 fp8_recipe
     first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 tp_only_amax_red
+    tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_overlap_disable_qkv
+    tp_comm_overlap_disable_fc1 tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_bootstrap_backend
 """.split())  # fmt: skip  # noqa: SIM905
 """Fields for kernels of transformer-engine, or of packages beside it: a plan, whose layers are the local spec's, leaves
 them out."""
@@ -178,10 +180,8 @@ NOT_THERE: Mapping[str, str] = {
         enable_cuda_graph external_cuda_graph optimizer_cuda_graph cuda_graph_impl cuda_graph_modules cuda_graph_scope
         cuda_graph_retain_backward_graph cuda_graph_use_single_mempool cuda_graph_warmup_steps""".split()),  # noqa: SIM905
     **_use("masters are fp32", "main_params_dtype", "store_param_remainders"),
-    **_use("its buffers are of one size, and packed micro-batches are not", *"""
-        tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_overlap_disable_fc1
-        tp_comm_overlap_disable_qkv tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_split_ag tp_comm_split_rs
-        tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_bootstrap_backend""".split()),  # noqa: SIM905
+    **_use("transformer-engine no longer reads it, where tp_comm_overlap_ag and tp_comm_overlap_rs are",
+           "tp_comm_split_ag", "tp_comm_split_rs", "tp_comm_atomic_ag", "tp_comm_atomic_rs"),
     **_use("it needs a schedule that is made of other parts of a layer", "delay_wgrad_compute",
            "overlap_moe_expert_parallel_comm", "overlap_dispatch_backward_with_experts_wgrad",
            "ep_overlap_early_attn_memory_release", "high_priority_a2a_comm_stream"),

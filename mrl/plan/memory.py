@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mrl.algorithms.distill import TEACHER, DistillLoss
 from mrl.config.phases import Phase, Phases
-from mrl.config.schema import RoleConfig
+from mrl.config.schema import EngineConfig, RoleConfig
 from mrl.converters.families import family_for
 from mrl.converters.hf_config import normalize, read_hf_config, vocab_size_of
 from mrl.converters.rules import expected_hf_names
@@ -17,6 +17,7 @@ from mrl.engine.megatron import meta
 from mrl.engine.megatron.meta import ChunkFigures, RankFigures
 from mrl.engine.megatron.meta_ids import Ids
 from mrl.errors import ConfigError, quoted
+from mrl.mcore_models import userbuffers
 from mrl.mcore_models.layer_spec import DTYPES
 from mrl.parallel import ParallelDims
 from mrl.plan import schedule, sharded
@@ -41,7 +42,11 @@ class MicroBatches:
 def micro_batches(config: RoleConfig, dims: ParallelDims, sequences: int, longest: int) -> MicroBatches:
     """Returns the micro-batches of a rank whose layout shares `sequences` of `longest` tokens."""
     limit = config.engine.micro_batch
-    each = limit.size if limit.size is not None else max(1, (limit.tokens or longest) // longest)
+    places = userbuffers.places_of(config.engine, dims)
+    if places is not None:
+        each = max(1, places // dims.places_of(longest))
+    else:
+        each = limit.size if limit.size is not None else max(1, (limit.tokens or longest) // longest)
     mine = max(1, math.ceil(sequences / dims.dp))
     multiple = dims.pp if dims.vpp > 1 else 1
     count = math.ceil(math.ceil(mine / each) / multiple) * multiple
@@ -96,11 +101,17 @@ def plan_role(
                 frozen = dataclasses.replace(config, optimizer=None)
                 only_forward = _stages(frozen, dims, lengths, spec, known, ids=_ids(phase, config))
         elif phase.prefill_tokens:  # a head of one output: logits are of the sampled rows alone, and are added to it
-            layers = dataclasses.replace(config, optimizer=None, head="value")
+            layers = dataclasses.replace(config, optimizer=None, head="value", engine=_as_it_decodes(config))
             sampling = _stages(layers, dims, (phase.prefill_tokens,), spec, known)
     if not trained and not only_forward:  # it only samples
         only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), spec, known)
     return RolePlan(role, model, config, dims, trained, only_forward, spec, sampling)
+
+
+def _as_it_decodes(config: RoleConfig) -> EngineConfig:
+    """Decoding pads no prompts to what userbuffers take."""
+    further = {name: value for name, value in config.engine.megatron.items() if name != userbuffers.FIELD}
+    return dataclasses.replace(config.engine, megatron=further)
 
 
 def _ids(phase: Phase, config: RoleConfig) -> Ids | None:

@@ -62,7 +62,7 @@ def run(case: Case) -> Result:
     from mrl.batch import Batch
     from mrl.engine.lora import identity
     from mrl.engine.megatron import inputs
-    from mrl.mcore_models import fp8
+    from mrl.mcore_models import fp8, userbuffers
     from tests.cuda import update
 
     folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
@@ -85,7 +85,9 @@ def run(case: Case) -> Result:
 
         def built(dims: Any, hidden: int) -> None:
             multiple = fp8.multiple_of(case.megatron)
-            rows = sum(inputs.padded_lengths(list(case.lengths), dims, packed=True, multiple=multiple)) // dims.cp
+            lengths, places = list(case.lengths), userbuffers.places_of(update.config_of(case, folder).engine, dims)
+            padded = inputs.padded_lengths(lengths, dims, packed=True, multiple=multiple, places=places)
+            rows = sum(padded) // dims.cp
             given.shape = (rows // (case.tp if dims.sp else 1), 1, hidden)
 
         return update.make(case, folder, batch, watched.memory, watched.syncs, built)

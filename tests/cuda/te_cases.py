@@ -35,6 +35,7 @@ class Kernels:
     # of those the gradients of weights that go to a buffer: its dtype, and whether each is added ("sum") or takes the
     # place of what was there ("over")
     summed: Counts = dataclasses.field(default_factory=Counts)
+    overlaps: Counts = dataclasses.field(default_factory=Counts)  # products with communication beside: how, and which
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,12 +69,29 @@ def _product(a: Any, transa: bool, b: Any, transb: bool) -> tuple[int, ...]:
 def generic_gemm(
     a: Any, transa: bool, b: Any, transb: bool, out: Tensor | None, quantizer: Any, out_dtype: Any, bias: Tensor | None,
     bias_dtype: Any, gelu: bool, gelu_in: Any, grad: bool, workspace: Tensor, size: int, accumulate: bool,
-    split_accumulator: bool, *, extra_output: Any = None, **_: Any,
+    split_accumulator: bool, *, extra_output: Any = None, comm_overlap: Any = None, comm_type: Any = None,
+    bulk_overlap: bool = False, **_: Any,
 ) -> tuple[Any, Tensor | None, None, Any]:  # fmt: skip
     assert not gelu and quantizer is None and workspace.numel() == size
+    if comm_overlap is not None:
+        _overlapped(comm_overlap, comm_type, bulk_overlap, b, _product(a, transa, b, transb), extra_output)
     out = _multiplied(a, transa, b, transb, out, out_dtype, accumulate)
     bias_grad = torch.empty_like(bias) if grad and bias is not None else None
     return out, bias_grad, None, extra_output
+
+
+def _overlapped(
+    buffer: Any, kind: Any, bulk: bool, rows: Tensor, out: tuple[int, ...], scattered: Tensor | None
+) -> None:
+    """Communication beside a product. What is gathered is the product's input, and what is scattered its output, but in
+    bulk, where it is another tensor that lies in the buffer already."""
+    whole, gathers = tuple(buffer.buffer.shape), kind == tex.CommOverlapType.AG
+    if not bulk and gathers:
+        assert math.prod(rows.shape) == math.prod(whole), f"{tuple(rows.shape)} for a buffer of {whole}"
+    elif not bulk:
+        assert math.prod(out) == math.prod(whole) and scattered is not None
+        assert scattered.numel() == math.prod(whole) // buffer.tp, f"{tuple(scattered.shape)} of a buffer of {whole}"
+    _RUN.overlaps[" ".join(["bulk"] * bulk + [type(buffer).__name__, "gather" if gathers else "scatter"])] += 1
 
 
 def _multiplied(

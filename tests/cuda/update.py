@@ -31,6 +31,9 @@ from mrl.engine.peak_bytes import PeakBytes
 from tests.cuda import models
 from tests.cuda.cases import Case, Result
 
+TOKENS = 1000
+"""Of micro-batches that are padded to one size: those of tests/cuda/te_cases.py hold fewer."""
+
 
 def config_of(case: Case, folder: Path) -> RoleConfig:
     parallel = ParallelConfig(tp=case.tp, pp=case.pp, vpp=case.vpp, cp=case.cp, ep=case.ep, etp=case.etp, sp=case.sp)
@@ -42,7 +45,8 @@ def config_of(case: Case, folder: Path) -> RoleConfig:
         | case.megatron,
         parallel=parallel, recompute=case.recompute, recompute_modules=case.modules, offload=list(case.offload), layer_spec=case.spec,
         moe=MoEConfig(aux_loss=0.01, z_loss=0.001) if case.router_losses else MoEConfig(),
-        micro_batch=MicroBatchConfig(size=len(case.lengths), tokens=None),
+        micro_batch=MicroBatchConfig(tokens=TOKENS) if case.megatron.get("tp_comm_overlap")
+        else MicroBatchConfig(size=len(case.lengths)),
     )  # fmt: skip
     model = ModelConfig(path=str(folder), dtype=case.dtype, init=start, lora=lora)
     mtp = MTPConfig(detach=case.detached) if case.mtp else None

@@ -1,4 +1,5 @@
-"""Engines whose micro-batches are padded as FP8 takes them, beside the same ones that are not: for worlds of processes."""
+"""Engines whose micro-batches are padded as FP8 or userbuffers take them, beside the same ones that are not: for worlds of
+processes."""
 
 from __future__ import annotations
 
@@ -12,24 +13,39 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mrl.config.schema import RoleConfig
 from mrl.engine.base import PLAIN_CTX, BaseEngine
+from mrl.errors import ConfigError
 from tests.engine import contract, tiny
 
 
-def compare(config: RoleConfig, multiple: int) -> dict[str, Any]:
+def compare(config: RoleConfig, padding: dict[str, int]) -> dict[str, Any]:
     """Returns how far a step of the padded engine is from that of the other, in all numbers that it has: loss, metrics,
-    log-probs and entropies, gradients (the worst tensor's), norm, weights, and an evaluation; and what the tokens of a layer's
-    linears are multiples of, in the one and the other."""
+    log-probs and entropies, gradients (the worst tensor's), norm, weights, and an evaluation; and whether the tokens of a
+    layer's linears are what they are padded to, in the one and the other.
+
+    padding: of the engine's setup, `multiple` or `places`."""
     plain, padded = contract.make_engine(config), contract.make_engine(config)
-    padded.setup = dataclasses.replace(padded.setup, multiple=multiple)
+    padded.setup = dataclasses.replace(padded.setup, **padding)
     results = [_step(engine) for engine in (plain, padded)]
     tokens = [found.pop("tokens") for found in results]
     ours, theirs = results
     assert ours.keys() == theirs.keys()
     far = {name: _far(theirs[name], ours[name]) for name in ours}
-    return {
-        "far": far,
-        "multiples": [bool(counts) and all(count % multiple == 0 for count in counts) for counts in tokens],
-    }
+    dims, multiple, places = plain.setup.dims, padding.get("multiple", 1), padding.get("places")
+    each = None if places is None else places // dims.cp // (dims.tp if dims.sp else 1)
+    fits = [[count % multiple == 0 and each in (None, count) for count in counts] for counts in tokens]
+    return {"far": far, "padded": [bool(counts) and all(counts) for counts in fits]}
+
+
+def refused(config: RoleConfig, places: int) -> str:
+    """Returns what is said of a batch whose longest sequence has more places."""
+    engine = contract.make_engine(config)
+    engine.setup = dataclasses.replace(engine.setup, places=places)
+    try:
+        with engine.eval_mode():
+            engine.forward_backward_step(engine.shard_data(tiny.uneven_batch()), PLAIN_CTX, forward_only=True)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def with_places(config: RoleConfig, factor: float) -> dict[str, float]:

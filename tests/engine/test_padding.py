@@ -1,5 +1,6 @@
-"""Micro-batches whose tokens are padded to a multiple of 16 or 32 on each rank, as products in FP8 take them: every number is
-that of the micro-batch that is not, within the rounding of fp32 sums in another order. FP8 itself needs a GPU."""
+"""Micro-batches whose tokens are padded to a multiple of 16 or 32 on each rank, as products in FP8 take them, or all to one
+number, as userbuffers do: every number is that of the micro-batch that is not, within the rounding of fp32 sums in another
+order. FP8 and userbuffers themselves need a GPU."""
 
 from __future__ import annotations
 
@@ -19,20 +20,25 @@ from tests.tiers import slow_but
 
 ROUNDING = 1e-5
 CASES = [
-    ("qwen3", 1, {}, 16, {"tokens": 64}),
-    ("qwen3_moe", 1, {}, 32, {"size": 1}),
-    ("qwen3_moe", 2, {"tp": 2}, 16, {"tokens": 64}),
-    ("qwen3", 2, {"cp": 2}, 16, {"size": 2, "packing": False}),
-    ("qwen3", 2, {"pp": 2}, 16, {"size": 2}),
-    ("deepseek_v3", 2, {}, 32, {"size": 1}),
-    ("gpt_oss", 2, {"ep": 2}, 16, {"size": 2}),
-    ("qwen3_moe", 4, {"tp": 2, "cp": 2, "ep": 2}, 32, {"tokens": 64}),
-    ("glm4_moe mtp", 2, {"tp": 2}, 16, {"size": 2}),
+    ("qwen3", 1, {}, {"multiple": 16}, {"tokens": 64}),
+    ("qwen3_moe", 1, {}, {"multiple": 32}, {"size": 1}),
+    ("qwen3_moe", 2, {"tp": 2}, {"places": 66}, {"tokens": 65}),
+    ("qwen3_moe", 2, {"tp": 2}, {"multiple": 16}, {"tokens": 64}),
+    ("qwen3", 2, {"cp": 2}, {"multiple": 16}, {"size": 2, "packing": False}),
+    ("qwen3", 2, {"pp": 2}, {"multiple": 16}, {"size": 2}),
+    ("deepseek_v3", 2, {}, {"multiple": 32}, {"size": 1}),
+    ("gpt_oss", 2, {"ep": 2}, {"multiple": 16}, {"size": 2}),
+    ("qwen3_moe", 4, {"tp": 2, "cp": 2, "ep": 2}, {"multiple": 32}, {"tokens": 64}),
+    ("glm4_moe mtp", 2, {"tp": 2}, {"multiple": 16}, {"size": 2}),
+    ("qwen3", 4, {"tp": 2, "cp": 2}, {"places": 32}, {"tokens": 30}),  # of which sequences of 2 and 24 take 4 and 24
+    ("gpt_oss", 4, {"tp": 2, "cp": 2, "etp": 1}, {"places": 300}, {"tokens": 300}),
+    ("qwen3", 4, {"tp": 2, "pp": 2}, {"places": 40}, {"tokens": 40}),
+    ("qwen3_moe", 4, {"tp": 2}, {"places": 200}, {"tokens": 200}),
 ]
 
 
-@pytest.mark.parametrize(("family", "world", "parallel", "multiple", "cut"), slow_but(CASES[:2], CASES), ids=str)
-def test_padding_counts_in_nothing(tmp_path, family, world, parallel, multiple, cut):
+@pytest.mark.parametrize(("family", "world", "parallel", "padding", "cut"), slow_but(CASES[:3], CASES), ids=str)
+def test_padding_counts_in_nothing(tmp_path, family, world, parallel, padding, cut):
     """Router losses are on where there are experts, and a rank may have fewer sequences than another, or none."""
     name, _, with_mtp = family.partition(" ")
     folder = (mtp.make_model if with_mtp else tiny.make_model)(str(tmp_path / "model"), name)
@@ -40,9 +46,17 @@ def test_padding_counts_in_nothing(tmp_path, family, world, parallel, multiple, 
     moe = MoEConfig(aux_loss=0.1, z_loss=0.01) if experts else MoEConfig()
     config = tiny.role(folder, backend="megatron", parallel=parallel, moe=moe, **cut)
     config = dataclasses.replace(config, mtp=MTPConfig() if with_mtp else None)
-    found = run_case(world, "tests.engine.padding:compare", config=config, multiple=multiple)
-    assert found["multiples"] == [False, True]
+    found = run_case(world, "tests.engine.padding:compare", config=config, padding=padding)
+    assert found["padded"] == [False, True]
     assert not {name: far for name, far in found["far"].items() if not far < ROUNDING}
+
+
+def test_a_sequence_of_more_places_than_all_have_is_refused(tmp_path):
+    """Of a model that never trains, too, which otherwise takes longer ones."""
+    folder = tiny.make_model(str(tmp_path / "model"), "qwen3")
+    config = tiny.role(folder, backend="megatron", tokens=20, optimizer=None)
+    said = run_case(1, "tests.engine.padding:refused", config=config, places=20)
+    assert said.startswith("engine.micro_batch.tokens: value 20 is less than a sequence of 23 tokens; use at least 23 ")
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ REVIEWED = frozenset("""
     deallocate_pipeline_outputs microbatch_group_size_per_vp_stage overlap_p2p_comm_warmup_flush
     overlap_grad_reduce overlap_param_gather bucket_size pad_buckets_for_high_nccl_busbw nccl_ub
     disable_symmetric_registration reduce_scatter_with_fp32_accumulation check_for_nan_in_grad check_for_large_grads
+    tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_overlap_disable_qkv
+    tp_comm_overlap_disable_fc1 tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_bootstrap_backend
     apply_wd_to_qk_layernorm optimizer_cpu_offload use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype
 """.split())  # fmt: skip  # noqa: SIM905
 """Fields of megatron-core 0.16.1 or 0.19.2 that code reads which mrl runs: by its source, of each."""
@@ -82,7 +84,7 @@ def test_values_of_the_type_are_taken(given):
         ({"use_te_rng_tracker": True}, ".* is for what mrl does not have: nothing would read it; leave it out"),
         ({"qk_clip": True}, ".* is for what mrl does not have: nothing clips the logits of attention, .*"),
         ({"loss_scale": 2.0}, ".* is for what mrl does not have: there is no training in fp16, .*"),
-        ({"tp_comm_bulk_wgrad": True}, ".* is for what mrl does not have: its buffers are of one size, .*"),
+        ({"tp_comm_atomic_ag": True}, ".* is for what mrl does not have: transformer-engine no longer reads it, .*"),
         ({"fsdp_double_buffer": True}, ".* is for a field that mrl sets itself; set engine.backend to fsdp"),
         ({"no_sync_func": "f"}, ".* is for a field that takes a Python object; leave it out"),
     ],

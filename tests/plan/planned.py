@@ -148,6 +148,14 @@ def verdict_where_the_planner_fails() -> tuple[bool | None, str]:
     return planned_verdict(record("sft"), None, 8, gpu_of("h200"))  # no config: an AttributeError
 
 
+def of_one_size(case: Case) -> list[tuple[int, list[int]]]:
+    """(bytes of tensors that are no parameters, of hidden states that each chunk sends on) of each stage."""
+    folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
+    config, dims = update.config_of(case, folder), ParallelDims(case.world, tp=case.tp, pp=case.pp, sp=case.tp > 1)
+    stages = [meta.measure(config, dims, s * (case.world // case.pp), case.lengths) for s in range(case.pp)]
+    return [(figures.buffers, [chunk.sent for chunk in figures.chunks]) for figures in stages]
+
+
 def copies_in_8_bits(case: Case, further: dict[str, object]) -> list[tuple[int, int]]:
     """(bytes of parameters, of copies of weights in FP8) of each stage, training and in forward passes alone."""
     folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)

@@ -173,6 +173,24 @@ def test_copies_of_weights_in_8_bits(planner):
     assert copies(fp8=None, fp8_recipe=None) == [0] * 4
 
 
+def test_userbuffers_and_the_padding_to_one_size(planner):
+    """A micro-batch of 810 tokens over two tensor-parallel ranks, padded to 1000: rows of 4096 values in bfloat16."""
+    case = Case(DENSE, world=4, tp=2, pp=2, layers=2, lengths=(700, 110))
+    padded = dataclasses.replace(case, megatron={"tp_comm_overlap": True})
+    plain, found = (planner.call("tests.plan.planned:of_one_size", each) for each in (case, padded))
+    row = 2 * 4096
+    assert [sent for _, sent in plain] == [[405 * row], [0]] and [sent for _, sent in found] == [[500 * row], [0]]
+    assert [have - had for (have, _), (had, _) in zip(found, plain, strict=True)] == [12 * 1000 * row] * 2
+
+
+def test_micro_batches_of_one_size_count_the_places_that_context_parallelism_adds():
+    """250 tokens take 252 places of 1004: three sequences, where four fit by their tokens."""
+    dims = ParallelDims(4, tp=2, cp=2, sp=True)
+    for further, lengths in (({}, (250,) * 4), ({"tp_comm_overlap": True}, (250,) * 3)):
+        engine = EngineConfig(micro_batch=MicroBatchConfig(tokens=1001), megatron=further)
+        assert micro_batches(dataclasses.replace(CONFIG, engine=engine), dims, 8, 250).lengths == lengths
+
+
 def test_copies_in_8_bits_are_where_parameters_are():
     plan = role(pp=1)
     with_copies = dataclasses.replace(plan, trains=(dataclasses.replace(plan.trains[0], fp8_copies=500),))

@@ -12,7 +12,7 @@ from mrl.converters.hf_config import normalize
 from mrl.converters.mtp import announced
 from mrl.engine.checks import EngineChecks, Sequences, whole_number
 from mrl.errors import ConfigError, Shown, quoted
-from mrl.mcore_models import fp8, layer_spec, megatron_fields
+from mrl.mcore_models import fp8, layer_spec, megatron_fields, userbuffers
 from mrl.mcore_models.layer_spec import DTYPES, LayerSpec
 from mrl.mcore_models.layout import check_layout, check_places
 from mrl.mcore_models.recompute import chosen_modules
@@ -28,6 +28,7 @@ class MegatronChecks(EngineChecks):
         super().check_config(model, engine)
         if engine.batch_invariant:
             check_batch_invariant(engine)
+        userbuffers.check_config(model, engine)
 
     @classmethod
     def check_model(
@@ -36,11 +37,15 @@ class MegatronChecks(EngineChecks):
         check_text_alone(hf_config)
         megatron_fields.check(engine.megatron)
         fp8.check_fields(engine.megatron)
+        userbuffers.check_fields(engine.megatron)
         normalized = normalize(dict(hf_config))
         fields = fields_of(normalized)
         check_counts(engine, dims, hf_config)
         check_layout(fields, dims)
         check_places(engine.megatron, fields, dims)
+        userbuffers.check_model(
+            engine, fields, dims, longest=sequences.longest, key=sequences.key, packed=sequences.packed
+        )
         if engine.batch_invariant and fields.get("num_moe_experts") and dims.experts_span_replicas:
             why = f"is not for experts on ranks of several replicas: they get tokens of all at once ({dims.describe()})"
             raise ConfigError("engine.batch_invariant", True, why, "set engine.parallel.etp to 1, or leave this out")
@@ -69,6 +74,7 @@ class MegatronChecks(EngineChecks):
             engine.layer_spec, fields, dims, dtype=dtype, attention=engine.attention, elsewhere=True
         )
         fp8.check_spec(engine.megatron, spec.name, spec.why, dtype)
+        userbuffers.check_spec(engine.megatron, spec.name, spec.why, dtype)
         return choices(spec, engine, fields)
 
     @classmethod
@@ -79,6 +85,7 @@ class MegatronChecks(EngineChecks):
         fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
         spec = layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype, attention=engine.attention)
         fp8.check_spec(engine.megatron, spec.name, spec.why, dtype)
+        userbuffers.check_spec(engine.megatron, spec.name, spec.why, dtype)
         fp8.check_here(engine.megatron)
 
 
@@ -90,6 +97,11 @@ def choices(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any]) ->
         lines.append(
             f"engine.megatron.fp8: linear layers compute in FP8 ({engine.megatron['fp8_recipe']}), in evaluations and "
             "log-probs too; decoding, weights, checkpoints and exports are bfloat16 (docs/gpu.md)"
+        )
+    if userbuffers.is_on(engine.megatron):
+        lines.append(
+            f"engine.megatron.{userbuffers.FIELD}: every micro-batch is padded to engine.micro_batch.tokens "
+            f"({engine.micro_batch.tokens}), in evaluations and log-probs too; no GPU has run it (docs/gpu.md)"
         )
     if engine.recompute == "selective":
         modules = chosen_modules(fields, engine.recompute_modules, layer_spec=spec.name)

@@ -55,7 +55,7 @@ from mrl.engine.megatron import (  # noqa: E402
 )
 from mrl.engine.megatron.checks import MegatronChecks, choices  # noqa: E402
 from mrl.engine.megatron.model import Model  # noqa: E402
-from mrl.mcore_models import fp8  # noqa: E402
+from mrl.mcore_models import fp8, userbuffers  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
 
 
@@ -89,6 +89,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             dims=dims, coords=self.model.coords, packed=config.packing, thd=self.model.spec == "te", head=config.head,
             vocab_size=self.model.hf["vocab_size"], mtp=self.model.mtp, mtp_weight=self.model.mtp_weight,
             detaches_mtp=self.model.detaches_mtp, multiple=fp8.multiple_of(config.engine.megatron),
+            places=userbuffers.places_of(config.engine, dims),
         )  # fmt: skip
         self._accumulated = False  # gradients, since they were zeroed
         self._reduced = False
@@ -207,8 +208,11 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     def _plan(self, batch: Batch) -> list[list[int]]:
         """Returns the sequences of each micro-batch; the same number of micro-batches on every data-parallel rank."""
         micro, trains = self.config.engine.micro_batch, self.config.optimizer is not None
-        longest = max(lengths_of_groups(batch.lengths.tolist(), batch.group, packed=self.config.packing), default=0)
+        lengths = batch.lengths.tolist()
+        longest = max(lengths_of_groups(lengths, batch.group, packed=self.config.packing), default=0)
         tokens = None if micro.size is not None else token_budget(micro.tokens, longest, trains=trains)
+        if self.setup.places is not None:  # no micro-batch may have more, whether the model trains or not
+            lengths, tokens = [self.model.dims.places_of(n) for n in lengths], self.setup.places
 
         def most(count: int) -> int:
             if self.model.dims.dp == 1:
@@ -219,7 +223,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
         multiple = self.model.dims.pp if self.model.dims.vpp > 1 else 1
         return plan_micro_batches(
-            batch.lengths.tolist(),
+            lengths,
             group=batch.group,
             size=micro.size,
             tokens=tokens,

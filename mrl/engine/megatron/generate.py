@@ -24,7 +24,7 @@ from mrl.engine.megatron.model import Model
 from mrl.engine.requests import Completion, GenerateRequest
 from mrl.engine.sampling import WIDER, SamplingRows, choose_among
 from mrl.errors import ConfigError
-from mrl.mcore_models import decoder, fp8, platform
+from mrl.mcore_models import decoder, fp8, platform, userbuffers
 from mrl.mcore_models.attention import CacheLayout, SdpaAttention
 from mrl.mcore_models.decode_graphs import FixedSteps
 from mrl.mcore_models.kv_cache import CachedStep, KVCache
@@ -54,7 +54,8 @@ def run(
     schedule = Schedule(
         [(i, requests[i]) for i in mine], cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, kept=kept
     )  # fmt: skip
-    with contextlib.nullcontext() if model.spec == "local" else _own_attention(model), fp8.without(model.chunks):
+    own_attention = contextlib.nullcontext() if model.spec == "local" else _own_attention(model)
+    with own_attention, fp8.without(model.chunks), userbuffers.without(model.chunks):
         runner = _Runner(model, schedule, kept, cuda_graphs=cuda_graphs)
         while _work_left(model, not schedule.done):
             step = DUMMY if schedule.done else schedule.next()

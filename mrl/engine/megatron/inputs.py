@@ -4,7 +4,9 @@ Dimensions: `S` sequences, `T` real tokens, `P` places of the micro-batch with p
 
 Every sequence gets a number of places that is a multiple of 2*cp (its zigzag segments), the whole micro-batch a
 multiple of what sequence parallelism splits and, for FP8, of what its products take of each rank. "Padded"
-micro-batches give every sequence the same number of places.
+micro-batches give every sequence the same number of places. For transformer-engine's userbuffers all micro-batches have
+the same number: what is left of it behind the last sequence are sequences of padding, none longer than the longest of
+the others (or `PADDING`), so that attention computes no more for them than for real ones.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from torch import Tensor
 from mrl.batch import MTP_MASK, Batch, to_device
 from mrl.mcore_models.attention import PackedLayout, zigzag_inverse, zigzag_places
 from mrl.parallel import Coordinates, ParallelDims
+
+PADDING = 128
+"""Places of a sequence that is all padding, where no other one is longer: few enough for any kernel of attention."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,17 +52,24 @@ class ModelInputs:
     ahead: tuple[AheadInputs, ...] = ()  # for each MTP layer
 
 
-def padded_lengths(lengths: list[int], dims: ParallelDims, *, packed: bool, multiple: int = 1) -> list[int]:
+def padded_lengths(
+    lengths: list[int], dims: ParallelDims, *, packed: bool, multiple: int = 1, places: int | None = None
+) -> list[int]:
     """Places of each sequence. An empty micro-batch gets one sequence that is all padding.
 
-    multiple: of what each rank's places are one, which are fewer under sequence parallelism."""
-    unit = 2 * dims.cp if dims.cp > 1 else 1
+    multiple: of what each rank's places are one, which are fewer under sequence parallelism. places: of the whole
+    micro-batch; then sequences of padding may follow the others."""
+    if places is not None:
+        padded = [dims.places_of(n) for n in lengths]
+        rest, longest = places - sum(padded), max([*padded, dims.places_of(PADDING)])
+        assert rest >= 0, f"a micro-batch of {sum(padded)} places is larger than {places}, which all are to have"
+        return padded + [longest] * (rest // longest) + ([rest % longest] if rest % longest else [])
     whole = dims.cp * math.lcm(2 if dims.cp > 1 else 1, multiple * (dims.tp if dims.sp else 1))
     if not lengths:
         return [whole]
     if not packed:
         return [-(-max(lengths) // whole) * whole] * len(lengths)
-    padded = [-(-n // unit) * unit for n in lengths]
+    padded = [dims.places_of(n) for n in lengths]
     padded[-1] += -sum(padded) % whole
     return padded
 
@@ -72,21 +84,22 @@ def prepare(
     thd: bool,
     mtp: int = 0,
     multiple: int = 1,
+    places: int | None = None,
 ) -> ModelInputs:
     """Lays the sequences of a micro-batch out for this rank. thd: for transformer-engine's attention. mtp: MTP layers
-    that are run. multiple: as in `padded_lengths`."""
+    that are run. multiple, places: as in `padded_lengths`."""
     lengths = batch.lengths.tolist()
-    padded = padded_lengths(lengths, dims, packed=packed, multiple=multiple)
+    padded = padded_lengths(lengths, dims, packed=packed, multiple=multiple, places=places)
     starts = torch.tensor([0, *padded[:-1]]).cumsum(0)[: len(lengths)]
-    places = batch.position_ids.cpu() + starts.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    at = batch.position_ids.cpu() + starts.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     total = sum(padded)
     tokens, labels = (
         torch.zeros(total, dtype=torch.int64),
         torch.zeros(total, *batch.labels.shape[1:], dtype=torch.int64),
     )
     padding, counts = torch.ones(total, dtype=torch.bool), torch.zeros(total, dtype=torch.bool)
-    tokens[places], labels[places], padding[places] = batch.tokens.cpu(), batch.labels.cpu(), False
-    counts[places] = batch.loss_mask.cpu() != 0
+    tokens[at], labels[at], padding[at] = batch.tokens.cpu(), batch.labels.cpu(), False
+    counts[at] = batch.loss_mask.cpu() != 0
     positions = torch.cat([torch.arange(n) for n in padded])
     order, mine = None, slice(None)
     if dims.cp > 1:
@@ -97,9 +110,9 @@ def prepare(
         padded, positions=to_device(positions, device), order=order, qkv_format="thd" if thd else "sbhd"
     )
     trained = None if counts.all() else to_device(counts.nonzero()[:, 0], device)
-    ahead = tuple(_ahead(batch, depth, places, total, mine, device) for depth in range(1, mtp + 1))
-    tokens, labels, padding, places = (to_device(t, device) for t in (tokens, labels, padding, places))
-    return ModelInputs(tokens, labels, padding, trained, layout, places, ahead)
+    ahead = tuple(_ahead(batch, depth, at, total, mine, device) for depth in range(1, mtp + 1))
+    tokens, labels, padding, at = (to_device(t, device) for t in (tokens, labels, padding, at))
+    return ModelInputs(tokens, labels, padding, trained, layout, at, ahead)
 
 
 def _ahead(

@@ -29,7 +29,7 @@ from mrl.config.schema import ParallelConfig, RoleConfig
 from mrl.engine.megatron.even_experts import EvenExperts
 from mrl.engine.megatron.meta_ids import Ids
 from mrl.engine.megatron.meta_run import BLOCK, AsOnAGPU, Traffic, Watch, in_backward, norms_of
-from mrl.mcore_models import cpu_stand_in, fp8, megatron_fields, platform
+from mrl.mcore_models import cpu_stand_in, fp8, megatron_fields, platform, userbuffers
 from mrl.parallel import Coordinates, ParallelDims
 
 Spec = Literal["te", "local"]
@@ -86,7 +86,7 @@ class RankFigures:
     coords: Coordinates
     parameters: int  # padding of the buffers included
     trained_parameters: int
-    buffers: int  # tensors of the model that are no parameters
+    buffers: int  # tensors of the model that are no parameters, and transformer-engine's userbuffers
     grad_buffers: tuple[Buffer, ...]  # none where nothing trains
     chunks: tuple[ChunkFigures, ...]
     layers: tuple[tuple[int, ...], ...]  # of each chunk, by their numbers in the model
@@ -227,7 +227,8 @@ def measure(
                 coords=model.coords,
                 parameters=frozen + sum(b.elements * b.parameter_bytes for b in in_buffers),
                 trained_parameters=sum(p.numel() for p in parameters if trained and p.requires_grad),
-                buffers=sum(b.numel() * b.element_size() for chunk in chunks for b in chunk.buffers()),
+                buffers=sum(b.numel() * b.element_size() for chunk in chunks for b in chunk.buffers())
+                + _userbuffers(config, model),
                 grad_buffers=tuple(in_buffers), chunks=tuple(found), layers=tuple(tuple(p.layers) for p in plans),
                 dtype_bytes=model.dtype.itemsize, tied_gradient=_tied_gradient(chunks, dims) if trained else 0,
             )  # fmt: skip
@@ -244,6 +245,11 @@ def _fp8_copies(config: RoleConfig, model: Any, chunks: Sequence[Any], plans: Se
     ]
     layers, trains = model.transformer.num_layers, config.optimizer is not None
     return fp8.copies_bytes(config.engine.megatron, matrices, layers, trains=trains)
+
+
+def _userbuffers(config: RoleConfig, model: Any) -> int:
+    wanted = userbuffers.Wanted.of(config.engine, model.transformer.hidden_size, model.dims)
+    return 0 if wanted is None else wanted.nbytes
 
 
 def _keys_of_chunks(config: RoleConfig, dims: ParallelDims, stage: int, more: tuple) -> list[tuple]:
@@ -325,7 +331,7 @@ class _Run:
             dims=dims, coords=model.coords, packed=config.packing, thd=False, head=config.head,
             vocab_size=model.hf["vocab_size"], mtp=model.mtp, mtp_weight=model.mtp_weight,
             detaches_mtp=model.detaches_mtp,
-            multiple=fp8.multiple_of(config.engine.megatron),
+            multiple=fp8.multiple_of(config.engine.megatron), places=userbuffers.places_of(config.engine, dims),
         )  # fmt: skip
         tokens = [[0] * (n + 1) for n in lengths]  # the last one is a label alone
         self.batch = make_batch(tokens, [[1.0] * len(t) for t in tokens])

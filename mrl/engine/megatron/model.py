@@ -27,7 +27,7 @@ from mrl.engine.megatron.groups import MegatronState
 from mrl.engine.megatron.muon import matrix_rules
 from mrl.engine.saving import starting_weights
 from mrl.errors import ConfigError
-from mrl.mcore_models import layer_spec, platform
+from mrl.mcore_models import layer_spec, platform, userbuffers
 from mrl.mcore_models.build import build_chunks, transformer_config
 from mrl.mcore_models.te_limits import cp_comm_type, switches_of
 from mrl.parallel import ParallelDims
@@ -87,11 +87,16 @@ class Model:
         self.state.check()
         config, head = self.config, self.config.head
         self.rules = self.rules_under(self.spec)
+        buffers = userbuffers.Wanted.of(config.engine, self.transformer.hidden_size, self.dims)
+        if buffers is not None:
+            userbuffers.make(buffers)
         self.chunks = self.wrapped = build_chunks(
             self.transformer, self.hf, dims=self.dims,
             chunks=weights.plans_here(self.hf, self.dims, self.coords, mtp=self.mtp),
             padded_vocab=padded_vocab(self.hf["vocab_size"], self.dims.tp), head=head, detaches_mtp=self.detaches_mtp,
         )  # fmt: skip
+        if buffers is not None:
+            userbuffers.check_built(self.transformer)
         if config.model.lora is not None:
             self.adapters = adapters(config.model.path, config.model.lora, head)
             self.rules = lora.attach(self.chunks, self.rules, self.adapters, config.model.lora, self.family, head=head)

@@ -38,6 +38,7 @@ class Setup:
     mtp_weight: float = 0.0  # of the mean of their losses
     detaches_mtp: bool = False  # the gradient of that stays within them
     multiple: int = 1  # of what the places of a rank are one (mcore_models/fp8.py)
+    places: int | None = None  # of every micro-batch, over all ranks, where all have the same (userbuffers.py)
 
 
 @dataclasses.dataclass
@@ -77,7 +78,7 @@ def make_micro_batch(
     device = platform.device()
     inputs = model_inputs.prepare(
         batch, setup.dims, setup.coords, packed=setup.packed, device=device, thd=setup.thd,
-        mtp=setup.mtp if trains else 0, multiple=setup.multiple,
+        mtp=setup.mtp if trains else 0, multiple=setup.multiple, places=setup.places,
     )  # fmt: skip
     return MicroBatch(batch.to(device), ctx, inputs)
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tests.cuda import fake
 
 
@@ -79,11 +81,60 @@ def get_num_cublas_streams() -> int:
 
 
 def device_supports_multicast(*_: Any) -> bool:
-    return False
+    return True
 
 
 def ubuf_built_with_mpi() -> bool:
     return False
+
+
+def get_stream_priority_range() -> tuple[int, int]:
+    return 0, -5
+
+
+CommOverlapType = _numbered("CommOverlapType", "RS", "AG")
+
+
+class CommOverlapHelper:
+    """What buffers are made over: all processes, and this one's tensor-parallel group."""
+
+    def __init__(self, world: Any, domain: Any) -> None:
+        self.ranks = torch.distributed.get_process_group_ranks(domain)
+
+
+class CommOverlap:
+    """A buffer that takes tensors of its own shape alone, and of its element size (comm_gemm_overlap.cpp)."""
+
+    def __init__(
+        self, shape: Any, dtype: torch.dtype, helper: CommOverlapHelper, tp: int, *, comm_type: Any, use_cublasmp: bool,
+        **_: Any,
+    ) -> None:  # fmt: skip
+        assert len(helper.ranks) == tp and shape[0] % tp == 0 and not use_cublasmp
+        self.tp, self.kind, self.buffer = tp, comm_type, torch.empty(*shape, dtype=dtype, device="cuda")
+
+    def is_fp8_ubuf(self) -> bool:
+        return self.buffer.element_size() == 1
+
+    def with_cublasmp(self) -> bool:
+        return False
+
+    def copy_into_buffer(self, tensor: Any, local_chunk: bool = False) -> None:
+        assert tensor.element_size() == self.buffer.element_size()
+        expected = self.buffer.numel() // (self.tp if local_chunk else 1)
+        assert tensor.numel() == expected, f"{tuple(tensor.shape)} for a buffer of {tuple(self.buffer.shape)}"
+
+    def get_buffer(self, local_chunk: bool = False, shape: Any = None) -> Any:
+        rows = self.buffer[: len(self.buffer) // self.tp] if local_chunk else self.buffer
+        return rows if shape is None else rows.view(shape)
+
+
+class CommOverlapP2P(CommOverlap):
+    """As above, in a ring of tensor-parallel ranks."""
+
+    def __init__(self, shape: Any, dtype: Any, helper: Any, tp: int, comm_type: Any, **rest: Any) -> None:
+        super().__init__(shape, dtype, helper, tp, comm_type=comm_type, **rest)
+        if comm_type == CommOverlapType.RS:  # what comes in is added at the end
+            self.incoming = torch.empty(shape[0] // tp * (tp - 1), shape[1], dtype=dtype, device="cuda")
 
 
 def is_non_tn_fp8_gemm_supported(*_: Any) -> bool:

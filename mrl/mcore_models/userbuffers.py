@@ -1,0 +1,215 @@
+"""Tensor-parallel communication beside matrix products (`tp_comm_overlap`): transformer-engine's userbuffers.
+
+Under sequence parallelism a linear layer gathers its input, or scatters the sum of its output, over the
+tensor-parallel ranks. With userbuffers transformer-engine does that in chunks, beside the product of another chunk. Its
+buffers are registered with all ranks once for a process, and take tensors of exactly one shape. So every micro-batch is
+padded to one number of places (inputs.py), and all models of a process share the shape.
+
+megatron-core names buffers for four linear layers: qkv, proj, fc1 and fc2. At a layer of another name (latent
+attention, MTP) it switches its own field off for all that is built later (`TELinear.__init__`, 0.16.1 and 0.19.2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from mrl.config.schema import EngineConfig, ModelConfig, TrainedModelConfig
+from mrl.errors import ConfigError, one_line
+from mrl.mcore_models.megatron_fields import KEY
+from mrl.parallel import ParallelDims
+
+FIELD = "tp_comm_overlap"
+
+WITH_OVERLAP = (
+    "tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_overlap_rs_dgrad", "tp_comm_overlap_disable_qkv",
+    "tp_comm_overlap_disable_fc1", "tp_comm_bulk_dgrad", "tp_comm_bulk_wgrad", "tp_comm_bootstrap_backend",
+)  # fmt: skip
+"""Fields that are read with `tp_comm_overlap` alone."""
+
+BUFFERS = 12
+"""Of a process: one for each product of qkv, proj, fc1 and fc2 (forward, gradient of the input, gradient of the
+weight), as `initialize_ub` of transformer-engine 2.20 makes them."""
+
+COLUMNS = 32
+"""Of what the hidden size is a multiple: a product that scatters its output is divided into four parts of it, which
+transformer-engine's kernels move by 16 bytes."""
+
+FLAGS = (
+    "ub_overlap_ag_fprop", "ub_overlap_rs_fprop", "ub_overlap_ag_dgrad", "ub_overlap_rs_dgrad", "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+)  # fmt: skip
+"""Attributes of transformer-engine's linear modules that say what each does through userbuffers."""
+
+
+def is_on(further: Mapping[str, Any]) -> bool:
+    """Returns whether `engine.megatron` (further) asks for it."""
+    return further.get(FIELD) is True
+
+
+def unit_of(dims: ParallelDims) -> int:
+    """Returns of what the places of a micro-batch are a multiple, over all tensor- and context-parallel ranks."""
+    return dims.cp * math.lcm(2 if dims.cp > 1 else 1, dims.tp)
+
+
+def places_of(engine: EngineConfig, dims: ParallelDims) -> int | None:
+    """Returns how many places every micro-batch has, over all tensor- and context-parallel ranks; None without it."""
+    if not is_on(engine.megatron):
+        return None
+    assert engine.micro_batch.tokens is not None, "check_config asks for it"
+    return -(-engine.micro_batch.tokens // unit_of(dims)) * unit_of(dims)
+
+
+def _refuse(why: str, fix: str) -> None:
+    raise ConfigError(f"{KEY}.{FIELD}", True, why, fix)
+
+
+def check_fields(further: Mapping[str, Any]) -> None:
+    """Raises ConfigError where fields do not go together. further: `engine.megatron`, of right names and types."""
+    if not is_on(further):
+        for name in WITH_OVERLAP:
+            if name in further:
+                why, fix = f"is read with {KEY}.{FIELD} alone", "set that to true, or leave this out"
+                raise ConfigError(f"{KEY}.{name}", further[name], why, fix)
+    elif further.get("fp8"):
+        _refuse(f"has buffers of bfloat16 here, and {KEY}.fp8 is set", "leave out one of them")
+
+
+def check_config(model: ModelConfig, engine: EngineConfig) -> None:
+    """Raises ConfigError where micro-batches have no one size, or layers train that have no buffer."""
+    if not is_on(engine.megatron):
+        return
+    if engine.micro_batch.tokens is None:
+        why = "needs micro-batches of one size, to which each is padded"
+        _refuse(why, "set engine.micro_batch.tokens, and no engine.micro_batch.size")
+    if model.lora is not None:
+        # its backward pass leaves the gradient of a layer's input unsummed where the weight has none
+        _refuse("is not for adapters: transformer-engine's backward pass needs weights that train", "leave it out")
+    if isinstance(model, TrainedModelConfig) and model.mtp is not None:
+        _refuse("is not for MTP layers, for whose first projection there is no buffer", "leave out one of them")
+
+
+def check_model(
+    engine: EngineConfig, fields: Mapping[str, Any], dims: ParallelDims, *, longest: int, key: str, packed: bool
+) -> None:
+    """Raises ConfigError where a model, a layout or its sequences do not take it.
+
+    fields: the model's as megatron has them. longest: tokens of the longest sequence, which `key` sets."""
+    if not is_on(engine.megatron):
+        return
+    if dims.tp == 1:
+        _refuse("is for tensor parallelism, and engine.parallel.tp is 1", "leave it out, or set that to 2 or more")
+    if not dims.sp:
+        _refuse("overlaps what sequence parallelism sends", "leave engine.parallel.sp at auto, or leave this out")
+    if not packed:
+        _refuse("needs packed micro-batches, of one size each", "set packing to true, or leave this out")
+    if fields.get("multi_latent_attention"):
+        _refuse("is not for latent attention: most of its linear layers have no buffer", "leave it out")
+    if fields["hidden_size"] % COLUMNS:
+        _refuse(f"takes hidden sizes that are multiples of {COLUMNS}, and {fields['hidden_size']} is none",
+                "leave it out")  # fmt: skip
+    places = places_of(engine, dims)
+    assert places is not None
+    if longest > places:
+        why = f"is less than {longest} ({key}), and with {KEY}.{FIELD} no micro-batch can have more"
+        raise ConfigError("engine.micro_batch.tokens", engine.micro_batch.tokens, why, f"give at least {longest}")
+
+
+def check_spec(further: Mapping[str, Any], layer_spec: str, why: str, dtype: torch.dtype) -> None:
+    """Raises ConfigError where the layers are not those that have userbuffers. why: the spec was chosen."""
+    if not is_on(further):
+        return
+    if dtype != torch.bfloat16:
+        _refuse(f"does not go with model.dtype {str(dtype).removeprefix('torch.')}", "set bfloat16")
+    if layer_spec != "te":
+        reason = f"needs the layers of transformer-engine, and engine.layer_spec is {layer_spec} ({why})"
+        _refuse(reason, "set that to te, where there is one, or leave this out")
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """The userbuffers of an engine."""
+
+    places: int  # of a tensor-parallel group, which context parallelism has divided
+    hidden: int
+    tp: int
+    scattering: tuple[str, ...]  # linears whose gradient of the input is scattered in chunks of its own product
+    bootstrap_backend: str
+
+    @classmethod
+    def of(cls, engine: EngineConfig, hidden: int, dims: ParallelDims) -> Wanted | None:
+        """Returns what an engine asks for; None where that is nothing."""
+        places, given = places_of(engine, dims), engine.megatron
+        if places is None:
+            return None
+        scattering = tuple(
+            name for name in ("qkv", "fc1")
+            if given.get("tp_comm_overlap_rs_dgrad") and not given.get(f"tp_comm_overlap_disable_{name}")
+        )  # fmt: skip
+        return cls(places // dims.cp, hidden, dims.tp, scattering, given.get("tp_comm_bootstrap_backend", "nccl"))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers on a rank. One that scatters in a ring has room for what comes in beside."""
+        whole = 2 * self.places * self.hidden
+        return BUFFERS * whole + len(self.scattering) * (whole - whole // self.tp)
+
+    def describe(self) -> str:
+        text = f"{self.places} places x {self.hidden} over {self.tp} tensor-parallel ranks"
+        return text + f", tp_comm_overlap_rs_dgrad for {' and '.join(self.scattering)}" * bool(self.scattering)
+
+
+_made: list[Wanted] = []
+"""The buffers of this process, one or none: transformer-engine has them in its module and does not tell their shape."""
+
+
+def make(wanted: Wanted) -> None:
+    """Makes the buffers of this process, where it has none. Collective over all processes; to be called before layers
+    are built. Raises ConfigError where it has others, or the machine has none to give."""
+    from transformer_engine.pytorch.module import base
+
+    if base.is_ub_initialized() and _made != [wanted]:
+        there = _made[0].describe() if _made else "others that mrl has not made"
+        why = f"asks for buffers of {wanted.describe()}, and this process, whose models share them, has {there}"
+        _refuse(why, "give all models with it the same hidden size, tp and micro_batch.tokens, or one alone the key")
+    if base.is_ub_initialized():
+        return
+    # in ring exchange, as transformer-engine's own tests have it: by default these buffers are for bulk gathers
+    methods = {f"{name}_dgrad": {"method": "ring_exchange"} for name in wanted.scattering}
+    try:
+        base.initialize_ub(
+            [wanted.places, wanted.hidden], wanted.tp, quantization_modes=[base.UserBufferQuantizationMode.NONE],
+            dtype=torch.bfloat16, ub_cfgs=methods, bootstrap_backend=wanted.bootstrap_backend,
+        )  # fmt: skip
+    except RuntimeError as error:
+        base.destroy_ub()
+        why = f"cannot be had here: transformer-engine says {one_line(error, 200).rstrip('.')}"
+        raise ConfigError(f"{KEY}.{FIELD}", True, why, "do what it says, or leave it out") from error
+    _made[:] = [wanted]
+
+
+def check_built(config: Any) -> None:
+    """Raises ConfigError where megatron has switched the field off for some layers, which it does with a warning."""
+    if not config.tp_comm_overlap:
+        _refuse("was switched off by megatron-core for a linear layer that has no buffer", "leave it out")
+
+
+@contextlib.contextmanager
+def without(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Inside, layers communicate by NCCL: for decoding, whose steps have other numbers of tokens."""
+    held = [
+        (module, flag)
+        for chunk in chunks for module in chunk.modules() for flag in FLAGS if getattr(module, flag, False)
+    ]  # fmt: skip
+    for module, flag in held:
+        setattr(module, flag, False)
+    try:
+        yield
+    finally:
+        for module, flag in held:
+            setattr(module, flag, True)

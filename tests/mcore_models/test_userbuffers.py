@@ -1,0 +1,116 @@
+"""Tensor-parallel communication beside products: what is taken, and the line that is said of the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+
+import pytest
+import torch
+
+from mrl.config.schema import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, MTPConfig, TrainedModelConfig
+from mrl.converters.families import fields_of
+from mrl.converters.hf_config import normalize
+from mrl.errors import ConfigError
+from mrl.mcore_models import userbuffers
+from mrl.mcore_models.megatron_fields import check
+from mrl.mcore_models.userbuffers import WITH_OVERLAP, Wanted
+from mrl.parallel import ParallelDims
+from tests.cuda.models import COMMON, MODELS
+
+ON = {"tp_comm_overlap": True}
+ENGINE = EngineConfig(megatron=ON, micro_batch=MicroBatchConfig(tokens=1001))
+DIMS = ParallelDims(8, tp=2, cp=2, sp=True)
+DENSE, MODEL = fields_of(normalize(COMMON | MODELS["Qwen/Qwen3-8B"])), ModelConfig(path="none")
+MOST = {"longest": 1001, "key": "data.max_length 1001", "packed": True}
+
+
+def says(message, function, *args, at="engine.megatron.tp_comm_overlap", **more):
+    with pytest.raises(ConfigError) as refused:
+        function(*args, **more)
+    assert re.fullmatch(f"{at}: value {message}", str(refused.value)), str(refused.value)
+
+
+def test_fields_that_go_together():
+    for given in (ON, ON | dict.fromkeys(WITH_OVERLAP[:-1], True) | {"tp_comm_bootstrap_backend": "gloo"}):
+        check(given)
+        userbuffers.check_fields(given)
+    userbuffers.check_fields({"fp8": "hybrid", "fp8_recipe": "tensorwise", "tp_comm_overlap": False})
+    for given in ({"tp_comm_overlap": False}, {}):
+        says("true is read with engine.megatron.tp_comm_overlap alone; set that to true, or leave this out",
+             userbuffers.check_fields, given | {"tp_comm_bulk_dgrad": True}, at="engine.megatron.tp_comm_bulk_dgrad")  # fmt: skip
+    says("true has buffers of bfloat16 here, and engine.megatron.fp8 is set; leave out one of them",
+         userbuffers.check_fields, ON | {"fp8": "hybrid", "fp8_recipe": "tensorwise"})  # fmt: skip
+    says("true is for what mrl does not have: transformer-engine no longer reads it, .*; leave it out",
+         check, ON | {"tp_comm_split_ag": True}, at="engine.megatron.tp_comm_split_ag")  # fmt: skip
+
+
+def test_configs_that_have_it():
+    userbuffers.check_config(MODEL, ENGINE)
+    userbuffers.check_config(dataclasses.replace(MODEL, lora=LoraConfig()), EngineConfig())
+    for micro_batch in (MicroBatchConfig(), MicroBatchConfig(size=1)):
+        says("true needs micro-batches of one size, .*; set engine.micro_batch.tokens, and no engine.micro_batch.size",
+             userbuffers.check_config, MODEL, dataclasses.replace(ENGINE, micro_batch=micro_batch))  # fmt: skip
+    says("true is not for adapters: .*; leave it out",
+         userbuffers.check_config, dataclasses.replace(MODEL, lora=LoraConfig()), ENGINE)  # fmt: skip
+    says("true is not for MTP layers, .*; leave out one of them",
+         userbuffers.check_config, TrainedModelConfig(path="none", mtp=MTPConfig()), ENGINE)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "model",
+    [name for name in MODELS if not name.startswith("deepseek-ai/")] + [pytest.param(None, id="another engine")],
+)
+def test_published_models_have_it(model):
+    engine = ENGINE if model else EngineConfig()
+    fields = fields_of(normalize(COMMON | MODELS[model or "deepseek-ai/DeepSeek-V3"]))
+    userbuffers.check_model(engine, fields, DIMS if model else ParallelDims(), **MOST)
+
+
+def test_models_layouts_and_sequences_that_have_not():
+    refused = [
+        ({"dims": ParallelDims(2)}, "is for tensor parallelism, and engine.parallel.tp is 1; leave it out, or set .*"),
+        ({"dims": ParallelDims(2, tp=2)}, "overlaps what sequence parallelism sends; leave engine.parallel.sp at auto, .*"),
+        ({"packed": False}, "needs packed micro-batches, of one size each; set packing to true, or leave this out"),
+        ({"fields": fields_of(normalize(COMMON | MODELS["deepseek-ai/DeepSeek-V3"]))}, "is not for latent attention: .*; leave it out"),
+        ({"fields": DENSE | {"hidden_size": 72}}, "takes hidden sizes that are multiples of 32, and 72 is none; leave it out"),
+    ]  # fmt: skip
+    for changed, message in refused:
+        given = {"fields": DENSE, "dims": DIMS} | MOST | changed
+        says(f"true {message}", userbuffers.check_model, ENGINE, **given)
+
+
+def test_a_sequence_that_no_micro_batch_holds_is_refused_before_a_run():
+    with pytest.raises(ConfigError) as refused:
+        userbuffers.check_model(ENGINE, DENSE, DIMS, longest=1005, key="data.max_length 1005", packed=True)
+    assert str(refused.value) == (
+        "engine.micro_batch.tokens: value 1001 is less than 1005 (data.max_length 1005), and with "
+        "engine.megatron.tp_comm_overlap no micro-batch can have more; give at least 1005"
+    )
+
+
+def test_layers_and_dtypes_that_have_it():
+    userbuffers.check_spec(ON, "te", "as configured", torch.bfloat16)
+    userbuffers.check_spec({}, "local", "as configured", torch.float32)
+    says("true needs the layers of transformer-engine, and engine.layer_spec is local .torch sees no GPU.; set .*",
+         userbuffers.check_spec, ON, "local", "torch sees no GPU", torch.bfloat16)  # fmt: skip
+    says("true does not go with model.dtype float32; set bfloat16",
+         userbuffers.check_spec, ON, "te", "as configured", torch.float32)  # fmt: skip
+    userbuffers.check_built(types.SimpleNamespace(tp_comm_overlap=True))
+    says("true was switched off by megatron-core .*; leave it out",
+         userbuffers.check_built, types.SimpleNamespace(tp_comm_overlap=False))  # fmt: skip
+
+
+def test_places_and_bytes():
+    """Of 1001 tokens over two tensor- and two context-parallel ranks: places that both divide, each of two segments."""
+    assert userbuffers.places_of(EngineConfig(), DIMS) is None
+    assert userbuffers.places_of(ENGINE, DIMS) == 1004
+    assert userbuffers.places_of(ENGINE, ParallelDims(6, tp=3, cp=2, sp=True)) == 1008
+    assert Wanted.of(EngineConfig(), 64, DIMS) is None
+    plain = Wanted.of(ENGINE, 64, DIMS)
+    assert (plain.places, plain.nbytes) == (502, 12 * 502 * 64 * 2)
+    in_chunks = dataclasses.replace(ENGINE, megatron=ON | {"tp_comm_overlap_rs_dgrad": True})
+    assert Wanted.of(in_chunks, 64, DIMS).nbytes == 13 * 502 * 64 * 2
+    one = dataclasses.replace(in_chunks, megatron=in_chunks.megatron | {"tp_comm_overlap_disable_qkv": True})
+    assert Wanted.of(one, 64, DIMS).scattering == ("fc1",)
