@@ -41,6 +41,11 @@ class Subject:
         return own and dataclasses.replace(own, dropout=0.0)
 
     @property
+    def megatron(self) -> dict[str, Any]:
+        """`engine.megatron` without userbuffers, which take neither fp32 nor micro-batches of other sizes."""
+        return {k: v for k, v in self.config.engine.megatron.items() if not k.startswith("tp_comm_")}
+
+    @property
     def has_router_losses(self) -> bool:
         return bool(self.config.engine.moe.aux_loss or self.config.engine.moe.z_loss)
 
@@ -55,7 +60,7 @@ class Subject:
             mtp=None,  # of a model that is cut to a few layers there are no MTP layers left
             model=dataclasses.replace(config.model, path=path, init=init, dtype=dtype, lora=self.lora),
             engine=dataclasses.replace(
-                config.engine, parallel=layout.parallel, micro_batch=micro_batch,
+                config.engine, parallel=layout.parallel, micro_batch=micro_batch, megatron=self.megatron,
                 fsdp=dataclasses.replace(config.engine.fsdp, replicate=replicate),
             ),
             optimizer=self.optimizer,

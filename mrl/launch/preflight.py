@@ -120,20 +120,19 @@ def _check_userbuffers(parts: Sequence[Part], layouts: Sequence[ParallelDims]) -
     with quiet():
         from mrl.converters.families import fields_of
         from mrl.converters.hf_config import normalize
-        from mrl.mcore_models.userbuffers import FIELD, Wanted
+        from mrl.mcore_models.userbuffers import FIELD, SAME, BufferShape
 
         found = []
         for part, dims in zip(parts, layouts, strict=True):
             if part.engine.backend == "megatron" and part.engine.megatron.get(FIELD):
-                hidden = fields_of(normalize(dict(part.hf)))["hidden_size"]
-                found.append((part, Wanted.of(part.engine, hidden, dims)))
+                wanted = BufferShape.of(part.engine, fields_of(normalize(dict(part.hf)))["hidden_size"], dims)
+                found += [(part, wanted)] if wanted is not None else []
     for part, wanted in found[1:]:
         first, there = found[0]
         if wanted != there:
-            assert wanted is not None and there is not None
             key = f"engine.megatron.{FIELD}"
             why = f"asks for buffers of {wanted.describe()}, and {first.key(key)} for {there.describe()}"
-            raise ConfigError(part.key(key), True, why, "give both the same sizes, or one alone the key")
+            raise ConfigError(part.key(key), True, why, SAME)
 
 
 def check_part(part: Part, dims: ParallelDims, sequences: Sequences, *, here: bool = True) -> None:

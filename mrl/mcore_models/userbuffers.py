@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -35,6 +36,13 @@ WITH_OVERLAP = (
 BUFFERS = 12
 """Of a process: one for each product of qkv, proj, fc1 and fc2 (forward, gradient of the input, gradient of the
 weight), as `initialize_ub` of transformer-engine 2.20 makes them."""
+
+RANKS = (2, 4, 8)
+"""Tensor-parallel ranks that its kernels are compiled for, of one machine: for others they start none and say nothing
+(`callranks_` in userbuffers.cu, which has 16 and 32 too, for machines that share NVLink)."""
+
+LARGEST = 2**31 - 1
+"""Bytes of a buffer, whose offsets are 32-bit integers in transformer-engine (`CommOverlapP2PBase`)."""
 
 COLUMNS = 32
 """Of what the hidden size is a multiple: a product that scatters its output is divided into four parts of it, which
@@ -76,8 +84,14 @@ def check_fields(further: Mapping[str, Any]) -> None:
             if name in further:
                 why, fix = f"is read with {KEY}.{FIELD} alone", "set that to true, or leave this out"
                 raise ConfigError(f"{KEY}.{name}", further[name], why, fix)
-    elif further.get("fp8"):
+        return
+    if further.get("fp8"):
         _refuse(f"has buffers of bfloat16 here, and {KEY}.fp8 is set", "leave out one of them")
+    if further.get("moe_expert_capacity_factor") is not None:
+        _refuse(f"pads with tokens that take places of experts, which {KEY}.moe_expert_capacity_factor makes few",
+                "leave out one of them")  # fmt: skip
+    if further.get("moe_shared_expert_overlap"):
+        _refuse(f"needs one queue to the GPU, and {KEY}.moe_shared_expert_overlap several", "leave out one of them")
 
 
 def check_config(model: ModelConfig, engine: EngineConfig) -> None:
@@ -106,6 +120,8 @@ def check_model(
         _refuse("is for tensor parallelism, and engine.parallel.tp is 1", "leave it out, or set that to 2 or more")
     if not dims.sp:
         _refuse("overlaps what sequence parallelism sends", "leave engine.parallel.sp at auto, or leave this out")
+    if dims.tp not in RANKS:
+        _refuse(f"is for 2, 4 or 8 tensor-parallel ranks, and engine.parallel.tp is {dims.tp}", "set one of them there")
     if not packed:
         _refuse("needs packed micro-batches, of one size each", "set packing to true, or leave this out")
     if fields.get("multi_latent_attention"):
@@ -113,11 +129,16 @@ def check_model(
     if fields["hidden_size"] % COLUMNS:
         _refuse(f"takes hidden sizes that are multiples of {COLUMNS}, and {fields['hidden_size']} is none",
                 "leave it out")  # fmt: skip
-    places = places_of(engine, dims)
-    assert places is not None
+    tokens, places = engine.micro_batch.tokens, places_of(engine, dims)
+    wanted = BufferShape.of(engine, fields["hidden_size"], dims)
+    assert tokens is not None and places is not None and wanted is not None
+    if wanted.largest > LARGEST:
+        why = f"makes a buffer of {wanted.largest / 2**30:.1f} GiB, and {KEY}.{FIELD} takes less than 2"
+        most = places * LARGEST // wanted.largest // unit_of(dims) * unit_of(dims)
+        raise ConfigError("engine.micro_batch.tokens", tokens, why, f"give at most {most}")
     if longest > places:
         why = f"is less than {longest} ({key}), and with {KEY}.{FIELD} no micro-batch can have more"
-        raise ConfigError("engine.micro_batch.tokens", engine.micro_batch.tokens, why, f"give at least {longest}")
+        raise ConfigError("engine.micro_batch.tokens", tokens, why, f"give at least {longest}")
 
 
 def check_spec(further: Mapping[str, Any], layer_spec: str, why: str, dtype: torch.dtype) -> None:
@@ -132,17 +153,17 @@ def check_spec(further: Mapping[str, Any], layer_spec: str, why: str, dtype: tor
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """The userbuffers of an engine."""
+class BufferShape:
+    """Of the userbuffers of an engine, all of which have one."""
 
     places: int  # of a tensor-parallel group, which context parallelism has divided
     hidden: int
     tp: int
     scattering: tuple[str, ...]  # linears whose gradient of the input is scattered in chunks of its own product
-    bootstrap_backend: str
+    bootstrap_backend: str = dataclasses.field(default="nccl", compare=False)  # how ranks meet: nothing of a shape
 
     @classmethod
-    def of(cls, engine: EngineConfig, hidden: int, dims: ParallelDims) -> Wanted | None:
+    def of(cls, engine: EngineConfig, hidden: int, dims: ParallelDims) -> BufferShape | None:
         """Returns what an engine asks for; None where that is nothing."""
         places, given = places_of(engine, dims), engine.megatron
         if places is None:
@@ -154,21 +175,47 @@ class Wanted:
         return cls(places // dims.cp, hidden, dims.tp, scattering, given.get("tp_comm_bootstrap_backend", "nccl"))
 
     @property
+    def _whole(self) -> int:
+        return 2 * self.places * self.hidden
+
+    @property
+    def _beside(self) -> int:
+        """Bytes of what comes in beside a buffer that scatters in a ring."""
+        return self._whole - self._whole // self.tp
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the buffers on a rank. One that scatters in a ring has room for what comes in beside."""
-        whole = 2 * self.places * self.hidden
-        return BUFFERS * whole + len(self.scattering) * (whole - whole // self.tp)
+        """Bytes of the buffers on a rank, but for what is rounded up to a page of the GPU's."""
+        return BUFFERS * self._whole + len(self.scattering) * self._beside
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest of them."""
+        return self._whole + (self._beside if self.scattering else 0)
 
     def describe(self) -> str:
         text = f"{self.places} places x {self.hidden} over {self.tp} tensor-parallel ranks"
-        return text + f", tp_comm_overlap_rs_dgrad for {' and '.join(self.scattering)}" * bool(self.scattering)
+        if self.scattering:
+            text += f", tp_comm_overlap_rs_dgrad for {' and '.join(self.scattering)}"
+        return text
 
 
-_made: list[Wanted] = []
+SAME = "give all models the same hidden size, tp, micro_batch.tokens and tp_comm_overlap_* fields, or one alone the key"
+
+_made: list[BufferShape] = []
 """The buffers of this process, one or none: transformer-engine has them in its module and does not tell their shape."""
 
 
-def make(wanted: Wanted) -> None:
+def check_machine(tp: int) -> None:
+    """Raises ConfigError where tensor-parallel ranks are of several machines: transformer-engine's exchange of handles
+    then ends a process or waits, without a word."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", tp))
+    if here % tp:
+        why = f"needs tensor-parallel ranks that share a machine, and its {here} processes are no multiple of {tp}"
+        _refuse(why, "set engine.parallel.tp to what a machine has, or leave it out")
+
+
+def make(wanted: BufferShape) -> None:
     """Makes the buffers of this process, where it has none. Collective over all processes; to be called before layers
     are built. Raises ConfigError where it has others, or the machine has none to give."""
     from transformer_engine.pytorch.module import base
@@ -176,9 +223,10 @@ def make(wanted: Wanted) -> None:
     if base.is_ub_initialized() and _made != [wanted]:
         there = _made[0].describe() if _made else "others that mrl has not made"
         why = f"asks for buffers of {wanted.describe()}, and this process, whose models share them, has {there}"
-        _refuse(why, "give all models with it the same hidden size, tp and micro_batch.tokens, or one alone the key")
+        _refuse(why, SAME)
     if base.is_ub_initialized():
         return
+    check_machine(wanted.tp)
     # in ring exchange, as transformer-engine's own tests have it: by default these buffers are for bulk gathers
     methods = {f"{name}_dgrad": {"method": "ring_exchange"} for name in wanted.scattering}
     try:

@@ -69,6 +69,15 @@ REFUSED = [
     ),
     (("engine.micro_batch.size=3",), "engine.micro_batch.size: value 3 is odd"),
     (("engine.micro_batch.tokens=199",), "engine.micro_batch.tokens: value 199 is less than a pair of sequences of"),
+    (  # with which each of a pair has a multiple of 4 places, and no micro-batch more than the budget
+        (
+            "data.max_length=98",
+            "engine.parallel.cp=2",
+            "engine.micro_batch.tokens=199",
+            'engine.megatron={"tp_comm_overlap": true}',
+        ),
+        "engine.micro_batch.tokens: value 199 is less than a pair of sequences of data.max_length 98",
+    ),
     (("reference.engine.micro_batch.size=1",), "reference.engine.micro_batch.size: value 1 is odd"),
     (("reference.engine.micro_batch.tokens=50",), "reference.engine.micro_batch.tokens: value 50 is less than a pair"),
     (

@@ -51,12 +51,12 @@ def test_an_update_communicates_beside_its_products(te_worker, case, overlaps):
 
 
 def test_buffers_are_as_large_as_a_plan_says(te_worker):
-    from mrl.mcore_models.userbuffers import Wanted
+    from mrl.mcore_models.userbuffers import BufferShape
 
     for scattering, further in ((("qkv", "fc1"), {"tp_comm_overlap_rs_dgrad": True}), ((), {})):
         cases = [dataclasses.replace(CASE, calls=1, megatron=given) for given in (ON | further, {})]
         with_them, without = (te_worker.call("tests.cuda.te_update:update", case, (9, 0)).result for case in cases)
-        wanted = Wanted(1000, 4096, 2, scattering, "nccl")
+        wanted = BufferShape(1000, 4096, 2, scattering, "nccl")
         assert with_them.after_init - without.after_init == wanted.nbytes
 
 
@@ -79,7 +79,7 @@ def test_engines_of_a_process_share_buffers_of_one_shape(te_worker):
     assert other == (
         "engine.megatron.tp_comm_overlap: value true asks for buffers of 2000 places x 4096 over 2 tensor-parallel ranks, "
         "and this process, whose models share them, has 1000 places x 4096 over 2 tensor-parallel ranks; give all models "
-        "with it the same hidden size, tp and micro_batch.tokens, or one alone the key"
+        "the same hidden size, tp, micro_batch.tokens and tp_comm_overlap_* fields, or one alone the key"
     )
 
 

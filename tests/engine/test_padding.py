@@ -7,10 +7,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from mrl.config.schema import EngineConfig, MoEConfig, MTPConfig
 from mrl.engine.checks import Sequences
 from mrl.engine.megatron.checks import MegatronChecks
+from mrl.engine.megatron.inputs import prepare
 from mrl.errors import ConfigError
 from mrl.mcore_models.layout import check_places
 from mrl.parallel import ParallelDims
@@ -49,6 +51,17 @@ def test_padding_counts_in_nothing(tmp_path, family, world, parallel, padding, c
     found = run_case(world, "tests.engine.padding:compare", config=config, padding=padding)
     assert found["padded"] == [False, True]
     assert not {name: far for name, far in found["far"].items() if not far < ROUNDING}
+
+
+def test_padding_of_many_places_is_of_many_tokens():
+    """Experts choose tokens by what they are: equal ones would all go to the same few."""
+    dims, batch = ParallelDims(), tiny.uneven_batch(sequences=3)
+    given = {"packed": True, "device": torch.device("cpu"), "thd": False}
+    found = prepare(batch, dims, dims.coordinates(0), places=300, fillers=50, **given)
+    assert len(found.tokens) == 300 and len(found.tokens[found.padding].unique()) == 50
+    assert torch.equal(found.tokens[~found.padding], batch.tokens)
+    few = prepare(batch, dims, dims.coordinates(0), multiple=16, **given)
+    assert len(few.tokens) % 16 == 0 and not few.tokens[few.padding].any()
 
 
 def test_a_sequence_of_more_places_than_all_have_is_refused(tmp_path):

@@ -54,7 +54,7 @@ def test_roles_share_the_buffers_of_tensor_parallel_communication(workspace):
         refused.exit_code == 2
         and (
             "reference.engine.megatron.tp_comm_overlap: value true asks for buffers of 80 places x 64 over 2 tensor-parallel "
-            "ranks, and actor.engine.megatron.tp_comm_overlap for 64 places x 64 over 2 tensor-parallel ranks; give both the"
+            "ranks, and actor.engine.megatron.tp_comm_overlap for 64 places x 64 over 2 tensor-parallel ranks; give all models the same"
         )
         in refused.stderr
     ), refused.output

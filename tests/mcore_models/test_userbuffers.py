@@ -15,7 +15,7 @@ from mrl.converters.hf_config import normalize
 from mrl.errors import ConfigError
 from mrl.mcore_models import userbuffers
 from mrl.mcore_models.megatron_fields import check
-from mrl.mcore_models.userbuffers import WITH_OVERLAP, Wanted
+from mrl.mcore_models.userbuffers import WITH_OVERLAP, BufferShape
 from mrl.parallel import ParallelDims
 from tests.cuda.models import COMMON, MODELS
 
@@ -42,6 +42,10 @@ def test_fields_that_go_together():
              userbuffers.check_fields, given | {"tp_comm_bulk_dgrad": True}, at="engine.megatron.tp_comm_bulk_dgrad")  # fmt: skip
     says("true has buffers of bfloat16 here, and engine.megatron.fp8 is set; leave out one of them",
          userbuffers.check_fields, ON | {"fp8": "hybrid", "fp8_recipe": "tensorwise"})  # fmt: skip
+    says("true pads with tokens that take places of experts, which engine.megatron.moe_expert_capacity_factor makes few; leave out one of them",
+         userbuffers.check_fields, ON | {"moe_expert_capacity_factor": 1.0})  # fmt: skip
+    says("true needs one queue to the GPU, and engine.megatron.moe_shared_expert_overlap several; leave out one of them",
+         userbuffers.check_fields, ON | {"moe_shared_expert_overlap": True})  # fmt: skip
     says("true is for what mrl does not have: transformer-engine no longer reads it, .*; leave it out",
          check, ON | {"tp_comm_split_ag": True}, at="engine.megatron.tp_comm_split_ag")  # fmt: skip
 
@@ -72,6 +76,7 @@ def test_models_layouts_and_sequences_that_have_not():
     refused = [
         ({"dims": ParallelDims(2)}, "is for tensor parallelism, and engine.parallel.tp is 1; leave it out, or set .*"),
         ({"dims": ParallelDims(2, tp=2)}, "overlaps what sequence parallelism sends; leave engine.parallel.sp at auto, .*"),
+        ({"dims": ParallelDims(6, tp=3, sp=True)}, "is for 2, 4 or 8 tensor-parallel ranks, and engine.parallel.tp is 3; set one of them there"),
         ({"packed": False}, "needs packed micro-batches, of one size each; set packing to true, or leave this out"),
         ({"fields": fields_of(normalize(COMMON | MODELS["deepseek-ai/DeepSeek-V3"]))}, "is not for latent attention: .*; leave it out"),
         ({"fields": DENSE | {"hidden_size": 72}}, "takes hidden sizes that are multiples of 32, and 72 is none; leave it out"),
@@ -79,6 +84,34 @@ def test_models_layouts_and_sequences_that_have_not():
     for changed, message in refused:
         given = {"fields": DENSE, "dims": DIMS} | MOST | changed
         says(f"true {message}", userbuffers.check_model, ENGINE, **given)
+
+
+@pytest.mark.parametrize("more, most", [({}, 524284), ({"tp_comm_overlap_rs_dgrad": True}, 349524)], ids=str)
+def test_buffers_whose_offsets_transformer_engine_cannot_count_are_refused(more, most):
+    """With 4096 columns and cp2 524,288 places are 2^31 bytes of each rank; a ring has half as much beside."""
+    says(
+        rf"600000 makes a buffer of [23]\.\d GiB, and engine.megatron.tp_comm_overlap takes less than 2; give at most {most}",
+        check_tokens, 600000, more, at="engine.micro_batch.tokens",
+    )  # fmt: skip
+    check_tokens(most, more)
+    with pytest.raises(ConfigError, match=r"makes a buffer of 2\.0 GiB"):
+        check_tokens(most + 4, more)
+
+
+def check_tokens(tokens, more):
+    engine = dataclasses.replace(ENGINE, megatron=ON | more, micro_batch=MicroBatchConfig(tokens=tokens))
+    userbuffers.check_model(engine, DENSE, DIMS, **MOST)
+
+
+def test_ranks_of_several_machines_are_refused(monkeypatch):
+    for here, tp in (("8", 8), ("8", 2), (None, 8)):
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if here is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+        userbuffers.check_machine(tp)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    says("true needs tensor-parallel ranks that share a machine, and its 4 processes are no multiple of 8; set engine.parallel.tp .*",
+         userbuffers.check_machine, 8)  # fmt: skip
 
 
 def test_a_sequence_that_no_micro_batch_holds_is_refused_before_a_run():
@@ -106,11 +139,12 @@ def test_places_and_bytes():
     """Of 1001 tokens over two tensor- and two context-parallel ranks: places that both divide, each of two segments."""
     assert userbuffers.places_of(EngineConfig(), DIMS) is None
     assert userbuffers.places_of(ENGINE, DIMS) == 1004
-    assert userbuffers.places_of(ENGINE, ParallelDims(6, tp=3, cp=2, sp=True)) == 1008
-    assert Wanted.of(EngineConfig(), 64, DIMS) is None
-    plain = Wanted.of(ENGINE, 64, DIMS)
+    assert userbuffers.places_of(ENGINE, ParallelDims(8, tp=8, cp=1, sp=True)) == 1008
+    assert BufferShape.of(EngineConfig(), 64, DIMS) is None
+    plain = BufferShape.of(ENGINE, 64, DIMS)
     assert (plain.places, plain.nbytes) == (502, 12 * 502 * 64 * 2)
     in_chunks = dataclasses.replace(ENGINE, megatron=ON | {"tp_comm_overlap_rs_dgrad": True})
-    assert Wanted.of(in_chunks, 64, DIMS).nbytes == 13 * 502 * 64 * 2
+    ring = BufferShape.of(in_chunks, 64, DIMS)
+    assert (ring.nbytes, ring.largest, plain.largest) == (13 * 502 * 64 * 2, 3 * 502 * 64, 2 * 502 * 64)
     one = dataclasses.replace(in_chunks, megatron=in_chunks.megatron | {"tp_comm_overlap_disable_qkv": True})
-    assert Wanted.of(one, 64, DIMS).scattering == ("fc1",)
+    assert BufferShape.of(one, 64, DIMS).scattering == ("fc1",)

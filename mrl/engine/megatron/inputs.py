@@ -24,7 +24,7 @@ from mrl.mcore_models.attention import PackedLayout, zigzag_inverse, zigzag_plac
 from mrl.parallel import Coordinates, ParallelDims
 
 PADDING = 128
-"""Places of a sequence that is all padding, where no other one is longer: few enough for any kernel of attention."""
+"""Places of a sequence of padding, where no other one is longer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class AheadInputs:
 class ModelInputs:
     """What one rank feeds the model."""
 
-    tokens: Tensor  # [P/cp] int64, 0 in padding
+    tokens: Tensor  # [P/cp] int64, in padding any
     labels: Tensor  # [P/cp] or [P/cp, K] int64, 0 in padding
     padding: Tensor  # [P/cp] bool, True there
     trained: Tensor | None  # which of these places have a label that counts in the loss; None for all
@@ -85,18 +85,17 @@ def prepare(
     mtp: int = 0,
     multiple: int = 1,
     places: int | None = None,
+    fillers: int = 1,
 ) -> ModelInputs:
     """Lays the sequences of a micro-batch out for this rank. thd: for transformer-engine's attention. mtp: MTP layers
-    that are run. multiple, places: as in `padded_lengths`."""
+    that are run. multiple, places: as in `padded_lengths`. fillers: so many ids take turns in padding: where that is
+    much, equal ones would all go to the same experts."""
     lengths = batch.lengths.tolist()
     padded = padded_lengths(lengths, dims, packed=packed, multiple=multiple, places=places)
     starts = torch.tensor([0, *padded[:-1]]).cumsum(0)[: len(lengths)]
     at = batch.position_ids.cpu() + starts.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     total = sum(padded)
-    tokens, labels = (
-        torch.zeros(total, dtype=torch.int64),
-        torch.zeros(total, *batch.labels.shape[1:], dtype=torch.int64),
-    )
+    tokens, labels = torch.arange(total) % fillers, torch.zeros(total, *batch.labels.shape[1:], dtype=torch.int64)
     padding, counts = torch.ones(total, dtype=torch.bool), torch.zeros(total, dtype=torch.bool)
     tokens[at], labels[at], padding[at] = batch.tokens.cpu(), batch.labels.cpu(), False
     counts[at] = batch.loss_mask.cpu() != 0

@@ -248,7 +248,7 @@ def _fp8_copies(config: RoleConfig, model: Any, chunks: Sequence[Any], plans: Se
 
 
 def _userbuffers(config: RoleConfig, model: Any) -> int:
-    wanted = userbuffers.Wanted.of(config.engine, model.transformer.hidden_size, model.dims)
+    wanted = userbuffers.BufferShape.of(config.engine, model.transformer.hidden_size, model.dims)
     return 0 if wanted is None else wanted.nbytes
 
 

@@ -87,7 +87,7 @@ class Model:
         self.state.check()
         config, head = self.config, self.config.head
         self.rules = self.rules_under(self.spec)
-        buffers = userbuffers.Wanted.of(config.engine, self.transformer.hidden_size, self.dims)
+        buffers = userbuffers.BufferShape.of(config.engine, self.transformer.hidden_size, self.dims)
         if buffers is not None:
             userbuffers.make(buffers)
         self.chunks = self.wrapped = build_chunks(

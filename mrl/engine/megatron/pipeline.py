@@ -79,6 +79,7 @@ def make_micro_batch(
     inputs = model_inputs.prepare(
         batch, setup.dims, setup.coords, packed=setup.packed, device=device, thd=setup.thd,
         mtp=setup.mtp if trains else 0, multiple=setup.multiple, places=setup.places,
+        fillers=1 if setup.places is None else setup.vocab_size,
     )  # fmt: skip
     return MicroBatch(batch.to(device), ctx, inputs)
 
