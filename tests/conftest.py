@@ -5,9 +5,26 @@ test processes end with the session."""
 import sys
 
 import hypothesis
+import pytest
 
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
+
+TOGETHER = {"tests/rollout/test_handover.py": "tests/rollout/test_vllm.py"}
+"""Files that are one process's work with another file, whose servers they share."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """`--dist loadfile`, with files of TOGETHER beside the other ones."""
+    from xdist.scheduler import LoadFileScheduling  # which is here where this is called
+
+    class ByServers(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return TOGETHER.get(file, file)
+
+    return ByServers(config, log)
 
 
 def pytest_collection_modifyitems(items):

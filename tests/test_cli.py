@@ -23,7 +23,7 @@ from mrl.engine.megatron.checks import MegatronChecks
 from mrl.errors import DataError, Stopped
 from mrl.launch import local, start
 from tests.bad_input.mistakes import Workspace
-from tests.tiers import nightly_but, slow_but
+from tests.tiers import in_tiers
 
 HEAVY = ("torch", "jinja2", "megatron", "transformers", "numpy", "wandb", "datasets", "yaml", "rich", "pyarrow",
          "matplotlib", "plotly")  # fmt: skip
@@ -452,9 +452,7 @@ ENDINGS = {
 @pytest.mark.parametrize(
     ("joined", "name"),
     [
-        *slow_but([(True, "fault")], [(True, name) for name in ENDINGS]),
-        *slow_but([], [(False, "done"), (False, "user")]),
-        *nightly_but([], [(False, name) for name in ENDINGS if name not in ("done", "user")]),
+        *in_tiers([], [(True, "done"), (True, "fault"), (False, "user")], itertools.product((True, False), ENDINGS)),
     ],
 )
 def test_a_joined_rank_leaves_without_taking_libraries_down(workspace, joined, name):

@@ -13,6 +13,14 @@ def nightly_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
     return slow_but(fast, values, pytest.mark.nightly)
 
 
+def in_tiers(fast: Collection[Any], slow: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """As `slow_but`, where of the others those in `slow` are in CI's slow tier and the rest in the nightly one."""
+    values = list(values)
+    rest = [value for value in values if value not in fast and value not in slow]
+    kept = [value for value in values if value not in rest]
+    return [*slow_but(fast, kept), *slow_but([], rest, pytest.mark.nightly)]
+
+
 def slow_but(fast: Collection[Any], values: Iterable[Any], other: Any = pytest.mark.slow) -> list[Any]:
     """The values as parameters of a test; those that are not in `fast` are marked `slow`. A tuple is several arguments."""
     values = list(values)

@@ -16,7 +16,7 @@ from tests.check.works import make_configs
 from tests.tiers import slow_but
 from tests.trainers.tiny_runs import REPO
 
-SLOW = ["shifted mask", "sharded parameter not loaded"]
+SLOW = ["sharded parameter not loaded"]  # of a layout; test_measure.py has others in worlds of processes
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import sys
 import pytest
 import yaml
 
+from tests.forks import forks
 from tests.trainers import tiny_runs
 
 PACKAGE = pathlib.Path(__file__).parent / "external" / "mrl_unlearn"
@@ -47,12 +48,12 @@ def inputs(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture
 def mrl(site, inputs, tmp_path):
-    """`mrl WORD...` beside a config.yaml, as a process of its own."""
+    """`mrl WORD...` beside a config.yaml, as a process of its own; warm: in a fork of one that has imported what trains."""
     config = tiny_runs.make_config(inputs, tmp_path / "run", train={"steps": 1}, forget={"floor": -6})
     config["optimizer"] = {"lr": 1e-2, "schedule": "constant"}
     tiny_runs.write_config(tmp_path / "config.yaml", config)
 
-    def run(*words: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: object, warm: bool = False, **environ: str) -> subprocess.CompletedProcess[str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") and k not in ("RANK", "WORLD_SIZE")}
         env |= {
             "PYTHONPATH": f"{tiny_runs.REPO}{os.pathsep}{site}",
@@ -60,6 +61,12 @@ def mrl(site, inputs, tmp_path):
             "OMP_NUM_THREADS": "1",
             **environ,
         }
+        if warm:
+            said = [tmp_path / name for name in ("out", "err")]
+            for path in said:
+                path.write_text("")
+            code = forks().start(tmp_path, said[0], env, [str(word) for word in words], said[1]).wait(300)
+            return subprocess.CompletedProcess(words, code, *(path.read_text() for path in said))
         command = [sys.executable, "-m", "mrl", *map(str, words)]
         return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
@@ -124,18 +131,18 @@ def test_a_dry_run_checks_it_and_says_what_it_would_do(mrl, tmp_path):
 
 @pytest.mark.slow
 def test_it_trains_and_goes_on_as_its_keys_say(mrl, tmp_path):
-    first = mrl("unlearn", "config.yaml")
+    first = mrl("unlearn", "config.yaml", warm=True)
     assert first.returncode == 0, first.stderr
     assert "step 1: " in first.stdout and "`mrl unlearn` takes this file" in (tmp_path / "run/config.yaml").read_text()
-    refused = mrl("unlearn", "config.yaml", "train.steps=2", "forget.floor=-5")
+    refused = mrl("unlearn", "config.yaml", "train.steps=2", "forget.floor=-5", warm=True)
     assert refused.returncode == 2 and refused.stderr == (
         "mrl: forget.floor: value -5.0 is not the -6.0 that the checkpoint was saved with; set the saved values again, or start "
         f"anew with another output_dir than {tmp_path / 'run'}\n"
     )
     (tmp_path / "sft.yaml").write_text((tmp_path / "config.yaml").read_text().replace("forget:\n  floor: -6\n", ""))
-    other = mrl("sft", "sft.yaml", "train.steps=2")
+    other = mrl("sft", "sft.yaml", "train.steps=2", warm=True)
     assert other.returncode == 2 and "is given to `mrl sft`, and what was saved is of `mrl unlearn`" in other.stderr
-    second = mrl("unlearn", "config.yaml", "train.steps=3", "forget.say_every=2")
+    second = mrl("unlearn", "config.yaml", "train.steps=3", "forget.say_every=2", warm=True)
     assert second.returncode == 0, second.stderr
     assert "changed since the checkpoint: forget.say_every: 1 at the save, 2 now" in second.stdout
     assert "step 2: " in second.stdout and "step 1: " not in second.stdout and "step 3: " not in second.stdout
@@ -153,7 +160,9 @@ def test_it_trains_on_two_ranks_and_is_exported(mrl, tmp_path):
 @pytest.mark.slow
 def test_its_step_is_checked(mrl):
     """Against its own loss in plain torch; `mrl check` knows it by its record alone."""
-    done = mrl("check", "config.yaml", "engine.backend=megatron", "forget.floor=-4.5", "--layouts", "dp1", "--json")
+    done = mrl(
+        "check", "config.yaml", "engine.backend=megatron", "forget.floor=-4.5", "--layouts", "dp1", "--json", warm=True
+    )
     found = json.loads(done.stdout)
     assert done.returncode == 0 and [row["verdict"] for row in found["rows"]] == ["same"], (found, done.stderr)
     loss = found["rows"][0]["numbers"]["loss"]

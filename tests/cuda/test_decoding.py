@@ -7,7 +7,7 @@ import pytest
 
 from tests.cuda.cases import DENSE, GLM, LATENT, MOE, SINKS, _case
 from tests.cuda.test_engine import unexpected
-from tests.tiers import slow_but
+from tests.tiers import in_tiers, slow_but
 
 ONCE = {"mrl/engine/megatron/generate.py _together tolist": 1.0}
 
@@ -17,15 +17,17 @@ FAST = [(_case(model, spec="te"), OF_TE, 0) for model in (DENSE, MOE, LATENT)]
 OTHERS = [
     (_case(DENSE), {}, 0),
     (_case(DENSE), {"filters": {"top_k": 20}}, 0),
-    (_case(DENSE), {"filters": {"top_p": 0.9}}, 0),
     (_case(DENSE, world=2, tp=2), GRAPHS, 0),
+    (_case(MOE), {}, 2),  # layers that wait
+]
+AT_NIGHT = [  # as above under te, or with another filter
+    (_case(DENSE), {"filters": {"top_p": 0.9}}, 0),
     (_case(MOE), GRAPHS, 0),
     (_case(LATENT), GRAPHS, 0),
-    (_case(MOE), {}, 2),  # layers that wait
 ]
 
 
-@pytest.mark.parametrize("case, options, experts", slow_but(FAST, [*FAST, *OTHERS]), ids=str)
+@pytest.mark.parametrize("case, options, experts", in_tiers(FAST, OTHERS, [*FAST, *OTHERS, *AT_NIGHT]), ids=str)
 def test_a_step_waits_for_the_tokens_alone(worker, case, options, experts):
     found = worker.call("tests.cuda.decoding:steps", case, **options)
     of_experts = {line: n for line, n in found.waits.items() if "moe" in line or "even_experts" in line}
@@ -54,7 +56,7 @@ def test_the_decoder_takes_transformer_engines_modules(te_worker):
     assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= found.modules
 
 
-@pytest.mark.parametrize("model", slow_but([MOE], [DENSE, MOE, LATENT, SINKS]))
+@pytest.mark.parametrize("model", in_tiers([MOE], [DENSE], [DENSE, MOE, LATENT, SINKS]))
 def test_positions_under_te_wait_for_nothing(worker, model):
     """No line waits in an update but those of the local spec's: none in dense and latent layers, and in one of experts
     those for numbers of tokens."""

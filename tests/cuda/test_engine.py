@@ -34,7 +34,7 @@ from tests.cuda.cases import (
 )
 from tests.cuda.models import fewer_experts
 from tests.engine import harness
-from tests.tiers import nightly_but, slow_but
+from tests.tiers import in_tiers, nightly_but, slow_but
 
 ALL = [*OF_EACH_FAMILY, *CORNERS, *(case for case in PRODUCT if case not in OF_EACH_FAMILY)]
 
@@ -42,8 +42,8 @@ ALL = [*OF_EACH_FAMILY, *CORNERS, *(case for case in PRODUCT if case not in OF_E
 FAST = [*(case for case in OF_EACH_FAMILY if case.model != LATENT), CORNERS[0]]  # the corner is of that family
 
 
-OTHERS = [case for case in ALL if case not in FAST]  # every sixth one in CI's slow tier, all of them at night
-IN_CI = [*FAST, *OTHERS[::6]]
+OTHERS = [case for case in ALL if case not in FAST]  # some in CI's slow tier, all of them at night
+IN_CI = [*FAST, *OTHERS[::18]]
 AT_NIGHT = [case for case in OTHERS if case not in IN_CI]
 
 
@@ -89,7 +89,7 @@ def test_the_page_shows_rows_as_they_are_printed():
     assert len(SHOWN) == 5 and HEADER in PAGE.read_text()
 
 
-@pytest.mark.parametrize("case", slow_but([c for c in SHOWN if "Qwen2.5" in c.model], SHOWN), ids=str)
+@pytest.mark.parametrize("case", in_tiers(SHOWN[:1], [c for c in SHOWN[1:] if c.model != LATENT], SHOWN), ids=str)
 def test_the_pages_rows_are_what_is_printed(worker, case):
     case = as_shown(case)
     found = row(case, worker.call("tests.cuda.run:run", case))
@@ -109,7 +109,7 @@ REAL = [
 ]
 
 
-@pytest.mark.parametrize("case", slow_but(REAL[:1], REAL), ids=str)
+@pytest.mark.parametrize("case", in_tiers(REAL[:1], [REAL[1], REAL[4]], REAL), ids=str)
 def test_memory_is_that_of_a_real_update(worker, case):
     """State to the byte. Peaks within 5 %: a few functions are fused otherwise on a CPU.
 

@@ -172,6 +172,13 @@ def first_rows(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
+def next_rows(rows: Sequence[Row]) -> list[Row]:
+    """Of those that are not among the first: on more than two processes the first of each layout, and every second one of the others."""
+    rest = [row for row in rows if row not in first_rows(rows)]
+    wide = {row.layout: row for row in reversed(rest) if row.world_size > 2}
+    return [*wide.values(), *[row for row in rest if row.world_size <= 2][::2]]
+
+
 def _fsdp(*rows: Row) -> tuple[Row, ...]:
     return tuple(dataclasses.replace(row, backend="fsdp") for row in rows)
 

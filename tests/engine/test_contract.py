@@ -16,7 +16,7 @@ from mrl.config.schema import FSDPConfig, LoraConfig
 from tests.engine.contract import PAD
 from tests.engine.harness import run_case
 from tests.engine.layouts import FEW, LAYOUTS, SPLIT, WHOLE, WIDE_LAYOUTS, world_and_role
-from tests.tiers import nightly_but, slow_but
+from tests.tiers import in_tiers, nightly_but, slow_but
 
 EVERYWHERE = (
     "predictions_come_back_in_order",
@@ -67,7 +67,7 @@ def test_more_layouts(folder, layout, case, family):
 
 
 OURS = [layout for layout in [*SPLIT, "megatron pp2 vpp2", "megatron cp2"] if not layout.startswith("external")]
-AT_NIGHT = ["fsdp dp2", "megatron pp2", "megatron cp2"]
+AT_NIGHT = ["fsdp dp2", "megatron pp2", "megatron cp2", "megatron pp2 vpp2"]
 
 
 @pytest.mark.slow
@@ -93,7 +93,10 @@ def test_the_pad_token_trains(folder, layout):
     run(layout, "the_pad_token_trains_like_any_other", folder("qwen3", pad_token_id=PAD))
 
 
-@pytest.mark.parametrize("layout", slow_but(["megatron ep2"], [*WIDE_LAYOUTS, "fsdp cp2 dp2"]))
+@pytest.mark.parametrize(
+    "layout",
+    in_tiers(["megatron ep2"], ["megatron tp2 ep2 etp2", "megatron pp2 vpp2"], [*WIDE_LAYOUTS, "fsdp cp2 dp2"]),
+)
 def test_experts_and_virtual_stages(folder, tmp_path, layout):
     """The cases that touch every weight, for layouts with experts or virtual stages. Trap 33: experts of all ranks are saved."""
     model = folder("qwen3_moe", layers=4)
@@ -104,8 +107,13 @@ def test_experts_and_virtual_stages(folder, tmp_path, layout):
     run(layout, "generates_as_hugging_face", model, model_folder=model)
 
 
-@pytest.mark.parametrize("layout", slow_but(FEW, LAYOUTS))
-@pytest.mark.parametrize("family", slow_but(["qwen3"], ["qwen3", "qwen3_moe"]))
+RESUMED = [(layout, family) for family in ("qwen3", "qwen3_moe") for layout in LAYOUTS]
+FAST_RESUMED = [(layout, "qwen3") for layout in FEW]
+SLOW_RESUMED = [("megatron cp2", "qwen3"), ("fsdp hsdp", "qwen3"), ("fsdp cp2", "qwen3"), ("megatron tp2 pp2", "qwen3_moe"),
+                ("fsdp dp4", "qwen3_moe"), ("fsdp cp2", "qwen3_moe"), ("external dp2", "qwen3_moe")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "family"), in_tiers(FAST_RESUMED, SLOW_RESUMED, RESUMED))
 def test_resume_is_bitwise(folder, tmp_path, layout, family):
     run(layout, "resume_is_bitwise", folder(family), path=str(tmp_path))
 
@@ -127,8 +135,14 @@ def test_dropout(folder, tmp_path, layout):
 
 @pytest.mark.parametrize(
     ("layout", "family"),
-    slow_but(
+    in_tiers(
         [("megatron ep2", "glm4_moe"), ("fsdp dp2", "gemma2")],
+        [
+            ("megatron tp2", "olmoe"),
+            ("megatron tp2", "deepseek_v3"),
+            ("fsdp hsdp", "minimax_m2"),
+            ("fsdp dp2", "ernie4_5_moe"),
+        ],
         [
             ("fsdp dp2", "olmoe"),
             ("megatron tp2", "olmoe"),
@@ -203,7 +217,7 @@ def test_sequences_are_shared_whatever_is_copied(folder, tmp_path, replicate):
     run("fsdp cp2 dp2", "resume_is_bitwise", folder("llama"), path=str(tmp_path / "again"), role=role)
 
 
-@pytest.mark.parametrize("layout", slow_but(FEW[:2], SPLIT))
+@pytest.mark.parametrize("layout", in_tiers(FEW[:2], ["external dp2"], SPLIT))
 def test_wrong_checkpoints_are_refused_on_every_rank(folder, tmp_path, layout):
     path = str(tmp_path / "checkpoints")
     run(layout, "save_after", folder("llama"), path=path)

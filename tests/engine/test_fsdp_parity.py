@@ -10,8 +10,9 @@ from tests.engine.parity_rows import (
     FSDP_NIGHTLY_ROWS,
     FSDP_ROWS,
     first_rows,
+    next_rows,
 )
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ NIGHTLY = [pytest.param(row, marks=pytest.mark.nightly) for row in (*FSDP_NIGHTL
 ROWS = [*FSDP_ROWS, *FSDP_LORA_ROWS, *EXTERNAL_ROWS]
 
 
-@pytest.mark.parametrize("row", [*slow_but(first_rows(ROWS), ROWS), *NIGHTLY], ids=str)
+@pytest.mark.parametrize("row", [*in_tiers(first_rows(ROWS), next_rows(ROWS), ROWS), *NIGHTLY], ids=str)
 def test_equal_to_hugging_face(table, row):
     ((_, outcome),) = table.run([row])
     assert not isinstance(outcome, str), outcome

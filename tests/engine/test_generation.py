@@ -16,7 +16,7 @@ from mrl.parallel import ParallelDims
 from tests.engine import generation, tiny
 from tests.engine.harness import run_case
 from tests.engine.layouts import EXTERNAL, available
-from tests.tiers import slow_but
+from tests.tiers import in_tiers, slow_but
 
 # name -> (world size, backend, degrees, family, layers)
 LAYOUTS = {
@@ -87,7 +87,10 @@ def run(layout, case, model, optimizer=None, **kwargs):
     run_case(world_size, f"tests.engine.generation:{case}", config=config, **kwargs)
 
 
-@pytest.mark.parametrize("layout", slow_but(FAST, LAYOUTS))
+AT_NIGHT = ["megatron tp4", "megatron tp2 without sp", "megatron experts tp2", "megatron olmoe tp2"]
+
+
+@pytest.mark.parametrize("layout", in_tiers(FAST, [one for one in LAYOUTS if one not in AT_NIGHT], LAYOUTS))
 def test_samples_as_hugging_face(model, layout):
     family, layers = LAYOUTS[layout][3:]
     run(layout, "samples_as_hugging_face", model, expected=model(family, layers)[1])
@@ -104,7 +107,7 @@ def test_same_in_any_company(model, layout):
     run(layout, "same_in_any_company", model)
 
 
-@pytest.mark.parametrize("layout", slow_but(["megatron"], ["fsdp dp2", "megatron", "megatron pp2 vpp2"]))
+@pytest.mark.parametrize("layout", in_tiers(["megatron"], ["fsdp dp2"], ["fsdp dp2", "megatron", "megatron pp2 vpp2"]))
 def test_the_cache_is_bounded(model, layout):
     """Of mrl's own cache; an engine of another package need have none."""
     run(layout, "the_cache_is_bounded", model)
@@ -140,8 +143,9 @@ def test_gpt_model_itself_gives_the_same(model, layout):
 
 @pytest.mark.parametrize(
     "layout",
-    slow_but(
+    in_tiers(
         ["megatron qwen2_moe", "megatron pp2"],
+        ["megatron mistral", "megatron tied tp2", "megatron pp2 vpp2", "megatron deepseek_v3 tp2", "megatron gpt_oss tp2"],
         [
             "megatron qwen2_moe", "megatron pp2", "megatron mistral", "megatron tied tp2", "megatron pp2 vpp2",
             "megatron deepseek_v3 pp2", "megatron deepseek_v3 tp2", "megatron experts tp2 ep2",
@@ -159,8 +163,9 @@ def test_experts_on_ranks_have_no_fixed_shapes(model):
 
 @pytest.mark.parametrize(
     "layout",
-    slow_but(
+    in_tiers(
         ["megatron"],
+        ["megatron pp2", "megatron cp2", "megatron deepseek_v3 tp2", "megatron gpt_oss", "megatron qwen2_moe", "megatron mistral"],
         ["megatron", "megatron experts tp2", "megatron pp2", "megatron dp2", "megatron tp4", "megatron cp2",
          "megatron deepseek_v3 tp2", "megatron gpt_oss", "megatron qwen2_moe", "megatron mistral"],
     ),

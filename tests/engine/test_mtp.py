@@ -17,7 +17,7 @@ from mrl.parallel import ParallelDims
 from tests.convert.cases import load_folder
 from tests.engine import mtp, tiny
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import in_tiers, slow_but
 
 WEIGHT = 0.3
 LAYOUTS = [
@@ -33,7 +33,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("family, layers, world, parallel, cut", slow_but(LAYOUTS[:1], LAYOUTS), ids=str)
+@pytest.mark.parametrize(
+    "family, layers, world, parallel, cut", in_tiers(LAYOUTS[:1], LAYOUTS[-2:] + LAYOUTS[4:5], LAYOUTS), ids=str
+)
 def test_one_step_is_the_papers(tmp_path, family, layers, world, parallel, cut):
     deep = {"num_hidden_layers": 2 * parallel["vpp"]} if "vpp" in parallel else {}
     folder = mtp.make_model(str(tmp_path / "model"), family, layers=layers, **deep)
@@ -63,7 +65,11 @@ DETACHED = [
 ]
 
 
-@pytest.mark.parametrize("family, layers, world, parallel, cut", slow_but(DETACHED[:1], DETACHED), ids=str)
+@pytest.mark.parametrize(
+    "family, layers, world, parallel, cut",
+    in_tiers(DETACHED[:1], [DETACHED[i] for i in (2, 4, 6, 7)], DETACHED),
+    ids=str,
+)
 def test_detached_they_train_beside_a_model_that_does_not_know_of_them(tmp_path, family, layers, world, parallel, cut):
     """The model's gradients are to the bit those without MTP layers, theirs those of plain torch. Each have a norm and a
     clipping of their own (0.01, below both), so that weights after three steps are the same, too: to the bit where no

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.engine.parity import GRADIENT, LOSS, Outcome, Row, Table
-from tests.engine.parity_rows import NIGHTLY_ROWS, ROWS, first_rows
-from tests.tiers import slow_but
+from tests.engine.parity_rows import NIGHTLY_ROWS, ROWS, first_rows, next_rows
+from tests.tiers import in_tiers
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def check(table: Table, row: Row) -> None:
     assert not outcome.problems, f"{row}: " + "; ".join(outcome.problems)
 
 
-@pytest.mark.parametrize("row", slow_but(first_rows(ROWS), ROWS), ids=str)
+@pytest.mark.parametrize("row", in_tiers(first_rows(ROWS), next_rows(ROWS), ROWS), ids=str)
 def test_row(table: Table, row: Row):
     check(table, row)
 

@@ -7,6 +7,7 @@ from tests.engine import generation, tiny
 from tests.engine.harness import Case, run_case, run_world
 from tests.engine.lora import random_adapter
 from tests.engine.parity import Outcome, Row, Table
+from tests.tiers import nightly_but
 
 ROWS = (
     Row("qwen3_moe", "dp2xep2", size=4, lora="all"),
@@ -14,11 +15,13 @@ ROWS = (
 )
 SLOW_ROWS = (
     Row("deepseek_v3", size=4, why="norms of latents have an epsilon of their own, in the linear after them"),
-    Row("mixtral", "tp2+spxdp2xep2xetp2", size=4, lora="all", why="experts that two ranks share"),
     Row("qwen3_moe", "tp2+spxdp2xep2", size=4, recompute="full", lora="stacks"),
-    Row("gpt_oss", "dp2xep2", size=4, lora="stacks", why="experts whose gate and up take turns in the file"),
     Row("glm4_moe", "pp2", size=2, why="a dense layer, shared experts"),
     Row("qwen3_moe", "cp2", size=4, why="each rank turns packed tokens by positions of its own"),
+)
+NIGHTLY_ROWS = (
+    Row("mixtral", "tp2+spxdp2xep2xetp2", size=4, lora="all", why="experts that two ranks share"),
+    Row("gpt_oss", "dp2xep2", size=4, lora="stacks", why="experts whose gate and up take turns in the file"),
 )
 
 
@@ -37,7 +40,7 @@ def test_row(table: Table, row: Row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", SLOW_ROWS, ids=str)
+@pytest.mark.parametrize("row", nightly_but(SLOW_ROWS, SLOW_ROWS + NIGHTLY_ROWS), ids=str)
 def test_slow_row(table: Table, row: Row):
     test_row(table, row)
 
@@ -49,7 +52,7 @@ def test_slow_row(table: Table, row: Row):
         pytest.param("qwen3", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", {"pp": 2}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {}, marks=pytest.mark.slow),
-        pytest.param("glm4_moe", {}, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", {}, marks=pytest.mark.nightly),
     ],
 )
 def test_the_decoder_takes_its_modules(tmp_path, family, parallel):

@@ -22,6 +22,7 @@ from mrl.config.load import load_config, read_yaml
 from mrl.metrics import read
 from tests.data.web import serving
 from tests.engine import harness
+from tests.tiers import nightly_but
 from tests.trainers import tiny_runs
 
 CONFIGS = sorted((tiny_runs.REPO / "examples").rglob("*.yaml"))
@@ -60,7 +61,7 @@ def test_the_reinforcement_program_learns_to_count():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "tp"), [("megatron", 2), ("fsdp", 1)])
+@pytest.mark.parametrize(("backend", "tp"), nightly_but([("megatron", 2)], [("megatron", 2), ("fsdp", 1)]))
 def test_the_reinforcement_program_samples_the_same_on_either_engine_and_layout(backend, tp):
     alone = harness.run_case(1, "tests.examples.test_examples:rl_loop", backend="megatron")
     assert harness.run_case(2, "tests.examples.test_examples:rl_loop", backend=backend, tp=tp)[:5] == alone[:5]

@@ -22,7 +22,7 @@ from mrl.errors import ConfigError
 from mrl.launch import local
 from tests.config.test_load import BASE, PPO_BASE
 from tests.launch import targets
-from tests.tiers import slow_but
+from tests.tiers import nightly_but
 
 REPO = pathlib.Path(__file__).parents[2]
 TIMEOUT_S = 90
@@ -96,7 +96,7 @@ def test_ranks_reach_each_other(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "target", slow_but(["user_error_on_rank_1"], ["user_error_on_rank_1", "user_error_everywhere"])
+    "target", nightly_but(["user_error_on_rank_1"], ["user_error_on_rank_1", "user_error_everywhere"])
 )
 def test_a_user_error_is_one_line_and_exit_code_2(tmp_path, target):
     code, out, err = run(target, tmp_path)
@@ -134,7 +134,7 @@ def test_ranks_that_do_not_end_after_a_failure_are_killed(tmp_path):
     assert time.monotonic() - started < 25, "torch elastic alone would wait 30 s"
 
 
-@pytest.mark.parametrize("signum", slow_but([signal.SIGUSR1], [signal.SIGTERM, signal.SIGUSR1]))
+@pytest.mark.parametrize("signum", nightly_but([signal.SIGUSR1], [signal.SIGTERM, signal.SIGUSR1]))
 def test_a_stop_signal_reaches_every_rank_and_exits_75(tmp_path, signum):
     process = start("stop_on_signal", tmp_path)
     pids = wait_for_pids(tmp_path)

@@ -20,6 +20,7 @@ from mrl.launch.planning import verdict
 from mrl.launch.slurm.options import SlurmConfig
 from mrl.plan.gpus import gpu_of
 from tests.cuda import models
+from tests.tiers import nightly_but
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -124,15 +125,18 @@ def test_the_671b_model_on_16384_gpus(folder):
     assert seconds < 20 and gib < 4
 
 
+LINES = [line.strip() for line in EXAMPLES.strip().splitlines()]
+
+
 @pytest.mark.slow
-def test_the_examples_of_the_help(plan):
-    for line in EXAMPLES.strip().splitlines():
-        words = line.split()[2:]
-        if "--suggest" in words:
-            words += ["--gpu", "h200"]
-        done = plan(*words)
-        assert done.exit_code in (0, 2) and done.stdout, f"{line}: {done.stderr}"
-        assert "Traceback" not in done.stderr
+@pytest.mark.parametrize("line", nightly_but(LINES[1:3], LINES))
+def test_the_examples_of_the_help(plan, line):
+    words = line.split()[2:]
+    if "--suggest" in words:
+        words += ["--gpu", "h200"]
+    done = plan(*words)
+    assert done.exit_code in (0, 2) and done.stdout, f"{line}: {done.stderr}"
+    assert "Traceback" not in done.stderr
 
 
 def test_ppo_has_its_phases(plan):

@@ -123,7 +123,7 @@ def test_a_family_is_two_files(tree):
     assert touched(tree) == ["mrl/converters/families/seed_oss.py", "tests/engine/tiny.py"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_algorithm_is_one_file(tree, inputs):
     insert(tree / "mrl/config/recipes.py", RECIPE, "ROWS")
     said = run("-m", "mrl", "ppo", "grpo.yaml", "algorithm.name=mine", "--dry-run", folder=inputs, tree=tree)
@@ -138,6 +138,7 @@ def test_a_new_algorithm_trains(tree, inputs):
     run("-m", "mrl", "ppo", "grpo.yaml", "algorithm.name=mine", folder=inputs, tree=tree)
     [row] = tiny_runs.steps(inputs / "run")
     assert row["reward/brevity/mean"] > 0 and "actor/loss" in row
+    assert touched(tree) == ["mrl/config/recipes.py"]
 
 
 def test_a_reward_is_one_file_of_the_users(inputs, monkeypatch):

@@ -12,14 +12,15 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def unharmed(inputs, tmp_path_factory):
-    """Name of a layout -> the folder of a whole run in it, through the command line."""
+    """Name of a layout -> the folder of a whole run in it. It is made in waiting processes, which start no command: what
+    the command line makes of the same config is that to the bit (test_kill.py)."""
     made = {}
 
     def of(name):
         if name not in made:
-            run = runs.new_run(tmp_path_factory.mktemp("unharmed"), inputs, runs.LAYOUTS[name])
-            run.to_the_end()
-            made[name] = run.output
+            layout, output = runs.LAYOUTS[name], tmp_path_factory.mktemp("unharmed") / "run"
+            runs.finish(runs.make_config(inputs, output, layout), layout.world)
+            made[name] = output
         return made[name]
 
     return of

@@ -183,9 +183,7 @@ CLI = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n == "truncated shard" else pytest.mark.nightly) for n in CLI]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) for n in CLI])
 def test_exit_code_2_and_one_line(inputs, stopped, tmp_path, name):
     damage, override, says = CLI[name]
     run = runs.new_run(tmp_path, inputs, LAYOUTS["megatron"])

@@ -67,8 +67,10 @@ def test_the_base_of_saved_adapters_is_known():
 
 @pytest.mark.slow
 def test_reinforcement_learning(folder):
-    """By the command of its config.yaml, from the folder that its paths are of."""
-    run = runs.Run(folder, read_yaml(folder / "ppo" / "config.yaml"), 2, "ppo")
-    run.to_the_end()
+    """By its config.yaml, from the folder that its paths are of."""
+    ended = run_case(
+        2, "tests.resume.rl.cases:train", config=read_yaml(folder / "ppo" / "config.yaml"), folder=str(folder)
+    )
+    assert ended[0] == "done", ended
     assert_goes_on(folder / "ppo")
     assert runs.rollouts(folder / "ppo").items() >= runs.rollouts(SAVED / "ppo").items()

@@ -17,7 +17,7 @@ from mrl.errors import ConfigError
 from mrl.rewards.calls import Sample
 from mrl.rewards.pool import Outcome, Retries, RewardPool, Task
 from tests.rewards.reward_files import processes_with, python, write_functions
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 
 NAMES = (
     "script",
@@ -151,8 +151,9 @@ HANGS = {
 
 @pytest.mark.parametrize(
     ("name", "completion"),
-    slow_but(
+    in_tiers(
         [("script", "hang_in_c"), ("async_script", "stubborn")],
+        [("script", "ignore_signals"), ("async_script", "hang_in_c"), ("async_script", "sleep 1000")],
         [(name, how) for name, of in HANGS.items() for how in of],
     ),
 )

@@ -1,4 +1,4 @@
-"""The vLLM servers that test_handover.py and test_vllm.py share; a server takes half a minute to start."""
+"""The vLLM servers that test_handover.py and test_vllm.py share, in one process of the tests (tests/conftest.py); a server takes half a minute to start."""
 
 from __future__ import annotations
 

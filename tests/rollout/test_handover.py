@@ -21,6 +21,7 @@ from mrl.errors import ServerError
 from tests.rollout.digest import digest
 from tests.rollout.real_vllm import LINKED, RealServer, hf_stream, logs_of, make_model, requests, sampler_of
 from tests.rollout.test_vllm import close, log_probs
+from tests.tiers import nightly_but
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +84,7 @@ def test_every_bit_arrives_whatever_the_buckets(servers, folders, by_disk, tmp_p
     assert not list(links._SHM.glob(f"mrl-{links.os.getpid()}-*"))
 
 
-@pytest.mark.parametrize("way", ["broadcast", "ipc"])
+@pytest.mark.parametrize("way", nightly_but(["broadcast"], ["broadcast", "ipc"]))
 def test_what_cannot_be_loaded_leaves_all_paused_until_whole_weights_come(servers, folders, tmp_path, way):
     """A tensor of a wrong shape in the middle, of which a part of a layer is loaded already; then tensors that lack."""
     sampler = linked(servers, tmp_path, way, 50_000)
@@ -106,7 +107,7 @@ def test_what_cannot_be_loaded_leaves_all_paused_until_whole_weights_come(server
     sampler.close()
 
 
-@pytest.mark.parametrize("way", ["broadcast", "ipc"])
+@pytest.mark.parametrize("way", nightly_but(["broadcast"], ["broadcast", "ipc"]))
 def test_a_trainer_that_is_killed_leaves_servers_that_another_can_use(servers, folders, tmp_path, way):
     """It is gone after `begin`, and after a bucket of which the servers have a layer's part."""
     for sent in (0, 1):
@@ -141,6 +142,7 @@ def tied(tmp_path_factory):
         server.kill()
 
 
+@pytest.mark.nightly
 def test_tied_weights_and_then_a_server_that_dies(tied, tmp_path):
     """The head of a tied model comes with its embedding, from files too. A server that is killed while weights come is one line, soon."""
     server, old, new = tied

@@ -175,7 +175,7 @@ def test_a_port_that_another_server_has(model, tmp_path):
         assert not (tmp_path / "run" / "config.yaml").exists(), "which is written once the model is read"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_wait_take_no_processor(model, tmp_path):
     with serving(tmp_path, model, "engine.parallel.tp=2", nproc=2) as server:
         server.train()

@@ -1,6 +1,7 @@
 """Training through the client is the training of `mrl sft` and `mrl ppo`: losses, gradient norms and weights."""
 
 import json
+import os
 import pathlib
 import random
 import subprocess
@@ -12,6 +13,7 @@ import yaml
 from safetensors.torch import load_file
 from tinker import types
 
+from tests.forks import forks
 from tests.serve.serving import LAYOUTS, RANK, datum, folder_of, serving
 from tests.tiers import nightly_but
 
@@ -30,9 +32,15 @@ REWARD = "def score(prompt, completion, row):\n    return float(len(completion) 
 def run(command: str, folder: pathlib.Path, config: dict, overrides=(), nproc=1) -> list[dict]:
     """Runs `mrl COMMAND` and returns its rows of metrics."""
     (folder / f"{command}.yaml").write_text(yaml.safe_dump(config))
-    line = [sys.executable, "-m", "mrl", command, f"{command}.yaml", "--nproc", str(nproc), *overrides]
-    done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    words, log = [command, f"{command}.yaml", "--nproc", str(nproc), *overrides], folder / f"{command}.log"
+    if nproc == 1:
+        code = forks().start(folder, log, os.environ, words).wait(300)
+    else:
+        with log.open("w") as file:
+            code = subprocess.run(
+                [sys.executable, "-m", "mrl", *words], cwd=folder, stdout=file, stderr=file
+            ).returncode
+    assert code == 0, log.read_text()
     return [json.loads(line) for line in (folder / command / "metrics.jsonl").read_text().splitlines()]
 
 

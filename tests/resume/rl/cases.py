@@ -40,10 +40,15 @@ PLACES: dict[str, tuple[Any, str, Callable[..., int | None]]] = {
 """Place -> the call that it is before, and the step that such a call belongs to (None: it is another place)."""
 
 
-def train(config: Mapping[str, Any], *, happening: str | None = None, **details: Any) -> tuple[str, str, str]:
-    """Runs the trainer. Returns how it ended ("done", "stopped" or the error's class), its message, and what it printed."""
+def train(
+    config: Mapping[str, Any], *, happening: str | None = None, folder: str = ".", **details: Any
+) -> tuple[str, str, str]:
+    """Runs the trainer. Returns how it ended ("done", "stopped" or the error's class), its message, and what it printed.
+
+    folder: what paths are of.
+    """
     around = HAPPENINGS[happening](**details) if happening else contextlib.nullcontext()
-    with around:
+    with contextlib.chdir(folder), around:
         return outcome(lambda: ppo.run(from_dict(config, PPOConfig), "mrl ppo config.yaml"))
 
 

@@ -33,7 +33,7 @@ def run_of(folder, inputs, name):
 )
 def test_a_run_killed_at_seeded_moments(inputs, tmp_path, name, count):
     whole, run = (run_of(tmp_path / part, inputs, name) for part in ("whole", "killed"))
-    whole.to_the_end()
+    rl_runs.finish(whole.config, whole.world)  # in waiting processes, which start faster than the command
     ends = []
     for moment in moments(f"kill rl {name}", count):
         ends.append(kill_at(run, moment))

@@ -22,7 +22,7 @@ import pytest
 
 from tests.engine import tiny
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import in_tiers, nightly_but, slow_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.tiny_policies import engine
 
@@ -50,6 +50,15 @@ FAST = [
     ("fsdp", "grpo"), ("tp2", "grpo"), ("pp2", "ppo"), ("fsdp cp2", "grpo"), ("actor tp2, critic fsdp", "ppo"),
     ("actor tp2, critic pp2", "ppo"), ("padded", "grpo"), ("micro-batches of 1", "ppo"),
 ]  # fmt: skip
+
+SLOW = [
+    ("tp2", "ppo"),
+    ("cp2", "ppo"),
+    ("dp2", "grpo"),
+    ("fsdp 2", "ppo"),
+    ("fsdp padded", "ppo"),
+    ("one micro-batch", "ppo"),
+]
 
 WIDE_LAYOUTS = {
     "tp2 x pp2": (4, {"actor": MEGATRON(tp=2, pp=2)}),
@@ -125,7 +134,7 @@ def assert_same_update(actual, expected, start):
 
 
 @pytest.mark.parametrize(
-    ("layout", "name"), slow_but(FAST, [(layout, name) for layout in LAYOUTS for name in ("ppo", "grpo")])
+    ("layout", "name"), in_tiers(FAST, SLOW, [(layout, name) for layout in LAYOUTS for name in ("ppo", "grpo")])
 )
 def test_trap_13_and_27_an_iteration_is_the_same_everywhere(run_once, inputs, name, layout):
     world, engines = LAYOUTS[layout]
@@ -135,7 +144,7 @@ def test_trap_13_and_27_an_iteration_is_the_same_everywhere(run_once, inputs, na
 
 
 @pytest.mark.parametrize("layout", slow_but(["actor ep2, critic fsdp"], EXPERT_LAYOUTS))
-@pytest.mark.parametrize("name", slow_but(["ppo"], ["ppo", "grpo"]))
+@pytest.mark.parametrize("name", nightly_but(["ppo"], ["ppo", "grpo"]))
 def test_an_iteration_with_experts_is_the_same_everywhere(run_once, inputs, name, layout):
     world, engines = EXPERT_LAYOUTS[layout]
     check_equal(run_once, inputs, name, "moe", layout, engines, world)

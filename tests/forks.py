@@ -1,0 +1,118 @@
+"""Runs `mrl` in forks of this process, which has imported what takes ten seconds to import.
+
+A line of stdin is [folder, output, errors, environment, arguments], which is answered with the pid of a new fork, or the pid of one, which is
+answered with its exit code, or with null while it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+REPO = Path(__file__).parents[1]
+
+
+class Forked:
+    """A fork, as `subprocess.Popen` has it."""
+
+    def __init__(self, process: Forks, pid: int) -> None:
+        self.forks, self.pid = process, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self.forks.ask(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("mrl", timeout)
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(15)
+
+
+class Forks:
+    """The process that is forked; it ends with the one that has started it."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO,
+            env=os.environ | {"PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": ""},
+        )  # fmt: skip
+
+    def ask(self, what: object) -> int | None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(what), file=self.process.stdin, flush=True)
+        answer: int | None = json.loads(self.process.stdout.readline())
+        return answer
+
+    def start(
+        self,
+        folder: Path,
+        log: Path,
+        environment: Mapping[str, str],
+        arguments: Sequence[str],
+        errors: Path | None = None,
+    ) -> Forked:
+        """Starts `mrl ARGUMENTS` in a folder. What it prints goes to the end of a log; errors: what it says on stderr, if apart."""
+        pid = self.ask([str(folder), str(log), str(errors or log), dict(environment), list(arguments)])
+        assert pid is not None
+        return Forked(self, pid)
+
+
+@functools.cache
+def forks() -> Forks:
+    """The one of this process; it starts when it is first asked for."""
+    return Forks()
+
+
+def main() -> None:
+    import mrl.cli  # noqa: F401
+    import mrl.engine.fsdp.engine  # noqa: F401
+    import mrl.engine.megatron.engine  # noqa: F401
+    import mrl.serve.server  # noqa: F401
+
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if isinstance(asked, int):
+            pid, status = os.waitpid(asked, os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        elif (answer := os.fork()) == 0:
+            run(*asked)
+        print(json.dumps(answer), flush=True)
+
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # as of `python -u`, with nothing of this process in it
+    """Becomes `mrl ARGUMENTS`; does not return."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for fd, path in ((1, output), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), fd)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # as of `python -u`, and with nothing of this process in it
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    sys.argv = ["mrl", *arguments]
+
+    from mrl.cli import command
+
+    command()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
