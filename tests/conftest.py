@@ -10,21 +10,26 @@ import pytest
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
-TOGETHER = {"tests/rollout/test_handover.py": "tests/rollout/test_vllm.py"}
-"""Files that are one process's work with another file, whose servers they share."""
+TOGETHER = (
+    ("tests/rollout/test_handover.py", "tests/rollout/test_vllm.py"),  # vLLM's servers
+    ("tests/cuda/",),  # processes that believe in a GPU
+    ("tests/plan/",),  # the one whose models have no memory
+    ("tests/bad_input/", "tests/serve/", "tests/commands/test_adding.py"),  # the one that commands are forked from
+)
+"""Beginnings of files that are one process's work together, because of what takes ten seconds or more to start."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """`--dist loadfile`, with files of TOGETHER beside the other ones."""
+    """`--dist loadfile`, where those of TOGETHER count as one file."""
     from xdist.scheduler import LoadFileScheduling  # which is here where this is called
 
-    class ByServers(LoadFileScheduling):
+    class ByWhatTheyShare(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
-            return TOGETHER.get(file, file)
+            return next((of[0] for of in TOGETHER if file.startswith(of)), file)
 
-    return ByServers(config, log)
+    return ByWhatTheyShare(config, log)
 
 
 def pytest_collection_modifyitems(items):

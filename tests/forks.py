@@ -35,7 +35,7 @@ class Forked:
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired("mrl", timeout)
-            time.sleep(0.02)
+            time.sleep(0.005)
         return code
 
     def send_signal(self, number: int) -> None:
@@ -52,7 +52,7 @@ class Forks:
     def __init__(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.forks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO,
-            env=os.environ | {"PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": ""},
+            env=os.environ | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
 
     def ask(self, what: object) -> int | None:
@@ -86,6 +86,7 @@ def main() -> None:
     import mrl.engine.fsdp.engine  # noqa: F401
     import mrl.engine.megatron.engine  # noqa: F401
     import mrl.serve.server  # noqa: F401
+    import mrl.trainers.sft  # noqa: F401
 
     for line in sys.stdin:
         asked = json.loads(line)
@@ -96,12 +97,13 @@ def main() -> None:
             run(*asked)
         print(json.dumps(answer), flush=True)
 
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # as of `python -u`, with nothing of this process in it
+
+def run(folder: str, output: str, errors: str, environment: dict[str, str], arguments: list[str]) -> None:
     """Becomes `mrl ARGUMENTS`; does not return."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for fd, path in ((1, output), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), fd)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # as of `python -u`, and with nothing of this process in it
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # as of `python -u`, with nothing of this process in it
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

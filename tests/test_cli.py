@@ -386,6 +386,7 @@ def test_exit_codes(workspace, monkeypatch, error, code, message):
     assert (result.exit_code, result.stderr) == (code, message)
 
 
+@pytest.mark.slow
 def test_a_fault_is_a_traceback_and_exit_code_1(workspace):
     code = "from mrl import cli; from mrl.launch import start; start.trainer_of = lambda command: lambda *_: 1 / 0; cli.main(['sft', 'config.yaml'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

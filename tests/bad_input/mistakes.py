@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from tests.forks import forks
+
 REPO = pathlib.Path(__file__).parents[2]
 
 MODEL = {
@@ -160,24 +162,17 @@ class WarmMrl:
     """`mrl` as `run_mrl`, in forks of one process that has imported torch and megatron already."""
 
     def __init__(self, cache: pathlib.Path) -> None:
-        environ = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.bad_input.warm"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=REPO, env=inherited() | environ | {"HF_DATASETS_CACHE": str(cache)},
-        )  # fmt: skip
+        self.environ = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+                        "HF_DATASETS_CACHE": str(cache)}  # fmt: skip
 
     def run(
         self, workspace: Workspace, *args: str, command: str = "sft", config: str = "config.yaml"
     ) -> tuple[int, str, str]:
         with tempfile.TemporaryDirectory() as name:
-            print(json.dumps([str(workspace.root), name, [command, config, *args]]), file=self.process.stdin, flush=True)  # fmt: skip
-            code = int(self.process.stdout.readline())
-            return code, *(pathlib.Path(name, stream).read_text() for stream in ("stdout", "stderr"))
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait(timeout=30)
-        self.process.stdout.close()
+            said = [pathlib.Path(name, stream) for stream in ("stdout", "stderr")]
+            fork = forks().start(workspace.root, said[0], inherited() | self.environ, [command, config, *args], said[1])
+            code = fork.wait(120)
+            return code, *(path.read_text() for path in said)
 
 
 def check(case: Case, workspace: Workspace, run: Callable[..., tuple[int, str, str]] = run_mrl) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pathlib
 import shutil
-from collections.abc import Iterator
 
 import pytest
 
@@ -39,10 +38,8 @@ def workspace(tmp_path) -> Workspace:
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory) -> Iterator[WarmMrl]:
-    made = WarmMrl(tmp_path_factory.mktemp("cache"))
-    yield made
-    made.close()
+def warm(tmp_path_factory) -> WarmMrl:
+    return WarmMrl(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +129,9 @@ def test_names_are_unique():
         assert len(set(names)) == len(names)
 
 
-def test_what_the_cases_break_works(workspace: Workspace):
+def test_what_the_cases_break_works(workspace: Workspace, warm):
     before = workspace.snapshot()
-    code, out, err = run_mrl(workspace, "--dry-run")
+    code, out, err = warm.run(workspace, "--dry-run")
     assert (code, err) == (0, "")
     assert "# layout: dp1 on 1 process" in out
     assert workspace.snapshot() == before

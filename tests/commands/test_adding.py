@@ -112,7 +112,7 @@ def test_the_command_line_lists_and_explains_it(mrl, tmp_path):
 
 
 def test_a_dry_run_checks_it_and_says_what_it_would_do(mrl, tmp_path):
-    done = mrl("unlearn", "config.yaml", "engine.backend=megatron", "--nproc", "2", "--dry-run")
+    done = mrl("unlearn", "config.yaml", "engine.backend=megatron", "--nproc", "2", "--dry-run", warm=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert yaml.safe_load(done.stdout)["forget"] == {"floor": -6.0, "say_every": 1}
     assert done.stdout.splitlines()[-2:] == ["# layout: dp2", "# forgets in 1 steps, down to -6"]
@@ -123,9 +123,9 @@ def test_a_dry_run_checks_it_and_says_what_it_would_do(mrl, tmp_path):
         (["data.train=gone.jsonl"], "data.train: value 'gone.jsonl' does not exist; give a .jsonl or .parquet file, "),
         (["--nproc", "8"], "train.global_batch_size: value 4 is less than the 8 data-parallel replicas (dp8 on 8 "),
     ):
-        refused = mrl("unlearn", "config.yaml", *words, "--dry-run")
+        refused = mrl("unlearn", "config.yaml", *words, "--dry-run", warm=True)
         assert (refused.returncode, refused.stdout) == (2, "") and f"mrl: {says}" in refused.stderr, refused.stderr
-    other = mrl("sft", "config.yaml", "--dry-run")
+    other = mrl("sft", "config.yaml", "--dry-run", warm=True)
     assert other.returncode == 2 and "forget.floor: value -6 is given to an unknown key" in other.stderr, other.stderr
 
 

@@ -13,8 +13,9 @@ ONCE = {"mrl/engine/megatron/generate.py _together tolist": 1.0}
 
 
 GRAPHS, OF_TE = {"cuda_graphs": True}, {"cuda_graphs": True, "te_like": True}
-FAST = [(_case(model, spec="te"), OF_TE, 0) for model in (DENSE, MOE, LATENT)]
+FAST = [(_case(model, spec="te"), OF_TE, 0) for model in (DENSE, MOE)]
 OTHERS = [
+    (_case(LATENT, spec="te"), OF_TE, 0),
     (_case(DENSE), {}, 0),
     (_case(DENSE), {"filters": {"top_k": 20}}, 0),
     (_case(DENSE, world=2, tp=2), GRAPHS, 0),

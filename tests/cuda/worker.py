@@ -53,6 +53,11 @@ class Worker:
         return result
 
 
+OF_PLANS = ("tests.plan.planned", "mrl.cli", "mrl.commands.plan", "mrl.commands.sft", "mrl.commands.ppo", "mrl.launch.planning", "mrl.plan.planner",
+            "mrl.launch.preflight", "click.testing", "yaml")  # fmt: skip
+OF_RANKS = ("tests.cuda.run", "tests.cuda.decoding")
+
+
 def _packed(value: Any) -> str:
     return base64.b64encode(pickle.dumps(value)).decode()
 
@@ -82,6 +87,8 @@ def main() -> None:
     from tests.cuda import models
 
     models.read_all()
+    for name in OF_PLANS if kind == ["plans"] else OF_RANKS:  # once, too
+        importlib.import_module(name)
 
     for line in sys.stdin:
         read, write = os.pipe()

@@ -15,7 +15,7 @@ from mrl.batch import make_batch
 from mrl.engine.base import BaseEngine
 from mrl.engine.collective import denominator_of
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import nightly_but
 
 
 def test_a_denominator_that_the_batch_lacks_is_no_silent_1():
@@ -59,7 +59,8 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("joined", slow_but([True], [False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("joined", nightly_but([True], [False, True]))
 def test_every_group_waits_for_what_one_process_does_alone_and_none_polls_on_its_own(joined):
     """An upload or the checksums of a large save take longer than torch's own 30 or 10 minutes.
 

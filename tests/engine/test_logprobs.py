@@ -8,10 +8,9 @@ a vocabulary whose padding fills the end of the second half. Traps 13 (padded co
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from mrl.engine.logprobs import VocabShard, log_probs_from_hidden, top_log_probs
-from tests.tiers import slow_but
+from tests.engine.harness import run_case
 
 T, H, V, K = 13, 8, 29, 3
 
@@ -199,14 +198,12 @@ def check_columns(rank, columns_per_rank, labels):
         torch.testing.assert_close(local.grad, full.grad[rows])
 
 
-def vocab_parallel_rank(rank, store, columns_per_rank):
-    """One of two ranks: its columns of the padded vocabulary give the single-rank values and gradients."""
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
+def columns_of_each_rank(columns_per_rank):
+    """Of two ranks: the columns of each of the padded vocabulary give the single-rank values and gradients."""
     for labels in (inputs()[2], several_labels()):
-        check_columns(rank, columns_per_rank, labels)
-    dist.destroy_process_group()
+        check_columns(dist.get_rank(), columns_per_rank, labels)
 
 
-@pytest.mark.parametrize("columns_per_rank", slow_but([32], [16, 32]))  # the second: rank 1 holds nothing but padding
-def test_two_tensor_parallel_ranks(tmp_path, columns_per_rank):
-    mp.spawn(vocab_parallel_rank, (str(tmp_path / "store"), columns_per_rank), nprocs=2)
+@pytest.mark.parametrize("columns_per_rank", [16, 32])  # the second: rank 1 holds nothing but padding
+def test_two_tensor_parallel_ranks(columns_per_rank):
+    run_case(2, "tests.engine.test_logprobs:columns_of_each_rank", columns_per_rank=columns_per_rank)

@@ -164,7 +164,9 @@ def test_dropout(model, tmp_path, layout):
     run(layout, "resume_is_bitwise", folder, lora=lora, module="tests.engine.contract", path=str(tmp_path / "r"))
 
 
-@pytest.mark.parametrize(("layout", "family"), [nightly("cp2", "llama"), ("ep2", "qwen3_moe")])
+@pytest.mark.parametrize(
+    ("layout", "family"), [nightly("cp2", "llama"), pytest.param("ep2", "qwen3_moe", marks=pytest.mark.slow)]
+)
 def test_resume_is_bitwise_in_bf16_with_recompute_and_offload(model, tmp_path, layout, family):
     role = {"dtype": "bfloat16", "recompute": "full", "offload": ("parameters", "gradients", "optimizer")}
     run(layout, "resume_is_bitwise", model(family)[0], module="tests.engine.contract", path=str(tmp_path), role=role)

@@ -27,6 +27,7 @@ from mrl.engine.registry import engine_class
 from mrl.errors import CheckpointError, ConfigError
 from tests.engine import contract, layouts, suite, tiny
 from tests.engine.harness import run_case
+from tests.forks import forks
 from tests.resume import runs
 
 MODEL = ModelConfig(path="somewhere")
@@ -260,13 +261,18 @@ def command(installed: str, *args: str) -> subprocess.CompletedProcess[str]:
 def test_a_dry_run_asks_the_engine(inputs, tmp_path, installed):
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps(plain_config(inputs, tmp_path / "run", engine={"backend": "plain"})))  # JSON is YAML
-    sft = ("-m", "mrl", "sft", str(path), "--nproc", "2", "--dry-run")
-    done = command(installed, *sft, "engine.options.bucket_mb=2")
-    assert done.returncode == 0, done.stderr
-    assert "backend: plain" in done.stdout and "bucket_mb: 2" in done.stdout and "# layout: dp2" in done.stdout
-    wrong = command(installed, *sft, "engine.options.buckets=2")
-    assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr == (
+    out, errors = tmp_path / "out", tmp_path / "errors"
+
+    def dry_run(*words: str) -> int:
+        environ = os.environ | {"PYTHONPATH": installed}
+        sft = ["sft", str(path), "--nproc", "2", "--dry-run", *words]
+        return forks().start(tmp_path, out, environ, sft, errors).wait(120)
+
+    assert dry_run("engine.options.bucket_mb=2") == 0, errors.read_text()
+    said = out.read_text()
+    assert "backend: plain" in said and "bucket_mb: 2" in said and "# layout: dp2" in said
+    assert dry_run("engine.options.buckets=2") == 2 and out.read_text() == said
+    assert errors.read_text() == (
         "mrl: engine.options.buckets: value 2 is for an option that backend plain does not have; its options are bucket_mb\n"
     )
 
@@ -281,6 +287,7 @@ def test_reading_a_config_imports_no_engine(inputs, tmp_path, installed):
     assert command(installed, "-c", code).stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_what_engines_of_mrl_take_is_known_without_what_runs_them(installed):
     code = (
         "import sys\nfrom mrl.engine.registry import checks_of\n"

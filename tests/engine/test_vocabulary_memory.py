@@ -16,6 +16,7 @@ from tests.engine import tiny
 from tests.engine.contract import make_engine
 from tests.engine.harness import run_case
 from tests.engine.layouts import world_and_role
+from tests.tiers import slow_but
 
 T, V, H = 2176, 16384, 16  # above the size up to which logits are kept for the backward pass, also in halves of V
 FULL = T * V * 4
@@ -79,7 +80,7 @@ def step_of_an_engine(config: RoleConfig) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "megatron", "megatron tp2", "external"])
+@pytest.mark.parametrize("layout", slow_but(["fsdp", "megatron tp2"], ["fsdp", "megatron", "megatron tp2", "external"]))
 def test_no_engine_holds_the_logits_of_a_micro_batch(tmp_path, layout):
     folder = tiny.make_model(str(tmp_path), "llama", vocab=V, max_position_embeddings=256)
     world_size, config = world_and_role(layout, folder, tokens=T)

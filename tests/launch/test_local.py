@@ -134,6 +134,7 @@ def test_ranks_that_do_not_end_after_a_failure_are_killed(tmp_path):
     assert time.monotonic() - started < 25, "torch elastic alone would wait 30 s"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", nightly_but([signal.SIGUSR1], [signal.SIGTERM, signal.SIGUSR1]))
 def test_a_stop_signal_reaches_every_rank_and_exits_75(tmp_path, signum):
     process = start("stop_on_signal", tmp_path)

@@ -195,6 +195,7 @@ def test_a_forward_that_is_made_once_is_in_no_step(plan):
         assert [note for note in told["notes"] if key in note] and "forward" not in "".join(told["updates"]), words
 
 
+@pytest.mark.slow
 def test_kto_has_the_forwards_of_its_kl_and_rows_of_one_answer(plan):
     words = ("dpo.yaml", "loss.name=kto", "-n", "2")
     done = plan(*words)

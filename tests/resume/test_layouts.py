@@ -56,7 +56,7 @@ def whole(inputs, tmp_path_factory):
         [DENSE["tp2"], DENSE["pp2"], DENSE["dp2"], DENSE["tp1"]],
         pytest.param([MOE["ep2"], MOE["tp1"]], marks=pytest.mark.slow),
         pytest.param([DENSE["pp2 dp2"], DENSE["tp1"], DENSE["tp2"]], marks=pytest.mark.nightly),
-        [DENSE["fsdp dp2"], DENSE["fsdp cp2"], DENSE["fsdp"]],
+        pytest.param([DENSE["fsdp dp2"], DENSE["fsdp cp2"], DENSE["fsdp"]], marks=pytest.mark.slow),
     ],
     ids=["tp2-pp2-dp2-tp1", "ep2-tp1", "pp2dp2-tp1-tp2", "fsdp dp2-cp2-dp1"],
 )

@@ -14,6 +14,7 @@ from mrl.engine.atomic_checkpoint import SMALL_BYTES
 from tests.engine import tiny
 from tests.resume import runs
 from tests.resume.cases import remark
+from tests.tiers import slow_but
 from tests.trainers.tiny_runs import load_example
 
 LAYOUTS = {"megatron": runs.Layout(2, "wide", parallel={"pp": 2}), "fsdp": runs.Layout(2, "wide", "fsdp")}
@@ -142,7 +143,7 @@ def test_latest_that_points_nowhere_is_not_read(inputs, stopped, tmp_path):
     assert runs.newest(tmp_path / "run").name == "step_00000004"
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_in_shard])
+@pytest.mark.parametrize("damage", slow_but([flip_in_shard], [truncate, flip_in_shard]))
 def test_auto_passes_over_a_damaged_one_and_says_so(inputs, stopped, tmp_path, damage):
     """The newest whole one is taken, and the run that goes on from it is the same run."""
     config = config_of(inputs, tmp_path / "run", "fsdp", checkpoint={"keep": 3})

@@ -83,7 +83,7 @@ def test_a_row_without_tests_is_an_error(tests):
 def test_total_time_ends_the_tests():
     start = time.monotonic()
     slow = "```python\nimport time\ntime.sleep(30)\n```"
-    assert code("q", slow, {"tests": ["pass"] * 50}, CodeReward(time_s=0.5, total_s=3)) == 0
+    assert code("q", slow, {"tests": ["pass"] * 50}, CodeReward(time_s=0.5, total_s=1.5)) == 0
     assert time.monotonic() - start < 15  # 50 tests of 0.5 s, and the starts of 50 processes
 
 

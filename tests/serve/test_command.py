@@ -1,6 +1,7 @@
 """`mrl serve` as a command: its keys, its examples, its start and its end."""
 
 import json
+import os
 import re
 import resource
 import shlex
@@ -25,6 +26,7 @@ from mrl.errors import ConfigError
 from mrl.serve.app import MOST_FILES, take_more_connections
 from mrl.serve.records import as_cut
 from mrl.serve.server import layout_of, reached_at, refuse_other_layout
+from tests.forks import forks
 from tests.serve.serving import Serving, serving
 from tests.tiers import nightly_but
 
@@ -153,10 +155,9 @@ def test_the_run_directory(model, tmp_path):
     with serving(tmp_path, model, key="tml-the-key-of-tests") as server:
         written = (tmp_path / "run" / "config.yaml").read_text()
         assert "tml-" not in written and re.search(r"# command: mrl serve serve.yaml --port 0", written)
-        again = subprocess.run(
-            [sys.executable, "-m", "mrl", "serve", "serve.yaml", "--port", "0"], cwd=tmp_path, capture_output=True, text=True
-        )  # fmt: skip
-        assert again.returncode == 2 and "is in use by another run" in again.stderr
+        log = tmp_path / "again"
+        again = forks().start(tmp_path, log, os.environ, ["serve", "serve.yaml", "--port", "0"])
+        assert again.wait(60) == 2 and "is in use by another run" in log.read_text()
         assert server.end() == 75
         (tmp_path / "run" / "config.yaml").write_text("mine: 1\n")
         with pytest.raises(AssertionError, match="holds a config.yaml that mrl did not write"):

@@ -393,7 +393,7 @@ def test_what_a_cache_knows_stays_where_rows_are_added(tmp_path):
     assert with_precision(EngineConfig(megatron={"overlap_grad_reduce": True})) == {}
 
 
-@pytest.mark.parametrize("name, cache", [("dpo", True), ("kto", False)])
+@pytest.mark.parametrize("name, cache", slow_but([("dpo", True)], [("dpo", True), ("kto", False)]))
 def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path, name, cache):
     loss = {"loss": {"name": name}, "reference": {"cache": cache}, "data": {"shuffle": True}}
     whole, stopped = (make_config(places, tmp_path / which, **loss) for which in ("whole", "stopped"))

@@ -21,6 +21,7 @@ from mrl.config.schema import ModelConfig
 from mrl.errors import ConfigError, ModelError
 from mrl.launch.preflight import read_model_config
 from tests.engine.harness import run_case
+from tests.tiers import slow_but
 from tests.trainers import tiny_runs
 from tests.trainers.rl import tiny_policies
 
@@ -177,7 +178,7 @@ def rl_config(rl_inputs, output, **changes):
 ENGINES = {"fsdp": tiny_policies.engine(), "megatron tp2": tiny_policies.engine("megatron", tp=2)}
 
 
-@pytest.mark.parametrize("layout", ENGINES)
+@pytest.mark.parametrize("layout", slow_but(["megatron tp2"], ENGINES))
 def test_the_reference_is_the_actor_without_adapters(rl_inputs, tmp_path, layout):
     """No second model is held; the KL of the first rollout is exactly 0 (a guard), and not after a step."""
     config = rl_config(rl_inputs, tmp_path / "run", train={"steps": 4}, actor={"engine": ENGINES[layout]})

@@ -5,10 +5,9 @@ line before anything is trained on what is wrong, names what differs, and leaves
 """
 
 import json
+import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from mrl.batch import Batch
 from mrl.rollout.base import Trajectory
 from mrl.trainers.rl.notices import EqualRewards, TokenLimit
 from tests.engine.harness import run_case
+from tests.forks import forks
 from tests.tiers import slow_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.tiny_policies import engine
@@ -180,10 +180,11 @@ def test_from_the_command_line_a_failed_check_is_one_line_and_exit_code_2(inputs
         tmp_path / "config.yaml",
         tiny_policies.make_config(inputs, tmp_path / "run", actor={"model": {"path": str(dropout)}}),
     )
-    command = [sys.executable, "-m", "mrl", "ppo", str(config), "--nproc", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    lines = [line for line in done.stderr.splitlines() if "ratios are not 1" in line]
-    assert (done.returncode, len(lines)) == (2, 1) and "Traceback" not in done.stderr, done.stderr
+    errors = tmp_path / "errors"
+    command = forks().start(tmp_path, tmp_path / "out", os.environ, ["ppo", str(config), "--nproc", "1"], errors)
+    code, said = command.wait(120), errors.read_text()
+    lines = [line for line in said.splitlines() if "ratios are not 1" in line]
+    assert (code, len(lines)) == (2, 1) and "Traceback" not in said, said
 
 
 # -- what is right ---------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.engine.harness import run_case
+from tests.tiers import slow_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.tiny_policies import engine
 
@@ -46,7 +47,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but([case for case in CASES if "fsdp" not in case], CASES))
 def test_the_run_is_the_one_with_a_forward_before_each_step(inputs, tmp_path, case):
     name, world, changes = CASES[case]
     train(single(inputs, tmp_path / "before", name, **changes), world, happening="old_log_probs_come_first")

@@ -11,6 +11,7 @@ Where the other numbers are tested that an RL run can meet:
 import pytest
 
 from tests.engine.harness import run_case
+from tests.tiers import slow_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.tiny_policies import EVAL_ROWS, TRAIN_ROWS, engine
 
@@ -40,7 +41,7 @@ def environment(tmp_path):
     return {"environment": f"{file}:Twice", "max_new_tokens": 24}
 
 
-@pytest.mark.parametrize("name", ["ppo", "dr_grpo"])
+@pytest.mark.parametrize("name", slow_but(["ppo"], ["ppo", "dr_grpo"]))
 def test_trap_7_tokens_are_those_that_the_policy_said(inputs, tmp_path, environment, name):
     """In conversations of two turns; on one process, and on two whose replicas have other numbers of tokens."""
     runs = {}
@@ -68,8 +69,10 @@ def test_trap_7_tokens_are_those_that_the_policy_said(inputs, tmp_path, environm
         assert all((log_prob < 0) == bool(mask) for log_prob, mask in zip(row["log_probs"], row["mask"], strict=True))
 
 
-@pytest.mark.parametrize("mini_batch", [1, 2])
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
+@pytest.mark.parametrize(
+    ("name", "mini_batch"),
+    slow_but([("ppo", 2), ("grpo", 1)], [(name, size) for name in ("ppo", "grpo") for size in (1, 2)]),
+)
 def test_trap_5_6_and_8_a_replica_with_little_or_nothing_counts_by_its_tokens(inputs, tmp_path, name, mini_batch):
     """Mini-batches of two sequences on two replicas: each has one, of 1 to 8 tokens. A mean of the replicas' means would
     weigh them alike, in ppo, whose loss is the mean over tokens. Of one sequence: a replica has none."""
@@ -85,7 +88,7 @@ def test_trap_5_6_and_8_a_replica_with_little_or_nothing_counts_by_its_tokens(in
     tiny_policies.assert_close_metrics(runs[1], runs[0], 1e-5)
 
 
-@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+@pytest.mark.parametrize("kl_in", slow_but(["reward"], ["loss", "reward"]))
 def test_trap_22_a_kl_penalty_alone_leads_to_the_reference(inputs, tmp_path, kl_in):
     """Rewards are all equal, so that nothing else has a gradient; the reference has other weights than the actor starts with.
 
