@@ -18,7 +18,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 2048, "layers": 6}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_a_save_and_a_load_at_dp4_hold_a_few_blocks(tmp_path, dtype):
     tiny.make_model(str(tmp_path / "model"), "llama", **WIDE)
     config = tiny.role(str(tmp_path / "model"), backend="megatron", dtype=dtype)

@@ -39,7 +39,7 @@ PARITY = [
 @pytest.mark.parametrize(
     ("world", "family", "head", "lora", "role"),
     [
-        pytest.param(world, *row, marks=[pytest.mark.nightly] * (world == 1 and i > 0))
+        pytest.param(world, *row, marks=[pytest.mark.nightly] * (world == 1 and i > 0) + [pytest.mark.slow] * (i % 2))
         for world in (1, 2)
         for i, row in enumerate(PARITY)
     ],

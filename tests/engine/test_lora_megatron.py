@@ -14,6 +14,7 @@ from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.parity import LORAS, Outcome, Row, Table
 from tests.engine.parity_rows import LORA_ROWS, NIGHTLY_LORA_ROWS
+from tests.tiers import slow_but
 
 ALL = LoraConfig(**LORAS["all"])
 LAYOUTS = {
@@ -34,7 +35,7 @@ def table():
     return Table()
 
 
-@pytest.mark.parametrize("row", LORA_ROWS, ids=str)
+@pytest.mark.parametrize("row", slow_but(LORA_ROWS[::2], LORA_ROWS), ids=str)
 def test_row(table: Table, row: Row):
     ((_, outcome),) = table.run([row])
     assert isinstance(outcome, Outcome), outcome

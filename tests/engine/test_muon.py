@@ -98,7 +98,7 @@ def test_keys(tmp_path, keys):
 
 @pytest.mark.parametrize(
     ("world", "parallel", "dtype"),
-    [(2, {}, "float32"), pytest.param(4, {"tp": 2, "pp": 2}, "bfloat16", marks=pytest.mark.slow)],
+    [(2, {}, "float32"), pytest.param(4, {"tp": 2, "pp": 2}, "bfloat16", marks=pytest.mark.nightly)],
     ids=str,
 )
 def test_state_is_kept_to_the_bit(tmp_path, world, parallel, dtype):

@@ -5,7 +5,7 @@ import pytest
 from mrl.config.schema import LoraConfig
 from tests.engine import tiny
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 
 LAYOUTS = [
     ("qwen3", 2, {}),
@@ -16,7 +16,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("family, world, parallel", slow_but([], LAYOUTS), ids=str)
+@pytest.mark.parametrize("family, world, parallel", in_tiers([], [LAYOUTS[i] for i in (0, 3, 4)], LAYOUTS), ids=str)
 def test_overlap_changes_nothing(tmp_path, family, world, parallel):
     layers = 4 if "pp" in parallel else 2
     folder = tiny.make_model(str(tmp_path / "model"), family, layers=layers, tied=family == "llama")

@@ -7,7 +7,7 @@ import pytest
 
 from mrl.engine import checkpoint_remote
 from tests.resume import runs
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 
 LAYOUTS = {"fsdp": runs.Layout(2, "dense", "fsdp"), "megatron": runs.Layout(2, parallel={"tp": 2})}
 STEPS = 6
@@ -40,7 +40,9 @@ def whole(inputs, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("name", "scheme"),
-    slow_but([("megatron", "file")], [("fsdp", "file"), ("megatron", "file"), ("megatron", "memory")]),
+    in_tiers(
+        [("megatron", "file")], [("fsdp", "file")], [("fsdp", "file"), ("megatron", "file"), ("megatron", "memory")]
+    ),
 )
 def test_goes_on_from_the_copy_when_the_local_run_is_gone(inputs, whole, tmp_path, name, scheme):
     """memory:// stands for an object store: it has no folders and no rename. It lives in the ranks, so they are asked."""

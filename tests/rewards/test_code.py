@@ -106,7 +106,7 @@ def test_ordinary_code_runs(run, program):
     assert run(program).finished
 
 
-@pytest.mark.parametrize("program", ["while True: pass", "import time\ntime.sleep(60)", "import os\nos.close(4)\nwhile True: pass"])  # fmt: skip
+@pytest.mark.parametrize("program", ["while True: pass", pytest.param("import time\ntime.sleep(60)", marks=pytest.mark.slow), "import os\nos.close(4)\nwhile True: pass"])  # fmt: skip
 def test_an_endless_loop_ends(run, program):
     start = time.monotonic()
     assert not run(program, SHORT).finished

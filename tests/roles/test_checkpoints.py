@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.harness import run_case
 from tests.roles.cases import flat
 from tests.roles.tiny_roles import roles
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 
 
 def run(case: str, configs, world_size: int = 2, module: str = "checkpoint_cases", **kwargs):
@@ -24,7 +24,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize("layouts", slow_but(RESUMED[:1], RESUMED), ids=str)
+@pytest.mark.parametrize("layouts", in_tiers(RESUMED[:1], RESUMED[2:], RESUMED), ids=str)
 def test_resume_is_bitwise(models, tmp_path, layouts):
     configs = roles(models(attention_dropout=0.3), critic_folder=models(head="value", attention_dropout=0.3), **layouts)
     (tmp_path / "shared").mkdir()
@@ -103,6 +103,7 @@ def test_the_reference_follows_the_actor(models, tmp_path, actor, reference, dty
     run("reference_follows_the_actor", configs, module="cases", folder=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_masters_follow_too(models):
     configs = roles(models(), actor="tp2", critic="fsdp", options={"dtype": "bfloat16", "head": "lm"})
     del configs["critic"]

@@ -142,6 +142,7 @@ def lose_actor(checkpoint):
     shutil.rmtree(checkpoint / "actor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage", [damage_trainer, *(pytest.param(d, marks=pytest.mark.nightly) for d in (damage_critic, lose_actor))]
 )
