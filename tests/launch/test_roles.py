@@ -31,7 +31,12 @@ def test_roles_share_the_kernel_of_attention(workspace):
     assert refused.exit_code == 2 and (
         'reference.engine.attention: value "auto" does not go with actor.engine.attention fused: ' in refused.stderr
     ), refused.output
-    # in a process of its own: where a test has trained, torch.cuda is megatron-core's stand-in, and `device: auto` asks it
+
+
+@pytest.mark.slow
+def test_roles_with_one_kernel_of_attention_go_together(workspace):
+    """In a process of its own: where a test has trained, torch.cuda is megatron-core's stand-in, and `device: auto` asks it."""
+    fused = ["actor.engine={device: auto, attention: fused}", "actor.model.dtype=bfloat16"]
     alike = "reference.engine={device: auto, attention: fused}"
     command = [sys.executable, "-m", "mrl", "ppo", "ppo.yaml", *fused, alike, "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True)
