@@ -132,6 +132,13 @@ def test_a_micro_batch_of_kto_holds_one_sequence():
     assert made("engine.micro_batch.tokens=200").longest_group[0] == 200
 
 
+def test_a_pair_takes_more_places_where_userbuffers_and_context_parallelism_meet():
+    """Each alone lets a micro-batch hold as many tokens as a pair has."""
+    pair = "data.max_length=99", "engine.micro_batch.tokens=198"
+    made(*pair, "engine.parallel.cp=2")
+    made(*pair, 'engine.megatron={"tp_comm_overlap": true}')
+
+
 @pytest.mark.parametrize(
     "overrides, own, start",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -99,16 +100,24 @@ def shared(case: Case) -> list[str]:
     return found
 
 
-def refused(case: Case) -> str:
-    """Returns what is said where transformer-engine has none on a machine."""
+def refused(case: Case) -> list[str]:
+    """Returns what is said in turn: where the tensor-parallel ranks are not of one machine, where transformer-engine has
+    none on a machine, and twice where torch lacks the backend by which ranks are to meet."""
     import transformer_engine_torch as tex
 
-    config = _begin(case)
-    tex.device_supports_multicast = lambda: False
+    config, found = _begin(case), []
+    torch.distributed.is_backend_available = lambda name: name != "gloo"
+    by_gloo = config.engine.megatron | {"tp_comm_bootstrap_backend": "gloo"}
     with fake.Fake():
-        engine: Any = MegatronEngine(config)
-        try:
-            engine.init_model()
-        except ConfigError as error:
-            return str(error)
-    return ""
+        for here, multicast, given in (
+            (3, True, {}), (4, False, {}), (4, True, {"megatron": by_gloo}), (4, True, {"megatron": by_gloo}),
+        ):  # fmt: skip
+            os.environ["LOCAL_WORLD_SIZE"] = str(here)
+            tex.device_supports_multicast = lambda possible=multicast: possible
+            try:
+                MegatronEngine(
+                    dataclasses.replace(config, engine=dataclasses.replace(config.engine, **given))
+                ).init_model()
+            except ConfigError as error:
+                found.append(str(error))
+    return found

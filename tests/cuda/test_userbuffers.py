@@ -83,9 +83,9 @@ def test_engines_of_a_process_share_buffers_of_one_shape(te_worker):
     )
 
 
-def test_what_transformer_engine_refuses_is_one_line(te_worker):
-    said = te_worker.call("tests.cuda.te_userbuffers:refused", CASE)
-    assert said.startswith(
-        "engine.megatron.tp_comm_overlap: value true cannot be had here: transformer-engine says CUDA "
-    )
-    assert "UB_SKIPMC=1" in said and "\n" not in said
+def test_what_a_machine_lacks_is_one_line(te_worker):
+    machines, none, by_gloo, again = te_worker.call("tests.cuda.te_userbuffers:refused", CASE)
+    assert "needs tensor-parallel ranks that share a machine, and its 3 processes are no multiple of 2" in machines
+    said = "engine.megatron.tp_comm_overlap: value true cannot be had here: transformer-engine says "
+    assert none.startswith(said + "CUDA ") and "UB_SKIPMC=1" in none and "\n" not in none
+    assert again == by_gloo and by_gloo.startswith(said + "PyTorch must be compiled with 'gloo' support")

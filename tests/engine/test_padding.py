@@ -12,7 +12,8 @@ import torch
 from mrl.config.schema import EngineConfig, MoEConfig, MTPConfig
 from mrl.engine.checks import Sequences
 from mrl.engine.megatron.checks import MegatronChecks
-from mrl.engine.megatron.inputs import prepare
+from mrl.engine.megatron.inputs import padded_lengths
+from mrl.engine.megatron.pipeline import Setup, make_micro_batch
 from mrl.errors import ConfigError
 from mrl.mcore_models.layout import check_places
 from mrl.parallel import ParallelDims
@@ -56,12 +57,23 @@ def test_padding_counts_in_nothing(tmp_path, family, world, parallel, padding, c
 def test_padding_of_many_places_is_of_many_tokens():
     """Experts choose tokens by what they are: equal ones would all go to the same few."""
     dims, batch = ParallelDims(), tiny.uneven_batch(sequences=3)
-    given = {"packed": True, "device": torch.device("cpu"), "thd": False}
-    found = prepare(batch, dims, dims.coordinates(0), places=300, fillers=50, **given)
-    assert len(found.tokens) == 300 and len(found.tokens[found.padding].unique()) == 50
-    assert torch.equal(found.tokens[~found.padding], batch.tokens)
-    few = prepare(batch, dims, dims.coordinates(0), multiple=16, **given)
+    setup = Setup(dims, dims.coordinates(0), packed=True, thd=False, head="lm", vocab_size=50)
+    many, few = (
+        make_micro_batch(batch, {}, None, dataclasses.replace(setup, **padding)).inputs
+        for padding in ({"places": 300}, {"multiple": 16})
+    )
+    assert len(many.tokens) == 300 and len(many.tokens[many.padding].unique()) == 50
+    assert torch.equal(many.tokens[~many.padding], batch.tokens)
     assert len(few.tokens) % 16 == 0 and not few.tokens[few.padding].any()
+
+
+def test_sequences_of_padding_are_no_longer_than_others():
+    """Three context-parallel ranks take sequences of multiples of 6 places."""
+    dims = ParallelDims(3, cp=3)
+    for lengths, padded in (
+        ([140, 5], [144, 6, 144, 144, 144, 18]), ([5], [6, 132, 132, 132, 132, 66]), ([300, 300], [300, 300]),
+    ):  # fmt: skip
+        assert padded_lengths(lengths, dims, packed=True, places=600) == padded
 
 
 def test_a_sequence_of_more_places_than_all_have_is_refused(tmp_path):

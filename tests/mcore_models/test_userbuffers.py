@@ -12,6 +12,8 @@ import torch
 from mrl.config.schema import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, MTPConfig, TrainedModelConfig
 from mrl.converters.families import fields_of
 from mrl.converters.hf_config import normalize
+from mrl.engine.checks import Sequences
+from mrl.engine.megatron.checks import MegatronChecks
 from mrl.errors import ConfigError
 from mrl.mcore_models import userbuffers
 from mrl.mcore_models.megatron_fields import check
@@ -72,6 +74,13 @@ def test_published_models_have_it(model):
     userbuffers.check_model(engine, fields, DIMS if model else ParallelDims(), **MOST)
 
 
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_the_longest_sequence_and_ranks_that_have_it(tp):
+    """1001 tokens are padded to a multiple of the ranks, and a sequence may have all of that."""
+    longest = {2: 1002, 4: 1004, 8: 1008}[tp]
+    userbuffers.check_model(ENGINE, DENSE, ParallelDims(8, tp=tp, sp=True), **MOST | {"longest": longest})
+
+
 def test_models_layouts_and_sequences_that_have_not():
     refused = [
         ({"dims": ParallelDims(2)}, "is for tensor parallelism, and engine.parallel.tp is 1; leave it out, or set .*"),
@@ -79,7 +88,7 @@ def test_models_layouts_and_sequences_that_have_not():
         ({"dims": ParallelDims(6, tp=3, sp=True)}, "is for 2, 4 or 8 tensor-parallel ranks, and engine.parallel.tp is 3; set one of them there"),
         ({"packed": False}, "needs packed micro-batches, of one size each; set packing to true, or leave this out"),
         ({"fields": fields_of(normalize(COMMON | MODELS["deepseek-ai/DeepSeek-V3"]))}, "is not for latent attention: .*; leave it out"),
-        ({"fields": DENSE | {"hidden_size": 72}}, "takes hidden sizes that are multiples of 32, and 72 is none; leave it out"),
+        ({"fields": DENSE | {"hidden_size": 80}}, "takes hidden sizes that are multiples of 32, and 80 is none; leave it out"),
     ]  # fmt: skip
     for changed, message in refused:
         given = {"fields": DENSE, "dims": DIMS} | MOST | changed
@@ -109,9 +118,10 @@ def test_ranks_of_several_machines_are_refused(monkeypatch):
         if here is not None:
             monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
         userbuffers.check_machine(tp)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    says("true needs tensor-parallel ranks that share a machine, and its 4 processes are no multiple of 8; set engine.parallel.tp .*",
-         userbuffers.check_machine, 8)  # fmt: skip
+    for here, tp in ((4, 8), (6, 4)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+        says(f"true needs tensor-parallel ranks that share a machine, and its {here} processes are no multiple of {tp}; set engine.parallel.tp .*",
+             userbuffers.check_machine, tp)  # fmt: skip
 
 
 def test_a_sequence_that_no_micro_batch_holds_is_refused_before_a_run():
@@ -135,6 +145,21 @@ def test_layers_and_dtypes_that_have_it():
          userbuffers.check_built, types.SimpleNamespace(tp_comm_overlap=False))  # fmt: skip
 
 
+def test_a_run_asks_each_before_a_model_is_built():
+    raw, fp8 = COMMON | MODELS["Qwen/Qwen3-8B"], ON | {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    says(
+        "true is not for adapters: .*",
+        MegatronChecks.check_config,
+        dataclasses.replace(MODEL, lora=LoraConfig()),
+        ENGINE,
+    )
+    says("true has buffers of bfloat16 here, .*", MegatronChecks.check_model, dataclasses.replace(ENGINE, megatron=fp8), DIMS, raw,
+         Sequences(1001, "data.max_length", packed=True, generated=False))  # fmt: skip
+    local = dataclasses.replace(MODEL, dtype="bfloat16"), dataclasses.replace(ENGINE, layer_spec="local"), DIMS, raw
+    for check_spec in (MegatronChecks.notes_on, MegatronChecks.check_here):
+        says("true needs the layers of transformer-engine, .*", check_spec, *local)
+
+
 def test_places_and_bytes():
     """Of 1001 tokens over two tensor- and two context-parallel ranks: places that both divide, each of two segments."""
     assert userbuffers.places_of(EngineConfig(), DIMS) is None
@@ -145,6 +170,9 @@ def test_places_and_bytes():
     assert (plain.places, plain.nbytes) == (502, 12 * 502 * 64 * 2)
     in_chunks = dataclasses.replace(ENGINE, megatron=ON | {"tp_comm_overlap_rs_dgrad": True})
     ring = BufferShape.of(in_chunks, 64, DIMS)
+    met_by_gloo = dataclasses.replace(ENGINE, megatron=ON | {"tp_comm_bootstrap_backend": "gloo"})
+    by_gloo = BufferShape.of(met_by_gloo, 64, DIMS)
+    assert by_gloo == plain != ring and by_gloo.bootstrap_backend == "gloo"
     assert (ring.nbytes, ring.largest, plain.largest) == (13 * 502 * 64 * 2, 3 * 502 * 64, 2 * 502 * 64)
     one = dataclasses.replace(in_chunks, megatron=in_chunks.megatron | {"tp_comm_overlap_disable_qkv": True})
     assert BufferShape.of(one, 64, DIMS).scattering == ("fc1",)
