@@ -156,6 +156,19 @@ def of_one_size(case: Case) -> list[tuple[int, list[int]]]:
     return [(figures.buffers, [chunk.sent for chunk in figures.chunks]) for figures in stages]
 
 
+def sampling_of_one_size(case: Case) -> list[list[int]]:
+    """Bytes of hidden states that the chunks of each stage send on for prompts that together have more places."""
+    from mrl.config.phases import Phase, Phases
+    from mrl.plan.gpus import gpu_of
+    from mrl.plan.memory import plan_role
+
+    folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
+    config, dims = update.config_of(case, folder), ParallelDims(case.world, tp=case.tp, pp=case.pp, sp=case.tp > 1)
+    phase = Phase("sampling", "actor", "sample", 1, cache_tokens=0, prefill_tokens=2 * update.TOKENS)
+    plan = plan_role("actor", "none", config, dims, Phases((phase,)), 9, gpu_of("h200"), {})
+    return [[chunk.sent for chunk in stage.chunks] for stage in plan.sampling]
+
+
 def copies_in_8_bits(case: Case, further: dict[str, object]) -> list[tuple[int, int]]:
     """(bytes of parameters, of copies of weights in FP8) of each stage, training and in forward passes alone."""
     folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)

@@ -181,6 +181,7 @@ def test_userbuffers_and_the_padding_to_one_size(planner):
     row = 2 * 4096
     assert [sent for _, sent in plain] == [[405 * row], [0]] and [sent for _, sent in found] == [[500 * row], [0]]
     assert [have - had for (have, _), (had, _) in zip(found, plain, strict=True)] == [12 * 1000 * row] * 2
+    assert planner.call("tests.plan.planned:sampling_of_one_size", padded) == [[1000 * row], [0]]  # 2000 tokens
 
 
 def test_micro_batches_of_one_size_count_the_places_that_context_parallelism_adds():
