@@ -227,8 +227,7 @@ def measure(
                 coords=model.coords,
                 parameters=frozen + sum(b.elements * b.parameter_bytes for b in in_buffers),
                 trained_parameters=sum(p.numel() for p in parameters if trained and p.requires_grad),
-                buffers=sum(b.numel() * b.element_size() for chunk in chunks for b in chunk.buffers())
-                + _userbuffers(config, model),
+                buffers=_buffer_bytes(config, model, chunks),
                 grad_buffers=tuple(in_buffers), chunks=tuple(found), layers=tuple(tuple(p.layers) for p in plans),
                 dtype_bytes=model.dtype.itemsize, tied_gradient=_tied_gradient(chunks, dims) if trained else 0,
             )  # fmt: skip
@@ -247,9 +246,10 @@ def _fp8_copies(config: RoleConfig, model: Any, chunks: Sequence[Any], plans: Se
     return fp8.copies_bytes(config.engine.megatron, matrices, layers, trains=trains)
 
 
-def _userbuffers(config: RoleConfig, model: Any) -> int:
+def _buffer_bytes(config: RoleConfig, model: Any, chunks: Sequence[Any]) -> int:
+    own = sum(b.numel() * b.element_size() for chunk in chunks for b in chunk.buffers())
     wanted = userbuffers.BufferShape.of(config.engine, model.transformer.hidden_size, model.dims)
-    return 0 if wanted is None else wanted.nbytes
+    return own + (0 if wanted is None else wanted.nbytes)
 
 
 def _keys_of_chunks(config: RoleConfig, dims: ParallelDims, stage: int, more: tuple) -> list[tuple]:
