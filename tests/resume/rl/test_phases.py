@@ -11,6 +11,7 @@ import pytest
 
 from tests.resume import runs
 from tests.resume.rl import rl_runs
+from tests.tiers import in_tiers
 
 MADE = (
     r"within iteration {}, whose rollout is made, after {} of its 4 steps \(step {} of 8\), saved in \S+step_{:08d}; "
@@ -47,9 +48,7 @@ CHAINS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("ppo", marks=pytest.mark.slow), "grpo", pytest.param("dapo", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("name", in_tiers([], ["ppo", "grpo"], ["ppo", "grpo", "dapo"]))
 def test_stopped_in_any_phase_it_goes_on_bitwise(inputs, unharmed, tmp_path, name):
     """Nothing but the signals saves before the end: what the run goes on from is what a signal saved (but where it comes in a save)."""
     world = rl_runs.RUNS[name][0]
