@@ -22,6 +22,7 @@ from mrl.converters.rules import ChunkPlan, param_map
 from mrl.converters.table import Family, HFConfig
 from mrl.errors import ConfigError
 from mrl.mcore_models import platform
+from mrl.mcore_models.layer_spec import check_te
 from mrl.mcore_models.megatron_fields import KEY
 from mrl.parallel import Coordinates, ParallelDims
 
@@ -113,14 +114,8 @@ def check_model(further: Mapping[str, Any], family: Family, hf: HFConfig, dims: 
 
 def check_spec(further: Mapping[str, Any], layer_spec: str, why: str, dtype: torch.dtype) -> None:
     """Raises ConfigError where the layers are not those that have FP8. why: the spec was chosen."""
-    if recipe_of(further) is None:
-        return
-    if dtype != torch.bfloat16:
-        name = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"{KEY}.fp8", further["fp8"], f"does not go with model.dtype {name}", "set bfloat16")
-    if layer_spec != "te":
-        reason = f"needs the layers of transformer-engine, and engine.layer_spec is {layer_spec} ({why})"
-        raise ConfigError(f"{KEY}.fp8", further["fp8"], reason, "set that to te, where there is one, or leave this out")
+    if recipe_of(further) is not None:
+        check_te(f"{KEY}.fp8", further["fp8"], layer_spec, why, dtype)
 
 
 def check_here(further: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ import torch
 
 from mrl.config.schema import EngineConfig, ModelConfig, TrainedModelConfig
 from mrl.errors import ConfigError, one_line
+from mrl.mcore_models.layer_spec import check_te
 from mrl.mcore_models.megatron_fields import KEY
 from mrl.parallel import ParallelDims
 
@@ -143,13 +144,8 @@ def check_model(
 
 def check_spec(further: Mapping[str, Any], layer_spec: str, why: str, dtype: torch.dtype) -> None:
     """Raises ConfigError where the layers are not those that have userbuffers. why: the spec was chosen."""
-    if not is_on(further):
-        return
-    if dtype != torch.bfloat16:
-        _refuse(f"does not go with model.dtype {str(dtype).removeprefix('torch.')}", "set bfloat16")
-    if layer_spec != "te":
-        reason = f"needs the layers of transformer-engine, and engine.layer_spec is {layer_spec} ({why})"
-        _refuse(reason, "set that to te, where there is one, or leave this out")
+    if is_on(further):
+        check_te(f"{KEY}.{FIELD}", True, layer_spec, why, dtype)
 
 
 @dataclasses.dataclass(frozen=True)

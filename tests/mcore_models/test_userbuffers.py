@@ -134,12 +134,11 @@ def test_a_sequence_that_no_micro_batch_holds_is_refused_before_a_run():
 
 
 def test_layers_and_dtypes_that_have_it():
+    """As those of FP8 (test_fp8.py)."""
     userbuffers.check_spec(ON, "te", "as configured", torch.bfloat16)
     userbuffers.check_spec({}, "local", "as configured", torch.float32)
     says("true needs the layers of transformer-engine, and engine.layer_spec is local .torch sees no GPU.; set .*",
          userbuffers.check_spec, ON, "local", "torch sees no GPU", torch.bfloat16)  # fmt: skip
-    says("true does not go with model.dtype float32; set bfloat16",
-         userbuffers.check_spec, ON, "te", "as configured", torch.float32)  # fmt: skip
     userbuffers.check_built(types.SimpleNamespace(tp_comm_overlap=True))
     says("true was switched off by megatron-core .*; leave it out",
          userbuffers.check_built, types.SimpleNamespace(tp_comm_overlap=False))  # fmt: skip
