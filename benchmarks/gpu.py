@@ -4,8 +4,7 @@
     python benchmarks/gpu.py --only training --rounds 3     a part, printed
     python benchmarks/gpu.py --device cpu --small           that it runs; its numbers say nothing of a GPU
 
-Subjects take turns, each time in fresh processes on the same GPU. One that fails stands in the report with what it said. See
-README.md for what is measured.
+Subjects take turns, in fresh processes on the same GPU. One that fails stands in the report with what it said (README.md).
 """
 
 from __future__ import annotations
@@ -108,6 +107,8 @@ def main() -> None:
         "numbers": numbers, "training-dense": training_dense, "training-experts": training_experts, "decoding": decoding,
         "checkpoint": checkpoint, "handover": hand_over, "ppo": ppo,
     }  # fmt: skip
+    if not any(arguments.only in part for part in parts):
+        raise SystemExit(f"--only {arguments.only}: the parts are {', '.join(parts)}")
     lines = heading(arguments)
     with tempfile.TemporaryDirectory(prefix="mrl_benchmark_", dir=arguments.folder) as name:
         for part, run in parts.items():
@@ -149,7 +150,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--result", type=pathlib.Path, help="file for the report; NAME in it is the GPU's")
     arguments = parser.parse_args()
-    names = {subject.name for subject in (*NUMBERS, *TRAINED, ONE_BY_ONE, *DRAWN, *KEPT)}
+    names = {s.name for s in (*NUMBERS, *TRAINED, ONE_BY_ONE, *DRAWN, *KEPT)}
     if unknown := set(arguments.subjects) - names:
         parser.error(f"--subjects: {min(unknown)!r} is none of {'; '.join(sorted(names))}")
     return arguments

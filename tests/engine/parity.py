@@ -390,6 +390,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="rows whose text contains this")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: all ranks on one GPU")
     options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here")
     wanted = options.only
     from tests.engine import parity_rows as rows
 
