@@ -16,6 +16,7 @@ def nightly_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
 def in_tiers(fast: Collection[Any], slow: Collection[Any], values: Iterable[Any]) -> list[Any]:
     """As `slow_but`, where of the others those in `slow` are in CI's slow tier and the rest in the nightly one."""
     values = list(values)
+    assert all(value in values for value in slow), f"not among the values: {[v for v in slow if v not in values]}"
     rest = [value for value in values if value not in fast and value not in slow]
     kept = [value for value in values if value not in rest]
     return [*slow_but(fast, kept), *slow_but([], rest, pytest.mark.nightly)]

@@ -49,8 +49,8 @@ def keys(family: str, **fields: Any) -> Case:
     return numbers(family, " ".join(f"{k}={v}" for k, v in fields.items()), **TE_BF16, megatron=fields)
 
 
-FP8_AT_MOST = {"llama": 15.0, "qwen3": 15.0, "qwen3_moe": 7.0, "deepseek_v3": 9.0, "gpt_oss": 5.0}
-"""Times the error of transformers in bfloat16: gradients of an H100 had 10, 9, 2.8, 3.2 and 2.3, log-probs up to 9, 8, 4.4, 6.4 and 3.4."""
+FP8_AT_MOST = {"llama": 15.0, "qwen3": 15.0, "qwen3_moe": 5.0, "deepseek_v3": 5.0, "gpt_oss": 5.0}
+"""Times the error of transformers in bfloat16: gradients of an H100 had 10, 9, 2.8, 3.2 and 2.3. DeepSeek-V3's log-probs had 6.4, and fail."""
 
 KEYS = [
     keys("qwen3", apply_rope_fusion=False), keys("qwen3", gradient_accumulation_fusion=False),
@@ -114,15 +114,15 @@ OF_ENGINE = [
     of_engine("resume_is_bitwise", "qwen3", "bfloat16", "path", layer_spec="te", sizes={"hidden_size": 128, "head_dim": 32}),
 ]  # fmt: skip
 DECODED = [
-    # under te products of fp32 are TF32's, so that these are of the local spec
+    # under te those in fp32 failed on an H100, but for two of Qwen3: its products are TF32's, which is not shown to be all of it
     *(
-        of_engine(name, family, "float32", *more, layer_spec="local")
+        of_engine(name, family, "float32", *more, layer_spec=spec)
+        for spec in ("local", "te")
         for family in ("qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss")
         for name, more in (("samples_as_hugging_face", ("expected",)), ("same_in_any_company", ()), ("the_cache_is_bounded", ()))
         if (name, family) != ("the_cache_is_bounded", "deepseek_v3")  # whose cache is latent, and has no keys to count
     ),
-    *(of_engine("fixed_shapes_give_the_same", family, layer_spec="local") for family in ("qwen3", "qwen3_moe", "deepseek_v3")),
-    of_engine("fixed_shapes_give_the_same", "qwen3", layer_spec="te"),
+    *(of_engine("fixed_shapes_give_the_same", family, layer_spec=spec) for spec in ("local", "te") for family in ("qwen3", "qwen3_moe", "deepseek_v3")),
     *(of_engine("company_changes_no_bit", family, dtype, layer_spec=spec, batch_invariant=True, size=1) for spec, dtype in (("local", "float32"), ("local", "bfloat16"), ("te", "bfloat16")) for family in ("qwen3", "qwen3_moe")),
     of_engine("company_changes_bits", "qwen3", "bfloat16", layer_spec="local"),
     of_engine("samples_as_hugging_face", "qwen3", "float32", "expected", backend="fsdp"),

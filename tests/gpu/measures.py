@@ -354,10 +354,9 @@ def decoding_waits(family: str, dtype: str, **options: Any) -> dict[str, Any]:
         [torch.tensor([0.0] * (len(r.tokens) - 1) + c.log_probs) for r, c in zip(requests, drawn, strict=True)]
     )
     gaps = (scored - sampled).abs()[batch.loss_mask > 0]
-    # in bfloat16 a token may go to another expert in the one than in the other, which the largest gap is then of
-    gap, bound = (gaps.max(), 1e-4) if dtype == "float32" else (gaps.mean(), 0.03)
+    gap, bound = gaps.max(), 1e-4 if dtype == "float32" else 0.2
     return {
         "waits_a_token": sum(lines.values()) / 64, "lines": dict(lines.most_common(8)),
-        "log_prob_gap": float(gaps.max()), "log_prob_gap_mean": float(gaps.mean()),
-        "problems": [] if gap <= bound else [f"log-probs differ by {gap:.1e}, at most {bound:.0e} is right"],
+        "log_prob_gap": float(gap), "log_prob_gap_mean": float(gaps.mean()),
+        "problems": [] if gap <= bound else [f"log-probs differ by {gap:.1e}"],
     }  # fmt: skip

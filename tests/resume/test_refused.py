@@ -14,7 +14,7 @@ from mrl.engine.atomic_checkpoint import SMALL_BYTES
 from tests.engine import tiny
 from tests.resume import runs
 from tests.resume.cases import remark
-from tests.tiers import slow_but
+from tests.tiers import in_tiers, slow_but
 from tests.trainers.tiny_runs import load_example
 
 LAYOUTS = {"megatron": runs.Layout(2, "wide", parallel={"pp": 2}), "fsdp": runs.Layout(2, "wide", "fsdp")}
@@ -184,7 +184,7 @@ CLI = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) for n in CLI])
+@pytest.mark.parametrize("name", in_tiers([], ["truncated shard"], CLI))
 def test_exit_code_2_and_one_line(inputs, stopped, tmp_path, name):
     damage, override, says = CLI[name]
     run = runs.new_run(tmp_path, inputs, LAYOUTS["megatron"])
