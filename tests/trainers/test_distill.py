@@ -26,7 +26,7 @@ from mrl.metrics import read
 from mrl.trainers.teacher import Teachers
 from mrl.trainers.teacher_cache import Top
 from tests.engine.harness import run_case
-from tests.tiers import nightly_but, slow_but
+from tests.tiers import in_tiers, slow_but
 from tests.trainers import tiny_runs
 from tests.trainers.test_dpo import OF_KIND, numbers
 
@@ -177,12 +177,12 @@ LAYOUTS = {  # processes, the student's engine, the teacher's where it is anothe
 KIND_OF = {"pp2 vpp2": "deep ", "ep2": "experts "}  # of the models, by how the layout begins, where it is another
 
 
-ON_LAYOUTS = [(layout, list(KINDS)[(2 * i + j) % len(KINDS)]) for i, layout in enumerate(LAYOUTS) for j in (0, 1)]
-IN_CI = ON_LAYOUTS[:16:2]
-AT_NIGHT = [(layout, name) for layout in LAYOUTS for name in KINDS if (layout, name) not in IN_CI]
+IN_CI = [(layout, list(KINDS)[i % len(KINDS)]) for i, layout in enumerate(LAYOUTS)][:12]
 
 
-@pytest.mark.parametrize("layout, name", slow_but(IN_CI[3:4], IN_CI) + nightly_but([], AT_NIGHT))
+@pytest.mark.parametrize(
+    "layout, name", in_tiers(IN_CI[3:4], IN_CI, [(layout, name) for layout in LAYOUTS for name in KINDS])
+)
 def test_layouts_give_the_same_steps(places, tmp_path, numbers_of, layout, name):
     world, engine, own, data = LAYOUTS[layout]
     every = {"device": "cpu", "micro_batch": {"size": 2}, "backend": "fsdp"}

@@ -36,7 +36,7 @@ from mrl.trainers.caches import with_precision
 from mrl.trainers.reference import AnswerCache
 from tests.engine.harness import run_case
 from tests.resume.cases import remark
-from tests.tiers import nightly_but, slow_but
+from tests.tiers import in_tiers, slow_but
 from tests.trainers import tiny_runs
 
 CASE = "tests.trainers.dpo_cases:train"
@@ -295,13 +295,14 @@ KINDS = {"pp2 vpp2": "deep ", "ep2": "experts "}  # of the model, by how the lay
 
 
 FAST = [("tp2", "dpo"), ("dp2, packed, by tokens", "kto")]
-TURNS = list(zip(LAYOUTS, LOSSES * 2, strict=False))  # the first ten layouts, with one loss each
+SLOW = [  # dpo and kto, whose answers meet those of other rows, on each kind of layout; the others in turn
+    *((layout, name) for layout in ("cp2", "ep2", "pp2 vpp2", "fsdp2, cp2") for name in ("dpo", "kto")),
+    *zip(LAYOUTS, LOSSES * 2, strict=False),
+]
 
 
 @pytest.mark.parametrize(
-    "layout, name",
-    slow_but(FAST, dict.fromkeys([*FAST, *TURNS]))
-    + nightly_but([], [(layout, name) for layout in LAYOUTS for name in LOSSES if (layout, name) not in FAST + TURNS]),
+    "layout, name", in_tiers(FAST, SLOW, [(layout, name) for layout in LAYOUTS for name in LOSSES])
 )
 def test_layouts_give_the_same_steps(places, tmp_path, numbers_of, layout, name):
     """kto's KL too, whose answers come from rows of other ranks."""

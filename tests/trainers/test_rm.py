@@ -23,7 +23,7 @@ from mrl.data.scored import ScoredDataset, ScoredRow
 from mrl.metric_names import DPO_METRICS, RM_METRICS, SFT_METRICS
 from mrl.metrics import read
 from tests.engine.harness import run_case
-from tests.tiers import in_tiers, nightly_but, slow_but
+from tests.tiers import in_tiers, slow_but
 from tests.trainers import tiny_runs
 from tests.trainers.rl.tiny_policies import EXPERTS, weights_of
 
@@ -197,10 +197,15 @@ AT_NIGHT = [(layout, loss) for layout in NIGHTLY for loss in LOSSES if "ones" no
     "layout, loss",
     in_tiers(
         [("tp2", "bradley_terry"), ("dp2, packed, by tokens", "steps")],
-        [(layout, LOSSES[i % len(LOSSES)]) for i, layout in enumerate(LAYOUTS)],
-        [(layout, loss) for layout in LAYOUTS for loss in LOSSES],
-    )
-    + nightly_but([], AT_NIGHT),
+        [(layout, LOSSES[i % len(LOSSES)]) for i, layout in enumerate(LAYOUTS)]
+        + [
+            ("cp2", "bradley_terry"),
+            ("ep2", "bradley_terry"),
+            ("fsdp2, cp2", "bradley_terry"),
+            ("tp2, by ones", "steps"),
+        ],
+        [(layout, loss) for layout in LAYOUTS for loss in LOSSES] + AT_NIGHT,
+    ),
 )
 def test_layouts_give_the_same_steps(places, tmp_path, steps_of, layout, loss):
     world, engine, data = (LAYOUTS | NIGHTLY)[layout]

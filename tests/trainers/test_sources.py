@@ -11,6 +11,7 @@ import pytest
 from mrl.metric_names import is_metric
 from mrl.metrics import read
 from tests.engine.harness import run_case
+from tests.tiers import in_tiers
 from tests.trainers import tiny_runs
 from tests.trainers.rl.tiny_policies import metrics_of, samples_of
 
@@ -156,8 +157,7 @@ def on_one_process(inputs, data, tmp_path_factory) -> list[dict[str, float]]:
     return tiny_runs.steps(place)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", in_tiers([], ["cp2"], LAYOUTS))
 def test_a_mixture_is_one_on_every_layout(inputs, data, tmp_path, on_one_process, layout):
     """The rows of every step to the number, its losses and gradient norms within the bounds of layouts."""
     engine = {"backend": "megatron", "device": "cpu", "micro_batch": {"size": 2}, "parallel": LAYOUTS[layout]}
