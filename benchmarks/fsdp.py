@@ -47,6 +47,7 @@ OPTIONS: dict[str, list[tuple[str, int, dict[str, Any]]]] = {
     "two processes": [
         ("FSDP over 2", 2, {}),
         ("weights stay gathered after forward", 2, {"engine.fsdp.reshard_after_forward": False}),
+        ("weights gathered, gradients reduced once a step", 2, {"engine.fsdp.defer_sync": True}),
         ("two copies (replicate 2)", 2, {"engine.fsdp.replicate": 2}),
         ("Ulysses (cp 2)", 2, {"engine.parallel.cp": 2}),
         ("LoRA, all linear layers, rank 8", 2, {"model.lora": LORA}),

@@ -85,7 +85,8 @@ TRAINED = [
     Subject("mrl, TE's layers", mrl(layer_spec="te"), needs=TE),
     Subject("mrl, local layers", mrl(layer_spec="local")),
     Subject("mrl, fsdp", mrl("fsdp")),
-    Subject("mrl, fsdp, compiled", mrl("fsdp", compile=True)),
+    Subject("mrl, fsdp, compiled", mrl("fsdp", fsdp={"compile": True})),
+    Subject("mrl, fsdp, deferred", mrl("fsdp", fsdp={"defer_sync": True})),
 ]
 ONE_BY_ONE = Subject("transformers, SDPA, experts one by one", TRAINED[0].settings | {"experts": "eager"})
 """Its default, `grouped_mm`, multiplies in the weights' fp32 under autocast; this way it does in bfloat16."""

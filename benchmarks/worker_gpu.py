@@ -56,7 +56,7 @@ def mrl_engine(spec: dict[str, Any]) -> Any:
         "output_dir": "x", "model": {"path": str(pathlib.Path(spec["folder"]) / "model"), "dtype": subject["dtype"]},
         "engine": {
             "backend": subject["backend"], "layer_spec": subject.get("layer_spec", "auto"), "device": spec["device"],
-            "micro_batch": {"tokens": spec["micro_tokens"]}, "fsdp": {"compile": subject.get("compile", False)},
+            "micro_batch": {"tokens": spec["micro_tokens"]}, "fsdp": subject.get("fsdp", {}),
         },
         "optimizer": {"lr": LR, "schedule": "constant"}, "data": {"train": "x", "max_length": spec["row"]},
         "train": {"steps": max(spec.get("steps", 1), 1), "global_batch_size": spec["rows"]},

@@ -139,6 +139,11 @@ class FSDPConfig:
         "free a layer's gathered weights after its forward and gather them again for its backward pass; false keeps "
         "them",
     )
+    defer_sync: bool = key(
+        False,
+        "gather weights and reduce gradients once a mini-batch, not in each of its micro-batches; every rank then holds "
+        "the whole model's weights and gradients",
+    )
     compile: bool = key(False, "torch.compile each layer; needs a C++ compiler, and time at the first steps")
 
 

@@ -211,7 +211,10 @@ def _copies(phase: Phase, plan: RolePlan, stage: int) -> int:
 
 def _use(phase: Phase, plan: RolePlan, stage: int, longest: int, gpu_memory: int) -> Use:
     figures = (plan.trains if phase.kind == "train" else plan.forward or plan.trains)[stage]
-    weights = figures.parameters + figures.buffers + _copies(phase, plan, stage)
+    weights, gradients = figures.parameters + figures.buffers + _copies(phase, plan, stage), figures.gradients
+    if plan.config.engine.fsdp.defer_sync and phase.kind != "sample":  # of a mini-batch, whole
+        weights += sharded.gathered_bytes(plan.config)
+        gradients = 4 * sharded.trained_elements(plan.config)
     if phase.kind == "sample":
         if phase.handed_to_tp:  # the engine's weights are awake, its cache is not yet
             return Use(phase.name, stage, weights, 0, 0, 0, _model_bytes(plan.config) // phase.handed_to_tp, 0)
@@ -228,7 +231,7 @@ def _use(phase: Phase, plan: RolePlan, stage: int, longest: int, gpu_memory: int
     if "optimizer" in plan.config.engine.offload:  # on the host, until the step, when activations are gone
         at_the_step = (activations or 0) < optimizer
         optimizer, activations = (optimizer, 0) if at_the_step else (0, activations)
-    return Use(phase.name, stage, weights, figures.gradients, optimizer, activations, 0, 0)
+    return Use(phase.name, stage, weights, gradients, optimizer, activations, 0, 0)
 
 
 def _activations(phase: Phase, plan: RolePlan, stage: int, longest: int) -> int | None:

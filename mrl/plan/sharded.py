@@ -34,3 +34,8 @@ def gathered_bytes(config: RoleConfig) -> int:
     """Returns bytes of the whole model in the dtype that it computes in."""
     item = DTYPES[config.model.dtype].itemsize
     return sum(shape.held(1) for shape in shapes_of(config)[0]) * item
+
+
+def trained_elements(config: RoleConfig) -> int:
+    """Returns the elements of the whole model that train."""
+    return sum(shape.held(1) for shape in shapes_of(config)[0] if shape.trains)

@@ -186,10 +186,11 @@ ENGINE = [
         on=FSDP, world=2,
     ),
     Row("engine.fsdp.reshard_after_forward", looks.gathered, [(DEFAULT, 0), (True, 0), (False, 2)], on=FSDP, world=2),
+    Row("engine.fsdp.defer_sync", looks.gathered, [(DEFAULT, 0), (True, 2)], on=FSDP, world=2),
     Row("engine.fsdp.compile", looks.compiled, [(DEFAULT, False), (True, True)], on=FSDP),
     *(
         Row(f"engine.fsdp.{name}", steps, [(DEFAULT, [1]), (value, Refusal("ConfigError", f"engine.fsdp.{name}"))], on=MEGATRON)
-        for name, value in (("replicate", 2), ("reshard_after_forward", False), ("compile", True))
+        for name, value in (("replicate", 2), ("reshard_after_forward", False), ("defer_sync", True), ("compile", True))
     ),
     Row(
         "engine.micro_batch.tokens", looks.lengths, [(DEFAULT, [[16] * 4]), (20, [[16]] * 4), (32, [[16] * 2] * 2)],

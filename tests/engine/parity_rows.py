@@ -205,9 +205,9 @@ FSDP_ROWS = _fsdp(
     Row("llama 5 layers", "dp4", tokens=48),
     Row("llama", "dp4", size=1, sequences=3, why="a rank without any sequence"),
     Row("qwen2", "dp4", size=2, packing=False),
-    Row("qwen3 tied", "dp4", size=2),
+    Row("qwen3 tied", "dp4", size=2, fsdp=FSDPConfig(defer_sync=True)),
     Row("qwen3_moe", "dp4", size=1),
-    Row("llama", "dp4", size=2, fsdp=FSDPConfig(replicate=2)),
+    Row("llama", "dp4", size=1, sequences=3, fsdp=FSDPConfig(replicate=2, defer_sync=True)),
     Row("llama tied", "dp4", packing=False, tokens=64, recompute="full", fsdp=FSDPConfig(replicate=2)),
     Row(
         "mixtral",
@@ -290,6 +290,9 @@ FSDP_NIGHTLY_ROWS = _fsdp(
     Row("llama", "cp2xdp2", size=2, packing=False, fsdp=FSDPConfig(replicate=2)),
     Row("ernie4_5_moe tied", size=4, packing=False),
     Row("ernie4_5_moe", "cp2", size=4),
+    Row("qwen3_moe", "dp4", size=1, fsdp=FSDPConfig(defer_sync=True)),
+    Row("llama", "cp2xdp2", size=2, recompute="full", fsdp=FSDPConfig(replicate=2, defer_sync=True)),
+    Row("llama", "dp4", size=2, fsdp=FSDPConfig(replicate=2)),
 )
 
 # adapters in place of weights: each starts at random

@@ -76,6 +76,7 @@ NIGHTLY_ROWS = (
     VisionRow("qwen2_vl tied", "cp2", size=2, packing=False),
     VisionRow("qwen2_5_vl", "dp4", size=1, sequences=3, why="a rank without any sequence, another without any image"),
     VisionRow("qwen3_vl", "cp2xdp2", tokens=64),
+    VisionRow("qwen2_5_vl", "dp2", size=1, fsdp=FSDPConfig(defer_sync=True), why="the last micro-batch has no image"),
     VisionRow(
         "qwen3_vl", "dp2", size=4, recompute="full", recompute_every=2, fsdp=FSDPConfig(reshard_after_forward=False)
     ),

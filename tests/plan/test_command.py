@@ -251,6 +251,10 @@ def test_what_backend_fsdp_takes_beside_its_state_is_said_to_be_unknown(plan):
         "not in it, as its time is not estimated: sampling, forward of the critic, update of the critic" in done.stdout
     )
     assert "backend fsdp neither activations are planned" in done.stdout
+    deferred = json.loads(plan(*words, "critic.engine.fsdp.defer_sync=true", "--json").stdout)
+    whole = next(one for one in deferred["phases"] if one["phase"] == "update of the critic")
+    assert whole["gradients"] == pytest.approx(4 * update["gradients"], rel=0.01)  # of four ranks
+    assert whole["parameters"] - update["parameters"] == whole["gradients"] / 2  # in bfloat16
 
 
 @pytest.mark.slow

@@ -131,9 +131,14 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         predictions: list[Predictions] = []
         sums: dict[tuple[str, str], float] = {}
         kinds = ("parameters",) if forward_only else ("parameters", "gradients")
-        using = self.offload.used(*kinds)
-        with using, self.generators.installed(), torch.set_grad_enabled(not forward_only):
-            for indices in order:
+        deferred = self.config.engine.fsdp.defer_sync
+        with (
+            self.offload.used(*kinds), self.generators.installed(), torch.set_grad_enabled(not forward_only),
+            self.model.kept_gathered() if deferred else contextlib.nullcontext(),
+        ):  # fmt: skip
+            for number, indices in enumerate(order, 1):
+                if deferred:
+                    self.model.sync_in_backward(number == len(order))
                 predicted, of_micro_batch = self._micro_batch(
                     batch.select(indices), {**ctx, "metrics": {}}, denominator, forward_only, preprocess_fn,
                     postprocess_fn,

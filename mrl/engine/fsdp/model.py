@@ -151,9 +151,16 @@ class Model:
         try:
             yield
         finally:
+            self.sync_in_backward(True)
             for part in self._units():
                 part.set_reshard_after_forward(part is self.module or self.reshard_after_forward, recurse=False)
             self.reshard()
+
+    def sync_in_backward(self, now: bool) -> None:
+        """Says whether the next backward pass reduces gradients and frees what is gathered, or leaves each rank its own
+        sum of the whole model's gradients, in fp32, for a later one to reduce."""
+        self.module.set_requires_gradient_sync(now)
+        self.module.set_reshard_after_backward(now)
 
     def reshard(self) -> None:
         """Frees what is gathered: it would miss what happens to the shards. A backward pass does so by itself."""
