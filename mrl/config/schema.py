@@ -141,8 +141,8 @@ class FSDPConfig:
     )
     defer_sync: bool = key(
         False,
-        "gather weights and reduce gradients once a mini-batch, not in each of its micro-batches; every rank then holds "
-        "the whole model's weights and gradients",
+        "gather weights and reduce gradients once a mini-batch, not in each of its micro-batches; every rank then "
+        "holds the whole model's weights and gradients",
     )
     compile: bool = key(False, "torch.compile each layer; needs a C++ compiler, and time at the first steps")
 
