@@ -41,19 +41,13 @@ def of_name(name: str):
 
 
 def in_order(trainer, meter: Meter):
-    """The trainer with the rows in the file's order, which keeps each step's loss, and of ORPO's the likelihood in it, which TRL
-    takes of the prompt, too."""
+    """The trainer with the rows in the file's order, which keeps each step's loss."""
 
     class Noted(InOrder, trainer):
         def compute_loss(self, *args, **kwargs):
             found = super().compute_loss(*args, **kwargs)
             meter.losses.append(float(found[0] if isinstance(found, tuple) else found))
             return found
-
-        def store_metrics(self, metrics, **kwargs):
-            if "ORPO" in trainer.__name__:
-                meter.more[f"nll {len(meter.losses)}"] = float(metrics["nll_loss"])
-            return super().store_metrics(metrics, **kwargs)
 
     return Noted
 
