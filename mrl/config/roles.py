@@ -142,7 +142,7 @@ def own_keys(role: str, *, has_engine: bool, of: str) -> Iterator[None]:
 
     has_engine: the role's section names one; otherwise that of the role `of` serves for it. An error without a key, as
     an engine of another package may raise it, is said after the name of the role; one of the model's files after that
-    of its section.
+    of its section, or, where it begins with their path, after the key of the path.
     """
     try:
         yield
@@ -156,4 +156,6 @@ def own_keys(role: str, *, has_engine: bool, of: str) -> Iterator[None]:
         if section is None or error.key == "config.json":
             at = f"{role}.model" if isinstance(error, ModelError) else role
             raise type(error)(at, why=str(error)) from None
+        if isinstance(error, ModelError):
+            raise ModelError(f"{role}.model.path", why=str(error)) from None
         raise

@@ -4,8 +4,11 @@ such. The rows that the modules of mrl/data refuse, one by one, are in tests/dat
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from typing import Any
+
+from safetensors.torch import load_file, save_file
 
 from tests.bad_input.data_cases import file
 from tests.bad_input.mistakes import Case, Workspace, chat, set_model
@@ -36,6 +39,15 @@ def both(*edits: Callable[[Workspace], None]) -> Callable[[Workspace], None]:
     return edit
 
 
+def other_without_a_weight(workspace: Workspace) -> None:
+    """Adds the folder `other`, a copy of the model of which a tensor is missing."""
+    shutil.copytree(workspace.root / "model", workspace.root / "other")
+    file = workspace.root / "other" / "model.safetensors"
+    save_file({name: of for name, of in load_file(file).items() if name != "model.norm.weight"}, file)
+
+
+MISSING = ("other: tensors do not fit config.json: 1 missing (model.norm.weight)",)
+
 DPO = [
     Case("no pairs", "rows.jsonl:1", ("are no preference", "prompt, chosen and rejected"), edit=rows(*[{"prompt": "1", "responses": ["a", "b"]}] * 4)),
     Case("answers without a prompt", "rows.jsonl:1", ("there is no prompt", "{question: prompt}"), edit=rows(*[{"chosen": "a", "rejected": "b"}] * 4)),
@@ -53,6 +65,7 @@ DPO = [
     Case("single answers", "data.train", ("has single answers", "set loss.name to kto"), edit=rows(*[SINGLE] * 4)),
     Case("one row to evaluate kto on", "data.eval", ("eval.jsonl: has one row", "give two rows"), (*KTO, "data.eval=eval.jsonl"), both(row(SINGLE, label=False), rows(SINGLE, name="eval.jsonl"))),
     Case("no reference", "reference.model.path", ("'nowhere'",), ("reference.model.path=nowhere",), rows(*[PAIR] * 4)),
+    Case("reference of other weights", "reference.model.path", MISSING, ("reference.model.path=other",), both(rows(*[PAIR] * 4), other_without_a_weight)),
 ]  # fmt: skip
 
 RM = [
@@ -77,6 +90,7 @@ SFT = [
     Case("teacher that no row may name", "rows.jsonl:3", ("teacher is 'math', which teacher.others has not", "teacher_unused"), TEACHER, row(GOOD, teacher="math")),
     Case("teacher of another name", "rows.jsonl:3", ("teacher is 'code'", "give one of math"), MATH, row(GOOD, teacher="code")),
     Case("teacher without weights", "teacher.model.path", ("has no *.safetensors",), ("teacher.model.path=bare",), lambda w: w.write("bare/config.json", w.root.joinpath("model/config.json").read_bytes())),
+    Case("teacher of other weights", "teacher.others.math.model.path", MISSING, (MATH[0].replace("{math: {model: {path: model}}}", "{math: {model: {path: other}}}"),), other_without_a_weight),
     Case("epochs that fill no batch", "train.global_batch_size", ("value 4 takes 4 rows", "have 3 within", "give at most 3, or raise epochs"), (HALVES, "train.steps=null"), rows(*[GOOD] * 4, name="more.jsonl")),
     Case("empty source", "data.train", ("more.jsonl: the data set is empty",), ("data.train=[rows.jsonl, more.jsonl]",), file("more.jsonl", "")),
     Case("bad row of a source", "more.jsonl:2", ("messages is an empty list",), ("data.train=[rows.jsonl, more.jsonl]",), rows(GOOD, {"messages": []}, name="more.jsonl")),
