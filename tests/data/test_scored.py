@@ -195,6 +195,10 @@ CASES = {
         "has a weight of a message, which reward models do not take; leave it out",
     ),
     "weight in a prompt": ("steps", {**STEPS, "prompt": [{**ASKED[0], "weight": 0}]}, "has a weight of a message, which reward"),
+    "an image": (
+        "bradley_terry", {**PAIR, "prompt": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]},
+        "has an image, which reward models do not read; leave the row out",
+    ),
     "margin is true": ("bradley_terry", {**PAIR, "margin": True}, "margin is True; give a number"),
     "the same": ("bradley_terry", {**PAIR, "rejected": GOOD}, "chosen and rejected are the same tokens"),
     "no prompt": ("bradley_terry", {"chosen": "a", "rejected": "b"}, "give the prompt in a field of its own"),

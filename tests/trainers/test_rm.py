@@ -307,12 +307,22 @@ def test_every_key_of_its_own_has_a_row():
     assert {key.path for key in walk(RMConfig) if of_sft.get(key.path) != key.annotation} == {*OWN_KEYS}
 
 
+ADAPTERS = {"rank": 4, "dropout": 0.1, "export": "merged"}
+
+
 @pytest.mark.parametrize(
-    "loss, backend", slow_but([("steps", "megatron")], [("bradley_terry", "fsdp"), ("steps", "megatron")])
+    "loss, backend, lora",
+    slow_but(
+        [("steps", "megatron", None)],
+        [("bradley_terry", "fsdp", None), ("steps", "megatron", None), ("regression", "megatron", ADAPTERS)],
+    ),
 )
-def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path, loss, backend):
+def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path, loss, backend, lora):
+    """With adapters the checkpoint holds the head beside them."""
     engine = {"backend": backend, "parallel": {"tp": 2} if backend == "megatron" else {}}
     same = {"data": {"shuffle": True}, "engine": engine, "checkpoint": {"export_hf": True}}
+    if lora is not None:
+        same["model"] = {"path": str(places / "model"), "lora": lora}
     whole, stopped = (make_config(places, tmp_path / which, loss, **same) for which in ("whole", "stopped"))
     assert train(whole, 2) == ("done", "")
     assert train(stopped, 2, happening="signals", step=2)[0] == "stopped"

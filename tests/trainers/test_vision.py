@@ -185,7 +185,7 @@ def preference_config(folder: pathlib.Path, output_dir: pathlib.Path, loss: str,
         "train": {"steps": STEPS, "global_batch_size": 4}, "checkpoint": {"export_hf": False},
     }  # fmt: skip
     for section, value in changes.items():
-        own[section] = {**own[section], **value}
+        own[section] = {**own.get(section, {}), **value}
     return tiny_runs.make_config(folder, output_dir, **own)
 
 
@@ -276,6 +276,43 @@ def test_bad_pairs_with_images_are_one_line(pairs, change, says):
     dataset = PreferenceDataset(data, AutoTokenizer.from_pretrained(pairs / "model"), paired=True, vision=vision)
     with pytest.raises(DataError, match=f"bad.jsonl:1: .*{says}"):
         dataset.load(0)
+
+
+@pytest.mark.slow
+def test_adapters_on_pairs_with_images_go_on_to_the_bit(pairs, tmp_path):
+    """From the base, which is the reference: the first step has a margin of 0."""
+    keys = {"reference": {"model": {"path": None}}, "model": {"lora": {"rank": 4, "dropout": 0.1}}}
+    keys["checkpoint"] = {"export_hf": True}
+    whole, stopped = (preference_config(pairs, tmp_path / name, "dpo", **keys) for name in ("whole", "stopped"))
+    case = "tests.trainers.dpo_cases:train"
+    assert run_case(1, case, config=whole)[:2] == ("done", "")
+    assert run_case(1, case, config=stopped, happening="signals", step=2)[0] == "stopped"
+    assert run_case(1, case, config=stopped)[:2] == ("done", "")
+    steps = tiny_runs.steps(tmp_path / "whole")
+    assert tiny_runs.steps(tmp_path / "stopped") == steps
+    assert steps[0]["rewards/margin"] != steps[-1]["rewards/margin"]
+    ours, theirs = (load_file(tmp_path / name / "hf" / "adapter_model.safetensors") for name in ("whole", "stopped"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("case", "rows", "keys", "says"),
+    [
+        (
+            "cases",
+            "train",
+            {"teacher": {"model": {"path": "other"}}},
+            "teacher: is set, and model.path is a model that reads images, which is not distilled; leave it out",
+        ),
+        ("rm_cases", "pairs", {"loss": {"name": "bradley_terry"}}, "has no sequence classifier in transformers"),
+    ],
+)
+def test_teachers_and_reward_models_of_images_are_refused(pairs, tmp_path, case, rows, keys, says):
+    data = {"train": str(pairs / f"{rows}.jsonl"), "max_length": 128}
+    made = config(pairs, tmp_path / "run", data=data, engine={}, **keys)
+    kind, message, _ = run_case(1, f"tests.trainers.{case}:train", config=made)
+    assert kind in ("ConfigError", "ModelError") and says in message and "\n" not in message, message
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_reference_that_reads_text_alone_is_refused(pairs, inputs, tmp_path):
