@@ -188,6 +188,12 @@ def test_a_config_of_the_other_command_is_told_its_own(workspace):
         "mrl: dpo.yaml: is a config of preference training (its loss.name is dpo); run mrl dpo dpo.yaml\n"
     )
     assert invoke("dpo", "rm.yaml").stderr.endswith("(its loss.name is bradley_terry); run mrl rm rm.yaml\n")
+    # An override of another command, which the file is not of.
+    assert (
+        "actor.ppo_epochs: value 1 is given to an unknown key"
+        in invoke("sft", "config.yaml", "actor.ppo_epochs=1").stderr
+    )
+    assert "give one of dpo, ipo, kto" in invoke("dpo", "dpo.yaml", "loss.name=bradley_terry").stderr
 
 
 def test_wandb_true_says_what_to_write(workspace):

@@ -21,6 +21,27 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "ref_model": ("reference.model.path",),
     "ref_model.path": ("reference.model.path",),
     "loss.center_rewards_coefficient": ("loss.centering",),
+    # transformers' TrainingArguments, which every config of TRL has: at the top, in `train` or in `optimizer`.
+    **{
+        f"{section}{theirs}": ours
+        for section in ("", "train.", "optimizer.", "actor.", "actor.optimizer.")
+        for theirs, ours in (
+            ("learning_rate", ("optimizer.lr",)),
+            ("lr_scheduler_type", ("optimizer.schedule",)),
+            ("max_grad_norm", ("optimizer.clip_grad",)),
+            ("num_train_epochs", ("train.epochs",)),
+            ("max_steps", ("train.steps",)),
+            ("per_device_train_batch_size", ("engine.micro_batch.size", "train.global_batch_size")),
+            ("gradient_accumulation_steps", ("train.global_batch_size",)),
+            ("gradient_checkpointing", ("engine.recompute",)),
+            ("save_steps", ("checkpoint.every",)),
+            ("save_total_limit", ("checkpoint.keep",)),
+            ("eval_steps", ("train.eval_every",)),
+            ("bf16", ("model.dtype",)),
+            ("model_name_or_path", ("model.path",)),
+            ("dataset_name", ("data.train",)),
+        )
+    },
     # NeMo-RL's distillation.
     "algorithm.topk_logits_k": ("algorithm.distill.top_k",),
     "algorithm.distill.topk_logits_k": ("algorithm.distill.top_k",),
@@ -54,8 +75,24 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "data.probabilities": ("data.train",),
     # verl's actor_rollout_ref.rollout.
     "rollout.n": ("rollout.samples_per_prompt",),
+    # verl's trainer, data and actor_rollout_ref.actor, and the names that Megatron and vLLM have for tp.
+    "trainer.total_epochs": ("train.epochs",),
+    "trainer.total_training_steps": ("train.steps",),
+    "trainer.save_freq": ("checkpoint.every",),
+    "trainer.test_freq": ("train.eval_every",),
+    "data.val_files": ("data.eval",),
+    "data.max_response_length": ("rollout.max_new_tokens",),
+    "actor.ppo_mini_batch_size": ("algorithm.mini_batch_size",),
+    "train.micro_batch_size": ("engine.micro_batch.size",),
+    **{
+        f"{engine}{parallel}{theirs}": (f"{engine}parallel.tp",)
+        for engine in ("engine.", "actor.engine.")
+        for parallel in ("", "parallel.")
+        for theirs in ("tensor_model_parallel_size", "tensor_parallel_size")
+    },
 }
-"""Dotted key that is none -> the keys that do what is meant. Used where the command has these keys."""
+"""Dotted key that is none -> the keys that do what is meant. Used where the command has these keys, or in `mrl ppo`
+has them in the section `actor`."""
 
 NOWHERE: Mapping[str, str] = {
     f"{role}model.mtp": "leave it out: MTP layers train with a language model that trains, and no other has them"

@@ -65,13 +65,20 @@ def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> Con
         dotted = f"{dotted}.{below}"
         if f"{guess}.{below}" in {key.path for key in walk(root)}:
             guess = f"{guess}.{below}"
-    elsewhere = ALIASES.get(dotted, ())
-    if elsewhere and {key.path for key in walk(root)}.issuperset(elsewhere):
-        guess = " and ".join(elsewhere)
+    guess = _known_elsewhere(dotted, root) or guess
     known = listed(key.path.rsplit(".", 1)[-1] for key in section_keys(section, path))
     advice = f"did you mean {guess}?" if guess else f"the keys {f'of {path} ' if path else ''}are {known}"
     advice = next((what for key, what in NOWHERE.items() if f"{dotted}.".startswith(f"{key}.")), advice)
     return ConfigError(shortened(dotted), value, "is given to an unknown key", advice)
+
+
+def _known_elsewhere(dotted: str, root: type) -> str | None:
+    """Returns the keys of `root` for a key of another trainer; None where nobody has that name, or `root` not those
+    keys."""
+    known = {key.path for key in walk(root)}
+    wanted = ALIASES.get(dotted, ())
+    of_actor = tuple(key if key in known else f"actor.{key}" for key in wanted)
+    return " and ".join(of_actor) if wanted and known.issuperset(of_actor) else None
 
 
 def _coerce(annotation: Any, value: Any, key: Key) -> Any:

@@ -332,9 +332,13 @@ def loss_name(raw: Mapping[str, Any]) -> Any:
     return loss.get("name") if isinstance(loss, Mapping) else None
 
 
-def check_recognised(raw: Mapping[str, Any], path: Any, root: type) -> None:
+def check_recognised(raw: Mapping[str, Any], in_file: Mapping[str, Any], path: Any, root: type) -> None:
     """Raises ConfigError where the user's YAML has a section that is not of `root`, plainly of another command, or
-    names a loss of another command."""
+    names a loss of another command.
+
+    `raw` is `in_file`, what the file at `path` has, with the overrides over it. What an override alone brings does not
+    make the file another command's: it is an unknown key, or no choice.
+    """
     unknown = raw.keys() - types_of(root).keys()
     losses = command_of(root).losses
     foreign = loss_name(raw) if losses and loss_name(raw) not in losses else None
@@ -342,6 +346,6 @@ def check_recognised(raw: Mapping[str, Any], path: Any, root: type) -> None:
         of_section = unknown & types_of(command.root).keys()  # type: ignore[arg-type]
         if not of_section and (foreign is None or foreign not in command.losses):
             continue
-        what = command.recognise(raw)
+        what = command.recognise(in_file)
         if what is not None:
             raise ConfigError(path, why=f"is a config of {what}", fix=f"run mrl {command.name} {path}")

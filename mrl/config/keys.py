@@ -136,13 +136,14 @@ def nearest(unknown: str, section: type, root: type, path: str) -> str | None:
     close = difflib.get_close_matches(unknown, here, n=1)
     if close:
         return here[close[0]]
-    everywhere = [key.path for key in walk(root, sections=True)]
+    inside = f"{path}." if root is section and path else ""  # an entry of a list or mapping, which knows its own keys
+    everywhere = [inside + key.path for key in walk(root, sections=True)]
     same_name = [p for p in everywhere if p.rsplit(".", 1)[-1] == unknown]
     same_name.sort(
         key=lambda p: not p.startswith(f"{path}.")
     )  # `teacher.path` is `teacher.model.path`, not `model.path`
     names = {p.rsplit(".", 1)[-1]: p for p in reversed(everywhere)}
-    similar = [names[n] for n in difflib.get_close_matches(unknown, names, n=1, cutoff=0.8)]
+    similar = [names[n] for n in difflib.get_close_matches(unknown, names, n=1, cutoff=0.8) if not inside]
     return next(iter([*same_name, *similar]), None)
 
 

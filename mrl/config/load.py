@@ -7,6 +7,7 @@ one line: `dotted.key: value VALUE is ...; what would work`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import pathlib
@@ -28,9 +29,10 @@ def load_config(path: str | pathlib.Path, overrides: Sequence[str] = (), root: t
     """Returns the config in the YAML file `path` with `overrides` (`dotted.key=VALUE`, VALUE in YAML) over it,
     checked."""
     raw = read_yaml(path)
+    in_file = copy.deepcopy(raw)
     for override in overrides:
         apply_override(raw, override)
-    check_recognised(raw, path, root)
+    check_recognised(raw, in_file, path, root)
     return from_dict(raw, root)
 
 

@@ -52,6 +52,11 @@ REFUSED = [
         'reference.path: value "other" is given to an unknown key; did you mean reference.model.path?',
     ),
     (("ref_model.path=other",), "did you mean reference.model.path?"),
+    (("learning_rate=1e-6",), "did you mean optimizer.lr?"),
+    (("per_device_train_batch_size=2",), "did you mean engine.micro_batch.size and train.global_batch_size?"),
+    (("train.micro_batch_size=2",), "did you mean engine.micro_batch.size?"),
+    (("engine.tensor_parallel_size=2",), "did you mean engine.parallel.tp?"),
+    (("trainer.save_freq=5",), "did you mean checkpoint.every?"),
     (("data.weights=[0.5, 0.5]",), "did you mean data.train?"),
     (("loss.name=orpo", "reference.cache=true"), "reference.cache: value true is not used by loss orpo"),
     (
