@@ -145,32 +145,36 @@ def batch_of(examples: Sequence[Example]) -> Batch:
 
 def eval_batches(dataset: RowDataset[Example], global_batch_size: int, report: Report | None = None) -> Iterator[Batch]:
     """Yields all usable rows once, in their order, as `in_order` does. `report` is filled on the way."""
-    counts = lambda rows: any(any(row.mask) for row in rows)  # noqa: E731
-    for _, rows in in_order(dataset, global_batch_size, report, makes_batch=counts):
+    for _, rows in in_order(dataset, global_batch_size, report, weighs=lambda row: any(row.mask)):
         yield batch_of(rows)
 
 
 def in_order(
     dataset: RowDataset[T], rows_at_once: int, report: Report | None = None, *,
-    makes_batch: Callable[[Sequence[T]], bool] = lambda rows: True,
+    weighs: Callable[[T], Any] = lambda row: True, least: int = 1,
 ) -> Iterator[tuple[list[int], list[T]]]:  # fmt: skip
     """Yields all usable rows once, in their order, with their indices: `rows_at_once`, the last time perhaps fewer.
 
-    makes_batch: whether rows can be a batch of their own, as rows that all have weight 0 cannot; such rows are yielded
-    with those before or after them, and alone only where there are no others.
+    weighs: whether a row counts in what a batch is divided by. least: rows of a batch. Rows that are fewer or that all
+    weigh nothing are yielded with those before or after them; fewer alone only where there are no others. DataError
+    where no row can be used, and where none weighs.
     """
     report = report if report is not None else Report()
     held: list[tuple[int, T]] = []  # a whole batch, until it is known that what follows makes one too
     found: list[tuple[int, T]] = []
+    makes_batch = lambda: len(found) >= least and any(weighs(one) for _, one in found)  # noqa: E731
     for row in range(len(dataset)):
         loaded = report.count(dataset, row)
         if loaded is not None:
             found.append((row, loaded))
-        if len(found) >= rows_at_once and makes_batch([one for _, one in found]):
+        if len(found) >= rows_at_once and makes_batch():
             if held:
                 yield [index for index, _ in held], [one for _, one in held]
             held, found = found, []
-    parts = [held, found] if makes_batch([one for _, one in found]) else [held + found]
+    if found and not held and not any(weighs(one) for _, one in found):
+        why = f"{dataset.path}: all of its rows that can be used have weight 0, so there is nothing to divide by"
+        raise DataError(f"data.{dataset.part}", why=why, fix="give one of them another weight")
+    parts = [held, found] if makes_batch() else [held + found]
     for part in parts:
         if part:
             yield [index for index, _ in part], [one for _, one in part]

@@ -28,7 +28,6 @@ from mrl.data.batches import in_order
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.mixture import MixedDataset
 from mrl.data.preferences import (
-    Preference,
     PreferenceDataset,
     PreferenceSource,
     batch_of,
@@ -107,18 +106,12 @@ class DPOTask(Task[DPOConfig]):
 
     def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
         assert isinstance(dataset, PreferenceDataset | MixedDataset)
-        for _, rows in in_order(dataset, self.config.train.global_batch_size, report, makes_batch=self._makes_batch):
-            if not self._has_others(rows):
+        size, least = self.config.train.global_batch_size, 1 if self.config.loss.is_paired else 2
+        for _, rows in in_order(dataset, size, report, weighs=lambda row: row.weight, least=least):
+            if len(rows) < least:  # kto's, as the only one
                 why = f"{dataset.path}: has one row that can be used, and kto's KL takes the answer to another"
                 raise DataError(f"data.{dataset.part}", why=why, fix="give two rows at least")
             yield batch_of(rows, group=self.config.group)
-
-    def _makes_batch(self, rows: Sequence[Preference]) -> bool:
-        return self._has_others(rows) and any(row.weight for row in rows)
-
-    def _has_others(self, rows: Sequence[Preference]) -> bool:
-        """Returns whether there is an answer to another prompt, where the loss needs one."""
-        return self.config.loss.is_paired or len(rows) > 1
 
     # -- the reference ------------------------------------------------------------------------------------------------
 

@@ -75,8 +75,8 @@ class RMTask(Task[RMConfig]):
 
     def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
         assert isinstance(dataset, ScoredDataset | MixedDataset)
-        counts = lambda rows: any(row.weight for row in rows)  # noqa: E731
-        for _, rows in in_order(dataset, self.config.train.global_batch_size, report, makes_batch=counts):
+        size = self.config.train.global_batch_size
+        for _, rows in in_order(dataset, size, report, weighs=lambda row: row.weight):
             yield scored_batch(rows, group=self.config.group)
 
     def begin(

@@ -64,6 +64,7 @@ DPO = [
     Case("no labels", "rows.jsonl:1", ("prompt, completion are no preference", "label"), KTO, rows(*[{"prompt": "1", "completion": "2"}] * 4)),
     Case("single answers", "data.train", ("has single answers", "set loss.name to kto"), edit=rows(*[SINGLE] * 4)),
     Case("one row to evaluate kto on", "data.eval", ("eval.jsonl: has one row", "give two rows"), (*KTO, "data.eval=eval.jsonl"), both(row(SINGLE, label=False), rows(SINGLE, name="eval.jsonl"))),
+    Case("nothing to evaluate on weighs", "data.eval", ("eval.jsonl: all of its rows that can be used have weight 0", "another weight"), ("data.eval=eval.jsonl",), both(rows(*[PAIR] * 4), rows(*[{**PAIR, "weight": 0}] * 4, name="eval.jsonl"))),
     Case("no reference", "reference.model.path", ("'nowhere'",), ("reference.model.path=nowhere",), rows(*[PAIR] * 4)),
     Case("reference of other weights", "reference.model.path", MISSING, ("reference.model.path=other",), both(rows(*[PAIR] * 4), other_without_a_weight)),
 ]  # fmt: skip
