@@ -115,23 +115,25 @@ def _check_attention(parts: Sequence[Part]) -> None:
 
 
 def _check_userbuffers(parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> None:
-    """Raises ConfigError where models of a run want buffers of other shapes for tensor-parallel communication: their
-    processes have one."""
+    """Raises ConfigError where models of a run want userbuffers of other shapes for tensor-parallel communication: they
+    are in the same processes, each of which has one set of buffers."""
     with quiet():
         from mrl.converters.families import fields_of
         from mrl.converters.hf_config import normalize
         from mrl.mcore_models.userbuffers import FIELD, SAME, BufferShape
 
-        found = []
+        with_them: list[tuple[Part, BufferShape]] = []
         for part, dims in zip(parts, layouts, strict=True):
-            if part.engine.backend == "megatron" and part.engine.megatron.get(FIELD):
-                wanted = BufferShape.of(part.engine, fields_of(normalize(dict(part.hf)))["hidden_size"], dims)
-                found += [(part, wanted)] if wanted is not None else []
-    for part, wanted in found[1:]:
-        first, there = found[0]
-        if wanted != there:
-            key = f"engine.megatron.{FIELD}"
-            why = f"asks for buffers of {wanted.describe()}, and {first.key(key)} for {there.describe()}"
+            if part.engine.backend != "megatron":
+                continue
+            shape = BufferShape.of(part.engine, fields_of(normalize(dict(part.hf)))["hidden_size"], dims)
+            if shape is not None:
+                with_them.append((part, shape))
+    key = f"engine.megatron.{FIELD}"
+    for part, shape in with_them[1:]:
+        first, of_first = with_them[0]
+        if shape != of_first:
+            why = f"asks for buffers of {shape.describe()}, and {first.key(key)} for {of_first.describe()}"
             raise ConfigError(part.key(key), True, why, SAME)
 
 

@@ -113,7 +113,7 @@ def check_model(further: Mapping[str, Any], family: Family, hf: HFConfig, dims: 
 
 
 def check_spec(further: Mapping[str, Any], layer_spec: str, why: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError where the layers are not those that have FP8. why: the spec was chosen."""
+    """Raises ConfigError where the layers are not those that have FP8. why: why the spec was chosen."""
     if recipe_of(further) is not None:
         check_te(f"{KEY}.fp8", further["fp8"], layer_spec, why, dtype)
 

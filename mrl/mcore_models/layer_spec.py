@@ -63,12 +63,12 @@ def wanted_spec(wanted: str, attention: str) -> str:
 
 
 def check_te(key: str, value: Any, layer_spec: str, why: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError where a key that only transformer-engine's layers in bfloat16 have meets others. why: the spec
-    was chosen."""
+    """Raises ConfigError where layers other than transformer-engine's in bfloat16 meet a key that only those have.
+
+    why: why the spec was chosen."""
     if dtype != torch.bfloat16:
-        raise ConfigError(
-            key, value, f"does not go with model.dtype {str(dtype).removeprefix('torch.')}", "set bfloat16"
-        )
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(key, value, f"does not go with model.dtype {name}", "set bfloat16")
     if layer_spec != "te":
         reason = f"needs the layers of transformer-engine, and engine.layer_spec is {layer_spec} ({why})"
         raise ConfigError(key, value, reason, "set that to te, where there is one, or leave this out")

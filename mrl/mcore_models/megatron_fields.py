@@ -178,7 +178,8 @@ NOT_THERE: Mapping[str, str] = {
            "moe_router_padding_for_quantization"),
     **_use("layers have no CUDA graphs", *"""
         enable_cuda_graph external_cuda_graph optimizer_cuda_graph cuda_graph_impl cuda_graph_modules cuda_graph_scope
-        cuda_graph_retain_backward_graph cuda_graph_use_single_mempool cuda_graph_warmup_steps""".split()),  # noqa: SIM905
+        cuda_graph_retain_backward_graph cuda_graph_use_single_mempool
+        cuda_graph_warmup_steps""".split()),  # noqa: SIM905
     **_use("masters are fp32", "main_params_dtype", "store_param_remainders"),
     **_use("transformer-engine no longer reads it, where tp_comm_overlap_ag and tp_comm_overlap_rs are",
            "tp_comm_split_ag", "tp_comm_split_rs", "tp_comm_atomic_ag", "tp_comm_atomic_rs"),

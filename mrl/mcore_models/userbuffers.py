@@ -16,7 +16,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,19 +35,20 @@ WITH_OVERLAP = (
 """Fields that are read with `tp_comm_overlap` alone."""
 
 BUFFERS = 12
-"""Of a process: one for each product of qkv, proj, fc1 and fc2 (forward, gradient of the input, gradient of the
-weight), as `initialize_ub` of transformer-engine 2.20 makes them."""
+"""The buffers of a process: one for each product of qkv, proj, fc1 and fc2 (forward, gradient of the input, gradient of
+the weight), as `initialize_ub` of transformer-engine 2.20 makes them."""
 
 RANKS = (2, 4, 8)
-"""Tensor-parallel ranks that its kernels are compiled for, of one machine: for others they start none and say nothing
-(`callranks_` in userbuffers.cu, which has 16 and 32 too, for machines that share NVLink)."""
+"""The numbers of tensor-parallel ranks of one machine that transformer-engine's kernels are compiled for. For another
+number it starts no kernel and reports nothing (`callranks_` in userbuffers.cu, which has 16 and 32 too, for machines
+that share NVLink)."""
 
 LARGEST = 2**31 - 1
-"""Bytes of a buffer, whose offsets are 32-bit integers in transformer-engine (`CommOverlapP2PBase`)."""
+"""The most bytes of a buffer: offsets in it are 32-bit integers in transformer-engine (`CommOverlapP2PBase`)."""
 
 COLUMNS = 32
-"""Of what the hidden size is a multiple: a product that scatters its output is divided into four parts of it, which
-transformer-engine's kernels move by 16 bytes."""
+"""The hidden size is a multiple of this: a product that scatters its output is divided into four parts of the hidden
+size, which transformer-engine's kernels move by 16 bytes."""
 
 FLAGS = (
     "ub_overlap_ag_fprop", "ub_overlap_rs_fprop", "ub_overlap_ag_dgrad", "ub_overlap_rs_dgrad", "ub_bulk_dgrad",
@@ -57,24 +58,26 @@ FLAGS = (
 
 
 def is_on(further: Mapping[str, Any]) -> bool:
-    """Returns whether `engine.megatron` (further) asks for it."""
+    """Returns whether userbuffers are asked for. further: `engine.megatron`."""
     return further.get(FIELD) is True
 
 
 def unit_of(dims: ParallelDims) -> int:
-    """Returns of what the places of a micro-batch are a multiple, over all tensor- and context-parallel ranks."""
+    """Returns the number that divides the places of a micro-batch, over all tensor- and context-parallel ranks."""
     return dims.cp * math.lcm(2 if dims.cp > 1 else 1, dims.tp)
 
 
 def places_of(engine: EngineConfig, dims: ParallelDims) -> int | None:
-    """Returns how many places every micro-batch has, over all tensor- and context-parallel ranks; None without it."""
+    """Returns how many places every micro-batch has, over all tensor- and context-parallel ranks.
+
+    None where userbuffers are not asked for: micro-batches have sizes of their own."""
     if not is_on(engine.megatron):
         return None
     assert engine.micro_batch.tokens is not None, "check_config asks for it"
     return -(-engine.micro_batch.tokens // unit_of(dims)) * unit_of(dims)
 
 
-def _refuse(why: str, fix: str) -> None:
+def _refuse(why: str, fix: str) -> NoReturn:
     raise ConfigError(f"{KEY}.{FIELD}", True, why, fix)
 
 
@@ -103,7 +106,7 @@ def check_config(model: ModelConfig, engine: EngineConfig) -> None:
         why = "needs micro-batches of one size, to which each is padded"
         _refuse(why, "set engine.micro_batch.tokens, and no engine.micro_batch.size")
     if model.lora is not None:
-        # its backward pass leaves the gradient of a layer's input unsummed where the weight has none
+        # transformer-engine's backward pass leaves the gradient of a layer's input unsummed where the weight has none
         _refuse("is not for adapters: transformer-engine's backward pass needs weights that train", "leave it out")
     if isinstance(model, TrainedModelConfig) and model.mtp is not None:
         _refuse("is not for MTP layers, for whose first projection there is no buffer", "leave out one of them")
@@ -112,7 +115,7 @@ def check_config(model: ModelConfig, engine: EngineConfig) -> None:
 def check_model(
     engine: EngineConfig, fields: Mapping[str, Any], dims: ParallelDims, *, longest: int, key: str, packed: bool
 ) -> None:
-    """Raises ConfigError where a model, a layout or its sequences do not take it.
+    """Raises ConfigError where userbuffers are not for a model, a layout or its sequences.
 
     fields: the model's as megatron has them. longest: tokens of the longest sequence, which `key` sets."""
     if not is_on(engine.megatron):
@@ -143,24 +146,24 @@ def check_model(
 
 
 def check_spec(further: Mapping[str, Any], layer_spec: str, why: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError where the layers are not those that have userbuffers. why: the spec was chosen."""
+    """Raises ConfigError where the layers are not those that have userbuffers. why: why the spec was chosen."""
     if is_on(further):
         check_te(f"{KEY}.{FIELD}", True, layer_spec, why, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class BufferShape:
-    """Of the userbuffers of an engine, all of which have one."""
+    """The shape that all userbuffers of an engine have."""
 
-    places: int  # of a tensor-parallel group, which context parallelism has divided
+    places: int  # of a micro-batch on one context-parallel rank, over all tensor-parallel ranks
     hidden: int
     tp: int
-    scattering: tuple[str, ...]  # linears whose gradient of the input is scattered in chunks of its own product
-    bootstrap_backend: str = dataclasses.field(default="nccl", compare=False)  # how ranks meet: nothing of a shape
+    scattering: tuple[str, ...]  # linear layers whose gradient of the input is scattered in chunks of its own product
+    bootstrap_backend: str = dataclasses.field(default="nccl", compare=False)  # how ranks meet: no part of the shape
 
     @classmethod
     def of(cls, engine: EngineConfig, hidden: int, dims: ParallelDims) -> BufferShape | None:
-        """Returns what an engine asks for; None where that is nothing."""
+        """Returns the shape that an engine asks for; None where it asks for no userbuffers."""
         places, given = places_of(engine, dims), engine.megatron
         if places is None:
             return None
@@ -176,17 +179,17 @@ class BufferShape:
 
     @property
     def _beside(self) -> int:
-        """Bytes of what comes in beside a buffer that scatters in a ring."""
+        """Bytes that a buffer which scatters in a ring has beside, for what comes in."""
         return self._whole - self._whole // self.tp
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers on a rank, but for what is rounded up to a page of the GPU's."""
+        """Bytes of the buffers on a rank. Not counted: that each is rounded up to a page of the GPU."""
         return BUFFERS * self._whole + len(self.scattering) * self._beside
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest of them."""
+        """Bytes of the largest buffer."""
         return self._whole + (self._beside if self.scattering else 0)
 
     def describe(self) -> str:
@@ -196,15 +199,18 @@ class BufferShape:
         return text
 
 
-SAME = "give all models the same hidden size, tp, micro_batch.tokens and tp_comm_overlap_* fields, or one alone the key"
+SAME = (
+    "give all models the same hidden size, tp, cp, micro_batch.tokens and tp_comm_overlap_* fields, "
+    "or the key to one alone"
+)
 
 _made: list[BufferShape] = []
 """The buffers of this process, one or none: transformer-engine has them in its module and does not tell their shape."""
 
 
 def check_machine(tp: int) -> None:
-    """Raises ConfigError where tensor-parallel ranks are of several machines: transformer-engine's exchange of handles
-    then ends a process or waits, without a word."""
+    """Raises ConfigError where tensor-parallel ranks are on several machines: there transformer-engine's exchange of
+    handles ends a process, or waits, without a message."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", tp))
     if here % tp:
         why = f"needs tensor-parallel ranks that share a machine, and its {here} processes are no multiple of {tp}"
@@ -213,17 +219,17 @@ def check_machine(tp: int) -> None:
 
 def make(wanted: BufferShape) -> None:
     """Makes the buffers of this process, where it has none. Collective over all processes; to be called before layers
-    are built. Raises ConfigError where it has others, or the machine has none to give."""
+    are built. Raises ConfigError where the process has buffers of another shape, or the machine cannot have any."""
     from transformer_engine.pytorch.module import base
 
-    if base.is_ub_initialized() and _made != [wanted]:
-        there = _made[0].describe() if _made else "others that mrl has not made"
-        why = f"asks for buffers of {wanted.describe()}, and this process, whose models share them, has {there}"
-        _refuse(why, SAME)
     if base.is_ub_initialized():
+        if _made != [wanted]:
+            there = _made[0].describe() if _made else "others that mrl has not made"
+            why = f"asks for buffers of {wanted.describe()}, and this process, whose models share them, has {there}"
+            _refuse(why, SAME)
         return
     check_machine(wanted.tp)
-    # in ring exchange, as transformer-engine's own tests have it: by default these buffers are for bulk gathers
+    # by ring exchange, as in transformer-engine's own tests: by default these buffers are for bulk gathers
     methods = {f"{name}_dgrad": {"method": "ring_exchange"} for name in wanted.scattering}
     try:
         base.initialize_ub(
@@ -233,7 +239,7 @@ def make(wanted: BufferShape) -> None:
     except RuntimeError as error:
         base.destroy_ub()
         why = f"cannot be had here: transformer-engine says {one_line(error, 200).rstrip('.')}"
-        raise ConfigError(f"{KEY}.{FIELD}", True, why, "do what it says, or leave it out") from error
+        raise ConfigError(f"{KEY}.{FIELD}", True, why, "do what it says, or leave this out") from error
     _made[:] = [wanted]
 
 
@@ -245,7 +251,7 @@ def check_built(config: Any) -> None:
 
 @contextlib.contextmanager
 def without(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Inside, layers communicate by NCCL: for decoding, whose steps have other numbers of tokens."""
+    """Inside it layers communicate by NCCL: for decoding, whose steps have other numbers of tokens."""
     held = [
         (module, flag)
         for chunk in chunks for module in chunk.modules() for flag in FLAGS if getattr(module, flag, False)

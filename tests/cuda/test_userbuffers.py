@@ -79,7 +79,7 @@ def test_engines_of_a_process_share_buffers_of_one_shape(te_worker):
     assert other == (
         "engine.megatron.tp_comm_overlap: value true asks for buffers of 2000 places x 4096 over 2 tensor-parallel ranks, "
         "and this process, whose models share them, has 1000 places x 4096 over 2 tensor-parallel ranks; give all models "
-        "the same hidden size, tp, micro_batch.tokens and tp_comm_overlap_* fields, or one alone the key"
+        "the same hidden size, tp, cp, micro_batch.tokens and tp_comm_overlap_* fields, or the key to one alone"
     )
 
 

@@ -43,7 +43,7 @@ class AheadInputs:
 class ModelInputs:
     """What one rank feeds the model."""
 
-    tokens: Tensor  # [P/cp] int64, in padding any
+    tokens: Tensor  # [P/cp] int64, any id in padding
     labels: Tensor  # [P/cp] or [P/cp, K] int64, 0 in padding
     padding: Tensor  # [P/cp] bool, True there
     trained: Tensor | None  # which of these places have a label that counts in the loss; None for all
@@ -57,13 +57,13 @@ def padded_lengths(
 ) -> list[int]:
     """Places of each sequence. An empty micro-batch gets one sequence that is all padding.
 
-    multiple: of what each rank's places are one, which are fewer under sequence parallelism. places: of the whole
-    micro-batch; then sequences of padding may follow the others."""
+    multiple: each rank's places, which are fewer under sequence parallelism, are a multiple of it. places: how many the
+    whole micro-batch has; then sequences of padding may follow the others."""
     if places is not None:
         padded = [dims.places_of(n) for n in lengths]
         rest, longest = places - sum(padded), max([*padded, dims.places_of(PADDING)])
         assert rest >= 0, f"a micro-batch of {sum(padded)} places is larger than {places}, which all are to have"
-        return padded + [longest] * (rest // longest) + ([rest % longest] if rest % longest else [])
+        return padded + [min(longest, rest - start) for start in range(0, rest, longest)]
     whole = dims.cp * math.lcm(2 if dims.cp > 1 else 1, multiple * (dims.tp if dims.sp else 1))
     if not lengths:
         return [whole]
