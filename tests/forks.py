@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,8 +22,8 @@ REPO = Path(__file__).parents[1]
 class Forked:
     """A fork, as `subprocess.Popen` has it."""
 
-    def __init__(self, process: Forks, pid: int) -> None:
-        self.forks, self.pid = process, pid
+    def __init__(self, forks: Forks, pid: int) -> None:
+        self.forks, self.pid = forks, pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -47,12 +48,18 @@ class Forked:
 
 
 class Forks:
-    """The process that is forked; it ends with the one that has started it."""
+    """The process that is forked; it ends with the one that has started it.
+
+    Variables that packages read when they are imported are set here, for all commands: in a command's own environment they
+    come too late. So copies of rows lie in one folder, which is not the user's cache."""
 
     def __init__(self) -> None:
+        self.cache = tempfile.TemporaryDirectory(prefix="forks")
+        own = {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": self.cache.name}
+        own |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.forks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO,
-            env=os.environ | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env=os.environ | own,
         )  # fmt: skip
 
     def ask(self, what: object) -> int | None:

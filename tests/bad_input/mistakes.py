@@ -158,21 +158,15 @@ def run_mrl(
     return done.returncode, done.stdout, done.stderr
 
 
-class WarmMrl:
-    """`mrl` as `run_mrl`, in forks of one process that has imported torch and megatron already."""
-
-    def __init__(self, cache: pathlib.Path) -> None:
-        self.environ = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
-                        "HF_DATASETS_CACHE": str(cache)}  # fmt: skip
-
-    def run(
-        self, workspace: Workspace, *args: str, command: str = "sft", config: str = "config.yaml"
-    ) -> tuple[int, str, str]:
-        with tempfile.TemporaryDirectory() as name:
-            said = [pathlib.Path(name, stream) for stream in ("stdout", "stderr")]
-            fork = forks().start(workspace.root, said[0], inherited() | self.environ, [command, config, *args], said[1])
-            code = fork.wait(120)
-            return code, *(path.read_text() for path in said)
+def run_forked(
+    workspace: Workspace, *args: str, command: str = "sft", config: str = "config.yaml"
+) -> tuple[int, str, str]:
+    """As `run_mrl`, in a fork of a process that has imported torch and megatron already."""
+    environ = inherited() | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory() as name:
+        out, err = pathlib.Path(name, "stdout"), pathlib.Path(name, "stderr")
+        code = forks().start(workspace.root, out, environ, [command, config, *args], err).wait(120)
+        return code, out.read_text(), err.read_text()
 
 
 def check(case: Case, workspace: Workspace, run: Callable[..., tuple[int, str, str]] = run_mrl) -> None:

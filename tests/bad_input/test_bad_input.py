@@ -13,7 +13,7 @@ import shutil
 import pytest
 
 from tests.bad_input import answer_cases, checkpoint_cases, config_cases, data_cases, model_cases, ppo_cases
-from tests.bad_input.mistakes import Case, WarmMrl, Workspace, check, run_mrl
+from tests.bad_input.mistakes import Case, Workspace, check, run_forked, run_mrl
 from tests.tiers import slow_but
 from tests.trainers.tiny_runs import make_inputs
 
@@ -38,27 +38,22 @@ def workspace(tmp_path) -> Workspace:
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory) -> WarmMrl:
-    return WarmMrl(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def inputs(warm, tmp_path_factory) -> pathlib.Path:
+def inputs(tmp_path_factory) -> pathlib.Path:
     """A model with weights, and a run of one step that shows that the workspace of the warm tables works."""
     folder = tmp_path_factory.mktemp("inputs")
     make_inputs(folder)
     root = tmp_path_factory.mktemp("whole")
     Workspace(root).make(folder)
-    code, _, err = warm.run(Workspace(root), "train.steps=1", "output_dir=earlier")
+    code, _, err = run_forked(Workspace(root), "train.steps=1", "output_dir=earlier")
     assert (code, err) == (0, "")
     shutil.copytree(root / "earlier", folder / "earlier")
     return folder
 
 
 @table(DRY)
-def test_is_refused(case: Case, workspace: Workspace, warm):
+def test_is_refused(case: Case, workspace: Workspace):
     """By a dry run: before any process starts."""
-    check(case, workspace, lambda workspace, *args: warm.run(workspace, *args, "--dry-run"))
+    check(case, workspace, lambda workspace, *args: run_forked(workspace, *args, "--dry-run"))
 
 
 @pytest.mark.parametrize(
@@ -70,12 +65,12 @@ def test_is_refused_in_a_process_of_its_own(name: str, workspace: Workspace):
 
 
 @table(WARM)
-def test_is_refused_by_the_trainer(case: Case, inputs, warm, tmp_path):
+def test_is_refused_by_the_trainer(case: Case, inputs, tmp_path):
     workspace = Workspace(tmp_path)
     workspace.make(inputs)
     if case in checkpoint_cases.CASES:
         shutil.copytree(inputs / "earlier", tmp_path / "earlier")
-    check(case, workspace, warm.run)
+    check(case, workspace, run_forked)
 
 
 OF_COMMANDS = {  # command -> the name of its config, and cases
@@ -92,22 +87,24 @@ QUICK = [
     "command, name",
     slow_but(QUICK, [(command, case.name) for command, (_, cases) in OF_COMMANDS.items() for case in cases]),
 )
-def test_is_refused_of_answers_teachers_and_sources(command: str, name: str, inputs, warm, tmp_path):
+def test_is_refused_of_answers_teachers_and_sources(command: str, name: str, inputs, tmp_path):
     """By the trainers of `mrl dpo`, `mrl rm` and `mrl sft`, and by `mrl data show`."""
     config, cases = OF_COMMANDS[command]
     (case,) = (case for case in cases if case.name == name)
     shown = ["config.yaml"] if command == "data" else []
     workspace = Workspace(tmp_path)
     workspace.make(inputs)
-    check(case, workspace, lambda workspace, *args: warm.run(workspace, *shown, *args, command=command, config=config))
+    check(
+        case, workspace, lambda workspace, *args: run_forked(workspace, *shown, *args, command=command, config=config)
+    )
 
 
 PPO = {"command": "ppo", "config": "ppo.yaml"}
 
 
 @table(DRY_PPO)
-def test_is_refused_of_ppo(case: Case, workspace: Workspace, warm):
-    check(case, workspace, lambda workspace, *args: warm.run(workspace, *args, "--dry-run", **PPO))
+def test_is_refused_of_ppo(case: Case, workspace: Workspace):
+    check(case, workspace, lambda workspace, *args: run_forked(workspace, *args, "--dry-run", **PPO))
 
 
 @table({"ppo": ppo_cases.COLD_CASES})
@@ -115,9 +112,9 @@ def test_is_refused_of_ppo_in_a_process_of_its_own(case: Case, workspace: Worksp
     check(case, workspace, lambda workspace, *args: run_mrl(workspace, *args, "--dry-run", **PPO))
 
 
-def test_what_the_ppo_cases_break_works(workspace: Workspace, warm):
+def test_what_the_ppo_cases_break_works(workspace: Workspace):
     before = workspace.snapshot()
-    code, out, err = warm.run(workspace, "--dry-run", **PPO)
+    code, out, err = run_forked(workspace, "--dry-run", **PPO)
     assert (code, err) == (0, "")
     assert "# actor: megatron dp1 on 1 process" in out
     assert workspace.snapshot() == before
@@ -129,9 +126,9 @@ def test_names_are_unique():
         assert len(set(names)) == len(names)
 
 
-def test_what_the_cases_break_works(workspace: Workspace, warm):
+def test_what_the_cases_break_works(workspace: Workspace):
     before = workspace.snapshot()
-    code, out, err = warm.run(workspace, "--dry-run")
+    code, out, err = run_forked(workspace, "--dry-run")
     assert (code, err) == (0, "")
     assert "# layout: dp1 on 1 process" in out
     assert workspace.snapshot() == before
