@@ -12,16 +12,18 @@ hypothesis.settings.load_profile("any machine")
 
 TOGETHER = (
     ("tests/rollout/test_handover.py", "tests/rollout/test_vllm.py"),  # vLLM's servers
-    ("tests/cuda/",),  # processes that believe in a GPU
-    ("tests/plan/",),  # the one whose models have no memory
-    ("tests/bad_input/", "tests/serve/", "tests/commands/test_adding.py"),  # the one that commands are forked from
+    ("tests/cuda/",),  # tests/cuda/worker.py, whose models lie on CUDA tensors without memory
+    ("tests/plan/",),  # the same, of plans
+    ("tests/bad_input/", "tests/serve/", "tests/commands/test_adding.py"),  # tests/forks.py
 )
-"""Beginnings of files that are one process's work together, because of what takes ten seconds or more to start."""
+"""Files, by how their names begin, that one process runs together: they share what takes ten seconds or more to start."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """`--dist loadfile`, where those of TOGETHER count as one file."""
+    """Returns the scheduler of `--dist loadfile`, for which the files of a row of TOGETHER are one; None for xdist's own."""
+    if config.getoption("dist") != "loadfile":
+        return None
     from xdist.scheduler import LoadFileScheduling  # which is here where this is called
 
     class ByWhatTheyShare(LoadFileScheduling):
