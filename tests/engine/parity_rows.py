@@ -172,11 +172,21 @@ def first_rows(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
+OPTIONS = ("model", "layout", "lora", "recompute", "recompute_every", "one_token", "sequences", "fsdp")
+
+
 def next_rows(rows: Sequence[Row]) -> list[Row]:
-    """Of those that are not among the first: on more than two processes the first of each layout, and every second one of the others."""
-    rest = [row for row in rows if row not in first_rows(rows)]
-    wide = {row.layout: row for row in reversed(rest) if row.world_size > 2}
-    return [*wide.values(), *[row for row in rest if row.world_size <= 2][::2]]
+    """Of those that are not among the first: each with an option that no row before it has, and of the others on one or two processes
+    the first of each model."""
+    found = first_rows(rows)
+    seen = {(name, getattr(row, name)) for row in found for name in OPTIONS}
+    rest, chosen = [], []
+    for row in (row for row in rows if row not in found):
+        options = {(name, getattr(row, name)) for name in OPTIONS}
+        (rest if options <= seen else chosen).append(row)
+        seen |= options
+    of_models = {row.model: row for row in reversed(rest) if row.world_size <= 2}
+    return [*chosen, *of_models.values()]
 
 
 def _fsdp(*rows: Row) -> tuple[Row, ...]:

@@ -87,7 +87,7 @@ def run(layout, case, model, optimizer=None, **kwargs):
     run_case(world_size, f"tests.engine.generation:{case}", config=config, **kwargs)
 
 
-AT_NIGHT = ["megatron tp4", "megatron tp2 without sp", "megatron experts tp2", "megatron olmoe tp2"]
+AT_NIGHT = ["megatron tp4", "megatron experts tp2", "megatron olmoe tp2"]
 
 
 @pytest.mark.parametrize("layout", in_tiers(FAST, [one for one in LAYOUTS if one not in AT_NIGHT], LAYOUTS))
