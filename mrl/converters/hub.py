@@ -41,7 +41,8 @@ def model_folder(path: str, *, weights: bool = True, key: str = "model.path") ->
     folder = os.path.expanduser(path)
     if os.path.exists(folder):
         return folder
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:  # of which the hub's client would say how ids look
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        # no id: the hub's client would say what an id looks like, and not that the folder is missing
         raise ModelError(key, quoted(path), "does not exist", "give a Hugging Face model folder or a hub id")
     wanted = {"allow_patterns": [f for f in FILES if weights or f != "*.safetensors"], "ignore_patterns": list(COPIES)}
     cached = _cached(path, wanted)
