@@ -19,21 +19,21 @@ TRAIN, EVAL, PROMPTS = slice(100, 244), slice(244, 260), slice(0, 368)  # of the
 
 
 def main(source: str, rows: str, out: pathlib.Path) -> None:
+    every = [json.loads(line) for line in pathlib.Path(rows).read_text(encoding="utf-8").splitlines()]
+    if len(every) < PROMPTS.stop:
+        sys.exit(f"{rows} has {len(every)} rows, and {PROMPTS.stop} are needed: give GSM8K's train.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     model.model.layers = torch.nn.ModuleList([model.model.layers[0], model.model.layers[-1]])
     model.config.num_hidden_layers = 2
-    if getattr(model.config, "layer_types", None):
-        model.config.layer_types = model.config.layer_types[:2]
+    if kinds := getattr(model.config, "layer_types", None):
+        model.config.layer_types = [kinds[0], kinds[-1]]
     for part in (model, tokenizer):
         part.save_pretrained(out / "student")
 
     def length(*texts: str) -> int:
         return len(tokenizer("".join(texts))["input_ids"])
 
-    every = [json.loads(line) for line in pathlib.Path(rows).read_text(encoding="utf-8").splitlines()]
-    if len(every) < PROMPTS.stop:
-        sys.exit(f"{rows} has {len(every)} rows, and {PROMPTS.stop} are needed: give GSM8K's train.jsonl")
     worked = [{"prompt": row["question"], "completion": row["answer"].split("####")[0].strip()} for row in every]
     worked.sort(key=lambda row: length(row["prompt"], row["completion"]))
     prompts = sorted(({"prompt": row["question"]} for row in every), key=lambda row: length(row["prompt"]))

@@ -9,6 +9,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ from mrl.batch import make_batch
 from mrl.config.command import command_of_data
 from mrl.config.load import load_config, read_yaml
 from mrl.metrics import read
+from tests.data.tiny_tokenizers import make_tokenizer
 from tests.data.web import serving
-from tests.engine import harness
+from tests.engine import harness, tiny
 from tests.tiers import nightly_but
 from tests.trainers import tiny_runs
 
@@ -201,6 +203,41 @@ def test_pairs_of_gsm8k_differ_in_a_number_or_are_of_another_problem(tmp_path):
         chosen, rejected = row["chosen"], row["rejected"]
         assert re.sub(r"\d+", "", chosen) == re.sub(r"\d+", "", rejected)
         assert chosen.split("#### ")[1] != rejected.split("#### ")[1]
+
+
+@pytest.mark.slow
+def test_a_cut_of_a_model_learns_from_it_on_rows_and_on_what_it_samples(tmp_path):
+    """Two steps of each of the two configs, one after the other; the model is a random one of three layers."""
+    example, folder, teacher = tiny_runs.load_example("gsm8k/cut.py"), tmp_path / "cut", str(tmp_path / "teacher")
+    rows = str(tiny_runs.REPO / "examples" / "gsm8k" / "sample.jsonl")
+    with pytest.raises(SystemExit, match="has 48 rows, and 368 are needed"):
+        example.main(teacher, rows, folder)
+    tokenizer = make_tokenizer()
+    tiny.make_model(teacher, "qwen3", layers=3, vocab=len(tokenizer))
+    tokenizer.save_pretrained(teacher)
+    example.TRAIN, example.EVAL, example.PROMPTS = slice(0, 8), slice(8, 12), slice(0, 16)
+    example.main(teacher, rows, folder)
+    student, layers = (AutoModelForCausalLM.from_pretrained(of).model.layers for of in (folder / "student", teacher))
+    for ours, theirs in zip(student, (layers[0], layers[2]), strict=True):
+        assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
+
+    def config(name: str) -> dict[str, Any]:
+        text = (tiny_runs.REPO / "examples" / "gsm8k" / f"{name}.yaml").read_text()
+        return yaml.safe_load(
+            text.replace("runs/cut", str(folder)).replace("HuggingFaceTB/SmolLM2-135M-Instruct", teacher)
+        )
+
+    distill, opd = config("distill"), config("opd")
+    distill["data"]["max_length"], opd["data"]["max_prompt_length"] = 1024, 1024
+    distill["train"] = {"steps": 2, "global_batch_size": 4, "eval_every": 1}
+    opd["train"]["steps"] = 2
+    for one in (distill["optimizer"], opd["actor"]["optimizer"]):
+        one["warmup_steps"] = 1
+    assert harness.run_case(1, "tests.trainers.cases:train", config=distill)[:2] == ("done", "")
+    assert harness.run_case(1, "tests.trainers.rl.cases:train", config=opd)[:2] == ("done", "")
+    first, last = read(folder / "distilled" / "metrics.jsonl")
+    assert last["eval/distill/divergence"] < first["eval/distill/divergence"]
+    assert "actor/sequence_kl" in read(folder / "on-policy" / "metrics.jsonl")[-1]
 
 
 def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
