@@ -14,7 +14,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from mrl.config.aliases import ALIASES, NOWHERE
+from mrl.config.aliases import ALIASES, NOWHERE, VALUES
 from mrl.config.keys import Key, expected, kind, listed, nearest, section_keys, walk
 from mrl.errors import ConfigError, shortened, show
 
@@ -158,7 +158,8 @@ def _is_within(value: float, bounds: Mapping[str, float | None]) -> bool:
 
 def _refuse(value: Any, key: Key) -> typing.NoReturn:
     choices = [c for c in _choices(key.annotation) if isinstance(value, str)]
-    close = difflib.get_close_matches(str(value), choices, n=1)
+    elsewhere = VALUES.get((key.path, str(value)))
+    close = [elsewhere] if elsewhere in choices else difflib.get_close_matches(str(value), choices, n=1)
     what = "not one of the choices" if choices else kind(value)
     texts = () if typing.get_origin(key.annotation) is dict else typing.get_args(key.annotation)
     if isinstance(value, bool | int | float) and str in (key.annotation, *texts):

@@ -89,7 +89,10 @@ def _hint(lost: list[str], found: Mapping[str, TensorInfo]) -> str:
     if lost == [LM_HEAD]:
         return ", set tie_word_embeddings to true in config.json if the model shares it with the embedding"
     if lost == [SCORE]:
-        return ", a value that nobody trains comes from a sequence classifier with one label: give such a model"
+        return (
+            ", a value that nobody trains comes from a sequence classifier with one label: give such a model, as mrl "
+            "rm makes of this one"
+        )
     if "embed_tokens.weight" in found:
         return ", the folder holds a base model without a head: save it as a causal LM"
     return ""

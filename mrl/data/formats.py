@@ -144,6 +144,8 @@ def detect_format(row: Row) -> str:
     hint = "rename fields with data.columns, as {question: prompt, answer: completion}"
     if "conversations" in row:
         hint = "rename it with data.columns: {conversations: messages}, with role and content in each message"
+    if {"chosen", "rejected"} <= row.keys():
+        hint = "mrl dpo and mrl rm train on pairs of answers"
     raise DataError(f"the fields {_fields(row)} fit no format ({known}); {hint}")
 
 

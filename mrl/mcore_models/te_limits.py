@@ -214,7 +214,8 @@ def te_slows(
     cures = [f"without {name}=0" for name in _in_the_way(attention, gpu, dtype)]
     if "flash" in _some(attention, dataclasses.replace(gpu, flash_attn=None), dtype):
         cures.append(f"under {_flash_attn_to_install(gpu)}")
-    line = "attention is the unfused one, whose memory grows with the square of a row"
+    what = "attention in float32" if dtype == torch.float32 else "attention"
+    line = f"{what} is the unfused one, whose memory grows with the square of a row"
     return f"{line}; it does not {' or '.join(cures)}" if cures else line
 
 

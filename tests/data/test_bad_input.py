@@ -186,6 +186,7 @@ WHOLE = [
     ("parquet that is none", text_file("{}"), ".parquet", {}, "PATH: cannot be read as Parquet", "write it again"),
     ("parquet damaged", damaged_parquet, ".parquet", {}, "PATH: cannot be read as Parquet", "write it again"),
     ("fits no format", text_file('{"a": 1}'), ".jsonl", {}, "PATH:1: the fields a fit no format", "rename fields with data.columns"),
+    ("pairs", text_file('{"prompt": "1", "chosen": "2", "rejected": "3"}'), ".jsonl", {}, "PATH:1: the fields prompt, chosen, rejected fit no format", "mrl dpo and mrl rm train on pairs"),
     ("conversations", text_file('{"conversations": []}'), ".jsonl", {}, "PATH:1: the fields conversations fit no format", "{conversations: messages}"),
     ("fits two formats", text_file('{"text": "a", "messages": []}'), ".jsonl", {}, "PATH:1: the fields text, messages fit the formats messages and text", "set data.format"),
     ("no row readable", text_file("{x\n5\n"), ".jsonl", {"on_bad_row": "skip"}, "data.train: PATH: none of its 2 rows can be read", "check the first"),

@@ -179,7 +179,7 @@ def test_what_its_attention_has_for_a_dtype(machine, monkeypatch):
     cp = ParallelDims(world_size=2, cp=2)
     for wanted, name in (("auto", "local"), ("te", "te")):
         slow = layer_spec.choose(wanted, DENSE, ONE, dtype=torch.float32)
-        assert slow.name == name and "attention is the unfused one" in str(slow)
+        assert slow.name == name and "attention in float32 is the unfused one" in str(slow)
         assert "unfused" not in str(layer_spec.choose(wanted, DENSE, ONE, dtype=torch.bfloat16))
         assert layer_spec.choose(wanted, DENSE, cp, dtype=torch.bfloat16).name == "te"
     chosen = layer_spec.choose("auto", DENSE, cp, dtype=torch.float32)
@@ -281,7 +281,7 @@ def test_te_is_said_by_rules_where_no_gpu_is(machine, monkeypatch):
     assert chosen.name == "te" and "torch sees no GPU, and a run needs one" in chosen.why
     assert "which one was not tried" in chosen.why and "square" not in chosen.why
     slow = layer_spec.choose("te", DENSE, ONE, dtype=torch.float32, elsewhere=True)
-    assert "attention is the unfused one" in slow.why
+    assert "attention in float32 is the unfused one" in slow.why
     sinks, cp3 = DENSE | {"softmax_type": "learnable"}, ParallelDims(world_size=3, cp=3)
     with pytest.raises(ConfigError, match="transformer-engine has attention sinks under cp 3 only where"):
         layer_spec.choose("te", sinks, cp3, dtype=torch.bfloat16, elsewhere=True)
