@@ -283,7 +283,7 @@ class PreferenceDataset(RowDataset[Preference]):
         """Raises BadRow where the answers are the same, or do not follow the same tokens. same_turns: whether the turns
         before the first that trains are the same in both."""
         if chosen.ids == rejected.ids:
-            raise BadRow("chosen and rejected are the same tokens to this tokenizer, which teaches nothing; remove the row")
+            raise BadRow("chosen and rejected are the same tokens to the tokenizer, and teach nothing; remove the row")
         ours, theirs = chosen.prompt, rejected.prompt
         if ours != theirs:
             here, there = self._encoder.difference(ours, theirs)

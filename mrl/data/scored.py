@@ -195,7 +195,7 @@ class ScoredDataset(RowDataset[ScoredRow]):
         contents = parse(row, "preference", self.config.prompt_end)
         chosen, rejected = (self._read(row, content) for content, _ in contents)
         if chosen.ids[: chosen.places[0] + 1] == rejected.ids[: rejected.places[0] + 1]:
-            raise BadRow("chosen and rejected are the same tokens to this tokenizer, which teaches nothing; remove the row")
+            raise BadRow("chosen and rejected are the same tokens to the tokenizer, and teach nothing; remove the row")
         return ScoredRow((chosen, rejected), margin)
 
     def _graded(self, row: Row) -> ScoredRow:
