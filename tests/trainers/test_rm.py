@@ -332,6 +332,15 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path, loss, backe
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
+def test_a_head_that_the_first_step_leaves_as_it_was_is_refused(places, tmp_path):
+    ended, message = train(
+        make_config(places, tmp_path), happening="step_changes", what="lm_head"
+    )  # in whose place it is
+    assert ended == "TrainingError" and "score.weight: it has a gradient but the step did not change it" in message
+    assert not (tmp_path / "checkpoints").exists()
+
+
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_a_language_model_gets_a_head_that_starts_at_zero_and_all_of_it_trains(places, tmp_path, backend):
     """The first loss is log 2; the guards want everything below the head to train from the second step on."""

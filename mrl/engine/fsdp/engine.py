@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
+from mrl.converters.accounting import SCORE
 from mrl.converters.hf_config import read_hf_config
 from mrl.engine import collective, guards
 from mrl.engine.background import Write
@@ -246,10 +247,13 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         self._spent = state.spent
 
     def _watched(self) -> Iterator[guards.Watched]:
-        waiting = self.model.adapters.waiting() if self.model.adapters is not None else ()
+        adapters, scores = self.model.adapters, self.config.head == "value"
+        waiting = adapters.waiting() if adapters is not None else ()
         for name, p in self.model.trained().items():
             gradient = None if p.grad is None else p.grad.to_local()
             idle = not self.seen_images and self.model.is_of_images(name)
+            if scores and adapters is None and p is self.model.hf.get_output_embeddings().weight:
+                name = SCORE  # which is where the output layer was
             yield guards.Watched(name, p.detach().to_local(), gradient, may_be_idle=idle, waits=name in waiting)
 
     def guard_before_step(self) -> Any:

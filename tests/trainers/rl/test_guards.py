@@ -150,7 +150,7 @@ def test_trap_18_dropout_in_config_json(inputs, tmp_path, backend):
         ("grpo", "nothing", "the step did not train the actor as it should: "),
         ("grpo", "up_proj", "mlp.up_proj.weight: it has a gradient but the step did not change it"),
         ("grpo", "skip", "the actor's gradient norm is inf (a gradient is not finite)"),
-        ("ppo", "lm_head", "the critic as it should: lm_head.weight: it has a gradient but"),
+        ("ppo", "lm_head", "the critic as it should: score.weight: it has a gradient but"),
     ],
 )
 def test_a_step_that_does_not_train(inputs, tmp_path, name, what, says):
