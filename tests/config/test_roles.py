@@ -146,7 +146,7 @@ def test_an_error_of_no_key_is_said_after_the_role():
         keys_of(config, "critic"),
     ):
         raise ConfigError("engine.options.size: value 0 is no size; give 1")
-    with pytest.raises(ModelError, match="^model.v2/x.json: is cut"), keys_of(config, "reward"):  # a path is no key
+    with pytest.raises(ModelError, match="^reward.model.path: model.v2/x.json: is cut"), keys_of(config, "reward"):
         raise ModelError("model.v2/x.json", why="is cut")
     with pytest.raises(ModelError, match="^reward.model: config.json: no"), keys_of(config, "reward"):
         raise ModelError("config.json: no such family; use another")

@@ -444,7 +444,7 @@ PLANS = (
     *_of(
         "plan/memory.py",
         "plan/test_memory.py",
-        ("weights = figures.parameters + figures.buffers", "weights = figures.parameters"),
+        ("figures.parameters + figures.buffers + _copies", "figures.parameters + _copies"),
         ("math.ceil(math.ceil(mine / each) / multiple) * multiple", "math.ceil(mine / each)"),
         ("at_the_step = (activations or 0) < optimizer", "at_the_step = False"),
         ("if not phases.offload_idle:", "if True:"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import math
 import pathlib
@@ -301,9 +302,7 @@ SLOW = [  # dpo and kto, whose answers meet those of other rows, on each kind of
 ]
 
 
-@pytest.mark.parametrize(
-    "layout, name", in_tiers(FAST, SLOW, [(layout, name) for layout in LAYOUTS for name in LOSSES])
-)
+@pytest.mark.parametrize("layout, name", in_tiers(FAST, SLOW, itertools.product(LAYOUTS, LOSSES)))
 def test_layouts_give_the_same_steps(places, tmp_path, numbers_of, layout, name):
     """kto's KL too, whose answers come from rows of other ranks."""
     world, engine, data = LAYOUTS[layout]
