@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from mrl.config.schema import FSDPConfig, LoraConfig, RoleConfig
 from tests.engine import tiny
-from tests.engine.contract import assert_close, assert_equal, gradients, make_engine, train
+from tests.engine.contract import assert_close, assert_equal, gradients, loss_fn, make_engine, train
 from tests.engine.harness import run_case
 
 
@@ -69,3 +70,22 @@ def test_weights_travel_once_a_mini_batch(folder, deferred):
         expected = {"train gathered": 2 * 4 * 8, "train reduced": 2 * 4 * 4, "forward gathered": 4 * 4}
     config = tiny.role(folder("llama"), size=1, backend="fsdp", fsdp=FSDPConfig(defer_sync=deferred))
     run_case(2, "tests.engine.test_fsdp_defer:collectives", config=config, expected=expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_mini_batch_that_ended_in_an_error_leaves_nothing(folder, dtype):
+    """As where memory ran out and a server goes on: what its first micro-batches summed is in no later gradient."""
+    engine = make_engine(tiny.role(folder("llama"), size=2, dtype=dtype, fsdp=FSDPConfig(defer_sync=True)))
+    batch, calls = tiny.uneven_batch(), itertools.count()
+
+    def fails(*given):
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError("in the third micro-batch")
+        return loss_fn(*given)
+
+    expected = gradients(engine, batch)[1]
+    engine.set_loss_fn(fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        gradients(engine, batch)
+    engine.set_loss_fn(loss_fn)
+    assert_equal(gradients(engine, batch)[1], expected)

@@ -146,10 +146,15 @@ class Model:
 
     @contextlib.contextmanager
     def kept_gathered(self) -> Iterator[None]:
-        """Inside, what a forward gathers stays for the next one: the whole model on every rank."""
+        """Inside, what a forward gathers stays for the next one: the whole model on every rank. An error leaves none of
+        the gradients that were summed since."""
         self.module.set_reshard_after_forward(False)
         try:
             yield
+        except BaseException:
+            self.module.reset_iter_state()
+            self._forget_sums()
+            raise
         finally:
             self.sync_in_backward(True)
             for part in self._units():
@@ -161,6 +166,16 @@ class Model:
         sum of the whole model's gradients, in fp32, for a later one to reduce."""
         self.module.set_requires_gradient_sync(now)
         self.module.set_reshard_after_backward(now)
+
+    def _forget_sums(self) -> None:
+        """Drops the gradients that wait to be reduced, which torch's `reset_iter_state` says that it does and leaves
+        (2.13)."""
+        for part in self._units():
+            for group in part._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):  # else it was not gathered yet
+                        parameter._unsharded_param.grad = None
 
     def reshard(self) -> None:
         """Frees what is gathered: it would miss what happens to the shards. A backward pass does so by itself."""
