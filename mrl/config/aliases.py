@@ -100,5 +100,5 @@ VALUES: Mapping[tuple[str, str], str] = {("loss.name", "sigmoid"): "dpo"}
 NOWHERE: Mapping[str, str] = {
     f"{role}model.mtp": "leave it out: MTP layers train with a language model that trains, and no other has them"
     for role in ("", "critic.", "reference.", "reward.", "teacher.")
-}
+} | {"trainer.n_gpus_per_node": "leave it out: a run has a process for each GPU, or as many as the command's --nproc"}
 """Dotted key that another command or section has and nothing here stands for -> what to do."""

@@ -22,8 +22,9 @@ COMPLETIONS = "/v1/completions"
 
 TEXTS = (
     "\n0123456789 1,000.5", "\nThe quick brown fox", "\ndon't: naïve, façade", "\n  if x != [2**8]:\n\t",
-    "\nбыстрая лиса", "\nγρήγορη αλεπού", "\nשועל מהיר", "\nثعلب سريع", "\nतेज़ लोमड़ी", "\n敏捷的狐狸", "\nすばやい狐",
-    "\n빠른 여우", "\n🦊 🐾",
+    "\nбыстрая лиса", "\nγρήγορη αλεπού", "\nשועל מהיר",
+    "\nثعلب سريع", "\nतेज़ लोमड़ी", "\n敏捷的狐狸",
+    "\nすばやい狐", "\n빠른 여우", "\n🦊 🐾",
 )  # fmt: skip
 """Texts whose ids a server is asked for. Each is short, as a server may be started for short rows, and begins with a
 line end, as a server does not tell a text's first id."""

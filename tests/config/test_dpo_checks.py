@@ -58,6 +58,7 @@ REFUSED = [
     (("train.micro_batch_size=2",), "did you mean engine.micro_batch.size?"),
     (("engine.tensor_parallel_size=2",), "did you mean engine.parallel.tp?"),
     (("trainer.save_freq=5",), "did you mean checkpoint.every?"),
+    (("trainer.n_gpus_per_node=8",), "leave it out: a run has a process for each GPU"),
     (("data.weights=[0.5, 0.5]",), "did you mean data.train?"),
     (("loss.name=orpo", "reference.cache=true"), "reference.cache: value true is not used by loss orpo"),
     (
