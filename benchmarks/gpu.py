@@ -18,11 +18,11 @@ import json
 import pathlib
 import re
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -110,7 +110,7 @@ def main() -> None:
     lines = heading(arguments)
     with tempfile.TemporaryDirectory(prefix="mrl_benchmark_", dir=arguments.folder) as name:
         for part, run in PARTS.items():
-            if arguments.only in part:
+            if any(only in part for only in arguments.only):
                 lines += ["", *run(pathlib.Path(name), arguments)]
                 write(lines, arguments.result)  # after each part: a run may be ended before its last
     print("\n" + "\n".join(lines) + "\n")
@@ -127,7 +127,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="models of two narrow layers")
-    parser.add_argument("--only", default="", help=f"parts whose name contains this: {', '.join(PARTS)}")
+    parts = ", ".join(PARTS)
+    parser.add_argument("--only", nargs="+", default=[""], help=f"parts whose name contains one of these: {parts}")
     parser.add_argument("--subjects", nargs="+", default=[], help="names of rows of a part's table, and no others")
     parser.add_argument("--new-tokens", type=int, default=256, help="of a sequence in decoding")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each subject")
@@ -140,8 +141,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--result", type=pathlib.Path, help="file for the report; NAME in it is the GPU's")
     arguments = parser.parse_args()
-    if not any(arguments.only in part for part in PARTS):
-        parser.error(f"--only {arguments.only}: the parts are {', '.join(PARTS)}")
+    for only in arguments.only:
+        if not any(only in part for part in PARTS):
+            parser.error(f"--only {only}: the parts are {parts}")
     names = {s.name for s in (*NUMBERS, *TRAINED, ONE_BY_ONE, *DRAWN, *KEPT)}
     if unknown := set(arguments.subjects) - names:
         parser.error(f"--subjects: {min(unknown)!r} is none of {'; '.join(sorted(names))}")
@@ -150,9 +152,11 @@ def parse() -> argparse.Namespace:
 
 def heading(arguments: argparse.Namespace) -> list[str]:
     listed = ["torch", "megatron-core", "transformers", *filter(is_installed, (TE, "flash-attn", "triton", "vllm"))]
-    asked = {"only": arguments.only, "subjects": shlex.join(arguments.subjects), "limit": arguments.limit}
-    asked |= {"new-tokens": arguments.new_tokens, "rounds": arguments.rounds, "steps": arguments.steps}
-    asked |= {"warmup": arguments.warmup}
+    asked = {"only": shlex.join(filter(None, arguments.only)), "subjects": shlex.join(arguments.subjects)}
+    asked |= {
+        name: getattr(arguments, name.replace("-", "_"))
+        for name in ("limit", "new-tokens", "rounds", "steps", "warmup")
+    }
     command = "python benchmarks/gpu.py" + "".join(f" --{k} {v}" for k, v in asked.items() if v not in ("", None))
     lines = [f"# One GPU, {datetime.date.today()}", "", f"`{command}{' --small' if arguments.small else ''}`", ""]
     lines += [gpu_line() if arguments.device == "cuda" else "**on a CPU: these numbers say nothing of a GPU**", ""]
@@ -187,11 +191,15 @@ def gpu_name() -> str:
 
 
 def make_model(folder: pathlib.Path, sizes: Mapping[str, Any], arguments: argparse.Namespace) -> int:
-    """Makes `folder/model` anew. Returns its vocabulary."""
-    shutil.rmtree(folder / "model", ignore_errors=True)
+    """Makes `folder/model` a link to the model of these sizes, which is made once. Returns its vocabulary."""
     vocabulary = 1024 if arguments.small else VOCABULARY
     narrow = {key: value for key, value in SMALL.items() if arguments.small and key in sizes}
-    workload.make_model(folder / "model", 0, sizes={**sizes, **narrow}, vocabulary=vocabulary, end_drawn=False)
+    whole = {**sizes, **narrow}
+    made = folder / f"model-{zlib.crc32(json.dumps(whole, sort_keys=True).encode()):08x}"
+    if not made.exists():
+        workload.make_model(made, 0, sizes=whole, vocabulary=vocabulary, end_drawn=False)
+    (folder / "model").unlink(missing_ok=True)
+    (folder / "model").symlink_to(made)
     return vocabulary
 
 
@@ -231,7 +239,7 @@ def take_turns(
                 print(error, file=sys.stderr)
             else:
                 found.of[subject.name].append(run)
-                print(f"    seconds a step: {' '.join(f'{w:.2f}' for w in run['wall'])}", file=sys.stderr)
+                print(f"    seconds a step: {' '.join(f'{w:.2f}' for w in run['wall'])} {run['more']}", file=sys.stderr)
     return found
 
 
@@ -371,7 +379,8 @@ def decoding(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
 def checkpoint(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
     vocabulary = make_model(folder, DENSE, arguments)
     row = size_of(arguments, 256, 16)
-    spec = {"what": "checkpoint", "vocabulary": vocabulary, "row": row, "rows": 1, "micro_tokens": row, "steps": 3}
+    spec = {"what": "checkpoint", "vocabulary": vocabulary, "row": row, "rows": 1, "micro_tokens": row}
+    spec["steps"] = min(3, arguments.steps)
     runs = take_turns(KEPT, spec, folder, arguments, arguments.rounds)
 
     def cells(name: str, of: list[dict[str, Any]]) -> list[str]:
@@ -380,7 +389,7 @@ def checkpoint(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]
         held = side((m["held_s"] for m in more), ".2f")
         return [f"{more[0]['bytes'] / 1e9:.1f}", *speeds, held]
 
-    title = f"## Checkpoints: {named(arguments, DENSE_NAME)}, with the optimizer's state; the best of three"
+    title = f"## Checkpoints: {named(arguments, DENSE_NAME)}, with the optimizer's state; the best of {spec['steps']}"
     header = [
         "| | GB | save, GB/s | plain write of as much with fsync, GB/s | load, GB/s | training stands still for a save in the background, s |",
         "|---|---|---|---|---|---|",

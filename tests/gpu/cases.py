@@ -26,6 +26,7 @@ def numbers(family: str, label: str = "", **arguments: Any) -> Case:
     return Case(f"numbers {family} {' '.join(w for w in words if w)}", "numbers", {"family": family, **arguments})
 
 
+DEFERRED = {"defer_sync": True}
 FP32 = [
     *(numbers(family, dtype="float32", layer_spec="local") for family in OF_MEGATRON),
     *(numbers(family, dtype="float32", layer_spec="te") for family in OF_MEGATRON),
@@ -35,7 +36,11 @@ BF16 = [
     *(numbers(family, dtype="bfloat16", layer_spec="local") for family in OF_MEGATRON),
     *(numbers(family, dtype="bfloat16", layer_spec="te") for family in OF_MEGATRON),
     *(numbers(family, dtype="bfloat16", backend="fsdp") for family in MODELS),
-    numbers("qwen3", "compiled", dtype="bfloat16", backend="fsdp", compiled=True),
+    numbers("qwen3", "compiled", dtype="bfloat16", backend="fsdp", keys={"compile": True}),
+    *(
+        numbers(family, "deferred", dtype="bfloat16", backend="fsdp", keys=DEFERRED)
+        for family in ("qwen3", "qwen3_moe")
+    ),
     *(
         numbers(family, "lora", dtype="bfloat16", layer_spec=spec, lora=True)
         for family in ("qwen3", "qwen3_moe")
@@ -168,6 +173,8 @@ OF_RANKS = [
     *(split(layout, "gpt_oss", **kind) for layout in (SPLIT[4], SPLIT_EXPERTS[0]) for kind in (LOCAL_FP32, TE_BF16)),
     split(SPLIT[4], "mistral", **TE_BF16),
     *(split(("dp2", 2, {}), family, dtype="float32", backend="fsdp") for family in ("qwen3", "qwen3_moe")),
+    split(("dp2 deferred", 2, {}), "qwen3", dtype="float32", backend="fsdp", keys=DEFERRED),
+    split(("tp2 userbuffers", 2, {"tp": 2}), "qwen3", **TE_BF16, megatron={"tp_comm_overlap": True}),
     split(("cp2", 2, {"cp": 2}), "qwen3", dtype="float32", backend="fsdp"),
     *(
         of_engine(name, "qwen3", "float32", *more, ranks=2, layer_spec="local", parallel=parallel)

@@ -59,10 +59,10 @@ def batch_of(seed: int = 0) -> Batch:
 
 
 def role(family: str, *, dtype: str, lora: bool = False, **options: Any) -> RoleConfig:
-    """A role on the GPU. options: of `tiny.role`."""
+    """A role on the GPU. options: of `tiny.role`. keys: of `engine.fsdp`."""
     model = {"lora": LoraConfig(rank=8, alpha=16.0)} if lora else {}
-    if options.pop("compiled", False):
-        options["fsdp"] = FSDPConfig(compile=True)
+    if keys := options.pop("keys", {}):
+        options["fsdp"] = FSDPConfig(**keys)
     given = {"tokens": models.MICRO_TOKENS, "backend": "megatron", "device": DEVICE, "optimizer": SGD_LIKE} | options
     if given.get("size") is not None:
         del given["tokens"]
