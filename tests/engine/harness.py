@@ -195,7 +195,7 @@ def _serve(rank: int, size: int, port: int, store: str, device: str, pipe) -> No
     backend = "gloo"
     if device == "cuda":
         backend = "cpu:gloo,cuda:nccl"
-        ranks |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        ranks |= {"LOCAL_RANK": 0, "NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
         ranks |= {"NCCL_NET": "Socket", "NCCL_MNNVL_ENABLE": 0, "CUDA_DEVICE_MAX_CONNECTIONS": 1}
     os.environ.update({k: str(v) for k, v in ranks.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     torch.set_num_threads(1)
