@@ -55,7 +55,7 @@ def mrl_engine(spec: dict[str, Any]) -> Any:
     config = {
         "output_dir": "x", "model": {"path": str(pathlib.Path(spec["folder"]) / "model"), "dtype": subject["dtype"]},
         "engine": {
-            "backend": subject["backend"], "layer_spec": subject.get("layer_spec", "auto"), "device": spec["device"],
+            "backend": subject["backend"], "layer_spec": subject.get("layer_spec", "auto"), "device": spec["device"], "moe": subject.get("moe", {}),
             "micro_batch": {"tokens": spec["micro_tokens"]}, "fsdp": subject.get("fsdp", {}),
         },
         "optimizer": {"lr": LR, "schedule": "constant"}, "data": {"train": "x", "max_length": spec["row"]},

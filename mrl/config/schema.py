@@ -124,6 +124,12 @@ class MicroBatchConfig:
 class MoEConfig:
     aux_loss: float = key(0.0, "coefficient of the load-balancing loss, per MoE layer (megatron backend)", minimum=0)
     z_loss: float = key(0.0, "coefficient of the router z-loss (megatron backend)", minimum=0)
+    grouped_mm: bool | Literal["auto"] = key(
+        "auto",
+        "multiply all experts of a layer by one kernel, torch's grouped_mm (megatron backend); auto is true under the "
+        "local layer spec in bfloat16 on GPUs of compute capability 9 and 10 (H100, B200)",
+        may_change=True,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -296,6 +296,11 @@ def gathered(run: Run) -> int:
     return len(run.ranks[0].gathered)
 
 
+def grouped(run: Run) -> bool:
+    """Whether experts multiply by grouped products."""
+    return bool(run.calls("grouped"))
+
+
 def on_host(run: Run) -> bool:
     """Whether activations waited on the host."""
     return run.ranks[0].on_host

@@ -213,6 +213,7 @@ ENGINE = [
     ),
     Row("engine.moe.aux_loss", looks.gradient_has("aux", 0.0, 0.5), [(DEFAULT, [0.0]), (0.5, [0.5])], MOE, on=MEGATRON),
     Row("engine.moe.z_loss", looks.gradient_has("z", 0.0, 0.5), [(DEFAULT, [0.0]), (0.5, [0.5])], MOE, on=MEGATRON),
+    Row("engine.moe.grouped_mm", looks.grouped, [(DEFAULT, False), ("auto", False), (True, True), (False, False)], MOE, on=MEGATRON),
 ]  # fmt: skip
 
 TP2 = {"engine.parallel.tp": 2}

@@ -316,7 +316,7 @@ ROLE_KEYS = [
 OTHER_VALUES = {
     "path": "other", "init": "random", "dtype": "float32", "trust_remote_code": True, "backend": "fsdp", "recompute": "full",
     "offload": ["parameters"], "options": {}, "tokens": 5000, "size": 3, "sp": True, "schedule": "linear", "betas": [0.5, 0.5], "device": "cpu",
-    "min_lr": 1e-9, "eps": 1e-6, "reshard_after_forward": False, "defer_sync": True, "compile": True, "dropout": 0.1, "target_modules": ["q_proj"],
+    "min_lr": 1e-9, "eps": 1e-6, "reshard_after_forward": False, "defer_sync": True, "compile": True, "grouped_mm": True, "dropout": 0.1, "target_modules": ["q_proj"],
     "exclude_modules": ["q_proj"], "rslora": True, "export": "merged",
     "recompute_modules": ["core_attn"], "layer_spec": "local", "attention": "fused", "megatron": {"bucket_size": 9}, "batch_invariant": True,
     "detach": False, "name": "muon", "momentum": 0.5, "use_nesterov": False, "scale_mode": "shape_scaling",

@@ -47,6 +47,10 @@ BF16 = [
         for spec in ("local", "te")
     ),
 ]
+GROUPED = [
+    *(numbers(family, "grouped", dtype="bfloat16", layer_spec=spec, moe={"grouped_mm": True}) for spec in ("local", "te") for family in ("qwen3_moe", "deepseek_v3", "mixtral")),
+    Case("grouped products", "grouped_products", {"splits": (0, 1, 17, 0, 300, 64, 3, 0)}),
+]  # fmt: skip
 TE_BF16 = {"dtype": "bfloat16", "layer_spec": "te"}
 
 
@@ -184,5 +188,5 @@ OF_RANKS = [
     of_engine("samples_as_hugging_face", "qwen3_moe", "float32", "expected", ranks=2, layer_spec="local", parallel={"ep": 2}),
     of_engine("resume_is_bitwise", "qwen3", "float32", "path", ranks=2, backend="fsdp"),
 ]  # fmt: skip
-CASES = [*BF16, *KEYS, *WAITS, *DECODED, *SAME, *OF_ENGINE, *FP32, *OF_RANKS]
+CASES = [*BF16, *GROUPED, *KEYS, *WAITS, *DECODED, *SAME, *OF_ENGINE, *FP32, *OF_RANKS]
 assert len({case.name for case in CASES}) == len(CASES)

@@ -23,9 +23,10 @@ import transformers
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
 from mrl.check import reference
-from mrl.config.schema import FSDPConfig, LoraConfig, OptimizerConfig, RoleConfig
+from mrl.config.schema import FSDPConfig, LoraConfig, MoEConfig, OptimizerConfig, RoleConfig
 from mrl.engine import links
 from mrl.engine.registry import build_engine
+from mrl.mcore_models import grouped
 from tests.engine import contract, generation, tiny
 from tests.engine.harness import Case, run_world
 from tests.gpu import models
@@ -59,10 +60,12 @@ def batch_of(seed: int = 0) -> Batch:
 
 
 def role(family: str, *, dtype: str, lora: bool = False, **options: Any) -> RoleConfig:
-    """A role on the GPU. options: of `tiny.role`. keys: of `engine.fsdp`."""
+    """A role on the GPU. options: of `tiny.role`. keys: of `engine.fsdp`; moe: of `engine.moe`."""
     model = {"lora": LoraConfig(rank=8, alpha=16.0)} if lora else {}
     if keys := options.pop("keys", {}):
         options["fsdp"] = FSDPConfig(**keys)
+    if moe := options.pop("moe", {}):
+        options["moe"] = MoEConfig(**moe)
     given = {"tokens": models.MICRO_TOKENS, "backend": "megatron", "device": DEVICE, "optimizer": SGD_LIKE} | options
     if given.get("size") is not None:
         del given["tokens"]
@@ -302,6 +305,34 @@ def _told(what: Any, *, by: int) -> Any:
     said = [what]
     dist.broadcast_object_list(said, src=by)
     return said[0]
+
+
+def grouped_products(splits: tuple[int, ...]) -> dict[str, Any]:
+    """Products of experts and their gradients (mrl/mcore_models/grouped.py) against one product each, in fp32 of the same factors."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16().to(DEVICE).requires_grad_()
+
+    x, weights, grad = drawn(sum(splits), 64), [drawn(96, 64) for _ in splits], drawn(sum(splits), 96).detach()
+    found = grouped.product(x, splits, weights)
+    found.backward(grad)
+    exact = [t.detach().float().requires_grad_() for t in (x, *weights)]
+    rows = exact[0].split(splits)
+    expected = torch.cat([one @ weight.T for one, weight in zip(rows, exact[1:], strict=True)])
+    expected.backward(grad.float())
+    pairs = {"product": (found, expected)} | {
+        name: (of.grad, to.grad)
+        for name, of, to in zip(("x", *map(str, range(len(splits)))), (x, *weights), exact, strict=True)
+    }
+    errors = {
+        name: float((of.detach() - to.detach()).norm() / to.detach().norm().clamp(min=1.0))
+        for name, (of, to) in pairs.items()
+    }
+    return {
+        "worst": max(errors.values()),
+        "problems": [f"{n} is off by {e:.1e}" for n, e in errors.items() if not e < 2**-8],
+    }
 
 
 def waits(family: str, dtype: str, **options: Any) -> dict[str, Any]:

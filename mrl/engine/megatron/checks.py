@@ -43,6 +43,8 @@ class MegatronChecks(EngineChecks):
         check_counts(engine, dims, hf_config)
         check_layout(fields, dims)
         check_places(engine.megatron, fields, dims)
+        if engine.moe.grouped_mm is True:
+            check_grouped(engine, fields)
         userbuffers.check_model(
             engine, fields, dims, longest=sequences.longest, key=sequences.key, packed=sequences.packed
         )
@@ -153,6 +155,17 @@ def check_counts(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, A
         _check_dense(engine, dims, model)
 
 
+def check_grouped(engine: EngineConfig, fields: Mapping[str, Any]) -> None:
+    """What `engine.moe.grouped_mm: true` does not go with. fields: as of `fields_of`."""
+    key = "engine.moe.grouped_mm"
+    if fields.get("add_bias_linear"):
+        raise ConfigError(key, True, "multiplies experts without biases, and the model's have some", "leave it out")
+    if engine.megatron.get("fp8"):
+        raise ConfigError(
+            key, True, "multiplies experts in 16 bits, and engine.megatron.fp8 in 8", "leave one of both out"
+        )
+
+
 def num_experts(model: Mapping[str, Any]) -> int | None:
     """Experts of an MoE layer as config.json names them; None for a dense model."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
@@ -180,3 +193,6 @@ def _check_dense(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, A
                 f"is for a router, and the model ({model.get('model_type')}) has none",
                 "set it to 0",
             )
+    if engine.moe.grouped_mm is True:
+        why = f"is for experts, and the model ({model.get('model_type')}) has none"
+        raise ConfigError("engine.moe.grouped_mm", True, why, "leave it out")

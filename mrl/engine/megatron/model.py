@@ -27,7 +27,7 @@ from mrl.engine.megatron.groups import MegatronState
 from mrl.engine.megatron.muon import matrix_rules
 from mrl.engine.saving import starting_weights
 from mrl.errors import ConfigError
-from mrl.mcore_models import layer_spec, platform, userbuffers
+from mrl.mcore_models import grouped, layer_spec, platform, userbuffers
 from mrl.mcore_models.build import build_chunks, transformer_config
 from mrl.mcore_models.te_limits import cp_comm_type, switches_of
 from mrl.parallel import ParallelDims
@@ -97,6 +97,8 @@ class Model:
         )  # fmt: skip
         if buffers is not None:
             userbuffers.check_built(self.transformer)
+        if grouped.is_chosen(config.engine.moe.grouped_mm, self.spec, self.dtype):
+            grouped.install(self.chunks, must=config.engine.moe.grouped_mm is True)
         if config.model.lora is not None:
             self.adapters = adapters(config.model.path, config.model.lora, head)
             self.rules = lora.attach(self.chunks, self.rules, self.adapters, config.model.lora, self.family, head=head)

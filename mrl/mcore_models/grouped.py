@@ -1,0 +1,142 @@
+"""Experts of a layer by grouped matrix products: one kernel for all of them (`torch.nn.functional.grouped_mm`).
+
+megatron-core multiplies expert after expert under the local spec, and transformer-engine starts one product of cuBLAS
+for each, whose shapes are others every time. On an H100 that took the host 0.1 ms for each of the six products that an
+expert has in a micro-batch, and the GPU waited for it (benchmarks/results/gpu-h100-training.md). Modules, parameters
+and their names stay as they are, of either spec; what they compute is the same but for the order of sums. Dimensions:
+`T` tokens of all experts of a rank, `E` its experts, `I` inputs and `O` outputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from torch import Tensor
+
+from mrl.errors import ConfigError
+from mrl.mcore_models import platform
+
+KEY = "engine.moe.grouped_mm"
+ALIGNED = 16
+"""Bytes that rows of a grouped product's matrices are a multiple of."""
+CAPABILITIES = (9, 10)
+"""Major compute capabilities for which torch has the kernel (H100, B200); on others it takes expert after expert."""
+
+
+def is_chosen(wanted: bool | str, spec: str, dtype: torch.dtype) -> bool:
+    """Whether `engine.moe.grouped_mm` comes to true. By `auto` it does under the local spec where the device has the
+    kernel for weights of this dtype."""
+    if wanted != "auto":
+        return bool(wanted)
+    has_kernel = platform.has_gpu() and torch.cuda.get_device_capability()[0] in CAPABILITIES
+    return spec == "local" and dtype == torch.bfloat16 and has_kernel
+
+
+def install(chunks: Iterable[torch.nn.Module], *, must: bool = False) -> None:
+    """Has the experts of all layers multiply by grouped products. Experts with biases, and sizes that the kernel does
+    not take, stay as they are; with `must` such sizes raise ConfigError."""
+    for module in (m for chunk in chunks for m in chunk.modules()):
+        if isinstance(module, SequentialMLP) and len(module.local_experts) > 1:
+            one = module.local_experts[0]
+            if one.linear_fc1.bias is None and _fit([one.linear_fc1.weight, one.linear_fc2.weight], must):
+                module.forward = types.MethodType(_sequential, module)
+        elif isinstance(module, TEGroupedMLP):
+            linear = (module.linear_fc1, module.linear_fc2)
+            biased = any(name.startswith("bias") for part in linear for name, _ in part.named_parameters())
+            if not biased and _fit([part.weight0 for part in linear], must):
+                for part in linear:
+                    part.forward = types.MethodType(_grouped, part)
+
+
+def _fit(weights: Iterable[Tensor], must: bool) -> bool:
+    for weight in weights:
+        multiple = ALIGNED // weight.element_size()
+        if any(size % multiple for size in weight.shape):
+            if must:
+                sizes = " x ".join(map(str, weight.shape))
+                why = f"takes experts whose sizes are multiples of {multiple}, and theirs are {sizes} on a rank"
+                raise ConfigError(KEY, True, why, "leave it out")
+            return False
+    return True
+
+
+class Product(torch.autograd.Function):
+    """x_e weights[e]^T of the rows x_e of each expert, x [T, I] one expert after the other, weights [O, I] each.
+
+    Returns [T, O]. ends [E] (int32): where each expert's rows end. Weights are stacked for a product, and again for the
+    backward pass: the copy takes memory for the time of a product alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, ends, *weights)
+        return F.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, ends, *weights = ctx.saved_tensors
+        grad = grad.contiguous()
+        of_x: Tensor | None = None
+        of_weights: Sequence[Tensor | None] = [None] * len(weights)
+        if ctx.needs_input_grad[0]:
+            of_x = F.grouped_mm(grad, torch.stack(weights), offs=ends)
+        if any(ctx.needs_input_grad[2:]):
+            of_weights = F.grouped_mm(grad.t(), x, offs=ends).unbind()
+        return of_x, None, *of_weights
+
+
+def product(x: Tensor, splits: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
+    """`Product` of experts with `splits` rows each."""
+    ends = torch.tensor(list(itertools.accumulate(splits)), dtype=torch.int32, pin_memory=x.is_cuda)
+    return Product.apply(x.contiguous(), ends.to(x.device, non_blocking=True), *weights)
+
+
+def _grouped(self: Any, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, None]:
+    """In place of the forward pass of a linear layer of all experts (TEGroupedLinear)."""
+    weights = [self.get_parameter(f"weight{i}") for i in range(self.num_gemms)]
+    if not len(x):  # no kernel takes none
+        return type(self).forward(self, x, m_splits)
+    return product(x, m_splits, weights), None
+
+
+def _sequential(self: Any, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+    """In place of that of `SequentialMLP`: its first expert's, whose linear layers are those of all."""
+    linear = [[getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")]
+    adapted = any(part._forward_hooks for parts in linear for part in parts)  # each adds what its adapter gives
+    if adapted or not len(hidden):
+        return type(self).forward(self, hidden, tokens_per_expert, probs)
+    for part in itertools.chain(*linear):  # which wait for weights that are being gathered
+        for hook in part._forward_pre_hooks.values():
+            hook(part, (hidden,))
+    splits = tokens_per_expert.tolist()
+    multiply = [lambda x, parts=parts: product(x, splits, [part.weight for part in parts]) for parts in linear]
+    return MLP.forward(_AsOne(self.local_experts[0], *multiply), hidden, probs)
+
+
+class _AsOne(torch.nn.Module):
+    """An expert with other linear layers. It is a module since megatron-core asks for one."""
+
+    def __init__(self, expert: MLP, fc1: Callable[[Tensor], Tensor], fc2: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear_fc1, self.linear_fc2 = LinearOfAll(fc1), LinearOfAll(fc2)
+        self.__dict__["expert"] = expert  # not as a part of this module
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__["_modules"]
+        return modules[name] if name in modules else getattr(self.__dict__["expert"], name)
+
+
+class LinearOfAll(torch.nn.Module):
+    def __init__(self, multiply: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.multiply = multiply
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.multiply(x), None

@@ -1,0 +1,53 @@
+"""Engines whose experts multiply by grouped products, on every rank of a world."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from mrl.config.schema import MoEConfig, RoleConfig
+from mrl.mcore_models import grouped
+from tests.engine import overlap, parity, te_like
+
+
+def with_key(config: RoleConfig) -> RoleConfig:
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, moe=MoEConfig(grouped_mm=True)))
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[int]]:
+    """Counts the products."""
+    count, product = [0], grouped.product
+
+    def counting(*args: Any) -> Any:
+        count[0] += 1
+        return product(*args)
+
+    grouped.product = counting
+    try:
+        yield count
+    finally:
+        grouped.product = product
+
+
+def measure(te: bool, **arguments: Any) -> parity.Outcome | None:
+    """`parity.measure` with the key, of modules of the local spec or of those like transformer-engine's."""
+    config_of = parity.config_of
+    parity.config_of = lambda *given: with_key(config_of(*given))
+    try:
+        with counted() as count:
+            outcome = te_like.measure(**arguments) if te else parity.measure(**arguments)
+        assert count[0], "no product was grouped"
+        return outcome
+    finally:
+        parity.config_of = config_of
+
+
+def overlapped(config: RoleConfig) -> dict[str, float]:
+    """`overlap.compare` with the key."""
+    with counted() as count:
+        found = overlap.compare(with_key(config))
+    assert count[0], "no product was grouped"
+    return found

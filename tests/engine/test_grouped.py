@@ -1,0 +1,111 @@
+"""Experts by grouped products (mrl/mcore_models/grouped.py): every number is that of transformers, as expert by expert. Kernels
+need a GPU; on a CPU torch takes expert after expert, and what is around them is the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mrl.config.schema import MoEConfig, RoleConfig
+from mrl.engine.checks import EngineChecks, Sequences
+from mrl.engine.fsdp.checks import FSDPChecks
+from mrl.engine.megatron.checks import MegatronChecks
+from mrl.engine.registry import build_engine
+from mrl.errors import ConfigError
+from mrl.mcore_models import grouped, platform
+from mrl.parallel import ParallelDims
+from tests.engine import tiny
+from tests.engine.harness import run_case
+from tests.engine.parity import Row, Table
+from tests.gpu.measures import grouped_products
+from tests.tiers import in_tiers
+
+LOCAL, TE = False, True
+ROWS = [
+    (LOCAL, Row("qwen3_moe", size=4, why="a dense layer among those of experts")),
+    (TE, Row("qwen3_moe", "dp2xep2", size=4, lora="all", why="adapters of each expert beside the product of all")),
+    (LOCAL, Row("deepseek_v3", "tp2+spxdp2xep2", size=2, recompute="full", why="experts without tokens on a rank")),
+    (LOCAL, Row("mixtral", "tp2+spxdp2xep2xetp2", size=4, why="experts that two ranks share")),
+    (LOCAL, Row("glm4_moe", "pp2", size=2, why="shared experts")),
+    (TE, Row("deepseek_v3", size=4)),
+]
+
+
+@pytest.fixture(scope="module")
+def table():
+    return Table()
+
+
+@pytest.mark.parametrize(("te", "row"), in_tiers(ROWS[:1], ROWS[1:4], ROWS), ids=str)
+def test_row(table: Table, te: bool, row: Row):
+    given = {
+        "row": row,
+        "folder": table.model(row.model),
+        "reference": table.reference(row),
+        "adapter": table.adapter(row),
+    }
+    outcome = run_case(row.world_size, "tests.engine.grouped:measure", te=te, **given)
+    assert not outcome.problems, f"{row}: " + "; ".join(outcome.problems)
+
+
+@pytest.mark.slow
+def test_weights_that_are_gathered_are_waited_for(tmp_path):
+    """No forward pass of the experts' own linear layers runs, whose hooks wait."""
+    folder = tiny.make_model(str(tmp_path / "model"), "qwen3_moe", layers=2)
+    found = run_case(2, "tests.engine.grouped:overlapped", config=tiny.role(folder, backend="megatron", size=1))
+    assert found["reduced"] and found["gathered"]
+    assert found["norms"] < 1e-5 and found["others"] == 0, found
+
+
+def test_products_of_any_number_of_tokens(monkeypatch):
+    monkeypatch.setattr("tests.gpu.measures.DEVICE", "cpu")
+    assert not grouped_products((0, 1, 17, 0, 300, 64, 3, 0))["problems"]
+    weights = [torch.randn(8, 4) for _ in range(3)]
+    x = torch.randn(5, 4, requires_grad=True)  # weights that do not train, as beside adapters
+    grouped.product(x, (2, 0, 3), weights).backward(torch.ones(5, 8))
+    torch.testing.assert_close(x.grad, torch.cat([weights[0].sum(0).expand(2, 4), weights[2].sum(0).expand(3, 4)]))
+
+
+def test_auto_is_where_torch_has_the_kernel(monkeypatch):
+    assert grouped.is_chosen(True, "te", torch.float32) and not grouped.is_chosen(False, "local", torch.bfloat16)
+    assert not grouped.is_chosen("auto", "local", torch.bfloat16), "no GPU is here"
+    monkeypatch.setattr(platform, "has_gpu", lambda: True)
+    for capability, chosen in (((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of=capability: of)
+        assert grouped.is_chosen("auto", "local", torch.bfloat16) == chosen
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert not grouped.is_chosen("auto", "te", torch.bfloat16) and not grouped.is_chosen("auto", "local", torch.float32)
+
+
+REFUSED = {
+    "gpt_oss": ({}, {}, "multiplies experts without biases, and the model's have some; leave it out"),
+    "qwen3": ({}, {}, "is for experts, and the model (qwen3) has none; leave it out"),
+    "qwen3_moe": ({}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "multiplies experts in 16 bits, and engine.megatron.fp8 in 8; leave one of both out"),
+    "mixtral": ({"intermediate_size": 26}, {}, "takes experts whose sizes are multiples of 4, and theirs are 32 x 26 on a rank; leave it out"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_is_refused(tmp_path, family):
+    sizes, fields, said = REFUSED[family]
+    folder = tiny.make_model(str(tmp_path / "model"), family, **sizes)
+    config = tiny.role(folder, backend="megatron", layer_spec="auto", moe=MoEConfig(grouped_mm=True), megatron=fields)
+    with pytest.raises(ConfigError) as error:
+        checked(config, MegatronChecks)
+        build_engine(config).init_model()
+    assert str(error.value) == f"engine.moe.grouped_mm: value true {said}"
+
+
+def test_fsdp_has_no_such_key(tmp_path):
+    config = tiny.role(tiny.make_model(str(tmp_path / "model"), "qwen3_moe"), moe=MoEConfig(grouped_mm=True))
+    with pytest.raises(ConfigError, match="engine.moe.grouped_mm: value true is not supported by backend fsdp"):
+        checked(config, FSDPChecks)
+
+
+def checked(config: RoleConfig, checks: type[EngineChecks]) -> None:
+    checks.check_config(config.model, config.engine)
+    model = json.loads(Path(config.model.path, "config.json").read_text())
+    checks.check_model(
+        config.engine, ParallelDims(), model, Sequences(8, "data.max_length", packed=True, generated=False)
+    )
