@@ -21,7 +21,6 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 
 from mrl.errors import ConfigError
-from mrl.mcore_models import platform
 
 KEY = "engine.moe.grouped_mm"
 ALIGNED = 16
@@ -30,13 +29,12 @@ CAPABILITIES = (9, 10)
 """Major compute capabilities for which torch has the kernel (H100, B200); on others it takes expert after expert."""
 
 
-def is_chosen(wanted: bool | str, spec: str, dtype: torch.dtype) -> bool:
-    """Whether `engine.moe.grouped_mm` comes to true. By `auto` it does under the local spec where the device has the
-    kernel for weights of this dtype."""
+def is_chosen(wanted: bool | str, spec: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
+    """Whether `engine.moe.grouped_mm` comes to true. By `auto` it does under the local spec where a GPU of this
+    capability has the kernel for weights of this dtype. capability: None where there is no GPU."""
     if wanted != "auto":
         return bool(wanted)
-    has_kernel = platform.has_gpu() and torch.cuda.get_device_capability()[0] in CAPABILITIES
-    return spec == "local" and dtype == torch.bfloat16 and has_kernel
+    return spec == "local" and dtype == torch.bfloat16 and capability is not None and capability[0] in CAPABILITIES
 
 
 def install(chunks: Iterable[torch.nn.Module], *, must: bool = False) -> None:

@@ -32,6 +32,11 @@ def has_gpu() -> bool:
     return _without_gpu == CPU and torch.cuda.is_available()
 
 
+def capability() -> tuple[int, int] | None:
+    """Returns the compute capability of the GPU that models compute on; None where there is none."""
+    return torch.cuda.get_device_capability() if has_gpu() else None
+
+
 def device_type(wanted: str = "auto") -> str:
     """ "cuda" or "cpu" for a value of engine.device. Raises ConfigError where there is no such device."""
     if wanted == "cuda" and not has_gpu():

@@ -82,6 +82,7 @@ def plan_role(
         forward = (sharded.figures(dataclasses.replace(config, optimizer=None), dims),)
         return RolePlan(role, model, config, dims, (sharded.figures(config, dims),) * trains, forward)
     spec = meta.layer_spec_on_gpus(config, dims, gpu.capability)
+    given, config = config, _as_experts_multiply(config, spec, gpu.capability)
     trained: tuple[RankFigures, ...] = ()
     only_forward: tuple[RankFigures, ...] = ()
     sampling: tuple[RankFigures, ...] = ()
@@ -105,7 +106,15 @@ def plan_role(
             sampling = _stages(layers, dims, (phase.prefill_tokens,), spec, known)
     if not trained and not only_forward:  # it only samples
         only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), spec, known)
-    return RolePlan(role, model, config, dims, trained, only_forward, spec, sampling)
+    return RolePlan(role, model, given, dims, trained, only_forward, spec, sampling)
+
+
+def _as_experts_multiply(config: RoleConfig, spec: str, capability: tuple[int, int] | None) -> RoleConfig:
+    from mrl.mcore_models.grouped import is_chosen
+
+    chosen = is_chosen(config.engine.moe.grouped_mm, spec, DTYPES[config.model.dtype], capability)
+    moe = dataclasses.replace(config.engine.moe, grouped_mm=chosen)
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, moe=moe))
 
 
 def _as_it_decodes(config: RoleConfig) -> EngineConfig:

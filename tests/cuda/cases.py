@@ -33,6 +33,7 @@ class Case:
     detached: bool = False  # MTP layers, from the rest
     muon: bool = False
     router_losses: bool = False
+    grouped: bool = False  # products of experts, where a GPU would not have them by itself
     modules: tuple[str, ...] | None = None  # that selective recomputation is of
     offload: tuple[str, ...] = ()
     bf16_moments: bool = False
@@ -56,6 +57,7 @@ class Case:
             + ["muon"] * self.muon
             + [f"{self.ids} ids"] * bool(self.ids)
             + ["router losses"] * self.router_losses
+            + ["grouped"] * self.grouped
             + ["+".join(self.modules or ())] * (self.modules is not None)
             + ["bf16 moments"] * self.bf16_moments
             + ["optimizer on the host"] * self.optimizer_on_host

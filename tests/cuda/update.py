@@ -44,7 +44,7 @@ def config_of(case: Case, folder: Path) -> RoleConfig:
         | ({"optimizer_cpu_offload": True} if case.optimizer_on_host else {})
         | case.megatron,
         parallel=parallel, recompute=case.recompute, recompute_modules=case.modules, offload=list(case.offload), layer_spec=case.spec,
-        moe=MoEConfig(aux_loss=0.01, z_loss=0.001) if case.router_losses else MoEConfig(),
+        moe=MoEConfig(grouped_mm=case.grouped or "auto", **({"aux_loss": 0.01, "z_loss": 0.001} if case.router_losses else {})),
         micro_batch=MicroBatchConfig(tokens=TOKENS) if case.megatron.get("tp_comm_overlap")
         else MicroBatchConfig(size=len(case.lengths)),
     )  # fmt: skip

@@ -45,6 +45,13 @@ def held(case: Case) -> list[dict[str, int]]:
     return found
 
 
+def flops(case: Case) -> list[tuple[float, float]]:
+    """FLOPs of a micro-batch's forward and backward passes in each chunk of the first rank."""
+    config = update.config_of(case, models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes))
+    stage = meta.measure(config, ParallelDims(case.world, ep=case.ep), 0, case.lengths)
+    return [(chunk.forward_flops, chunk.backward_flops) for chunk in stage.chunks]
+
+
 def sharded(config: RoleConfig, world: int) -> list[dict[str, int]]:
     """As `held`, of a part on backend fsdp."""
     found = figures(config, ParallelDims(world))

@@ -34,6 +34,7 @@ CASES = [
     Case(DENSE, world=2, dtype="float32", changes=NARROW),
     Case("meta-llama/Llama-3.2-1B", world=2, tp=2, lora=True, changes=NARROW),
     Case(MOE, world=4, tp=2, ep=2, etp=1, changes=FEW),
+    Case(MOE, world=2, grouped=True, changes=FEW),
     # on a CPU torch has no kernel for values of another width than keys
     Case("deepseek-ai/DeepSeek-V3", world=2, ep=2, changes=LATENT),
     Case("deepseek-ai/DeepSeek-V3", world=2, pp=2, mtp=True, changes=LATENT),
@@ -43,7 +44,7 @@ CASES = [
 
 
 LORA = {"lora": LoraConfig(rank=3)}
-IN_CI = [CASES[2], CASES[10], CASES[13], CASES[15]]  # of two ranks; `make test-nightly` runs them all
+IN_CI = [CASES[2], CASES[10], CASES[12], CASES[14], CASES[16]]  # of two ranks; `make test-nightly` runs them all
 
 
 @pytest.mark.slow
@@ -63,6 +64,14 @@ def test_a_plan_is_what_a_run_takes(planner, case):
     # an untrained router gives experts unequal numbers of tokens: together they are those of the plan
     totals = [sum(one.activations for one in measured), sum(one["activations"] for one in planned)]
     assert totals[0] == pytest.approx(totals[1], rel=0.1)
+
+
+def test_grouped_products_have_the_flops_of_one_after_another(planner):
+    one_by_one, grouped = (
+        planner.call("tests.plan.planned:flops", Case(MOE, world=2, ep=2, grouped=on, changes=FEW))
+        for on in (False, True)
+    )
+    assert one_by_one == grouped and all(min(of) > 0 for of in grouped)
 
 
 @pytest.mark.slow

@@ -186,6 +186,7 @@ def measure(
     from mrl.engine.lora.folder import adapters
     from mrl.engine.megatron import lora, optim, weights
     from mrl.engine.megatron.model import Model, offload_activations
+    from mrl.mcore_models import grouped
     from mrl.mcore_models.build import build_chunks
 
     further = {k: v for k, v in config.engine.megatron.items() if k not in megatron_fields.OF_TRANSFORMER_ENGINE}
@@ -200,6 +201,8 @@ def measure(
                 padded_vocab=padded_vocab(model.hf["vocab_size"], dims.tp), head=config.head,
                 detaches_mtp=model.detaches_mtp,
             )  # fmt: skip
+            if engine.moe.grouped_mm is True:
+                grouped.install(chunks)
             if config.model.lora is not None:
                 rules, shapes = model.rules_under("local"), adapters(config.model.path, config.model.lora, config.head)
                 lora.attach(chunks, rules, shapes, config.model.lora, model.family, head=config.head)

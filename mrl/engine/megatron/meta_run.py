@@ -58,6 +58,8 @@ class Watch(PeakBytes):
             self._note_collective(func, out, args, kwargs or {})
         elif packet.__name__ in _ATTENTION:
             self.flops += _attention_flops(func, args, kwargs or {})
+        elif packet.__name__ == "_grouped_mm":  # of rows of experts [T, I], or of such rows' gradients [O, T]
+            self.flops += 2.0 * args[0].numel() * args[1].shape[-1]
         elif packet in flop_registry:
             self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         return out

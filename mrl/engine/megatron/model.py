@@ -97,7 +97,7 @@ class Model:
         )  # fmt: skip
         if buffers is not None:
             userbuffers.check_built(self.transformer)
-        if grouped.is_chosen(config.engine.moe.grouped_mm, self.spec, self.dtype):
+        if grouped.is_chosen(config.engine.moe.grouped_mm, self.spec, self.dtype, platform.capability()):
             grouped.install(self.chunks, must=config.engine.moe.grouped_mm is True)
         if config.model.lora is not None:
             self.adapters = adapters(config.model.path, config.model.lora, head)
