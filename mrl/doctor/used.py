@@ -16,7 +16,9 @@ KERNELS: Mapping[str, Mapping[str, str]] = {
     "te": {"flash": "flash-attn 2", "fused": "cuDNN (fused)", "unfused": "unfused"},
     "local": {"sdpa": "torch's sdpa", "flash": "torch's flash kernel", "blocks": "masked blocks"},
 }
-EXPERTS: Mapping[str, str] = {"SequentialMLP": "one after another", "TEGroupedMLP": "grouped GEMM"}
+EXPERTS: Mapping[str, str] = {
+    "SequentialMLP": "one after another", "TEGroupedMLP": "grouped GEMM", "grouped_mm": "torch's grouped_mm",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

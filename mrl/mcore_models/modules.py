@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from mrl.mcore_models import layers
+from mrl.mcore_models import grouped, layers, platform
 from mrl.mcore_models.config import Config, LatentConfig
 
 
@@ -20,7 +20,7 @@ class LayerModules:
     attention: str  # of the scores and their sum over values
     norm: str  # before attention: a module of its own, or the linear layer that it is fused with
     linear: str  # of the attention's output
-    experts: str | None  # None in a dense layer
+    experts: str | None  # None in a dense layer; grouped_mm where it multiplies them (grouped.py)
 
 
 def modules_of(config: Config | LatentConfig, layer: int) -> LayerModules:
@@ -34,14 +34,19 @@ def modules_of(config: Config | LatentConfig, layer: int) -> LayerModules:
         attention=_name(attention.core_attention),
         norm=_name(first) if norm == "IdentityOp" else norm,
         linear=_name(attention.linear_proj),
-        experts=_experts(parts.mlp),
+        experts=_experts(config, parts.mlp),
     )
 
 
-def _experts(mlp: Any) -> str | None:
+def _experts(config: Config | LatentConfig, mlp: Any) -> str | None:
     below = _submodules(mlp)
     experts = getattr(below, "experts", None)
-    return None if experts is None else _name(experts)
+    if experts is None:
+        return None
+    dtype, capability = config.params_dtype, platform.capability()
+    if not config.add_bias_linear and grouped.is_chosen("auto", config.layer_spec, dtype, capability):
+        return "grouped_mm"
+    return _name(experts)
 
 
 def _submodules(of: Any) -> Any:

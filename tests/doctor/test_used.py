@@ -131,7 +131,7 @@ def test_the_local_attention_is_asked_with_tensors_of_the_model(machine, monkeyp
 
 
 @pytest.mark.slow
-def test_modules_and_optimizer_are_megatrons():
+def test_modules_and_optimizer_are_megatrons(monkeypatch):
     cpu_stand_in.prepare()
     from megatron.core.optimizer import Adam
 
@@ -153,6 +153,15 @@ def test_modules_and_optimizer_are_megatrons():
     assert issubclass(Adam, torch.optim.AdamW)
     table = used.table(used.Choices(rows=found, modules=list(made.values())))
     assert table[3][-2:] == ["RMSNorm", "one after another"]
+    monkeypatch.setattr(platform, "capability", lambda: (9, 0))
+    made = [one and one["experts"] for one in choices.modules(found)]
+    assert [made[i] for i, row in enumerate(found) if row["cp"] == 1] == [
+        None,
+        "grouped_mm",
+        "SequentialMLP",
+        "grouped_mm",
+    ]
+    assert used.table(used.Choices(rows=found, modules=choices.modules(found)))[3][-1] == "torch's grouped_mm"
 
 
 @pytest.mark.slow
