@@ -28,7 +28,7 @@ from mrl.config.megatron_speed import ON_HOST, moment_bytes, state_bytes
 from mrl.config.schema import ParallelConfig, RoleConfig
 from mrl.engine.megatron.even_experts import EvenExperts
 from mrl.engine.megatron.meta_ids import Ids
-from mrl.engine.megatron.meta_run import BLOCK, AsOnAGPU, Traffic, Watch, in_backward, norms_of
+from mrl.engine.megatron.meta_run import BLOCK, AsOnAGPU, Traffic, Watch, complete, in_backward, norms_of
 from mrl.mcore_models import cpu_stand_in, fp8, megatron_fields, platform, userbuffers
 from mrl.parallel import Coordinates, ParallelDims
 
@@ -183,10 +183,8 @@ def measure(
     took, which is not measured again; those of this rank are put into it. ids: of distillation.
     """
     from mrl.converters.rules import padded_vocab
-    from mrl.engine.lora.folder import adapters
-    from mrl.engine.megatron import lora, optim, weights
-    from mrl.engine.megatron.model import Model, offload_activations
-    from mrl.mcore_models import grouped
+    from mrl.engine.megatron import optim, weights
+    from mrl.engine.megatron.model import Model
     from mrl.mcore_models.build import build_chunks
 
     further = {k: v for k, v in config.engine.megatron.items() if k not in megatron_fields.OF_TRANSFORMER_ENGINE}
@@ -201,12 +199,7 @@ def measure(
                 padded_vocab=padded_vocab(model.hf["vocab_size"], dims.tp), head=config.head,
                 detaches_mtp=model.detaches_mtp,
             )  # fmt: skip
-            if engine.moe.grouped_mm is True:
-                grouped.install(chunks)
-            if config.model.lora is not None:
-                rules, shapes = model.rules_under("local"), adapters(config.model.path, config.model.lora, config.head)
-                lora.attach(chunks, rules, shapes, config.model.lora, model.family, head=config.head)
-            offload_activations(chunks, config.engine)
+            complete(chunks, model, config)
             trained = config.optimizer is not None
             if not trained:
                 for chunk in chunks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from mrl.config.schema import RoleConfig
 from mrl.engine.megatron.even_experts import EvenExperts
 from mrl.engine.peak_bytes import PeakBytes
 
@@ -217,3 +218,18 @@ def norms_of(spec: str) -> Iterator[None]:
         yield
     finally:
         RMSNorm.forward = forward  # type: ignore[method-assign]
+
+
+def complete(chunks: Sequence[Any], model: Any, config: RoleConfig) -> None:
+    """What keys make of the chunks once they are built."""
+    from mrl.engine.lora.folder import adapters
+    from mrl.engine.megatron import lora
+    from mrl.engine.megatron.model import offload_activations
+    from mrl.mcore_models import grouped
+
+    if config.engine.moe.grouped_mm is True:
+        grouped.install(chunks)
+    if config.model.lora is not None:
+        rules, shapes = model.rules_under("local"), adapters(config.model.path, config.model.lora, config.head)
+        lora.attach(chunks, rules, shapes, config.model.lora, model.family, head=config.head)
+    offload_activations(chunks, config.engine)
