@@ -70,16 +70,24 @@ class Product(torch.autograd.Function):
 
     Returns [T, O]. ends [E] (int32): where each expert's rows end. Weights are stacked for a product, and again for the
     backward pass: the copy takes memory for the time of a product alone.
+
+    Of no rows, which kernels do not take, it gives none, and gradients of zero. Experts are never handed back to
+    megatron-core for them: where that adds gradients to its buffer itself it marks the weights, and a gradient that
+    comes from here in a later micro-batch would be left out.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, ends, *weights)
+        if not len(x):
+            return x.new_empty(0, len(weights[0]))
         return F.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, ends, *weights = ctx.saved_tensors
+        if not len(x):
+            return torch.zeros_like(x), None, *map(torch.zeros_like, weights)
         grad = grad.contiguous()
         of_x: Tensor | None = None
         of_weights: Sequence[Tensor | None] = [None] * len(weights)
@@ -99,8 +107,6 @@ def product(x: Tensor, splits: Sequence[int], weights: Sequence[Tensor]) -> Tens
 def _grouped(self: Any, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, None]:
     """In place of the forward pass of a linear layer of all experts (TEGroupedLinear)."""
     weights = [self.get_parameter(f"weight{i}") for i in range(self.num_gemms)]
-    if not len(x):  # no kernel takes none
-        return type(self).forward(self, x, m_splits)
     return product(x, m_splits, weights), None
 
 
@@ -108,7 +114,7 @@ def _sequential(self: Any, hidden: Tensor, tokens_per_expert: Tensor, probs: Ten
     """In place of that of `SequentialMLP`: its first expert's, whose linear layers are those of all."""
     linear = [[getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")]
     adapted = any(part._forward_hooks for parts in linear for part in parts)  # each adds what its adapter gives
-    if adapted or not len(hidden):
+    if adapted:
         return type(self).forward(self, hidden, tokens_per_expert, probs)
     for part in itertools.chain(*linear):  # which wait for weights that are being gathered
         for hook in part._forward_pre_hooks.values():

@@ -65,6 +65,13 @@ def test_products_of_any_number_of_tokens(monkeypatch):
     x = torch.randn(5, 4, requires_grad=True)  # weights that do not train, as beside adapters
     grouped.product(x, (2, 0, 3), weights).backward(torch.ones(5, 8))
     torch.testing.assert_close(x.grad, torch.cat([weights[0].sum(0).expand(2, 4), weights[2].sum(0).expand(3, 4)]))
+    none, trained = (
+        torch.empty(0, 4, requires_grad=True),
+        [w.requires_grad_() for w in weights],
+    )  # of a rank without tokens
+    found = grouped.product(none, (0, 0, 0), trained)
+    found.sum().backward()
+    assert found.shape == (0, 8) and none.grad.shape == (0, 4) and all(torch.equal(w.grad, 0 * w) for w in trained)
 
 
 def test_auto_is_where_torch_has_the_kernel():
