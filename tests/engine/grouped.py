@@ -39,7 +39,8 @@ def measure(te: bool, **arguments: Any) -> parity.Outcome | None:
     try:
         with counted() as count:
             outcome = te_like.measure(**arguments) if te else parity.measure(**arguments)
-        assert count[0], "no product was grouped"
+        expected = te or not arguments["row"].lora  # local experts with adapters are multiplied one by one
+        assert bool(count[0]) == expected, f"{count[0]} products were grouped"
         return outcome
     finally:
         parity.config_of = config_of
