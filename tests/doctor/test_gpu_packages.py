@@ -35,7 +35,7 @@ def test_absent_ones_cost_what_they_cost():
     on_gpu, on_cpu = look(gpu=True), look(gpu=False)
     assert on_gpu["transformer-engine"].level == "warning"
     assert (
-        "one after another before the H100" in on_gpu["transformer-engine"].what
+        "one by one but for bfloat16 on H100 and B200" in on_gpu["transformer-engine"].what
         and "mrl[gpu]" in on_gpu["transformer-engine"].fix
     )
     assert {finding.level for finding in on_cpu.values()} == {"note"}

@@ -62,11 +62,17 @@ def test_weights_that_are_gathered_are_waited_for(tmp_path):
 def test_products_of_any_number_of_tokens(monkeypatch):
     monkeypatch.setattr("tests.gpu.measures.DEVICE", "cpu")
     assert not grouped_products((0, 1, 17, 0, 300, 64, 3, 0))["problems"]
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weights = torch.randn(40, 16, dtype=dtype), torch.randn(3, 24, 16, dtype=dtype).unbind()
+        one_by_one = [part @ w.T for part, w in zip(x.split((7, 0, 33)), weights, strict=True)]
+        assert torch.equal(grouped.product(x, (7, 0, 33), weights), torch.cat(one_by_one))
     weights = [torch.randn(8, 4) for _ in range(3)]
     x = torch.randn(
         4, 5, requires_grad=True
     )  # in an order that kernels refuse; weights do not train, as beside adapters
-    grouped.product(x.t(), (2, 0, 3), weights).sum().backward()  # whose gradient has one element
+    found = grouped.product(x.t(), (2, 0, 3), weights)
+    assert found.grad_fn.saved_tensors[0] is None, "inputs are kept for no gradient"
+    found.sum().backward()  # of a gradient with one element
     torch.testing.assert_close(x.grad.t(), torch.cat([weights[0].sum(0).expand(2, 4), weights[2].sum(0).expand(3, 4)]))
     none, trained = (
         torch.empty(0, 4, requires_grad=True),

@@ -48,7 +48,11 @@ BF16 = [
     ),
 ]
 GROUPED = [
-    *(numbers(family, "grouped", dtype="bfloat16", layer_spec=spec, moe={"grouped_mm": True}) for spec in ("local", "te") for family in ("qwen3_moe", "deepseek_v3", "mixtral")),
+    # what `auto` is not: on under local, off under te
+    *(
+        numbers(family, "grouped" if on else "one by one", dtype="bfloat16", layer_spec=spec, moe={"grouped_mm": on})
+        for spec, on in (("local", False), ("te", True)) for family in ("qwen3_moe", "deepseek_v3", "mixtral")
+    ),
     Case("grouped products", "grouped_products", {"splits": (0, 1, 17, 0, 300, 64, 3, 0)}),
 ]  # fmt: skip
 TE_BF16 = {"dtype": "bfloat16", "layer_spec": "te"}
