@@ -28,6 +28,9 @@ TINY = {
 }  # fmt: skip
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("plans")
@@ -35,6 +38,7 @@ def folder(tmp_path_factory):
     models.write("deepseek-ai/DeepSeek-V3", path / "671b")
     models.write("Qwen/Qwen3-8B", path / "tiny", 2, **TINY)
     models.write("openai/gpt-oss-20b", path / "sinks", 2, **TINY, **models.fewer_experts("openai/gpt-oss-20b", 4))
+    models.write("Qwen/Qwen3-30B-A3B", path / "experts", 2, **TINY, **EXPERTS)
     text = "output_dir: run\nmodel: {path: 8b}\ndata: {train: none.jsonl, max_length: 4096}\n"
     (path / "sft.yaml").write_text(text + "train: {steps: 10, global_batch_size: 256}\nengine: {parallel: {tp: 2}}\n")
     (path / "grpo.yaml").write_text(
@@ -72,6 +76,16 @@ def test_what_does_not_fit_is_said_and_exits_with_2(plan):
     # 8.19e9 parameters over tp 2: two bytes each, four of gradients, twelve of the optimizer
     assert stage["gradient_bytes"] == 2 * stage["parameter_bytes"]
     assert max(stage["optimizer_bytes"]) == pytest.approx(6 * stage["parameter_bytes"], rel=1e-3)
+
+
+def test_experts_are_multiplied_as_the_planned_gpu_does(plan):
+    def peak(gpu, value):
+        words = ("model.path=experts", "engine={parallel: {}, layer_spec: local}", f"engine.moe.grouped_mm={value}")
+        told = json.loads(plan("sft.yaml", *words, "-n", "1", "--gpu", gpu, "--json").stdout)
+        return told["roles"]["model"]["stages"][0]
+
+    assert peak("h100-80gb", "auto") == peak("h100-80gb", "true") != peak("h100-80gb", "false")
+    assert peak("a100-40gb", "auto") == peak("a100-40gb", "false")
 
 
 def test_the_layer_spec_is_that_of_the_planned_gpu(plan):
