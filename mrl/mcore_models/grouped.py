@@ -142,6 +142,8 @@ class _AsOne(torch.nn.Module):
 
 
 class LinearOfAll(torch.nn.Module):
+    """The linear layers of all experts, called as one of them is."""
+
     def __init__(self, multiply: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.multiply = multiply

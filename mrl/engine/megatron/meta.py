@@ -28,7 +28,7 @@ from mrl.config.megatron_speed import ON_HOST, moment_bytes, state_bytes
 from mrl.config.schema import ParallelConfig, RoleConfig
 from mrl.engine.megatron.even_experts import EvenExperts
 from mrl.engine.megatron.meta_ids import Ids
-from mrl.engine.megatron.meta_run import BLOCK, AsOnAGPU, Traffic, Watch, complete, in_backward, norms_of
+from mrl.engine.megatron.meta_run import BLOCK, AsOnAGPU, Traffic, Watch, apply_keys, in_backward, norms_of
 from mrl.mcore_models import cpu_stand_in, fp8, megatron_fields, platform, userbuffers
 from mrl.parallel import Coordinates, ParallelDims
 
@@ -199,7 +199,7 @@ def measure(
                 padded_vocab=padded_vocab(model.hf["vocab_size"], dims.tp), head=config.head,
                 detaches_mtp=model.detaches_mtp,
             )  # fmt: skip
-            complete(chunks, model, config)
+            apply_keys(chunks, model, config)
             trained = config.optimizer is not None
             if not trained:
                 for chunk in chunks:

@@ -220,8 +220,8 @@ def norms_of(spec: str) -> Iterator[None]:
         RMSNorm.forward = forward  # type: ignore[method-assign]
 
 
-def complete(chunks: Sequence[Any], model: Any, config: RoleConfig) -> None:
-    """What keys make of the chunks once they are built."""
+def apply_keys(chunks: Sequence[Any], model: Any, config: RoleConfig) -> None:
+    """Changes chunks that were built as their config asks: grouped products, adapters, activations on the host."""
     from mrl.engine.lora.folder import adapters
     from mrl.engine.megatron import lora
     from mrl.engine.megatron.model import offload_activations
