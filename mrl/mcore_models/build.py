@@ -24,7 +24,7 @@ from torch import Tensor
 from mrl.converters.families import fields_of
 from mrl.converters.rules import ChunkPlan
 from mrl.errors import ConfigError
-from mrl.mcore_models import fp8, layers, megatron_fields, mtp, platform, userbuffers
+from mrl.mcore_models import dispatch, fp8, layers, megatron_fields, mtp, platform, userbuffers
 from mrl.mcore_models.attention import CacheLayout, PackedLayout
 from mrl.mcore_models.config import Config, LatentConfig, config_class
 from mrl.mcore_models.head import LanguageHead, ValueHead
@@ -268,6 +268,7 @@ def build_chunks(
             if config.add_bias_linear:
                 _experts_keep_their_sums(model)
             _mark_own_parts(model)
+            dispatch.keep_sorted(model)
             if chunk.has_output:
                 replaced = (
                     LanguageHead.replacing(model.output_layer, config) if head == "lm" else ValueHead(config, groups.tp)

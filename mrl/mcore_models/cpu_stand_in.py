@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._device
 
-from mrl.mcore_models import elementwise
+from mrl.mcore_models import dispatch, elementwise
 from mrl.mcore_models.platform import device, has_gpu, hide_what_does_not_load
 
 _FACTORIES = (
@@ -56,6 +56,7 @@ def prepare() -> None:
     _name_what_is_absent()
     _recompute_without_fp8_and_compiler()
     _turn_packed_tokens_as_others()
+    dispatch.install()
     if not has_gpu():
         _mend_megatron()
 

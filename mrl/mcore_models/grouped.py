@@ -18,13 +18,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from mrl.errors import ConfigError
+from mrl.mcore_models import dispatch
+from mrl.mcore_models.layout import ALIGNED
 
-KEY = "engine.moe.grouped_mm"
-ALIGNED = 16
-"""Bytes that rows of a grouped product's matrices are a multiple of."""
 CAPABILITIES = (9, 10)
 """Major compute capabilities for which torch has the kernel (H100, B200), of bfloat16. Otherwise it takes expert after
 expert, and asks the host for their rows."""
@@ -38,32 +37,27 @@ def is_chosen(wanted: bool | str, spec: str, dtype: torch.dtype, capability: tup
     return spec == "local" and dtype == torch.bfloat16 and capability is not None and capability[0] in CAPABILITIES
 
 
-def install(chunks: Iterable[torch.nn.Module], *, must: bool = False) -> None:
+def install(chunks: Iterable[torch.nn.Module]) -> None:
     """Has the experts of all layers multiply by grouped products. Experts with biases, and sizes that the kernel does
-    not take, stay as they are; with `must` such sizes raise ConfigError."""
-    for module in (m for chunk in chunks for m in chunk.modules()):
-        if isinstance(module, SequentialMLP) and len(module.local_experts) > 1:
-            one = module.local_experts[0]
-            if one.linear_fc1.bias is None and _fit([one.linear_fc1.weight, one.linear_fc2.weight], must):
-                module.forward = types.MethodType(_sequential, module)
-        elif isinstance(module, TEGroupedMLP):
-            linear = (module.linear_fc1, module.linear_fc2)
+    not take, stay as they are."""
+    for layer in (m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)):
+        experts = layer.experts
+        if isinstance(experts, SequentialMLP) and len(experts.local_experts) > 1:
+            one = experts.local_experts[0]
+            if one.linear_fc1.bias is None and _fit([one.linear_fc1.weight, one.linear_fc2.weight]):
+                experts.forward = types.MethodType(_sequential, experts)
+                if dispatch.is_of_one_rank(layer.token_dispatcher):
+                    dispatch.keep_counts_on_device(layer.token_dispatcher)
+        elif isinstance(experts, TEGroupedMLP):
+            linear = (experts.linear_fc1, experts.linear_fc2)
             biased = any(name.startswith("bias") for part in linear for name, _ in part.named_parameters())
-            if not biased and _fit([part.weight0 for part in linear], must):
+            if not biased and _fit([part.weight0 for part in linear]):
                 for part in linear:
                     part.forward = types.MethodType(_grouped, part)
 
 
-def _fit(weights: Iterable[Tensor], must: bool) -> bool:
-    for weight in weights:
-        multiple = ALIGNED // weight.element_size()
-        if any(size % multiple for size in weight.shape):
-            if must:
-                sizes = " x ".join(map(str, weight.shape))
-                why = f"takes experts whose sizes are multiples of {multiple}, and theirs are {sizes} on a rank"
-                raise ConfigError(KEY, True, why, "leave it out")
-            return False
-    return True
+def _fit(weights: Iterable[Tensor]) -> bool:
+    return not any(size * weight.element_size() % ALIGNED for weight in weights for size in weight.shape)
 
 
 class Product(torch.autograd.Function):
@@ -101,17 +95,19 @@ class Product(torch.autograd.Function):
         return of_x, None, *of_weights
 
 
-def product(x: Tensor, splits: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
-    """`Product` of experts with `splits` rows each."""
-    assert sum(splits) == len(x), f"experts have {sum(splits)} of {len(x)} rows"
-    ends = torch.tensor(list(itertools.accumulate(splits)), dtype=torch.int32, pin_memory=x.is_cuda)
-    return Product.apply(x.contiguous(), ends.to(x.device, non_blocking=True), *weights)
+def product(x: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """`Product` of experts that have `counts` [E] rows each, on the host or on the device of x."""
+    ends = counts.cumsum(0, dtype=torch.int32)
+    if ends.device.type == "cpu":
+        assert ends[-1] == len(x), f"experts have {int(ends[-1])} of {len(x)} rows"
+        ends = (ends.pin_memory() if x.is_cuda else ends).to(x.device, non_blocking=True)
+    return Product.apply(x.contiguous(), ends, *weights)
 
 
 def _grouped(self: Any, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, None]:
     """In place of the forward pass of a linear layer of all experts (TEGroupedLinear)."""
     weights = [self.get_parameter(f"weight{i}") for i in range(self.num_gemms)]
-    return product(x, m_splits, weights), None
+    return product(x, torch.tensor(m_splits), weights), None
 
 
 def _sequential(self: Any, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
@@ -123,8 +119,9 @@ def _sequential(self: Any, hidden: Tensor, tokens_per_expert: Tensor, probs: Ten
     for part in itertools.chain(*linear):  # which wait for weights that are being gathered
         for hook in part._forward_pre_hooks.values():
             hook(part, (hidden,))
-    splits = tokens_per_expert.tolist()
-    multiply = [lambda x, parts=parts: product(x, splits, [part.weight for part in parts]) for parts in linear]
+    multiply = [
+        lambda x, parts=parts: product(x, tokens_per_expert, [part.weight for part in parts]) for parts in linear
+    ]
     return MLP.forward(_AsOne(self.local_experts[0], *multiply), hidden, probs)
 
 

@@ -9,6 +9,9 @@ from typing import Any
 from mrl.errors import ConfigError
 from mrl.parallel import ParallelDims, divisors_near, stage_layers
 
+ALIGNED = 16
+"""Bytes that rows of a grouped product's matrices are a multiple of (grouped.py)."""
+
 
 def check_layout(fields: Mapping[str, Any], dims: ParallelDims) -> None:
     """Refuses layouts that the model's sizes do not allow, by key."""

@@ -87,6 +87,7 @@ class Result:
         str, int
     ]  # bytes of parameters, gradients and the optimizer's state, with what their buffers are padded by
     tensors: dict[str, list[str]]  # where parameters, masters, gradients and moments are, and of which dtype
+    unordered: set[str] = dataclasses.field(default_factory=set)  # operators that add in no fixed order (order.py)
 
 
 HEADER = "| model, layout, rank, layers | parameters, GiB | peak, GiB | waits a micro-batch |\n|---|---|---|---|"
@@ -190,14 +191,16 @@ PRODUCT = _product()
 def ceilings(case: Case) -> dict[str, float]:
     """How often the host may wait in a micro-batch's forward and backward pass, by the line of code that makes it.
 
-    Dense layers never wait. A layer of experts waits for the numbers of tokens, and twice for a choice of tokens and of
-    their weights; stages wait for the shapes of what they send each other. A copy of what the host has just made
-    (`to_gpu`) is waited for too. What lays a micro-batch out (inputs.py) is not seen here: run.py gives it.
+    Dense layers never wait. A layer of experts waits for the numbers of tokens, but where torch's grouped products take
+    them on the device, and all experts are there; stages wait for the shapes of what they send each other. A copy of
+    what the host has just made (`to_gpu`) is waited for too. What lays a micro-batch out (inputs.py) is not seen here:
+    run.py gives it.
     """
     layers = (case.layers + case.mtp) * (2 if case.recompute != "none" else 1)
-    if case.megatron.get("moe_pad_expert_input_to_capacity"):  # then the numbers follow from that of the tokens
-        layers = 0
-    moe = "megatron/core/transformer/moe"
+    here = case.ep * (case.tp if case.etp is None else case.etp) == 1
+    grouped = case.spec != "te" and case.model != SINKS and not case.lora  # biases and adapters are one by one
+    if case.megatron.get("moe_pad_expert_input_to_capacity") or here and grouped:
+        layers = 0  # with places, numbers follow from that of the tokens
     between = r"megatron/core/pipeline_parallel/p2p_communication.py _communicate_shapes"
     return {
         # this rank's share of the tokens, before the first, of which router losses are means
@@ -205,7 +208,6 @@ def ceilings(case: Case) -> dict[str, float]:
         # the losses, when all micro-batches are done
         r"mrl/engine/megatron/pipeline.py totals __float__": 1 + case.mtp,
         r"mrl/engine/megatron/engine.py most __int__": 1,  # how many micro-batches there are, before them
-        rf"{moe}/moe_utils.py permute masked_select": 2 * layers,
         r"mrl/engine/megatron/even_experts.py _maybe_dtoh_and_synchronize d2h_event.synchronize": layers,
         rf"{between} torch.cuda.synchronize": 4 * case.vpp,
         rf"{between} tolist": 4 * case.vpp,

@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from mrl.engine.peak_bytes import PeakBytes
+from tests.cuda.order import Unordered
 
 GPU = types.SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30
@@ -433,6 +434,7 @@ class Fake:
         self.syncs: dict[str, int] = {}
         self.replays = 0  # of CUDA graphs
         self.memory = PeakBytes("cuda", block=512)  # as CUDA's caching allocator rounds
+        self.order = Unordered()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.given = given or Given()
         self.functions = _Functions(self.given)
@@ -440,7 +442,7 @@ class Fake:
 
     def __enter__(self) -> "Fake":
         _active.append(self)
-        for mode in (self.mode, self.memory, self.functions):
+        for mode in (self.mode, self.memory, self.order, self.functions):
             self._stack.enter_context(mode)
         return self
 

@@ -90,7 +90,8 @@ def run(case: Case) -> Result:
             rows = sum(padded) // dims.cp
             given.shape = (rows // (case.tp if dims.sp else 1), 1, hidden)
 
-        return update.make(case, folder, batch, watched.memory, watched.syncs, built)
+        result = update.make(case, folder, batch, watched.memory, watched.syncs, built)
+        return dataclasses.replace(result, unordered=watched.order.found)
 
 
 def _on_real_tensors(function: Any) -> Any:

@@ -19,7 +19,8 @@ OTHERS = [
     (_case(DENSE), {}, 0),
     (_case(DENSE), {"filters": {"top_k": 20}}, 0),
     (_case(DENSE, world=2, tp=2), GRAPHS, 0),
-    (_case(MOE), {}, 2),  # layers that wait
+    (_case(MOE), {}, 0),
+    (_case(SINKS), {}, 2),  # layers that wait: their experts have biases
 ]
 AT_NIGHT = [  # as above under te, or with another filter
     (_case(DENSE), {"filters": {"top_p": 0.9}}, 0),

@@ -41,7 +41,7 @@ def without_log_probs(trajectories):
     "kind", [*slow_but(["stop texts"], ["single", "stop texts", "Count"]), *nightly_but([], ["Guess"])]
 )
 def test_the_same_trajectories_in_every_layout(folder, path, kind):
-    keys = {"single": {}, "stop texts": {"stop": STOP}}.get(kind, {"environment": f"{path}:{kind}", "room": 40})
+    keys = {"single": {}, "stop texts": {"stop": STOP}}.get(kind, {"environment": f"{path}:{kind}", "room": 80})
     first, *others = [run("samples", layout, folder, **keys) for layout in LAYOUTS]
     assert len(first) == 8 and len({tuple(t["tokens"]) for t in first}) == 8, "no two samples are alike"
     if kind in ("Count", "Guess"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from mrl.config.backends import OWN
 from mrl.config.schema import EngineConfig, ModelConfig, TrainedModelConfig
 from mrl.converters.families import FAMILIES, family_for, fields_of
@@ -14,7 +16,7 @@ from mrl.engine.checks import EngineChecks, Sequences, whole_number
 from mrl.errors import ConfigError, Shown, quoted
 from mrl.mcore_models import fp8, layer_spec, megatron_fields, userbuffers
 from mrl.mcore_models.layer_spec import DTYPES, LayerSpec
-from mrl.mcore_models.layout import check_layout, check_places
+from mrl.mcore_models.layout import ALIGNED, check_layout, check_places
 from mrl.mcore_models.recompute import chosen_modules
 from mrl.parallel import ParallelDims, stage_layers
 
@@ -63,8 +65,9 @@ class MegatronChecks(EngineChecks):
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> None:
         check_mtp(model, dims, hf_config)
+        fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
+        check_sizes(engine, fields, dims, dtype)
         if layer_spec.wanted_spec(engine.layer_spec, engine.attention) == "te":
-            fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
             layer_spec.check_rules(fields, dims, dtype=dtype, attention=engine.attention)
 
     @classmethod
@@ -85,6 +88,7 @@ class MegatronChecks(EngineChecks):
     ) -> None:
         check_mtp(model, dims, hf_config)
         fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
+        check_sizes(engine, fields, dims, dtype)
         spec = layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype, attention=engine.attention)
         fp8.check_spec(engine.megatron, spec.name, spec.why, dtype)
         userbuffers.check_spec(engine.megatron, spec.name, spec.why, dtype)
@@ -164,6 +168,18 @@ def check_grouped(engine: EngineConfig, fields: Mapping[str, Any]) -> None:
         raise ConfigError(
             key, True, "multiplies experts in 16 bits, and engine.megatron.fp8 in 8", "leave one of both out"
         )
+
+
+def check_sizes(engine: EngineConfig, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype) -> None:
+    """What `engine.moe.grouped_mm: true` takes of experts, where a rank has several. fields: as of `fields_of`."""
+    experts = fields.get("num_moe_experts")
+    if engine.moe.grouped_mm is not True or not experts or experts == dims.ep:
+        return
+    sizes, multiple = (fields["hidden_size"], fields["moe_ffn_hidden_size"] // dims.etp), ALIGNED // dtype.itemsize
+    if any(size % multiple for size in sizes):
+        theirs = " x ".join(map(str, sizes))
+        why = f"takes experts whose sizes are multiples of {multiple}, and theirs are {theirs} on a rank"
+        raise ConfigError("engine.moe.grouped_mm", True, why, "leave it out")
 
 
 def num_experts(model: Mapping[str, Any]) -> int | None:

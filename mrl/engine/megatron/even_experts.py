@@ -53,7 +53,7 @@ class EvenExperts:
             if tensor is at.sort_input_by_local_experts or tensor is at.restore_output_by_local_experts:
                 return list(range(*size))
             return [n // (at.tp_size * at.ep_size) for n in self.here()] * (at.tp_size * at.ep_size)
-        return self.here() if size == (at.num_local_experts,) else None
+        return self.here() if size == (len(at.local_expert_indices),) else None
 
     def install(self) -> Callable[[], None]:
         """Puts these numbers where megatron's dispatchers bring theirs to the host; returns what undoes it."""
@@ -85,7 +85,7 @@ class EvenExperts:
     def _to_host(self) -> Any:
         def _maybe_dtoh_and_synchronize(at: Any, point: str, tokens_per_expert: Any = None) -> Any:
             if point == at.cuda_dtoh_point and at.cuda_sync_point != "no_sync":
-                counts, per, ranks = self.counts(), at.num_local_experts, at.tp_size * at.ep_size
+                counts, per, ranks = self.counts(), len(at.local_expert_indices), at.tp_size * at.ep_size
                 mine = [counts[i] for i in at.local_expert_indices]
                 if ranks > 1:
                     at.input_splits = np.array([sum(counts[i * per : (i + 1) * per]) for i in range(at.ep_size)])

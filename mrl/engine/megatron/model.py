@@ -98,7 +98,7 @@ class Model:
         if buffers is not None:
             userbuffers.check_built(self.transformer)
         if grouped.is_chosen(config.engine.moe.grouped_mm, self.spec, self.dtype, platform.capability()):
-            grouped.install(self.chunks, must=config.engine.moe.grouped_mm is True)
+            grouped.install(self.chunks)
         if config.model.lora is not None:
             self.adapters = adapters(config.model.path, config.model.lora, head)
             self.rules = lora.attach(self.chunks, self.rules, self.adapters, config.model.lora, self.family, head=head)

@@ -1,0 +1,135 @@
+"""Tokens on their way to experts and back, the same every time and without a word to the host.
+
+megatron-core adds the outputs of a token's experts, and in the backward pass the gradients of its copies, by atomic
+additions (`scatter_add_`, and `index_add_` behind `index_select`). On a GPU their order changes from run to run: with
+more than two experts a token neither a forward pass nor a gradient is repeatable. Here a row is a sum that one thread
+makes, its terms in the order of experts and in fp32. Which rows are a token's is computed on the device; 0.16.1 asks
+the host how many there are, and then, as 0.19.2 does, sorts rows that are sorted where all experts are on one rank.
+
+Kernels of transformer-engine (`moe_permute_fusion`) and experts of fixed numbers of places
+(`moe_pad_expert_input_to_capacity`) stay as they are. Dimensions: `T` tokens of a rank, `K` experts of each, `E`
+experts, `R` = T * K rows, `H` a row's width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def install() -> None:
+    """Has megatron-core's all-to-all dispatcher permute by `Copies` and `Sums`, for the life of the process."""
+    module: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    preprocess, unpermute = module.MoEAlltoAllTokenDispatcher.dispatch_preprocess, module.unpermute
+
+    def dispatch_preprocess(self: Any, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+        """As megatron-core's. hidden_states [..., H], routing_map and probs [T, E]; returns rows [R, H] and their
+        probabilities [R]."""
+        config = self.config
+        fixed = self.drop_and_pad or config.moe_expert_capacity_factor is not None
+        if fixed or config.moe_permute_fusion or config.moe_router_padding_for_quantization:
+            return preprocess(self, hidden_states, routing_map, probs)
+        self.hidden_shape, self.routing_map, self.probs = hidden_states.shape, routing_map, probs
+        tokens = hidden_states.view(-1, self.hidden_shape[-1])
+        self.hidden_shape_before_permute = tokens.shape
+        counts = self.preprocess(routing_map)
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
+        self.reversed_local_input_permutation_mapping = routes = Routes.of(routing_map, config.moe_router_topk)
+        return Copies.apply(tokens, routes.rows, routes.choices), routes.of_rows(probs)
+
+    def unpermuted(permuted: Tensor, mapping: Any, *args: Any, **named: Any) -> Tensor:
+        if not isinstance(mapping, Routes):
+            return unpermute(permuted, mapping, *args, **named)
+        return Sums.apply(permuted, mapping.rows, mapping.choices)
+
+    module.MoEAlltoAllTokenDispatcher.dispatch_preprocess, module.unpermute = dispatch_preprocess, unpermuted
+
+
+def keep_sorted(model: torch.nn.Module) -> None:
+    """Leaves out megatron-core's second sort, a copy of all rows each way, where experts are on one rank all: there
+    rows are sorted by expert when they have been permuted."""
+    for module in model.modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if dispatcher is not None and is_of_one_rank(dispatcher):
+            dispatcher.num_local_experts = 1  # with one there is nothing to sort
+
+
+def is_of_one_rank(dispatcher: Any) -> bool:
+    """Whether a layer's dispatcher sends nothing, and gives experts as many rows as tokens ask for."""
+    alltoall = type(dispatcher).__name__ == "MoEAlltoAllTokenDispatcher"
+    return alltoall and dispatcher.tp_size * dispatcher.ep_size == 1 and not dispatcher.drop_and_pad
+
+
+def keep_counts_on_device(dispatcher: Any) -> None:
+    """Has a dispatcher for which `is_of_one_rank` holds leave the experts' numbers of rows where they were counted."""
+    dispatcher._maybe_dtoh_and_synchronize = lambda point, tokens_per_expert=None: tokens_per_expert
+
+
+@dataclasses.dataclass(frozen=True)
+class Routes:
+    """Which rows are whose. Rows are sorted by expert, and those of an expert by token."""
+
+    rows: Tensor  # [T, K] of each token, in the order of its experts
+    experts: Tensor  # [T, K] that these are of
+    choices: Tensor  # [R] of each row: the place in [T, K], as one row of numbers, that it has there
+
+    @classmethod
+    def of(cls, routing_map: Tensor, chosen: int) -> Routes:
+        """routing_map [T, E]: whether a token goes to an expert; to `chosen` of them each."""
+        tokens, experts = routing_map.shape
+        before = routing_map.T.reshape(-1).cumsum(0).view(experts, tokens).T - 1  # [T, E]
+        none = tokens * chosen  # behind all rows
+        rows, of = torch.where(routing_map, before, none).topk(chosen, dim=1, largest=False)
+        places = torch.arange(tokens * chosen, device=rows.device)
+        return cls(rows, of, torch.empty_like(places).scatter_(0, rows.flatten(), places))
+
+    def of_rows(self, probs: Tensor) -> Tensor:
+        """Returns of probs [T, E] those that rows have: [R]."""
+        chosen = probs.gather(1, self.experts).view(-1, 1)
+        return Copies.apply(chosen, self.rows.view(-1, 1), self.choices).squeeze(1)
+
+
+class Copies(torch.autograd.Function):
+    """x[t] [T, H] for each of its rows: [R, H]. A gradient is the sum over a token's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, choices: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return x.index_select(0, choices // rows.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        return sums(grad, rows), None, None
+
+
+class Sums(torch.autograd.Function):
+    """The sum of a token's rows, y [R, H] -> [T, H]. A gradient is copied to each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, rows: Tensor, choices: Tensor) -> Tensor:
+        ctx.chosen = rows.shape[1]
+        ctx.save_for_backward(choices)
+        return sums(y, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (choices,) = ctx.saved_tensors
+        return grad.index_select(0, choices // ctx.chosen), None, None
+
+
+def sums(y: Tensor, rows: Tensor) -> Tensor:
+    """Returns sum_k y[rows[t, k]] [T, H] of y [R, H], rows [T, K]; terms in this order, added in fp32.
+
+    The kernel is that of `embedding_bag`, which has a thread for each sum, and makes no copy of the rows.
+    """
+    if rows.shape[1] == 1:
+        return y.index_select(0, rows.flatten())
+    return F.embedding_bag(rows, y.contiguous(), mode="sum")
