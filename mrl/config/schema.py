@@ -213,7 +213,7 @@ class EngineConfig:
         "batch, to the bit (megatron backend, docs/gpu.md): needs micro_batch.size 1, and samples one token at a time",
         may_change=True,
     )
-    moe: MoEConfig = key(MoEConfig, "router losses of mixture-of-experts models")
+    moe: MoEConfig = key(MoEConfig, "mixture-of-experts models: router losses, and how experts multiply")
     fsdp: FSDPConfig = key(FSDPConfig, "what only backend fsdp has", may_change=True)
     megatron: dict[str, Any] = key(
         dict,

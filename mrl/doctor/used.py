@@ -9,6 +9,7 @@ from typing import Any, Literal
 from mrl.doctor.ask import json_lines, python
 from mrl.doctor.findings import Finding, fault, note, ok, warning
 from mrl.doctor.imports import LIMIT_S, START_S, Imported, ended
+from mrl.mcore_models.layout import EXPERTS
 
 TITLE = "What a run will use: engine.layer_spec auto, bfloat16 (of your model: mrl sft CONFIG --dry-run)"
 
@@ -16,9 +17,6 @@ KERNELS: Mapping[str, Mapping[str, str]] = {
     "te": {"flash": "flash-attn 2", "fused": "cuDNN (fused)", "unfused": "unfused"},
     "local": {"sdpa": "torch's sdpa", "flash": "torch's flash kernel", "blocks": "masked blocks"},
 }
-EXPERTS: Mapping[str, str] = {
-    "SequentialMLP": "one after another", "TEGroupedMLP": "grouped GEMM", "grouped_mm": "torch's grouped_mm",
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

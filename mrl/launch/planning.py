@@ -14,6 +14,7 @@ from mrl.config.load import load_config, read_yaml
 from mrl.errors import ConfigError, UserError
 from mrl.launch import preflight
 from mrl.parallel import ParallelDims
+from mrl.trainers.waits import announced, write_error_line
 
 if typing.TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -50,14 +51,15 @@ def run(
                 command, config, parts, layouts, card, reserved_gib=reserved, efficiency=share, known=known
             )
 
-    with preflight.quiet():
-        from mrl.plan import planner, show
+    with announced("planning", shows=True, write=write_error_line) as watch:
+        with preflight.quiet():
+            from mrl.plan import planner, show
 
-        planner.prepare()
-    if suggest:
-        config = load_config(path, overrides, command.root)
-        return _suggest(command, config, plan_of, world_size, card, reserved, as_json, echo)
-    made = plan_of()
+            planner.prepare()
+        if suggest:
+            config = load_config(path, overrides, command.root)
+            return _suggest(command, config, plan_of, world_size, card, reserved, as_json, echo, watch.detail)
+        made = plan_of()
     for line in [json.dumps(planner.as_json(made), indent=1)] if as_json else show.lines(made):
         echo(line)
     return made.fits
@@ -65,9 +67,11 @@ def run(
 
 def _suggest(
     command: TrainingCommand, config: Config, plan_of: Callable[[Sequence[str]], Plan], world_size: int, card: GPU,
-    reserved: float, as_json: bool, echo: Callable[[str], None],
+    reserved: float, as_json: bool, echo: Callable[[str], None], tell: Callable[[str], None],
 ) -> bool:  # fmt: skip
-    """Searches layouts for the first part that trains on megatron; parts without an engine of their own take it too."""
+    """Searches layouts for the first part that trains on megatron; parts without an engine of their own take it too.
+
+    tell: is told how far it is."""
     from mrl.plan import suggesting
 
     parts = _with_config_json(command, config)
@@ -80,7 +84,7 @@ def _suggest(
     longest, _ = command.longest(config)
     tried = suggesting.candidates(part, world_size, longest, card, card.memory - int(reserved * 2**30))
     refused: list[UserError] = []
-    found = list(suggesting.search(plan_of, part, tried, refused))
+    found = list(suggesting.search(plan_of, part, tried, refused, tell))
     if tried and len(refused) == len(tried):
         raise refused[-1]
     own = [other.key("engine") for other in parts if other.engine != part.engine]

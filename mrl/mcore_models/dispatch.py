@@ -4,10 +4,10 @@ megatron-core adds the outputs of a token's experts, and in the backward pass th
 additions (`scatter_add_`, and `index_add_` behind `index_select`). On a GPU their order changes from run to run: with
 more than two experts a token neither a forward pass nor a gradient is repeatable. Here a row is a sum that one thread
 makes, its terms in the order of experts and in fp32. Which rows are a token's is computed on the device; 0.16.1 asks
-the host how many there are, and then, as 0.19.2 does, sorts rows that are sorted where all experts are on one rank.
+the host how many there are. Both it and 0.19.2 then sort what is sorted, where one rank has all experts.
 
-Kernels of transformer-engine (`moe_permute_fusion`) and experts of fixed numbers of places
-(`moe_pad_expert_input_to_capacity`) stay as they are. Dimensions: `T` tokens of a rank, `K` experts of each, `E`
+Kernels of transformer-engine (`moe_permute_fusion`), experts that may be full (`moe_expert_capacity_factor`) and other
+dispatchers (`moe_token_dispatcher_type`) stay as they are. Dimensions: `T` tokens of a rank, `K` experts of each, `E`
 experts, `R` = T * K rows, `H` a row's width.
 """
 
@@ -28,8 +28,8 @@ def install() -> None:
     preprocess, unpermute = module.MoEAlltoAllTokenDispatcher.dispatch_preprocess, module.unpermute
 
     def dispatch_preprocess(self: Any, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
-        """As megatron-core's. hidden_states [..., H], routing_map and probs [T, E]; returns rows [R, H] and their
-        probabilities [R]."""
+        """Does what megatron-core's does. hidden_states [..., H], routing_map and probs [T, E]; returns rows [R, H] and
+        their probabilities [R]."""
         config = self.config
         fixed = self.drop_and_pad or config.moe_expert_capacity_factor is not None
         if fixed or config.moe_permute_fusion or config.moe_router_padding_for_quantization:
@@ -53,8 +53,8 @@ def install() -> None:
 
 
 def keep_sorted(model: torch.nn.Module) -> None:
-    """Leaves out megatron-core's second sort, a copy of all rows each way, where experts are on one rank all: there
-    rows are sorted by expert when they have been permuted."""
+    """Leaves out megatron-core's second sort, a copy of all rows each way, where one rank has all experts: there rows
+    are sorted by expert when they have been permuted."""
     for module in model.modules():
         dispatcher = getattr(module, "token_dispatcher", None)
         if dispatcher is not None and is_of_one_rank(dispatcher):

@@ -11,6 +11,20 @@ from mrl.parallel import ParallelDims, divisors_near, stage_layers
 
 ALIGNED = 16
 """Bytes that rows of a grouped product's matrices are a multiple of (grouped.py)."""
+EXPERTS: Mapping[str, str] = {
+    "SequentialMLP": "one after another", "TEGroupedMLP": "grouped GEMM", "grouped_mm": "torch's grouped_mm",
+}  # fmt: skip
+"""How experts multiply, in words, by the class of megatron-core that they are of."""
+
+
+def experts_fit(fields: Mapping[str, Any], dims: ParallelDims, itemsize: int) -> bool:
+    """Whether a rank's experts have sizes that grouped products take. itemsize: bytes of a weight."""
+    return not any(size * itemsize % ALIGNED for size in expert_sizes(fields, dims))
+
+
+def expert_sizes(fields: Mapping[str, Any], dims: ParallelDims) -> tuple[int, int]:
+    """Returns the hidden size and the width of an expert on a rank. fields: as `fields_of` has them."""
+    return fields["hidden_size"], fields["moe_ffn_hidden_size"] // dims.etp
 
 
 def check_layout(fields: Mapping[str, Any], dims: ParallelDims) -> None:

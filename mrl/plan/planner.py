@@ -13,6 +13,7 @@ from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import normalize
 from mrl.engine.lora.folder import adapters
 from mrl.engine.megatron import meta
+from mrl.engine.megatron.checks import num_experts
 from mrl.errors import ConfigError
 from mrl.parallel import ParallelDims
 from mrl.plan import memory
@@ -44,6 +45,7 @@ class Plan:
     costs: dict[str, Cost]  # by the name of the phase; none of sampling, nor of parts on backend fsdp
     model_flops: dict[str, float]  # of a token in an update, by role
     batches: dict[str, memory.MicroBatches]  # by the name of the phase
+    has_experts: bool = False  # in some role
 
     @property
     def fullest(self) -> Use:
@@ -120,6 +122,7 @@ def plan(
         command=command.name, world_size=layouts[0].world_size, gpu=gpu, reserved=int(reserved_gib * 2**30),
         longest=longest, phases=phases, roles=roles,
         uses=memory.uses(phases, roles, longest, gpu.memory), costs=costs, model_flops=model_flops, batches=batches,
+        has_experts=any(num_experts(part.hf) for part in parts if part.role in roles),
     )  # fmt: skip
 
 

@@ -91,14 +91,15 @@ def _powers(most: int) -> list[int]:
 
 def search(
     plan_of: Callable[[Sequence[str]], Plan], part: Part, layouts: Sequence[Mapping[str, Any]],
-    refused: list[UserError],
+    refused: list[UserError], tell: Callable[[str], None] = lambda how_far: None,
 ) -> Iterator[Suggestion]:  # fmt: skip
     """Yields the layouts that are taken and fit; with full recomputation where they fit with it alone.
 
     plan_of: overrides -> their plan; raises UserError for a layout that the run would refuse. part: whose they are.
-    refused: gets the error of each of those."""
+    refused: gets the error of each of those. tell: is told how far it is."""
     key = part.key("engine")
-    for degrees in layouts:
+    for number, degrees in enumerate(layouts, start=1):
+        tell(f"layout {number} of {len(layouts)}")
         text = ", ".join(f"{name}: {value}" for name, value in degrees.items())
         override = f"{key}.parallel={{{text}}}"
         for more in ((), (f"{key}.recompute=full", f"{key}.recompute_modules=null")):

@@ -81,12 +81,12 @@ def write_error_line(line: str) -> None:
 
 
 @contextlib.contextmanager
-def announced(what: str, *, shows: bool, write: Callable[[str], None] = write_line) -> Iterator[None]:
-    """Inside, `what` is done by a process that has no console yet. shows: False says nothing."""
+def announced(what: str, *, shows: bool, write: Callable[[str], None] = write_line) -> Iterator[Watch]:
+    """Inside, `what` is done by a process that has no console yet. Yields its watch. shows: False says nothing."""
     watch = Watch(write)
     if shows:
         watch.doing(what)
     try:
-        yield
+        yield watch
     finally:
         watch.close()

@@ -48,9 +48,8 @@ def refused(config: RoleConfig, places: int) -> str:
     return ""
 
 
-def with_places(config: RoleConfig, factor: float) -> dict[str, float]:
-    """As `compare`'s distances, of an engine whose experts have a fixed number of places."""
-    keys = {"moe_expert_capacity_factor": factor, "moe_pad_expert_input_to_capacity": True}
+def with_keys(config: RoleConfig, keys: dict[str, Any]) -> dict[str, float]:
+    """As `compare`'s distances, of an engine with these of engine.megatron."""
     engine = dataclasses.replace(config.engine, megatron=keys)
     results = [_step(contract.make_engine(each)) for each in (config, dataclasses.replace(config, engine=engine))]
     ours, theirs = results

@@ -3,6 +3,7 @@ need a GPU; on a CPU torch takes expert after expert, and what is around them is
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,8 +93,9 @@ def test_auto_is_where_torch_has_the_kernel():
     assert not grouped.is_chosen("auto", "local", torch.float32, (9, 0))
 
 
-def test_experts_with_biases_stay_as_they_are(tmp_path):
-    engine = build_engine(tiny.role(tiny.make_model(str(tmp_path / "model"), "gpt_oss"), backend="megatron"))
+@pytest.mark.parametrize(("family", "sizes"), [("gpt_oss", {}), ("mixtral", {"intermediate_size": 26})])
+def test_experts_that_the_kernel_does_not_take_stay_as_they_are(tmp_path, family, sizes):
+    engine = build_engine(tiny.role(tiny.make_model(str(tmp_path / "model"), family, **sizes), backend="megatron"))
     engine.init_model()
     grouped.install(engine.model.chunks)
     assert not [name for chunk in engine.model.chunks for name, m in chunk.named_modules() if "forward" in vars(m)]
@@ -103,7 +105,8 @@ REFUSED = {
     "gpt_oss": ({}, {}, "multiplies experts without biases, and the model's have some; leave it out"),
     "qwen3": ({}, {}, "is for experts, and the model (qwen3) has none; leave it out"),
     "qwen3_moe": ({}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "multiplies experts in 16 bits, and engine.megatron.fp8 in 8; leave one of both out"),
-    "mixtral": ({"intermediate_size": 26}, {}, "takes experts whose sizes are multiples of 4, and theirs are 32 x 26 on a rank; leave it out"),
+    "deepseek_v3": ({"moe_intermediate_size": 20}, {}, "takes experts whose sizes are multiples of 4 (16 bytes in float32), and theirs are 32 x 10 on a rank; leave it out"),
+    "mixtral": ({"intermediate_size": 26}, {}, "takes experts whose sizes are multiples of 4 (16 bytes in float32), and theirs are 32 x 26 on a rank; leave it out"),
 }  # fmt: skip
 
 
@@ -112,9 +115,15 @@ def test_what_cannot_be_is_refused(tmp_path, family):
     sizes, fields, said = REFUSED[family]
     folder = tiny.make_model(str(tmp_path / "model"), family, **sizes)
     config = tiny.role(folder, backend="megatron", layer_spec="auto", moe=MoEConfig(grouped_mm=True), megatron=fields)
-    with pytest.raises(ConfigError) as error:
-        checked(config, MegatronChecks)
-    assert str(error.value) == f"engine.moe.grouped_mm: value true {said}"
+    dims = ParallelDims(2, tp=2, etp=2, sp=True) if family == "deepseek_v3" else ParallelDims()
+    refusals = [lambda: checked(config, MegatronChecks, dims)]
+    if "sizes" in said:  # by a run, wherever it is; and by an engine that nobody has checked
+        refusals += [lambda: MegatronChecks.check_here(config.model, config.engine, dims, model_of(config))]
+        refusals += [lambda: build_engine(config).init_model()] * (dims.world_size == 1)
+    for refusal in refusals:
+        with pytest.raises(ConfigError) as error:
+            refusal()
+        assert str(error.value) == f"engine.moe.grouped_mm: value true {said}"
 
 
 def test_fsdp_has_no_such_key(tmp_path):
@@ -123,10 +132,14 @@ def test_fsdp_has_no_such_key(tmp_path):
         checked(config, FSDPChecks)
 
 
-def checked(config: RoleConfig, checks: type[EngineChecks]) -> None:
+def model_of(config: RoleConfig) -> dict[str, Any]:
+    return json.loads(Path(config.model.path, "config.json").read_text())
+
+
+def checked(config: RoleConfig, checks: type[EngineChecks], dims: ParallelDims | None = None) -> None:
+    dims = ParallelDims() if dims is None else dims
     checks.check_config(config.model, config.engine)
-    model = json.loads(Path(config.model.path, "config.json").read_text())
     checks.check_model(
-        config.engine, ParallelDims(), model, Sequences(8, "data.max_length", packed=True, generated=False)
+        config.engine, dims, model_of(config), Sequences(8, "data.max_length", packed=True, generated=False)
     )
-    checks.check_anywhere(config.model, config.engine, ParallelDims(), model)
+    checks.check_anywhere(config.model, config.engine, dims, model_of(config))

@@ -93,8 +93,23 @@ def test_experts_with_a_place_for_every_token_compute_the_same(tmp_path, family,
     """A factor of experts over experts for each token, which leaves out no token; with router losses."""
     folder = tiny.make_model(str(tmp_path / "model"), family)
     config = tiny.role(folder, backend="megatron", parallel=parallel, moe=MoEConfig(aux_loss=0.1, z_loss=0.01), size=2)
-    found = run_case(world, "tests.engine.padding:with_places", config=config, factor=2.0)
+    keys = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
+    found = run_case(world, "tests.engine.padding:with_keys", config=config, keys=keys)
     assert not {name: far for name, far in found.items() if not far < ROUNDING}
+
+
+@pytest.mark.parametrize(
+    ("keys", "bound"),
+    [({"moe_expert_capacity_factor": 2.0}, ROUNDING), ({"moe_shared_expert_overlap": True}, ROUNDING),
+     ({"moe_expert_capacity_factor": 0.25}, float("inf"))],  # which leaves tokens out
+    ids=str,
+)  # fmt: skip
+def test_other_ways_of_tokens_to_experts(tmp_path, keys, bound):
+    folder = tiny.make_model(str(tmp_path / "model"), "deepseek_v3")
+    config = tiny.role(folder, backend="megatron", size=2)
+    found = run_case(1, "tests.engine.padding:with_keys", config=config, keys=keys)
+    assert not {name: far for name, far in found.items() if not far < bound}
+    assert bound == ROUNDING or found["loss"] > 1e-4
 
 
 PLACES = {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 15.0}

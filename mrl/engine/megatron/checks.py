@@ -16,7 +16,7 @@ from mrl.engine.checks import EngineChecks, Sequences, whole_number
 from mrl.errors import ConfigError, Shown, quoted
 from mrl.mcore_models import fp8, layer_spec, megatron_fields, userbuffers
 from mrl.mcore_models.layer_spec import DTYPES, LayerSpec
-from mrl.mcore_models.layout import ALIGNED, check_layout, check_places
+from mrl.mcore_models.layout import ALIGNED, check_layout, check_places, expert_sizes, experts_fit
 from mrl.mcore_models.recompute import chosen_modules
 from mrl.parallel import ParallelDims, stage_layers
 
@@ -171,13 +171,11 @@ def check_grouped(engine: EngineConfig, fields: Mapping[str, Any]) -> None:
 
 
 def check_sizes(engine: EngineConfig, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype) -> None:
-    """What `engine.moe.grouped_mm: true` takes of experts, where a rank has several. fields: as of `fields_of`."""
-    experts = fields.get("num_moe_experts")
-    if engine.moe.grouped_mm is not True or not experts or experts == dims.ep:
-        return
-    sizes, multiple = (fields["hidden_size"], fields["moe_ffn_hidden_size"] // dims.etp), ALIGNED // dtype.itemsize
-    if any(size % multiple for size in sizes):
-        theirs = " x ".join(map(str, sizes))
+    """What `engine.moe.grouped_mm: true` takes of experts. fields: as of `fields_of`."""
+    wanted = engine.moe.grouped_mm is True and fields.get("num_moe_experts")
+    if wanted and not experts_fit(fields, dims, dtype.itemsize):
+        theirs = " x ".join(map(str, expert_sizes(fields, dims)))
+        multiple = f"{ALIGNED // dtype.itemsize} ({ALIGNED} bytes in {str(dtype).removeprefix('torch.')})"
         why = f"takes experts whose sizes are multiples of {multiple}, and theirs are {theirs} on a rank"
         raise ConfigError("engine.moe.grouped_mm", True, why, "leave it out")
 

@@ -115,7 +115,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     @property
     def chosen(self) -> dict[str, str]:
-        return {"layer_spec": self.model.spec}
+        experts = self.model.experts
+        return {"layer_spec": self.model.spec} | ({} if experts is None else {"experts": experts})
 
     # -- life ---------------------------------------------------------------------------------------------------------
 

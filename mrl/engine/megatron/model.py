@@ -22,13 +22,14 @@ from mrl.engine.activations import ActivationOffload
 from mrl.engine.lora.folder import adapters
 from mrl.engine.lora.identity import identity_of
 from mrl.engine.megatron import lora, optim, weights
-from mrl.engine.megatron.checks import mtp_layers
+from mrl.engine.megatron.checks import check_sizes, mtp_layers
 from mrl.engine.megatron.groups import MegatronState
 from mrl.engine.megatron.muon import matrix_rules
 from mrl.engine.saving import starting_weights
 from mrl.errors import ConfigError
 from mrl.mcore_models import grouped, layer_spec, platform, userbuffers
 from mrl.mcore_models.build import build_chunks, transformer_config
+from mrl.mcore_models.layout import EXPERTS, experts_fit
 from mrl.mcore_models.te_limits import cp_comm_type, switches_of
 from mrl.parallel import ParallelDims
 
@@ -73,6 +74,24 @@ class Model:
     def device(self) -> torch.device:
         return platform.device()
 
+    @property
+    def wants_grouped(self) -> bool:
+        """What engine.moe.grouped_mm comes to here."""
+        wanted = self.config.engine.moe.grouped_mm
+        return grouped.is_chosen(wanted, self.spec, self.dtype, platform.capability())
+
+    @property
+    def experts(self) -> str | None:
+        """How experts multiply, in words; None where there are none, or where adapters of theirs may say otherwise."""
+        fields = self.transformer
+        if not fields.num_moe_experts or self.config.model.lora is not None:
+            return None
+        several = self.spec == "te" or fields.num_moe_experts > self.dims.ep
+        fit = experts_fit(vars(fields), self.dims, self.dtype.itemsize) and not fields.add_bias_linear
+        if self.wants_grouped and several and fit:
+            return EXPERTS["grouped_mm"]
+        return EXPERTS["TEGroupedMLP" if self.spec == "te" else "SequentialMLP"]
+
     def rules_under(self, spec: str) -> list[dict[str, Rule]]:
         """Returns the rules of this rank's chunks, of the layers of a spec."""
         return weights.rules_here(
@@ -86,6 +105,7 @@ class Model:
         """
         self.state.check()
         config, head = self.config, self.config.head
+        check_sizes(config.engine, fields_of(dict(self.hf)), self.dims, self.dtype)
         self.rules = self.rules_under(self.spec)
         buffers = userbuffers.BufferShape.of(config.engine, self.transformer.hidden_size, self.dims)
         if buffers is not None:
@@ -97,7 +117,7 @@ class Model:
         )  # fmt: skip
         if buffers is not None:
             userbuffers.check_built(self.transformer)
-        if grouped.is_chosen(config.engine.moe.grouped_mm, self.spec, self.dtype, platform.capability()):
+        if self.wants_grouped:
             grouped.install(self.chunks)
         if config.model.lora is not None:
             self.adapters = adapters(config.model.path, config.model.lora, head)
