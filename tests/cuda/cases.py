@@ -88,6 +88,7 @@ class Result:
     ]  # bytes of parameters, gradients and the optimizer's state, with what their buffers are padded by
     tensors: dict[str, list[str]]  # where parameters, masters, gradients and moments are, and of which dtype
     unordered: set[str] = dataclasses.field(default_factory=set)  # operators that add in no fixed order (order.py)
+    of_te: set[str] = dataclasses.field(default_factory=set)  # transformer-engine's that move experts' rows
 
 
 HEADER = "| model, layout, rank, layers | parameters, GiB | peak, GiB | waits a micro-batch |\n|---|---|---|---|"

@@ -25,11 +25,12 @@ OF_FLOATS = {"cumsum", "cumsum_"}
 
 
 class Unordered(TorchDispatchMode):
-    """Notes such operators on CUDA tensors, by name."""
+    """Notes such operators on CUDA tensors, by name; and transformer-engine's of experts' rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: set[str] = set()
+        self.of_te: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._overloadpacket.__name__
@@ -37,4 +38,6 @@ class Unordered(TorchDispatchMode):
         of_floats = name in OF_FLOATS and args[0].is_floating_point()
         if (name in ATTENTION | ATOMIC or along_rows or of_floats) and args[0].device.type == "cuda":
             self.found.add(name)
+        if func.namespace == "te_moe":
+            self.of_te.add(name)
         return func(*args, **(kwargs or {}))

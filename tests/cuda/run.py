@@ -91,7 +91,7 @@ def run(case: Case) -> Result:
             given.shape = (rows // (case.tp if dims.sp else 1), 1, hidden)
 
         result = update.make(case, folder, batch, watched.memory, watched.syncs, built)
-        return dataclasses.replace(result, unordered=watched.order.found)
+        return dataclasses.replace(result, unordered=watched.order.found, of_te=watched.order.of_te)
 
 
 def _on_real_tensors(function: Any) -> Any:

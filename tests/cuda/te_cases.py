@@ -124,6 +124,16 @@ def expected_kernels(case: Case) -> set[str]:
     return names
 
 
+def expected_moves(case: Case) -> set[str]:
+    """Names of transformer-engine's operators that take rows to experts: they are sorted again where ranks share
+    experts, or send them to each other."""
+    if not has_experts(case.model):
+        return set()
+    alone = case.ep * (case.tp if case.etp is None else case.etp) == 1
+    sorts = not alone and not case.megatron.get("moe_pad_expert_input_to_capacity")
+    return {"permute_mask_map_fwd", "unpermute_mask_map_fwd"} | ({"chunk_sort_fwd"} if sorts else set())
+
+
 CONDITIONAL = {
     "fused_rope_forward",
     "te_general_grouped_gemm",

@@ -27,6 +27,7 @@ from tests.cuda.te_cases import (
     RECIPES,
     UNDER_BOTH,
     expected_kernels,
+    expected_moves,
     has_experts,
     te_ceilings,
     te_step_ceilings,
@@ -199,6 +200,7 @@ def test_an_update_of_transformer_engines_modules(te_worker, case):
     dtypes_are_as_stated(case, result)
     wanted = expected_kernels(case)
     assert wanted <= kernels.calls.keys() and not (CONDITIONAL - wanted) & kernels.calls.keys()
+    assert {name for name in result.of_te if name.endswith("_fwd")} == expected_moves(case)
     # in no FP8: MTP layers, and routers, whose products are transformer-engine's in megatron-core 0.19
     others = kernels.products.total() - kernels.products[kind]
     routers = 4 * case.layers * case.micro_batches * case.calls if has_experts(case.model) else 0

@@ -249,6 +249,17 @@ MODELS = (
         ("(self._activated(F.linear(x, fc1, bias1)) * prob[:, None])", "self._activated(F.linear(x, fc1, bias1))"),
     ),
     *_of(
+        "mcore_models/dispatch.py",
+        ("mcore_models/test_dispatch.py", "engine/test_padding.py::test_other_ways_of_tokens_to_experts"),
+        ("return sums(grad, rows), None, None", "return grad[: len(rows)], None, None"),
+        ("self.drop_and_pad or config.moe_expert_capacity_factor is not None", "self.drop_and_pad"),
+    ),
+    *_of(
+        "mcore_models/dispatch.py",
+        "cuda/test_engine.py::test_a_rank_makes_an_update[Qwen1.5-MoE-A2.7B full router losses bf16 moments rank 0 of 1]",
+        ("dispatch_preprocess, unpermuted\n", "preprocess, unpermute\n"),
+    ),
+    *_of(
         "mcore_models/decode_graphs.py",
         "mcore_models/test_decoder.py",
         ("between if sequences <= between and power >= 4 else power", "power"),
