@@ -129,7 +129,7 @@ def test_a_request_in_flight_keeps_its_weights(servers, sampler, folders):
     """It began with the old weights and ends with them; what comes next has the new ones. Cached prefixes are forgotten."""
     asked = SampleRequest([5, 6, 7], 500, SamplingParams(), SamplingKey())
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        for _ in range(5):  # a busy machine may look when all is drawn
+        for _ in range(30):  # a busy machine may look when all is drawn
             flying = pool.submit(sampler._servers[0].complete, asked)
             while not servers[0].running() and not flying.done():
                 pass
