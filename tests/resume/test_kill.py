@@ -66,6 +66,7 @@ def test_there_are_20_moments_at_every_place_and_a_third_inside_saves():
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["tp2", "fsdp dp2"])
 def test_a_run_that_saves_in_the_background_is_killed_at_seeded_moments(inputs, unharmed, tmp_path, name):
-    """At chosen points of the thread: test_background_kills.py."""
-    chosen = moments(f"kill in the background {name}", SEEDED[name])
+    """At chosen points of the thread: test_background_kills.py. None in the export, which is over before a kill comes."""
+    drawn = moments(f"kill in the background {name}", SEEDED[name])
+    chosen = [moment for moment in drawn if moment.place != "export"]
     kill_and_compare(tmp_path, inputs, unharmed, name, chosen, checkpoint={"background": True})
