@@ -32,7 +32,7 @@ def install() -> None:
         their probabilities [R]."""
         config = self.config
         fixed = self.drop_and_pad or config.moe_expert_capacity_factor is not None
-        if fixed or config.moe_permute_fusion or config.moe_router_padding_for_quantization:
+        if fixed or config.moe_permute_fusion:
             return preprocess(self, hidden_states, routing_map, probs)
         self.hidden_shape, self.routing_map, self.probs = hidden_states.shape, routing_map, probs
         tokens = hidden_states.view(-1, self.hidden_shape[-1])
