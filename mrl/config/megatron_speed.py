@@ -9,9 +9,11 @@ ROUNDING = frozenset("""
     gradient_accumulation_fusion deallocate_pipeline_outputs overlap_p2p_comm_warmup_flush
     microbatch_group_size_per_vp_stage deterministic_mode bias_activation_fusion bias_dropout_fusion
     apply_rope_fusion fused_residual_rmsnorm moe_shared_expert_overlap moe_token_dispatcher_type moe_enable_deepep
-    moe_flex_dispatcher_backend moe_permute_fusion moe_router_fusion moe_deepep_num_sms moe_hybridep_num_sms
-    overlap_grad_reduce overlap_param_gather bucket_size pad_buckets_for_high_nccl_busbw nccl_ub
-    check_for_nan_in_grad check_for_large_grads config_logger_dir optimizer_cpu_offload fp8 fp8_recipe
+    moe_flex_dispatcher_backend moe_permute_fusion moe_router_fusion moe_deepep_num_sms moe_flex_dispatcher_num_sms
+    overlap_grad_reduce overlap_param_gather bucket_size pad_buckets_for_high_nccl_busbw
+    reduce_scatter_with_fp32_accumulation symmetric_ar_type disable_bf16_reduced_precision_matmul
+    disable_parameter_transpose_cache clone_scatter_output_in_embedding
+    check_for_nan_in_grad check_for_large_grads optimizer_cpu_offload fp8 fp8_recipe
     first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 tp_only_amax_red
     tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_overlap_disable_qkv
     tp_comm_overlap_disable_fc1 tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_bootstrap_backend

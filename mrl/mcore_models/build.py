@@ -24,11 +24,11 @@ from torch import Tensor
 from mrl.converters.families import fields_of
 from mrl.converters.rules import ChunkPlan
 from mrl.errors import ConfigError
-from mrl.mcore_models import dispatch, fp8, layers, megatron_fields, mtp, platform, userbuffers
+from mrl.mcore_models import dispatch, layers, megatron_fields, megatron_needs, mtp, platform
 from mrl.mcore_models.attention import CacheLayout, PackedLayout
 from mrl.mcore_models.config import Config, LatentConfig, config_class
 from mrl.mcore_models.head import LanguageHead, ValueHead
-from mrl.mcore_models.layout import check_layout, check_places
+from mrl.mcore_models.layout import check_layout
 from mrl.mcore_models.recompute import chosen_modules
 from mrl.mcore_models.te_limits import cp_comm_type
 from mrl.parallel import ParallelDims, stage_layers
@@ -129,16 +129,12 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "init_method_std": hf.get("initializer_range") or 0.02,
     }
-    megatron_fields.check(further or {})
-    check_places(further or {}, fields, dims)
-    fp8.check_fields(further or {})
-    fp8.check_spec(further or {}, layer_spec, "as it was chosen", dtype)
-    userbuffers.check_fields(further or {})
-    userbuffers.check_spec(further or {}, layer_spec, "as it was chosen", dtype)
+    megatron_needs.check(further or {}, fields, dims)
+    megatron_needs.check_spec(further or {}, layer_spec, "as it was chosen", dtype)
     given = megatron_fields.of_kind(further or {}, "transformer")
     try:
         config = config_class(fields)(**_fusions(fields, hf, given, saves_to_host) | fields | given)
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ImportError, TypeError, ValueError) as error:
         if not given:
             raise
         raise megatron_fields.refusal(given, error) from error

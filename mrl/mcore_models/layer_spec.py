@@ -69,6 +69,12 @@ def check_te(key: str, value: Any, layer_spec: str, why: str, dtype: torch.dtype
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(key, value, f"does not go with model.dtype {name}", "set bfloat16")
+    check_te_layers(key, value, layer_spec, why)
+
+
+def check_te_layers(key: str, value: Any, layer_spec: str, why: str) -> None:
+    """Raises ConfigError where layers other than transformer-engine's meet a key that only those have. why: why the
+    spec was chosen."""
     if layer_spec != "te":
         reason = f"needs the layers of transformer-engine, and engine.layer_spec is {layer_spec} ({why})"
         raise ConfigError(key, value, reason, "set that to te, where there is one, or leave this out")

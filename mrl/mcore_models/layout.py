@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,30 +64,3 @@ def check_layout(fields: Mapping[str, Any], dims: ParallelDims) -> None:
             )
     elif dims.ep > 1:
         raise ConfigError("engine.parallel.ep", dims.ep, "needs a mixture-of-experts model", "set ep to 1")
-
-
-MOST_TOKENS = 2**17
-"""Of a micro-batch on a rank, up to which `check_places` looks."""
-
-
-def check_places(given: Mapping[str, Any], fields: Mapping[str, Any], dims: ParallelDims) -> None:
-    """Refuses `moe_pad_expert_input_to_capacity` where it cannot work. given: `engine.megatron`.
-
-    Each expert then has a number of places that follows from the rank's own number of tokens, whose all-to-all has the
-    same size on every rank. megatron-core counts places in floating point and does not bound them by the tokens.
-    """
-    if not given.get("moe_pad_expert_input_to_capacity") or "num_moe_experts" not in fields:
-        return
-    key, factor = "engine.megatron.moe_pad_expert_input_to_capacity", given.get("moe_expert_capacity_factor")
-    if dims.experts_span_replicas:
-        why = f"is not for experts on ranks of several replicas, whose numbers of tokens differ ({dims.describe()})"
-        raise ConfigError(
-            key, True, why, "set engine.parallel.ep and etp so that their product divides tp, or leave it out"
-        )
-    if factor is None:
-        raise ConfigError(key, True, "needs a number of places", "set engine.megatron.moe_expert_capacity_factor, too")
-    experts, chosen = fields["num_moe_experts"], fields["moe_router_topk"]
-    if any(math.ceil(n * chosen / experts * factor) > n for n in range(1, MOST_TOKENS)):
-        why = f"gives an expert more places than there are tokens, of {experts} experts and {chosen} for each token"
-        most = f"give at most {experts / chosen:g}, or a little less where that many is rounded up"
-        raise ConfigError("engine.megatron.moe_expert_capacity_factor", factor, why, most)

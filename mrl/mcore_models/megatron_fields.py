@@ -40,7 +40,8 @@ with the same name."""
 
 OF_TRANSFORMER_ENGINE = frozenset("""
     gradient_accumulation_fusion apply_rope_fusion fused_residual_rmsnorm moe_permute_fusion moe_router_fusion
-    symmetric_ar_type moe_enable_deepep moe_flex_dispatcher_backend moe_token_dispatcher_type fp8 fp8_recipe
+    symmetric_ar_type moe_enable_deepep moe_flex_dispatcher_backend moe_token_dispatcher_type moe_deepep_num_sms
+    moe_flex_dispatcher_num_sms disable_parameter_transpose_cache fp8 fp8_recipe
     first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 tp_only_amax_red
     tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_overlap_disable_qkv
     tp_comm_overlap_disable_fc1 tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_bootstrap_backend
@@ -220,6 +221,12 @@ NOT_THERE: Mapping[str, str] = {
         log_num_zeros_in_grad moe_per_layer_logging moe_enable_routing_replay moe_token_dropping moe_extended_tp
         barrier_with_L1_time async_tensor_model_parallel_allreduce use_te_rng_tracker
         pipeline_model_parallel_comm_backend""".split()),  # noqa: SIM905
+    **_use("experts are exchanged by all-to-all or DeepEP", *"""
+        moe_hybridep_num_sms moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
+        moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs
+        moe_permute_fusion_into_hybridep""".split()),  # noqa: SIM905
+    **_use("gradients have no buffers that NCCL knows", "nccl_ub", "disable_symmetric_registration"),
+    **_use("what a run was given is in its config.yaml", "config_logger_dir"),
     **_use("torch has no ring_exchange", "use_ring_exchange_p2p"),
     **_use("router losses would count padding", "mlp_chunks_for_training"),
 }  # fmt: skip

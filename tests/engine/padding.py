@@ -57,6 +57,21 @@ def with_keys(config: RoleConfig, keys: dict[str, Any]) -> dict[str, float]:
     return {name: _far(theirs[name], ours[name]) for name in ours}
 
 
+def every_field(config: RoleConfig, values: dict[str, Any]) -> dict[str, str]:
+    """What is said of each of these fields of engine.megatron, by itself in a step: nothing where it ran."""
+    said = {}
+    for name, value in values.items():
+        engine = dataclasses.replace(config.engine, megatron={name: value})
+        try:
+            _step(contract.make_engine(dataclasses.replace(config, engine=engine)))
+            said[name] = ""
+        except ConfigError as error:
+            said[name] = str(error)
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
 def _step(engine: BaseEngine) -> dict[str, Any]:
     batch = tiny.uneven_batch()
     share = engine.shard_data(batch)

@@ -15,7 +15,7 @@ from mrl.engine.megatron.checks import MegatronChecks
 from mrl.engine.megatron.inputs import padded_lengths
 from mrl.engine.megatron.pipeline import Setup, make_micro_batch
 from mrl.errors import ConfigError
-from mrl.mcore_models.layout import check_places
+from mrl.mcore_models import megatron_needs
 from mrl.parallel import ParallelDims
 from tests.engine import mtp, tiny
 from tests.engine.harness import run_case
@@ -127,12 +127,11 @@ SIXTY = {"num_moe_experts": 60, "moe_router_topk": 4}
 )
 def test_places_that_megatron_cannot_fill_are_refused(given, layout, why):
     with pytest.raises(ConfigError, match=why):
-        check_places(PLACES | given, SIXTY, ParallelDims(2, **layout))
+        megatron_needs.check(PLACES | given, SIXTY, ParallelDims(2, **layout))
 
 
 def test_places_that_megatron_can_fill_are_taken_and_others_refused_before_a_model_is_built():
-    check_places(PLACES | {"moe_expert_capacity_factor": 14.999}, SIXTY, ParallelDims(2))
-    check_places(PLACES, {}, ParallelDims(2))  # a model without experts
+    megatron_needs.check(PLACES | {"moe_expert_capacity_factor": 14.999}, SIXTY, ParallelDims(2))
     experts, spread = tiny.config_of("qwen3_moe").to_dict(), ParallelDims(2, ep=2)
     sequences = Sequences(8, "data.max_length", packed=True, generated=False)
     with pytest.raises(ConfigError, match="several replicas"):

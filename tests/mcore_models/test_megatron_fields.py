@@ -25,18 +25,16 @@ from mrl.mcore_models import build  # noqa: E402
 AWARE = {"use_precision_aware_optimizer": True}
 REVIEWED = frozenset("""
     apply_rope_fusion bias_activation_fusion bias_dropout_fusion fused_residual_rmsnorm gradient_accumulation_fusion
-    activation_func_fp8_input_store clone_scatter_output_in_embedding deterministic_mode config_logger_dir
+    activation_func_fp8_input_store clone_scatter_output_in_embedding deterministic_mode
     disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache symmetric_ar_type
     fp8 fp8_recipe first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 tp_only_amax_red
     moe_token_dispatcher_type moe_enable_deepep moe_deepep_num_sms moe_flex_dispatcher_backend
-    moe_flex_dispatcher_num_sms moe_hybridep_num_sms moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
-    moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion
-    moe_permute_fusion_into_hybridep moe_router_fusion moe_shared_expert_overlap moe_input_jitter_eps
+    moe_flex_dispatcher_num_sms moe_permute_fusion moe_router_fusion moe_shared_expert_overlap moe_input_jitter_eps
     moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_router_force_biased
     moe_router_force_load_balancing
     deallocate_pipeline_outputs microbatch_group_size_per_vp_stage overlap_p2p_comm_warmup_flush
-    overlap_grad_reduce overlap_param_gather bucket_size pad_buckets_for_high_nccl_busbw nccl_ub
-    disable_symmetric_registration reduce_scatter_with_fp32_accumulation check_for_nan_in_grad check_for_large_grads
+    overlap_grad_reduce overlap_param_gather bucket_size pad_buckets_for_high_nccl_busbw
+    reduce_scatter_with_fp32_accumulation check_for_nan_in_grad check_for_large_grads
     tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_overlap_disable_qkv
     tp_comm_overlap_disable_fc1 tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_bootstrap_backend
     apply_wd_to_qk_layernorm optimizer_cpu_offload use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype
@@ -143,27 +141,28 @@ def test_a_resumed_run_may_change_no_field_that_is_set_elsewhere():
     assert not ROUNDING & refused and not OF_TRANSFORMER_ENGINE & refused and not set(SET_BY_MRL) & set(NOT_THERE)
 
 
-def made(further, family="qwen3", **how):
+def made(further, family="qwen3", dims=ParallelDims(), **how):  # noqa: B008
     hf = normalize(tiny.config_of(family).to_dict())
-    return build.transformer_config(hf, ParallelDims(), dtype=torch.bfloat16, further=further, **how)
+    return build.transformer_config(hf, dims, dtype=torch.bfloat16, further=further, **how)
 
 
 def test_fields_reach_megatrons_classes():
     given = {"moe_input_jitter_eps": 0.25, "bucket_size": 7, "overlap_param_gather": True}
-    assert made(given).moe_input_jitter_eps == 0.25
+    assert made(given, "qwen3_moe").moe_input_jitter_eps == 0.25
     assert of_kind(given, "ddp") == {"bucket_size": 7, "overlap_param_gather": True}
     assert of_kind(given, "optimizer") == {"overlap_param_gather": True}
     assert of_kind({"main_params_dtype": "bfloat16"}, "optimizer") == {"main_params_dtype": torch.bfloat16}
 
 
 def test_what_megatron_refuses_is_one_line():
-    with pytest.raises(ConfigError, match="^engine.megatron: sets apply_rope_fusion, and megatron-core refuses it: "):
-        made({"apply_rope_fusion": True})
+    given = {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "allgather"}
+    with pytest.raises(ConfigError, match="^engine.megatron: sets .*, and megatron-core refuses it: .*alltoall"):
+        made(given, "deepseek_v3")
     with pytest.raises(ConfigError, match="^engine.megatron.apply_rope_fusion: value true is for a model whose rotary"):
-        made({"apply_rope_fusion": True}, "deepseek_v3")
+        made({"apply_rope_fusion": True}, "deepseek_v3", layer_spec="te")
     with pytest.raises(
         ConfigError, match="^engine.megatron.gradient_accumulation_fusion: value true needs apex's kernel"
     ):
         made({"gradient_accumulation_fusion": True})
     with pytest.raises(ConfigError, match="moe_token_dispatcher_type: value .flex. needs DeepEP, which is not"):
-        made({"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}, "qwen3_moe")
+        made({"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}, "qwen3_moe", ParallelDims(2, ep=2))

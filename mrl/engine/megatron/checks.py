@@ -14,9 +14,9 @@ from mrl.converters.hf_config import normalize
 from mrl.converters.mtp import announced
 from mrl.engine.checks import EngineChecks, Sequences, whole_number
 from mrl.errors import ConfigError, Shown, quoted
-from mrl.mcore_models import fp8, layer_spec, megatron_fields, userbuffers
+from mrl.mcore_models import fp8, layer_spec, megatron_needs, userbuffers
 from mrl.mcore_models.layer_spec import DTYPES, LayerSpec
-from mrl.mcore_models.layout import ALIGNED, check_layout, check_places, expert_sizes, experts_fit
+from mrl.mcore_models.layout import ALIGNED, check_layout, expert_sizes, experts_fit
 from mrl.mcore_models.recompute import chosen_modules
 from mrl.parallel import ParallelDims, stage_layers
 
@@ -37,14 +37,11 @@ class MegatronChecks(EngineChecks):
         cls, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any], sequences: Sequences
     ) -> None:
         check_text_alone(hf_config)
-        megatron_fields.check(engine.megatron)
-        fp8.check_fields(engine.megatron)
-        userbuffers.check_fields(engine.megatron)
         normalized = normalize(dict(hf_config))
         fields = fields_of(normalized)
         check_counts(engine, dims, hf_config)
         check_layout(fields, dims)
-        check_places(engine.megatron, fields, dims)
+        megatron_needs.check(engine.megatron, fields, dims)
         if engine.moe.grouped_mm is True:
             check_grouped(engine, fields)
         userbuffers.check_model(
@@ -78,8 +75,7 @@ class MegatronChecks(EngineChecks):
         spec = layer_spec.choose(
             engine.layer_spec, fields, dims, dtype=dtype, attention=engine.attention, elsewhere=True
         )
-        fp8.check_spec(engine.megatron, spec.name, spec.why, dtype)
-        userbuffers.check_spec(engine.megatron, spec.name, spec.why, dtype)
+        megatron_needs.check_spec(engine.megatron, spec.name, spec.why, dtype)
         return choices(spec, engine, fields)
 
     @classmethod
@@ -90,8 +86,7 @@ class MegatronChecks(EngineChecks):
         fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
         check_sizes(engine, fields, dims, dtype)
         spec = layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype, attention=engine.attention)
-        fp8.check_spec(engine.megatron, spec.name, spec.why, dtype)
-        userbuffers.check_spec(engine.megatron, spec.name, spec.why, dtype)
+        megatron_needs.check_spec(engine.megatron, spec.name, spec.why, dtype)
         fp8.check_here(engine.megatron)
 
 

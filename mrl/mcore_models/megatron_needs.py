@@ -1,0 +1,154 @@
+"""What a model, a layout and layers must have for fields of `engine.megatron` to be read, and to work.
+
+megatron-core takes most of them in silence where nothing reads them, and some where they break: what is not said here,
+before a run starts, is a key without an effect, or a traceback of a worker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mrl.errors import ConfigError
+from mrl.mcore_models import fp8, megatron_fields, userbuffers
+from mrl.mcore_models.layer_spec import check_te_layers
+from mrl.mcore_models.megatron_fields import KEY
+from mrl.parallel import ParallelDims
+
+Given = Mapping[str, Any]
+"""`engine.megatron`: fields and their values."""
+
+DISPATCHER, FACTOR, PLACES = (
+    "moe_token_dispatcher_type", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
+)  # fmt: skip
+MOST_TOKENS = 2**17
+"""Of a micro-batch on a rank, up to which `_check_places` looks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """What fields need to be read at all."""
+
+    fields: frozenset[str]
+    words: str  # of the error, behind the value
+    is_met: Callable[[Given, Mapping[str, Any], ParallelDims], object]  # by `engine.megatron`, the model, the layout
+
+
+def _need(fields: str, words: str, is_met: Callable[[Given, Mapping[str, Any], ParallelDims], object]) -> Need:
+    return Need(frozenset(fields.split()), words, is_met)
+
+
+NEEDS = (
+    _need(
+        """moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms
+        moe_flex_dispatcher_num_sms moe_permute_fusion moe_router_fusion moe_input_jitter_eps
+        moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_router_force_biased
+        moe_router_force_load_balancing moe_shared_expert_overlap""",
+        "is for a model with experts, and this has none",
+        lambda given, model, dims: "num_moe_experts" in model,
+    ),
+    _need(
+        "moe_shared_expert_overlap",
+        "is for a model with shared experts, and this has none",
+        lambda given, model, dims: model.get("moe_shared_expert_intermediate_size"),
+    ),
+    _need(
+        "moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms moe_flex_dispatcher_num_sms",
+        f"is read with {KEY}.{DISPATCHER} flex alone",
+        lambda given, model, dims: given.get(DISPATCHER) == "flex",
+    ),
+    _need(
+        "moe_token_drop_policy", f"is read with {KEY}.{FACTOR} alone",
+        lambda given, model, dims: given.get(FACTOR) is not None,
+    ),
+    _need(
+        "microbatch_group_size_per_vp_stage overlap_p2p_comm_warmup_flush",
+        "is read with engine.parallel.vpp above 1 alone",
+        lambda given, model, dims: dims.vpp > 1,
+    ),
+    _need(
+        "deallocate_pipeline_outputs", "is read with engine.parallel.pp above 1 alone",
+        lambda given, model, dims: dims.pp > 1,
+    ),
+)  # fmt: skip
+"""A field may stand in several; the first that is not met is said."""
+
+OF_LAYERS = frozenset("""
+    apply_rope_fusion fused_residual_rmsnorm moe_permute_fusion moe_router_fusion symmetric_ar_type
+    disable_parameter_transpose_cache
+""".split())  # fmt: skip  # noqa: SIM905
+"""Fields for kernels that are beside the layers of transformer-engine alone."""
+
+LEAST = {FACTOR: 0.0, "bucket_size": 0, "microbatch_group_size_per_vp_stage": 0}
+"""Numbers, and what they have to be above: megatron-core takes others, and nothing would be as asked."""
+
+
+def check(given: Given, model: Mapping[str, Any], dims: ParallelDims) -> None:
+    """Raises ConfigError for fields and values that do not go with one another, with a model or a layout.
+
+    model: fields of megatron's configuration, as `fields_of` has them."""
+    megatron_fields.check(given)
+    fp8.check_fields(given)
+    userbuffers.check_fields(given)
+    for name, value in given.items():
+        key = f"{KEY}.{name}"
+        if name in LEAST and value is not None and not LEAST[name] < value < math.inf:
+            raise ConfigError(key, value, f"is no number above {LEAST[name]:g}", "give one, or leave it out")
+        if value in (None, False):  # which is not to have it
+            continue
+        for need in NEEDS:
+            if name in need.fields and not need.is_met(given, model, dims):
+                raise ConfigError(key, value, need.words, "leave it out")
+    if "num_moe_experts" in model:
+        _check_ways(given, dims)
+        _check_places(given, model, dims)
+
+
+def check_spec(given: Given, layer_spec: str, why: str, dtype: torch.dtype) -> None:
+    """Raises ConfigError where the layers are not those that fields are for. why: why the spec was chosen."""
+    fp8.check_spec(given, layer_spec, why, dtype)
+    userbuffers.check_spec(given, layer_spec, why, dtype)
+    for name in sorted(OF_LAYERS & set(given)):
+        if given[name]:
+            check_te_layers(f"{KEY}.{name}", given[name], layer_spec, why)
+
+
+def _check_ways(given: Given, dims: ParallelDims) -> None:
+    """Refuses ways of tokens to experts that a layout does not have."""
+    way, backend = given.get(DISPATCHER), given.get("moe_flex_dispatcher_backend", "deepep")
+    if way == "allgather" and dims.experts_span_replicas:
+        why = f"gathers as many tokens from each rank, and replicas have different numbers ({dims.describe()})"
+        raise ConfigError(f"{KEY}.{DISPATCHER}", way, why, "leave it out: experts go by all-to-all")
+    if way == "flex" and dims.ep * dims.etp == 1:
+        why = f"is for experts on several ranks, and here each has all of them ({dims.describe()})"
+        raise ConfigError(f"{KEY}.{DISPATCHER}", way, why, "leave it out, or set engine.parallel.ep")
+    if way == "flex" and backend != "deepep":
+        why = "is no way to experts that mrl has: DeepEP is"
+        raise ConfigError(f"{KEY}.moe_flex_dispatcher_backend", backend, why, "give deepep, or leave it out")
+
+
+def _check_places(given: Given, model: Mapping[str, Any], dims: ParallelDims) -> None:
+    """Refuses `moe_pad_expert_input_to_capacity` where it cannot work.
+
+    Each expert then has a number of places that follows from the rank's own number of tokens, whose all-to-all has the
+    same size on every rank. megatron-core counts places in floating point and does not bound them by the tokens.
+    """
+    if not given.get(PLACES):
+        return
+    key, factor = f"{KEY}.{PLACES}", given.get(FACTOR)
+    if dims.experts_span_replicas:
+        why = f"is not for experts on ranks of several replicas, whose numbers of tokens differ ({dims.describe()})"
+        raise ConfigError(
+            key, True, why, "set engine.parallel.ep and etp so that their product divides tp, or leave it out"
+        )
+    if factor is None:
+        raise ConfigError(key, True, "needs a number of places", f"set {KEY}.{FACTOR}, too")
+    experts, chosen = model["num_moe_experts"], model["moe_router_topk"]
+    if any(math.ceil(n * chosen / experts * factor) > n for n in range(1, MOST_TOKENS)):
+        why = f"gives an expert more places than there are tokens, of {experts} experts and {chosen} for each token"
+        most = f"give at most {experts / chosen:g}, or a little less where that many is rounded up"
+        raise ConfigError(f"{KEY}.{FACTOR}", factor, why, most)

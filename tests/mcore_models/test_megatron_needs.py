@@ -1,0 +1,125 @@
+"""What fields of `engine.megatron` need of a model, a layout and layers: said before a run, by one line each."""
+
+import re
+import typing
+
+import pytest
+import torch
+
+from mrl.converters.families import fields_of
+from mrl.converters.hf_config import normalize
+from mrl.errors import ConfigError
+from mrl.mcore_models import megatron_fields, megatron_needs
+from mrl.mcore_models.megatron_fields import NOT_THERE, OF_TRANSFORMER_ENGINE, SET_BY_MRL, fields
+from mrl.parallel import ParallelDims
+from tests.engine import tiny
+from tests.engine.harness import run_case
+
+EP, FLEX = {"world_size": 2, "ep": 2}, {"moe_token_dispatcher_type": "flex"}
+INSIDE = {"world_size": 2, "tp": 2, "sp": True, "ep": 2}  # of one replica's ranks
+
+
+def model_of(family):
+    return fields_of(normalize(tiny.config_of(family).to_dict()))
+
+
+def check(given, family="deepseek_v3", **layout):
+    megatron_needs.check(given, model_of(family), ParallelDims(**layout))
+
+
+@pytest.mark.parametrize(
+    "given, family, layout",
+    [
+        ({"moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": "position"}, "qwen3_moe", {}),
+        ({"moe_shared_expert_overlap": True}, "deepseek_v3", {}),
+        ({"moe_shared_expert_overlap": False, "moe_router_fusion": False}, "qwen3", {}),  # not to have it
+        ({"moe_expert_capacity_factor": None, "bucket_size": None}, "qwen3", {}),
+        ({"microbatch_group_size_per_vp_stage": 2}, "qwen3", {"world_size": 2, "pp": 2, "vpp": 2}),
+        ({"deallocate_pipeline_outputs": True}, "qwen3", {"world_size": 2, "pp": 2}),
+        ({"moe_token_dispatcher_type": "allgather"}, "qwen3_moe", INSIDE),
+        (FLEX | {"moe_enable_deepep": True, "moe_flex_dispatcher_backend": "deepep"}, "qwen3_moe", EP),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_read_is_taken(given, family, layout):
+    check(given, family, **layout)
+
+
+@pytest.mark.parametrize(
+    "given, family, layout, message",
+    [
+        ({"moe_router_fusion": True}, "qwen3", {}, "moe_router_fusion: value true is for a model with experts, and .*"),
+        ({"moe_shared_expert_overlap": True}, "qwen3_moe", {}, ".* is for a model with shared experts, .*; leave it out"),
+        ({"moe_enable_deepep": True}, "qwen3_moe", EP, ".* is read with engine.megatron.moe_token_dispatcher_type flex alone.*"),
+        ({"moe_token_drop_policy": "probs"}, "qwen3_moe", {}, ".* is read with engine.megatron.moe_expert_capacity_factor alone.*"),
+        ({"microbatch_group_size_per_vp_stage": 2}, "qwen3", {"world_size": 2, "pp": 2}, ".* engine.parallel.vpp above 1 alone.*"),
+        ({"deallocate_pipeline_outputs": True}, "qwen3", {}, ".* is read with engine.parallel.pp above 1 alone.*"),
+        ({"moe_token_dispatcher_type": "allgather"}, "qwen3_moe", EP, ".* as many tokens from each rank, and replicas have .*dp2.*"),
+        (FLEX, "qwen3_moe", {}, ".* is for experts on several ranks, and here each has all of them .*"),
+        (FLEX | {"moe_flex_dispatcher_backend": "hybridep"}, "qwen3_moe", EP, 'moe_flex_dispatcher_backend: value "hybridep" is no way .*'),
+        ({"moe_expert_capacity_factor": 0.0}, "qwen3_moe", {}, ".* value 0.0 is no number above 0; give one, or leave it out"),
+        ({"moe_expert_capacity_factor": float("nan")}, "qwen3_moe", {}, ".* is no number above 0; .*"),
+        ({"moe_expert_capacity_factor": float("inf")}, "qwen3_moe", {}, ".* is no number above 0; .*"),
+        ({"bucket_size": 0}, "qwen3", {}, "bucket_size: value 0 is no number above 0; .*"),
+        ({"nccl_ub": True}, "qwen3", {}, ".* is for what mrl does not have: gradients have no buffers that NCCL knows; .*"),
+        ({"config_logger_dir": "here"}, "qwen3", {}, ".* what a run was given is in its config.yaml; leave it out"),
+        ({"overlap_grad_reduc": True}, "qwen3", {}, ".* is for a field that megatron-core .* does not have; .*"),
+        ({"fp8": "hybrid"}, "qwen3", {}, "fp8_recipe: .*"),
+        ({"tp_comm_overlap_ag": True}, "qwen3", {}, ".* is read with engine.megatron.tp_comm_overlap alone; .*"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_would_not_be_read_or_break_is_refused(given, family, layout, message):
+    with pytest.raises(ConfigError) as refused:
+        check(given, family, **layout)
+    assert re.fullmatch(f"engine.megatron.{message}", str(refused.value)), str(refused.value)
+
+
+def test_kernels_of_transformer_engine_need_its_layers():
+    assert megatron_needs.OF_LAYERS <= OF_TRANSFORMER_ENGINE
+    for name in megatron_needs.OF_LAYERS:
+        megatron_needs.check_spec({name: True}, "te", "as configured", torch.float32)
+        megatron_needs.check_spec({name: False}, "local", "as configured", torch.float32)
+        message = (
+            f"{name}: value true needs the layers of transformer-engine, and engine.layer_spec is local .torch sees.*"
+        )
+        with pytest.raises(ConfigError, match=message):
+            megatron_needs.check_spec({name: True}, "local", "torch sees no GPU", torch.float32)
+    with pytest.raises(ConfigError, match="fp8: value .* does not go with model.dtype float32"):
+        megatron_needs.check_spec({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "te", "as configured", torch.float32)
+    with pytest.raises(ConfigError, match="tp_comm_overlap: value true needs the layers of transformer-engine"):
+        megatron_needs.check_spec({"tp_comm_overlap": True}, "local", "as configured", torch.bfloat16)
+
+
+RAN = frozenset("""
+    activation_func_fp8_input_store apply_wd_to_qk_layernorm bias_activation_fusion bias_dropout_fusion bucket_size
+    check_for_large_grads check_for_nan_in_grad clone_scatter_output_in_embedding deterministic_mode
+    disable_bf16_reduced_precision_matmul moe_expert_capacity_factor moe_input_jitter_eps
+    moe_router_force_load_balancing moe_shared_expert_overlap optimizer_cpu_offload overlap_grad_reduce
+    overlap_param_gather pad_buckets_for_high_nccl_busbw reduce_scatter_with_fp32_accumulation
+    use_precision_aware_optimizer
+""".split())  # fmt: skip  # noqa: SIM905
+"""Fields that do something, or nothing that is wrong, on one rank with local layers of experts."""
+
+
+@pytest.mark.slow
+def test_each_field_by_itself_runs_or_is_refused(tmp_path):
+    """None of them ends in a traceback of megatron-core."""
+    values = {
+        name: value_of(field.annotation)
+        for name, field in fields().items()
+        if name not in SET_BY_MRL and name not in NOT_THERE and megatron_fields._takes_any(field.annotation)
+    }
+    folder = tiny.make_model(str(tmp_path / "model"), "deepseek_v3")
+    config = tiny.role(folder, backend="megatron", size=2)
+    said = run_case(1, "tests.engine.padding:every_field", config=config, values=values)
+    assert not [line for line in said.values() if line and not line.startswith("engine.megatron.")]
+    assert {name for name, line in said.items() if not line} - {"moe_router_force_biased"} == RAN
+
+
+def value_of(annotation):
+    """A value of a field that asks for something."""
+    arm = next(arm for arm in megatron_fields._arms(annotation) if arm is not type(None))
+    if typing.get_origin(arm) is typing.Literal:
+        return typing.get_args(arm)[-1]
+    return {bool: True, int: 2, float: 0.5, str: "x", megatron_fields.DType: "bfloat16"}[arm]
