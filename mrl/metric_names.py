@@ -139,6 +139,10 @@ PPO_METRICS: dict[str, str] = {
     "eval/faults": "calls of reward functions that failed on them and counted as 0",
     "eval/response_length": "mean number of tokens of these answers",
     "perf/rollout_s": "seconds of sampling",
+    "perf/weights_s": (
+        "seconds in which the sampler got the weights of the rollout, where it is another program: what roles hold is "
+        "put away, weights are handed over, it is woken"
+    ),
     "perf/reward_s": "seconds of scoring",
     "perf/log_probs_s": (
         "seconds of the forward passes before training: log-probs of actor and reference, values of the critic"

@@ -6,15 +6,16 @@
   a GPU's, a file in /dev/shm for the host's.
 
 Weights come in buckets: the bytes of some tensors one after another, and their names, dtypes and shapes as JSON beside
-them. The other end is in the servers' environment (mrl.rollout.vllm_worker), so nothing but torch is imported here.
+them. The other end is in the servers' environment (mrl.rollout.vllm_worker), so nothing but torch is imported.
 """
 
 from __future__ import annotations
 
 import abc
 import base64
+import contextlib
 import dataclasses
-import datetime
+import fcntl
 import math
 import os
 import pathlib
@@ -23,20 +24,30 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PROTOCOL = 1
+from mrl.engine.link_groups import (
+    ASKED_S,
+    CLEAN_UP,
+    JOIN_S,
+    LEFT,
+    LET_BE,
+    check,
+    delta,
+    end_group,
+    from_rank_0,
+    greet,
+    make_group,
+)  # fmt: skip
+
+T = TypeVar("T")
+
+PROTOCOL = 2
 """Of what both ends say to each other: a server may have been started with another mrl."""
-
-JOIN_S = 60.0
-"""Longest wait for all processes of a group to meet."""
-
-CLOSE_S = 2.0
-"""Longest wait for a group's connections to be closed."""
 
 _POLL_S = 0.0005
 _SHM = pathlib.Path("/dev/shm")
@@ -156,83 +167,126 @@ class Link(abc.ABC):
         """
 
     def rest(self) -> None:
-        """Gives the buffers' memory back, until the next bucket."""
+        """Gives the buffers' memory back, until the next bucket; once more when the servers have let go of it."""
         self._buffers = [None, None]
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()  # else what another process has mapped comes back when memory is short, or never
+
+    def leave(self) -> None:  # noqa: B027 (memory has nobody who waits)
+        """Tells processes that wait for a bucket that none comes."""
 
     def close(self) -> None:
+        self.leave()
         self.rest()
 
 
 class BroadcastLink(Link):
     """A process group in which the trainer is rank 0 and the servers' processes come after it.
 
-    host: the trainer's address as the servers see it. workers: how many processes each server has.
+    host: the trainer's address as the servers see it. workers: how many processes each server has. greets: their ends
+    are of this module, and say when they have met.
     """
 
-    def __init__(self, device: torch.device, host: str, workers: Sequence[int], *, timeout_s: float) -> None:
+    def __init__(
+        self, device: torch.device, host: str, workers: Sequence[int], *, timeout_s: float, greets: bool = True
+    ) -> None:
         super().__init__(device)
-        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self._backend, self._greets = "nccl" if device.type == "cuda" else "gloo", greets
         self._timeout_s, self._workers, self._host = timeout_s, workers, host
         # A name of its own: a server may still have the group of a run that was killed.
         self._name = f"mrl-{secrets.token_hex(8)}"
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_delta(JOIN_S))
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=delta(JOIN_S))
         self._group: list[dist.Backend] = []  # the one, or none: nothing else may hold it
 
     def offers(self) -> list[dict[str, Any]]:
         whole = {
             "protocol": PROTOCOL, "link": "broadcast", "address": self._host, "port": self._store.port,
             "size": 1 + sum(self._workers), "name": self._name, "backend": self._backend,
-            "timeout_s": self._timeout_s,
+            "timeout_s": self._timeout_s, "greets": self._greets,
         }  # fmt: skip
         return [whole | {"rank": 1 + sum(self._workers[:i])} for i in range(len(self._workers))]
 
     def connect(self, given_up: Callable[[], bool]) -> None:
-        met: queue.SimpleQueue[dist.Backend | RuntimeError] = queue.SimpleQueue()
+        def meet() -> dist.Backend:
+            group = make_group(self._store, self.offers()[0] | {"rank": 0}, when_broken=LET_BE)
+            if self._greets:
+                greet(group, self._device, self._timeout_s)
+            return group
 
-        def meet() -> None:
+        group = self._in_thread(meet, given_up, "the processes do not meet: ")
+        if group is not None:
+            self._group = [group]
+
+    def _in_thread(self, act: Callable[[], T], given_up: Callable[[], bool], words: str = "") -> T | None:
+        """Returns what `act` does; None where `given_up` meanwhile. Raises LinkBroken.
+
+        It is done in a thread that the process does not wait for at its end: nothing ends the search for a server that
+        failed, and NCCL's first broadcast of a group meets the others on the host and does not come back without them.
+        """
+        done: queue.SimpleQueue[T | RuntimeError] = queue.SimpleQueue()
+
+        def run() -> None:
             try:
-                met.put(_make_group(self._store, self.offers()[0] | {"rank": 0}))
+                if self._device.type == "cuda":
+                    torch.cuda.set_device(self._device)  # of this thread
+                done.put(act())
             except RuntimeError as error:
-                met.put(error)
+                done.put(error)
 
-        # In a thread that the process does not wait for at its end: nothing ends the search for a server that failed.
-        threading.Thread(target=meet, daemon=True).start()
-        while met.empty():
+        threading.Thread(target=run, daemon=True).start()
+        while done.empty():
             if given_up():
-                return
+                return None
             time.sleep(_POLL_S)
-        group = met.get()
-        if isinstance(group, RuntimeError):
-            raise LinkBroken(f"the processes do not meet: {group}") from group
-        self._group = [group]
+        found = done.get()
+        if isinstance(found, RuntimeError):
+            raise LinkBroken(f"{words}{found}") from found
+        return found
 
     def describe(self, bucket: Bucket) -> list[dict[str, Any]]:
         return [bucket.layout] * len(self._workers)
 
     def send(self, bucket: Bucket, given_up: Callable[[], bool]) -> None:
         assert self._group, "connect comes first"
+        until_s = time.monotonic() + self._timeout_s
+        work = self._in_thread(lambda: self._broadcast(bucket.data), given_up)
+        if work is None:
+            return
         try:
-            work = self._group[0].broadcast([bucket.data], _from_rank_0(self._timeout_s))
             while not work.is_completed():
                 if given_up():
                     return
+                if time.monotonic() > until_s:  # NCCL has no limit of its own here (`LET_BE`)
+                    raise LinkBroken(f"a bucket was not taken in {self._timeout_s:g} s")
                 time.sleep(_POLL_S)
-            work.wait()
+            check(work)
         except RuntimeError as error:
             raise LinkBroken(str(error)) from error
 
+    def _broadcast(self, data: Tensor) -> dist.Work:
+        if not self._group:
+            raise RuntimeError("the link was closed meanwhile")
+        return self._group[0].broadcast([data], from_rank_0(self._timeout_s))
+
+    def leave(self) -> None:
+        self._store.set(LEFT, "1")
+
     def close(self) -> None:
         super().close()
-        _end_group(self._group)
+        end_group(self._group)
 
 
 class SharedMemoryLink(Link):
-    """Memory of the trainer that the servers' processes map: `servers` of them, all on this machine."""
+    """Memory of the trainer that the servers' processes map: `servers` of them, all on this machine.
+
+    The host's is in files that a trainer holds a lock on for as long as it lives: what one that was killed has left is
+    removed.
+    """
 
     def __init__(self, device: torch.device, servers: int) -> None:
         super().__init__(device)
         self._servers = servers
-        self._files: list[pathlib.Path | None] = [None, None]
+        self._files: list[tuple[pathlib.Path, int] | None] = [None, None]  # and the descriptor that has the lock
         self._handles: list[dict[str, Any]] = [{}, {}]
 
     def offers(self) -> list[dict[str, Any]]:
@@ -244,9 +298,19 @@ class SharedMemoryLink(Link):
             self._handles[turn] = _cuda_handle(buffer)
             return buffer
         self._unlink(turn)
+        _remove_abandoned()
         file = _SHM / f"mrl-{os.getpid()}-{secrets.token_hex(8)}"
-        self._files[turn], self._handles[turn] = file, {"file": str(file), "bytes": size}
-        file.touch(mode=0o600)
+        made = file.with_name(f".{file.name}")  # a name that nobody removes, until it is locked
+        descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            os.posix_fallocate(descriptor, 0, size)  # else memory that is not there is a SIGBUS
+        except OSError:
+            made.unlink()
+            os.close(descriptor)
+            raise
+        made.rename(file)
+        self._files[turn], self._handles[turn] = (file, descriptor), {"file": str(file), "bytes": size}
         return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
 
     def describe(self, bucket: Bucket) -> list[dict[str, Any]]:
@@ -261,10 +325,22 @@ class SharedMemoryLink(Link):
             self._unlink(turn)
 
     def _unlink(self, turn: int) -> None:
-        file = self._files[turn]
-        if file is not None:
-            file.unlink(missing_ok=True)
-        self._files[turn] = None
+        held, self._files[turn] = self._files[turn], None
+        if held is not None:
+            held[0].unlink(missing_ok=True)
+            os.close(held[1])
+
+
+def _remove_abandoned() -> None:
+    """Removes the files of trainers that are no more: nobody has a lock on them."""
+    for file in _SHM.glob("mrl-*-*"):
+        with contextlib.suppress(OSError):  # it is another user's, or gone
+            descriptor = os.open(file, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.unlink()
+            finally:
+                os.close(descriptor)
 
 
 # ------------------------------------------------------------------------------------------------------ a server's end
@@ -293,20 +369,45 @@ def make_end(offer: dict[str, Any], worker: int) -> End:
 
 class _BroadcastEnd(End):
     def __init__(self, offer: dict[str, Any], worker: int) -> None:
-        store = dist.TCPStore(
-            offer["address"], offer["port"], is_master=False, wait_for_workers=False, timeout=_delta(JOIN_S)
+        self._store = dist.TCPStore(
+            offer["address"],
+            offer["port"],
+            is_master=False,
+            wait_for_workers=False,
+            timeout=delta(JOIN_S),
         )
-        self._group = [_make_group(store, offer | {"rank": offer["rank"] + worker})]
         self._timeout_s = offer["timeout_s"]
+        self._group = [make_group(self._store, offer | {"rank": offer["rank"] + worker}, when_broken=CLEAN_UP)]
+        if offer["greets"]:
+            where = "cpu" if offer["backend"] == "gloo" else f"cuda:{torch.cuda.current_device()}"
+            greet(self._group[0], torch.device(where), self._timeout_s)
 
     def receive(self, update: dict[str, Any], device: torch.device) -> Tensor:
+        """Raises RuntimeError, also where the trainer leaves or is killed meanwhile, which not every transport of NCCL
+        tells."""
         assert self._group, "it has left the group"
         data = torch.empty(size_of(update), dtype=torch.uint8, device=device)
-        self._group[0].broadcast([data], _from_rank_0(self._timeout_s)).wait()
+        work = self._group[0].broadcast([data], from_rank_0(self._timeout_s))
+        asked_s = time.monotonic()
+        while not work.is_completed():
+            time.sleep(_POLL_S)
+            if time.monotonic() > asked_s + ASKED_S:
+                asked_s = time.monotonic()
+                if self._is_left():
+                    del work
+                    self.close()
+                    raise RuntimeError("the trainer has left in the middle of a bucket")
+        check(work)
         return data
 
+    def _is_left(self) -> bool:
+        try:
+            return self._store.check([LEFT])
+        except RuntimeError:  # the trainer has the store
+            return True
+
     def close(self) -> None:
-        _end_group(self._group)
+        end_group(self._group)
 
 
 class _SharedMemoryEnd(End):
@@ -344,53 +445,6 @@ def place() -> dict[str, Any]:
     machine = [boot.read_text().strip() if boot.exists() else os.uname().nodename, shm and shm.st_dev]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {"machine": machine, "gpus": [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]}
-
-
-# ------------------------------------------------------------------------------------------------------------- groups
-
-
-def _delta(seconds: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=seconds)
-
-
-def _from_rank_0(timeout_s: float) -> dist.BroadcastOptions:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.timeout = 0, _delta(timeout_s)
-    return options
-
-
-def _make_group(store: dist.Store, offer: dict[str, Any]) -> dist.Backend:
-    """Returns a group of its own, beside the process's default one.
-
-    The prefixes are those that torch's `_new_process_group_helper` makes, through which SGLang joins.
-    """
-    name, device = offer["name"], "cuda" if offer["backend"] == "nccl" else "cpu"
-    prefixed: dist.Store = store
-    for prefix in (name, f"{name}/", f"{device}/"):
-        prefixed = dist.PrefixStore(prefix, prefixed)
-    if offer["backend"] == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _delta(offer["timeout_s"])
-        return dist.ProcessGroupNCCL(prefixed, offer["rank"], offer["size"], options)
-    return dist.ProcessGroupGloo(prefixed, offer["rank"], offer["size"], _delta(JOIN_S))
-
-
-def _end_group(held: list[dist.Backend]) -> None:
-    """Closes the connections of the group in `held`: what the others wait for in it fails.
-
-    gloo's are closed when the last reference goes, which waits for what is under way: in a thread that the process does
-    not wait for, since a process that takes no part holds that up for as long as the group's timeout.
-    """
-
-    def drop() -> None:
-        group = held.pop()
-        if not isinstance(group, dist.ProcessGroupGloo):
-            group.abort()
-
-    if held:
-        thread = threading.Thread(target=drop, daemon=True)
-        thread.start()
-        thread.join(CLOSE_S)
 
 
 # ------------------------------------------------------------------------------------------------- CUDA's IPC handles

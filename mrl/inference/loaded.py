@@ -24,7 +24,7 @@ from mrl.rollout.base import Sampler
 from mrl.rollout.rollouts import Rollouts
 from mrl.rollout.stops import end_tokens
 from mrl.trainers.console import Console
-from mrl.trainers.rl.samplers import make_sampler, with_weights
+from mrl.trainers.rl.samplers import WithWeights, make_sampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def loaded(config: InferenceConfig, place: PlaceConfig, console: Console) -> Ite
         ends.callback(rollouts.close)
         console.doing("reading the weights")
         _init(actor, place)
-        ends.enter_context(with_weights(sampler, dispatch, beside=beside)(0))
+        ends.enter_context(WithWeights(sampler, dispatch, beside=beside)(0))
         yield Loaded(dispatch, tokenizer, vocab_size, ids, sampler, rollouts)
 
 

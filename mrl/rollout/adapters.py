@@ -77,7 +77,7 @@ class AdapterHandover(Handover):
     other weights than those that it was started with.
     """
 
-    name = "adapters"
+    name, why = "adapters", "alone, as files"
 
     def __init__(
         self, servers: Together[Any], weights_dir: str, actor: Adapted, text: Sequence[int] = SOME_IDS

@@ -101,6 +101,11 @@ class Sampler(abc.ABC):
     """Whether `update_weights` takes the weights on every rank, and not on rank 0 alone."""
 
     @property
+    def notes(self) -> Sequence[str]:
+        """Lines for the user on what it was made to do; on the main process alone."""
+        return ()
+
+    @property
     def takes_adapters(self) -> bool:
         """Whether `update_weights` takes the actor's adapters alone (`engine.adapter_weights()`), not all weights."""
         return False

@@ -47,6 +47,7 @@ class Receiver(abc.ABC):
 
     path: str
     links: frozenset[str] = frozenset()  # of links.LINKS; known after `inspect`
+    greets = False  # its processes at a link are mrl's own, which say when they have met
     how_to_link = "its kind of server has none"  # what a server has to be started with, for links
 
     def __init__(self, http: Http) -> None:
@@ -208,6 +209,7 @@ class Handover(abc.ABC):
     """A way for weights to all of `servers`."""
 
     name: str
+    why = ""  # it is none that is faster
 
     @abc.abstractmethod
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> str:
@@ -227,24 +229,31 @@ def make_handover(servers: Together[Any], config: ServerConfig, weights_dir: str
     Raises ConfigError where a server does not have that way; `auto` takes what all of them have, on a GPU.
     """
     folders = WeightFolders(weights_dir, bucket_mb=config.bucket_mb)
-    chosen = _choose(servers, config.handover, device, sleeps=config.sleep)
+    chosen, why = _choose(servers, config.handover, device, sleeps=config.sleep)
     if chosen == "disk":
-        return DiskHandover(servers, folders)
+        return DiskHandover(servers, folders, why)
     return LinkHandover(servers, chosen, device, bucket_mb=config.bucket_mb, timeout_s=config.timeout_s)
 
 
-def _choose(servers: Together[Any], asked: str, device: torch.device, *, sleeps: bool) -> str:
-    if asked == "disk" or (asked == "auto" and device.type != "cuda"):
-        return "disk"
+def _choose(servers: Together[Any], asked: str, device: torch.device, *, sleeps: bool) -> tuple[str, str]:
+    """Returns the way, and why it is none that is faster (empty: there is none)."""
+    if asked == "disk":
+        return "disk", "as configured"
+    if asked == "auto" and device.type != "cuda":
+        return "disk", "as the actor is on a CPU"
+    faster = []
     for way in ("ipc", "broadcast") if asked == "auto" else (asked,):
         found = servers.each(functools.partial(_obstacle, way=way, device=device, sleeps=sleeps, named=asked == way))
         obstacles = [(server, obstacle) for server, obstacle in zip(servers, found, strict=True) if obstacle]
         if not obstacles:
-            return way
+            return way, ""
         if asked != "auto":
             server, (why, fix) = obstacles[0]
             raise ConfigError(KEY, asked, f"cannot reach {server.http.url}: {why}", fix)
-    return "disk"
+        server, (why, fix) = obstacles[0]
+        faster.append(f"not {way}, as of {server.http.url}: {why}")
+    help_ = f"; {fix.removesuffix(', or set it to disk')}" if fix.startswith("start") else ""
+    return "disk", "; ".join(faster) + help_
 
 
 def _obstacle(server: Receiver, way: str, device: torch.device, *, sleeps: bool, named: bool) -> tuple[str, str] | None:
@@ -279,8 +288,8 @@ def pause(servers: Together[Any]) -> None:
 class DiskHandover(Handover):
     name = "disk"
 
-    def __init__(self, servers: Together[Any], folders: WeightFolders) -> None:
-        self._servers, self._folders = servers, folders
+    def __init__(self, servers: Together[Any], folders: WeightFolders, why: str = "") -> None:
+        self._servers, self._folders, self.why = servers, folders, why
         self._shapes: Shapes = {}
         self._version: str | None = None
         self._loaded = {server: (server.path, "as it was started") for server in servers}
@@ -358,6 +367,7 @@ class LinkHandover(Handover):
                 self._send_all(stream, link)
                 link.rest()
                 self._servers.each(lambda s: s.finish(version))
+                link.rest()
             except ServerError as failed:
                 raise self._given_up(failed) from failed
             self._servers.each(lambda s: s.resume())
@@ -377,7 +387,11 @@ class LinkHandover(Handover):
             # Servers beside the trainer reach it under the address that others see, but not the other way round.
             host = min(hosts, key=lambda address: address.startswith("127.") or address == "::1")
             workers = self._servers.each(lambda s: s.workers())
-            self._link = links.BroadcastLink(self._device, host, workers, timeout_s=self._timeout_s)
+            greets = all(server.greets for server in self._servers)
+            try:
+                self._link = links.BroadcastLink(self._device, host, workers, timeout_s=self._timeout_s, greets=greets)
+            except (OSError, RuntimeError) as error:
+                raise ServerError(f"{KEY}: no link from {host}: {first_line(error)}") from error
         link = self._link
         offers = dict(zip(self._servers, link.offers(), strict=True))
         try:
@@ -392,7 +406,7 @@ class LinkHandover(Handover):
         shapes: Shapes = {}
         with concurrent.futures.ThreadPoolExecutor(1, "handover") as pool:
             sent: concurrent.futures.Future[None] | None = None
-            for bucket in links.buckets(weights, self._bucket_bytes, link.buffer):
+            for bucket in links.buckets(weights, self._bucket_bytes, functools.partial(self._room, link)):
                 if self._device.type == "cuda":
                     # The copies into the bucket are on this thread's stream. Other processes are about to be told to
                     # read it, and the thread that sends it has the default stream, which may be another.
@@ -405,6 +419,17 @@ class LinkHandover(Handover):
                 sent.result()
         assert shapes and self._shapes in ({}, shapes), "weights have other names or shapes than before"
         self._shapes = shapes
+
+    def _room(self, link: links.Link, turn: int, size: int) -> Tensor:
+        """As `Link.buffer`. Raises ServerError where there is no memory for it."""
+        try:
+            return link.buffer(turn, size)
+        except (OSError, torch.OutOfMemoryError) as error:
+            where = "the GPU" if self._device.type == "cuda" else "/dev/shm" if self.name == "ipc" else "memory"
+            raise ServerError(
+                f"{KEY}: {where} has no room for a bucket of {size / 2**20:.4g} MB, of which there are two "
+                f"({first_line(error)}); set rollout.server.bucket_mb lower, or {KEY} to disk"
+            ) from error
 
     def _send_one(self, bucket: links.Bucket, link: links.Link) -> None:
         if self._device.type == "cuda":
@@ -423,6 +448,8 @@ class LinkHandover(Handover):
     def _drop_link(self) -> None:
         """The servers leave before the trainer does: what it may still wait for ends with their connections."""
         link, self._link = self._link, None
+        if link is not None:
+            link.leave()
         self._servers.at_most(LAST_WORDS_S, lambda s: s.leave())
         if link is not None:
             link.close()

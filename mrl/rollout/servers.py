@@ -207,6 +207,13 @@ class ServerSampler(Sampler):
         return None if self._handover is None else self._handover.name
 
     @property
+    def notes(self) -> Sequence[str]:
+        if self._handover is None:
+            return ()
+        why = f" ({self._handover.why})" if self._handover.why else ""
+        return (f"rollout.server.handover: {self._handover.name}{why}",)
+
+    @property
     def takes_adapters(self) -> bool:
         return self._adapted is not None
 

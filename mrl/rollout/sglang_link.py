@@ -43,11 +43,6 @@ class PickledLink(links.Link):
     def send(self, bucket: links.Bucket, given_up: Callable[[], bool]) -> None:
         """The bucket is where the servers read it."""
 
-    def rest(self) -> None:
-        super().rest()
-        if self._device.type == "cuda":
-            torch.cuda.ipc_collect()
-
 
 def _pickled(bucket: links.Bucket) -> str:
     """Returns a bucket in SGLang's format `flattened_bucket`, for one process to read once: torch counts readers."""

@@ -89,6 +89,7 @@ def sampling_fields(request: SampleRequest) -> dict[str, Any]:
 class VLLMServer(AdapterServer):
     """`python -m vllm.entrypoints.openai.api_server` with VLLM_SERVER_DEV_MODE=1."""
 
+    greets = True
     how_to_link = (
         f"mrl on its PYTHONPATH, --worker-extension-cls mrl.rollout.vllm_worker.Worker and --weight-transfer-config "
         f'\'{{"backend": "{ENGINE}"}}\''

@@ -248,7 +248,7 @@ def saved_before_errors(
 
 def join(pending: dict[str, float], row: dict[str, float]) -> dict[str, float]:
     """Returns the metrics of a step; with those of its rollout where it is the first on it."""
-    phases = [pending.get(f"perf/{phase}_s", 0.0) for phase in ("rollout", "reward", "log_probs")]
+    phases = [pending.get(f"perf/{phase}_s", 0.0) for phase in ("weights", "rollout", "reward", "log_probs")]
     return {**pending, **row, "perf/step_s": sum(phases) + row["perf/update_s"]}
 
 

@@ -91,6 +91,7 @@ OTHERS = [
     te_case(GLM, "mxfp8", world=4, rank=2, pp=2, ep=2, mtp=True, detached=True),
     te_case(MOE, world=8, rank=5, tp=2, ep=4, etp=1, muon=True),
     te_case(MOE, "tensorwise", world=4, ep=2, lora=True),
+    te_case(MOE, world=2, ep=2, grouped=True),
     te_case(MOE, "blockwise", optimizer_on_host=True, offload=("parameters", "gradients", "activations")),
     te_case(DENSE, world=2, tp=2, head="value", offload=EVERYTHING),
     te_case(LATENT, "blockwise", recompute="full"),
@@ -115,7 +116,7 @@ def expected_kernels(case: Case) -> set[str]:
     names = {"generic_gemm", "rmsnorm_fwd", "rmsnorm_bwd", "fused_attn_fwd", "fused_attn_bwd", "multi_tensor_l2norm"}
     if case.model not in (SINKS, LATENT):  # yarn, and latent attention, turn queries by other code
         names |= {"fused_rope_forward", "fused_rope_backward"}
-    if has_experts(case.model):
+    if has_experts(case.model) and not case.grouped:
         names |= {"te_general_grouped_gemm"}
     if case.megatron.get("moe_router_fusion"):
         names |= {"fused_topk_with_score_function_fwd", "fused_topk_with_score_function_bwd", "fused_moe_aux_loss_bwd"}

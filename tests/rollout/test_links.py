@@ -7,14 +7,21 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import itertools
+import multiprocessing
+import os
+import re
 import threading
 import time
+import types
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from mrl.engine import links
+from mrl.engine import link_groups, links
 from mrl.errors import ConfigError, ServerError
+from mrl.rollout import handover as handovers
+from tests.rollout import killed_trainer
 from tests.rollout.real_vllm import sampler_of
 from tests.rollout.replay import Replay, changed, says
 
@@ -26,6 +33,10 @@ MIXED = [
     ("flag", torch.tensor([True, False, True])), ("scalar", torch.tensor(7, dtype=torch.int64)),
     ("turned", torch.arange(6.0).reshape(2, 3).t()),
 ]  # fmt: skip
+
+
+def own_memory() -> list:
+    return [*links._SHM.glob(f"mrl-{os.getpid()}-*"), *links._SHM.glob(f".mrl-{os.getpid()}-*")]
 
 
 def packed(weights, limit: int) -> list[tuple[links.Bucket, bytes]]:
@@ -96,7 +107,7 @@ def test_a_link_carries_every_bit(way):
                 assert [(n, t.dtype, t.tolist()) for n, t in mine] == [(n, t.dtype, t.tolist()) for n, t in weights]
             for end in ends:
                 end.rest()
-    assert not list(links._SHM.glob(f"mrl-{links.os.getpid()}-*"))
+    assert not own_memory()
     for each in (*ends, link):
         each.close()
 
@@ -122,12 +133,85 @@ def test_a_search_for_a_server_that_failed_ends():
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.slow
+def test_a_trainer_that_was_killed_leaves_nothing():
+    """No memory, and no server that waits for it."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=killed_trainer.run, args=(there,), daemon=True)
+    process.start()
+    (file, offer), mine = here.recv(), links.SharedMemoryLink(CPU, 1)
+    end = links.make_end(offer, 0)
+    mine.buffer(0, 100)
+    assert os.path.exists(file) and not end._is_left(), "it lives"
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(end.receive, {"names": ["a"], "dtypes": ["uint8"], "shapes": [[2**20]]}, CPU)
+        process.kill()
+        process.join()
+        with pytest.raises(RuntimeError):
+            receiving.result(30)
+    assert os.path.exists(file) and end._is_left()
+    mine.buffer(1, 100)
+    assert not os.path.exists(file) and len(own_memory()) == 2
+    mine.close()
+    end.close()
+    assert not own_memory()
+
+
+def test_a_trainer_that_leaves_keeps_no_server_waiting(monkeypatch):
+    """Where no connection tells, too, as with NCCL."""
+    monkeypatch.setattr(links, "ASKED_S", 0.1)
+    link = links.BroadcastLink(CPU, "127.0.0.1", [1], timeout_s=60)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(links.make_end, link.offers()[0], 0)
+        link.connect(lambda: False)
+        end = joining.result()
+        receiving = pool.submit(end.receive, {"names": ["a"], "dtypes": ["uint8"], "shapes": [[2**20]]}, CPU)
+        with pytest.raises(TimeoutError):
+            receiving.result(0.5)  # while the trainer gathers
+        link.leave()
+        with pytest.raises(RuntimeError, match="the trainer has left in the middle of a bucket"):
+            receiving.result(10)
+    link.close()
+
+
+def test_a_bucket_that_nobody_takes_is_given_up():
+    """NCCL has no limit of its own there."""
+    link = links.BroadcastLink(CPU, "127.0.0.1", [1], timeout_s=0.3)
+    link._group = [types.SimpleNamespace(broadcast=lambda *args: types.SimpleNamespace(is_completed=lambda: False))]
+    [bucket] = links.buckets(iter([("a", torch.zeros(1))]), 2**30, link.buffer)
+    with pytest.raises(links.LinkBroken, match="a bucket was not taken in 0.3 s"):
+        link.send(bucket, lambda: False)
+
+
+def test_nccl_ends_no_process(monkeypatch):
+    """torch reads the variable where a group is made, and that alone."""
+    seen = []
+
+    class Group:
+        class Options:
+            pass
+
+        def __init__(self, *args):
+            seen.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    store, offer = dist.HashStore(), {"name": "a", "backend": "nccl", "rank": 0, "size": 1, "timeout_s": 1}
+    for before in (None, "1"):
+        monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+        if before is not None:
+            monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", before)
+        for when_broken in (link_groups.LET_BE, link_groups.CLEAN_UP):
+            link_groups.make_group(store, offer, when_broken=when_broken)
+        assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == before
+    assert seen == ["0", "2"] * 2
+
+
 def test_another_protocol_is_refused():
-    with pytest.raises(ValueError, match="protocol 0 and this one's 1"):
+    with pytest.raises(ValueError, match="protocol 0 and this one's 2"):
         links.make_end({"protocol": 0, "link": "ipc"}, 0)
     with pytest.raises(ValueError, match="another machine"):
         memory = {"file": "/dev/shm/of-another-machine", "bytes": 4}
-        links.make_end({"protocol": 1, "link": "ipc"}, 0).receive({"memory": memory, "dtypes": [], "shapes": []}, CPU)
+        links.make_end({"protocol": 2, "link": "ipc"}, 0).receive({"memory": memory, "dtypes": [], "shapes": []}, CPU)
 
 
 # ------------------------------------------------------------------------------------------------- on recorded traffic
@@ -216,7 +300,7 @@ def test_where_one_fails_none_goes_on(two, tmp_path, path, how):
     assert len(read) == len(WEIGHTS), "other ranks are in the stream"
     assert "/resume" not in two[0].paths() + two[1].paths()
     assert two[1].version == "incomplete"
-    assert not list(links._SHM.glob(f"mrl-{links.os.getpid()}-*"))
+    assert not own_memory()
 
 
 class Process:
@@ -288,7 +372,13 @@ def test_a_server_that_sleeps_is_on_the_trainers_gpu(two, tmp_path, gpu):
         two[0].faults["/collective_rpc"] = [says(200, {"results": [links.place() | {"gpus": sees}]})] * 2
         make = functools.partial(sampler_of, [two[0].url], str(tmp_path), sleep=True, device=gpu)
         if handover == "auto":
-            assert make(handover=handover).handover == expected
+            sampler = make(handover=handover)
+            assert sampler.handover == expected
+            notes = " ".join(sampler.notes)
+            assert expected == "ipc" or re.fullmatch(
+                r"rollout.server.handover: disk \(not ipc, as of http\S+: it does not see .*; not broadcast, as .*\)",
+                notes,
+            ), notes
         else:
             with pytest.raises(ConfigError, match=expected):
                 make(handover=handover)
@@ -305,6 +395,46 @@ def test_a_server_that_does_not_receive_holds_nobody_up(two, tmp_path):
     assert [process.end for process in processes] == [None, None] and sampler._handover._link is None
 
 
+def test_a_broadcast_that_does_not_begin_holds_nobody_up(two, tmp_path, monkeypatch):
+    """As NCCL's first, on the host, where a server takes no part."""
+    stuck = threading.Event()
+    monkeypatch.setattr(handovers, "LAST_WORDS_S", 0.5)
+    monkeypatch.setattr(links.BroadcastLink, "_broadcast", lambda link, data: stuck.wait(60))
+    processes = [Process(two[0], receives=True), Process(two[1], receives=False)]
+    sampler = sampler_of([s.url for s in two], str(tmp_path), handover="broadcast")
+    start = time.monotonic()
+    with pytest.raises(ServerError, match="/update_weights says HTTP 500: busy with itself.*stay paused"):
+        sampler.update_weights(iter(WEIGHTS))
+    assert time.monotonic() - start < 15 and [process.end for process in processes] == [None, None]
+    stuck.set()
+
+
+def no_room(*args, **named):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("way, words", [("ipc", "/dev/shm has no room for a bucket of 1 MB, .*No space left"),
+                                        ("broadcast", "no link from 127.0.0.1: .*No space left")])  # fmt: skip
+def test_where_the_trainer_has_no_room_servers_hear_of_it(two, tmp_path, monkeypatch, way, words):
+    processes = [Process(server, receives=True) for server in two]
+    for server in two:
+        server.faults["/collective_rpc"].insert(0, PLACE)
+    sampler = sampler_of([s.url for s in two], str(tmp_path), handover=way)
+    if way == "ipc":
+        monkeypatch.setattr(os, "posix_fallocate", no_room)
+    else:
+        monkeypatch.setattr(dist, "TCPStore", no_room)
+    read = []
+    with pytest.raises(ServerError, match=words) as said:
+        sampler.update_weights((read.append(name), (name, tensor))[1] for name, tensor in WEIGHTS)
+    assert len(read) == len(WEIGHTS) and "\n" not in str(said.value) and not own_memory()
+    if way == "ipc":
+        assert "set rollout.server.bucket_mb lower" in str(said.value) and "stay paused" in str(said.value)
+    else:
+        assert "/start_weight_update" not in two[0].paths(), "they keep their weights"
+    assert [process.end for process in processes] == [None, None]
+
+
 def test_a_server_that_does_not_pause_keeps_its_weights(two, tmp_path):
     two[0].faults["/pause?mode=wait"] = [says(500, {"error": "no"})]
     sampler = sampler_of([s.url for s in two], str(tmp_path), handover="ipc")
@@ -317,7 +447,9 @@ def test_a_server_that_does_not_pause_keeps_its_weights(two, tmp_path):
 def test_the_way_is_the_servers_too(two, tmp_path):
     """auto on a CPU is disk; what is asked for and cannot be is one line with what would help."""
     urls = [s.url for s in two]
-    assert sampler_of(urls, str(tmp_path)).handover == "disk"
+    sampler = sampler_of(urls, str(tmp_path))
+    assert sampler.handover == "disk"
+    assert sampler.notes == ("rollout.server.handover: disk (as the actor is on a CPU)",)
     two[0].faults["/server_info?config_format=json"] = [linked]
     with pytest.raises(
         ConfigError, match=r"handover: value .broadcast. .*:\d+: it takes .*worker-extension-cls"

@@ -27,7 +27,8 @@ from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.apart import Apart
 from mrl.rollout.base import Sampler
 from mrl.rollout.vllm_local import _import_vllm, engine_arguments
-from mrl.trainers.rl.samplers import with_weights
+from mrl.trainers.rl import samplers
+from mrl.trainers.rl.samplers import WithWeights
 from tests.engine.harness import run_case
 from tests.rollout import stand_in_vllm
 
@@ -81,20 +82,24 @@ class Recorded(Sampler):
 
 
 @pytest.mark.parametrize("forgets", [True, False])
-def test_the_rest_of_the_memory_wakes_after_the_actor_was_put_away(forgets):
+def test_the_rest_of_the_memory_wakes_after_the_actor_was_put_away(forgets, monkeypatch):
     sampler = Recorded(forgets=forgets)
-    sampling = with_weights(sampler, sampler, beside=True)  # type: ignore[arg-type]
+    monkeypatch.setattr(samplers.time, "perf_counter", lambda: float(len(sampler.events)))
+    sampling = WithWeights(sampler, sampler, beside=True)  # type: ignore[arg-type]
     for step in (0, 0, 1):
         with sampling(step):
             sampler.sample([])
     whole = ["roles away", "weights ['actor', True]", "roles away", "wake", "sample", "sleep"]
     again = whole if forgets else ["roles away", "wake", "sample", "sleep"]
     assert sampler.events == [*whole, *again, *whole]
+    assert sampling.take_seconds() == 4 + (4 if forgets else 2) + 4, "what comes before a sample"
+    assert sampling.take_seconds() == 0.0
+    assert WithWeights(sampler, sampler, beside=False).take_seconds() is None  # type: ignore[arg-type]
 
 
 def test_a_hand_over_that_fails_wakes_nothing_more_and_sleeps():
     sampler = Recorded(forgets=True, fails=True)
-    with pytest.raises(ServerError), with_weights(sampler, sampler, beside=True)(0):  # type: ignore[arg-type]
+    with pytest.raises(ServerError), WithWeights(sampler, sampler, beside=True)(0):  # type: ignore[arg-type]
         raise AssertionError("it samples")
     assert sampler.events == ["roles away", "weights ['actor', True]", "sleep"]
 

@@ -83,6 +83,9 @@ def rollout_metrics(
         "perf/reward_s": collected.reward_s,
         "perf/log_probs_s": log_probs_s,
     }
+    weights_s = trainer.sampling.take_seconds()
+    if weights_s is not None:
+        row["perf/weights_s"] = weights_s
     if not is_rewarded(trainer.config):  # they would be of zeros
         row = {name: value for name, value in row.items() if name not in OF_REWARDS}
     if trainer.recipe.needs_reference:

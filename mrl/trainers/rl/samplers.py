@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -74,38 +75,47 @@ def make_sampler(
     )
 
 
-def with_weights(
-    sampler: Sampler | None, dispatch: WorkerDispatch, *, beside: bool
-) -> Callable[[int], contextlib.AbstractContextManager[None]]:
-    """Returns a context in which `sampler` has the actor's weights after `step`, and the device's memory that it wants.
+class WithWeights:
+    """Contexts in which `sampler` has the actor's weights after a step, and the device's memory that it wants.
 
-    beside: it is another program than the actor's engine, so that what roles hold is put away for it.
+    sampler: None where nothing is sampled. beside: it is another program than the actor's engine, so that what roles
+    hold is put away for it.
     """
-    has_step: int | None = None
+
+    def __init__(self, sampler: Sampler | None, dispatch: WorkerDispatch, *, beside: bool) -> None:
+        self._sampler, self._dispatch, self._beside = sampler, dispatch, beside
+        self._has_step: int | None = None
+        self._seconds = 0.0
 
     @contextlib.contextmanager
-    def sampling(step: int) -> Iterator[None]:
-        nonlocal has_step
+    def __call__(self, step: int) -> Iterator[None]:
+        sampler, dispatch = self._sampler, self._dispatch
         if sampler is None:
             yield
             return
-        if beside:
+        began_s = time.perf_counter()
+        if self._beside:
             dispatch.offload_all()
         try:
-            if has_step != step or sampler.forgets:
+            if self._has_step != step or sampler.forgets:
                 if sampler.takes_adapters:
                     sampler.update_weights(dispatch.adapter_weights("actor"))
                 else:
                     sampler.update_weights(dispatch.hf_weights("actor", everywhere=sampler.everywhere))
-                if beside:
+                if self._beside:
                     dispatch.offload_all()
             sampler.wake()
-            has_step = step
+            self._has_step = step
+            self._seconds += time.perf_counter() - began_s
             yield
         finally:
             sampler.sleep()
 
-    return sampling
+    def take_seconds(self) -> float | None:
+        """Returns how long hand-overs took since it was last asked, also those before evaluations; None for a sampler
+        that reads the actor's own weights."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds if self._beside else None
 
 
 def _probe(dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Probe:

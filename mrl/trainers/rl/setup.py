@@ -50,13 +50,13 @@ from mrl.rollout.kept import KeptRollouts
 from mrl.rollout.recorded import RecordedRollouts
 from mrl.rollout.rollouts import Rollouts
 from mrl.rollout.stops import end_tokens
-from mrl.trainers.common import say_left_out
+from mrl.trainers.common import say_all, say_left_out
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.mixture_length import length_of_mixture
 from mrl.trainers.rl.collect import Collector, take_together
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.notices import TokenLimit
-from mrl.trainers.rl.samplers import make_sampler, with_weights
+from mrl.trainers.rl.samplers import WithWeights, make_sampler
 from mrl.trainers.rl.scoring import Scoring
 from mrl.trainers.rl.show import show_evaluation
 from mrl.trainers.rl.state import Trainer
@@ -130,7 +130,7 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
             dispatch=dispatch,
             source=source,
             collector=collector,
-            sampling=with_weights(sampler, dispatch, beside=config.rollout.backend != "native"),
+            sampling=WithWeights(sampler, dispatch, beside=config.rollout.backend not in ("native", "recorded")),
             references=references_of(config, folders, recipe, dispatch),
             kl=kl_controller(recipe),
             evaluation=evaluation,
@@ -264,6 +264,7 @@ def _rollouts(
         max_length=config.max_length, output_dir=directory.path, progress=console.generated,
         lora=config.actor.model.lora,
     )  # fmt: skip
+    say_all(console, sampler.notes)
     rollouts = Rollouts(
         sampler, tokenizer, config.rollout, seed=config.seed, end_tokens=end_tokens(folder, tokenizer),
         system=config.data.system, max_prompt_length=config.data.max_prompt_length, on_main=dispatch.on_main,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mrl import metrics
@@ -25,6 +24,7 @@ from mrl.trainers.rl.collect import Collector
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.notices import EqualRewards, TokenLimit
+from mrl.trainers.rl.samplers import WithWeights
 from mrl.trainers.rl.teachers import References
 from mrl.trainers.run_directory import RunDirectory, Start, is_own
 from mrl.trainers.saves import Saves
@@ -59,8 +59,7 @@ class Trainer:
     dispatch: WorkerDispatch
     source: PromptSource
     collector: Collector
-    sampling: Callable[[int], contextlib.AbstractContextManager[None]]
-    """Gives a context in which the sampler has the actor's weights after a step."""
+    sampling: WithWeights
     references: References | None
     kl: KLController
     evaluation: Evaluation | None

@@ -1,0 +1,99 @@
+"""The process group of the trainer and of servers' processes that `links.py` sends weights through: NCCL's on GPUs,
+else gloo's, beside the default group of either process. Of both ends, so nothing but torch is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+JOIN_S = 60.0
+"""Longest wait for all processes of a group to meet."""
+
+CLOSE_S = 2.0
+"""Longest wait for a group's connections to be closed."""
+
+LEFT, ASKED_S = "left", 1.0
+"""The key of a group's store that says that the trainer has left, and how often a server's process looks for it."""
+
+
+def delta(seconds: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=seconds)
+
+
+def from_rank_0(timeout_s: float) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.timeout = 0, delta(timeout_s)
+    return options
+
+
+_ASYNC = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+LET_BE, CLEAN_UP = "0", "2"
+"""Of torch's variable: what its watchdog does about a broadcast that failed or takes too long. By default it ends the
+process: a trainer because of a server, or a server because of a trainer that was killed."""
+
+
+def check(work: dist.Work) -> None:
+    """Raises RuntimeError where a broadcast that has ended has failed. NCCL's `wait` says so with a limit alone."""
+    work.wait(delta(JOIN_S))
+
+
+def greet(group: dist.Backend, device: torch.device, timeout_s: float) -> None:
+    """Sends a byte to all, for which NCCL connects them: what keeps it from that comes out before weights are lost."""
+    work = group.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)], from_rank_0(timeout_s))
+    work.wait()
+
+
+def make_group(store: dist.Store, offer: dict[str, Any], *, when_broken: str) -> dist.Backend:
+    """Returns a group of its own, beside the process's default one. when_broken: LET_BE or CLEAN_UP, for NCCL.
+
+    The prefixes are those that torch's `_new_process_group_helper` makes, through which SGLang joins.
+    """
+    name, device = offer["name"], "cuda" if offer["backend"] == "nccl" else "cpu"
+    prefixed: dist.Store = store
+    for prefix in (name, f"{name}/", f"{device}/"):
+        prefixed = dist.PrefixStore(prefix, prefixed)
+    if offer["backend"] == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = delta(offer["timeout_s"])
+        with _environment(_ASYNC, when_broken):  # where a group reads it when it is made
+            return dist.ProcessGroupNCCL(prefixed, offer["rank"], offer["size"], options)
+    return dist.ProcessGroupGloo(prefixed, offer["rank"], offer["size"], delta(JOIN_S))
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def end_group(held: list[dist.Backend]) -> None:
+    """Closes the connections of the group in `held`: what the others wait for in it fails.
+
+    gloo's are closed when the last reference goes, which waits for what is under way: in a thread that the process does
+    not wait for, since a process that takes no part holds that up for as long as the group's timeout.
+    """
+
+    def drop() -> None:
+        group = held.pop()
+        if not isinstance(group, dist.ProcessGroupGloo):
+            group.abort()
+
+    if held:
+        thread = threading.Thread(target=drop, daemon=True)
+        thread.start()
+        thread.join(CLOSE_S)
