@@ -14,11 +14,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed import distributed_c10d
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mrl.batch import make_batch
 from mrl.config.ppo import ServerConfig
@@ -52,12 +53,23 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def make_model(folder: str, seed: int, *, tied: bool = False) -> str:
-    """A random fp32 Qwen3 of two megabytes, so that a hand-over has buckets, and a tokenizer of one word per token."""
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3": {"intermediate_size": 256},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+}
+"""Of the families that are served. vLLM's experts on a CPU take hidden sizes that are multiples of 32 alone."""
+
+
+def make_model(
+    folder: str, seed: int, *, tied: bool = False, family: str = "qwen3", dtype: torch.dtype = torch.float32
+) -> str:
+    """A random Qwen3 of two megabytes, so that a hand-over has buckets, and a tokenizer of one word per token."""
     tiny.make_model(
-        folder, "qwen3", seed=seed, head_dim=32, hidden_size=128, intermediate_size=256, initializer_range=0.06,
-        max_position_embeddings=MAX_LENGTH, tied=tied,
+        folder, family, seed=seed, head_dim=32, hidden_size=128, initializer_range=0.06,
+        max_position_embeddings=MAX_LENGTH, tied=tied, **SIZES[family],
     )  # fmt: skip
+    if dtype != torch.float32:
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
     words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, tiny.VOCAB))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

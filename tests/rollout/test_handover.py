@@ -8,6 +8,8 @@ of the model (/weight_checker), and log-probs with those of the same weights fro
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 import urllib.request
 from typing import Any
@@ -18,6 +20,7 @@ from mrl.converters.safetensors_io import SafetensorsReader
 from mrl.engine import links
 from mrl.engine.sampling import SamplingParams
 from mrl.errors import ServerError
+from mrl.rollout.handover import INCOMPLETE
 from tests.rollout.digest import digest
 from tests.rollout.real_vllm import LINKED, RealServer, hf_stream, logs_of, make_model, requests, sampler_of
 from tests.rollout.test_vllm import close, log_probs
@@ -38,6 +41,11 @@ def post(server: RealServer, path: str, body: Any) -> Any:
 def paused(server: RealServer) -> bool:
     with urllib.request.urlopen(f"{server.url}/is_paused", timeout=60) as answer:
         return json.load(answer)["is_paused"]
+
+
+def version(server: RealServer) -> str:
+    with urllib.request.urlopen(f"{server.url}/weight_info", timeout=60) as answer:
+        return json.load(answer)["weight_version"]
 
 
 def checksums(server: RealServer) -> dict[str, str]:
@@ -166,4 +174,50 @@ def test_tied_weights_and_then_a_server_that_dies(tied, tmp_path):
         sampler.update_weights((read.append(name), (name, tensor))[1] for name, tensor in stream())
     assert server.url in str(caught.value) and "\n" not in str(caught.value)
     assert time.monotonic() - start < 30 and len(read) == len(list(hf_stream(old)))
+    sampler.close()
+
+
+@pytest.mark.nightly
+def test_one_of_two_servers_dies_in_the_middle_of_a_bucket(servers, folders, by_disk, tmp_path):
+    """The third, of which it has what its socket holds, and the other one all. Nothing is kept to go back to: the survivor
+    stays paused, and joins another server at the next start of the command."""
+    survivor = servers[0]
+    victim = RealServer(folders[0], tmp_path / "log", *LINKED)
+    try:
+        victim.wait()
+        sampler = linked([survivor, victim], tmp_path, "broadcast", 200_000)
+        sampler.update_weights(hf_stream(folders[0]))
+        assert sampler.log_probs(TEXT)[0] == by_disk[0][1][0]
+        link, receiver, sent = sampler._handover._link, sampler._servers[0], []
+        send, receive = link.send, receiver.receive
+
+        def send_to_one_that_stands_still(bucket, failed):
+            sent.append(bucket.names)
+            if len(sent) == 3:
+                os.killpg(victim.process.pid, signal.SIGSTOP)
+            send(bucket, failed)
+
+        def receive_before_the_other_dies(bucket):
+            receive(bucket)
+            if len(sent) == 3:
+                victim.kill()
+
+        link.send, receiver.receive = send_to_one_that_stands_still, receive_before_the_other_dies
+        total = len(list(hf_stream(folders[1])))
+        for said in (r"/update_weights cannot be reached .*no server samples", r"/\w+ cannot be reached"):
+            start, read = time.monotonic(), []
+            with logs_of([survivor]), pytest.raises(ServerError, match=said) as caught:
+                sampler.update_weights((read.append(name), (name, tensor))[1] for name, tensor in hf_stream(folders[1]))
+            assert victim.url in str(caught.value) and "\n" not in str(caught.value)
+            assert time.monotonic() - start < 30 and len(read) == total
+            assert paused(survivor) and version(survivor) == INCOMPLETE
+        assert len(sent) == 3 and sum(map(len, sent)) < total
+        sampler.close()
+    finally:
+        victim.kill()
+    sampler = linked(servers, tmp_path, "broadcast", 200_000)
+    for folder in (1, 0):
+        sampler.update_weights(hf_stream(folders[folder]))
+        assert [checksums(server) for server in servers] == by_disk[folder][0]
+        assert sampler.log_probs(TEXT) == by_disk[folder][1]
     sampler.close()
