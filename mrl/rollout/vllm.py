@@ -185,11 +185,15 @@ class VLLMServer(AdapterServer):
         self.http.post("/pause?mode=wait")  # what is being sampled ends with the weights it began with
 
     def check_names(self, names: Collection[str]) -> None:
-        if self.on_cpu and not self.links and not any("lm_head" in name or "embed_out" in name for name in names):
-            raise self.http.error(
-                "runs on a CPU, where vLLM keeps the old head of a model whose head is its embedding; start it with "
-                f"{self.how_to_link}"
-            )
+        if not self.on_cpu or self.links:
+            return
+        old = None
+        if not any("lm_head" in name or "embed_out" in name for name in names):
+            old = "keeps the old head of a model whose head is its embedding"
+        elif any(".experts." in name for name in names):
+            old = "reads new weights of experts as if they were packed, as the old ones are"
+        if old is not None:
+            raise self.http.error(f"runs on a CPU, where vLLM {old}; start it with {self.how_to_link}")
 
     def load(self, path: str, version: str) -> None:
         method = "mrl_reload" if self.links else "reload_weights"

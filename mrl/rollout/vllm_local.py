@@ -35,7 +35,7 @@ from mrl.engine.kept import share
 from mrl.errors import ConfigError, ServerError, first_line
 from mrl.rollout.apart import Apart
 from mrl.rollout.base import Sampler, SampleRequest
-from mrl.rollout.tied_head import pack_shared
+from mrl.rollout.cpu_packing import pack_anew
 from mrl.rollout.vllm import PROCESSED, RAW, refuse, sampling_fields
 from mrl.rollout.weights import ReadToItsEnd
 
@@ -315,12 +315,12 @@ def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
         worker.reload_weights(weights_iterator=weights)
     finally:
         del model.load_weights
-    pack_shared(model)
     if loaded is None:
         raise RuntimeError(f"vLLM's {type(model).__name__} does not say which of its parameters it has loaded")
     missing = sorted(wanted - loaded)
     if missing:
         raise RuntimeError(f"the actor has no weights for {len(missing)} of vLLM's parameters, as {missing[0]}")
+    pack_anew(model)
 
 
 def _in_words(error: Exception) -> str:

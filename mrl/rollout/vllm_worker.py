@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader.reload import layerwise
 
 from mrl.engine import links
-from mrl.rollout.tied_head import pack_shared
+from mrl.rollout.cpu_packing import pack_anew
 
 BACKEND = "mrl"
 
@@ -85,11 +85,11 @@ class Engine(WeightTransferEngine[Offer, Update]):
         if self._end is not None:
             self._end.rest()
         layerwise.finalize_layerwise_reload(self.model, self.model_config)
-        pack_shared(self.model)
         wanted = {name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters()}
         missing = sorted(wanted - {name.replace(".base_layer.", ".") for name in self._loaded})
         if missing:
             raise RuntimeError(f"no weights have come for {len(missing)} parameters, as {missing[0]}")
+        pack_anew(self.model)
 
     def shutdown(self) -> None:
         if self._end is not None:
@@ -105,9 +105,9 @@ class Worker:
     _weight_update_active: bool
 
     def mrl_reload(self, weights_path: str) -> None:
-        """vLLM's `reload_weights`, and what it leaves out (tied_head.py)."""
+        """vLLM's `reload_weights`, and what it leaves out (cpu_packing.py)."""
         self.model_runner.reload_weights(weights_path=weights_path)
-        pack_shared(self.model_runner.get_model())
+        pack_anew(self.model_runner.get_model())
 
     def mrl_place(self) -> dict[str, Any]:
         return links.place()

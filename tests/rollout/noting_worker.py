@@ -25,9 +25,3 @@ class Worker(vllm_worker.Worker):
     def what_was_noted(self) -> list[list[Any]]:
         del self.weight_transfer_engine.model.load_weights
         return self.noted
-
-    def pack_experts(self) -> None:
-        """Does what vLLM 0.32.0 leaves out where experts got new weights on a CPU (test_handover_models.py); once after each hand-over."""
-        for layer in self.model_runner.get_model().modules():
-            if "w13_weight" in layer._parameters:
-                layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)

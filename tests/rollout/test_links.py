@@ -463,12 +463,17 @@ def test_the_way_is_the_servers_too(two, tmp_path):
         sampler_of(urls, str(tmp_path), handover="ipc")
 
 
-def test_a_tied_head_needs_more_than_a_cpus_vllm_does(two, tmp_path):
-    """One that was started without mrl's worker would go on with its old head."""
+@pytest.mark.parametrize(
+    "names, words",
+    [(["model.embed_tokens.weight"], "keeps the old head"),
+     (["model.layers.0.mlp.experts.0.up_proj.weight", "lm_head.weight"], "reads new weights of experts as if")],
+)  # fmt: skip
+def test_some_weights_need_more_than_a_cpus_vllm_does(two, tmp_path, names, words):
+    """One that was started without mrl's worker would go on with its old head, or with wrong experts."""
     two[0].faults["/server_info?config_format=json"] = [
         changed(lambda a: a["vllm_config"].update(device_config={"device": "cpu"}))
     ]
     sampler = sampler_of([two[0].url], str(tmp_path))
-    with pytest.raises(ServerError, match="keeps the old head.*start it with .*vllm_worker.Worker"):
-        sampler.update_weights(iter([("model.embed_tokens.weight", torch.ones(2))]))
+    with pytest.raises(ServerError, match=f"{words}.*start it with .*vllm_worker.Worker"):
+        sampler.update_weights((name, torch.ones(2)) for name in names)
     assert "/pause?mode=wait" not in two[0].paths()
