@@ -50,7 +50,7 @@ def main() -> None:
                 if backend not in failed:
                     one_turn(backend, spec, options, place, rounds[number], failed)
     finally:
-        shutil.rmtree(place)
+        shutil.rmtree(place, ignore_errors=True)  # what stays is no reason to lose the report
     text = report(rounds, failed, options)
     print("\n" + text)
     if options.append is not None:

@@ -110,7 +110,8 @@ def measured(options: argparse.Namespace) -> list[str]:
             for turns in found.rounds:
                 by_server(root, options, server, adapter_subjects(options), turns, found, size=None)
     finally:
-        shutil.rmtree(root)
+        remove_leftovers(options.folders, root)
+        shutil.rmtree(root, ignore_errors=True)  # what stays is no reason to lose the report
     return report(found, options)
 
 
@@ -276,16 +277,18 @@ def by_server(
         for name in list(left) if under_way is None else [under_way]:
             found.fail(name, ended.get("said") or said(error))
             del left[name]
-        remove_leftovers(options.folders, root.name, ended.get("pid"))
+        remove_leftovers(options.folders, root)
         server.end_after_failure()
 
 
-def remove_leftovers(folders: Sequence[pathlib.Path], prefix: str, pid: int | None) -> None:
+def remove_leftovers(folders: Sequence[pathlib.Path], root: pathlib.Path) -> None:
     """Removes what a trainer that was killed has left, in /dev/shm too (`mrl.engine.links`): the next one needs the room."""
+    notes = root / "out.0.json"
+    pid = json.loads(notes.read_text()).get("pid") if notes.exists() else None
     for file in SHM.glob(f"mrl-{pid}-*"):
         file.unlink(missing_ok=True)
     for place in folders:
-        for left in place.glob(f"{prefix}_*"):
+        for left in place.glob(f"{root.name}_*"):
             shutil.rmtree(left, ignore_errors=True)
 
 
