@@ -16,13 +16,15 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 import workload
+from command_line import at_least, folder, found_device
+from command_line import report as written
 from handover import SIZES
 from machine import machine, versions
-from measure import run_worker
+from measure import Failed, end_on_sigterm, run_worker, said
 
 BACKENDS = ("megatron", "fsdp")
 ROW = 64  # tokens of a step's one row: what is measured is the state, not the step
@@ -32,51 +34,64 @@ Rounds = list[dict[str, dict[str, Any]]]
 
 def main() -> None:
     options = read_options()
-    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="mrl_benchmark_", dir=options.folder))
+    end_on_sigterm()
+    place = pathlib.Path(tempfile.mkdtemp(prefix="mrl_benchmark_", dir=options.folder))
+    rounds: Rounds = [{} for _ in range(options.rounds)]
+    failed: dict[str, str] = {}
     try:
         sizes, vocabulary = SIZES[options.size]
-        workload.make_model(folder / "model", 0, sizes=sizes, vocabulary=vocabulary, end_drawn=False)
+        workload.make_model(place / "model", 0, sizes=sizes, vocabulary=vocabulary, end_drawn=False)
         spec = {
-            "folder": str(folder), "out": str(folder / "checkpoints"), "device": device, "saves": options.saves,
+            "folder": str(place), "out": str(place / "checkpoints"), "device": options.device, "saves": options.saves,
             "row": ROW, "rows": 1, "micro_tokens": ROW, "vocabulary": vocabulary,
         }  # fmt: skip
-        rounds: Rounds = []
         for number in range(options.rounds):
-            rounds.append({})
             for backend in BACKENDS[:: -1 if number % 2 else 1]:
-                subject = {"backend": backend, "dtype": options.dtype}
-                load = os.getloadavg()[0]
-                [found] = run_worker(
-                    sys.executable, "worker_checkpoint.py", spec | {"subject": subject}, nproc=1, folder=folder
-                )
-                rounds[-1][backend] = found["more"] | {"peak_mb": found["peak_mb"], "load": load}
-                for way, turns in found["more"]["turns"].items():
-                    print(f"{backend}, {way}: {turns}", file=sys.stderr, flush=True)
+                if backend not in failed:
+                    one_turn(backend, spec, options, place, rounds[number], failed)
     finally:
-        shutil.rmtree(folder)
-    text = report(rounds, options, device)
+        shutil.rmtree(place, ignore_errors=True)  # what stays is no reason to lose the report
+    text = report(rounds, failed, options)
     print("\n" + text)
     if options.append is not None:
         with options.append.open("a", encoding="utf-8") as file:
             file.write("\n" + text)
 
 
-def read_options() -> argparse.Namespace:
+def one_turn(
+    backend: str, spec: dict[str, Any], options: argparse.Namespace, place: pathlib.Path, turns: dict[str, dict[str, Any]],
+    failed: dict[str, str],
+) -> None:  # fmt: skip
+    """Adds to `turns` what a backend's process measured, or to `failed` what it said."""
+    load = os.getloadavg()[0]
+    spec = spec | {"subject": {"backend": backend, "dtype": options.dtype}}
+    try:
+        [found] = run_worker(sys.executable, "worker_checkpoint.py", spec, nproc=1, folder=place)
+    except Failed as error:
+        print(error, file=sys.stderr)
+        failed[backend] = said(error)
+        shutil.rmtree(spec["out"], ignore_errors=True)  # the next one needs the room
+        return
+    turns[backend] = found["more"] | {"peak_mb": found["peak_mb"], "load": load}
+    for way, of in found["more"]["turns"].items():
+        print(f"{backend}, {way}: {of}", file=sys.stderr, flush=True)
+
+
+def read_options(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="250M", help="parameters of the model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each backend, in a process of its own")
-    parser.add_argument("--saves", type=int, default=2, help="turns of each way in a process")
-    parser.add_argument(
-        "--folder", type=pathlib.Path, help="where checkpoints go; default: the folder for temporary files"
-    )
-    parser.add_argument("--append", type=pathlib.Path, help="file that the report is added to")
-    return parser.parse_args()
+    parser.add_argument("--rounds", type=at_least(1), default=2, help="turns of each backend, in a process of its own")
+    parser.add_argument("--saves", type=at_least(1), default=2, help="turns of each way in a process")
+    parser.add_argument("--folder", type=folder, help="where checkpoints go; default: the folder for temporary files")
+    parser.add_argument("--append", type=written, help="file that the report is added to")
+    options = parser.parse_args(given)
+    options.device = found_device(parser, options.device)
+    return options
 
 
-def report(rounds: Rounds, options: argparse.Namespace, device: str) -> str:
+def report(rounds: Rounds, failed: dict[str, str], options: argparse.Namespace) -> str:
     arguments = f"--size {options.size} --dtype {options.dtype} --rounds {options.rounds} --saves {options.saves}"
     loads = ", ".join(f"{of['load']:.1f}" for found in rounds for of in found.values())
     lines = [
@@ -85,10 +100,14 @@ def report(rounds: Rounds, options: argparse.Namespace, device: str) -> str:
     ]  # fmt: skip
     lines[4:6] = [lines[4] + lines[5]]
     for backend in BACKENDS:
-        of = [found[backend] for found in rounds]
+        of = [found[backend] for found in rounds if backend in found]
+        if backend in failed:
+            lines += [f"{backend}, round {len(of) + 1}: failed: {failed[backend]}", ""]
+        if not of:
+            continue
         gigabytes = of[0]["bytes"] / 1e9
         lines += [
-            f"## {backend}, {gigabytes:.2f} GB ({options.size} parameters of {options.dtype} with AdamW's state), {device}", "",
+            f"## {backend}, {gigabytes:.2f} GB ({options.size} parameters of {options.dtype} with AdamW's state), {options.device}", "",
             "| | training stands still, s | until it is whole, s | / cp, fsync |", "|---|---|---|---|",
         ]  # fmt: skip
         for way in of[0]["turns"]:

@@ -4,8 +4,8 @@
     python benchmarks/gpu.py --only training --rounds 3     a part, printed
     python benchmarks/gpu.py --device cpu --small           that it runs; its numbers say nothing of a GPU
 
-Subjects take turns, in fresh processes on the same GPU. One that fails stands in the report with what it said. README.md says
-what is measured.
+Subjects take turns, in fresh processes on the same GPU. One that fails stands in the report with what it said, as does one that
+cannot run here. README.md says what is measured; gpu_subjects.py has the rows, gpu_options.py the command line.
 """
 
 from __future__ import annotations
@@ -18,104 +18,64 @@ import json
 import pathlib
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import gpu_options
 import handover
 import measure
 import torch
 import workload
+from gpu_subjects import (
+    DENSE,
+    DENSE_NAME,
+    MOE,
+    NUMBERS,
+    PARITY,
+    PLAIN,
+    REFERENCE,
+    ROWS,
+    SMALL,
+    TE,
+    VOCABULARY,
+    Subject,
+)
 from machine import machine, versions
 from safetensors import safe_open
 
 T = TypeVar("T")
-VOCABULARY = 32768
-PARITY = {
-    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False,
-}  # fmt: skip
-DENSE = PARITY | {
-    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "head_dim": 128,
-}  # fmt: skip
-DENSE_NAME = "dense, 1.1 B parameters"
-MOE = PARITY | {
-    "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "num_experts": 32, "num_experts_per_tok": 4,
-    "moe_intermediate_size": 768, "norm_topk_prob": True,
-}  # fmt: skip
-# 1.0 B parameters, of which a token goes through 0.2 B
-SMALL = {
-    "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16,
-}  # fmt: skip
+FAILURES = (measure.Failed, Exception)  # a signal's SystemExit is none: it ends the run
 LARGEST_GAP = 3.0  # times the error of transformers in bfloat16: above it the report says so beside the row
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is measured. needs: a package without which it is left out."""
-
-    name: str
-    settings: dict[str, Any]
-    needs: str | None = None
-
-
-def mrl(backend: str = "megatron", dtype: str = "bfloat16", **settings: Any) -> dict[str, Any]:
-    return {"kind": "mrl", "backend": backend, "dtype": dtype, **settings}
-
-
-TE = "transformer-engine"
-REFERENCE = Subject("transformers, float32", {"kind": "plain", "dtype": "float32"})
-PLAIN = "transformers, bfloat16"
-NUMBERS = [
-    REFERENCE,
-    Subject(PLAIN, {"kind": "plain", "dtype": "bfloat16"}),
-    Subject("mrl, local layers, float32", mrl(dtype="float32", layer_spec="local")),
-    Subject("mrl, local layers, bfloat16", mrl(layer_spec="local")),
-    Subject("mrl, TE's layers, bfloat16", mrl(layer_spec="te"), needs=TE),
-    Subject("mrl, fsdp, bfloat16", mrl("fsdp")),
-]
-TRAINED = [
-    Subject("transformers, SDPA", {"kind": "plain", "dtype": "bfloat16"}),
-    Subject("transformers, SDPA, torch.compile", {"kind": "plain", "dtype": "bfloat16", "compile": True}),
-    Subject("mrl, TE's layers", mrl(layer_spec="te"), needs=TE),
-    Subject("mrl, local layers", mrl(layer_spec="local")),
-    Subject("mrl, fsdp", mrl("fsdp")),
-    Subject("mrl, fsdp, compiled", mrl("fsdp", fsdp={"compile": True})),
-    Subject("mrl, fsdp, deferred", mrl("fsdp", fsdp={"defer_sync": True})),
-]
-OF_EXPERTS = [  # transformers multiplies by `grouped_mm`, in the weights' fp32 under autocast; one by one in bfloat16
-    Subject("transformers, SDPA, experts one by one", TRAINED[0].settings | {"experts": "eager"}),
-    Subject("mrl, TE's layers, grouped_mm", mrl(layer_spec="te", moe={"grouped_mm": True}), needs=TE),
-    Subject("mrl, local layers, experts one by one", mrl(layer_spec="local", moe={"grouped_mm": False})),
-]
-DRAWN = [
-    Subject("transformers, SDPA", {"kind": "plain", "dtype": "bfloat16"}),
-    Subject("mrl, TE's layers", mrl(layer_spec="te"), needs=TE),
-    Subject("mrl, local layers", mrl(layer_spec="local")),
-    Subject("mrl, local layers, rollout.cuda_graphs", mrl(layer_spec="local", cuda_graphs=True)),
-    Subject("mrl, fsdp", mrl("fsdp")),
-]
-KEPT = [Subject("mrl, megatron", mrl()), Subject("mrl, fsdp", mrl("fsdp"))]
-
-
 def main() -> None:
-    arguments = parse()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("there is no GPU here that torch can use; --device cpu --small shows that the script runs")
+    arguments = gpu_options.parse()
+    measure.end_on_sigterm()  # the hand-over's server is in a session of its own
     lines = heading(arguments)
-    with tempfile.TemporaryDirectory(prefix="mrl_benchmark_", dir=arguments.folder) as name:
-        for part, run in PARTS.items():
-            if any(only in part for only in arguments.only):
-                lines += ["", *run(pathlib.Path(name), arguments)]
+    try:
+        with tempfile.TemporaryDirectory(prefix="mrl_benchmark_", dir=arguments.folder) as name:
+            for part in arguments.parts:
+                lines += ["", *whole_part(part, pathlib.Path(name), arguments)]
                 write(lines, arguments.result)  # after each part: a run may be ended before its last
-    print("\n" + "\n".join(lines) + "\n")
+    finally:
+        print("\n" + "\n".join(lines) + "\n")
+
+
+def whole_part(part: str, folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
+    """Returns a part's lines, or what it said as it failed: the next parts run all the same."""
+    try:
+        return PARTS[part](folder, arguments)
+    except FAILURES as error:
+        traceback.print_exc()
+        return [f"## {part}", "", f"failed: {measure.said(error)}"]
 
 
 def write(lines: Iterable[str], result: pathlib.Path | None) -> None:
@@ -123,33 +83,6 @@ def write(lines: Iterable[str], result: pathlib.Path | None) -> None:
         path = pathlib.Path(str(result).replace("NAME", gpu_name()))
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         print(f"written to {path}", file=sys.stderr)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--small", action="store_true", help="models of two narrow layers")
-    parts = ", ".join(PARTS)
-    parser.add_argument("--only", nargs="+", default=[""], help=f"parts whose name contains one of these: {parts}")
-    parser.add_argument("--subjects", nargs="+", default=[], help="names of rows of a part's table, and no others")
-    parser.add_argument("--new-tokens", type=int, default=256, help="of a sequence in decoding")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each subject")
-    parser.add_argument("--steps", type=int, default=12, help="of a run")
-    parser.add_argument("--warmup", type=int, default=4, help="of which so many are not counted")
-    parser.add_argument("--limit", type=float, help="seconds of a subject's run, which then counts as failed")
-    parser.add_argument("--folder", type=pathlib.Path, help="for models and checkpoints meanwhile; it needs 40 GB")
-    parser.add_argument(
-        "--vllm-venv", type=pathlib.Path, help="of the hand-over's server; default: .venv-vllm, or this environment"
-    )
-    parser.add_argument("--result", type=pathlib.Path, help="file for the report; NAME in it is the GPU's")
-    arguments = parser.parse_args()
-    for only in arguments.only:
-        if not any(only in part for part in PARTS):
-            parser.error(f"--only {only}: the parts are {parts}")
-    names = {s.name for s in (*NUMBERS, *TRAINED, *OF_EXPERTS, *DRAWN, *KEPT)}
-    if unknown := set(arguments.subjects) - names:
-        parser.error(f"--subjects: {min(unknown)!r} is none of {'; '.join(sorted(names))}")
-    return arguments
 
 
 def heading(arguments: argparse.Namespace) -> list[str]:
@@ -162,6 +95,8 @@ def heading(arguments: argparse.Namespace) -> list[str]:
     command = "python benchmarks/gpu.py" + "".join(f" --{k} {v}" for k, v in asked.items() if v not in ("", None))
     lines = [f"# One GPU, {datetime.date.today()}", "", f"`{command}{' --small' if arguments.small else ''}`", ""]
     lines += [gpu_line() if arguments.device == "cuda" else "**on a CPU: these numbers say nothing of a GPU**", ""]
+    if arguments.rowless:
+        lines += [f"left out: {', '.join(arguments.rowless)}, of which --subjects has no row", ""]
     return [*lines, machine(), "", versions(sys.executable, listed, "all of them")]
 
 
@@ -199,7 +134,10 @@ def make_model(folder: pathlib.Path, sizes: Mapping[str, Any], arguments: argpar
     whole = {**sizes, **narrow}
     made = folder / f"model-{zlib.crc32(json.dumps(whole, sort_keys=True).encode()):08x}"
     if not made.exists():
-        workload.make_model(made, 0, sizes=whole, vocabulary=vocabulary, end_drawn=False)
+        part = made.with_name("part")  # one that a full disk cut short is no model of the next part
+        shutil.rmtree(part, ignore_errors=True)
+        workload.make_model(part, 0, sizes=whole, vocabulary=vocabulary, end_drawn=False)
+        part.rename(made)
     (folder / "model").unlink(missing_ok=True)
     (folder / "model").symlink_to(made)
     return vocabulary
@@ -207,24 +145,36 @@ def make_model(folder: pathlib.Path, sizes: Mapping[str, Any], arguments: argpar
 
 @dataclass
 class Runs:
-    """What a subject's runs gave: a meter's numbers of each round, or what it said as it failed."""
+    """What subjects' runs gave."""
 
-    of: dict[str, list[dict[str, Any]]]
-    failed: dict[str, str]
+    of: dict[str, list[dict[str, Any]]]  # a meter's numbers of each round that did not fail
+    failed: dict[str, str]  # what a subject said, which then takes no further part
+    left_out: list[str]  # a line for each subject that cannot run here
 
     def rows(self, columns: int, cells: Callable[[str, list[dict[str, Any]]], list[str]]) -> Iterator[str]:
+        """The table's rows, and below it a line for each that was left out."""
         for name, runs in self.of.items():
             said = self.failed.get(name)
-            found = [f"failed: {said}", *[""] * (columns - 1)] if said is not None else cells(name, runs)
-            yield f"| {name} | " + " | ".join(found) + " |"
+            if said is not None and runs:
+                name_cell, found = f"{name} (round {len(runs) + 1} failed: {said})", cells(name, runs)
+            elif said is not None:
+                name_cell, found = name, [f"failed: {said}", *[""] * (columns - 1)]
+            else:
+                name_cell, found = name, cells(name, runs)
+            yield f"| {name_cell} | " + " | ".join(found) + " |"
+        if self.left_out:
+            yield from ("", *self.left_out)
 
 
 def take_turns(
     subjects: Iterable[Subject], spec: dict[str, Any], folder: pathlib.Path, arguments: argparse.Namespace, rounds: int
 ) -> Runs:
-    chosen = [s for s in subjects if s.needs is None or is_installed(s.needs)]
-    chosen = [s for s in chosen if not arguments.subjects or s.name in arguments.subjects]
-    found = Runs({s.name: [] for s in chosen}, {})
+    asked = [s for s in subjects if not arguments.subjects or s.name in arguments.subjects]
+    chosen = [s for s in asked if s.needs is None or is_installed(s.needs)]
+    lines = [f"left out: {s.name}, as {s.needs} is not installed" for s in asked if s not in chosen]
+    for line in lines:
+        print(f"{spec['what']}: {line}", file=sys.stderr)
+    found = Runs({s.name: [] for s in chosen}, {}, lines)
     for number in range(rounds):
         for subject in chosen:
             if subject.name in found.failed:
@@ -236,17 +186,13 @@ def take_turns(
                 [run] = measure.run_worker(
                     sys.executable, "worker_gpu.py", full, nproc=1, folder=folder, limit_s=arguments.limit
                 )
-            except SystemExit as error:
-                found.failed[subject.name] = last_line(str(error))
+            except FAILURES as error:
+                found.failed[subject.name] = measure.said(error)
                 print(error, file=sys.stderr)
             else:
                 found.of[subject.name].append(run)
                 print(f"    seconds a step: {' '.join(f'{w:.2f}' for w in run['wall'])} {run['more']}", file=sys.stderr)
     return found
-
-
-def last_line(text: str) -> str:
-    return text.strip().splitlines()[-1][:200].replace("|", "/")
 
 
 def side(values: Iterable[float], form: str) -> str:
@@ -304,7 +250,7 @@ def gradient_errors(reference: pathlib.Path, found: pathlib.Path) -> tuple[float
 
 
 def training(
-    folder: pathlib.Path, arguments: argparse.Namespace, *, name: str, sizes: dict[str, Any], subjects: list[Subject]
+    folder: pathlib.Path, arguments: argparse.Namespace, *, part: str, name: str, sizes: dict[str, Any]
 ) -> list[str]:
     """Steps on the same rows: tokens a second, MFU, memory."""
     vocabulary = make_model(folder, sizes, arguments)
@@ -313,9 +259,9 @@ def training(
         "what": "training", "vocabulary": vocabulary, "row": row, "rows": rows, "micro_tokens": 4 * row,
         "steps": arguments.steps,
     }  # fmt: skip
-    runs = take_turns(subjects, spec, folder, arguments, arguments.rounds)
+    runs = take_turns(ROWS[part], spec, folder, arguments, arguments.rounds)
     flops, peak = step_flops(folder, row, rows), peak_flops()
-    first = next((name for name, of in runs.of.items() if of and name not in runs.failed), None)
+    first = next((name for name, of in runs.of.items() if of), None)
 
     def speeds_of(of: list[dict[str, Any]]) -> list[float]:
         return [row * rows / statistics.median(run["wall"][arguments.warmup :]) for run in of]
@@ -358,7 +304,7 @@ def decoding(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
         "what": "decoding", "vocabulary": vocabulary, "row": prompt + new, "rows": max(counts), "prompt": prompt,
         "new_tokens": new, "at_once": counts, "micro_tokens": prompt + new, "steps": min(3, arguments.steps),
     }  # fmt: skip
-    runs = take_turns(DRAWN, spec, folder, arguments, arguments.rounds)
+    runs = take_turns(ROWS["decoding"], spec, folder, arguments, arguments.rounds)
 
     def cells(name: str, of: list[dict[str, Any]]) -> list[str]:
         speeds = [side((run["more"][f"tokens_s_{n}"] for run in of), ",.0f") for n in counts]
@@ -378,7 +324,7 @@ def checkpoint(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]
     row = size_of(arguments, 256, 16)
     spec = {"what": "checkpoint", "vocabulary": vocabulary, "row": row, "rows": 1, "micro_tokens": row}
     spec["steps"] = min(3, arguments.steps)
-    runs = take_turns(KEPT, spec, folder, arguments, arguments.rounds)
+    runs = take_turns(ROWS["checkpoint"], spec, folder, arguments, arguments.rounds)
 
     def cells(name: str, of: list[dict[str, Any]]) -> list[str]:
         more = [run["more"] for run in of]
@@ -401,19 +347,21 @@ def hand_over(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
     if venv is None:
         return [title, "", f"Not measured: {why}."]
     size, buckets = size_of(arguments, ("1B", ["64", "512"]), ("20M", ["8"]))
+    more = {"--folder": arguments.folder, "--limit": arguments.limit}
     options = handover.read_options([
         "--size", size, "--dtype", "bfloat16", "--device", arguments.device, "--bucket-mb", *buckets,
         "--rounds", str(arguments.rounds), "--vllm-venv", str(venv),
+        *(word for flag, value in more.items() if value is not None for word in (flag, str(value))),
     ])  # fmt: skip
-    command = f"`python benchmarks/handover.py {handover.shown(options)}`"
-    lines = [title, "", command, "", handover.of_server(options), ""]
-    if arguments.device == "cuda" and torch.cuda.device_count() == 1:
-        lines += ["No broadcast: NCCL refuses two processes on one GPU, and there is one alone.", ""]
+    lines = [title, "", f"`python benchmarks/handover.py {handover.shown(options)}`", ""]
     try:
+        lines += [handover.of_server(options), ""]
+        if arguments.device == "cuda" and torch.cuda.device_count() == 1:
+            lines += ["No broadcast: NCCL refuses two processes on one GPU, and there is one alone.", ""]
         tables = handover.measured(options)
-    except SystemExit as error:
-        print(error, file=sys.stderr)
-        return [*lines, f"failed: {last_line(str(error))}"]
+    except FAILURES as error:
+        traceback.print_exc()
+        return [*lines, f"failed: {measure.said(error)}"]
     return [*lines, f"#{tables[0]}", *tables[1:]]
 
 
@@ -448,19 +396,24 @@ def ppo(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
         config = ppo_config(folder, backend, new, prompts, samples, arguments)
         path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
         print(f"ppo: {backend}", file=sys.stderr)
-        ran = subprocess.run([sys.executable, "-m", "mrl", "ppo", str(path), "--nproc", "1"], capture_output=True, text=True)  # fmt: skip
-        if ran.returncode:
-            lines.append(f"| {backend} | failed: {last_line(ran.stderr or ran.stdout)} | | | | |")
-            continue
-        written = (folder / f"run-{backend}" / "metrics.jsonl").read_text().splitlines()
-        steady = [row for row in map(json.loads, written) if row["step"] > 1]
-        keys = ("perf/rollout_s", "rollout/tokens_per_s", "perf/update_s", "perf/step_s", "rollout/logprob_gap")
-        middle = [statistics.median(row[key] for row in steady) for key in keys]
-        cells = [f"{middle[0]:.2f}", f"{middle[1]:,.0f}", f"{middle[2]:.2f}", f"{middle[3]:.2f}", f"{middle[4]:.1e}"]
+        try:
+            measure.run_command([sys.executable, "-m", "mrl", "ppo", str(path), "--nproc", "1"], arguments.limit)
+            cells = ppo_cells(folder / f"run-{backend}" / "metrics.jsonl")
+        except FAILURES as error:
+            print(error, file=sys.stderr)
+            cells = [f"failed: {measure.said(error)}", *[""] * 4]
         lines.append(f"| {backend} | " + " | ".join(cells) + " |")
     if len(backends) == 1:
         lines += ["", "vLLM is not installed in this environment."]
     return lines
+
+
+def ppo_cells(metrics: pathlib.Path) -> list[str]:
+    """Medians over the steps after the first."""
+    steady = [row for row in map(json.loads, metrics.read_text().splitlines()) if row["step"] > 1]
+    keys = ("perf/rollout_s", "rollout/tokens_per_s", "perf/update_s", "perf/step_s", "rollout/logprob_gap")
+    middle = [statistics.median(row[key] for row in steady) for key in keys]
+    return [f"{middle[0]:.2f}", f"{middle[1]:,.0f}", f"{middle[2]:.2f}", f"{middle[3]:.2f}", f"{middle[4]:.1e}"]
 
 
 def ppo_config(
@@ -485,9 +438,9 @@ def ppo_config(
 
 PARTS: dict[str, Callable[[pathlib.Path, argparse.Namespace], list[str]]] = {
     "numbers": numbers,
-    "training-dense": functools.partial(training, name=DENSE_NAME, sizes=DENSE, subjects=TRAINED),
+    "training-dense": functools.partial(training, part="training-dense", name=DENSE_NAME, sizes=DENSE),
     "training-experts": functools.partial(
-        training, name="experts, 1.0 B parameters, 4 of 32 a token", sizes=MOE, subjects=[TRAINED[0], *OF_EXPERTS, *TRAINED[1:]]
+        training, part="training-experts", name="experts, 1.0 B parameters, 4 of 32 a token", sizes=MOE
     ),
     "decoding": decoding, "checkpoint": checkpoint, "handover": hand_over, "ppo": ppo,
 }  # fmt: skip

@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
 import resource
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
 HERE = pathlib.Path(__file__).resolve().parent
+GRACE_S = 60.0  # of a command that was interrupted
+
+
+class Failed(SystemExit):
+    """A subject failed, with what it said. Where nothing catches it the script ends with that.
+
+    A type of its own, as the SystemExit of a signal is no subject's failure: the script has to end.
+    """
+
+
+def said(error: BaseException) -> str:
+    """Returns what a row of a report says of a failure: the last line of a subject's output, or an error's first line."""
+    text = str(error).strip()
+    if isinstance(error, SystemExit):
+        line = text.splitlines()[-1] if text else "it said nothing"
+    else:
+        line = f"{type(error).__name__}: {text}".splitlines()[0]
+    return line[:200].replace("|", "/")
+
+
+def end_on_sigterm() -> None:
+    """From now on SIGTERM ends this process by an exception, so that the servers and workers that it started end, too."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would cut that short
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def memory_mb() -> float:
@@ -117,34 +147,78 @@ def run_worker(
 ) -> list[dict]:
     """Runs `script` in `nproc` fresh processes and returns what each of their meters wrote.
 
-    Raises SystemExit where one fails or, with limit_s, they take longer.
+    Raises Failed where one fails or, with limit_s, they take longer. No process is left, whatever it raises.
     """
     spec_path = folder / "spec.json"
     spec_path.write_text(json.dumps(dict(spec)), encoding="utf-8")
     outputs = [folder / f"out.{rank}.json" for rank in range(nproc)]
     place = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
     quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    processes = []
-    for rank, out in enumerate(outputs):
-        out.unlink(missing_ok=True)
-        environment = os.environ | place | quiet | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        log = open(folder / f"log.{rank}.txt", "w", encoding="utf-8")  # noqa: SIM115 - the child writes to it
-        command = [python, str(HERE / script), str(spec_path), str(out)]
-        processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder))
-        log.close()
+    processes: list[subprocess.Popen] = []
     try:
-        codes = [process.wait(limit_s) for process in processes]
+        for rank, out in enumerate(outputs):
+            out.unlink(missing_ok=True)
+            environment = os.environ | place | quiet | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [python, str(HERE / script), str(spec_path), str(out)]
+            with open(folder / f"log.{rank}.txt", "w", encoding="utf-8") as log:
+                processes.append(
+                    subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
+                )
+        failed = first_failure(processes, limit_s)
     except subprocess.TimeoutExpired:
+        raise Failed(f"{script}: longer than {limit_s:g} s") from None
+    finally:
         for process in processes:
             process.kill()
             process.wait()
-        raise SystemExit(f"{script}: longer than {limit_s:.0f} s") from None
-    if any(codes):
-        rank = next(r for r, code in enumerate(codes) if code)
-        raise SystemExit(
-            f"{script}: rank {rank} ended with {codes[rank]}:\n" + (folder / f"log.{rank}.txt").read_text()
-        )
+    if failed is not None:
+        log_text = (folder / f"log.{failed}.txt").read_text(encoding="utf-8", errors="replace")
+        raise Failed(f"{script}: rank {failed} ended with {processes[failed].returncode}:\n{log_text}")
     return [json.loads(out.read_text()) for out in outputs]
+
+
+def first_failure(processes: Sequence[subprocess.Popen], limit_s: float | None) -> int | None:
+    """Returns the rank that failed first, for which the others may wait in vain; None where all succeed.
+
+    Raises TimeoutExpired.
+    """
+    began = time.monotonic()
+    while True:
+        codes = [process.poll() for process in processes]
+        if any(codes):
+            return next(rank for rank, code in enumerate(codes) if code)
+        if None not in codes:
+            return None
+        left_s = None if limit_s is None else limit_s - (time.monotonic() - began)
+        if left_s is not None and left_s <= 0:
+            raise subprocess.TimeoutExpired(processes[0].args, limit_s)
+        if len(processes) == 1:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                processes[0].wait(left_s)
+        else:
+            time.sleep(0.05)
+
+
+def run_command(command: Sequence[str], limit_s: float | None) -> None:
+    """Runs a command. Raises Failed where it fails or takes longer than limit_s.
+
+    It is interrupted as by Ctrl-C, so that it ends what it has started, before it is killed.
+    """
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
+    try:
+        out, errors = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"longer than {limit_s:g} s") from None
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.communicate(timeout=GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+    if process.returncode:
+        raise Failed(errors.strip() or out.strip() or f"{command[0]} ended with {process.returncode}")
 
 
 def summary(ranks: Sequence[Mapping[str, Any]], *, tokens_per_step: Sequence[int], warmup: int) -> dict[str, Any]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import json
 import os
 import pathlib
 import random
+import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
 import torch
-from measure import memory_mb, read_arguments
+from measure import read_arguments
 
 from mrl.batch import make_batch
 from mrl.config.ppo import ServerConfig
@@ -134,7 +138,7 @@ def gather_turn(engine: BaseEngine, times: int) -> dict[str, Any]:
 def turn(engine: BaseEngine, spec: dict[str, Any], keys: dict[str, Any], scales: Iterator[float]) -> dict[str, Any]:
     """Joins, hands over once, and then as often as is measured. scales: factors that the actor's weights get."""
     tolerance, server = TOLERANCE[spec["dtype"]], psutil.Process(spec["server_pid"])
-    with tempfile.TemporaryDirectory(prefix="mrl_benchmark_", dir=keys.get("folder")) as folder:
+    with tempfile.TemporaryDirectory(prefix=spec["prefix"], dir=keys.get("folder")) as folder:
         config = ServerConfig(urls=(spec["url"],), handover=keys["way"], bucket_mb=keys["bucket_mb"])
         sampler = vllm.VLLMServerSampler(
             config, is_main=True, on_main=engine.on_main, weights_dir=folder, device=engine.device
@@ -172,7 +176,7 @@ def adapters_turn(spec: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
     engine = engine_of(spec, lora)
     server, generator = psutil.Process(spec["server_pid"]), torch.Generator().manual_seed(0)
     adapted = Adapted(spec["model"], lora)
-    with tempfile.TemporaryDirectory(prefix="mrl_benchmark_", dir=keys["folder"]) as folder:
+    with tempfile.TemporaryDirectory(prefix=spec["prefix"], dir=keys["folder"]) as folder:
         config = ServerConfig(urls=(spec["url"],), lora="adapter")
         sampler = vllm.VLLMServerSampler(
             config, is_main=True, on_main=engine.on_main, weights_dir=folder, device=engine.device, adapted=adapted
@@ -214,22 +218,61 @@ def engine_of(spec: dict[str, Any], lora: LoraConfig | None = None) -> BaseEngin
     return engine
 
 
+class Notes:
+    """The file that handover.py reads, however this process ends: finished turns, the one under way and what it said."""
+
+    def __init__(self, out: str, limit_s: float | None) -> None:
+        self.out, self.limit_s = pathlib.Path(out), limit_s
+        self.turns: dict[str, dict[str, Any]] = {}
+
+    def write(self, under_way: str | None = None, said: str | None = None) -> None:
+        whole = {"turns": self.turns, "under_way": under_way, "said": said, "pid": os.getpid()}
+        part = self.out.with_suffix(".part")
+        part.write_text(json.dumps(whole), encoding="utf-8")
+        part.replace(self.out)
+
+    @contextlib.contextmanager
+    def under_way(self, name: str | None) -> Iterator[None]:
+        """What happens in the block is a turn's, or that of all where name is None. This process ends when it is too slow."""
+        self.write(name)
+        timer = threading.Timer(self.limit_s or 0.0, self._end, (name,))
+        if self.limit_s is not None:
+            timer.start()
+        try:
+            yield
+        except BaseException as error:
+            text = str(error) if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+            self.write(name, (text.splitlines() or ["it said nothing"])[0][:200].replace("|", "/"))
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)  # threads of a broken hand-over may wait for ever
+        timer.cancel()
+
+    def _end(self, name: str | None) -> None:
+        self.write(name, f"longer than {self.limit_s:g} s")
+        os._exit(1)  # whatever waits for something in vain
+
+
 def main() -> None:
     spec, out = read_arguments()
-    if spec["adapters"] is not None:
-        found = {"turns": {name: adapters_turn(spec, keys) for name, keys in spec["adapters"].items()}}
-        pathlib.Path(out).write_text(json.dumps(found), encoding="utf-8")
-        return
-    engine = engine_of(spec)
-    hook()
-    size = sum(tensor.numel() * tensor.element_size() for _, tensor in engine.hf_weights())
-    turns: dict[str, dict[str, Any]] = {}
+    subjects, notes = spec["subjects"], Notes(out, spec["limit_s"])
+    ways = {keys["way"] for keys in subjects.values()}
+    engine: BaseEngine | None = None
+    if ways != {"adapters"}:  # those have an engine each
+        with notes.under_way(None):
+            engine = engine_of(spec)
+        hook()
     scales = itertools.cycle((0.5, 2.0))  # powers of two: the weights before come back to the bit
-    for name, keys in spec["subjects"].items():
-        gathers = keys["way"] == "gather"
-        turns[name] = gather_turn(engine, spec["handovers"]) if gathers else turn(engine, spec, keys, scales)
-    found = {"turns": turns, "bytes": size, "peak_mb": memory_mb()}
-    pathlib.Path(out).write_text(json.dumps(found), encoding="utf-8")
+    for name, keys in subjects.items():
+        with notes.under_way(name):
+            if keys["way"] == "adapters":
+                found = adapters_turn(spec, keys)
+            elif keys["way"] == "gather":
+                found = gather_turn(engine, spec["handovers"])
+            else:
+                found = turn(engine, spec, keys, scales)
+        notes.turns[name] = found
+    notes.write()
 
 
 if __name__ == "__main__":

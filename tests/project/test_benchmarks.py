@@ -1,29 +1,309 @@
-"""What `make bench-gpu` measures is measured on a CPU, but for the hand-over, which needs a server: a fault in it is not found
-first on a GPU."""
+"""What `make bench-gpu` measures is measured on a CPU: a fault in it is not found first on a GPU. What its scripts cannot do is
+refused before anything runs, and what fails stands in the report beside the rest."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
+VENV = Path(os.environ.get("MRL_TEST_VLLM_VENV", ROOT / ".venv-vllm"))
+MODULES = ("checkpoint", "gpu", "gpu_options", "handover", "handover_server", "measure")
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """The modules of benchmarks/, which import each other by their bare names."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return argparse.Namespace(**{name: importlib.import_module(name) for name in MODULES})
+
+
+def run_gpu(page: Path, folder: Path, part: str, *more: str) -> str:
+    """Runs a part of gpu.py on the CPU and returns its report."""
+    options = ["--device", "cpu", "--small", "--rounds", "1", "--steps", "2", "--warmup", "1", "--only", part, *more]
+    command = [sys.executable, "benchmarks/gpu.py", *options, "--folder", str(folder), "--result", str(page)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    return page.read_text(encoding="utf-8")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", ["numbers", "training", "decoding", "checkpoint", "ppo"])
 def test_each_part_runs_on_a_cpu(part, tmp_path):
-    page = tmp_path / "page.md"
-    options = ["--device", "cpu", "--small", "--rounds", "1", "--steps", "2", "--warmup", "1", "--only", part]
-    command = [sys.executable, "benchmarks/gpu.py", *options, "--folder", str(tmp_path), "--result", str(page)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    report = page.read_text(encoding="utf-8")
+    report = run_gpu(tmp_path / "page.md", tmp_path, part)
     rows = re.findall(r"^\| (?:mrl|native).*", report, re.MULTILINE)
     assert rows and "failed" not in report, report
     if part == "numbers":
         [error] = [row.split(" | ")[2] for row in rows if row.startswith("| mrl, local layers, float32")]
         assert float(error) < 1e-6
+
+
+def needs_vllm() -> None:
+    assert (VENV / "bin" / "python").exists(), (
+        f"no vLLM in {VENV}: run `make vllm-venv`, or set MRL_TEST_VLLM_VENV to a venv that has it"
+    )
+
+
+PATHS = ["gather alone", "broadcast, 8 MB", "ipc, 8 MB", "bare broadcast, 8 MB"]
+BY_FILES = ["disk", "cp", "cp, fsync", "adapters"]
+
+
+@pytest.mark.nightly
+def test_the_hand_over_runs_on_a_cpu(tmp_path):
+    needs_vllm()
+    report = run_gpu(tmp_path / "page.md", tmp_path, "handover", "--vllm-venv", str(VENV))
+    names = set(re.findall(r"^\| (.+?) \| \d+\.\d \| \d+\.\d\d \| ", report, re.MULTILINE))
+    places = {f"{way}, {place}" for way in BY_FILES for place in (tmp_path, "/dev/shm")}
+    left_out = (
+        {f"{way}, /dev/shm" for way in BY_FILES} if "left out: disk, cp and adapters in /dev/shm" in report else set()
+    )
+    assert names == {*PATHS, *places} - left_out, report
+    assert "failed" not in report, report
+    assert not list(tmp_path.glob("mrl_benchmark_*"))
+
+
+@pytest.mark.nightly
+def test_a_path_that_fails_loses_no_other(tmp_path):
+    """Two file systems of their own: one with too little room, and one that is full once a path has made its folder."""
+    needs_vllm()
+    mounts = {name: tmp_path / name for name in ("small", "full")}
+    for folder in (*mounts.values(), good := tmp_path / "good"):
+        folder.mkdir()
+    made = (
+        f"mount -t tmpfs -o size=4m none {mounts['small']} && "
+        f"mount -t tmpfs -o size=1g,nr_inodes=2 none {mounts['full']}"
+    )
+    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if subprocess.run([*alone, made], capture_output=True).returncode:
+        pytest.skip("this machine lets no user mount a file system in a namespace of its own")
+    page = tmp_path / "page.md"
+    command = [
+        sys.executable, "benchmarks/handover.py", "--device", "cpu", "--size", "20M", "--bucket-mb", "8", "--rounds", "1",
+        "--handovers", "1", "--folder", str(good), "--folders", *map(str, (*mounts.values(), good)), "--vllm-venv", str(VENV),
+        "--append", str(page),
+    ]  # fmt: skip
+    done = subprocess.run([*alone, f'{made} && exec "$@"', "sh", *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = page.read_text(encoding="utf-8")
+    assert f"left out: disk, cp and adapters in {mounts['small']}, which has 4 MB free and needs " in report
+    failed = dict(re.findall(r"^\| (.+?) \| failed: (.+?) \|", report, re.MULTILINE))
+    assert set(failed) == {f"{way}, {mounts['full']}" for way in BY_FILES}, report
+    assert all("No space left" in said for said in failed.values()), report
+    names = set(re.findall(r"^\| (.+?) \| \d+\.\d \| \d+\.\d\d \| ", report, re.MULTILINE))
+    assert names == {*PATHS, *(f"{way}, {good}" for way in BY_FILES)}, report
+
+
+CPU = ["--device", "cpu"]
+REFUSED = [
+    ("gpu", [*CPU, "--rounds", "0"], "--rounds: 0: it has to be 1 or more"),
+    ("gpu", [*CPU, "--steps", "4"], "--steps 4: training-dense needs 5 or more, as --warmup 4 of them does not count"),
+    ("gpu", [*CPU, "--only", "ppo", "--steps", "1"], "--steps 1: ppo needs 2 or more"),
+    ("gpu", [*CPU, "--only", "decoding", "--steps", "1"], "--steps 1: decoding needs 2 or more"),
+    ("gpu", [*CPU, "--warmup", "-1"], "--warmup: -1: it has to be 0 or more"),
+    ("gpu", [*CPU, "--limit", "0"], "--limit: 0: it has to be more than 0"),
+    ("gpu", [*CPU, "--result", "/nonexistent/x.md"], "--result: there is no folder /nonexistent"),
+    ("gpu", [*CPU, "--result", "/"], "--result: / is a folder"),
+    ("gpu", [*CPU, "--folder", "/nonexistent"], "--folder: there is no folder /nonexistent"),
+    ("gpu", [*CPU, "--only", "nubmers"], "--only nubmers: the parts are numbers, "),
+    ("gpu", [*CPU, "--only", "numbers", "--subjects", "mrl, fsdp, bfloat16"], "with 'transformers, float32'; add that"),
+    ("gpu", [*CPU, "--only", "decoding", "--subjects", "mrl, megatron"], "none of them is a row of decoding"),
+    ("handover", [*CPU, "--rounds", "0"], "--rounds: 0: it has to be 1 or more"),
+    ("handover", [*CPU, "--handovers", "0"], "--handovers: 0: it has to be 1 or more"),
+    ("handover", [*CPU, "--only", "brodcast"], "--only brodcast: it is in none of gather alone; disk, "),
+    ("handover", [*CPU, "--folders", "/nonexistent"], "--folders: there is no folder /nonexistent"),
+    ("handover", [*CPU, "--append", "/nonexistent/x.md"], "--append: there is no folder /nonexistent"),
+    ("checkpoint", [*CPU, "--rounds", "0"], "--rounds: 0: it has to be 1 or more"),
+    ("checkpoint", [*CPU, "--saves", "0"], "--saves: 0: it has to be 1 or more"),
+    ("checkpoint", [*CPU, "--folder", "/nonexistent"], "--folder: there is no folder /nonexistent"),
+    *(
+        pytest.param(script, ["--device", "cuda"], "--device cuda: there is no GPU here that torch can use",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"))
+        for script in ("gpu", "handover", "checkpoint")
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "said"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_what_cannot_run_is_refused_in_a_line(script, options, said, scripts, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"benchmarks/{script}.py", *options])
+    with pytest.raises(SystemExit) as refused:
+        getattr(scripts, script).main()
+    assert refused.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_parts_without_a_row_are_said(scripts):
+    found = scripts.gpu_options.parse([*CPU, "--only", "numbers", "decoding", "--subjects", "mrl, TE's layers"])
+    assert (found.parts, found.rowless) == (["decoding"], ["numbers"])
+
+
+def gpu_arguments(scripts, *more: str) -> argparse.Namespace:
+    return scripts.gpu_options.parse([*CPU, "--small", *more])
+
+
+def test_rows_that_need_a_package_are_said(scripts, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(scripts.gpu, "is_installed", lambda package: False)
+    monkeypatch.setattr(scripts.measure, "run_worker", lambda *_, **__: [{"wall": [1.0], "more": {}}])
+    subjects = scripts.gpu.ROWS["decoding"]
+    runs = scripts.gpu.take_turns(subjects, {"what": "decoding"}, tmp_path, gpu_arguments(scripts), rounds=1)
+    line = "left out: mrl, TE's layers, as transformer-engine is not installed"
+    assert list(runs.rows(1, lambda name, of: ["x"]))[-2:] == ["", line]
+    assert line in capsys.readouterr().err
+
+
+def test_a_round_that_fails_loses_none_before(scripts, monkeypatch, tmp_path):
+    turns = iter([{"wall": [1.0], "more": {}}, scripts.measure.Failed("worker:\nout of memory")])
+
+    def run_worker(*_, **__):
+        turn = next(turns)
+        if isinstance(turn, BaseException):
+            raise turn
+        return [turn]
+
+    monkeypatch.setattr(scripts.measure, "run_worker", run_worker)
+    runs = scripts.gpu.take_turns(
+        [scripts.gpu.REFERENCE], {"what": "training"}, tmp_path, gpu_arguments(scripts), rounds=2
+    )
+    [row] = runs.rows(2, lambda name, of: [str(len(of)), "speed"])
+    assert row == "| transformers, float32 (round 2 failed: out of memory) | 1 | speed |"
+
+
+def test_a_part_that_fails_stands_in_the_report(scripts, monkeypatch, tmp_path):
+    def fails(folder, arguments):
+        raise OSError(28, "No space left on device")
+
+    def ended(folder, arguments):
+        raise SystemExit(143)  # as SIGTERM does
+
+    arguments = gpu_arguments(scripts)
+    monkeypatch.setitem(scripts.gpu.PARTS, "ppo", fails)
+    lines = scripts.gpu.whole_part("ppo", tmp_path, arguments)
+    assert lines == ["## ppo", "", "failed: OSError: [Errno 28] No space left on device"]
+    monkeypatch.setitem(scripts.gpu.PARTS, "ppo", ended)
+    with pytest.raises(SystemExit, match="143"):
+        scripts.gpu.whole_part("ppo", tmp_path, arguments)
+
+
+def test_the_hand_over_has_the_folder_and_the_limit(scripts, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(scripts.gpu, "server_venv", lambda arguments: (tmp_path, ""))
+    monkeypatch.setattr(scripts.handover, "of_server", lambda options: "- server")
+    monkeypatch.setattr(scripts.handover, "measured", lambda options: seen.append(options) or ["## Weights"])
+    arguments = gpu_arguments(scripts, "--folder", str(tmp_path), "--limit", "90")
+    assert scripts.gpu.hand_over(tmp_path, arguments)[-1] == "### Weights"
+    [options] = seen
+    assert (options.folder, options.folders[0], options.limit) == (tmp_path, tmp_path, 90.0)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), "no vLLM in it"], ids=["disk", "server"])
+def test_a_hand_over_that_fails_says_so(error, scripts, monkeypatch, tmp_path):
+    def fails(options):
+        raise scripts.measure.Failed(error) if isinstance(error, str) else error
+
+    monkeypatch.setattr(scripts.gpu, "server_venv", lambda arguments: (tmp_path, ""))
+    monkeypatch.setattr(scripts.handover, "of_server", fails)
+    assert scripts.gpu.hand_over(tmp_path, gpu_arguments(scripts))[-1].endswith(str(error))
+
+
+class Server:
+    """In place of the vLLM server: counts its starts."""
+
+    def __init__(self) -> None:
+        self.starts, self._runs = 0, False
+
+    def at(self):
+        if not self._runs:
+            self.starts, self._runs = self.starts + 1, True
+        return "http://127.0.0.1:1", 1
+
+    def end_after_failure(self) -> None:
+        self._runs = False
+
+
+def test_paths_go_on_with_a_new_server_after_one_failed(scripts, monkeypatch, tmp_path):
+    asked = {name: {"way": "ipc"} for name in ("a", "b", "c")}
+    runs = []
+
+    def run_worker(python, script, spec, *, nproc, folder):
+        """`b` fails in the second round."""
+        runs.append(list(spec["subjects"]))
+        fails = runs == [["a", "b", "c"]] * 2
+        done = ["a"] if fails else spec["subjects"]
+        notes = {"turns": {name: {"walls": [0.5]} for name in done}, "under_way": "b" if fails else None, "pid": 1}
+        (folder / "out.0.json").write_text(json.dumps(notes | {"said": "ServerError: full" if fails else None}))
+        if fails:
+            raise scripts.measure.Failed("its whole log")
+
+    monkeypatch.setattr(scripts.handover, "run_worker", run_worker)
+    options = scripts.handover.read_options([*CPU, "--folder", str(tmp_path)])
+    found, server = scripts.handover.Found([{}, {}, {}], {}, []), Server()
+    for turns in found.rounds:
+        scripts.handover.by_server(tmp_path, options, server, asked, turns, found, size=10**9)
+    assert runs == [["a", "b", "c"], ["a", "b", "c"], ["c"], ["a", "c"]] and server.starts == 2
+    assert found.failed == {"b": "ServerError: full"}
+    assert [sorted(turns) for turns in found.rounds] == [["a", "b", "c"], ["a", "c"], ["a", "c"]]
+    monkeypatch.setattr(scripts.handover, "subjects", lambda options: ["a", "b", "c"])
+    rows = [line.split(" | ")[:3] for line in scripts.handover.report(found, options)[4:]]
+    assert rows[1] == ["| b (round 2 failed: ServerError: full)", "1000.0", "2.00"]
+    assert rows[2] == ["| c", "1000.0", "2.00 / 2.00 / 2.00"]
+
+
+def test_a_folder_with_too_little_room_is_left_out(scripts, monkeypatch, tmp_path, capsys):
+    free = {"full": 10**6, "roomy": 10**9}
+    monkeypatch.setattr(
+        scripts.handover.shutil, "disk_usage", lambda place: argparse.Namespace(free=free[Path(place).name])
+    )
+    roomy, lines = scripts.handover.with_room([tmp_path / "full", tmp_path / "roomy"], 2 * 10**8)
+    assert roomy == [tmp_path / "roomy"]
+    assert lines == [f"left out: disk, cp and adapters in {tmp_path / 'full'}, which has 1 MB free and needs 200"]
+    assert lines[0] in capsys.readouterr().err
+
+
+def test_a_command_that_takes_too_long_is_interrupted(scripts):
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(scripts.measure.Failed, match=r"longer than 0\.5 s"):
+        scripts.measure.run_command(command, 0.5)
+    with pytest.raises(scripts.measure.Failed, match="No such file"):
+        scripts.measure.run_command(["cp", "/nonexistent/file", "."], None)
+
+
+STARTS = """
+import pathlib, sys
+sys.path.insert(0, "benchmarks")
+import handover_server, handover, measure
+folder = pathlib.Path(sys.argv[1])
+measure.end_on_sigterm()
+options = handover.read_options(["--device", "cpu", "--folder", str(folder), "--vllm-venv", str(folder / "venv")])
+with handover_server.serving(folder, options):
+    pass
+"""
+
+
+def test_sigterm_ends_the_server(tmp_path):
+    """The server, which has a session of its own, is a program here that writes down its id and waits."""
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/new && mv {tmp_path}/new {tmp_path}/pid\nexec sleep 600\n")
+    python.chmod(0o755)
+    script = subprocess.Popen([sys.executable, "-c", STARTS, str(tmp_path)], cwd=ROOT)
+    while not (tmp_path / "pid").exists():
+        assert script.poll() is None
+        time.sleep(0.05)
+    pid = int((tmp_path / "pid").read_text())
+    script.send_signal(signal.SIGTERM)
+    assert script.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
