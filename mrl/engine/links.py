@@ -223,14 +223,14 @@ class BroadcastLink(Link):
         It is done in a thread that the process does not wait for at its end: nothing ends the search for a server that
         failed, and NCCL's first broadcast of a group meets the others on the host and does not come back without them.
         """
-        done: queue.SimpleQueue[T | RuntimeError] = queue.SimpleQueue()
+        done: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
 
         def run() -> None:
             try:
                 if self._device.type == "cuda":
                     torch.cuda.set_device(self._device)  # of this thread
                 done.put(act())
-            except RuntimeError as error:
+            except Exception as error:
                 done.put(error)
 
         threading.Thread(target=run, daemon=True).start()
@@ -239,7 +239,7 @@ class BroadcastLink(Link):
                 return None
             time.sleep(_POLL_S)
         found = done.get()
-        if isinstance(found, RuntimeError):
+        if isinstance(found, Exception):
             raise LinkBroken(f"{words}{found}") from found
         return found
 
