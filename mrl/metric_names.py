@@ -140,8 +140,8 @@ PPO_METRICS: dict[str, str] = {
     "eval/response_length": "mean number of tokens of these answers",
     "perf/rollout_s": "seconds of sampling",
     "perf/weights_s": (
-        "seconds in which the sampler got the weights of the rollout, where it is another program: what roles hold is "
-        "put away, weights are handed over, it is woken"
+        "seconds in which the sampler got new weights since the rollout before, for evaluations too, where it is "
+        "another program: what roles hold is put away, weights are handed over, it is woken"
     ),
     "perf/reward_s": "seconds of scoring",
     "perf/log_probs_s": (

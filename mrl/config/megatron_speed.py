@@ -21,6 +21,13 @@ ROUNDING = frozenset("""
 """Fields that a resumed run may change: the same sums in another order or by another kernel, as another layout has
 them. A run that is resumed has any other as it was saved."""
 
+GONE = frozenset("""
+    nccl_ub disable_symmetric_registration config_logger_dir moe_hybridep_num_sms moe_hybridep_num_blocks_permute
+    moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs
+    moe_permute_fusion_into_hybridep
+""".split())  # fmt: skip  # noqa: SIM905
+"""Fields that were taken and are refused now: a run that was saved with them is resumed without."""
+
 PRECISION = frozenset("""
     fp8 fp8_recipe first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 tp_only_amax_red
 """.split())  # fmt: skip  # noqa: SIM905

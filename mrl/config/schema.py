@@ -15,7 +15,7 @@ from mrl.config.build import build_section
 from mrl.config.fields import MOST_SECONDS as MOST_SECONDS
 from mrl.config.fields import MOST_SEQUENCES, MOST_WAYS, REQUIRED, key
 from mrl.config.keys import kind
-from mrl.config.megatron_speed import ROUNDING
+from mrl.config.megatron_speed import GONE, ROUNDING
 from mrl.config.mtp import MTPConfig as MTPConfig
 from mrl.config.mtp import PolicyMTPConfig
 from mrl.config.rows import EVAL_HELP, MIX_BY_HELP, TRAIN_HELP, StreamedRowsConfig
@@ -219,7 +219,7 @@ class EngineConfig:
         dict,
         "further fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, by "
         "their names there, as {overlap_grad_reduce: true} (megatron backend, docs/gpu.md)",
-        may_change=ROUNDING,
+        may_change=ROUNDING | GONE,
     )
 
 

@@ -50,7 +50,7 @@ PROTOCOL = 2
 """Of what both ends say to each other: a server may have been started with another mrl."""
 
 _POLL_S = 0.0005
-_SHM = pathlib.Path("/dev/shm")
+_SHM, _OWN = pathlib.Path("/dev/shm"), "mrl-link"  # what begins with another name is of others
 
 
 # ------------------------------------------------------------------------------------------------------------- buckets
@@ -196,6 +196,10 @@ class BroadcastLink(Link):
         # A name of its own: a server may still have the group of a run that was killed.
         self._name = f"mrl-{secrets.token_hex(8)}"
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=delta(JOIN_S))
+        # Of the trainer too, since who waits in a store for others to join holds it.
+        self._bell = dist.TCPStore(
+            host, self._store.port, is_master=False, wait_for_workers=False, timeout=delta(JOIN_S)
+        )
         self._group: list[dist.Backend] = []  # the one, or none: nothing else may hold it
 
     def offers(self) -> list[dict[str, Any]]:
@@ -269,7 +273,7 @@ class BroadcastLink(Link):
         return self._group[0].broadcast([data], from_rank_0(self._timeout_s))
 
     def leave(self) -> None:
-        self._store.set(LEFT, "1")
+        self._bell.set(LEFT, "1")
 
     def close(self) -> None:
         super().close()
@@ -299,18 +303,17 @@ class SharedMemoryLink(Link):
             return buffer
         self._unlink(turn)
         _remove_abandoned()
-        file = _SHM / f"mrl-{os.getpid()}-{secrets.token_hex(8)}"
+        file = _SHM / f"{_OWN}-{os.getpid()}-{secrets.token_hex(8)}"
         made = file.with_name(f".{file.name}")  # a name that nobody removes, until it is locked
         descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            os.posix_fallocate(descriptor, 0, size)  # else memory that is not there is a SIGBUS
-        except OSError:
-            made.unlink()
-            os.close(descriptor)
-            raise
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         made.rename(file)
         self._files[turn], self._handles[turn] = (file, descriptor), {"file": str(file), "bytes": size}
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # else memory that is not there is a SIGBUS
+        except BaseException:
+            self._unlink(turn)
+            raise
         return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
 
     def describe(self, bucket: Bucket) -> list[dict[str, Any]]:
@@ -333,7 +336,7 @@ class SharedMemoryLink(Link):
 
 def _remove_abandoned() -> None:
     """Removes the files of trainers that are no more: nobody has a lock on them."""
-    for file in _SHM.glob("mrl-*-*"):
+    for file in _SHM.glob(f"{_OWN}-*"):
         with contextlib.suppress(OSError):  # it is another user's, or gone
             descriptor = os.open(file, os.O_RDWR)
             try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mrl.errors import ConfigError
-from mrl.mcore_models import fp8, megatron_fields, userbuffers
+from mrl.mcore_models import fp8, megatron_fields, platform, userbuffers
 from mrl.mcore_models.layer_spec import check_te_layers
 from mrl.mcore_models.megatron_fields import KEY
 from mrl.parallel import ParallelDims
@@ -65,23 +65,15 @@ NEEDS = (
         "moe_token_drop_policy", f"is read with {KEY}.{FACTOR} alone",
         lambda given, model, dims: given.get(FACTOR) is not None,
     ),
-    _need(
-        "microbatch_group_size_per_vp_stage overlap_p2p_comm_warmup_flush",
-        "is read with engine.parallel.vpp above 1 alone",
-        lambda given, model, dims: dims.vpp > 1,
-    ),
-    _need(
-        "deallocate_pipeline_outputs", "is read with engine.parallel.pp above 1 alone",
-        lambda given, model, dims: dims.pp > 1,
-    ),
 )  # fmt: skip
-"""A field may stand in several; the first that is not met is said."""
+"""A field may stand in several; the first that is not met is said. What a layout has no use of (of pipeline stages, of
+replicas) is none of them: another layout of the same config has."""
 
-OF_LAYERS = frozenset("""
-    apply_rope_fusion fused_residual_rmsnorm moe_permute_fusion moe_router_fusion symmetric_ar_type
-    disable_parameter_transpose_cache
-""".split())  # fmt: skip  # noqa: SIM905
-"""Fields for kernels that are beside the layers of transformer-engine alone."""
+OF_LAYERS = frozenset({"fused_residual_rmsnorm", "symmetric_ar_type", "disable_parameter_transpose_cache"})
+"""Fields that the layers of transformer-engine alone read."""
+
+OF_KERNELS = frozenset({"apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion"})
+"""Fields for kernels of transformer-engine, which megatron-core's layers have, too."""
 
 LEAST = {FACTOR: 0.0, "bucket_size": 0, "microbatch_group_size_per_vp_stage": 0}
 """Numbers, and what they have to be above: megatron-core takes others, and nothing would be as asked."""
@@ -98,7 +90,7 @@ def check(given: Given, model: Mapping[str, Any], dims: ParallelDims) -> None:
         key = f"{KEY}.{name}"
         if name in LEAST and value is not None and not LEAST[name] < value < math.inf:
             raise ConfigError(key, value, f"is no number above {LEAST[name]:g}", "give one, or leave it out")
-        if value in (None, False):  # which is not to have it
+        if value in (None, False, "alltoall"):  # which is not to have it
             continue
         for need in NEEDS:
             if name in need.fields and not need.is_met(given, model, dims):
@@ -108,13 +100,23 @@ def check(given: Given, model: Mapping[str, Any], dims: ParallelDims) -> None:
         _check_places(given, model, dims)
 
 
-def check_spec(given: Given, layer_spec: str, why: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError where the layers are not those that fields are for. why: why the spec was chosen."""
+def check_spec(given: Given, layer_spec: str, why: str, dtype: torch.dtype, *, elsewhere: str | None = None) -> None:
+    """Raises ConfigError where the layers, or this machine, are not those that fields are for. why: why the spec was
+    chosen.
+
+    elsewhere: `engine.layer_spec` of a run that may be for a machine with a GPU, where this has none."""
     fp8.check_spec(given, layer_spec, why, dtype)
     userbuffers.check_spec(given, layer_spec, why, dtype)
-    for name in sorted(OF_LAYERS & set(given)):
-        if given[name]:
-            check_te_layers(f"{KEY}.{name}", given[name], layer_spec, why)
+    absent = platform.without_transformer_engine()
+    unknown = elsewhere is not None and absent == platform.NO_GPU
+    for name, value in sorted(given.items()):
+        if not value:
+            continue
+        if name in OF_LAYERS and not (unknown and elsewhere != "local"):
+            check_te_layers(f"{KEY}.{name}", value, layer_spec, why)
+        if name in OF_KERNELS and absent is not None and not unknown:
+            lacks = "a GPU, and torch sees none" if absent == platform.NO_GPU else f"transformer-engine, which {absent}"
+            raise ConfigError(f"{KEY}.{name}", value, f"needs {lacks}", "leave it out, or see docs/gpu.md")
 
 
 def _check_ways(given: Given, dims: ParallelDims) -> None:

@@ -424,7 +424,7 @@ class LinkHandover(Handover):
         """As `Link.buffer`. Raises ServerError where there is no memory for it."""
         try:
             return link.buffer(turn, size)
-        except (OSError, torch.OutOfMemoryError) as error:
+        except (OSError, RuntimeError) as error:  # on a CPU torch has no error of its own for it
             where = "the GPU" if self._device.type == "cuda" else "/dev/shm" if self.name == "ipc" else "memory"
             raise ServerError(
                 f"{KEY}: {where} has no room for a bucket of {size / 2**20:.4g} MB, of which there are two "

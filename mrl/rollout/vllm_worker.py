@@ -51,20 +51,9 @@ class Engine(WeightTransferEngine[Offer, Update]):
         self._end = links.make_end(init_info.offer, at.data_parallel_index * at.world_size + at.rank)
 
     def start_weight_update(self) -> None:
-        self._forget_parts()
+        forget_parts(self.model, self.model_config)
         self._loaded: set[str] = set()
         layerwise.initialize_layerwise_reload(self.model)
-
-    def _forget_parts(self) -> None:
-        """Forgets the parts of layers that an update which broke off has left, which would be loaded for new ones."""
-        broken_off = False
-        for layer in self.model.modules():
-            info = layerwise.get_layerwise_info(layer)
-            if info.can_load():
-                broken_off = True
-                info.loaded_weights, info.load_numel = [], 0
-        if broken_off:
-            layerwise.finalize_layerwise_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As vLLM's own, which waits for an accelerator; `End.receive` has waited."""
@@ -97,6 +86,18 @@ class Engine(WeightTransferEngine[Offer, Update]):
         self._end = None
 
 
+def forget_parts(model: Any, model_config: Any) -> None:
+    """Forgets the parts of layers that an update which broke off has left, which would be loaded for new ones."""
+    broken_off = False
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            broken_off = True
+            info.loaded_weights, info.load_numel = [], 0
+    if broken_off:
+        layerwise.finalize_layerwise_reload(model, model_config)
+
+
 class Worker:
     """What vLLM's workers can do besides, over /collective_rpc."""
 
@@ -106,8 +107,10 @@ class Worker:
 
     def mrl_reload(self, weights_path: str) -> None:
         """vLLM's `reload_weights`, and what it leaves out (cpu_packing.py)."""
+        model = self.model_runner.get_model()
+        forget_parts(model, self.model_runner.model_config)
         self.model_runner.reload_weights(weights_path=weights_path)
-        pack_anew(self.model_runner.get_model())
+        pack_anew(model)
 
     def mrl_place(self) -> dict[str, Any]:
         return links.place()

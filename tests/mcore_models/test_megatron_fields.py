@@ -6,10 +6,10 @@ import re
 import pytest
 import torch
 
-from mrl.config.megatron_speed import ROUNDING
+from mrl.config.megatron_speed import GONE, ROUNDING
 from mrl.converters.hf_config import normalize
 from mrl.errors import ConfigError
-from mrl.mcore_models import cpu_stand_in, megatron_fields
+from mrl.mcore_models import cpu_stand_in, megatron_fields, platform
 from mrl.mcore_models.megatron_fields import NOT_THERE, OF_TRANSFORMER_ENGINE, SET_BY_MRL, check, fields, of_kind
 from mrl.parallel import ParallelDims
 from tests.engine import tiny
@@ -138,6 +138,7 @@ def test_what_mrl_sets_is_refused(family, monkeypatch):
 
 def test_a_resumed_run_may_change_no_field_that_is_set_elsewhere():
     refused = set(SET_BY_MRL) | set(NOT_THERE)
+    assert set(NOT_THERE) >= GONE
     assert not ROUNDING & refused and not OF_TRANSFORMER_ENGINE & refused and not set(SET_BY_MRL) & set(NOT_THERE)
 
 
@@ -154,10 +155,11 @@ def test_fields_reach_megatrons_classes():
     assert of_kind({"main_params_dtype": "bfloat16"}, "optimizer") == {"main_params_dtype": torch.bfloat16}
 
 
-def test_what_megatron_refuses_is_one_line():
+def test_what_megatron_refuses_is_one_line(monkeypatch):
     given = {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "allgather"}
     with pytest.raises(ConfigError, match="^engine.megatron: sets .*, and megatron-core refuses it: .*alltoall"):
         made(given, "deepseek_v3")
+    monkeypatch.setattr(platform, "without_transformer_engine", lambda: None)
     with pytest.raises(ConfigError, match="^engine.megatron.apply_rope_fusion: value true is for a model whose rotary"):
         made({"apply_rope_fusion": True}, "deepseek_v3", layer_spec="te")
     with pytest.raises(

@@ -6,14 +6,20 @@ import typing
 import pytest
 import torch
 
+from mrl.config.schema import EngineConfig, ModelConfig
 from mrl.converters.families import fields_of
 from mrl.converters.hf_config import normalize
+from mrl.engine.megatron.checks import MegatronChecks
 from mrl.errors import ConfigError
-from mrl.mcore_models import megatron_fields, megatron_needs
+from mrl.mcore_models import cpu_stand_in, megatron_fields, megatron_needs, platform
 from mrl.mcore_models.megatron_fields import NOT_THERE, OF_TRANSFORMER_ENGINE, SET_BY_MRL, fields
 from mrl.parallel import ParallelDims
 from tests.engine import tiny
 from tests.engine.harness import run_case
+
+cpu_stand_in.prepare()
+
+from mrl.mcore_models import build  # noqa: E402
 
 EP, FLEX = {"world_size": 2, "ep": 2}, {"moe_token_dispatcher_type": "flex"}
 INSIDE = {"world_size": 2, "tp": 2, "sp": True, "ep": 2}  # of one replica's ranks
@@ -34,8 +40,9 @@ def check(given, family="deepseek_v3", **layout):
         ({"moe_shared_expert_overlap": True}, "deepseek_v3", {}),
         ({"moe_shared_expert_overlap": False, "moe_router_fusion": False}, "qwen3", {}),  # not to have it
         ({"moe_expert_capacity_factor": None, "bucket_size": None}, "qwen3", {}),
-        ({"microbatch_group_size_per_vp_stage": 2}, "qwen3", {"world_size": 2, "pp": 2, "vpp": 2}),
-        ({"deallocate_pipeline_outputs": True}, "qwen3", {"world_size": 2, "pp": 2}),
+        ({"moe_token_dispatcher_type": "alltoall"}, "qwen3", {}),  # as without
+        ({"deallocate_pipeline_outputs": True}, "qwen3", {}),  # of another layout of the config
+        (FLEX, "qwen3_moe", {"world_size": 2, "tp": 2, "sp": True, "etp": 2}),
         ({"moe_token_dispatcher_type": "allgather"}, "qwen3_moe", INSIDE),
         (FLEX | {"moe_enable_deepep": True, "moe_flex_dispatcher_backend": "deepep"}, "qwen3_moe", EP),
     ],
@@ -52,8 +59,7 @@ def test_what_is_read_is_taken(given, family, layout):
         ({"moe_shared_expert_overlap": True}, "qwen3_moe", {}, ".* is for a model with shared experts, .*; leave it out"),
         ({"moe_enable_deepep": True}, "qwen3_moe", EP, ".* is read with engine.megatron.moe_token_dispatcher_type flex alone.*"),
         ({"moe_token_drop_policy": "probs"}, "qwen3_moe", {}, ".* is read with engine.megatron.moe_expert_capacity_factor alone.*"),
-        ({"microbatch_group_size_per_vp_stage": 2}, "qwen3", {"world_size": 2, "pp": 2}, ".* engine.parallel.vpp above 1 alone.*"),
-        ({"deallocate_pipeline_outputs": True}, "qwen3", {}, ".* is read with engine.parallel.pp above 1 alone.*"),
+        ({"microbatch_group_size_per_vp_stage": 0}, "qwen3", {"world_size": 2, "pp": 2, "vpp": 2}, ".* is no number above 0.*"),
         ({"moe_token_dispatcher_type": "allgather"}, "qwen3_moe", EP, ".* as many tokens from each rank, and replicas have .*dp2.*"),
         (FLEX, "qwen3_moe", {}, ".* is for experts on several ranks, and here each has all of them .*"),
         (FLEX | {"moe_flex_dispatcher_backend": "hybridep"}, "qwen3_moe", EP, 'moe_flex_dispatcher_backend: value "hybridep" is no way .*'),
@@ -75,16 +81,63 @@ def test_what_would_not_be_read_or_break_is_refused(given, family, layout, messa
     assert re.fullmatch(f"engine.megatron.{message}", str(refused.value)), str(refused.value)
 
 
-def test_kernels_of_transformer_engine_need_its_layers():
-    assert megatron_needs.OF_LAYERS <= OF_TRANSFORMER_ENGINE
-    for name in megatron_needs.OF_LAYERS:
-        megatron_needs.check_spec({name: True}, "te", "as configured", torch.float32)
-        megatron_needs.check_spec({name: False}, "local", "as configured", torch.float32)
-        message = (
-            f"{name}: value true needs the layers of transformer-engine, and engine.layer_spec is local .torch sees.*"
+def test_fields_of_experts_need_some():
+    """All of them: a name that the list lacks would do nothing in silence."""
+    open_to_yaml = {name for name in fields() if name not in SET_BY_MRL and name not in NOT_THERE}
+    assert {name for name in open_to_yaml if name.startswith("moe_")} <= megatron_needs.NEEDS[0].fields
+    [flex] = [need for need in megatron_needs.NEEDS if "flex" in need.words]
+    assert flex.fields <= OF_TRANSFORMER_ENGINE, "a plan leaves the dispatcher out"
+
+
+def said_of(given, spec="local", dtype=torch.float32, **how):
+    """What is said of fields for layers that were chosen."""
+    try:
+        megatron_needs.check_spec(given, spec, "as configured", dtype, **how)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_of_transformer_engine_needs_it(monkeypatch):
+    assert megatron_needs.OF_LAYERS | megatron_needs.OF_KERNELS <= OF_TRANSFORMER_ENGINE
+    layers = [{name: True} for name in sorted(megatron_needs.OF_LAYERS)]
+    kernels = [{name: True} for name in sorted(megatron_needs.OF_KERNELS)]
+    for given in (*layers, *kernels):  # there is no GPU here
+        assert not said_of(dict.fromkeys(given, False)) and not said_of(given, elsewhere="auto")
+    for given in layers:
+        assert "needs the layers of transformer-engine, and engine.layer_spec is local" in said_of(given)
+        assert "needs the layers of transformer-engine" in said_of(given, elsewhere="local") and not said_of(
+            given, "te"
         )
-        with pytest.raises(ConfigError, match=message):
-            megatron_needs.check_spec({name: True}, "local", "torch sees no GPU", torch.float32)
+    for given in kernels:
+        assert "value true needs a GPU, and torch sees none; leave it out" in said_of(given)
+    monkeypatch.setattr(platform, "without_transformer_engine", lambda: platform.ABSENT)
+    for given in kernels:
+        assert f"needs transformer-engine, which {platform.ABSENT}" in said_of(given, elsewhere="auto")
+    monkeypatch.setattr(platform, "without_transformer_engine", lambda: None)
+    assert not any(map(said_of, kernels)) and all(map(said_of, layers))
+
+
+@pytest.mark.parametrize("given", [{"symmetric_ar_type": "two_shot"}, {"apply_rope_fusion": True}], ids=str)
+def test_a_run_is_checked_for_the_machine_that_it_starts_on(given):
+    asked = ModelConfig(path="none"), EngineConfig(megatron=given), ParallelDims(), tiny.config_of("qwen3").to_dict()
+    MegatronChecks.notes_on(*asked)  # of `--dry-run`
+    with pytest.raises(ConfigError, match=f"engine.megatron.{next(iter(given))}: .* needs "):
+        MegatronChecks.check_here(*asked)
+
+
+@pytest.mark.parametrize("error", [AssertionError, ImportError, TypeError, ValueError])
+def test_what_megatron_raises_is_one_line(monkeypatch, error):
+    def refuse(**given):
+        raise error("no\nway")
+
+    monkeypatch.setattr(build, "config_class", lambda fields: refuse)
+    hf = normalize(tiny.config_of("qwen3").to_dict())
+    with pytest.raises(ConfigError, match="sets bias_dropout_fusion, and megatron-core refuses it: no"):
+        build.transformer_config(hf, ParallelDims(), dtype=torch.float32, further={"bias_dropout_fusion": True})
+
+
+def test_fp8_and_userbuffers_are_asked_too():
     with pytest.raises(ConfigError, match="fp8: value .* does not go with model.dtype float32"):
         megatron_needs.check_spec({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "te", "as configured", torch.float32)
     with pytest.raises(ConfigError, match="tp_comm_overlap: value true needs the layers of transformer-engine"):
@@ -96,6 +149,7 @@ RAN = frozenset("""
     check_for_large_grads check_for_nan_in_grad clone_scatter_output_in_embedding deterministic_mode
     disable_bf16_reduced_precision_matmul moe_expert_capacity_factor moe_input_jitter_eps
     moe_router_force_load_balancing moe_shared_expert_overlap optimizer_cpu_offload overlap_grad_reduce
+    deallocate_pipeline_outputs microbatch_group_size_per_vp_stage
     overlap_param_gather pad_buckets_for_high_nccl_busbw reduce_scatter_with_fp32_accumulation
     use_precision_aware_optimizer
 """.split())  # fmt: skip  # noqa: SIM905
@@ -113,7 +167,9 @@ def test_each_field_by_itself_runs_or_is_refused(tmp_path):
     folder = tiny.make_model(str(tmp_path / "model"), "deepseek_v3")
     config = tiny.role(folder, backend="megatron", size=2)
     said = run_case(1, "tests.engine.padding:every_field", config=config, values=values)
-    assert not [line for line in said.values() if line and not line.startswith("engine.megatron.")]
+    assert not [
+        line for line in said.values() if line and not line.startswith(("engine.megatron.", "engine.megatron: "))
+    ]
     assert {name for name, line in said.items() if not line} - {"moe_router_force_biased"} == RAN
 
 

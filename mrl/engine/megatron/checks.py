@@ -75,7 +75,7 @@ class MegatronChecks(EngineChecks):
         spec = layer_spec.choose(
             engine.layer_spec, fields, dims, dtype=dtype, attention=engine.attention, elsewhere=True
         )
-        megatron_needs.check_spec(engine.megatron, spec.name, spec.why, dtype)
+        megatron_needs.check_spec(engine.megatron, spec.name, spec.why, dtype, elsewhere=engine.layer_spec)
         return choices(spec, engine, fields)
 
     @classmethod
