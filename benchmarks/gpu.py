@@ -87,7 +87,8 @@ def write(lines: Iterable[str], result: pathlib.Path | None) -> None:
 
 def heading(arguments: argparse.Namespace) -> list[str]:
     listed = ["torch", "megatron-core", "transformers", *filter(is_installed, (TE, "flash-attn", "triton", "vllm"))]
-    asked = {"only": shlex.join(filter(None, arguments.only)), "subjects": shlex.join(arguments.subjects)}
+    asked = {"device": "" if arguments.device == "cuda" else arguments.device}
+    asked |= {"only": shlex.join(filter(None, arguments.only)), "subjects": shlex.join(arguments.subjects)}
     asked |= {
         name: getattr(arguments, name.replace("-", "_"))
         for name in ("limit", "new-tokens", "rounds", "steps", "warmup")

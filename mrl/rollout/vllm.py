@@ -157,7 +157,15 @@ class VLLMServer(AdapterServer):
             return [found[str(token)]["logprob"] for token, found in each]
 
     def _choice(self, body: dict[str, Any]) -> dict[str, Any]:
-        answer = self.http.post("/v1/completions", body)
+        try:
+            answer = self.http.post("/v1/completions", body)
+        except ServerError as error:
+            if error.status != 404 or "Not Found" not in str(error):  # another model's name is NotFoundError
+                raise
+            raise self.http.error(
+                "completes no text: vLLM takes a model for one that does not where its config.json has no "
+                '`architectures`, as ["Qwen3ForCausalLM"]; add it, and start the server again'
+            ) from None
         with answers_of(self, "/v1/completions"):
             return answer["choices"][0]
 

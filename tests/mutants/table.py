@@ -6,6 +6,7 @@ from __future__ import annotations
 from tests.mutants.mutant import of as _of
 from tests.mutants.table_of_commands import OF_COMMANDS
 from tests.mutants.table_of_data import OF_DATA
+from tests.mutants.table_of_rollouts import OF_ROLLOUTS
 from tests.mutants.table_of_serve import OF_SERVE
 
 LOSSES = (
@@ -329,12 +330,6 @@ CHECKPOINTS = (
         ("everyone[i % ranks.size][file]", "everyone[0][file]"),
         ("            shutil.rmtree(os.path.join(root, entry))\n\n\ndef _settle", "            pass\n\n\ndef _settle"),
     ),
-    *_of(
-        "rollout/stops.py",
-        "rollout/test_stops.py",
-        ("while start > 0 and whole <= self._longest", "while start > 0 and whole < self._longest - 1"),
-        ("skip_special_tokens=False", "skip_special_tokens=True"),
-    ),
 )  # fmt: skip
 
 ON_GPUS = (
@@ -433,11 +428,6 @@ ON_GPUS = (
         ("            self.stream.wait_event(self._read)\n", "            pass\n"),
         ("                    if not self._users[kind]:\n", "                    if True:\n"),
     ),
-    *_of(
-        "rollout/vllm_local.py",
-        "rollout/test_vllm_parts.py::test_the_engine_is_made_asleep_and_takes_weights_before_its_cache",
-        ("if not self._engine.reset_prefix_cache():", "if False:"),
-    ),
 )  # fmt: skip
 
 PLANS = (
@@ -492,5 +482,6 @@ MUTANTS = (
     *LOSSES, *KL, *ADVANTAGES, *BATCHES, *SCALING_AND_OPTIMIZER, *MODELS, *CONVERTERS, *CHECKPOINTS, *ON_GPUS, *PLANS,
     *OF_COMMANDS,
     *OF_DATA,
+    *OF_ROLLOUTS,
     *OF_SERVE,
 )  # fmt: skip

@@ -149,6 +149,7 @@ def choice(change):
 
 
 ODD_ANSWERS = {
+    "pools alone": (says(404, {"detail": "Not Found"}), "completes no text: .* has no .architectures., as .*; add it"),
     "no JSON": (says(200, b"<html>hello</html>"), "gave no JSON .<html>hello</html>.; is it another kind"),
     "nothing": (says(200, b""), "answered otherwise than expected"),
     "another form": (says(200, {"choices": []}), r"answered otherwise than expected \(IndexError"),
