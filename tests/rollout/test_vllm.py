@@ -189,71 +189,20 @@ def test_what_a_server_refuses_is_one_line(servers, sampler):
 
 
 def test_weights_of_a_wrong_shape_are_undone(servers, folders, tmp_path):
-    """vLLM 0.32.0 by itself could load nothing after them, or with what they left: mrl's worker forgets that."""
+    """vLLM 0.32.0 by itself can load nothing after them: mrl's worker forgets what they have left."""
     urls = [server.url for server in servers]
     sampler = sampler_of(urls, str(tmp_path / "weights"))
     sampler.update_weights(hf_stream(folders[0]))
     before, both = sampler.log_probs(TEXT), sampler.sample(requests(SamplingParams(), samples=4))
     assert len({tuple(c.tokens) for c in both}) == 12
-    with pytest.raises(ServerError, match="no server samples from the new weights") as caught:
-        sampler.update_weights(hf_stream(folders[1], break_file_in=root))
-    assert servers[0].url in str(caught.value) and "\n" not in str(caught.value)
-    assert "must be started again" not in str(caught.value)
-    close(sampler.log_probs(TEXT)[0], log_probs(folders[0], TEXT))
-    completion = sampler.sample(requests(SamplingParams(), prompts=1, samples=1))[0]
-    close(completion.log_probs, log_probs(folders[0], [5, *completion.tokens]))
-    assert len(list(root.iterdir())) == 1
-    sampler.update_weights(hf_stream(folders[1]))
-    close(sampler.log_probs(TEXT)[0], log_probs(folders[1], TEXT))
-    assert len(list(root.iterdir())) == 1
-    sampler.close()
-    assert not list(root.iterdir())
-
-
-def test_broken_weights_at_first_leave_those_of_the_start(servers, folders, tmp_path):
-    sampler = sampler_of([servers[0].url], str(tmp_path / "weights"))
-    before = sampler._servers[0].path
-    with pytest.raises(ServerError, match="no server samples from the new weights"):
-        sampler.update_weights(hf_stream(folders[1], break_file_in=tmp_path / "weights"))
-    assert before == folders[0]
-    close(sampler.log_probs(TEXT)[0], log_probs(folders[0], TEXT))
-
-
-def test_a_server_that_was_started_again_is_an_error(servers, sampler, folders):
-    body = json.dumps({"new_version": "default"}).encode()  # what a new one says
-    headers = {"Content-Type": "application/json"}
-    urllib.request.urlopen(urllib.request.Request(f"{servers[0].url}/update_weight_version", body, headers)).close()
-    with pytest.raises(ServerError, match="has the weights 'default' and not '00000001-.* started again"):
-        sampler.sample(requests(SamplingParams()))
-    sampler.update_weights(hf_stream(folders[1]))
-    sampler.sample(requests(SamplingParams()))
-
-
-def test_what_a_server_refuses_is_one_line(servers, sampler):
-    with pytest.raises(ServerError, match=r"says HTTP 400: .*out of vocabulary; see its log$"):
-        sampler.sample([SampleRequest([5, 7000], 4, SamplingParams(), SamplingKey())])
-    with pytest.raises(ServerError, match="cannot sleep; start it with --enable-sleep-mode"):
-        sampler_of([servers[0].url], "/nowhere", sleep=True)
-
-
-def test_weights_of_a_wrong_shape_are_undone(servers, folders, tmp_path):
-    """vLLM 0.32.0 by itself could load nothing after them, or with what they left: mrl's worker forgets that."""
-    urls = [server.url for server in servers]
-    sampler = sampler_of(urls, str(tmp_path / "weights"))
-    sampler.update_weights(hf_stream(folders[0]))
-    before, both = sampler.log_probs(TEXT), sampler.sample(requests(SamplingParams(), samples=4))
-    assert len({tuple(c.tokens) for c in both}) == 12
-    other = sampler_of(urls, str(tmp_path / "other"))
-    other._handover._loaded = dict(sampler._handover._loaded)  # as of a run that was killed: what they have
-    other = sampler_of(urls, str(tmp_path / "other"))
-    old = sampler._handover._loaded.values()
+    other, old = sampler_of(urls, str(tmp_path / "other")), sampler._handover._loaded.values()
     other._handover._loaded = dict(zip(other._servers, old, strict=True))
     with pytest.raises(ServerError, match="no server samples from the new weights") as caught:
         other.update_weights(hf_stream(folders[1], wrong_shape="model.layers.1.mlp.down_proj.weight"))
     assert "must be started again" not in str(caught.value)
     assert sampler.log_probs(TEXT) == before
     sampler.update_weights(hf_stream(folders[1]))
-    assert sampler.log_probs(TEXT) != before
+    close(sampler.log_probs(TEXT)[0], log_probs(folders[1], TEXT))
     sampler.update_weights(hf_stream(folders[0]))
     assert sampler.log_probs(TEXT) == before
 
