@@ -42,7 +42,7 @@ from mrl.engine.link_groups import (
     from_rank_0,
     greet,
     make_group,
-)  # fmt: skip
+)
 
 T = TypeVar("T")
 

@@ -22,6 +22,9 @@ from mrl.parallel import ParallelDims
 Given = Mapping[str, Any]
 """`engine.megatron`: fields and their values."""
 
+Met = Callable[[Given, Mapping[str, Any], ParallelDims], object]
+"""Whether something is there, by `engine.megatron`, the model and the layout."""
+
 DISPATCHER, FACTOR, PLACES = (
     "moe_token_dispatcher_type", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
 )  # fmt: skip
@@ -35,10 +38,10 @@ class Need:
 
     fields: frozenset[str]
     words: str  # of the error, behind the value
-    is_met: Callable[[Given, Mapping[str, Any], ParallelDims], object]  # by `engine.megatron`, the model, the layout
+    is_met: Met
 
 
-def _need(fields: str, words: str, is_met: Callable[[Given, Mapping[str, Any], ParallelDims], object]) -> Need:
+def _need(fields: str, words: str, is_met: Met) -> Need:
     return Need(frozenset(fields.split()), words, is_met)
 
 

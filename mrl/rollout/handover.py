@@ -252,8 +252,9 @@ def _choose(servers: Together[Any], asked: str, device: torch.device, *, sleeps:
             raise ConfigError(KEY, asked, f"cannot reach {server.http.url}: {why}", fix)
         server, (why, fix) = obstacles[0]
         faster.append(f"not {way}, as of {server.http.url}: {why}")
-    help_ = f"; {fix.removesuffix(', or set it to disk')}" if fix.startswith("start") else ""
-    return "disk", "; ".join(faster) + help_
+    if fix.startswith("start it"):
+        faster.append(fix.removesuffix(", or set it to disk"))
+    return "disk", "; ".join(faster)
 
 
 def _obstacle(server: Receiver, way: str, device: torch.device, *, sleeps: bool, named: bool) -> tuple[str, str] | None:
@@ -422,10 +423,12 @@ class LinkHandover(Handover):
 
     def _room(self, link: links.Link, turn: int, size: int) -> Tensor:
         """As `Link.buffer`. Raises ServerError where there is no memory for it."""
+        on_gpu = self._device.type == "cuda"
+        no_memory = torch.OutOfMemoryError if on_gpu else RuntimeError  # a CPU's has no type of its own
         try:
             return link.buffer(turn, size)
-        except (OSError, RuntimeError) as error:  # on a CPU torch has no error of its own for it
-            where = "the GPU" if self._device.type == "cuda" else "/dev/shm" if self.name == "ipc" else "memory"
+        except (OSError, no_memory) as error:
+            where = "the GPU" if on_gpu else "/dev/shm" if self.name == "ipc" else "memory"
             raise ServerError(
                 f"{KEY}: {where} has no room for a bucket of {size / 2**20:.4g} MB, of which there are two "
                 f"({first_line(error)}); set rollout.server.bucket_mb lower, or {KEY} to disk"

@@ -38,7 +38,7 @@ OF_ROLLOUTS = (
         OF_SERVERS,
         ("            link.leave()\n", "            pass\n"),
         ("self._servers.each(lambda s: s.finish(version))\n                link.rest()", "self._servers.each(lambda s: s.finish(version))"),
-        ("except (OSError, RuntimeError) as error:  # on a CPU", "except RuntimeError as error:  # on a CPU"),
+        ("except (OSError, no_memory) as error:", "except no_memory as error:"),
     ),
     *_of(
         "rollout/cpu_packing.py",
