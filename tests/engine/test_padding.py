@@ -19,7 +19,7 @@ from mrl.mcore_models import megatron_needs
 from mrl.parallel import ParallelDims
 from tests.engine import mtp, tiny
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import nightly_but, slow_but
 
 ROUNDING = 1e-5
 CASES = [
@@ -110,6 +110,22 @@ def test_other_ways_of_tokens_to_experts(tmp_path, keys, bound):
     found = run_case(1, "tests.engine.padding:with_keys", config=config, keys=keys)
     assert not {name: far for name, far in found.items() if not far < bound}
     assert bound == ROUNDING or found["loss"] > 1e-4
+
+
+DEEP_EP = [("qwen3_moe", {"ep": 2}), ("qwen3_moe", {"tp": 2, "etp": 2}), ("qwen3_moe", {"tp": 2, "ep": 2}),
+           ("deepseek_v3", {"ep": 2})]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "parallel"), nightly_but(DEEP_EP[:2], DEEP_EP), ids=str)
+def test_experts_by_deep_ep_compute_the_same(tmp_path, family, parallel):
+    """By megatron-core's own code for it, over a stand-in of what DeepEP does between ranks."""
+    folder = tiny.make_model(str(tmp_path / "model"), family)
+    config = tiny.role(folder, backend="megatron", parallel=parallel, size=2)
+    keys = {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}
+    found = run_case(2, "tests.engine.deep_ep_like:with_keys", config=config, keys=keys)
+    assert found.pop("calls") > 3
+    assert not {name: far for name, far in found.items() if not far < ROUNDING}
 
 
 PLACES = {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 15.0}
