@@ -13,10 +13,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mrl.data.encode import NO_TEMPLATE, Encoder, check_system
+from mrl.data.ends import STAND_IN
 from mrl.data.formats import Chat, Question
 from mrl.errors import DataError
-
-STAND_IN = "a-turn-of-the-assistant"
 
 
 class TurnEncoder:
