@@ -130,6 +130,9 @@ class MixedDataset(RowDataset[T]):
         number, row = self.find(index)
         return self.sources[number].where(row)
 
+    def turn_ends(self) -> frozenset[int]:
+        return frozenset().union(*(source.turn_ends() for source in self.sources))
+
     def fingerprint(self) -> list[dict[str, Any]]:
         return [file for source in self.sources for file in source.fingerprint()]
 

@@ -96,6 +96,9 @@ class PromptDataset(RowDataset[Prompt]):
             teacher = teacher_of(row, self.config.teacher, self._teachers, "reference.others")
         return Prompt(index, self.where(index), row, content, ids, too_long, teacher)
 
+    def turn_ends(self) -> frozenset[int]:
+        return self._encoder.turn_ends
+
     def tokens_of(self, item: Prompt) -> int:
         return len(item.tokens)
 

@@ -27,6 +27,11 @@ class TurnEncoder:
         self.has_template, self.system = self._encoder.has_template, system
         check_system(system, tokenizer)
 
+    @property
+    def turn_ends(self) -> frozenset[int]:
+        """The tokens that end the last turn of a conversation."""
+        return self._encoder.turn_ends().end_tokens
+
     def prompt(self, asked: Chat | Question) -> list[int]:
         """Returns the tokens of a prompt, with the generation prompt where there is a chat template."""
         if isinstance(asked, Question) and not self.has_template:
