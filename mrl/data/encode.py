@@ -176,8 +176,9 @@ class Encoder:
         if key not in self._turn_ends:
             if len(self._turn_ends) == PROBES:
                 self._turn_ends.clear()
-            render = functools.partial(self.render_text, chat)
-            self._turn_ends[key] = Probe(render, self.tokenize, self.special_ids, self._is_blank, self.bos).find()
+            special = self.special_ids.difference(self.bos)
+            probe = Probe(functools.partial(self.render_text, chat), self.tokenize, special)
+            self._turn_ends[key] = probe.find()
         return self._turn_ends[key]
 
     def chat(self, chat: Chat) -> Encoded:
@@ -256,8 +257,7 @@ class Encoder:
         last = chat.messages[-1]
         if self.as_rendered or last["role"] != "assistant":
             return ids
-        ends = self.turn_ends(chat)
-        return [*ids, *(ends.next_turn_of_tool if last.get("tool_calls") else ends.next_turn)]
+        return ids + self.turn_ends(chat).lacking(calls=bool(last.get("tool_calls")))
 
     def _body(self, chat: Chat, whole: list[int]) -> int:
         """Returns how many tokens of a whole rendering are turns: what a template ends all with is no part of one."""

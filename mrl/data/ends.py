@@ -27,98 +27,71 @@ class TurnEnds:
 
     kind: Literal["own", "by place", "next turn", "unknown"] = "unknown"
     last: int | None = None  # ends the last turn of a conversation
-    ending: tuple[int, ...] = ()  # what follows it where a conversation ends: no part of the turn
-    begin: int | None = None  # begins a turn of the assistant
-    next_turn: tuple[int, ...] = ()  # what a conversation's end lacks where the next turn's token ends its last turn
-    next_turn_of_tool: tuple[int, ...] = ()  # the same after a turn that calls tools
+    ending: tuple[int, ...] = ()  # what follows that turn where a conversation ends, and is no part of it
+    call: int | None = None  # of kind "next turn": ends a turn that calls tools
+    begin: int | None = None  # of kind "next turn": begins a turn of the assistant
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """The tokens that end a conversation's last turn."""
-        found = {self.last, *self.next_turn_of_tool[-1:]}
-        return frozenset(token for token in found if token is not None)
+        return frozenset(token for token in (self.last, self.call) if token is not None)
+
+    def lacking(self, *, calls: bool) -> list[int]:
+        """Returns what a conversation lacks at its end, after an assistant's turn. calls: that turn calls tools."""
+        end = self.call if calls and self.call is not None else self.last
+        return [end] if self.kind == "next turn" and end is not None else []
 
 
+@dataclasses.dataclass(frozen=True)
 class Probe:
-    """Renders probe conversations. render: the text of messages, with the generation prompt where it is told so."""
+    """Finds the ends of turns in renderings of probe conversations."""
 
-    def __init__(
-        self, render: Callable[..., str], tokenize: Callable[[str], list[int]], special_ids: Collection[int],
-        is_blank: Callable[[int], bool], bos: Sequence[int],
-    ) -> None:  # fmt: skip
-        self._render, self._tokenize, self._is_blank = render, tokenize, is_blank
-        self._special = frozenset(special_ids) - frozenset(bos)
+    render: Callable[..., str]  # the text of messages, with the generation prompt where `prompt`; raises BadRow
+    tokenize: Callable[[str], list[int]]
+    special_ids: Collection[int]  # without BOS, which ends nothing
 
     def find(self) -> TurnEnds:
         """Returns the ends of turns; of kind "unknown" where no probe can be rendered."""
-        for parts in (False, True):
-            asked, said, more = (_message(*message, parts=parts) for message in _TALK)
-            alone = self._after_stand_in([asked, said])
-            if alone is not None:
-                followed = self._after_stand_in([asked, said, more])
-                return self._compare(alone, alone if followed is None else followed, asked)
+        for parts in (False, True):  # templates of models that read images may want a list of parts
+            talk = [
+                {"role": role, "content": [{"type": "text", "text": text}] if parts else text}
+                for role, text in (("user", "x"), ("assistant", STAND_IN), ("user", "7"))
+            ]
+            alone, followed = (self._text(talk[:count]).partition(STAND_IN) for count in (2, 3))
+            if alone[1]:
+                ids = self.tokenize(alone[2])
+                return self._compare(ids, self.tokenize(followed[2]) if followed[1] else ids, talk[:1])
         return TurnEnds()
 
-    def _compare(self, alone: list[int], followed: list[int], asked: dict[str, Any]) -> TurnEnds:
+    def _compare(self, alone: list[int], followed: list[int], asked: list[dict[str, Any]]) -> TurnEnds:
         """alone, followed: what is after the assistant's words, without and with another turn there."""
         same = common(alone, followed)
-        own = [token for token in alone[:same] if token in self._special]
-        if own:
-            ending = alone[same:]
-            has_more = any(token in self._special for token in ending)
-            return TurnEnds("own", own[-1], tuple(ending) if has_more else ())
-        here, there, begin = self._up_to_special(alone[same:]), self._up_to_special(followed[same:]), self._begin(asked)
-        if there[-1:] == (begin,):  # it begins any turn, and ends none
-            there = ()
-        if here:
-            return TurnEnds("by place" if there else "unknown", here[-1])
-        if not there or not all(self._is_blank(token) for token in alone[same:]):
-            return TurnEnds()
-        return TurnEnds("next turn", there[-1], (), begin, there, self._after_call(asked))
-
-    def _after_call(self, asked: dict[str, Any]) -> tuple[int, ...]:
-        """Returns what a tool's answer begins with, up to its first special token."""
-        call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        if own := [token for token in alone[:same] if token in self.special_ids]:
+            ending = tuple(alone[same:]) if any(token in self.special_ids for token in alone[same:]) else ()
+            return TurnEnds("own", own[-1], ending)
+        begin = self._first_special(self._added(asked, asked, prompt=True))
+        here, there = (self._first_special(ids[same : same + 1]) for ids in (alone, followed))
+        if there == begin:  # it begins any turn, and ends none
+            there = None
+        if here is not None or there is None:
+            return TurnEnds("unknown" if there is None else "by place", here)
+        called = [*asked, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
         answer = {"role": "tool", "content": "7", "name": "f", "tool_call_id": CALL["id"]}
-        alone, followed = self._text([asked, call]), self._text([asked, call, answer])
-        if alone is None or followed is None or not followed.startswith(alone):
-            return ()
-        return self._up_to_special(self._tokenize(followed[len(alone) :]))
+        return TurnEnds("next turn", there, (), self._first_special(self._added(called, [*called, answer])[:1]), begin)
 
-    def _begin(self, asked: dict[str, Any]) -> int | None:
-        """Returns the first special token of the generation prompt."""
-        alone, prompt = self._text([asked]), self._text([asked], prompt=True)
-        if alone is None or prompt is None or not prompt.startswith(alone):
-            return None
-        return next((token for token in self._tokenize(prompt[len(alone) :]) if token in self._special), None)
+    def _added(self, part: list[dict[str, Any]], whole: list[dict[str, Any]], *, prompt: bool = False) -> list[int]:
+        """Returns what the rendering of `whole` has after that of `part`; [] where it is not its beginning."""
+        before, after = self._text(part), self._text(whole, prompt=prompt)
+        return self.tokenize(after[len(before) :]) if before and after.startswith(before) else []
 
-    def _up_to_special(self, ids: list[int]) -> tuple[int, ...]:
-        """Returns the ids up to and with the first special token; none where it is not the first that is no space."""
-        for i, token in enumerate(ids):
-            if token in self._special:
-                return tuple(ids[: i + 1])
-            if not self._is_blank(token):
-                break
-        return ()
+    def _first_special(self, ids: Sequence[int]) -> int | None:
+        return next((token for token in ids if token in self.special_ids), None)
 
-    def _after_stand_in(self, messages: list[dict[str, Any]]) -> list[int] | None:
-        """The text is tokenized alone: it begins with a special token, over which no token reaches."""
-        _, found, after = (self._text(messages) or "").partition(STAND_IN)
-        return self._tokenize(after) if found else None
-
-    def _text(self, messages: list[dict[str, Any]], *, prompt: bool = False) -> str | None:
+    def _text(self, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
+        """Returns a rendering; "" of a conversation that the template does not take."""
         try:
-            return self._render(messages, prompt=prompt)
-        except BadRow:  # the template wants another conversation than this
-            return None
-
-
-_TALK = (("user", "x"), ("assistant", STAND_IN), ("user", "7"))
-
-
-def _message(role: str, text: str, *, parts: bool) -> dict[str, Any]:
-    """parts: as templates of models that read images want it."""
-    return {"role": role, "content": [{"type": "text", "text": text}] if parts else text}
+            return self.render(messages, prompt=prompt)
+        except BadRow:
+            return ""
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -106,9 +106,7 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
         first = [row for rows in (source.dataset, *held_out.values()) for row in rows.first_rows()]
         scores = _scoring(config, dispatch, folders, first, directory, console, total_steps=total_steps)
         ends.callback(scores.close)
-        console.doing("starting the sampler")
         end_with = EndTokens.of(folders["actor"], tokenizer, source.dataset.turn_ends())
-        say_all(console, end_with.notes(tokenizer, "completions end there, too, and the export names it"))
         rollouts, sampler = _rollouts(config, dispatch, tokenizer, folders["actor"], end_with, directory, console)
         ends.callback(rollouts.close)
         if sampler is not None:
@@ -261,6 +259,8 @@ def _rollouts(
     console: Console,
 ) -> tuple[TrajectorySource, Sampler | None]:
     """Returns the source of trajectories, and the sampler behind it; a replay has none."""
+    console.doing("starting the sampler")
+    say_all(console, ends.notes(tokenizer, "completions end there, too, and the export names it"))
     if config.rollout.backend == "recorded":
         return RecordedRollouts(config.rollout, on_main=dispatch.on_main), None
     sampler = make_sampler(
