@@ -163,9 +163,9 @@ class RowDataset(abc.ABC, Generic[T]):
         """Returns the tokens of a row, trained or not; of rows that can be mixed."""
         raise AssertionError(f"rows of a {type(self).__name__} are not mixed")
 
-    def turn_ends(self) -> frozenset[int]:
-        """Returns the tokens that end the last turn of a conversation, where rows train or ask for such turns."""
-        return frozenset()
+    def encoders(self) -> list[Encoder]:
+        """Returns the encoders of the conversations that rows are; none where what is generated has no turns."""
+        return []
 
     def fingerprint(self) -> list[dict[str, Any]]:
         """Identifies the data by {"name", "rows", "size", "hash"} of each file."""
@@ -306,10 +306,9 @@ class SFTDataset(RowDataset[Example]):
     def _form_of(row: dict[str, Any]) -> str:
         return detect_format(row)
 
-    def turn_ends(self) -> frozenset[int]:
+    def encoders(self) -> list[Encoder]:
         trains = isinstance(self.config.loss_on, str) or "assistant" in self.config.loss_on
-        is_chat = trains and self.format not in ("text", "tokenized")
-        return self._encoder.turn_ends().end_tokens if is_chat else frozenset()
+        return [self._encoder] if trains and self.format not in ("text", "tokenized") else []
 
     def tokens_of(self, item: Example) -> int:
         return len(item.ids)

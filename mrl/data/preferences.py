@@ -255,8 +255,8 @@ class PreferenceDataset(RowDataset[Preference]):
             raise DataError(f"{what}; raise data.max_length, or set data.truncation to drop")
         return Preference(answers, row_weight(row))
 
-    def turn_ends(self) -> frozenset[int]:
-        return self._encoder.turn_ends().end_tokens
+    def encoders(self) -> list[Encoder]:
+        return [self._encoder]
 
     def tokens_of(self, item: Preference) -> int:
         return sum(len(answer.ids) for answer in item.answers)

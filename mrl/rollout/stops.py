@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -41,11 +41,14 @@ class EndTokens:
     added: tuple[int, ...]  # others that end an assistant's turn in the chat template
 
     @classmethod
-    def of(cls, folder: str, tokenizer: PreTrainedTokenizerBase, turn_ends: Iterable[int] | None = None) -> EndTokens:
-        """turn_ends: of the chat templates that the model is asked or trained with; None: of the tokenizer's."""
+    def of(
+        cls, folder: str, tokenizer: PreTrainedTokenizerBase, encoders: Sequence[Encoder] | None = None
+    ) -> EndTokens:  # fmt: skip
+        """encoders: with the chat templates that the model is asked or trained with; None: with the tokenizer's."""
+        encoders = [Encoder(tokenizer, "all")] if encoders is None else encoders
         own = end_tokens(folder, tokenizer)
-        found = Encoder(tokenizer, "all").turn_ends().end_tokens if turn_ends is None else turn_ends
-        return cls(own, tuple(sorted(set(found) - set(own))))
+        found = frozenset[int]().union(*(encoder.turn_ends().end_tokens for encoder in encoders))
+        return cls(own, tuple(sorted(found.difference(own))))
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from mrl.converters.mcore_weights import is_imported
 from mrl.converters.mtp import COUNT
 from mrl.converters.safetensors_io import some
 from mrl.converters.tokenizer_files import add_end_tokens, write_chat_template
+from mrl.data.encode import Encoder
 from mrl.data.remote import SourceError
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.guards import Problem
@@ -196,9 +197,15 @@ def say_other_choices(console: Console, before: Mapping[str, str], now: Mapping[
             console.say(f"changed since the checkpoint: trained under {name} {before[name]}, now {now[name]}")
 
 
-def say_other_ends(console: Console, state: Mapping[str, Any], ends: EndTokens) -> None:
-    """Says which end tokens of a chat template differ from those at the save; a checkpoint of an older mrl has none."""
+def say_other_ends(
+    console: Console, state: Mapping[str, Any], ends: EndTokens, encoders: Sequence[Encoder] = ()
+) -> None:
+    """Says which end tokens of a chat template differ from those at the save, and what an older mrl, which saved none,
+    made otherwise of rows. encoders: of rows that train."""
     before = list(state.get("end_tokens", {}).get("added", ()))
+    if "end_tokens" not in state:
+        found = {line: None for encoder in encoders if (line := encoder.changed_ends())}
+        say_all(console, [f"changed since the checkpoint: {line}" for line in found])
     if before != list(ends.added):
         now = list(ends.added) or "none"
         console.say(f"changed since the checkpoint: end tokens of the chat template were {before or 'none'}, now {now}")

@@ -183,8 +183,8 @@ def _run(task: Task[Any], command_line: str, console: Console) -> None:
 
     train_set = train_rows(config.data, functools.partial(open_rows, "train"))
     eval_sets = eval_rows(config.data, functools.partial(open_rows, "eval"))
-    turn_ends = train_set.turn_ends()
-    ends = EndTokens.of(folder, tokenizer, turn_ends) if turn_ends else EndTokens((), ())
+    encoders = train_set.encoders()
+    ends = EndTokens.of(folder, tokenizer, encoders) if encoders else EndTokens((), ())
     say_all(console, ends.notes(tokenizer, "the export's generation_config.json gets it, too"))
     engine = build_engine(task.role(folder))
     check_background(config.checkpoint.background, {"engine.backend": engine})
@@ -323,7 +323,7 @@ def restore(trainer: Trainer, start: Start) -> Progress:
     for note in check_resume(state["config"], to_dict(config)):
         trainer.console.say(f"changed since the checkpoint: {note}")
     say_other_choices(trainer.console, state.get("chosen", {}), engine.chosen)
-    say_other_ends(trainer.console, state, trainer.ends)
+    say_other_ends(trainer.console, state, trainer.ends, trainer.source.dataset.encoders())
     check_same_model(
         state.get("model"), model_fingerprint(engine.config.model.path), before=state["config"]["model"]["path"],
         now=config.model.path,

@@ -106,7 +106,7 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
         first = [row for rows in (source.dataset, *held_out.values()) for row in rows.first_rows()]
         scores = _scoring(config, dispatch, folders, first, directory, console, total_steps=total_steps)
         ends.callback(scores.close)
-        end_with = EndTokens.of(folders["actor"], tokenizer, source.dataset.turn_ends())
+        end_with = EndTokens.of(folders["actor"], tokenizer, source.dataset.encoders())
         rollouts, sampler = _rollouts(config, dispatch, tokenizer, folders["actor"], end_with, directory, console)
         ends.callback(rollouts.close)
         if sampler is not None:
