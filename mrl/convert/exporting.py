@@ -1,7 +1,7 @@
 """`mrl convert export`: the weights of a checkpoint or run become a Hugging Face folder.
 
 Files, their order and their index are those of the Hugging Face folder that the model comes from, where it had the same
-tensors; config.json, tokenizer, chat template and generation config are its own, unchanged.
+tensors; config.json, tokenizer, chat template and generation config are its own, unchanged but for end tokens of the run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mrl.converters.safetensors_io import (
     split_into_shards,
     tensor_bytes,
 )
-from mrl.converters.tokenizer_files import write_chat_template
+from mrl.converters.tokenizer_files import add_end_tokens, write_chat_template
 from mrl.engine.lora.folder import name_base, write_adapter
 from mrl.engine.lora.shapes import WEIGHTS
 from mrl.engine.torch_dist.data_files import ItemFile, as_bytes
@@ -129,8 +129,7 @@ def export_adapter(path: str | Path, out: str | Path, *, model: str | None = Non
         with Workspace(out, plan, {WEIGHTS: size}, keep=False) as work, work.finishing() as folder:
             write_adapter(folder, adapters.lora, str(source.companion_folder), tensors.items(), head=adapters.head)
             name_base(folder, adapters.path)
-            if source.chat_template is not None:
-                write_chat_template(folder, source.chat_template)
+            _write_template(folder, source)
         return Exported(Path(out), source.what, len(tensors), 1, size, [])
 
 
@@ -225,7 +224,14 @@ def _finish(folder: Path, source: Source, files: HFFiles) -> None:
     imported = (source.folder / "config.json").is_file()  # what a run saved has the run's dtype
     dtype = None if imported and source.files is not None else main_dtype(files.tensors)
     copy_companions(source.companion_folder, folder, dtype=dtype, changes=changes)
-    if source.chat_template is not None:
-        write_chat_template(folder, source.chat_template)
+    _write_template(folder, source)
     if files.index is not None:
         (folder / INDEX).write_bytes(files.index.encode())
+
+
+def _write_template(folder: Path, source: Source) -> None:
+    """Writes the run's chat template, and the end tokens that it adds."""
+    if source.chat_template is not None:
+        write_chat_template(folder, source.chat_template)
+    if source.end_tokens is not None:
+        add_end_tokens(folder, source.companion_folder, **source.end_tokens)

@@ -106,6 +106,7 @@ class Source:
     as_published: bool = False  # a Hugging Face folder, which transformers can load by itself
     skipped_tensors: list[str] = dataclasses.field(default_factory=list)  # of MTP layers, which training left out
     notes: list[str] = dataclasses.field(default_factory=list)  # what an import is to say, a line each
+    end_tokens: dict[str, list[int]] | None = None  # of a run's completions: "own" and "added"
     adapters: SavedAdapters | None = None  # of a checkpoint of adapters; its `path` is what the run calls the base
     ends: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)  # closed with the source
 
@@ -229,7 +230,7 @@ def _state(folder: Path, saved: Mapping[str, Any], role: str | None) -> dict[str
     if role is None:
         return saved["state"]
     state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)["state"]
-    return {"model": state.get("models", {}).get(role)}
+    return {"model": state.get("models", {}).get(role), "end_tokens": state.get("end_tokens")}
 
 
 def _check_tokenizer(state: Mapping[str, Any], companions: Path, *, given: bool) -> list[str]:
@@ -360,7 +361,8 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     dtype = DTYPES[config.dtype if config is not None else "float32"]
     _check_beside(companions)
     hf_config = read_hf_config(companions, quick=True)  # first: what is wrong with config.json is then one line
-    notes = [] if imported else _check_tokenizer(_state(folder, saved, role), companions, given=model is not None)
+    state = {} if imported else _state(folder, saved, role)
+    notes = _check_tokenizer(state, companions, given=model is not None)
     if not mcore and hf_config["model_type"] not in FAMILIES:
         raise CheckpointError(
             folder,
@@ -390,6 +392,7 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     return Source(
         inside, what, reader, hf_config, family, head, companions, files,
         _copies(names, reader, hf_config, head), template, skipped_tensors=skipped, notes=notes, adapters=adapters,
+        end_tokens=state.get("end_tokens") if head == "lm" else None,
     )  # fmt: skip
 
 
@@ -401,11 +404,8 @@ def checkpoint_folder(path: str | Path) -> Path:
     if path.name == atomic_checkpoint.LATEST and path.is_file():
         path = path.parent / path.read_text(encoding="utf-8").strip()
     if not path.is_dir():
-        raise CheckpointError(
-            path,
-            why="no such folder",
-            fix=f"give a checkpoint such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run",
-        )
+        fix = f"give a checkpoint such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
+        raise CheckpointError(path, why="no such folder", fix=fix)
     if (path / MARKER).is_file():
         return path
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -419,11 +419,8 @@ def checkpoint_folder(path: str | Path) -> Path:
                 path, why=f"has no {MARKER}: it is no whole checkpoint", fix="make it again, or use another"
             )
         if (path / "config.json").is_file():
-            raise CheckpointError(
-                path,
-                why="is a Hugging Face folder, and an export starts from a checkpoint",
-                fix="see `mrl convert import`",
-            )
+            why = "is a Hugging Face folder, and an export starts from a checkpoint"
+            raise CheckpointError(path, why=why, fix="see `mrl convert import`")
         if (path.parent / MARKER).is_file():
             raise CheckpointError(path, why=f"is a part of the checkpoint {path.parent}", fix="give that")
         raise CheckpointError(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+GENERATION = "generation_config.json"
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def write_chat_template(folder: str | Path, template: str) -> None:
@@ -20,6 +23,25 @@ def write_chat_template(folder: str | Path, template: str) -> None:
             settings.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     with open(folder / "chat_template.jinja", "w", encoding="utf-8", newline="") as out:
         out.write(template)
+
+
+def add_end_tokens(folder: str | Path, model: str | Path, own: Sequence[int], added: Sequence[int]) -> None:
+    """Writes generation_config.json of the folder `model`, which training began with, into `folder` with more end
+    tokens. own: those of the model, for one whose files name none."""
+    if not added:
+        return
+    file = Path(model) / GENERATION
+    if file.is_file():
+        content = json.loads(file.read_text(encoding="utf-8"))
+    else:  # transformers takes these from config.json as long as there is no such file
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        content = {name: config[name] for name in SPECIAL if config.get(name) is not None}
+    content.pop("_from_model_config", None)  # else transformers 4 takes config.json's end token for its
+    before = content.get("eos_token_id")
+    if not isinstance(before, list):
+        before = list(own) if before is None else [before]
+    content["eos_token_id"] = [*before, *(token for token in added if token not in before)]
+    (Path(folder) / GENERATION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def write_pad_token(folder: str | Path, token: int, text: str) -> None:

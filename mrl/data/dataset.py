@@ -163,6 +163,10 @@ class RowDataset(abc.ABC, Generic[T]):
         """Returns the tokens of a row, trained or not; of rows that can be mixed."""
         raise AssertionError(f"rows of a {type(self).__name__} are not mixed")
 
+    def encoders(self) -> list[Encoder]:
+        """Returns the encoders of the conversations that rows are; none where what is generated has no turns."""
+        return []
+
     def fingerprint(self) -> list[dict[str, Any]]:
         """Identifies the data by {"name", "rows", "size", "hash"} of each file."""
         return self._rows.fingerprint()
@@ -301,6 +305,10 @@ class SFTDataset(RowDataset[Example]):
     @staticmethod
     def _form_of(row: dict[str, Any]) -> str:
         return detect_format(row)
+
+    def encoders(self) -> list[Encoder]:
+        trains = isinstance(self.config.loss_on, str) or "assistant" in self.config.loss_on
+        return [self._encoder] if trains and self.format not in ("text", "tokenized") else []
 
     def tokens_of(self, item: Example) -> int:
         return len(item.ids)

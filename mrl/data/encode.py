@@ -12,7 +12,8 @@ one, those of a list of roles, or everything) is found in one of two ways:
 An assistant turn trains from the first token after the generation prompt up to and with its end-of-turn token, the last
 special token of the turn. White space that a template puts after it ("\\n" after <|im_end|>) does not train, since
 generation has stopped by then; inside generation markers it does. A turn whose end-of-turn token would not train is
-an error: that model would not learn to stop.
+an error: that model would not learn to stop. mrl/data/ends.py finds what ends a turn where templates differ: an ending
+of the whole rendering is no part of the last turn, and the next turn's token ends one that has no other.
 
 A message of another role than assistant trains from the first token of its content, up to and with its end-of-turn
 token where the template writes one. Its content begins where renderings with other contents in its place begin to
@@ -31,6 +32,7 @@ text or prompt that begins with it gets no second one. *Token ids* stay as they 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import threading
 from collections.abc import Sequence
@@ -40,6 +42,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from mrl.config.sources import LossOn
+from mrl.data.ends import Probe, TurnEnds, common
 from mrl.data.files import BadRow, one_line
 from mrl.data.formats import Chat, Pair, Text, Tokens
 from mrl.errors import DataError, ModelError
@@ -50,6 +53,9 @@ _RENDERING = threading.Lock()
 
 STAND_INS = ("a", "7")
 """Contents that stand in for a message's own, and begin with different tokens."""
+
+PROBES = 64
+"""How many probes of turn ends are remembered: rows may have template arguments of their own."""
 
 NO_TEMPLATE = (
     "the tokenizer has no chat template, which a conversation needs; name a Jinja file in data.chat_template, "
@@ -75,13 +81,18 @@ class Encoded:
 class Encoder:
     """Turns parsed rows into tokens.
 
-    system: text of a system message before conversations that have none. Raises BadRow for a row's fault and DataError
-    for the template's or tokenizer's.
+    system: text of a system message before conversations that have none. as_rendered: a conversation is what the
+    template makes of it; else its end gets the next turn's token where that ends the last turn. Raises BadRow for a
+    row's fault and DataError for the template's or tokenizer's.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn, system: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn, system: str | None = None, *,
+        as_rendered: bool = False,
+    ) -> None:  # fmt: skip
         self.tokenizer = tokenizer
-        self.loss_on, self.system = loss_on, system
+        self.loss_on, self.system, self.as_rendered = loss_on, system, as_rendered
+        self._turn_ends: dict[str, TurnEnds] = {}
         self.has_template = tokenizer.chat_template is not None
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_ids = frozenset(special | set(tokenizer.all_special_ids))
@@ -156,6 +167,29 @@ class Encoder:
 
     # ------------------------------------------------------------------------------------------------ conversations
 
+    def turn_ends(self, chat: Chat | None = None) -> TurnEnds:
+        """Returns how the template ends an assistant's turn, with the tools and template arguments of `chat`."""
+        if not self.has_template:
+            return TurnEnds()
+        chat = chat or Chat([])
+        key = f"{bool(chat.tools)} {chat.template_kwargs}"
+        if key not in self._turn_ends:
+            if len(self._turn_ends) == PROBES:
+                self._turn_ends.clear()
+            special = self.special_ids.difference(self.bos)
+            probe = Probe(functools.partial(self.render_text, chat), self.tokenize, special)
+            self._turn_ends[key] = probe.find()
+        return self._turn_ends[key]
+
+    def changed_ends(self) -> str | None:
+        """Returns what is new of the ends of conversations, for the resume of a run from before it."""
+        ends, name = self.turn_ends(), self.tokenizer.convert_ids_to_tokens
+        if ends.kind == "next turn" and self.loss_on == "all":
+            return f"a conversation ends with {name(ends.last)!r}, which trains"
+        if ends.ending and self.loss_on != "all" and not self._has_markers(Chat([])):
+            return f"a conversation's last turn trains up to {name(ends.last)!r}, and what follows does not"
+        return None
+
     def chat(self, chat: Chat) -> Encoded:
         """Returns a conversation through the chat template; see the top of this file for what trains."""
         if not self.has_template:
@@ -221,10 +255,23 @@ class Encoder:
         if answers and self._has_markers(chat):
             ids, of_answers = self._marked_spans(chat, turns, answers)
         else:
-            ids, _ = self.render(chat, chat.messages)
+            ids = self._ended(chat, self.render(chat, chat.messages)[0])
             of_answers = [self._verified_span(chat, turn, ids) for turn in answers]
         spans = dict(zip(answers, of_answers, strict=True))
         return ids, spans | {i: self._content_span(chat, i, ids) for i in wanted if i not in spans}
+
+    def _ended(self, chat: Chat, ids: list[int]) -> list[int]:
+        """Returns a rendering of all messages with the end of the last turn where the template leaves that to the next
+        turn."""
+        last = chat.messages[-1]
+        if self.as_rendered or last["role"] != "assistant":
+            return ids
+        return ids + self.turn_ends(chat).lacking(calls=bool(last.get("tool_calls")))
+
+    def _body(self, chat: Chat, whole: list[int]) -> int:
+        """Returns how many tokens of a whole rendering are turns: what a template ends all with is no part of one."""
+        ending = list(self.turn_ends(chat).ending)
+        return len(whole) - len(ending) if ending and whole[-len(ending) :] == ending else len(whole)
 
     def render(
         self, chat: Chat, messages: list[dict[str, Any]], *, prompt: bool = False, marks: bool = False
@@ -265,8 +312,12 @@ class Encoder:
                 f"the chat template's generation markers give {len(spans)} spans for {len(turns)} assistant turns; "
                 "mark each assistant turn once in data.chat_template, or remove the markers to compare prefixes"
             )
-        chosen = [spans[turns.index(turn)] for turn in wanted]
-        for turn, (start, end) in zip(wanted, chosen, strict=True):
+        ids = self._ended(chat, ids)
+        chosen = []
+        for turn in wanted:
+            start, end = spans[turns.index(turn)]
+            end = self._end_at_next(chat, ids, end) or end
+            chosen.append((start, end))
             if self._end_of_turn(ids, start, end) is None:
                 following = self._show(ids[end : end + 1]) if end < len(ids) else "nothing"
                 raise DataError(
@@ -290,20 +341,37 @@ class Encoder:
             raise self._rewritten(chat, turn, "up to it, with the generation prompt,", before, whole)
         is_last = turn == len(chat.messages) - 1
         after = whole if is_last else self.render(chat, chat.messages[: turn + 1])[0]
-        common = _common(after, whole)
+        same = min(common(after, whole), self._body(chat, whole))
         # Templates may end a rendering in their own way (Phi-3: EOS after the last turn): that is no part of the turn.
-        if not all(self._is_blank(t) or t in self.special_ids for t in after[common:]):
+        if not all(self._is_blank(t) or t in self.special_ids for t in after[same:]):
             raise self._rewritten(chat, turn, "to its end", after, whole)
-        end = self._end_of_turn(whole, start, common)
+        end = self._end_in_place(chat, after[same:], whole, same) or self._end_of_turn(whole, start, same)
         if end is None:
             raise DataError(
                 f"messages[{turn}]",
                 why="the chat template ends the assistant turn with "
-                f"{self._show(whole[max(start, common - 3) : common])}, which is no special "
+                f"{self._show(whole[max(start, same - 3) : same])}, which is no special "
                 "token, so the model would not learn to stop",
                 fix="write {{ eos_token }} after the content in data.chat_template, or mark its end token special",
             )
         return start, end
+
+    def _end_in_place(self, chat: Chat, rest: list[int], whole: list[int], same: int) -> int | None:
+        """Returns the position after the token that ends an earlier turn where it is no part of the turn alone.
+
+        rest: what the rendering up to the turn has otherwise than `whole`, from the position `same` on.
+        """
+        if not rest:
+            return self._end_at_next(chat, whole, same)
+        differs = rest[0] in self.special_ids and same < len(whole) and whole[same] in self.special_ids
+        return same + 1 if differs and self.turn_ends(chat).kind == "by place" else None
+
+    def _end_at_next(self, chat: Chat, whole: list[int], at: int) -> int | None:
+        """Returns the position after the next turn's first token, where that ends the turn which is whole at `at`."""
+        ends = self.turn_ends(chat)
+        if ends.kind != "next turn" or at == len(whole) or whole[at] == ends.begin:
+            return None
+        return at + 1 if whole[at] in self.special_ids else None
 
     def _content_span(self, chat: Chat, number: int, whole: list[int]) -> tuple[int, int]:
         """Returns the start and end of what message `number`, of another role than assistant, says in `whole`."""
@@ -317,8 +385,8 @@ class Encoder:
         start = len(after)
         for other in STAND_INS:  # one of them begins otherwise than the content
             stand_in = [*chat.messages[:number], {**message, "content": other}]
-            start = min(start, _common(after, self.render(chat, stand_in)[0]))
-        end = _common(after, whole)
+            start = min(start, common(after, self.render(chat, stand_in)[0]))
+        end = min(common(after, whole), self._body(chat, whole))
         if end < start or not all(self._is_blank(t) or t in self.special_ids for t in after[end:]):
             raise self._rewritten(chat, number, "to its end", after, whole)
         end_of_turn = self._end_of_turn(whole, start, end)
@@ -341,7 +409,7 @@ class Encoder:
 
     def difference(self, part: list[int], whole: list[int]) -> tuple[str, str]:
         """Returns the texts around the first token in which two sequences differ."""
-        at = _common(part, whole)
+        at = common(part, whole)
         return self._show(part[max(0, at - 4) : at + 6]), self._show(whole[max(0, at - 4) : at + 6])
 
     def _rewritten(self, chat: Chat, turn: int, extent: str, part: list[int], whole: list[int]) -> DataError:
@@ -363,9 +431,3 @@ class Encoder:
             fix="put {% generation %} markers around the assistant's text in "
             f"data.chat_template, or set data.loss_on to {instead}",
         )
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    """Returns how many tokens both sequences begin with alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

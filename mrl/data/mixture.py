@@ -31,6 +31,7 @@ import numpy as np
 from mrl.config.ppo import PromptsConfig
 from mrl.config.sources import Share, Source
 from mrl.data.dataset import Loaded, Rejected, RowDataset
+from mrl.data.encode import Encoder
 from mrl.data.streamed import START, Cursor, Mark
 from mrl.errors import DataError, UserError
 
@@ -129,6 +130,9 @@ class MixedDataset(RowDataset[T]):
     def where(self, index: int) -> str:
         number, row = self.find(index)
         return self.sources[number].where(row)
+
+    def encoders(self) -> list[Encoder]:
+        return [encoder for source in self.sources for encoder in source.encoders()]
 
     def fingerprint(self) -> list[dict[str, Any]]:
         return [file for source in self.sources for file in source.fingerprint()]

@@ -255,6 +255,9 @@ class PreferenceDataset(RowDataset[Preference]):
             raise DataError(f"{what}; raise data.max_length, or set data.truncation to drop")
         return Preference(answers, row_weight(row))
 
+    def encoders(self) -> list[Encoder]:
+        return [self._encoder]
+
     def tokens_of(self, item: Preference) -> int:
         return sum(len(answer.ids) for answer in item.answers)
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mrl.config.ppo import PromptsConfig
 from mrl.data.dataset import Rejected, RowDataset, teacher_of
-from mrl.data.encode import NO_TEMPLATE
+from mrl.data.encode import NO_TEMPLATE, Encoder
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Question, detect_prompt_form, parse_prompt
 from mrl.data.rows import Part
@@ -95,6 +95,9 @@ class PromptDataset(RowDataset[Prompt]):
         if self._teachers is not None:
             teacher = teacher_of(row, self.config.teacher, self._teachers, "reference.others")
         return Prompt(index, self.where(index), row, content, ids, too_long, teacher)
+
+    def encoders(self) -> list[Encoder]:
+        return [self._encoder.encoder]
 
     def tokens_of(self, item: Prompt) -> int:
         return len(item.tokens)

@@ -164,7 +164,7 @@ class ScoredDataset(RowDataset[ScoredRow]):
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.padding = self._pad, str(tokenizer.convert_ids_to_tokens(self._pad))
         check_system(self.config.system, tokenizer)
-        self._encoder = Encoder(tokenizer, "all", self.config.system)
+        self._encoder = Encoder(tokenizer, "all", self.config.system, as_rendered=True)
         self.format = self.config.format if self.config.format != "auto" else self.detected()
         if self.format != FORMAT_OF[self._loss]:
             right = next(name for name, format in FORMAT_OF.items() if format == self.format)

@@ -13,10 +13,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mrl.data.encode import NO_TEMPLATE, Encoder, check_system
+from mrl.data.ends import STAND_IN
 from mrl.data.formats import Chat, Question
 from mrl.errors import DataError
-
-STAND_IN = "a-turn-of-the-assistant"
 
 
 class TurnEncoder:
@@ -24,18 +23,18 @@ class TurnEncoder:
     observation, and DataError for the template, the tokenizer or the config."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
-        self._encoder = Encoder(tokenizer, "all")
-        self.has_template, self.system = self._encoder.has_template, system
+        self.encoder = Encoder(tokenizer, "all")
+        self.has_template, self.system = self.encoder.has_template, system
         check_system(system, tokenizer)
 
     def prompt(self, asked: Chat | Question) -> list[int]:
         """Returns the tokens of a prompt, with the generation prompt where there is a chat template."""
         if isinstance(asked, Question) and not self.has_template:
-            return self._encoder.begin(self._encoder.tokenize(asked.plain))
+            return self.encoder.begin(self.encoder.tokenize(asked.plain))
         if not self.has_template:
             raise DataError(NO_TEMPLATE)
         chat = asked.chat if isinstance(asked, Question) else asked
-        return self._encoder.render(chat, self._with_system(chat.messages), prompt=True)[0]
+        return self.encoder.render(chat, self._with_system(chat.messages), prompt=True)[0]
 
     def observation(self, content: str | list[dict[str, Any]], chat: Chat, last_token: int) -> list[int]:
         """Returns the tokens from the policy's turn that ended with `last_token` to the start of its next turn.
@@ -46,7 +45,7 @@ class TurnEncoder:
         if not self.has_template:
             if not isinstance(content, str):
                 raise DataError(NO_TEMPLATE)
-            return self._encoder.tokenize(content)
+            return self.encoder.tokenize(content)
         ids = self._after_a_turn([{"role": "user", "content": content}] if isinstance(content, str) else content, chat)
         return ids[1:] if ids[0] == last_token else ids
 
@@ -63,17 +62,17 @@ class TurnEncoder:
         The text after the turn is tokenized alone: it begins with a special token, over which no token reaches.
         """
         begin = [{"role": "user", "content": "x"}, {"role": "assistant", "content": STAND_IN}]
-        text = self._encoder.render_text(chat, begin + messages, prompt=True)
+        text = self.encoder.render_text(chat, begin + messages, prompt=True)
         _, found, after = text.partition(STAND_IN)
         if not found:
             raise DataError(
                 "the chat template leaves out an assistant turn that others follow, so what follows one cannot be "
                 "told; name another in data.chat_template"
             )
-        ids = self._encoder.tokenize(after)
-        special = self._encoder.special_ids
+        ids = self.encoder.tokenize(after)
+        special = self.encoder.special_ids
         end = next((i for i, token in enumerate(ids) if token in special), len(ids))
-        if end == len(ids) or self._encoder.tokenizer.decode(ids[:end]).strip():
+        if end == len(ids) or self.encoder.tokenizer.decode(ids[:end]).strip():
             raise DataError(
                 f"the chat template follows an assistant turn with {after[:40]!r}, which begins with no special token, "
                 "so where a turn of the policy ends cannot be told; write {{ eos_token }} after the content in "

@@ -22,7 +22,8 @@ from mrl.inference.places import weights_of
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Sampler
 from mrl.rollout.rollouts import Rollouts
-from mrl.rollout.stops import end_tokens
+from mrl.rollout.stops import EndTokens
+from mrl.trainers.common import say_all
 from mrl.trainers.console import Console
 from mrl.trainers.rl.samplers import WithWeights, make_sampler
 
@@ -67,16 +68,17 @@ def loaded(config: InferenceConfig, place: PlaceConfig, console: Console) -> Ite
             output_dir=folder, progress=console.generated,
         )  # fmt: skip
         ends.callback(sampler.close)
-        ids = end_tokens(place.folder, tokenizer)
+        end_with = EndTokens.of(place.folder, tokenizer)
+        say_all(console, end_with.notes(tokenizer, "completions end there, too"))
         rollouts = Rollouts(
-            sampler, tokenizer, config.rollout, seed=config.seed, end_tokens=ids, system=config.data.system,
+            sampler, tokenizer, config.rollout, seed=config.seed, end_tokens=end_with.ids, system=config.data.system,
             max_prompt_length=config.data.max_prompt_length, on_main=dispatch.on_main,
         )  # fmt: skip
         ends.callback(rollouts.close)
         console.doing("reading the weights")
         _init(actor, place)
         ends.enter_context(WithWeights(sampler, dispatch, beside=beside)(0))
-        yield Loaded(dispatch, tokenizer, vocab_size, ids, sampler, rollouts)
+        yield Loaded(dispatch, tokenizer, vocab_size, end_with.ids, sampler, rollouts)
 
 
 def _init(engine: BaseEngine, place: PlaceConfig) -> None:

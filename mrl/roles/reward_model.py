@@ -43,7 +43,7 @@ class RewardModel:
         role: str = "reward",
     ) -> None:
         self.dispatch, self.role, self.system = dispatch, role, system
-        self.encoder = Encoder(tokenizer, "all")
+        self.encoder = Encoder(tokenizer, "all", as_rendered=True)
         hf_config = read_hf_config(dispatch.engines[role].config.model.path)
         self.max_length = hf_config.get("max_position_embeddings")
         self.pad_token_id = pad_token_of(hf_config)

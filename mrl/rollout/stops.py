@@ -1,7 +1,8 @@
-"""The ends of a completion: the model's own end tokens, and texts."""
+"""The ends of a completion: the model's own end tokens, those of its chat template, and texts."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from mrl.data.encode import Encoder
 from mrl.errors import ModelError
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -29,6 +31,35 @@ def end_tokens(folder: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ..
             raise ModelError(path, why=f"eos_token_id is {given!r}", fix="give a token id or a list of them")
         found += more
     return tuple(sorted(set(found)))
+
+
+@dataclasses.dataclass(frozen=True)
+class EndTokens:
+    """The tokens that end a completion, as ascending ids."""
+
+    own: tuple[int, ...]  # those that the model's folder names
+    added: tuple[int, ...]  # others that end an assistant's turn in the chat template
+
+    @classmethod
+    def of(
+        cls, folder: str, tokenizer: PreTrainedTokenizerBase, encoders: Sequence[Encoder] | None = None
+    ) -> EndTokens:  # fmt: skip
+        """encoders: with the chat templates that the model is asked or trained with; None: with the tokenizer's."""
+        encoders = [Encoder(tokenizer, "all")] if encoders is None else encoders
+        own = end_tokens(folder, tokenizer)
+        found = frozenset[int]().union(*(encoder.turn_ends().end_tokens for encoder in encoders))
+        return cls(own, tuple(sorted(found.difference(own))))
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return tuple(sorted(self.own + self.added))
+
+    def notes(self, tokenizer: PreTrainedTokenizerBase, use: str) -> list[str]:
+        """Returns what is said of the added ones. use: what they do here, in words."""
+        if not self.added:
+            return []
+        named = " and ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.added)
+        return [f"end tokens: the chat template ends a turn with {named}, no end token of the model's folder; {use}"]
 
 
 class StopTexts:

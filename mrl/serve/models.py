@@ -23,6 +23,7 @@ from mrl.algorithms.sums import DENOMINATOR, SummedLoss
 from mrl.batch import Batch
 from mrl.config.schema import LoraConfig
 from mrl.config.serve import ServeKeys
+from mrl.converters.tokenizer_files import add_end_tokens
 from mrl.engine import guards
 from mrl.engine.base import BaseEngine, Completion, GenerateRequest
 from mrl.engine.collective import all_ranks, on_every, on_main, wait_for_all
@@ -31,7 +32,7 @@ from mrl.engine.lora.folder import adapters, read_adapter, write_adapter
 from mrl.engine.sampling import SamplingKey
 from mrl.engine.trained_state import TrainedState
 from mrl.errors import UserError, one_line
-from mrl.rollout.stops import StopTexts
+from mrl.rollout.stops import EndTokens, StopTexts
 from mrl.serve import operations as ops
 from mrl.serve import padded
 from mrl.serve.ledger import PREFIX
@@ -110,6 +111,7 @@ class Models:
         keys: ServeKeys,
     ) -> None:  # fmt: skip
         self.engine, self.tokenizer, self.lora, self.folder, self.keys = engine, tokenizer, lora, folder, keys
+        self.ends = EndTokens.of(folder, tokenizer)
         self.start = engine.trained_state()
         self.waiting: dict[str, Held] = {}
         self.snapshots: dict[str, Held] = {}
@@ -274,6 +276,7 @@ class Models:
             tensors = dict(self.engine.adapter_weights())
             own = padded.narrowed(tensors, shapes, self.lora.rank) if tensors else {}  # they come on the main rank
             _write(lambda: write_adapter(partial, of_rank, self.folder, own.items()), partial)
+        _write(lambda: add_end_tokens(partial, self.folder, self.ends.own, self.ends.added), partial)
         _write(lambda: _replace(partial, asked.folder), asked.folder)
 
     # -- from one start to the next ------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ from mrl.data.vision import load_vision
 from mrl.engine.collective import all_ranks, is_main, on_main
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, Stopped, UserError, show
-from mrl.rollout.stops import end_tokens
 from mrl.serve import operations as ops
 from mrl.serve.app import Asked, Door, HTTPServer, listening, retrieving, route
 from mrl.serve.datums import Limits
@@ -123,7 +122,7 @@ def _serve(
         server = Server(
             config,
             served,
-            end_tokens(models.folder, models.tokenizer),
+            models.ends.ids,
             models.tokenizer,
             console,
             *listens,
@@ -131,6 +130,7 @@ def _serve(
         )
         if said := resume(server, models):
             console.say(said)
+        say_all(console, models.ends.notes(models.tokenizer, "completions end there, too, and exports name it"))
         server.http.start()
         server.say_ready()
         lead(server, models, stop)

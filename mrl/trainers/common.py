@@ -23,13 +23,15 @@ from mrl.converters.hf_config import read_hf_config
 from mrl.converters.mcore_weights import is_imported
 from mrl.converters.mtp import COUNT
 from mrl.converters.safetensors_io import some
-from mrl.converters.tokenizer_files import write_chat_template
+from mrl.converters.tokenizer_files import add_end_tokens, write_chat_template
+from mrl.data.encode import Encoder
 from mrl.data.remote import SourceError
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.guards import Problem
 from mrl.engine.lora.folder import adapters, name_base
 from mrl.engine.stored_weights import mtp_tensors_of_folder
 from mrl.errors import DamagedCheckpoint, DataError, Stopped, UserError
+from mrl.rollout.stops import EndTokens
 from mrl.trainers.console import Console, figures
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
 from mrl.trainers.signals import StopSignal, signal_name
@@ -195,6 +197,20 @@ def say_other_choices(console: Console, before: Mapping[str, str], now: Mapping[
             console.say(f"changed since the checkpoint: trained under {name} {before[name]}, now {now[name]}")
 
 
+def say_other_ends(
+    console: Console, state: Mapping[str, Any], ends: EndTokens, encoders: Sequence[Encoder] = ()
+) -> None:
+    """Says which end tokens of a chat template differ from those at the save, and what an older mrl, which saved none,
+    made otherwise of rows. encoders: of rows that train."""
+    before = list(state.get("end_tokens", {}).get("added", ()))
+    if "end_tokens" not in state:
+        found = {line: None for encoder in encoders if (line := encoder.changed_ends())}
+        say_all(console, [f"changed since the checkpoint: {line}" for line in found])
+    if before != list(ends.added):
+        now = list(ends.added) or "none"
+        console.say(f"changed since the checkpoint: end tokens of the chat template were {before or 'none'}, now {now}")
+
+
 def check_outside(config: OnRows) -> None:
     """Checks what the main process will need outside of this run: an account, a remote folder that can be written."""
     metrics.check_login(config.log)
@@ -240,10 +256,12 @@ def export(
     chat_template: str | None,
     model: ModelConfig,
     mtp: bool = False,
+    ends: EndTokens,
 ) -> None:
     """Writes output_dir/hf, at once or not at all. write: exports the model to a folder; collective. folder: what the
     model started from. chat_template: the text of data.chat_template, which takes the place of the tokenizer's. model:
-    as the user has it, whose path an adapter names as its base. mtp: its MTP layers are in the export."""
+    as the user has it, whose path an adapter names as its base. mtp: its MTP layers are in the export. ends: of
+    its completions."""
     console.doing("exporting the model")
     write(str(directory.partial_hf))
     adapter = model.lora is not None and model.lora.export == "adapter"
@@ -251,6 +269,7 @@ def export(
         ranks.on_main(lambda: name_base(directory.partial_hf, model.path))
     if chat_template is not None:
         ranks.on_main(lambda: write_chat_template(directory.partial_hf, chat_template))
+    ranks.on_main(lambda: add_end_tokens(directory.partial_hf, folder, ends.own, ends.added))
     ranks.on_main(directory.publish_export)
     if adapter:
         console.say(f"adapter: {directory.hf} ({ranks.on_main(lambda: _use_of_adapter(folder, model.path))})")

@@ -106,8 +106,10 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     if config.checkpoint.export_hf:
         folder, template = trainer.folders["actor"], trainer.chat_template
         write, model = functools.partial(dispatch.save_hf_model, "actor"), config.actor.model
-        mtp = model.mtp is not None
-        export(dispatch, directory, console, write, folder=folder, chat_template=template, model=model, mtp=mtp)
+        mtp, ends = model.mtp is not None, trainer.ends
+        export(
+            dispatch, directory, console, write, folder=folder, chat_template=template, ends=ends, model=model, mtp=mtp
+        )
     say_done(dispatch, console, directory, steps=progress.step, tokens=progress.tokens)
 
 

@@ -41,6 +41,7 @@ from mrl.engine.collective import OnMainBeside, error_of_all, is_main
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, ServerError, Stopped
 from mrl.mcore_models.platform import device_type
+from mrl.rollout.stops import EndTokens
 from mrl.trainers.common import (
     Progress,
     already_done,
@@ -57,6 +58,7 @@ from mrl.trainers.common import (
     say_left_out,
     say_mtp_layers,
     say_other_choices,
+    say_other_ends,
     stopped,
 )
 from mrl.trainers.console import Console, open_console
@@ -86,7 +88,8 @@ class Trainer:
     console: Console
     stop: StopSignal
     saves: Saves
-    chat_template: str | None = None  # the text of data.chat_template, which the export gets too
+    chat_template: str | None  # the text of data.chat_template, which the export gets too
+    ends: EndTokens  # of completions: those that the export names
 
     @property
     def config(self) -> Any:
@@ -180,6 +183,9 @@ def _run(task: Task[Any], command_line: str, console: Console) -> None:
 
     train_set = train_rows(config.data, functools.partial(open_rows, "train"))
     eval_sets = eval_rows(config.data, functools.partial(open_rows, "eval"))
+    encoders = train_set.encoders()
+    ends = EndTokens.of(folder, tokenizer, encoders) if encoders else EndTokens((), ())
+    say_all(console, ends.notes(tokenizer, "the export's generation_config.json gets it, too"))
     engine = build_engine(task.role(folder))
     check_background(config.checkpoint.background, {"engine.backend": engine})
     directory = RunDirectory(pathlib.Path(config.output_dir))
@@ -192,8 +198,9 @@ def _run(task: Task[Any], command_line: str, console: Console) -> None:
         template = tokenizer.chat_template if config.data.chat_template is not None else None
         evaluation = Evaluation(task, eval_sets, engine, directory, console, stop) if eval_sets else None
         trainer = Trainer(
-            task, total_steps, source, evaluation, engine, directory, console, stop, Saves(engine.device), template
-        )
+            task, total_steps, source, evaluation, engine, directory, console, stop, Saves(engine.device), template,
+            ends,
+        )  # fmt: skip
         try:
             engine.on_main(lock.acquire)
             engine.on_main(lambda: check_outside(config))
@@ -299,9 +306,11 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     trainer.stop.says = None  # the run ends by itself now
     if config.checkpoint.export_hf:
         folder, mtp = engine.config.model.path, engine.config.mtp is not None
-        template, model = trainer.chat_template, config.model
+        template, ends, model = trainer.chat_template, trainer.ends, config.model
         write = functools.partial(trainer.task.export, engine)
-        export(engine, directory, console, write, folder=folder, chat_template=template, model=model, mtp=mtp)
+        export(
+            engine, directory, console, write, folder=folder, chat_template=template, model=model, mtp=mtp, ends=ends
+        )
     say_done(engine, console, directory, steps=progress.step, tokens=progress.tokens)
 
 
@@ -314,6 +323,7 @@ def restore(trainer: Trainer, start: Start) -> Progress:
     for note in check_resume(state["config"], to_dict(config)):
         trainer.console.say(f"changed since the checkpoint: {note}")
     say_other_choices(trainer.console, state.get("chosen", {}), engine.chosen)
+    say_other_ends(trainer.console, state, trainer.ends, trainer.source.dataset.encoders())
     check_same_model(
         state.get("model"), model_fingerprint(engine.config.model.path), before=state["config"]["model"]["path"],
         now=config.model.path,
@@ -424,6 +434,7 @@ def save(
         "models": dict(trainer.task.fingerprints),
         "config": without_signatures(to_dict(config)),
         "chosen": engine.chosen,
+        "end_tokens": dataclasses.asdict(trainer.ends),
     }
     root, remote = str(directory.checkpoints), config.checkpoint.remote
     step, keep = progress.step, config.checkpoint.keep

@@ -86,7 +86,7 @@ def test_a_prompt_whose_tokens_change_when_the_answer_follows_is_an_error_but_no
 
 def test_a_template_that_ends_every_rendering_with_eos_trains_each_turn_to_its_own_end():
     whole, runs, _ = encode(Chat(FOUR), tiny_tokenizers.EOS_AT_THE_END)
-    assert runs == ["4<|im_end|>", "hello there<|im_end|>\n</s>"]
+    assert runs == ["4<|im_end|>", "hello there<|im_end|>"]
     assert whole.endswith("<|im_end|>\n</s>")
 
 

@@ -14,7 +14,7 @@ def folder(tmp_path_factory):
     def of(family="qwen3", template=CHATML, **fields):
         key = (family, template, *sorted(fields.items()))
         if key not in made:
-            tokenizer = make_tokenizer(template)
+            tokenizer = make_tokenizer(template, eos="</s>" if template is None else "<|im_end|>")
             path = str(tmp_path_factory.mktemp(family))
             made[key] = tiny.make_model(
                 path, family, vocab=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **fields

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.data.tiny_tokenizers import WITH_TOOLS, write_jsonl
+from tests.data.tiny_tokenizers import WITH_TOOLS, make_tokenizer, write_jsonl
+from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.tiny import FAMILIES, OTHERS
 from tests.inference.cases import line_of, mrl, refusal
@@ -149,6 +150,20 @@ def test_text_on_the_terminal(folder, tmp_path):
     )
     sampled = mrl("generate", model, "--prompt", PROMPTS[0], "--samples", 2, "--max-new-tokens", 1)
     assert "== prompt 1, sample 2 of 2: 'hello there!' (1 token, " in sampled.out
+
+
+def test_a_completion_ends_where_the_template_ends_turns(tmp_path):
+    """The tokenizer's EOS is another token, and the model's folder does not name this one."""
+    tokenizer = make_tokenizer()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model = tiny.make_model(str(tmp_path / "model"), "qwen3", vocab=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(model)
+    out, asked = tmp_path / "out.jsonl", ["--prompt", "hello", "--samples", 200, "--max-new-tokens", 8]
+    done = mrl("generate", model, *asked, "--out", out)
+    assert done.code == 0 and done.err.count(f"ends a turn with '<|im_end|>' ({end})") == 1, done.err
+    ended = [row for row in rows_of(out) if end in row["tokens"]]
+    assert ended and all(row["tokens"].index(end) == len(row["tokens"]) - 1 for row in ended)
+    assert {row["finish_reason"] for row in ended} == {"stop"}
 
 
 def test_system_and_tools_reach_the_template(folder):

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from mrl.data.encode import Encoder
 from mrl.errors import ModelError
-from mrl.rollout.stops import StopTexts, end_tokens
+from mrl.rollout.stops import EndTokens, StopTexts, end_tokens
 from tests.data import tiny_tokenizers
 
 
@@ -108,3 +109,16 @@ def test_a_wrong_generation_config(tmp_path, text, message):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ModelError, match=f"generation_config.json: {message}"):
         end_tokens(str(tmp_path), tiny_tokenizers.make_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("template", "named", "added"),
+    [(tiny_tokenizers.CHATML, 0, (3,)), (tiny_tokenizers.CHATML, [3, 0], ()), (None, 0, ()), ("{{ messages[0].content }}", 0, ())],
+)  # fmt: skip
+def test_the_end_of_a_chat_templates_turns_is_an_end_token(tmp_path, template, named, added):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    tokenizer = tiny_tokenizers.make_tokenizer(template)
+    found = EndTokens.of(str(tmp_path), tokenizer)
+    assert found == EndTokens.of(str(tmp_path), tokenizer, [Encoder(tokenizer, "last")])
+    assert found.added == added and set(found.ids) == {*end_tokens(str(tmp_path), tokenizer), *added}
+    assert [("'<|im_end|>' (3)" in line, "as well" in line) for line in found.notes(tokenizer, "as well")] == [(True, True)] * len(added)  # fmt: skip

@@ -49,7 +49,7 @@ from mrl.rollout.base import Sampler, TrajectorySource
 from mrl.rollout.kept import KeptRollouts
 from mrl.rollout.recorded import RecordedRollouts
 from mrl.rollout.rollouts import Rollouts
-from mrl.rollout.stops import end_tokens
+from mrl.rollout.stops import EndTokens
 from mrl.trainers.common import say_all, say_left_out
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.mixture_length import length_of_mixture
@@ -106,8 +106,8 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
         first = [row for rows in (source.dataset, *held_out.values()) for row in rows.first_rows()]
         scores = _scoring(config, dispatch, folders, first, directory, console, total_steps=total_steps)
         ends.callback(scores.close)
-        console.doing("starting the sampler")
-        rollouts, sampler = _rollouts(config, dispatch, tokenizer, folders["actor"], directory, console)
+        end_with = EndTokens.of(folders["actor"], tokenizer, source.dataset.encoders())
+        rollouts, sampler = _rollouts(config, dispatch, tokenizer, folders["actor"], end_with, directory, console)
         ends.callback(rollouts.close)
         if sampler is not None:
             ends.callback(sampler.close)
@@ -140,6 +140,7 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
             exact_sampler=rollouts.exact,
             same_reference=_same_reference(config, folders),
             chat_template=tokenizer.chat_template if config.data.chat_template is not None else None,
+            ends=end_with,
             token_limit=TokenLimit(max_new_tokens=config.rollout.max_new_tokens),
         )
 
@@ -253,10 +254,13 @@ def _rollouts(
     dispatch: WorkerDispatch,
     tokenizer: PreTrainedTokenizerBase,
     folder: str,
+    ends: EndTokens,
     directory: RunDirectory,
     console: Console,
 ) -> tuple[TrajectorySource, Sampler | None]:
     """Returns the source of trajectories, and the sampler behind it; a replay has none."""
+    console.doing("starting the sampler")
+    say_all(console, ends.notes(tokenizer, "completions end there, too, and the export names it"))
     if config.rollout.backend == "recorded":
         return RecordedRollouts(config.rollout, on_main=dispatch.on_main), None
     sampler = make_sampler(
@@ -266,20 +270,20 @@ def _rollouts(
     )  # fmt: skip
     say_all(console, sampler.notes)
     rollouts = Rollouts(
-        sampler, tokenizer, config.rollout, seed=config.seed, end_tokens=end_tokens(folder, tokenizer),
+        sampler, tokenizer, config.rollout, seed=config.seed, end_tokens=ends.ids,
         system=config.data.system, max_prompt_length=config.data.max_prompt_length, on_main=dispatch.on_main,
     )  # fmt: skip
     kept = KeptRollouts(
         rollouts,
         directory.pending,
-        origin=_origin(config, folder, dispatch.world_size),
+        origin=_origin(config, folder, ends, dispatch.world_size),
         on_main=dispatch.on_main,
         say=console.say,
     )
     return kept, sampler
 
 
-def _origin(config: PPOConfig, folder: str, world_size: int) -> dict[str, Any]:
+def _origin(config: PPOConfig, folder: str, ends: EndTokens, world_size: int) -> dict[str, Any]:
     """Everything that the samples of given steps depend on. The weights are known by their files' sizes and times."""
     plain = to_dict(config)
     files = sorted(pathlib.Path(folder).glob("*.*"))
@@ -290,6 +294,7 @@ def _origin(config: PPOConfig, folder: str, world_size: int) -> dict[str, Any]:
         "model": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()],
         "environment": pathlib.Path(environment).read_text(encoding="utf-8") if environment else None,
         "world_size": world_size,
+        **({"end_tokens": ends.added} if ends.added else {}),  # an older mrl wrote no such key
     }
 
 

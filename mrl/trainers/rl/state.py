@@ -17,8 +17,9 @@ from mrl.data.prompts import PromptSource
 from mrl.engine.atomic_checkpoint import ROLES, step_name
 from mrl.errors import Stopped
 from mrl.roles.dispatch import WorkerDispatch
+from mrl.rollout.stops import EndTokens
 from mrl.trainers import common
-from mrl.trainers.common import load_newest, say_other_choices, stopped
+from mrl.trainers.common import load_newest, say_other_choices, say_other_ends, stopped
 from mrl.trainers.console import Console
 from mrl.trainers.rl.collect import Collector
 from mrl.trainers.rl.evaluation import Evaluation
@@ -73,6 +74,7 @@ class Trainer:
     None where it starts as another model, or there is none.
     """
     chat_template: str | None  # the text of data.chat_template, which the export gets too
+    ends: EndTokens  # of completions: those that the export names
     token_limit: TokenLimit
     saves: Saves
     equal_rewards: EqualRewards = dataclasses.field(default_factory=EqualRewards)
@@ -111,6 +113,7 @@ def save(
         "models": dict(trainer.fingerprints),
         "config": to_dict(config),
         "chosen": dispatch.chosen,
+        "end_tokens": dataclasses.asdict(trainer.ends),
     }
     root, remote, keep = str(directory.checkpoints), config.checkpoint.remote, config.checkpoint.keep
     name = step_name(progress.step)
@@ -143,6 +146,7 @@ def restore(trainer: Trainer, start: Start) -> tuple[Progress, Experience | None
     for note in check_resume(state["config"], to_dict(config)):
         trainer.console.say(f"changed since the checkpoint: {note}")
     say_other_choices(trainer.console, state.get("chosen", {}), dispatch.chosen)
+    say_other_ends(trainer.console, state, trainer.ends)
     for role in trainer.folders:
         before, now = (_model_path(c, role) for c in (state["config"], to_dict(config)))
         found = trainer.fingerprints[role]
