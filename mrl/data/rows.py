@@ -10,7 +10,6 @@ not hold several splits. `split` names a split of a saved data set or hub id. A 
 
 from __future__ import annotations
 
-import copy
 import glob
 import hashlib
 import json
@@ -25,7 +24,7 @@ import datasets
 import numpy as np
 
 from mrl.config.urls import shown_url
-from mrl.data.files import SUFFIXES, Source, one_line, open_file, without_nulls
+from mrl.data.files import SUFFIXES, BadRow, Source, arrow_row, one_line, open_file
 from mrl.data.remote import STREAMED_SUFFIXES, RemoteFile, find_files, local_file
 from mrl.data.streamed import Exchange, StreamedRows
 from mrl.errors import DataError
@@ -190,17 +189,16 @@ class DatasetRows:
     def __init__(self, name: str, dataset: datasets.Dataset) -> None:
         self.name = name
         self._dataset = dataset.with_format("arrow")
-        self._features = copy.deepcopy(dataset.features)
-        _leave_images(dict(self._features))
 
     def __len__(self) -> int:
         return self._dataset.num_rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return without_nulls(self._row(index))
+        return self._row(index)
 
-    def _row(self, index: int) -> dict[str, Any]:
-        return self._features.decode_example(self._dataset[index].to_pylist()[0])
+    def _row(self, index: int, *, nulls: bool = False) -> dict[str, Any]:
+        table = self._dataset[index]
+        return arrow_row(table.to_pylist()[0], table.schema, nulls=nulls)
 
     def where(self, index: int) -> str:
         return f"{self.name}:row {index}"
@@ -209,7 +207,11 @@ class DatasetRows:
         """The hash covers the column types and the rows at both ends."""
         n, digest = len(self), hashlib.sha256(str(self._dataset.features).encode())
         for i in sorted({*range(min(n, END_ROWS)), *range(max(0, n - END_ROWS), n)}):
-            digest.update(json.dumps(self._row(i), sort_keys=True, default=str).encode())
+            try:
+                row: Any = self._row(i, nulls=True)
+            except BadRow as e:
+                row = str(e)
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
         return {
             "name": self.name,
             "rows": n,
@@ -219,17 +221,6 @@ class DatasetRows:
 
     def close(self) -> None:
         pass
-
-
-def _leave_images(feature: Any) -> None:
-    """Lets rows have the bytes or paths of images, at every depth, where `datasets` would decode them."""
-    if isinstance(feature, datasets.Image):
-        feature.decode = False
-    elif isinstance(feature, dict):
-        for inner in feature.values():
-            _leave_images(inner)
-    elif isinstance(feature, datasets.List | datasets.LargeList):
-        _leave_images(feature.feature)
 
 
 def _is_saved_dataset(path: str) -> bool:

@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from mrl.data.files import JSONL_SUFFIXES, BadRow, one_line, parse_line, without_nulls
+from mrl.data.files import JSONL_SUFFIXES, BadRow, arrow_row, one_line, parse_line
 from mrl.data.remote import RemoteFile, SourceError, is_ending
 from mrl.errors import DataError, UserError
 
@@ -49,7 +49,7 @@ START: Mark = (0, 0, 0)
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """What stands for the rest of a file that is damaged from a row on: a bad row."""
+    """What stands for a bad row, and for the rest of a file that is damaged from a row on."""
 
     why: str
 
@@ -364,7 +364,11 @@ def _read_table(
             batches = _parquet_batches(raw, row) if is_parquet else _arrow_batches(raw)
             for start, batch in batches:
                 for i, found in enumerate(batch.slice(max(0, row - start)).to_pylist(), start=max(row, start)):
-                    yield i, 0, without_nulls(found)
+                    try:
+                        content: dict[str, Any] | Damage = arrow_row(found, batch.schema)
+                    except BadRow as e:
+                        content = Damage(str(e))
+                    yield i, 0, content
                     row = i + 1
         except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as e:  # ValueError: text that is no UTF-8
             form = "Parquet" if is_parquet else "Arrow"
