@@ -32,6 +32,7 @@ from mrl.data.formats import (
     row_weight,
 )
 from mrl.data.rows import Part, Rows, open_rows, open_stream
+from mrl.data.splits import Named
 from mrl.data.streamed import MOST_INDEX, Cursor, Exchange, Order, StreamedRows, alone
 from mrl.data.tokenizer import check_chat_template, read_chat_template
 from mrl.data.vision import Vision, WithImages
@@ -162,6 +163,11 @@ class RowDataset(abc.ABC, Generic[T]):
     def tokens_of(self, item: T) -> int:
         """Returns the tokens of a row, trained or not; of rows that can be mixed."""
         raise AssertionError(f"rows of a {type(self).__name__} are not mixed")
+
+    @property
+    def named(self) -> list[Named]:
+        """The files of the rows, by the path that stands for them."""
+        return [self._rows.named]
 
     def fingerprint(self) -> list[dict[str, Any]]:
         """Identifies the data by {"name", "rows", "size", "hash"} of each file."""

@@ -31,6 +31,7 @@ import numpy as np
 from mrl.config.ppo import PromptsConfig
 from mrl.config.sources import Share, Source
 from mrl.data.dataset import Loaded, Rejected, RowDataset
+from mrl.data.splits import Named, check_apart, check_splits
 from mrl.data.streamed import START, Cursor, Mark
 from mrl.errors import DataError, UserError
 
@@ -66,6 +67,17 @@ def eval_rows(data: Any, make: Callable[[Any], RowDataset[T]]) -> dict[str, RowD
     return {name: _made(make, data, source, "eval", f"data.eval.{name}") for name, source in data.eval.items()}
 
 
+def rows_in_both(train: RowDataset[Any], evaluation: Mapping[str, RowDataset[Any]]) -> list[str]:
+    """Returns a line for each file that both data.train and data.eval name. Raises DataError where a folder or a glob
+    brought it into one of them."""
+    of_eval = [
+        dataclasses.replace(one, key=f"data.eval.{name}".rstrip("."))
+        for name, rows in evaluation.items()
+        for one in rows.named
+    ]
+    return check_apart(train.named, of_eval)
+
+
 def _made(
     make: Callable[[Any], RowDataset[T]], data: Any, source: Source, part: Literal["train", "eval"], at: str
 ) -> RowDataset[T]:
@@ -97,6 +109,7 @@ class MixedDataset(RowDataset[T]):
             source.end_after(share.epochs)
         self.starts = [0, *itertools.accumulate(source.indices for source in sources)]  # above 2**63 where streamed
         self.path = ", ".join(share.title for share in self.shares)
+        check_splits(self.named)
 
     def __len__(self) -> int:
         assert not self.is_streamed, "the number of rows that are streamed is not known"
@@ -129,6 +142,11 @@ class MixedDataset(RowDataset[T]):
     def where(self, index: int) -> str:
         number, row = self.find(index)
         return self.sources[number].where(row)
+
+    @property
+    def named(self) -> list[Named]:
+        keyed = enumerate(one for source in self.sources for one in source.named)
+        return [dataclasses.replace(one, key=f"data.train[{i}]") for i, one in keyed]
 
     def fingerprint(self) -> list[dict[str, Any]]:
         return [file for source in self.sources for file in source.fingerprint()]

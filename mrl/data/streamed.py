@@ -29,6 +29,7 @@ import pyarrow.parquet
 
 from mrl.data.files import JSONL_SUFFIXES, BadRow, arrow_row, one_line, parse_line
 from mrl.data.remote import RemoteFile, SourceError, is_ending
+from mrl.data.splits import Named, check_splits
 from mrl.errors import DataError, UserError
 
 CHUNK = 256  # rows that processes are given at a time, and of a block where nothing is shuffled
@@ -115,23 +116,26 @@ class Chunk:
 class StreamedRows:
     """The rows of files elsewhere, taken one after the other. `rows[index]` is of those that were taken last.
 
-    find: returns the files, once. buffer: rows shuffled together. what: names the source in errors. Raises DataError
-    where there are no files or no rows.
+    find: returns the files, and what the config named them by, once. buffer: rows shuffled together. what: names the
+    source in errors. Raises DataError where there are no files or no rows.
     """
 
     def __init__(
-        self, find: Callable[[], Sequence[RemoteFile]], *, buffer: int, key: str, what: str, exchange: Exchange = alone
-    ) -> None:
+        self, find: Callable[[], tuple[Sequence[RemoteFile], Named]], *, buffer: int, key: str, what: str,
+        exchange: Exchange = alone,
+    ) -> None:  # fmt: skip
         self.buffer, self.key, self.what, self._exchange = buffer, key, what, exchange
         self.epochs: float | None = None  # after which nothing is read ahead
         self.agree, self.leave_out = exchange.agree, exchange.leave_out
         files: list[RemoteFile] = []
 
-        def found() -> list[tuple[str, int | None, str]]:
-            files.extend(find())
-            return [(file.name, file.size, file.tag) for file in files]
+        def found() -> tuple[list[tuple[str, int | None, str]], Named]:
+            of_path, named = find()
+            check_splits([named])
+            files.extend(of_path)
+            return [(file.name, file.size, file.tag) for file in files], named
 
-        self._files = exchange(found)  # names, sizes and tags
+        self._files, self.named = exchange(found)  # names, sizes and tags
         self._reader = _Reader(files, self)
         self._chunk: Chunk | None = None
         self._taken: Mapping[int, Any] = {}

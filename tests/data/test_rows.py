@@ -171,9 +171,7 @@ def json_sources(folder):
 
 def test_columns_of_json_are_the_same_tokens_from_every_source(tmp_path, monkeypatch):
     sources = json_sources(tmp_path)
-    for name in ("load_dataset", "load_dataset_builder"):  # of the hub, which is that folder
-        real = getattr(datasets, name)
-        monkeypatch.setattr(datasets, name, lambda *_, real=real: real(str(tmp_path / "parts")))
+    hub_in(tmp_path / "parts", monkeypatch)
     found = []
     for path, stream in sources:
         config = DataConfig(train=str(path), max_length=999, format="messages", stream=stream, shuffle_buffer=0)
@@ -264,16 +262,23 @@ def test_splits(tmp_path):
     assert len(read(path, split="train", part="eval")[0]) == 2  # data.split is for the training rows
 
 
-def test_a_hub_id_goes_to_datasets_with_its_configuration(monkeypatch):
-    asked = []
+def hub_in(folder, monkeypatch):
+    """A hub whose every id is the files in `folder`; returns what was asked of it."""
+    asked, real = [], datasets.load_dataset_builder
 
-    def load_dataset(*args):
+    def load_dataset_builder(*args):
         asked.append(args)
-        return datasets.DatasetDict(
-            {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS)}
-        )
+        return real(str(folder))
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    return asked
+
+
+def test_a_hub_id_goes_to_datasets_with_its_configuration(tmp_path, monkeypatch):
+    (tmp_path / "hub").mkdir()
+    asked = hub_in(tmp_path / "hub", monkeypatch)
+    for split in ("train", "test"):
+        tiny_tokenizers.write_jsonl(tmp_path / "hub" / f"{split}.jsonl", ROWS)
     assert read("openai/gsm8k:main")[1][0] == "openai/gsm8k:main[train]:row 0"
     assert len(read("ag_news", part="eval")[0]) == 7
     assert asked == [("openai/gsm8k", "main"), ("ag_news", None)]
