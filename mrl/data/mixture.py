@@ -67,15 +67,17 @@ def eval_rows(data: Any, make: Callable[[Any], RowDataset[T]]) -> dict[str, RowD
     return {name: _made(make, data, source, "eval", f"data.eval.{name}") for name, source in data.eval.items()}
 
 
-def rows_in_both(train: RowDataset[Any], evaluation: Mapping[str, RowDataset[Any]]) -> list[str]:
-    """Returns a line for each file that both data.train and data.eval name. Raises DataError where a folder or a glob
-    brought it into one of them."""
+def notes_of_rows(train: RowDataset[Any] | None, evaluation: Mapping[str, RowDataset[Any]]) -> list[str]:
+    """Returns lines on files that both data.train and data.eval name, and on fields that nothing reads. Raises
+    DataError where a folder or a glob brought a file into both."""
+    of_train = [] if train is None else train.named
     of_eval = [
         dataclasses.replace(one, key=f"data.eval.{name}".rstrip("."))
         for name, rows in evaluation.items()
         for one in rows.named
     ]
-    return check_apart(train.named, of_eval)
+    unread = [line for rows in (train, *evaluation.values()) if rows is not None for line in rows.unread_fields()]
+    return [*check_apart(of_train, of_eval), *unread]
 
 
 def _made(
@@ -154,6 +156,9 @@ class MixedDataset(RowDataset[T]):
     def load(self, index: int) -> T | Rejected:
         number, row = self.find(index)
         return self.sources[number].load(row)
+
+    def unread_fields(self) -> list[str]:
+        return [line for source in self.sources for line in source.unread_fields()]
 
     def first_rows(self) -> list[tuple[dict[str, Any], str]]:
         return [source.first_row() for source in self.sources]

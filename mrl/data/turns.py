@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mrl.data.encode import NO_TEMPLATE, Encoder, check_system
-from mrl.data.formats import Chat, Question
+from mrl.data.formats import Chat, Question, check_plain
 from mrl.errors import DataError
 
 STAND_IN = "a-turn-of-the-assistant"
@@ -31,6 +31,7 @@ class TurnEncoder:
     def prompt(self, asked: Chat | Question) -> list[int]:
         """Returns the tokens of a prompt, with the generation prompt where there is a chat template."""
         if isinstance(asked, Question) and not self.has_template:
+            check_plain(asked)
             return self._encoder.begin(self._encoder.tokenize(asked.plain))
         if not self.has_template:
             raise DataError(NO_TEMPLATE)

@@ -33,7 +33,7 @@ from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import check_same_model, model_fingerprint, model_folder
 from mrl.data.batches import Batches, BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
 from mrl.data.dataset import Part, RowDataset, SFTDataset
-from mrl.data.mixture import MixedDataset, eval_rows, rows_in_both, train_rows
+from mrl.data.mixture import MixedDataset, eval_rows, notes_of_rows, train_rows
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine.base import PLAIN_CTX, BaseEngine, Ctx
@@ -180,7 +180,7 @@ def _run(task: Task[Any], command_line: str, console: Console) -> None:
 
     train_set = train_rows(config.data, functools.partial(open_rows, "train"))
     eval_sets = eval_rows(config.data, functools.partial(open_rows, "eval"))
-    say_all(console, rows_in_both(train_set, eval_sets))
+    say_all(console, notes_of_rows(train_set, eval_sets))
     engine = build_engine(task.role(folder))
     check_background(config.checkpoint.background, {"engine.backend": engine})
     directory = RunDirectory(pathlib.Path(config.output_dir))

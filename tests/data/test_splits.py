@@ -6,7 +6,7 @@ import pytest
 from mrl.config.schema import DataConfig
 from mrl.config.sources import SFTShare, SFTSource, eval_of, train_of
 from mrl.data.dataset import SFTDataset
-from mrl.data.mixture import eval_rows, rows_in_both, train_rows
+from mrl.data.mixture import eval_rows, notes_of_rows, train_rows
 from mrl.data.rows import open_rows
 from mrl.errors import DataError
 from tests.data import tiny_tokenizers
@@ -116,7 +116,7 @@ def test_a_file_that_trains_and_evaluates_is_said_or_refused(tmp_path):
     more = {"path": b, "name": "more"}
 
     def said(train, held_out, **keys):
-        return rows_in_both(opened(train, **keys), opened(held_out, "eval"))
+        return notes_of_rows(opened(train, **keys), opened(held_out, "eval"))
 
     assert said(a, b) == said([a, more], write(tmp_path / "e", "c.jsonl")) == []
     for train, held_out, stream, key in [
