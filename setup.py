@@ -35,7 +35,7 @@ setup(
         "peft>=0.18",  # LoRA adapters
         "plotly>=6",  # its JavaScript is in the pages of `mrl report`
         "psutil",  # megatron-core's checkpoint writers need it; so does the local launcher
-        "pyarrow",  # Parquet
+        "pyarrow>=19",  # Parquet, with its type of JSON
         "pyyaml>=6",
         "rich>=13",
         "safetensors>=0.4",

@@ -95,8 +95,8 @@ OF_TRAINING: Sequence[Argument | Option] = (
     NPROC,
     Option(
         names="--dry-run", kind="flag",
-        help="Check keys, files, layouts, and each model's config.json, print what would run, write nothing. "
-        "Weights, tokenizer, rows and checkpoints are read by the run alone.",
+        help="Check keys, files, layouts, first rows and each model's config.json, print what would run. "
+        "Weights and checkpoints are read by the run alone, and so is what is not on this machine.",
     ),
 )  # fmt: skip
 """The words of a command that trains."""

@@ -1,7 +1,7 @@
 """`mrl convert export`: the weights of a checkpoint or run become a Hugging Face folder.
 
 Files, their order and their index are those of the Hugging Face folder that the model comes from, where it had the same
-tensors; config.json, tokenizer, chat template and generation config are its own, unchanged but for end tokens of the run.
+tensors; config.json, tokenizer, chat template and generation config are its own, but for end tokens of the run.
 """
 
 from __future__ import annotations

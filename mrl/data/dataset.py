@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mrl.config.dpo import PreferenceDataConfig
+from mrl.config.keys import listed
 from mrl.config.ppo import PromptsConfig
 from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
@@ -31,7 +32,9 @@ from mrl.data.formats import (
     rename_fields,
     row_weight,
 )
+from mrl.data.noted import NotedRow
 from mrl.data.rows import Part, Rows, open_rows, open_stream
+from mrl.data.splits import Named
 from mrl.data.streamed import MOST_INDEX, Cursor, Exchange, Order, StreamedRows, alone
 from mrl.data.tokenizer import check_chat_template, read_chat_template
 from mrl.data.vision import Vision, WithImages
@@ -167,6 +170,11 @@ class RowDataset(abc.ABC, Generic[T]):
         """Returns the encoders of the conversations that rows are; none where what is generated has no turns."""
         return []
 
+    @property
+    def named(self) -> list[Named]:
+        """The files of the rows, by the path that stands for them."""
+        return [self._rows.named]
+
     def fingerprint(self) -> list[dict[str, Any]]:
         """Identifies the data by {"name", "rows", "size", "hash"} of each file."""
         return self._rows.fingerprint()
@@ -218,9 +226,24 @@ class RowDataset(abc.ABC, Generic[T]):
         """Returns `first_row` of each source."""
         return [self.first_row()]
 
+    def unread_fields(self) -> list[str]:
+        """Returns a line on the fields that nothing reads, of the first row of each source. Raises as `first_row`."""
+        index, row = self._first()
+        noted = NotedRow(row)
+        try:
+            self._make(index, noted)
+        except UserError:  # which is said where the row is used
+            return []
+        unread = [name for name in row if name not in noted.read and not name.endswith("_unused")]
+        return [f"{self.where(index)}: nothing reads its fields {listed(unread)}"] if unread else []
+
     def first_row(self) -> tuple[dict[str, Any], str]:
         """Returns the first row that can be read, and its `file:line`. Raises DataError where there is none, and what
         `agree` raises."""
+        index, row = self._first()
+        return row, self.where(index)
+
+    def _first(self) -> tuple[int, dict[str, Any]]:
         found, wrong = None, None
         try:
             found = self._first_row()
@@ -230,12 +253,12 @@ class RowDataset(abc.ABC, Generic[T]):
         assert found is not None, "an error is raised by those who agree on it"
         return found
 
-    def _first_row(self) -> tuple[dict[str, Any], str]:
+    def _first_row(self) -> tuple[int, dict[str, Any]]:
         tried = []
         for index in self._rows.head():
             tried.append(index)
             try:
-                return self._row(index), self.where(index)
+                return index, self._row(index)
             except BadRow as e:
                 if self.config.on_bad_row == "stop":
                     raise row_error(self.where(index), e) from e

@@ -44,7 +44,7 @@ from transformers import PreTrainedTokenizerBase
 from mrl.config.sources import LossOn
 from mrl.data.ends import Probe, TurnEnds, common
 from mrl.data.files import BadRow, one_line
-from mrl.data.formats import Chat, Pair, Text, Tokens
+from mrl.data.formats import SYSTEM_ROLES, Chat, Pair, Text, Tokens, check_plain, with_system
 from mrl.errors import DataError, ModelError
 
 # transformers compiles a chat template once per process and keeps the positions of its generation markers on the
@@ -105,11 +105,13 @@ class Encoder:
                 return self.chat(content)
             case Pair() if self.has_template:
                 turns = [
+                    *content.before,
                     {"role": "user", "content": content.prompt},
                     {"role": "assistant", "content": content.completion},
                 ]
-                return self.chat(Chat(turns, given=1))
+                return self.chat(Chat(turns, given=0 if content.before_trains else len(turns) - 1))
             case Pair():
+                check_plain(content)
                 return self.pair(content)
             case Text():
                 ids = self._end(self.begin(self.tokenize(content.text)))
@@ -206,11 +208,9 @@ class Encoder:
 
     def with_system(self, chat: Chat) -> Chat:
         """Returns a conversation with the system message before it, where it has none and there is one."""
-        if self.system is None or any(message["role"] in ("system", "developer") for message in chat.messages):
+        if self.system is None or any(message["role"] in SYSTEM_ROLES for message in chat.messages):
             return chat
-        messages = [{"role": "system", "content": self.system}, *chat.messages]
-        weights = (None, *chat.weights) if chat.weights else ()
-        return dataclasses.replace(chat, messages=messages, given=chat.given + bool(chat.given), weights=weights)
+        return with_system(chat, self.system)
 
     def _trained(self, chat: Chat) -> dict[int, float]:
         """Returns the weight of each message that trains by its role and place, 0 among them. Raises BadRow."""

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -32,6 +32,13 @@ BLOCK = 8 << 20  # bytes read at a time while indexing
 ENDS = 1 << 20  # bytes hashed at each end of a file that is not read whole
 DEEPEST = 100  # levels of objects and lists in a row: templates and pickle walk it by recursion
 ARROW_ROWS = 1024  # rows in a record batch of an Arrow copy
+LISTS = (
+    pyarrow.ListType,
+    pyarrow.LargeListType,
+    pyarrow.FixedSizeListType,
+    pyarrow.ListViewType,
+    pyarrow.LargeListViewType,
+)
 
 
 class BadRow(DataError):
@@ -212,21 +219,29 @@ class JsonlFile:
 def parse_line(line: bytes, head: Callable[[], bytes]) -> dict[str, Any]:
     """Returns the row of a line. head: returns the first bytes of its file. Raises BadRow."""
     try:
-        text = line.decode("utf-8")
-        row = json.loads(text)
+        row = _parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as e:
         raise BadRow(f"is not UTF-8 (byte {e.start} of the line); save the file as UTF-8") from None
     except json.JSONDecodeError as e:
         raise BadRow(_why_not_json(head(), one_line(e))) from None
-    except RecursionError:
-        raise _too_deep() from None
-    except ValueError:  # Python reads no longer ones
-        raise BadRow("holds a number of more than 4300 digits; write it as text, or remove the row") from None
     if not isinstance(row, dict):
         raise BadRow(_why_not_json(head(), f"the line is a JSON {type(row).__name__}"))
-    if text.count("[") + text.count("{") > DEEPEST and _is_deeper(row, DEEPEST):
-        raise _too_deep()
     return row
+
+
+def _parse_json(text: str) -> Any:
+    """Returns the value of JSON text. Raises JSONDecodeError, and BadRow where a row may not hold that value."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # Python reads no longer ones
+        raise BadRow("holds a number of more than 4300 digits; write it as text, or remove the row") from None
+    if text.count("[") + text.count("{") > DEEPEST and _is_deeper(value, DEEPEST):
+        raise _too_deep()
+    return value
 
 
 def _why_not_json(head: bytes, problem: str) -> str:
@@ -292,16 +307,28 @@ def _index_lines(file: BinaryIO) -> tuple[np.ndarray, np.ndarray | None, int]:
 # ------------------------------------------------------------------------------------------------------------ Arrow
 
 
-def without_nulls(value: Any) -> Any:
-    """Returns a row of an Arrow table without its null fields, at every depth.
+def arrow_row(row: dict[str, Any], schema: Iterable[pyarrow.Field], *, nulls: bool = False) -> dict[str, Any]:
+    """Returns a row of an Arrow table as a line of JSON would have it. Raises BadRow.
 
-    Arrow gives every struct of a column the fields of all of them, null where a row had none; without this a message
-    would carry `tool_calls: None` because another row has tool calls.
+    Null fields are left out at every depth, unless `nulls`. Arrow gives every struct of a column the fields of all of
+    them: a message would have `tool_calls: None` because another row has tool calls. Text of Arrow's type for JSON
+    (`Json` of `datasets`) is parsed. Its own nulls stay, as those of a line do.
     """
-    if isinstance(value, dict):
-        return {k: without_nulls(v) for k, v in value.items() if v is not None}
-    if isinstance(value, list):
-        return [without_nulls(v) if isinstance(v, dict | list) else v for v in value]
+    return {f.name: _arrow_value(row[f.name], f.type, nulls) for f in schema if nulls or row[f.name] is not None}
+
+
+def _arrow_value(value: Any, type: pyarrow.DataType, nulls: bool) -> Any:
+    if value is None:
+        return None
+    if isinstance(type, pyarrow.JsonType):
+        try:
+            return _parse_json(value)
+        except json.JSONDecodeError as e:
+            raise BadRow(f"a value of type JSON is {value!r:.40} ({one_line(e)}); write it as JSON") from None
+    if isinstance(type, pyarrow.StructType):
+        return arrow_row(value, type, nulls=nulls)
+    if isinstance(type, LISTS) and not pyarrow.types.is_primitive(type.value_type):
+        return [_arrow_value(v, type.value_type, nulls) for v in value]
     return value
 
 
@@ -332,7 +359,7 @@ class ParquetFile:
     def __getitem__(self, index: int) -> dict[str, Any]:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         batch = self._open().get_batch(number)
-        return without_nulls(batch.slice(index - int(self._starts[number]), 1).to_pylist()[0])
+        return arrow_row(batch.slice(index - int(self._starts[number]), 1).to_pylist()[0], batch.schema)
 
     def where(self, index: int) -> str:
         return f"{self.name}:row {index}"

@@ -5,14 +5,16 @@
                         optional: tools, chat_template_kwargs, images
     prompt_completion   prompt, completion: message lists              Chat, of which the completion trains
                         prompt, completion: strings                    Pair
-    alpaca              instruction, output, optional input            Pair (two blank-line separated parts as prompt)
+    alpaca              instruction, output, optional input, history   Pair (two blank-line separated parts as prompt)
     text                text                                           Text
     tokenized           input_ids, optional one of labels (-100: not   Tokens
                         trained), loss_mask, assistant_masks,
                         completion_mask (1: trained), weights (of
                         each token in the loss)
 
-A row of any of them may have a `weight`: what its tokens count in the loss, 1 by default, and so may a message.
+A row of any of them may have a `weight`: what its tokens count in the loss, 1 by default, and so may a message. A row
+of all but text and tokenized may have a `system`: the text of a system message. `history` is a list of [question,
+answer], the turns before.
 
 Fields that a format does not know are left alone. Content may be a list of parts, with images (mrl/data/images.py).
 `mrl.data.encode` has what a Pair becomes in tokens.
@@ -30,7 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mrl.config.keys import listed
@@ -55,6 +57,8 @@ PROMPT_FIELDS: Mapping[str, tuple[str, ...]] = {
 MASK_FIELDS = ("loss_mask", "assistant_masks", "completion_mask")
 WEIGHTS = "weights"
 LARGEST_WEIGHT = 1e6
+SYSTEM_ROLES = ("system", "developer")
+RENAME_SYSTEM = "rename the field with data.columns={system: system_unused}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +83,8 @@ class Pair:
     prompt: str
     completion: str
     plain_prompt: str
+    before: tuple[dict[str, Any], ...] = ()  # messages before the prompt, which a chat template alone can render
+    before_trains: bool = False  # whether they train as turns of a conversation do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +93,7 @@ class Question:
 
     text: str
     plain: str  # the same for a tokenizer that has no chat template
-    chat: Chat  # that one user turn
+    chat: Chat  # that user turn, and the row's messages before it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +196,10 @@ def parse_prompt(row: Row, form: str) -> Chat | Question:
     return _chat(row, messages, given=len(messages))
 
 
-def question(row: Row, text: str, plain: str) -> Question:
-    """Returns a text as the one user turn of a conversation with the row's tools and template arguments."""
-    return Question(text, plain, _chat(row, [{"role": "user", "content": text}], given=1))
+def question(row: Row, text: str, plain: str, history: Sequence[dict[str, Any]] = ()) -> Question:
+    """Returns a text as the last user turn of a conversation with the row's tools and template arguments."""
+    turns = [*history, {"role": "user", "content": text}]
+    return Question(text, plain, _chat(row, turns, given=len(turns)))
 
 
 def parse_row(row: Row, format: str) -> Chat | Pair | Text | Tokens:
@@ -249,7 +256,41 @@ def _chat(row: Row, messages: list[dict[str, Any]], *, given: int) -> Chat:
     kwargs = row.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, dict):
         raise BadRow(f'chat_template_kwargs is {_kind(kwargs)}; give an object, as {{"enable_thinking": false}}')
-    return Chat(messages, given, tools or None, kwargs)
+    chat = Chat(messages, given, tools or None, kwargs)
+    system = _system(row)
+    if system is None:
+        return chat
+    if any(message["role"] in SYSTEM_ROLES for message in messages):
+        raise BadRow(f"has a field system and a system message; leave one of them out, or {RENAME_SYSTEM}")
+    return with_system(chat, system)
+
+
+def with_system(chat: Chat, text: str) -> Chat:
+    """Returns a conversation with a system message before it."""
+    messages = [{"role": "system", "content": text}, *chat.messages]
+    weights = (None, *chat.weights) if chat.weights else ()
+    return dataclasses.replace(chat, messages=messages, given=chat.given + bool(chat.given), weights=weights)
+
+
+def _system(row: Row) -> str | None:
+    """Returns the text of a row's system message; None where it has none, or an empty one. Raises BadRow."""
+    value = row.get("system")
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str):
+        raise BadRow(f"system is {_kind(value)}; give the text of a system message, or {RENAME_SYSTEM}")
+    return _string(value, "system")
+
+
+def check_plain(content: Pair | Question) -> None:
+    """Raises BadRow where the messages before a prompt need a chat template, and there is none."""
+    before = content.before if isinstance(content, Pair) else content.chat.messages[:-1]
+    if before:
+        field = "system" if before[0]["role"] == "system" else "history"
+        raise BadRow(
+            f"has a field {field}, and the tokenizer has no chat template to write it; name a Jinja file in "
+            f"data.chat_template, or rename the field with data.columns={{{field}: {field}_unused}}"
+        )
 
 
 def _chat_with_images(row: Row, messages: list[dict[str, Any]], *, given: int) -> Chat:
@@ -276,8 +317,11 @@ def _chat_with_images(row: Row, messages: list[dict[str, Any]], *, given: int) -
     images = tuple(part["image"] if "image" in part else next(rest) for part in parts)
     bare = lambda content: [{k: v for k, v in part.items() if k != "image"} for part in content]  # noqa: E731
     bared = [{**m, "content": bare(m["content"])} if isinstance(m["content"], list) else m for m in messages]
-    has_weight = any(weight is not None for weight in weights)
-    return dataclasses.replace(_chat(row, bared, given=given), images=images, weights=weights if has_weight else ())
+    chat = _chat(row, bared, given=given)
+    if not any(weight is not None for weight in weights):
+        return dataclasses.replace(chat, images=images)
+    of_system = (None,) * (len(chat.messages) - len(weights))
+    return dataclasses.replace(chat, images=images, weights=of_system + weights)
 
 
 def check_messages(value: Any, field: str, *, parts: bool = False) -> list[dict[str, Any]]:
@@ -331,16 +375,41 @@ def _prompt_completion(row: Row) -> Chat | Pair:
             f"prompt is {_kind(prompt)} and completion {_kind(completion)}; give two strings or two message lists"
         )
     prompt = _string(prompt, "prompt")
-    return Pair(prompt, _string(completion, "completion", empty=False), prompt)
+    return Pair(prompt, _string(completion, "completion", empty=False), prompt, _before(row))
+
+
+def _before(row: Row, history: Sequence[dict[str, Any]] = ()) -> tuple[dict[str, Any], ...]:
+    """Returns the messages before a prompt in text."""
+    system = _system(row)
+    return (*([] if system is None else [{"role": "system", "content": system}]), *history)
 
 
 def _alpaca(row: Row) -> Pair:
-    prompt, plain = _alpaca_prompt(row)
-    return Pair(prompt, _string(row["output"], "output", empty=False), plain)
+    prompt, plain, history = _alpaca_prompt(row)
+    answer = _string(row["output"], "output", empty=False)
+    return Pair(prompt, answer, plain, _before(row, history), before_trains=bool(history))
 
 
-def _alpaca_prompt(row: Row) -> tuple[str, str]:
-    """Returns the prompt with a chat template, and without one."""
+def _history(row: Row) -> list[dict[str, Any]]:
+    """Returns the turns before the instruction. Raises BadRow."""
+    turns: list[dict[str, Any]] = []
+    pairs = row.get("history")
+    if pairs is None:
+        return turns
+    fix = "give lists of [question, answer], or rename the field with data.columns={history: history_unused}"
+    if not isinstance(pairs, list):
+        raise BadRow(f"history is {_kind(pairs)}; {fix}")
+    for i, pair in enumerate(pairs):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise BadRow(f"history[{i}] is {_kind(pair)}; {fix}")
+        for role, text in zip(("user", "assistant"), pair, strict=True):
+            turns.append({"role": role, "content": _string(text, f"history[{i}]", empty=False)})
+    return turns
+
+
+def _alpaca_prompt(row: Row) -> tuple[str, str, list[dict[str, Any]]]:
+    """Returns the prompt with a chat template, and without one, and the turns before it."""
+    history = _history(row)
     instruction = _string(row["instruction"], "instruction", empty=False)
     more = _string(row.get("input") or "", "input")
     # The prompt of Stanford Alpaca (Taori et al., 2023), which plain models of this format are trained and used with.
@@ -350,12 +419,12 @@ def _alpaca_prompt(row: Row) -> tuple[str, str]:
             "a response that appropriately completes the request.\n\n"
             f"### Instruction:\n{instruction}\n\n### Input:\n{more}\n\n### Response:\n"
         )
-        return f"{instruction}\n\n{more}", plain
+        return f"{instruction}\n\n{more}", plain, history
     plain = (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request."
         f"\n\n### Instruction:\n{instruction}\n\n### Response:\n"
     )
-    return instruction, plain
+    return instruction, plain, history
 
 
 # -------------------------------------------------------------------------------------------------- strings and ids

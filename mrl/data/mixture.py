@@ -32,6 +32,7 @@ from mrl.config.ppo import PromptsConfig
 from mrl.config.sources import Share, Source
 from mrl.data.dataset import Loaded, Rejected, RowDataset
 from mrl.data.encode import Encoder
+from mrl.data.splits import Named, check_apart, check_splits
 from mrl.data.streamed import START, Cursor, Mark
 from mrl.errors import DataError, UserError
 
@@ -67,6 +68,19 @@ def eval_rows(data: Any, make: Callable[[Any], RowDataset[T]]) -> dict[str, RowD
     return {name: _made(make, data, source, "eval", f"data.eval.{name}") for name, source in data.eval.items()}
 
 
+def notes_of_rows(train: RowDataset[Any] | None, evaluation: Mapping[str, RowDataset[Any]]) -> list[str]:
+    """Returns lines on files that both data.train and data.eval name, and on fields that nothing reads. Raises
+    DataError where a folder or a glob brought a file into both."""
+    of_train = [] if train is None else train.named
+    of_eval = [
+        dataclasses.replace(one, key=f"data.eval.{name}".rstrip("."))
+        for name, rows in evaluation.items()
+        for one in rows.named
+    ]
+    unread = [line for rows in (train, *evaluation.values()) if rows is not None for line in rows.unread_fields()]
+    return [*check_apart(of_train, of_eval), *unread]
+
+
 def _made(
     make: Callable[[Any], RowDataset[T]], data: Any, source: Source, part: Literal["train", "eval"], at: str
 ) -> RowDataset[T]:
@@ -98,6 +112,7 @@ class MixedDataset(RowDataset[T]):
             source.end_after(share.epochs)
         self.starts = [0, *itertools.accumulate(source.indices for source in sources)]  # above 2**63 where streamed
         self.path = ", ".join(share.title for share in self.shares)
+        check_splits(self.named)
 
     def __len__(self) -> int:
         assert not self.is_streamed, "the number of rows that are streamed is not known"
@@ -134,12 +149,20 @@ class MixedDataset(RowDataset[T]):
     def encoders(self) -> list[Encoder]:
         return [encoder for source in self.sources for encoder in source.encoders()]
 
+    @property
+    def named(self) -> list[Named]:
+        keyed = enumerate(one for source in self.sources for one in source.named)
+        return [dataclasses.replace(one, key=f"data.train[{i}]") for i, one in keyed]
+
     def fingerprint(self) -> list[dict[str, Any]]:
         return [file for source in self.sources for file in source.fingerprint()]
 
     def load(self, index: int) -> T | Rejected:
         number, row = self.find(index)
         return self.sources[number].load(row)
+
+    def unread_fields(self) -> list[str]:
+        return [line for source in self.sources for line in source.unread_fields()]
 
     def first_rows(self) -> list[tuple[dict[str, Any], str]]:
         return [source.first_row() for source in self.sources]

@@ -98,7 +98,7 @@ def parse(row: Row, format: str, prompt_end: str | None = None) -> list[tuple[Ch
     if prompt_end is not None or prompt is None or _is_said_again(prompt, row):
         prompt = _shared_messages(row) if prompt_end is None else _shared_text(row, prompt_end)
         rest = {name: row[name][len(prompt) :] for name in ("chosen", "rejected")}
-        row = {**row, **rest}
+        row = row | rest
     return [(answer_of(row, prompt, name), name == "chosen") for name in ("chosen", "rejected")]
 
 
@@ -195,7 +195,7 @@ def answer_of(row: Row, prompt: Any, name: str) -> Chat | Pair:
                 raise BadRow(f"{field} is {value!r:.40}; give a string or a list of messages")
         if not answer:
             raise BadRow(f"{name} is empty; give the text of the answer, or remove the row")
-    content = parse_row({**row, "prompt": prompt, "completion": answer}, "prompt_completion")
+    content = parse_row(row | {"prompt": prompt, "completion": answer}, "prompt_completion")
     assert isinstance(content, Chat | Pair)
     return content
 

@@ -39,7 +39,14 @@ class Prompt:
             asked = parse_prompt(self.row, "alpaca")
             if isinstance(asked, Question) and asked.text == self.content:  # it is not what an environment gave instead
                 return asked
-        return parse_prompt({**self.row, "prompt": self.content}, "prompt")
+        return self.asked_with(self.content)
+
+    def asked_with(self, content: str | list[dict[str, Any]]) -> Chat | Question:
+        """Returns another prompt in its place, with the rest of the row. Raises BadRow."""
+        row = {**self.row, "prompt": content}
+        if not isinstance(content, str):
+            row.pop("system", None)  # it is among the messages
+        return parse_prompt(row, "prompt")
 
 
 class PromptDataset(RowDataset[Prompt]):
@@ -98,6 +105,9 @@ class PromptDataset(RowDataset[Prompt]):
 
     def encoders(self) -> list[Encoder]:
         return [self._encoder.encoder]
+
+    def unread_fields(self) -> list[str]:
+        return []  # rewards and environments get all of them
 
     def tokens_of(self, item: Prompt) -> int:
         return len(item.tokens)

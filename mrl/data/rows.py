@@ -10,7 +10,6 @@ not hold several splits. `split` names a split of a saved data set or hub id. A 
 
 from __future__ import annotations
 
-import copy
 import glob
 import hashlib
 import json
@@ -25,8 +24,9 @@ import datasets
 import numpy as np
 
 from mrl.config.urls import shown_url
-from mrl.data.files import SUFFIXES, Source, one_line, open_file, without_nulls
+from mrl.data.files import SUFFIXES, BadRow, Source, arrow_row, one_line, open_file
 from mrl.data.remote import STREAMED_SUFFIXES, RemoteFile, find_files, local_file
+from mrl.data.splits import Named, check_splits, named
 from mrl.data.streamed import Exchange, StreamedRows
 from mrl.errors import DataError
 
@@ -41,7 +41,9 @@ END_ROWS = 64  # rows hashed at each end of a `datasets` data set
 class Rows:
     """The rows of several sources, one after the other. Reads are not thread-safe."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[Source], named: Named) -> None:
+        """named: the files of the sources."""
+        self.named = named
         self._sources = list(sources)
         self._starts = np.cumsum([0, *(len(s) for s in self._sources)])
         self._open: OrderedDict[int, None] = OrderedDict()
@@ -86,14 +88,18 @@ def open_stream(path: str, *, split: str | None, buffer: int, exchange: Exchange
     `StreamedRows`."""
     local = os.path.expanduser(path)
 
-    def find() -> list[RemoteFile]:
+    def find() -> tuple[list[RemoteFile], Named]:
         if _is_saved_dataset(local):
             why = f"{path} is a saved data set, which lies on the disk and is read in place"
             raise DataError("data.train", why=why, fix="leave stream out")
         files = [] if "://" in path else _data_files(local, "train", STREAMED_SUFFIXES)
         if files and split is not None:
             raise _no_splits(path, split)
-        return [local_file(file) for file in files] or find_files(path, split=split, key="data.train")
+        found = [local_file(file) for file in files] or find_files(path, split=split, key="data.train")
+        names = [file.name for file in found]
+        if files or "://" in path:
+            return found, named("data.train", path, names)
+        return found, Named("data.train", path, names, f"{path} {split or 'train'}", is_chosen=True)
 
     return StreamedRows(find, buffer=buffer, key="data.train", what=shown_url(path), exchange=exchange)
 
@@ -102,16 +108,19 @@ def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
     """Returns the rows at `path`; `part`: of data.train or data.eval. Raises DataError; empty is an error."""
     local = os.path.expanduser(path)
     if _is_saved_dataset(local):
-        sources: list[Source] = [_load_saved(local, split, part)]
+        rows = _load_saved(local, split, part)
     elif files := _data_files(local, part):
         if split is not None and part == "train":
             raise _no_splits(path, split)
+        of_files = named(f"data.{part}", path, files)
+        check_splits([of_files])
         sources = [open_file(file) for file in files]
         for source in sources:
             source.close()  # reads open again what they need
+        rows = Rows(sources, of_files)
     else:
-        sources = [_load_hub(path, split, part)]
-    rows = Rows(sources)
+        rows = _load_hub(path, split, part)
+        check_splits([rows.named])
     if not len(rows):
         raise DataError(f"data.{part}", why=f"{path}: the data set is empty", fix="at least one row is needed")
     return rows
@@ -170,14 +179,6 @@ def _folder_files(path: str, part: Part, suffixes: tuple[str, ...]) -> list[str]
             why=f"{path}: the folder holds no data file ({', '.join(suffixes)}) and no saved data set",
             fix=f"for files in sub-folders give a glob, as {path.rstrip('/')}/**/*.jsonl",
         )
-    training = [n for n in names if re.match(r"train\b|train_", n)]
-    held_out = [n for n in names if re.match(r"(test|valid|validation|eval|dev|val)(\b|_)", n)]
-    if training and held_out:
-        raise DataError(
-            f"data.{part}",
-            why=f"{path}: the folder holds several splits ({training[0]}, {held_out[0]})",
-            fix=f"name one file or give a glob, as {path.rstrip('/')}/train*",
-        )
     return [os.path.join(path, n) for n in names]
 
 
@@ -190,17 +191,16 @@ class DatasetRows:
     def __init__(self, name: str, dataset: datasets.Dataset) -> None:
         self.name = name
         self._dataset = dataset.with_format("arrow")
-        self._features = copy.deepcopy(dataset.features)
-        _leave_images(dict(self._features))
 
     def __len__(self) -> int:
         return self._dataset.num_rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return without_nulls(self._row(index))
+        return self._row(index)
 
-    def _row(self, index: int) -> dict[str, Any]:
-        return self._features.decode_example(self._dataset[index].to_pylist()[0])
+    def _row(self, index: int, *, nulls: bool = False) -> dict[str, Any]:
+        table = self._dataset[index]
+        return arrow_row(table.to_pylist()[0], table.schema, nulls=nulls)
 
     def where(self, index: int) -> str:
         return f"{self.name}:row {index}"
@@ -209,7 +209,11 @@ class DatasetRows:
         """The hash covers the column types and the rows at both ends."""
         n, digest = len(self), hashlib.sha256(str(self._dataset.features).encode())
         for i in sorted({*range(min(n, END_ROWS)), *range(max(0, n - END_ROWS), n)}):
-            digest.update(json.dumps(self._row(i), sort_keys=True, default=str).encode())
+            try:
+                row: Any = self._row(i, nulls=True)
+            except BadRow as e:
+                row = str(e)
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
         return {
             "name": self.name,
             "rows": n,
@@ -221,17 +225,6 @@ class DatasetRows:
         pass
 
 
-def _leave_images(feature: Any) -> None:
-    """Lets rows have the bytes or paths of images, at every depth, where `datasets` would decode them."""
-    if isinstance(feature, datasets.Image):
-        feature.decode = False
-    elif isinstance(feature, dict):
-        for inner in feature.values():
-            _leave_images(inner)
-    elif isinstance(feature, datasets.List | datasets.LargeList):
-        _leave_images(feature.feature)
-
-
 def _is_saved_dataset(path: str) -> bool:
     """Returns whether `datasets.save_to_disk` wrote the folder, for one data set or for several splits."""
     folder = Path(path)
@@ -240,20 +233,22 @@ def _is_saved_dataset(path: str) -> bool:
     )
 
 
-def _load_saved(path: str, split: str | None, part: Part) -> DatasetRows:
+def _load_saved(path: str, split: str | None, part: Part) -> Rows:
     try:
         loaded = datasets.load_from_disk(path)
     except Exception as e:  # the library raises whatever its parsers raise; all of it means a damaged folder
         raise DataError(
             f"data.{part}", why=f"{path}: the saved data set cannot be loaded ({one_line(e)})", fix="save it again"
         ) from e
-    return _choose_split(path, loaded, split, part)
+    return _choose_split(path, loaded, split, part, {})
 
 
-def _load_hub(path: str, split: str | None, part: Part) -> DatasetRows:
+def _load_hub(path: str, split: str | None, part: Part) -> Rows:
     name, _, configuration = path.partition(":")
     try:
-        loaded = datasets.load_dataset(name, configuration or None)
+        builder = datasets.load_dataset_builder(name, configuration or None)  # as `load_dataset`, with its files
+        builder.download_and_prepare()
+        loaded = builder.as_dataset()
     except Exception as e:  # no network, no such id, a broken file: the library has no common error
         raise DataError(
             f"data.{part}",
@@ -261,11 +256,11 @@ def _load_hub(path: str, split: str | None, part: Part) -> DatasetRows:
             f"{one_line(e)})",
             fix=f"give {FORMS} that is cached or can be downloaded, as openai/gsm8k:main",
         ) from e
-    return _choose_split(path, loaded, split, part)
+    return _choose_split(path, loaded, split, part, builder.config.data_files or {})
 
 
-def _choose_split(path: str, loaded: Any, split: str | None, part: Part) -> DatasetRows:
-    """Returns one data set out of what `datasets` loaded.
+def _choose_split(path: str, loaded: Any, split: str | None, part: Part, files: Mapping[str, Sequence[str]]) -> Rows:
+    """Returns one data set out of what `datasets` loaded. files: of each split, where they are known.
 
     `data.split` is for the training rows; evaluation has its defaults.
     """
@@ -274,11 +269,11 @@ def _choose_split(path: str, loaded: Any, split: str | None, part: Part) -> Data
             raise DataError(
                 "data.split", why=f"{split!r}, but {path} holds a data set without splits", fix="remove data.split"
             )
-        return DatasetRows(path, loaded)
+        return _rows_of(path, loaded, part, ())
     wanted = (split,) if split is not None and part == "train" else DEFAULT_SPLITS[part]
     for name in wanted:
         if name in loaded:
-            return DatasetRows(f"{path}[{name}]", loaded[name])
+            return _rows_of(f"{path}[{name}]", loaded[name], part, files.get(name, ()))
     what_works = (
         "set data.split to one of them"
         if part == "train"
@@ -288,3 +283,8 @@ def _choose_split(path: str, loaded: Any, split: str | None, part: Part) -> Data
         f"data.{part}",
         why=f"{path}: has no split {' or '.join(wanted)}; it has {', '.join(map(str, loaded))}: {what_works}",
     )
+
+
+def _rows_of(name: str, dataset: datasets.Dataset, part: Part, files: Sequence[str]) -> Rows:
+    """Returns the rows of one data set. files: that it was made of, where they are known."""
+    return Rows([DatasetRows(name, dataset)], Named(f"data.{part}", name, files or (name,), name, is_chosen=True))

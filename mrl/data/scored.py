@@ -37,7 +37,7 @@ from mrl.data.batches import Batches
 from mrl.data.dataset import Rejected, RowDataset, check_text_alone
 from mrl.data.encode import Encoder, check_system
 from mrl.data.files import BadRow
-from mrl.data.formats import Chat, Pair, Row, Text, question, row_weight
+from mrl.data.formats import Chat, Pair, Row, Text, check_plain, question, row_weight
 from mrl.data.preferences import answer_of, are_texts, check_fields, parse, weight_field
 from mrl.data.steps import encode_steps
 from mrl.errors import DataError, ModelError
@@ -191,7 +191,7 @@ class ScoredDataset(RowDataset[ScoredRow]):
     def _pair(self, row: Row) -> ScoredRow:
         margin = 0.0 if row.get("margin") is None else _number(row["margin"], "margin")
         if not self._encoder.has_template and are_texts(row) and self.config.prompt_end is None:
-            row = {**row, "prompt": ""}  # without a template whole texts are scored as they are
+            row = row | {"prompt": ""}  # without a template whole texts are scored as they are
         contents = parse(row, "preference", self.config.prompt_end)
         chosen, rejected = (self._read(row, content) for content, _ in contents)
         if chosen.ids[: chosen.places[0] + 1] == rejected.ids[: rejected.places[0] + 1]:
@@ -209,7 +209,7 @@ class ScoredDataset(RowDataset[ScoredRow]):
         answer: Any = separator.join(steps)
         if isinstance(prompt, list):
             answer = [{"role": "assistant", "content": answer}]
-        content = self._whole(row, answer_of({**row, "completion": answer}, prompt, "completion"))
+        content = self._whole(row, answer_of(row | {"completion": answer}, prompt, "completion"))
         ids, ends = encode_steps(self._encoder, content, steps, separator)
         places = [*(scored_token(ids[: end + 1], self._pad) for end in ends), scored_token(ids, self._pad)]
         if sorted(set(places)) != places:
@@ -236,6 +236,7 @@ class ScoredDataset(RowDataset[ScoredRow]):
                 raise BadRow(f"its last message is of the role {role}; end with the assistant's, which is scored")
             return self._encoder.with_system(content)
         if not self._encoder.has_template:
+            check_plain(content)
             return Text(content.plain_prompt + content.completion)
         chat = question(row, content.prompt, content.plain_prompt).chat
         answer = {"role": "assistant", "content": content.completion}

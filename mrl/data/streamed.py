@@ -27,8 +27,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from mrl.data.files import JSONL_SUFFIXES, BadRow, one_line, parse_line, without_nulls
+from mrl.data.files import JSONL_SUFFIXES, BadRow, arrow_row, one_line, parse_line
 from mrl.data.remote import RemoteFile, SourceError, is_ending
+from mrl.data.splits import Named, check_splits
 from mrl.errors import DataError, UserError
 
 CHUNK = 256  # rows that processes are given at a time, and of a block where nothing is shuffled
@@ -49,7 +50,7 @@ START: Mark = (0, 0, 0)
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """What stands for the rest of a file that is damaged from a row on: a bad row."""
+    """What stands for a bad row, and for the rest of a file that is damaged from a row on."""
 
     why: str
 
@@ -115,23 +116,26 @@ class Chunk:
 class StreamedRows:
     """The rows of files elsewhere, taken one after the other. `rows[index]` is of those that were taken last.
 
-    find: returns the files, once. buffer: rows shuffled together. what: names the source in errors. Raises DataError
-    where there are no files or no rows.
+    find: returns the files, and what the config named them by, once. buffer: rows shuffled together. what: names the
+    source in errors. Raises DataError where there are no files or no rows.
     """
 
     def __init__(
-        self, find: Callable[[], Sequence[RemoteFile]], *, buffer: int, key: str, what: str, exchange: Exchange = alone
-    ) -> None:
+        self, find: Callable[[], tuple[Sequence[RemoteFile], Named]], *, buffer: int, key: str, what: str,
+        exchange: Exchange = alone,
+    ) -> None:  # fmt: skip
         self.buffer, self.key, self.what, self._exchange = buffer, key, what, exchange
         self.epochs: float | None = None  # after which nothing is read ahead
         self.agree, self.leave_out = exchange.agree, exchange.leave_out
         files: list[RemoteFile] = []
 
-        def found() -> list[tuple[str, int | None, str]]:
-            files.extend(find())
-            return [(file.name, file.size, file.tag) for file in files]
+        def found() -> tuple[list[tuple[str, int | None, str]], Named]:
+            of_path, named = find()
+            check_splits([named])
+            files.extend(of_path)
+            return [(file.name, file.size, file.tag) for file in files], named
 
-        self._files = exchange(found)  # names, sizes and tags
+        self._files, self.named = exchange(found)  # names, sizes and tags
         self._reader = _Reader(files, self)
         self._chunk: Chunk | None = None
         self._taken: Mapping[int, Any] = {}
@@ -364,7 +368,11 @@ def _read_table(
             batches = _parquet_batches(raw, row) if is_parquet else _arrow_batches(raw)
             for start, batch in batches:
                 for i, found in enumerate(batch.slice(max(0, row - start)).to_pylist(), start=max(row, start)):
-                    yield i, 0, without_nulls(found)
+                    try:
+                        content: dict[str, Any] | Damage = arrow_row(found, batch.schema)
+                    except BadRow as e:
+                        content = Damage(str(e))
+                    yield i, 0, content
                     row = i + 1
         except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as e:  # ValueError: text that is no UTF-8
             form = "Parquet" if is_parquet else "Arrow"

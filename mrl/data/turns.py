@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mrl.data.encode import NO_TEMPLATE, Encoder, check_system
 from mrl.data.ends import STAND_IN
-from mrl.data.formats import Chat, Question
+from mrl.data.formats import Chat, Question, check_plain
 from mrl.errors import DataError
 
 
@@ -30,6 +30,7 @@ class TurnEncoder:
     def prompt(self, asked: Chat | Question) -> list[int]:
         """Returns the tokens of a prompt, with the generation prompt where there is a chat template."""
         if isinstance(asked, Question) and not self.has_template:
+            check_plain(asked)
             return self.encoder.begin(self.encoder.tokenize(asked.plain))
         if not self.has_template:
             raise DataError(NO_TEMPLATE)

@@ -349,9 +349,15 @@ def _check_rows(config: OnRows, rows_of_batch: int) -> None:
             check_batch(batch, rows_of_batch, rows)
 
 
+def is_on_this_machine(path: str) -> bool:
+    """Returns whether a path names a file or folder here, or is a glob that matches some."""
+    path = os.path.expanduser(path)
+    return os.path.exists(path) or next(glob.iglob(path, recursive=True), None) is not None
+
+
 def _is_missing(path: str) -> bool:
     """Returns whether `path` can only be a file, folder or glob, and there is none; a hub id is looked up later."""
-    if os.path.exists(path) or next(glob.iglob(path, recursive=True), None) is not None:
+    if is_on_this_machine(path):
         return False
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(_DATA_SUFFIXES)
     return looks_local or any(c in path for c in "*?[") or not path

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from mrl.config.command import OnRows, TrainingCommand, command_of_yaml
 from mrl.config.load import load_config, read_yaml
 from mrl.config.stream_checks import streamed_keys
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, ModelError
 from mrl.launch import preflight
 from mrl.words import counted
 
@@ -45,7 +47,33 @@ def run(
             echo(line)
 
 
+def notes(command: TrainingCommand[Any], config: Any) -> list[str]:
+    """Returns lines on the first rows of data.train and data.eval, for a dry run. Raises UserError where they cannot be
+    used. What is not on this machine is not looked at."""
+    from mrl.data.mixture import notes_of_rows
+
+    model = next(iter(command.parts(config))).model
+    if command.task is None or not os.path.isdir(model.path):
+        return []
+    sets: dict[str, dict[str, Any]] = {}
+    with preflight.quiet(), contextlib.suppress(ModelError):  # a folder may have its tokenizer when the run starts
+        for part in ("train", "eval"):
+            paths = [path for key, path in preflight.paths_of(config.data) if key.startswith(f"data.{part}")]
+            is_here = bool(paths) and all(preflight.is_on_this_machine(path) for path in paths)
+            sets[part] = _sets(command, config, part)[2] if is_here else {}
+        return notes_of_rows(sets["train"].get(""), sets["eval"])
+    return []
+
+
 def _read(command: TrainingCommand[Any], config: Any, part: Literal["train", "eval"]) -> list[Read]:
+    task, tokenizer, sets = _sets(command, config, part)
+    return [Read(command, config, task, tokenizer, rows, part, name) for name, rows in sets.items()]
+
+
+def _sets(
+    command: TrainingCommand[Any], config: Any, part: Literal["train", "eval"]
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Returns the task, the tokenizer, and the rows of data.train or of each set of data.eval."""
     from mrl.converters.hf_config import read_hf_config
     from mrl.converters.hub import model_folder
     from mrl.data.mixture import eval_rows, train_rows
@@ -58,12 +86,10 @@ def _read(command: TrainingCommand[Any], config: Any, part: Literal["train", "ev
     folder = model_folder(model.path, weights=False)
     hf_config = read_hf_config(folder)
     tokenizer = load_tokenizer(folder, model.trust_remote_code, config.data.chat_template)
-    value = getattr(config.data, part)
-    if value is None or isinstance(value, str):
-        return [Read(command, config, task, tokenizer, task.dataset(tokenizer, folder, hf_config, part), part)]
     make = lambda data: task.of_data(data).dataset(tokenizer, folder, hf_config, part)  # noqa: E731
-    sets = {"": train_rows(config.data, make)} if part == "train" else eval_rows(config.data, make)
-    return [Read(command, config, task, tokenizer, rows, part, name) for name, rows in sets.items()]
+    if part == "eval" and config.data.eval is not None:
+        return task, tokenizer, eval_rows(config.data, make)
+    return task, tokenizer, {"": train_rows(config.data, make) if part == "train" else make(config.data)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +158,7 @@ class Read:
         key = f"data.{self.part}.{self.name}".rstrip(".")
         number = "streamed rows" if self.dataset.is_streamed else counted(len(self.dataset), "row")
         yield f"{key}: {self.dataset.path}: {number}{form}"
+        yield from self.dataset.unread_fields()
         batch = self.command.rows_of_batch(self.config)
         packs = self.part == "train" and not self.command.generates and batch <= LARGEST
         kept = list(itertools.islice(self._rows(Report()), max(rows, batch if packs else 0)))

@@ -13,7 +13,7 @@ from typing import Any
 from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.load import load_config
 from mrl.errors import ConfigError
-from mrl.launch import gpu_variables, preflight
+from mrl.launch import gpu_variables, preflight, showing
 from mrl.launch.describe import describe
 from mrl.launch.environment import JoinedWorld, interface_towards, joined_world
 from mrl.launch.worker import log_path, warnings_in
@@ -42,8 +42,11 @@ def start(
         layouts = preflight.check_layout(command, config, parts, world_size, here=not dry_run)
     if dry_run:
         preflight.check_code(command, config)
+        notes = showing.notes(command, config)
         for line in describe(command, config, parts, layouts):
             print(line, flush=True)
+        for note in notes:
+            print(f"# data: {note}", flush=True)
         if (memory := _memory(command, config, world_size)) is not None:
             print(f"# memory: {memory}", flush=True)
         return None

@@ -94,7 +94,7 @@ class RewardModel:
         try:
             if self.encoder.has_template:
                 return self.encoder.encode(self._conversation(trajectory)).ids
-            if isinstance(asked, Chat) or self.system is not None:
+            if isinstance(asked, Chat) or len(asked.chat.messages) > 1 or self.system is not None:
                 raise ConfigError(
                     "reward.model",
                     why=(

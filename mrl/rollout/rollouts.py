@@ -19,7 +19,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mrl.config.ppo import RolloutConfig
-from mrl.data.formats import Chat, parse_prompt
+from mrl.data.formats import Chat
 from mrl.data.prompts import Prompt
 from mrl.data.turns import TurnEncoder
 from mrl.engine.base import Completion
@@ -213,8 +213,8 @@ class Rollouts(TrajectorySource):
     def _set_prompt(self, conversation: _Conversation, given: Content | None) -> None:
         """The conversation's first prompt: the row's, or what the environment gave instead."""
         try:
-            content = conversation.prompt.content if given is None else given
-            asked = parse_prompt({**conversation.prompt.row, "prompt": content}, "prompt")
+            prompt = conversation.prompt
+            asked = prompt.asked if given is None else prompt.asked_with(given)
             conversation.chat = asked if isinstance(asked, Chat) else asked.chat
             if given is None:
                 return
@@ -227,7 +227,7 @@ class Rollouts(TrajectorySource):
                 f"reset gave a prompt of {len(tokens)} tokens, and data.max_prompt_length is "
                 f"{self._max_prompt_length}; raise it, or give a shorter one",
             )
-        conversation.prompt = dataclasses.replace(conversation.prompt, content=content, tokens=tokens, truncated=False)
+        conversation.prompt = dataclasses.replace(prompt, content=given, tokens=tokens, truncated=False)
 
     def _converse(self, conversations: Sequence[_Conversation], greedy: bool) -> None:
         """Samples and answers turns until all conversations have ended."""

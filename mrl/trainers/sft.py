@@ -33,7 +33,7 @@ from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import check_same_model, model_fingerprint, model_folder
 from mrl.data.batches import Batches, BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
 from mrl.data.dataset import Part, RowDataset, SFTDataset
-from mrl.data.mixture import MixedDataset, eval_rows, train_rows
+from mrl.data.mixture import MixedDataset, eval_rows, notes_of_rows, train_rows
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine.base import PLAIN_CTX, BaseEngine, Ctx
@@ -186,6 +186,7 @@ def _run(task: Task[Any], command_line: str, console: Console) -> None:
     encoders = train_set.encoders()
     ends = EndTokens.of(folder, tokenizer, encoders) if encoders else EndTokens((), ())
     say_all(console, ends.notes(tokenizer, "the export's generation_config.json gets it, too"))
+    say_all(console, notes_of_rows(train_set, eval_sets))
     engine = build_engine(task.role(folder))
     check_background(config.checkpoint.background, {"engine.backend": engine})
     directory = RunDirectory(pathlib.Path(config.output_dir))

@@ -177,7 +177,7 @@ WHOLE = [
     ("empty folder", lambda p: p.mkdir(), "", {}, "data.train: PATH: the folder holds no data file", "give a glob, as PATH/**/*.jsonl"),
     ("glob", None, "/*.jsonl", {}, "data.train: PATH: no file matches", "a glob looks like"),
     ("folder of splits", lambda p: (p.mkdir(), text_file("{}")(p / "train.jsonl"), text_file("{}")(p / "test.jsonl")), "", {},
-     "data.train: PATH: the folder holds several splits (train.jsonl, test.jsonl)", "as PATH/train*"),
+     "data.train: PATH: stands for several splits (train.jsonl, test.jsonl)", "as PATH/*train*"),
     ("JSON array", text_file('[\n{"text": "a"}\n]'), ".json", {}, "PATH:1: the file is one JSON array", "jq -c '.[]'"),
     ("pretty-printed", text_file('{\n  "text": "a"\n}'), ".json", {}, "PATH:1: a JSON object is spread over several lines", "jq -c ."),
     ("gz damaged", lambda p: p.write_bytes(gzip.compress(b"{}" * 99)[:-9]), ".jsonl.gz", {}, "PATH: cannot be decompressed", "copy it again"),
@@ -207,7 +207,7 @@ def test_data_that_cannot_be_used_at_all(tmp_path, monkeypatch, name, make, suff
     def offline(*args):
         raise ConnectionError("cannot reach\nthe hub")
 
-    monkeypatch.setattr(datasets, "load_dataset", offline)
+    monkeypatch.setattr(datasets, "load_dataset_builder", offline)
     path = tmp_path / f"it{suffix or ''}"
     if make:
         make(path)

@@ -1,6 +1,7 @@
 """Reading rows by index: every kind of file and folder gives the same rows, in bounded memory, never stale."""
 
 import gzip
+import hashlib
 import json
 import os
 import tracemalloc
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import mrl.data.files
+from mrl.config.schema import DataConfig
 from mrl.data.dataset import SFTDataset
 from mrl.data.files import open_file
 from mrl.data.rows import open_rows
@@ -122,6 +124,94 @@ def test_a_million_rows_take_a_few_bytes_each(tmp_path):
     assert peak < 64 << 20  # 8 MB of offsets, a block, and what joins them; the rows as objects take over 300 MB
 
 
+def call(name, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def of_tools(name, arguments, properties):
+    """A row whose template arguments, calls and schemas have other fields than those of other rows."""
+    user, answer = tiny_tokenizers.turns("a", "b")
+    function = {"name": name, "parameters": {"type": "object", "properties": properties}}
+    return {
+        "messages": [user, {"role": "assistant", "content": "", "tool_calls": [call(name, **arguments)]}, user, answer],
+        "tools": [{"type": "function", "function": function}],
+        "chat_template_kwargs": {"loud": [name, None, 1.5]},
+        "label": 1,
+    }
+
+
+JSON_ROWS = [
+    of_tools("weather", {"city": "Paris é"}, {"city": {"type": "string"}}),
+    of_tools("add", {"a": 2, "b": [1, [2]], "c": None, "d": {}}, {"a": {"type": "number"}, "b": {"type": "array"}}),
+    {"messages": tiny_tokenizers.turns("c", "d"), "label": 0},
+]
+PRINTS_ALL = (
+    "{{ tools | tojson if tools else '' }}{{ loud | tojson if loud else '' }}{% for m in messages %}<|im_start|>"
+    "{{ m | tojson }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+
+
+def json_sources(folder):
+    """The same rows of JSON in every kind of file and folder: what data.train is, and whether it is streamed."""
+    made = datasets.Dataset.from_list(JSON_ROWS, on_mixed_types="use_json")
+    made = made.cast_column("label", datasets.ClassLabel(names=["bad", "good"]))
+    assert made.features["messages"] == datasets.List(datasets.Json()), "the type that the test is of"
+    (folder / "parts").mkdir()
+    made.to_parquet(folder / "a.parquet")
+    made.to_parquet(folder / "parts" / "train-0.parquet")
+    made.save_to_disk(folder / "saved")
+    datasets.DatasetDict({"train": made}).save_to_disk(folder / "splits")
+    tiny_tokenizers.write_jsonl(folder / "a.jsonl", JSON_ROWS)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress((folder / "a.jsonl").read_bytes()))
+    (arrow,) = (folder / "saved").glob("*.arrow")
+    files = [folder / name for name in ("a.jsonl", "a.jsonl.gz", "a.parquet", "parts")]
+    of_datasets = [folder / "saved", folder / "splits", "someone/rows"]
+    return [*((f, False) for f in [*files, *of_datasets]), *((f, True) for f in [*files, arrow, "someone/rows"])]
+
+
+def test_columns_of_json_are_the_same_tokens_from_every_source(tmp_path, monkeypatch):
+    sources = json_sources(tmp_path)
+    hub_in(tmp_path / "parts", monkeypatch)
+    found = []
+    for path, stream in sources:
+        config = DataConfig(train=str(path), max_length=999, format="messages", stream=stream, shuffle_buffer=0)
+        dataset = SFTDataset(config, tiny_tokenizers.make_tokenizer(PRINTS_ALL))
+        indices = list(dataset._rows.head())
+        found.append(([dataset._rows[i] for i in indices], [dataset.load(i).ids for i in indices]))
+        dataset.close()
+    rows, ids = found[0]
+    assert len(found) == 13 and rows == JSON_ROWS and len({len(row) for row in ids}) == 3
+    assert all(other == (rows, ids) for other in found)
+
+
+def test_text_in_a_column_of_json_that_is_none_is_a_bad_row(tmp_path):
+    texts = pa.array(['{"a": 1}', "{'a': 1}", "[" * 200 + "]" * 200, None]).cast(pa.json_())
+    pq.write_table(pa.table({"text": ["a", "b", "c", "d"], "more": pa.array(texts)}), tmp_path / "a.parquet")
+    whys = [
+        r"a.parquet:row 1: a value of type JSON is \"{'a': 1}\" \(Expecting",
+        r"row 2: has objects or lists in more",
+    ]
+    for stream in (False, True):
+        config = tiny_tokenizers.config(tmp_path / "a.parquet", stream=stream, shuffle_buffer=0 if stream else None)
+        dataset = SFTDataset(config, tiny_tokenizers.make_tokenizer())
+        indices = list(dataset._rows.head())
+        assert [dataset._rows[indices[i]].get("more") for i in (0, 3)] == [{"a": 1}, None]
+        for index, why in zip(indices[1:3], whys, strict=True):
+            with pytest.raises(DataError, match=why):
+                dataset.load(index)
+
+
+def test_the_hash_of_a_saved_data_set_is_that_of_older_versions(tmp_path):
+    """Runs that began before columns of JSON were parsed in one place go on."""
+    rows = [{"a": {"b": None, "c": [{"d": 1}, {"d": None}]}, "e": None}, {"a": {"b": "x", "c": []}, "e": {"é": [1]}}]
+    features = {"a": {"b": datasets.Value("string"), "c": [{"d": datasets.Value("int64")}]}, "e": datasets.Json()}
+    made = datasets.Dataset.from_list(rows, features=datasets.Features(features))
+    made.save_to_disk(tmp_path / "saved")
+    (found,) = open_rows(str(tmp_path / "saved"), split=None, part="train").fingerprint()
+    content = str(made.features) + "".join(json.dumps(row, sort_keys=True) for row in made)
+    assert found["hash"] == f"sha256:{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+
+
 def test_a_row_of_parquet_has_no_null_fields(tmp_path):
     rows = [
         {"messages": tiny_tokenizers.turns("a", "b")},
@@ -172,16 +262,23 @@ def test_splits(tmp_path):
     assert len(read(path, split="train", part="eval")[0]) == 2  # data.split is for the training rows
 
 
-def test_a_hub_id_goes_to_datasets_with_its_configuration(monkeypatch):
-    asked = []
+def hub_in(folder, monkeypatch):
+    """A hub whose every id is the files in `folder`; returns what was asked of it."""
+    asked, real = [], datasets.load_dataset_builder
 
-    def load_dataset(*args):
+    def load_dataset_builder(*args):
         asked.append(args)
-        return datasets.DatasetDict(
-            {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS)}
-        )
+        return real(str(folder))
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    return asked
+
+
+def test_a_hub_id_goes_to_datasets_with_its_configuration(tmp_path, monkeypatch):
+    (tmp_path / "hub").mkdir()
+    asked = hub_in(tmp_path / "hub", monkeypatch)
+    for split in ("train", "test"):
+        tiny_tokenizers.write_jsonl(tmp_path / "hub" / f"{split}.jsonl", ROWS)
     assert read("openai/gsm8k:main")[1][0] == "openai/gsm8k:main[train]:row 0"
     assert len(read("ag_news", part="eval")[0]) == 7
     assert asked == [("openai/gsm8k", "main"), ("ag_news", None)]

@@ -36,7 +36,7 @@ from mrl.config.roles import (
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import model_fingerprint, model_folder
 from mrl.data.dataset import RowDataset
-from mrl.data.mixture import MixedDataset, eval_rows, train_rows
+from mrl.data.mixture import MixedDataset, eval_rows, notes_of_rows, train_rows
 from mrl.data.prompts import Prompt, PromptDataset, PromptSource, first_prompts
 from mrl.data.stream import Report
 from mrl.data.tokenizer import load_tokenizer
@@ -91,6 +91,7 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
     tokenizer = load_tokenizer(folders["actor"], config.actor.model.trust_remote_code, config.data.chat_template)
     check_vocabularies(config, folders, tokenizer)
     source, held_out = _rows(config, tokenizer, vocab_size)
+    say_all(console, notes_of_rows(source.dataset, held_out))
     engines = _engines(config, folders, recipe)
     directory = RunDirectory(pathlib.Path(config.output_dir))
     with contextlib.ExitStack() as ends:

@@ -1,0 +1,24 @@
+"""A row that notes which of its fields are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class NotedRow(dict[str, Any]):
+    """A row whose fields are read by name. `row | {...}` is a row that notes them in the same place."""
+
+    def __init__(self, row: dict[str, Any], read: set[str] | None = None) -> None:
+        super().__init__(row)
+        self.read: set[str] = set() if read is None else read
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __or__(self, other: Any) -> NotedRow:  # type: ignore[override]  # rows have one type of key
+        return NotedRow({**dict(self.items()), **other}, self.read)

@@ -1,0 +1,112 @@
+"""Names of files that say of which split they are, and files that are in data.train and in data.eval.
+
+A name says that a file is held out by a word between separators: `gsm_test.jsonl`, `val-00000.parquet`, `dev/a.jsonl`.
+Such a file does not train beside another one because a folder or a glob happens to bring it in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from mrl.config.urls import shown_url
+from mrl.data.remote import STREAMED_SUFFIXES
+from mrl.errors import DataError
+
+_LETTER = r"[^\W\d_]"
+_HELD_OUT = re.compile(
+    rf"(?<!{_LETTER})(?:(?:test|eval|dev|val|valid)(?:s|set)?|testing|evaluation|validation|(?:held|hold)[-_ ]?out)"
+    rf"(?!{_LETTER})",
+    re.IGNORECASE,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """The files that one path of the config stands for."""
+
+    key: str  # of the config: data.train
+    path: str  # as it is shown
+    files: Sequence[str]
+    pattern: str  # what of the path chose among files: of a glob what follows its folder; "" of a folder
+    is_chosen: bool  # whether the path names these rows alone: one file, a saved data set, a split of a hub id
+
+
+def named(key: str, path: str, files: Sequence[str]) -> Named:
+    """Returns the files of a path or URL that is no saved data set and no hub id."""
+    shown = shown_url(path)
+    local = os.path.expanduser(path)
+    is_file = os.path.isfile(local) or ("://" in path and len(files) == 1 and shown.endswith(STREAMED_SUFFIXES))
+    if is_file and not (glob.has_magic(shown) and "://" in path):
+        return Named(key, shown, files, shown, is_chosen=True)
+    parts = shown.split("/")
+    first = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    return Named(key, shown, files, "/".join(parts[first:]), is_chosen=False)
+
+
+def check_splits(every: Sequence[Named]) -> None:
+    """Raises DataError where a path brings in a file that is held out beside others. every: what is read together."""
+    for one in every:
+        chosen = _words(one.pattern)
+        by_name = chosen | _words(os.path.basename(one.path.rstrip("/")))
+        words = _words_of_files(one.files)
+        for file, of_file in words.items():
+            beside = [other for other, of_other in words.items() if of_other != of_file]
+            elsewhere = [other for another in every if another is not one for other in another.files]
+            if not of_file <= chosen and beside:
+                raise _several(one, file, beside[0])
+            if not of_file <= by_name and elsewhere:
+                raise _several(one, file, elsewhere[0])
+
+
+def _words(text: str) -> set[str]:
+    return {word.lower() for word in _HELD_OUT.findall(text)}
+
+
+def _words_of_files(files: Sequence[str]) -> Mapping[str, set[str]]:
+    """Returns the words of each file, in its path below the folder that holds all of them."""
+    root = os.path.commonprefix(list(files)).rpartition("/")[0]
+    return {file: _words(file.removeprefix(root)) for file in files}
+
+
+def _several(one: Named, held_out: str, other: str) -> DataError:
+    first, second = sorted((held_out, other), key=lambda file: file == held_out)
+    names = [os.path.basename(file) for file in (first, second)]
+    if names[0] == names[1]:
+        names = [first, second]
+    folder = os.path.commonprefix([first, second]).rpartition("/")[0]
+    word = "train" if one.key.startswith("data.train") else sorted(_words(held_out))[0]
+    return DataError(
+        one.key,
+        why=f"{one.path}: stands for several splits ({names[0]}, {names[1]})",
+        fix=f"name the files that are meant, or give a glob with the word of their split, as {folder}/*{word}*",
+    )
+
+
+def check_apart(train: Sequence[Named], evaluation: Sequence[Named]) -> list[str]:
+    """Returns a line for each file that both data.train and data.eval name. Raises DataError where a folder or a glob
+    brought it in."""
+    of_train = {_identity(file): one for one in train for file in one.files}
+    lines = []
+    for one in evaluation:
+        for file in one.files:
+            other = of_train.get(_identity(file))
+            if other is None:
+                continue
+            if one.is_chosen and other.is_chosen:
+                lines.append(f"{one.key}: {file} is in {other.key} too: the evaluation is of rows that train")
+                continue
+            brings = other if one.is_chosen else one
+            raise DataError(
+                one.key,
+                why=f"{file} is in {other.key} too, and {brings.path} is no name of it alone",
+                fix=f"give {brings.key} a glob or a list without it, or name it in both to evaluate on rows that train",
+            )
+    return lines
+
+
+def _identity(file: str) -> str:
+    return file if "://" in file else os.path.realpath(file)
