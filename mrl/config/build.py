@@ -1,7 +1,7 @@
 """Plain data, as YAML gives it, to the dataclasses of the schema: types, bounds and names of keys, one key at a time.
 
-Every mistake is a `ConfigError` of one line: `dotted.key: value VALUE is ...; what would work`. Keys are checked
-against each other elsewhere (`mrl.config.load.from_dict`). Nothing here knows any particular key.
+Every mistake is a line `dotted.key: value VALUE is ...; what would work`; one ConfigError has those of a whole parse.
+Keys are checked against each other elsewhere (`mrl.config.load.from_dict`). Nothing here knows any particular key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any, Literal
 
 from mrl.config.aliases import ALIASES, NOWHERE, VALUES
 from mrl.config.keys import Key, expected, kind, listed, nearest, section_keys, walk
-from mrl.errors import ConfigError, shortened, show
+from mrl.errors import ConfigError, Mistakes, shortened, show
+
+_DEFAULT = object()
 
 
 def build_section(section: type, raw: Any, path: str, root: type) -> Any:
@@ -35,27 +37,35 @@ def build_section(section: type, raw: Any, path: str, root: type) -> Any:
                 f"({first.help})"
             ),
         )
+    mistakes = Mistakes()
     for name in raw:
         if name not in keys:
-            raise _unknown(name, raw[name], section, path, root)
+            mistakes.found += _unknown(name, raw[name], section, path, root)
     values: dict[str, Any] = {}
     for name, key in keys.items():
-        if key.section is not None and key.nullable and raw.get(name) is None:
-            values[name] = None
-        elif key.parse is not None:
-            values[name] = key.parse(raw.get(name), key.path)
-        elif key.section is not None:
-            values[name] = build_section(key.section, raw.get(name), key.path, root)
-        elif name in raw:
-            values[name] = _coerce(key.annotation, raw[name], key)
-        elif key.required:
-            raise ConfigError(
-                key.path, why="is missing and has no default", fix=f"give {expected(key.annotation)} ({key.help})"
-            )
-    return section(**values)
+        with mistakes.noted():
+            values[name] = _value(key, name, raw, root)
+    mistakes.raise_all()
+    return section(**{name: value for name, value in values.items() if value is not _DEFAULT})
 
 
-def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> ConfigError:
+def _value(key: Key, name: str, raw: Mapping[Any, Any], root: type) -> Any:
+    """Returns what `raw` has for a key of its section; _DEFAULT where it has nothing."""
+    if key.section is not None and key.nullable and raw.get(name) is None:
+        return None
+    if key.parse is not None:
+        return key.parse(raw.get(name), key.path)
+    if key.section is not None:
+        return build_section(key.section, raw.get(name), key.path, root)
+    if name in raw:
+        return _coerce(key.annotation, raw[name], key)
+    if key.required:
+        fix = f"give {expected(key.annotation)} ({key.help})"
+        raise ConfigError(key.path, why="is missing and has no default", fix=fix)
+    return _DEFAULT
+
+
+def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> list[ConfigError]:
     name = name if isinstance(name, str) else show(name)
     dotted = f"{path}.{name}" if path else name
     guess = nearest(name, section, root, path)
@@ -69,7 +79,7 @@ def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> Con
     known = listed(key.path.rsplit(".", 1)[-1] for key in section_keys(section, path))
     advice = f"did you mean {guess}?" if guess else f"the keys {f'of {path} ' if path else ''}are {known}"
     advice = next((what for key, what in NOWHERE.items() if f"{dotted}.".startswith(f"{key}.")), advice)
-    return ConfigError(shortened(dotted), value, "is given to an unknown key", advice)
+    return [ConfigError(shortened(dotted), value, "is given to an unknown key", advice)]
 
 
 def _known_elsewhere(dotted: str, root: type) -> str | None:
