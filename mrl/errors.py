@@ -181,7 +181,10 @@ class Mistakes:
         first.others = tuple(others)
         lines = [one.line for one in self.found[:MOST_MISTAKES]]
         if len(self.found) > MOST_MISTAKES:
-            lines.append(f"{len(self.found) - MOST_MISTAKES} more mistakes; correct these first")
+            left = len(self.found) - MOST_MISTAKES
+            lines.append(
+                f"{left} more mistakes; correct these first (of verl, NeMo-RL, TRL: mrl config translate FILE)"
+            )
         first.args = ("\n".join(lines),)
         raise first
 

@@ -11,7 +11,13 @@ from mrl.config.command import roots
 
 
 def _show(
-    *, config_path: str, overrides: Sequence[str], rows: int, count: bool, evaluation: bool, tokens: bool,
+    *,
+    config_path: str,
+    overrides: Sequence[str],
+    rows: int,
+    count: bool,
+    evaluation: bool,
+    tokens: bool,
     of: str | None,
 ) -> None:
     from mrl.launch import showing
@@ -27,8 +33,8 @@ SHOW = Command(
     help="""Say what rows become: their tokens, which of them train and with what weight, lengths, packing.
 
     CONFIG is the file of any command that trains on rows; `data` and a model's path suffice. Only the tokenizer of the
-    model is read, no weights. Rows are those that the run begins with, in its order. What trains is coloured on a terminal, and stands in ⟦ ⟧
-    elsewhere.
+    model is read, no weights. Rows are those that the run begins with, in its order. What trains is coloured on a
+    terminal, and stands in ⟦ ⟧ elsewhere.
     """,
     examples="""
         mrl data show sft.yaml

@@ -39,7 +39,9 @@ def run(
     command = command_of_yaml(raw) if of is None else record(of)
     stand_ins = _stand_ins(raw, command)
     config = load_config(path, [*stand_ins, *overrides], command.root)
-    others = [other.name for other in all_training() if other is not command and raw.keys() <= types_of(other.root).keys()]
+    others = [
+        other.name for other in all_training() if other is not command and raw.keys() <= types_of(other.root).keys()
+    ]
     hint = f" (--as {' or --as '.join(others)} for another)" if others and of is None else ""
     echo(f"read as a config of mrl {command.name}{hint}")
     if command.task is None:

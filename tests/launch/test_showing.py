@@ -64,7 +64,12 @@ def test_rows_are_shown_in_the_order_of_the_run_with_what_trains_between_marks(i
 @pytest.mark.parametrize(
     ("name", "words", "says", "row"),
     [
-        ("sums", (), "read as a config of mrl sft (--as dpo or --as rm for another)", "train.jsonl:3: 17 tokens, 2 train"),
+        (
+            "sums",
+            (),
+            "read as a config of mrl sft (--as dpo or --as rm for another)",
+            "train.jsonl:3: 17 tokens, 2 train",
+        ),
         ("pairs", (), "read as a config of mrl dpo (--as sft or --as rm for another)", "pairs.jsonl:3: chosen: "),
         ("pairs", ("--as", "rm"), "read as a config of mrl rm", "pairs.jsonl:3: chosen: "),
         ("prompts", (), "read as a config of mrl ppo", "pairs.jsonl:3: "),
