@@ -68,6 +68,7 @@ bench-gpu:
 
 docs: $(DOCS_STAMP)
 	$(BIN)/python -m mrl.config.docs > docs/config.md
+	$(BIN)/python -m mrl.config.foreign > docs/coming-from.md
 	$(BIN)/python docs/images/architecture.py > docs/images/architecture.svg
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 

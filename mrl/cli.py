@@ -81,8 +81,8 @@ class _Main(click.Group):
         try:
             return super().invoke(ctx)
         except UserError as error:
-            if not error.said:
-                say(str(error))
+            for line in str(error).splitlines() if not error.said else ():  # a config may have several mistakes
+                say(line)
             ending.record(os.environ, EXIT_USER_ERROR, str(error))
             ctx.exit(EXIT_USER_ERROR)
         except Stopped as stop:

@@ -9,6 +9,7 @@ Everything else that escapes is a fault of ours: a traceback and exit code 1.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -21,6 +22,9 @@ LONGEST = 400
 
 SHOWN = 80
 """Characters of a value in a message."""
+
+MOST_MISTAKES = 10
+"""Lines of the message of a config with several mistakes."""
 
 
 def one_line(text: object, longest: int | None = None) -> str:
@@ -132,7 +136,8 @@ class UserError(Exception):
         self.fix = fix  # what would work
         shown = f"value {show(value)} " if value is not _Absent.VALUE else ""
         line = f"{key}: {shown}{why}" if why else key
-        super().__init__(one_line(f"{line}; {fix}" if fix else line, self.longest))
+        self.line = one_line(f"{line}; {fix}" if fix else line, self.longest)
+        super().__init__(self.line)
 
     def going_on(self, text: str) -> Self:
         """Returns the same error, whose line goes on with `text` after what would work."""
@@ -150,6 +155,38 @@ class ConfigError(UserError):
     """A config key is unknown, has a wrong value, or does not fit the others: `dotted.key: value ...; fix`."""
 
     longest = LONGEST
+    others: tuple[ConfigError, ...] = ()  # mistakes of the same parse, each with a line of its own in `str`
+
+
+class Mistakes:
+    """Collects the mistakes of one parse, which `raise_all` raises as one error."""
+
+    def __init__(self) -> None:
+        self.found: list[ConfigError] = []
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """A context whose ConfigError is kept, so that the parse goes on."""
+        try:
+            yield
+        except ConfigError as error:
+            others, error.others = error.others, ()
+            self.found += [error, *others]
+
+    def raise_all(self) -> None:
+        """Raises the first mistake, with the lines of the next ones in its text, up to `MOST_MISTAKES`."""
+        if not self.found:
+            return
+        first, *others = self.found
+        first.others = tuple(others)
+        lines = [one.line for one in self.found[:MOST_MISTAKES]]
+        if len(self.found) > MOST_MISTAKES:
+            left = len(self.found) - MOST_MISTAKES
+            lines.append(
+                f"{left} more mistakes; correct these first (of verl, NeMo-RL, TRL: mrl config translate FILE)"
+            )
+        first.args = ("\n".join(lines),)
+        raise first
 
 
 def unwritable(output_dir: str, at: object, error: OSError) -> ConfigError:

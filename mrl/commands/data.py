@@ -7,26 +7,34 @@ import sys
 from collections.abc import Sequence
 
 from mrl.commands import CONFIG, OVERRIDES, Command, Group, Option, echo
+from mrl.config.command import roots
 
 
 def _show(
-    *, config_path: str, overrides: Sequence[str], rows: int, count: bool, evaluation: bool, tokens: bool
+    *,
+    config_path: str,
+    overrides: Sequence[str],
+    rows: int,
+    count: bool,
+    evaluation: bool,
+    tokens: bool,
+    of: str | None,
 ) -> None:
     from mrl.launch import showing
 
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     showing.run(
         config_path, overrides, rows=rows, count=count, part="eval" if evaluation else "train", by_token=tokens,
-        coloured=coloured, echo=echo,
+        coloured=coloured, echo=echo, of=of,
     )  # fmt: skip
 
 
 SHOW = Command(
     help="""Say what rows become: their tokens, which of them train and with what weight, lengths, packing.
 
-    CONFIG is the file of any command that trains on rows. Only the tokenizer of its model is read, no weights. Rows
-    are those that the run begins with, in its order. What trains is coloured on a terminal, and stands in ⟦ ⟧
-    elsewhere.
+    CONFIG is the file of any command that trains on rows; `data` and a model's path suffice. Only the tokenizer of the
+    model is read, no weights. Rows are those that the run begins with, in its order. What trains is coloured on a
+    terminal, and stands in ⟦ ⟧ elsewhere.
     """,
     examples="""
         mrl data show sft.yaml
@@ -37,6 +45,7 @@ SHOW = Command(
     params=(
         CONFIG,
         OVERRIDES,
+        Option(names="--as", into="of", choices=lambda: list(roots()), help="Command whose config it is."),
         Option(names="--rows", kind="number", minimum=0, default=3, metavar="N", help="Rows whose tokens are shown."),
         Option(names="--count", kind="flag", help="Read every row: all lengths, what is left out, steps of the run."),
         Option(names="--eval", into="evaluation", kind="flag", help="Rows of data.eval in place of data.train."),

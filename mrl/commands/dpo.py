@@ -50,9 +50,10 @@ class DPO(TrainingCommand[DPOConfig]):
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
         name = loss_name(raw)
-        if "loss" not in raw or "model" not in raw or name in FORMAT_OF:
+        section = next((one for one in ("loss", "reference") if one in raw), None)
+        if section is None or "model" not in raw or name in FORMAT_OF:
             return None
-        why = f"its loss.name is {name}" if name in self.losses else "it has the sections model and loss"
+        why = f"its loss.name is {name}" if name in self.losses else f"it has the sections model and {section}"
         return f"preference training ({why})"
 
     def meant_by(self, name: str) -> str | None:

@@ -1,4 +1,7 @@
-"""What other trainers call our keys: an unknown key of such a name is told ours."""
+"""Names that other trainers or commands have for our keys, in our own sections: an unknown one is told ours.
+
+mrl/config/foreign.py has the keys of whole configs of verl, NeMo-RL and TRL.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +17,10 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     # TRL's DPOConfig and RewardConfig.
     "loss.type": ("loss.name",),
     "loss.loss_type": ("loss.name",),
-    "loss_type": ("loss.name",),
     "loss.rpo_alpha": ("loss.sft_weight",),
     "loss.precompute_ref_log_probs": ("reference.cache",),
-    "precompute_ref_log_probs": ("reference.cache",),
-    "ref_model": ("reference.model.path",),
     "ref_model.path": ("reference.model.path",),
     "loss.center_rewards_coefficient": ("loss.centering",),
-    # transformers' TrainingArguments, which every config of TRL has: at the top, in `train` or in `optimizer`.
-    **{
-        f"{section}{theirs}": ours
-        for section in ("", "train.", "optimizer.", "actor.", "actor.optimizer.")
-        for theirs, ours in (
-            ("learning_rate", ("optimizer.lr",)),
-            ("lr_scheduler_type", ("optimizer.schedule",)),
-            ("max_grad_norm", ("optimizer.clip_grad",)),
-            ("num_train_epochs", ("train.epochs",)),
-            ("max_steps", ("train.steps",)),
-            ("per_device_train_batch_size", ("engine.micro_batch.size", "train.global_batch_size")),
-            ("gradient_accumulation_steps", ("train.global_batch_size",)),
-            ("gradient_checkpointing", ("engine.recompute",)),
-            ("save_steps", ("checkpoint.every",)),
-            ("save_total_limit", ("checkpoint.keep",)),
-            ("eval_steps", ("train.eval_every",)),
-            ("bf16", ("model.dtype",)),
-            ("model_name_or_path", ("model.path",)),
-            ("dataset_name", ("data.train",)),
-        )
-    },
     # NeMo-RL's distillation.
     "algorithm.topk_logits_k": ("algorithm.distill.top_k",),
     "algorithm.distill.topk_logits_k": ("algorithm.distill.top_k",),
@@ -75,13 +54,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "data.probabilities": ("data.train",),
     # verl's actor_rollout_ref.rollout.
     "rollout.n": ("rollout.samples_per_prompt",),
-    # verl's trainer, data and actor_rollout_ref.actor, and the names that Megatron and vLLM have for tp.
-    "trainer.total_epochs": ("train.epochs",),
-    "trainer.total_training_steps": ("train.steps",),
-    "trainer.save_freq": ("checkpoint.every",),
-    "trainer.test_freq": ("train.eval_every",),
-    "data.val_files": ("data.eval",),
-    "data.max_response_length": ("rollout.max_new_tokens",),
+    # The names that Megatron and vLLM have for tp.
     "actor.ppo_mini_batch_size": ("algorithm.mini_batch_size",),
     "train.micro_batch_size": ("engine.micro_batch.size",),
     **{
@@ -100,5 +73,5 @@ VALUES: Mapping[tuple[str, str], str] = {("loss.name", "sigmoid"): "dpo"}
 NOWHERE: Mapping[str, str] = {
     f"{role}model.mtp": "leave it out: MTP layers train with a language model that trains, and no other has them"
     for role in ("", "critic.", "reference.", "reward.", "teacher.")
-} | {"trainer.n_gpus_per_node": "leave it out: a run has a process for each GPU, or as many as the command's --nproc"}
+}
 """Dotted key that another command or section has and nothing here stands for -> what to do."""

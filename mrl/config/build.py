@@ -1,7 +1,7 @@
 """Plain data, as YAML gives it, to the dataclasses of the schema: types, bounds and names of keys, one key at a time.
 
-Every mistake is a `ConfigError` of one line: `dotted.key: value VALUE is ...; what would work`. Keys are checked
-against each other elsewhere (`mrl.config.load.from_dict`). Nothing here knows any particular key.
+Every mistake is a line `dotted.key: value VALUE is ...; what would work`; one ConfigError has those of a whole parse.
+Keys are checked against each other elsewhere (`mrl.config.load.from_dict`). Nothing here knows any particular key.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mrl.config.aliases import ALIASES, NOWHERE, VALUES
-from mrl.config.keys import Key, expected, kind, listed, nearest, section_keys, walk
-from mrl.errors import ConfigError, shortened, show
+from mrl.config.keys import Key, expected, kind, listed, nearest, section_keys
+from mrl.config.translate import advice as advice_on
+from mrl.config.translate import known_keys, leaves
+from mrl.errors import ConfigError, Mistakes, shortened, show
+
+_DEFAULT = object()
+_LEAVE = "leave it out: nothing here stands for it"
 
 
 def build_section(section: type, raw: Any, path: str, root: type) -> Any:
@@ -35,50 +40,67 @@ def build_section(section: type, raw: Any, path: str, root: type) -> Any:
                 f"({first.help})"
             ),
         )
+    mistakes = Mistakes()
     for name in raw:
         if name not in keys:
-            raise _unknown(name, raw[name], section, path, root)
+            mistakes.found += _unknown(name, raw[name], section, path, root)
     values: dict[str, Any] = {}
     for name, key in keys.items():
-        if key.section is not None and key.nullable and raw.get(name) is None:
-            values[name] = None
-        elif key.parse is not None:
-            values[name] = key.parse(raw.get(name), key.path)
-        elif key.section is not None:
-            values[name] = build_section(key.section, raw.get(name), key.path, root)
-        elif name in raw:
-            values[name] = _coerce(key.annotation, raw[name], key)
-        elif key.required:
-            raise ConfigError(
-                key.path, why="is missing and has no default", fix=f"give {expected(key.annotation)} ({key.help})"
-            )
-    return section(**values)
+        with mistakes.noted():
+            values[name] = _value(key, name, raw, root)
+    mistakes.raise_all()
+    return section(**{name: value for name, value in values.items() if value is not _DEFAULT})
 
 
-def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> ConfigError:
+def _value(key: Key, name: str, raw: Mapping[Any, Any], root: type) -> Any:
+    """Returns what `raw` has for a key of its section; _DEFAULT where it has nothing."""
+    if key.section is not None and key.nullable and raw.get(name) is None:
+        return None
+    if key.parse is not None:
+        return key.parse(raw.get(name), key.path)
+    if key.section is not None:
+        return build_section(key.section, raw.get(name), key.path, root)
+    if name in raw:
+        return _coerce(key.annotation, raw[name], key)
+    if key.required:
+        fix = f"give {expected(key.annotation)} ({key.help})"
+        raise ConfigError(key.path, why="is missing and has no default", fix=fix)
+    return _DEFAULT
+
+
+def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> list[ConfigError]:
+    """Returns the mistakes of an unknown key: one; or one for each key below a section that another trainer has."""
     name = name if isinstance(name, str) else show(name)
     dotted = f"{path}.{name}" if path else name
+    why = "is given to an unknown key"
+    below = list(leaves(value, dotted)) if isinstance(value, Mapping) else [(dotted, value)]
+    advices = [_known_elsewhere(key, root) for key, _ in below]
+    if any(advices):
+        section_keys_ = [nearest(key.rpartition(".")[2], section, root, path) for key, _ in below]
+        told = [a or (f"did you mean {n}?" if n else _LEAVE) for a, n in zip(advices, section_keys_, strict=True)]
+        return [ConfigError(shortened(key), one, why, advice) for (key, one), advice in zip(below, told, strict=True)]
     guess = nearest(name, section, root, path)
     if isinstance(value, Mapping) and len(value) == 1:  # `trian.steps=10`: the section is what is not known
-        (below, value), *_ = value.items()
-        below = below if isinstance(below, str) else show(below)
-        dotted = f"{dotted}.{below}"
-        if f"{guess}.{below}" in {key.path for key in walk(root)}:
-            guess = f"{guess}.{below}"
-    guess = _known_elsewhere(dotted, root) or guess
+        (inner, value), *_ = value.items()
+        inner = inner if isinstance(inner, str) else show(inner)
+        dotted = f"{dotted}.{inner}"
+        if f"{guess}.{inner}" in known_keys(root):
+            guess = f"{guess}.{inner}"
     known = listed(key.path.rsplit(".", 1)[-1] for key in section_keys(section, path))
     advice = f"did you mean {guess}?" if guess else f"the keys {f'of {path} ' if path else ''}are {known}"
-    advice = next((what for key, what in NOWHERE.items() if f"{dotted}.".startswith(f"{key}.")), advice)
-    return ConfigError(shortened(dotted), value, "is given to an unknown key", advice)
+    return [ConfigError(shortened(dotted), value, why, advice)]
 
 
 def _known_elsewhere(dotted: str, root: type) -> str | None:
-    """Returns the keys of `root` for a key of another trainer; None where nobody has that name, or `root` not those
-    keys."""
-    known = {key.path for key in walk(root)}
-    wanted = ALIASES.get(dotted, ())
+    """Returns what to do about a key that another trainer, or another command of ours, has; None where none has it."""
+    nowhere = next((what for key, what in NOWHERE.items() if f"{dotted}.".startswith(f"{key}.")), None)
+    if nowhere is not None:
+        return nowhere
+    known, wanted = known_keys(root), ALIASES.get(dotted, ())
     of_actor = tuple(key if key in known else f"actor.{key}" for key in wanted)
-    return " and ".join(of_actor) if wanted and known.issuperset(of_actor) else None
+    if wanted and known.issuperset(of_actor):
+        return f"did you mean {' and '.join(of_actor)}?"
+    return advice_on(dotted, root)
 
 
 def _coerce(annotation: Any, value: Any, key: Key) -> Any:

@@ -320,10 +320,18 @@ def command_of_yaml(raw: Mapping[str, Any]) -> TrainingCommand:
     """Returns the command that a user's YAML is of: the one that has all its sections, else one that recognises it."""
     known = all_training()
     has_all = [command for command in known if raw.keys() <= types_of(command.root).keys()]  # type: ignore[arg-type]
+    data = raw.get("data")
+    if isinstance(data, Mapping) and "format" in data and "loss" not in raw:
+        has_all = [command for command in has_all if data["format"] in _formats(command.root)][:1] or has_all
     if len(has_all) == 1:
         return has_all[0]
     recognised = (command for command in has_all or known if command.recognise(raw) is not None)
     return next(recognised, None) or command_of_data(raw)
+
+
+def _formats(root: type) -> Sequence[Any]:
+    """Returns the choices of data.format."""
+    return typing.get_args(types_of(types_of(root)["data"]).get("format")) if "data" in types_of(root) else ()
 
 
 def loss_name(raw: Mapping[str, Any]) -> Any:

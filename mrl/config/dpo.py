@@ -17,7 +17,7 @@ from mrl.config.sources import PreferenceShare, PreferenceSource, eval_of, train
 class LossConfig(AnswerLossConfig):
     """A loss and its numbers; null takes that of its row in mrl/config/preference_losses.py."""
 
-    name: Literal["dpo", "ipo", "kto", "orpo", "simpo"] = key(REQUIRED, "the loss (docs/dpo.md)")
+    name: Literal["dpo", "ipo", "kto", "orpo", "simpo"] = key("dpo", "the loss (docs/dpo.md)")
     beta: float | None = key(
         None,
         "strength of the pull to the reference: factor of log-ratios; of orpo the weight of its odds ratio, of simpo "
@@ -98,7 +98,7 @@ class PreferenceDataConfig(AnswerRowsConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DPOConfig(AnswersConfig):
     model: PolicyModelConfig = key(REQUIRED, "the policy that is trained")
-    loss: LossConfig = key(REQUIRED, "the loss on preferences")
+    loss: LossConfig = key(LossConfig, "the loss on preferences")
     reference: PreferenceReferenceConfig = key(PreferenceReferenceConfig, "the policy that is compared with")
     data: PreferenceDataConfig = key(REQUIRED, "the data")
 

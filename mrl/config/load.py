@@ -19,7 +19,7 @@ from mrl.config.build import build_section
 from mrl.config.command import check_recognised, command_of
 from mrl.config.keys import kind
 from mrl.config.schema import SFTConfig
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, Mistakes
 
 Root = TypeVar("Root")
 _SFT: Any = SFTConfig  # a default that a type variable cannot have
@@ -30,8 +30,11 @@ def load_config(path: str | pathlib.Path, overrides: Sequence[str] = (), root: t
     checked."""
     raw = read_yaml(path)
     in_file = copy.deepcopy(raw)
+    mistakes = Mistakes()
     for override in overrides:
-        apply_override(raw, override)
+        with mistakes.noted():
+            apply_override(raw, override)
+    mistakes.raise_all()
     check_recognised(raw, in_file, path, root)
     return from_dict(raw, root)
 

@@ -20,7 +20,7 @@ from mrl.config.mtp import MTPConfig as MTPConfig
 from mrl.config.mtp import PolicyMTPConfig
 from mrl.config.rows import EVAL_HELP, MIX_BY_HELP, TRAIN_HELP, StreamedRowsConfig
 from mrl.config.sources import LossOn, SFTShare, SFTSource, eval_of, train_of
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, Mistakes
 
 __all__ = ["MOST_SECONDS", "MOST_SEQUENCES", "MOST_WAYS", "REQUIRED", "key"]
 
@@ -397,10 +397,14 @@ def other_teachers(raw: Any, path: str) -> dict[str, OneTeacherConfig]:
     if not isinstance(raw, Mapping):
         fix = "give names with a model each, as in {math: {model: {path: DIR}}}"
         raise ConfigError(path, raw, f"is {kind(raw)}", fix)
-    for name in raw:
-        if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
-            raise ConfigError(path, name, "is no name of a teacher", "give letters, digits, _ and - alone")
-    return {name: build_section(OneTeacherConfig, of, f"{path}.{name}", OneTeacherConfig) for name, of in raw.items()}
+    mistakes, made = Mistakes(), {}
+    for name, of in raw.items():
+        with mistakes.noted():
+            if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
+                raise ConfigError(path, name, "is no name of a teacher", "give letters, digits, _ and - alone")
+            made[name] = build_section(OneTeacherConfig, of, f"{path}.{name}", OneTeacherConfig)
+    mistakes.raise_all()
+    return made
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 from mrl.config.build import build_section, checked_text
 from mrl.config.fields import REQUIRED, key
 from mrl.config.keys import kind
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, Mistakes
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function", "ipython"]
 LossOn = Literal["assistant", "last", "all"] | tuple[Role, ...]
@@ -160,9 +160,13 @@ def train_of(of: type[S]) -> Callable[[Any, str], str | tuple[S, ...]]:
             raise ConfigError(path, raw, f"is {kind(raw)}{quote}", fix)
         if not raw:
             raise ConfigError(path, [], "names no source", "give a path, or a list of sources")
-        sources = tuple(_source(of, entry, f"{path}[{i}]") for i, entry in enumerate(raw))
-        _check_shares(sources, path)
-        return sources
+        mistakes, sources = Mistakes(), []
+        for i, entry in enumerate(raw):
+            with mistakes.noted():
+                sources.append(_source(of, entry, f"{path}[{i}]"))
+        mistakes.raise_all()
+        _check_shares(tuple(sources), path)
+        return tuple(sources)
 
     return parse
 
@@ -178,9 +182,13 @@ def eval_of(of: type[E]) -> Callable[[Any, str], str | dict[str, E] | None]:
             what = "names no source" if isinstance(raw, Mapping) else f"is {kind(raw)}{quote}"
             fix = "give text, a mapping of names to sources, as in {math: math.jsonl}, or null"
             raise ConfigError(path, raw, what, fix)
-        for name in raw:
-            _check_name(name, path)
-        return {name: _source(of, entry, f"{path}.{name}") for name, entry in raw.items()}
+        mistakes, sources = Mistakes(), {}
+        for name, entry in raw.items():
+            with mistakes.noted():
+                _check_name(name, path)
+                sources[name] = _source(of, entry, f"{path}.{name}")
+        mistakes.raise_all()
+        return sources
 
     return parse
 

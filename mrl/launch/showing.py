@@ -11,8 +11,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from mrl.config.command import OnRows, TrainingCommand, command_of_yaml
-from mrl.config.load import load_config, read_yaml
+from mrl.config.command import OnRows, TrainingCommand, all_training, command_of_yaml, record
+from mrl.config.keys import types_of, walk
+from mrl.config.load import apply_override, load_config, read_yaml
+from mrl.config.rm import FORMAT_OF
 from mrl.config.stream_checks import streamed_keys
 from mrl.errors import ConfigError, ModelError
 from mrl.launch import preflight
@@ -28,11 +30,21 @@ SAMPLE, LARGEST = 256, 4096
 
 def run(
     path: str, overrides: Sequence[str], *, rows: int, count: bool, part: Literal["train", "eval"], by_token: bool,
-    coloured: bool, echo: Callable[[str], None],
+    coloured: bool, echo: Callable[[str], None], of: str | None = None,
 ) -> None:  # fmt: skip
-    """Prints what rows of the config in the file `path` become. rows: of which tokens are shown."""
-    command = command_of_yaml(read_yaml(path))
-    config = load_config(path, overrides, command.root)
+    """Prints what rows of the config in the file `path` become. rows: of which tokens are shown. of: the command that
+    the config is read as; None: what its keys say."""
+    raw = read_yaml(path)
+    for override in overrides:
+        apply_override(raw, override)
+    command = command_of_yaml(raw) if of is None else record(of)
+    stand_ins = _stand_ins(raw, command)
+    config = load_config(path, [*stand_ins, *overrides], command.root)
+    others = [
+        other.name for other in all_training() if other is not command and raw.keys() <= types_of(other.root).keys()
+    ]
+    hint = f" (--as {' or --as '.join(others)} for another)" if others and of is None else ""
+    echo(f"read as a config of mrl {command.name}{hint}")
     if command.task is None:
         why = f"knows no rows of `mrl {command.name}`"
         raise ConfigError("mrl data show", why=why, fix="give the config of a command that trains on rows")
@@ -42,7 +54,9 @@ def run(
     with preflight.quiet():
         preflight.check_rows_files(config)
         found = _read(command, config, part)
+    has_batch = not any(one.startswith("train.global_batch_size=") for one in stand_ins)
     for number, read in enumerate(found):
+        read = dataclasses.replace(read, has_batch=has_batch)
         for line in ["", *read.lines(rows=rows, count=count, by_token=by_token, coloured=coloured)][number == 0 :]:
             echo(line)
 
@@ -65,6 +79,30 @@ def notes(command: TrainingCommand[Any], config: Any) -> list[str]:
     return []
 
 
+def _stand_ins(raw: Mapping[str, Any], command: TrainingCommand[Any]) -> list[str]:
+    """Returns overrides for keys that a run needs and its rows do not, where the config lacks them."""
+
+    def given(dotted: str) -> Any:
+        node: Any = raw
+        for name in dotted.split("."):
+            node = node.get(name) if isinstance(node, Mapping) else None
+        return node
+
+    sizes = (given("rollout.samples_per_prompt"), given("algorithm.mini_batch_size"))
+    values = {
+        "output_dir": ".",
+        "train.global_batch_size": math.lcm(8, *(size for size in sizes if type(size) is int and size > 0)),
+        "algorithm.name": "grpo",
+        "loss.name": {form: loss for loss, form in FORMAT_OF.items()}.get(str(given("data.format")), "bradley_terry"),
+    }
+    required = [key.path for key in walk(command.root) if key.required]
+    found = [f"{path}={values[path]}" for path in required if path in values and given(path) is None]
+    scores = ("rewards", "reward.model.path", "rollout.environment", "algorithm.distill")
+    if "rewards" in types_of(command.root) and given("algorithm.name") != "opd" and not any(map(given, scores)):
+        found.append("rewards={functions: [{name: length, maximum: 1}]}")
+    return found
+
+
 def _read(command: TrainingCommand[Any], config: Any, part: Literal["train", "eval"]) -> list[Read]:
     task, tokenizer, sets = _sets(command, config, part)
     return [Read(command, config, task, tokenizer, rows, part, name) for name, rows in sets.items()]
@@ -84,7 +122,8 @@ def _sets(
     task = getattr(importlib.import_module(module), name)(config)
     model = next(iter(command.parts(config))).model
     folder = model_folder(model.path, weights=False)
-    hf_config = read_hf_config(folder)
+    tokenizer_alone = os.path.isdir(folder) and not os.path.exists(os.path.join(folder, "config.json"))
+    hf_config = {} if tokenizer_alone else read_hf_config(folder)
     tokenizer = load_tokenizer(folder, model.trust_remote_code, config.data.chat_template)
     make = lambda data: task.of_data(data).dataset(tokenizer, folder, hf_config, part)  # noqa: E731
     if part == "eval" and config.data.eval is not None:
@@ -135,6 +174,7 @@ class Read:
     dataset: Any
     part: Literal["train", "eval"]
     name: str = ""  # of a set of data.eval, where there are several
+    has_batch: bool = True  # whether the config says what a batch is
 
     @property
     def shares(self) -> Sequence[Share]:
@@ -160,7 +200,7 @@ class Read:
         yield f"{key}: {self.dataset.path}: {number}{form}"
         yield from self.dataset.unread_fields()
         batch = self.command.rows_of_batch(self.config)
-        packs = self.part == "train" and not self.command.generates and batch <= LARGEST
+        packs = self.has_batch and self.part == "train" and not self.command.generates and batch <= LARGEST
         kept = list(itertools.islice(self._rows(Report()), max(rows, batch if packs else 0)))
         report, titles = Report(), ["", *(share.title for share in self.shares)]
         seen = {title: Seen(self.command.generates) for title in titles}
@@ -188,6 +228,8 @@ class Read:
         yield from (f"  {note}" for note in report.notes)
         if packs and len(kept) >= batch:
             yield self._packing([row.item for row in kept[:batch]])
+        if not self.has_batch:
+            return
         if self.shares and self.part == "train":
             yield from self._shares_of_run(seen, batch, count=count)
         if self.part == "train" and count:

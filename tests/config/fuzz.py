@@ -41,7 +41,7 @@ from mrl.data.dataset import SFTDataset
 from mrl.data.preferences import PreferenceDataset, PreferenceSource
 from mrl.data.prompts import PromptDataset, PromptSource
 from mrl.data.scored import ScoredDataset, ScoredSource, detect
-from mrl.errors import UserError
+from mrl.errors import MOST_MISTAKES, UserError
 from tests.bad_input.mistakes import CONFIG, DPO_CONFIG, PPO_CONFIG, RM_CONFIG, SERVE_CONFIG, Workspace
 from tests.trainers.tiny_runs import load_example
 
@@ -448,11 +448,15 @@ def fault(code: int, said: str, escaped: BaseException | None, seconds: float) -
     message = said.removeprefix("mrl: ").removesuffix("\n")
     if code != 2:
         return f"exit code {code}: {said[:200]!r}"
-    if "\n" in message or not message.isprintable():
-        return f"more than one printable line: {said[:300]!r}"
-    if len(message) > LIMIT_CHARACTERS:
-        return f"{len(message)} characters: {message[:100]!r} ... {message[-60:]!r}"
-    return "" if "; " in message else f"says nothing of what would work: {message!r}"
+    lines = message.split("\nmrl: ")  # of a config with several mistakes
+    if len(lines) > MOST_MISTAKES + 1 or not all(line.isprintable() for line in lines):
+        return f"no printable lines, or too many: {said[:300]!r}"
+    for line in lines:
+        if len(line) > LIMIT_CHARACTERS:
+            return f"{len(line)} characters: {line[:100]!r} ... {line[-60:]!r}"
+        if "; " not in line:
+            return f"says nothing of what would work: {line!r}"
+    return ""
 
 
 def fuzz(count: int, seed: int, folder: pathlib.Path, say: Callable[[str], None] = lambda line: None) -> list[Outcome]:

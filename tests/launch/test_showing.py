@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import re
+import shutil
 
 import pytest
 import yaml
@@ -57,6 +59,36 @@ def test_rows_are_shown_in_the_order_of_the_run_with_what_trains_between_marks(i
     assert lines[-1] == (
         "the first batch on one replica: 4 sequences in 2 micro-batches of 2 sequences, sequences end to end"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "says", "row"),
+    [
+        (
+            "sums",
+            (),
+            "read as a config of mrl sft (--as dpo or --as rm for another)",
+            "train.jsonl:3: 17 tokens, 2 train",
+        ),
+        ("pairs", (), "read as a config of mrl dpo (--as sft or --as rm for another)", "pairs.jsonl:3: chosen: "),
+        ("pairs", ("--as", "rm"), "read as a config of mrl rm", "pairs.jsonl:3: chosen: "),
+        ("prompts", (), "read as a config of mrl ppo", "pairs.jsonl:3: "),
+    ],
+)
+def test_the_rows_and_a_tokenizer_suffice(inputs, tmp_path, name, words, says, row):
+    """Neither output_dir nor a batch, a loss, an algorithm or rewards; the model's folder has a tokenizer alone."""
+    model = yaml.safe_load((inputs / "sft.yaml").read_text())["model"]["path"]
+    for file in (*pathlib.Path(model).glob("*token*"), *pathlib.Path(model).glob("*.jinja")):
+        shutil.copy(file, tmp_path)
+    of_model = {"model": {"path": str(tmp_path)}}
+    rows = {"train": str(inputs / ("train.jsonl" if name == "sums" else "pairs.jsonl"))}
+    data = {"sums": rows, "pairs": {**rows, "format": "preference"}, "prompts": rows}[name]
+    config = {"data": data, **({"actor": of_model} if name == "prompts" else of_model)}
+    (inputs / "few.yaml").write_text(yaml.safe_dump(config))
+    lines = show(inputs, "few", "--rows", "9", *words)
+    assert lines[0] == says and any(line.startswith(row) for line in lines), lines
+    assert not any(line.startswith(("the first batch", "length:")) for line in lines)
+    assert not any(line.startswith("length:") for line in show(inputs, "few", "--count", *words))
 
 
 def test_count_reads_all_and_gives_the_steps(inputs):

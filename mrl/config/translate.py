@@ -1,0 +1,194 @@
+"""Keys of other trainers in ours: what an unknown key is told, and `mrl config translate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mrl.config import yaml_text
+from mrl.config.foreign import TRAINERS, TRL, VERL, Row, Trainer
+from mrl.config.keys import walk
+from mrl.errors import show
+
+_MOST = 8  # `${...}` in others
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*(\.*)([\w.]+)(?:,\s*([^{}]*))?\}")
+
+_TRL_SIGNS = (
+    ("ppo", {"num_generations", "max_completion_length", "reward_funcs", "num_iterations", "epsilon", "use_vllm"}),
+    ("rm", {"center_rewards_coefficient"}),
+    ("dpo", {"beta", "precompute_ref_log_probs", "rpo_alpha", "desirable_weight", "label_smoothing", "ref_model"}),
+)
+"""Keys that only one kind of TRL's trainers has."""
+
+
+@functools.cache
+def known_keys(root: type) -> frozenset[str]:
+    return frozenset(key.path for key in walk(root, sections=True))
+
+
+def leaves(raw: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted keys below `path` that hold a value, with it."""
+    for name, value in raw.items():
+        dotted = f"{path}.{name}" if path else str(name)
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, dotted)
+        else:
+            yield dotted, value
+
+
+def advice(dotted: str, root: type) -> str | None:
+    """Returns what to do about an unknown key that another trainer has; None where none has it."""
+    known = known_keys(root)
+    found = [(trainer, row) for trainer in TRAINERS for row in trainer.rows if row.theirs == dotted]
+    name = dotted.rpartition(".")[2]
+    if not found and name not in {key.rpartition(".")[2] for key in known}:
+        found = [(TRL, row) for row in TRL.rows if row.theirs == name]  # its keys have no sections to be in
+    for _, row in found:
+        if (ours := _resolved(row, root)) is not None:
+            return f"did you mean {' and '.join(ours)}?" + (f" ({row.note})" if row.note else "")
+    for trainer, row in found:
+        if row.ours:
+            return f"it is {trainer.name}'s for {' and '.join(row.ours)}, which this command lacks"
+        return f"leave it out: it is {trainer.name}'s, and {row.note or 'nothing here stands for it'}"
+    section = dotted.partition(".")[0]
+    owner = next((one for one in TRAINERS if section in one.sections or dotted.startswith(one.begins)), None)
+    return None if owner is None else f"leave it out: it is {owner.name}'s, and nothing here stands for it"
+
+
+def _resolved(row: Row, root: type) -> tuple[str, ...] | None:
+    """Returns a row's keys as `root` has them; None where it lacks one, or the row is of other commands."""
+    known = known_keys(root)
+    of = {"ppo"} if "algorithm.name" in known else {"sft", "dpo", "rm"}
+    ours = tuple(key if key in known else f"actor.{key}" for key in row.ours)
+    fits = not row.of or of & set(row.of)
+    return ours if ours and fits and known.issuperset(ours) else None
+
+
+@dataclasses.dataclass
+class Translation:
+    trainer: Trainer
+    command: str
+    ours: dict[str, Any]
+    rest: list[str]  # lines on what was not translated
+
+
+def trainer_of(raw: Mapping[Any, Any]) -> Trainer | None:
+    """Returns the trainer whose keys a file has."""
+    flat = {row.theirs for row in TRL.rows}
+    sections = (one for one in TRAINERS if raw.keys() & set(one.sections))
+    return next(sections, TRL if raw.keys() & flat else None)
+
+
+def command_for(raw: Mapping[Any, Any], trainer: Trainer) -> str:
+    """Returns the command of ours that a file of another trainer is for."""
+    if trainer is VERL:
+        return "ppo" if {"actor_rollout_ref", "algorithm"} & raw.keys() else "sft"
+    if trainer is TRL:
+        return next((command for command, signs in _TRL_SIGNS if signs & raw.keys()), "sft")
+    return next((one for one in ("sft", "dpo", "rm") if one in raw), "ppo")
+
+
+def translate(raw: Mapping[Any, Any], trainer: Trainer, command: str, root: type) -> Translation:
+    """Returns what can be told of another trainer's config in the keys of `root`, the config of `command`."""
+    given = {key: _interpolated(value, key, raw) for key, value in leaves(raw)}
+    made = Translation(trainer, command, _beside(raw, command), [])
+    used = {key for key, value in given.items() if value is None or key.endswith("_target_")}
+    has_critic = given.get("algorithm.adv_estimator", "gae") == "gae"
+    for row in trainer.rows:
+        if (ours := _resolved(row, root)) is None or (row.of and command not in row.of):
+            continue
+        is_read = _holds(row.when, given) and (has_critic or not row.theirs.startswith("critic."))
+        value = given.get(row.theirs)
+        if value is None and (row.default is None or not is_read or _is_told(made.ours, ours)):
+            continue
+        used.add(row.theirs)
+        if not is_read:
+            continue
+        try:
+            value = _value(row, row.default if value is None else value, given, trainer)
+        except KeyError:
+            note = f" ({row.note})" if row.note else ""
+            made.rest.append(f"{row.theirs}: {show(given.get(row.theirs))}: give {' and '.join(ours)}{note}")
+            continue
+        for key in ours if value is not None else ():
+            _put(made.ours, key, value)
+    for key, value in given.items():
+        if key in used or (key.startswith("critic.") and not has_critic):
+            continue
+        if key in known_keys(root):
+            _put(made.ours, key, value)
+        else:
+            made.rest.append(f"{key}: {show(value)}: {advice(key, root) or 'nothing here stands for it'}")
+    return made
+
+
+def _beside(raw: Mapping[Any, Any], command: str) -> dict[str, Any]:
+    """Returns what the other trainer says by the choice of a program or section."""
+    if command == "ppo" and "algorithm" not in raw:
+        return {"algorithm": {"name": "opd" if "distillation" in raw and "grpo" not in raw else "grpo"}}
+    return {"loss": {"name": "bradley_terry"}} if command == "rm" else {}
+
+
+def _holds(when: str, given: Mapping[str, Any]) -> bool:
+    """Returns whether a row's condition holds; of a number, whether it is above 0."""
+    value = given.get(when.removeprefix("not "), False)
+    is_true = value > 0 if isinstance(value, int | float) else value not in (None, "null", "")
+    return not when or is_true != when.startswith("not ")
+
+
+def _value(row: Row, value: Any, given: Mapping[str, Any], trainer: Trainer) -> Any:
+    """Returns our value for theirs. Raises KeyError where it cannot be told."""
+    if isinstance(value, str) and "${" in value:
+        raise KeyError(value)
+    if row.values:
+        plain = value if isinstance(value, str | int | float | bool) else None
+        told = row.values[plain] if plain in row.values else row.values["*"]
+        if told is KeyError:
+            raise KeyError(value)
+        value = value if told is ... else told
+    if row.times:
+        default = next(one.default for one in trainer.rows if one.theirs == row.times)
+        times = given.get(row.times, default)
+        if type(times) is not int or type(value) is not int:
+            raise KeyError(row.times)
+        value *= times
+    return value
+
+
+def _interpolated(value: Any, key: str, raw: Mapping[Any, Any], depth: int = 0) -> Any:
+    """Returns a value with `${key}`, `${.key}` and `${oc.select:key,default}` of OmegaConf resolved; others stay."""
+    if not isinstance(value, str) or depth > _MOST:
+        return value
+
+    def looked_up(found: re.Match[str]) -> Any:
+        dots, name, default = found.groups()
+        section = key.split(".")[: -len(dots)] if dots else []
+        node: Any = raw
+        for part in [*section, *name.split(".")]:
+            node = node.get(part) if isinstance(node, Mapping) else None
+        if node is None and default is not None:
+            return yaml_text.parse(default, key)
+        return found[0] if node is None else _interpolated(node, ".".join([*section, *name.split(".")]), raw, depth + 1)
+
+    text = " ".join(value.split())
+    whole = _REFERENCE.fullmatch(text)
+    return looked_up(whole) if whole is not None else _REFERENCE.sub(lambda found: str(looked_up(found)), value)
+
+
+def _is_told(ours: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
+    told = dict(leaves(ours))
+    return any(key in told for key in keys)
+
+
+def _put(ours: dict[str, Any], dotted: str, value: Any) -> None:
+    """Writes a value at a dotted key; lists of the same key are joined, as those of engine.offload are."""
+    *sections, name = dotted.split(".")
+    node = ours
+    for section in sections:
+        node = node.setdefault(section, {})
+    if isinstance(value, list) and isinstance(node.get(name), list) and name == "offload":
+        value = [*node[name], *(one for one in value if one not in node[name])]
+    node[name] = value

@@ -1,0 +1,215 @@
+"""Keys of verl, NeMo-RL and TRL: every key of the lists in foreign/ (each with its source and version) is told ours or
+that nothing stands for it, and a config of theirs is translated with its units."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from mrl import cli
+from mrl.config.command import roots
+from mrl.config.foreign import TRAINERS, page
+from mrl.config.keys import nearest
+from mrl.config.load import from_dict
+from mrl.config.translate import advice, known_keys
+from mrl.errors import ConfigError, shortened
+
+LISTS = sorted((pathlib.Path(__file__).parent / "foreign").glob("*.txt"))
+NAMED = {"verl": 100, "nemo": 55, "trl": 55}
+"""Keys of a list that are told one of ours, at least; of verl's sft there are fewer in all."""
+
+
+def put(raw: dict, dotted: str, value: object) -> dict:
+    *sections, name = dotted.split(".")
+    node = raw
+    for section in sections:
+        node = node.setdefault(section, {})
+    node[name] = value
+    return raw
+
+
+@pytest.mark.parametrize("path", LISTS, ids=lambda path: path.stem)
+def test_every_key_of_another_trainer_is_told_what_it_is_here(path):
+    source, command, *keys = path.read_text().splitlines()
+    assert source.startswith("# ") and any(c.isdigit() for c in source)
+    root = roots()[command.split()[-1]]
+    known, raw = known_keys(root), {}
+    for key in keys:
+        put(raw, key, "x")
+    with pytest.raises(ConfigError) as caught:
+        from_dict(raw, root)
+    fixes = {one.key: one.fix for one in (caught.value, *caught.value.others)}
+    named = 0
+    for key in keys:
+        if key in known or key.startswith(("data.train.", "data.validation.")):
+            named += 1  # ours has the name, or a value where theirs has a section
+            continue
+        said = advice(key, root)
+        told = fixes[shortened(key)]
+        assert said is not None and (told == said or told.startswith("leave it out: MTP layers")), key
+        named += said.startswith("did you mean")
+    assert named >= (40 if path.stem == "verl_sft" else NAMED[path.stem.partition("_")[0]])
+
+
+def test_every_row_names_keys_that_a_command_has():
+    for trainer in TRAINERS:
+        for row in trainer.rows:
+            keys = [known_keys(root) for root in roots().values()]
+            assert all(any({key, f"actor.{key}"} & known for known in keys) for key in row.ours), row
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "says"),
+    [
+        ("ppo", "actor_rollout_ref.rollout.n", "did you mean rollout.samples_per_prompt?"),
+        ("ppo", "actor_rollout_ref.actor.optim.lr", "did you mean actor.optimizer.lr?"),
+        ("ppo", "algorithm.adv_estimator", "did you mean algorithm.name?"),
+        ("ppo", "data.train_batch_size", "did you mean train.global_batch_size? (counts prompts there; ours counts"),
+        ("sft", "data.train_batch_size", "did you mean train.global_batch_size? (counts rows in both"),
+        ("sft", "deepspeed", "did you mean engine.backend?"),
+        ("sft", "train.learning_rate", "did you mean optimizer.lr?"),
+        ("sft", "num_generations", "it is TRL's for rollout.samples_per_prompt, which this command lacks"),
+        ("dpo", "loss_type", "did you mean loss.name?"),
+        ("ppo", "grpo.num_prompts_per_step", "did you mean train.global_batch_size? (counts prompts there"),
+        ("ppo", "policy.megatron_cfg.tensor_model_parallel_size", "did you mean actor.engine.parallel.tp?"),
+        ("sft", "push_to_hub", "leave it out: it is TRL's, and checkpoint.export_hf"),
+        ("sft", "optimizer.leaning_rate", None),
+    ],
+)  # fmt: skip
+def test_what_a_foreign_key_is_told(command, key, says):
+    with pytest.raises(ConfigError) as caught:
+        from_dict(put({}, key, 1), roots()[command])
+    found = {one.key: one for one in (caught.value, *caught.value.others)}[key]
+    assert found.why == "is given to an unknown key"
+    assert found.fix.startswith(says) if says else advice(key, roots()[command]) is None
+
+
+def test_a_name_that_is_only_near_is_the_last_resort():
+    root = roots()["sft"]
+    assert nearest("deepspeed", root, root, "") == "seed"  # what it would be told by distance
+    assert "seed" not in (advice("deepspeed", root) or "")
+
+
+VERL = """
+data: {train_batch_size: 128, train_files: a.parquet, max_prompt_length: 512, max_response_length: 1024}
+actor_rollout_ref:
+  model: {path: Qwen/Qwen3-0.6B, lora_rank: 0, lora_alpha: 16}
+  actor:
+    ppo_mini_batch_size: 32
+    ppo_micro_batch_size_per_gpu: 4
+    optim: {lr: 1e-6}
+    use_kl_loss: true
+    kl_loss_coef: 0.001
+    kl_loss_type: low_var_kl
+    strategy: megatron
+    megatron: {tensor_model_parallel_size: 2}
+  rollout: {n: 8, name: vllm, temperature: 1.0, response_length: "${oc.select:data.max_response_length,512}"}
+critic: {optim: {lr: 1e-5}}
+algorithm: {adv_estimator: grpo, use_kl_in_reward: false}
+trainer: {project_name: p, experiment_name: e, default_local_dir: "runs/${trainer.project_name}", total_epochs: 2, save_freq: 20}
+custom_reward_function: {path: r.py, name: score}
+"""
+NEMO = """
+grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16, max_num_epochs: 1, normalize_rewards: true}
+loss_fn: {reference_policy_kl_penalty: 0.01, ratio_clip_min: 0.2, ratio_clip_max: 0.28, token_level_loss: true}
+policy:
+  model_name: Qwen/Qwen2.5-1.5B
+  train_global_batch_size: 512
+  train_micro_batch_size: 4
+  precision: bfloat16
+  max_grad_norm: 1.0
+  megatron_cfg: {enabled: true, tensor_model_parallel_size: 2, optimizer: {lr: 5.0e-6, clip_grad: "${policy.max_grad_norm}"}}
+  dtensor_cfg: {enabled: false, tensor_parallel_size: 4}
+checkpointing: {checkpoint_dir: results/grpo}
+"""
+TRL = """
+model_name_or_path: Qwen/Qwen3-0.6B
+dataset_name: pairs
+learning_rate: 5e-7
+beta: 0.05
+max_steps: 100
+output_dir: out
+seed: 3
+"""
+
+
+def dotted(raw: dict, path: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in raw.items():
+        here = f"{path}.{name}" if path else name
+        found |= dotted(value, here) if isinstance(value, dict) and value else {here: value}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "ours", "absent", "left", "needed"),
+    [
+        (
+            VERL, "ppo",
+            {
+                "train.global_batch_size": 1024, "algorithm.mini_batch_size": 256, "rollout.samples_per_prompt": 8,
+                "algorithm.name": "grpo", "algorithm.kl_in": "loss", "algorithm.kl_coef": 0.001,
+                "algorithm.kl_estimator": "k3", "algorithm.clip_low": 0.2, "algorithm.aggregation": "token_mean",
+                "actor.engine.backend": "megatron", "actor.engine.parallel.tp": 2, "actor.engine.micro_batch.size": 4,
+                "actor.optimizer.lr": 1e-6, "actor.optimizer.schedule": "constant", "actor.optimizer.weight_decay": 0.01,
+                "rollout.max_new_tokens": 1024, "output_dir": "runs/p", "train.epochs": 2, "log.wandb.name": "e",
+            },
+            ("critic.optimizer.lr", "actor.model.lora.alpha", "checkpoint.every"),
+            ("trainer.save_freq: 20: give checkpoint.every (counts rollouts there", "custom_reward_function.path"),
+            {"rewards.functions": [{"function": "r.py:score"}]},
+        ),
+        (
+            NEMO, "ppo",
+            {
+                "train.global_batch_size": 512, "algorithm.mini_batch_size": 512, "rollout.samples_per_prompt": 16,
+                "algorithm.name": "grpo", "algorithm.kl_coef": 0.01, "algorithm.clip_high": 0.28,
+                "actor.engine.backend": "megatron", "actor.engine.parallel.tp": 2, "actor.optimizer.lr": 5e-6,
+                "actor.optimizer.clip_grad": 1.0, "actor.model.dtype": "bfloat16", "output_dir": "results/grpo",
+            },
+            (), ("data.train: is missing",), {"data.train": "a", "rewards.functions": [{"name": "gsm8k"}]},
+        ),
+        (
+            TRL, "dpo",
+            {
+                "model.path": "Qwen/Qwen3-0.6B", "data.train": "pairs", "optimizer.lr": 5e-7, "loss.beta": 0.05,
+                "train.steps": 100, "output_dir": "out", "seed": 3, "optimizer.schedule": "linear",
+                "data.max_length": 1024, "engine.recompute": "full",
+            },
+            ("train.epochs",), ("train.global_batch_size: is missing",), {"train.global_batch_size": 8},
+        ),
+        ("data: {train_batch_size: 8, train_files: a}\nmodel: {path: m}\noptim: {lr: 1e-5}\ntrainer: {default_local_dir: o}",
+         "sft", {"train.global_batch_size": 8, "optimizer.lr": 1e-5, "model.path": "m"}, (), (), {}),
+    ],
+    ids=["verl", "nemo-rl", "trl", "verl-sft"],
+)  # fmt: skip
+def test_a_config_is_translated_with_its_units_and_what_was_not_is_listed(
+    tmp_path, text, command, ours, absent, left, needed
+):
+    (tmp_path / "theirs.yaml").write_text(text)
+    done = CliRunner().invoke(cli.main, ["config", "translate", str(tmp_path / "theirs.yaml")])
+    assert done.exit_code == (2 if left else 0), done.stderr
+    assert done.stdout.startswith(f"# for mrl {command}, from ")
+    made = yaml.safe_load(done.stdout)
+    found = dotted(made)
+    assert {key: found.get(key) for key in ours} == pytest.approx(ours) or {k: found.get(k) for k in ours} == ours
+    assert not set(absent) & found.keys()
+    lines = done.stderr.splitlines()
+    assert all(line.startswith("mrl: not translated: ") for line in lines)
+    assert all(any(part in line for line in lines) for part in left), lines
+    for key, value in needed.items():
+        put(made, key, value)
+    from_dict(made, roots()[command])
+
+
+def test_what_is_no_config_of_theirs_is_said(tmp_path):
+    (tmp_path / "ours.yaml").write_text("nothing: 1\n")
+    done = CliRunner().invoke(cli.main, ["config", "translate", str(tmp_path / "ours.yaml")])
+    assert done.exit_code == 2 and "has no keys of verl, NeMo-RL or TRL; see docs/coming-from.md" in done.stderr
+
+
+def test_the_page_is_current():
+    path = pathlib.Path(__file__).parents[2] / "docs" / "coming-from.md"
+    assert path.read_text(encoding="utf-8") == page(), "run `make docs`"
