@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl.commands import EXIT_USER_ERROR, Argument, Command, Group, Option, echo, say
@@ -73,11 +74,13 @@ def export(
         why = "has no effect with --adapter, which writes one file"
         raise UserError("--max-shard-size", why=why, fix="leave it out")
     with _conversion(out):
+        from mrl.convert.adapters import is_adapter
         from mrl.convert.exporting import export_adapter, export_hf
         from mrl.convert.progress import ProgressBar
         from mrl.convert.sources import checkpoint_folder
 
-        place = str(checkpoint_folder(ckpt))  # a run that goes on may have saved another one when this is verified
+        # a run that goes on may have saved another one when this is verified
+        place = ckpt if is_adapter(Path(ckpt)) else str(checkpoint_folder(ckpt))
         with ProgressBar("exported") as bar:
             if adapter:
                 done = export_adapter(place, out, model=model, role=role)
@@ -196,8 +199,8 @@ IMPORT = Command(
 )  # fmt: skip
 
 EXPORT = Command(
-    help="Make a Hugging Face folder OUT of CKPT: a checkpoint (Megatron or FSDP), an imported one, or a run's "
-    "output_dir.",
+    help="Make a Hugging Face folder OUT of CKPT: a checkpoint (Megatron or FSDP), an imported one, a run's "
+    "output_dir, or an adapter folder, which is merged into its base.",
     examples="""
         mrl convert export runs/demo exported --verify
         mrl convert export runs/demo/checkpoints/step_00000100 exported --max-shard-size 5GB

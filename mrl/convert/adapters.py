@@ -28,7 +28,7 @@ from mrl.converters.table import Family, HFConfig
 from mrl.engine.fsdp.names import FileTensor, file_tensors
 from mrl.engine.lora import identity
 from mrl.engine.lora.folder import adapters, read_adapter
-from mrl.engine.lora.shapes import CONFIG, AdapterShape, adapter_shapes
+from mrl.engine.lora.shapes import CONFIG, MERGE, AdapterShape, adapter_shapes
 from mrl.engine.lora.shapes import SCORE as SCORE_IN_FILE
 from mrl.engine.stored_weights import stored_weights
 from mrl.engine.torch_dist.reader import TorchDistReader
@@ -209,6 +209,9 @@ def merged_folder(folder: Path, base: str, family: Family, hf_config: HFConfig, 
     shapes, head = shapes_of_folder(str(folder), base)
     expected = adapter_shapes(shapes, head, hf_config["hidden_size"])
     found = {name: tuple(tensor.shape) for name, tensor in adapter.items()}
+    whole = sorted(name for name in found if name not in expected and ".lora_" not in name)
+    if whole:
+        raise ModelError(folder, why=f"holds {whole[0]} whole, beside adapters ({len(whole)} such tensors)", fix=MERGE)
     odd = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if odd:
         raise ModelError(

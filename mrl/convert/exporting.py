@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import mrl
-from mrl.convert.adapters import MergedReader
+from mrl.convert.adapters import MergedReader, is_adapter
+from mrl.convert.opening import open_adapter
 from mrl.convert.sources import HFFiles, Source, added_companions, open_checkpoint
 from mrl.convert.workspace import FileSummary, Workspace, check_free, no_progress
 from mrl.converters.accounting import account
@@ -66,15 +67,18 @@ def export_hf(
     max_shard_size: str | int | None = None,
     progress: Callable[[int], Callable[[int], None]] = lambda total: no_progress,
 ) -> Exported:
-    """Converts the checkpoint or run at `path` into the Hugging Face folder `out`, which appears when it is whole.
+    """Converts the checkpoint, run or adapter at `path` into the Hugging Face folder `out`, which appears when it is
+    whole.
 
-    model, role: as in `open_checkpoint`. max_shard_size: bytes or "5GB", where files are not to be as in the source.
+    model, role: as in `open_any`. max_shard_size: bytes or "5GB", where files are not to be as in the source.
     Raises CheckpointError or ModelError where the checkpoint is damaged or does not fit its config.json; nothing is
     left of `out` then.
     """
     check_free(Path(out))
     limit = None if max_shard_size is None else parse_size(max_shard_size, "--max-shard-size")
-    with open_checkpoint(path, model=model, role=role) as source:
+    place = Path(path)
+    opened = open_adapter(place, model=model) if is_adapter(place) else open_checkpoint(path, model=model, role=role)
+    with opened as source:
         files = _files(source, limit)
         _account(source, files)
         shards = {file: dict(tensors) for file, tensors in files.files.items()}
@@ -224,6 +228,8 @@ def _finish(folder: Path, source: Source, files: HFFiles) -> None:
     imported = (source.folder / "config.json").is_file()  # what a run saved has the run's dtype
     dtype = None if imported and source.files is not None else main_dtype(files.tensors)
     copy_companions(source.companion_folder, folder, dtype=dtype, changes=changes)
+    if is_adapter(source.folder):
+        copy_companions(source.folder, folder)  # the tokenizer and chat template that it was trained with
     _write_template(folder, source)
     if files.index is not None:
         (folder / INDEX).write_bytes(files.index.encode())

@@ -6,8 +6,11 @@ from pathlib import Path
 
 from mrl.convert.adapters import base_of, is_adapter, merged_folder
 from mrl.convert.sources import Source, local_folder, open_checkpoint, open_hf
+from mrl.converters.families import FAMILIES
+from mrl.converters.hf_config import read_hf_config
 from mrl.converters.mcore_weights import MARKER
 from mrl.converters.safetensors_io import main_dtype, some
+from mrl.engine.lora.shapes import MERGE
 from mrl.errors import ModelError, quoted
 
 
@@ -49,6 +52,10 @@ def open_adapter(folder: Path, *, model: str | None = None) -> Source:
     lies elsewhere.
     """
     base = local_folder(model or base_of(folder), "the base of the adapter, with --model")
+    kind = read_hf_config(base, quick=True)["model_type"] if (base / "config.json").is_file() else None
+    if kind is not None and kind not in FAMILIES:
+        why = f"is over a {kind!r} model, of which mrl has no table to merge by"
+        raise ModelError(folder, why=why, fix=MERGE)
     with open_any(base) as plain:
         dtype = main_dtype(plain.reader.tensors)
         hf_config, family = plain.hf_config, plain.family

@@ -120,8 +120,15 @@ def copy_companions(
         config = read_json(config_file)
         wanted = dict(changes or {})
         if dtype is not None:
-            wanted |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in config}
+            wanted |= _dtype_keys(config, dtype)
+            text = config.get("text_config")
+            if isinstance(text, dict) and "text_config" not in wanted:
+                wanted["text_config"] = text | _dtype_keys(text, dtype)
         if any(config.get(key) != value for key, value in wanted.items()):
             edited = {k: v for k, v in (config | wanted).items() if v is not None or k not in wanted}
             config_file.write_text(json.dumps(edited, indent=2) + "\n", encoding="utf-8")
     return [str(file.relative_to(source)) for file in files]
+
+
+def _dtype_keys(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
+    return {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in config}

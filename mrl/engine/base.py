@@ -10,7 +10,7 @@ import abc
 import contextlib
 import dataclasses
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from mrl.config.checks import check_muon
 from mrl.config.schema import OptimizerConfig, RoleConfig
 from mrl.converters.mtp import COUNT as MTP_COUNT
 from mrl.converters.rules import value_head_config
-from mrl.converters.safetensors_io import HFWriter, TensorInfo
+from mrl.converters.safetensors_io import HFWriter, SafetensorsReader, TensorInfo
 from mrl.converters.table import Family
 from mrl.engine import background, collective, saving
 from mrl.engine.checks import EngineChecks
@@ -418,10 +418,12 @@ class BaseEngine(EngineChecks, abc.ABC):
         family: Family | None,
         hf_config: Mapping[str, Any],
         copies: Mapping[str, str] = types.MappingProxyType({}),
+        carried: Collection[str] = (),
     ) -> None:
         """Does `export_hf` with the tensors of `hf_weights`, of which `infos` says dtypes and shapes. Collective.
 
-        copies: names under which one of them is written again -> that one's.
+        copies: names under which one of them is written again -> that one's. carried: tensors of `model.path` that are
+        written as they are.
         """
         writer: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.is_main:
@@ -431,6 +433,10 @@ class BaseEngine(EngineChecks, abc.ABC):
             for name, tensor in self.hf_weights():  # nothing comes on other ranks
                 for written in (name, *(copy for copy, of in copies.items() if of == name)):
                     out.add(written, tensor)
+            if self.is_main and carried:
+                with SafetensorsReader(self.config.model.path) as reader:
+                    for name in carried:
+                        out.add(name, reader(name)[()])
         collective.wait_for_all()
 
     def _config_changes(self, family: Family | None, hf_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -252,6 +252,60 @@ def test_a_folder_that_peft_wrote(made, tmp_path):
             assert tiny.relative_l2(source.reader(name)[()], tensor) < 1e-6, name
 
 
+MORE = {
+    "bias": {"bias": "all"},
+    "bias of adapted layers": {"bias": "lora_only"},
+    "modules_to_save": {"modules_to_save": ["norm"]},
+    "modules_to_save lm_head": {"modules_to_save": ["lm_head"]},
+    "trainable_token_indices": {"trainable_token_indices": [1]},
+    "use_dora": {"use_dora": True},
+    "target_modules": {"target_modules": ["q_proj", "embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("what", MORE)
+def test_an_adapter_that_is_more_than_b_a_is_told_how_to_merge(made, tmp_path, what):
+    """The key of adapter_config.json is named, and what the advice makes is a model that mrl takes."""
+    base, _ = made("qwen3_moe")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    fields = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"} | MORE[what]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**fields))
+    adapted.save_pretrained(tmp_path / "adapter")
+    done = invoke("export", tmp_path / "adapter", tmp_path / "out")
+    assert done.exit_code == 2 and not (tmp_path / "out").exists()
+    assert f"adapter_config.json: {what.split()[0]} " in done.output and "merge_and_unload" in done.output
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    with open_any(tmp_path / "merged"):
+        pass
+
+
+def test_whole_weights_beside_adapters_are_told_how_to_merge(made, tmp_path):
+    """peft saves embeddings whole where the vocabulary was resized, which no key of adapter_config.json says."""
+    base, _ = made()
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    done = invoke("export", tmp_path / "adapter", tmp_path / "out")
+    assert done.exit_code == 2 and ".weight whole" in done.output and "merge_and_unload" in done.output
+
+
+def test_an_adapter_folder_is_exported_merged(made, tmp_path):
+    """With the tokenizer and chat template of the adapter, which a base model may not have."""
+    base, _ = made()
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "chat_template.jinja").write_text("{{ messages }}")
+    done = invoke("export", tmp_path / "adapter", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    for name, tensor in adapted.merge_and_unload().state_dict().items():
+        assert tiny.relative_l2(found[name], tensor) < 1e-6, name
+
+
 def test_mistakes(made, tmp_path):
     base, path = made()
     other = tiny.make_model(str(tmp_path / "other"), "llama", seed=5)

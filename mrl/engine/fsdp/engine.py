@@ -15,6 +15,7 @@ from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
 from mrl.converters.accounting import SCORE
 from mrl.converters.hf_config import read_hf_config
+from mrl.converters.table import Family
 from mrl.engine import collective, guards
 from mrl.engine.background import Write
 from mrl.engine.base import (
@@ -34,6 +35,7 @@ from mrl.engine.fsdp import dcp_checkpoint, forward, generate
 from mrl.engine.fsdp.checks import FSDPChecks, check_shared_sequences
 from mrl.engine.fsdp.mesh import build_mesh
 from mrl.engine.fsdp.model import Model
+from mrl.engine.fsdp.names import TableFiles
 from mrl.engine.fsdp.optim import Optimizer
 from mrl.engine.generation import check_room
 from mrl.engine.kept import KeptSequences
@@ -369,5 +371,18 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         if self.exports_adapter and not merged:
             self.export_adapter(path)
             return
-        infos = self.model.file_infos(DTYPES[self.config.model.dtype])
-        self._write_hf(path, infos, self.model.family, self.model.hf_config)
+        model, infos = self.model, self.model.file_infos(DTYPES[self.config.model.dtype])
+        if isinstance(model.files, TableFiles):
+            self._write_hf(path, infos, model.family, model.hf_config)
+            return
+        names = model.files.names
+        infos |= {copy: infos[of] for copy, of in names.copies.items()} | names.carried
+        self._write_hf(path, infos, None, model.hf_config, names.copies, names.carried)
+
+    def _config_changes(self, family: Family | None, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        changes = super()._config_changes(family, hf_config)
+        text = hf_config.get("text_config") or {}
+        if self.config.model.init != "random" or text.get("model_type") != self.model.hf.config.model_type:
+            return changes
+        # there are no weights of more than the text part to go with it
+        return dict.fromkeys(hf_config) | text | {"architectures": [type(self.model.hf).__name__]} | changes

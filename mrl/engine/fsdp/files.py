@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -26,22 +29,36 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from mrl.converters.accounting import SCORE, account, equal_tensors
+from mrl.converters.accounting import SCORE, account, equal_tensors, follows_from_config
 from mrl.converters.algebra import Shape
-from mrl.converters.safetensors_io import SafetensorsReader
+from mrl.converters.safetensors_io import DTYPES, SafetensorsReader, TensorInfo, some
 from mrl.errors import ModelError
 
 Read = Callable[[str], Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class FolderNames:
+    """What a folder calls the tensors of a model, and what else it holds.
+
+    Without any, tensors have the names that transformers writes.
+    """
+
+    whole: Mapping[str, str] = dataclasses.field(default_factory=dict)  # parameter or buffer -> its one tensor
+    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name that transformers writes -> the folder's
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)  # tied tensor -> the tensor that it equals
+    carried: Mapping[str, TensorInfo] = dataclasses.field(default_factory=dict)  # the model's class ignores these
+
+
 class ModelFiles:
     """The files of a model that transformers builds. hf: it, on the meta device. head: "lm" or "value".
 
-    shapes: of every tensor of the files, by name, in model order.
+    shapes: of every tensor of the files that transformers would write, by name, in model order. names: of the folder
+    that the model comes from, under which tensors are written.
     """
 
     def __init__(self, hf: nn.Module, head: str) -> None:
-        self.hf, self.head = hf, head
+        self.hf, self.head, self.names = hf, head, FolderNames()
         hf._weight_conversions = [
             conversion
             for conversion in get_model_conversion_mapping(hf, add_legacy=False)
@@ -74,7 +91,8 @@ class ModelFiles:
         groups: dict[str, list[str]] = {}
         for name in self.state:
             renamed, pattern = apply_converters(name, converters)
-            groups.setdefault(renamed if pattern is not None else f"={name}", []).append(name)
+            alone = pattern is None or name in self.names.whole
+            groups.setdefault(f"={name}" if alone else renamed, []).append(name)
         return list(groups.values())
 
     def written(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -82,8 +100,12 @@ class ModelFiles:
         if self._score is not None and self._score in tensors:
             yield SCORE, tensors[self._score]
             return
+        if tensors.keys() <= self.names.whole.keys():
+            yield from ((self.names.whole[name], tensor) for name, tensor in tensors.items())
+            return
         try:
-            yield from revert_weight_conversion(self.hf, {self._saved.get(n, n): t for n, t in tensors.items()}).items()
+            made = revert_weight_conversion(self.hf, {self._saved.get(n, n): t for n, t in tensors.items()})
+            yield from ((self.names.parts.get(name, name), tensor) for name, tensor in made.items())
         except Exception as error:  # transformers has no common class for what its conversions raise
             raise ModelError(self._refused(list(tensors), error)) from error
 
@@ -116,12 +138,13 @@ class Stored:
                 self._sources[files._score] = [(key, None)]
                 continue
             name, pattern = rename_source_key(key, renamings, self._converters, prefix, files._meta)
-            if name not in files._meta and key in files._meta:
-                name, pattern = key, None
+            for plain in (key, key.removeprefix("text_model.")):  # transformers knows this prefix of emu3's not
+                if name not in files._meta and plain in files._meta:
+                    name, pattern = plain, None
             if name in files._meta and name != files._score:
                 self._sources.setdefault(name, []).append((key, pattern))
         self._by_others = dict(self._made_with_others())
-        absent = self._account(may_lack)
+        self.names, absent = self._account(may_lack)
         self._zeros = {files._score} if absent else set()
 
     def _made_with_others(self) -> Iterator[tuple[str, str]]:
@@ -132,27 +155,58 @@ class Stored:
                     if made != name:
                         yield made, name
 
-    def _account(self, may_lack: Sequence[str]) -> list[str]:
-        """Compares what is there with what the model consists of, under the names that files would be written with."""
-        files, found = self.files, dict(self.reader.tensors)
-        unread = self._copies()
+    def _account(self, may_lack: Sequence[str]) -> tuple[FolderNames, list[str]]:
+        """Compares what is there with what the model consists of. Returns the folder's names, and what is absent of
+        `may_lack`."""
+        files, found, expected = self.files, dict(self.reader.tensors), dict(self.files.shapes)
+        copies = self._copies()
+        whole: dict[str, str] = {}
+        parts: dict[str, str] = {}
         for name, sources in self._sources.items():
-            if sources[0][1] is None and len(sources) == len(files._names[name]) == 1:
-                found[files._names[name][0]] = found.pop(sources[0][0])
+            keys, written = [key for key, _ in sources], files._names[name]
+            if sources[0][1] is not None:
+                parts |= _behind_prefixes(written, keys)
+            elif len(keys) == 1:
+                whole[name] = keys[0]
+                for lost in written:
+                    expected.pop(lost, None)
+        for name, key in whole.items():
+            expected[key] = tuple(files.state[name].shape)
+            if not files.state[name].is_floating_point() and DTYPES.get(found[key].dtype) == files.state[name].dtype:
+                found[key] = dataclasses.replace(found[key], dtype="F32")  # a buffer of whole numbers is read as it is
+        found |= {name: found.pop(key) for name, key in parts.items()}
+        unread = set(copies)
         if files.head == "value":
             output = [name for name in files._meta if name == files._score]
-            unread += [key for key in found if self._of_output(key, output)]
-        ignored = [re.compile(pattern) for pattern in files.hf._keys_to_ignore_on_load_unexpected or ()]
-        unread += [key for key in found if key not in files.shapes and any(p.search(key) for p in ignored)]
-        return account(found, files.shapes, where=str(self.reader.path), may_lack=may_lack, may_have=unread)
+            unread |= {key for key in found if self._of_output(key, output)}
+        left = [key for key in found if key not in expected and key not in unread]
+        carried = _known_to(files.hf, left) | {key for key in left if follows_from_config(key)}
+        if carried != set(left):
+            carried |= self._of_text_and_more([key for key in left if key not in carried])
+        absent = account(found, expected, where=str(self.reader.path), may_lack=may_lack, may_have=unread | carried)
+        odd = [key for key in carried if found[key].dtype not in DTYPES]
+        if odd:
+            why = f"{some(odd)} of dtype {found[odd[0]].dtype} cannot be carried over to an export"
+            raise ModelError(self.reader.path, why=why, fix=f"store them in one of {', '.join(DTYPES)}")
+        return FolderNames(whole, parts, copies, {key: found[key] for key in left}), absent
+
+    def _of_text_and_more(self, keys: Sequence[str]) -> set[str]:
+        """Returns those of `keys` that the class of the folder has and the model does not, which is its text part."""
+        config = AutoConfig.from_pretrained(self.reader.path, trust_remote_code=False)
+        kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+        if kind is None or isinstance(self.files.hf, kind):
+            return set()
+        with torch.device("meta"):
+            more = kind._from_config(config)
+        return _known_to(more, keys)
 
     def _of_output(self, key: str, output: Sequence[str]) -> bool:
         """Returns whether a file's tensor is of the output layer that a value head stands in for."""
         return key in output or key.removesuffix("bias") + "weight" in output
 
-    def _copies(self) -> list[str]:
-        """Returns keys of tensors that are tied to others, which they must equal bit for bit."""
-        unread = []
+    def _copies(self) -> dict[str, str]:
+        """Returns keys of tensors that are tied to others, which they must equal bit for bit, and the others' keys."""
+        copies = {}
         for name, of in self.files.copies.items():
             for key, pattern in self._sources.pop(name, ()):
                 if of not in self._sources:
@@ -165,8 +219,8 @@ class Stored:
                         why=f"{key} differs from {source} though config.json ties them",
                         fix=f"set tie_word_embeddings to false or remove {key}",
                     )
-                unread.append(key)
-        return unread
+                copies[key] = source
+        return copies
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of dimension 0 of a parameter or buffer, reading no more than its conversion takes."""
@@ -193,3 +247,26 @@ class Stored:
         except Exception as error:  # as in `written`
             raise ModelError(self.files._refused([name], error)) from error
         return {to: found[0] if isinstance(found, list) else found for to, found in made.items()}
+
+
+def _known_to(hf: nn.Module, keys: Iterable[str]) -> set[str]:
+    """Returns those tensors of a folder that the class of `hf` loads, or ignores by its own word."""
+    mapping, meta = get_model_conversion_mapping(hf), hf.state_dict()
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    ignored = [re.compile(pattern) for pattern in hf._keys_to_ignore_on_load_unexpected or ()]
+    known = set()
+    for key in keys:
+        name, _ = rename_source_key(key, renamings, converters, hf.base_model_prefix, meta)
+        if name in meta or any(pattern.search(key) for pattern in ignored):
+            known.add(key)
+    return known
+
+
+def _behind_prefixes(names: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
+    """Returns name -> key where `names` and `keys` differ in a prefix alone; else nothing."""
+    of_names, of_keys = os.path.commonprefix(names), os.path.commonprefix(keys)
+    by_rest = {key.removeprefix(of_keys): key for key in keys}
+    if by_rest.keys() != {name.removeprefix(of_names) for name in names}:
+        return {}
+    return {name: by_rest[name.removeprefix(of_names)] for name in names}

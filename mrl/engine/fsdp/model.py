@@ -21,7 +21,7 @@ from mrl.config.schema import RoleConfig
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config, reads_images
 from mrl.converters.random_weights import RandomWeights
-from mrl.converters.safetensors_io import NAMES, TensorInfo
+from mrl.converters.safetensors_io import NAMES, TensorInfo, some
 from mrl.engine import collective
 from mrl.engine.fsdp import attention, precision, probe
 from mrl.engine.fsdp.adapters import Adapters
@@ -37,6 +37,7 @@ from mrl.engine.fsdp.wrap import wrap_blocks
 from mrl.engine.logprobs import PLAIN
 from mrl.engine.lora import identity
 from mrl.errors import ModelError
+from mrl.words import counted
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -212,7 +213,8 @@ class Model:
             tensors = {name: torch.empty(self.files.state[name].shape, device="meta") for name in group}
             for name, tensor in self.files.written(tensors):
                 infos[name] = TensorInfo(NAMES[of_group], tuple(tensor.shape))
-        return {name: infos[name] for name in self.files.shapes}
+        ordered = {name: infos[name] for name in self.files.shapes if name in infos}
+        return ordered | infos
 
     def _load(self, config: RoleConfig, read: Callable[[str], Any] | None) -> None:
         """Fills this rank's shards, each rank reading its own rows."""
@@ -229,8 +231,21 @@ class Model:
         else:
             with self.files.opened(config.model.path, trained=config.optimizer is not None) as stored:
                 self._fill(stored.rows)
+            if not isinstance(self.files, TableFiles):
+                self.files.names = stored.names
+                self._say_carried(trains=config.optimizer is not None)
         if self.adapters is not None:
             self.adapters.fill()
+
+    def _say_carried(self, *, trains: bool) -> None:
+        carried = sorted(self.files.names.carried)
+        if carried and trains and collective.is_main():
+            logger.warning(
+                "%s does not read %s of its folder: they do not train, and exports hold them unchanged (%s)",
+                type(self.hf).__name__,
+                counted(len(carried), "tensor"),
+                some(carried),
+            )
 
     def load_hf(self, path: str) -> None:
         """Fills this rank's shards from another folder of the same tensors."""

@@ -132,9 +132,10 @@ def read_fitting(path: str | os.PathLike[str], model_folder: str, lora: LoraConf
 
     Raises ModelError where names, shapes or scales are others: B A times another scale is another model.
     """
-    from mrl.engine.lora.selection import shapes_of_folder  # as above
+    from mrl.engine.lora.selection import check_is_plain, shapes_of_folder  # as above
 
     _, tensors = read_adapter(path)
+    check_is_plain(str(path))
     expected = shapes_in_file(model_folder, lora, head)
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))

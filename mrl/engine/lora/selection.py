@@ -31,13 +31,15 @@ from transformers.pytorch_utils import Conv1D
 
 from mrl.config.schema import LoraConfig
 from mrl.converters.hf_config import VISION_LANGUAGE
-from mrl.engine.lora.shapes import CONFIG, AdapterShape
+from mrl.engine.lora.shapes import CONFIG, MERGE, AdapterShape
 from mrl.errors import ConfigError, ModelError
 
 _INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 """Those of peft 0.21 that leave the base as it is. Others (pissa, corda, olora, loftq, lora_ga) write to it."""
-_MORE = ("lora_bias", "layer_replication")
+_MORE = ("lora_bias", "layer_replication", "bias", "modules_to_save", "trainable_token_indices")
 """Fields that make more of an adapter than B A, beside those that peft marks as variants."""
+_HEADS = {"score", "classifier"}
+"""What peft saves whole of a sequence classifier."""
 ADAPTER = "default"
 """The name that peft gives an adapter, which is in the names of parameters and not in those of files."""
 
@@ -101,7 +103,7 @@ def shapes_of_folder(path: str, model_folder: str) -> tuple[dict[str, AdapterSha
 
     Raises ModelError where the folder's adapter_config.json is of something else than B A added to a model's weights.
     """
-    _check_is_plain(path)
+    check_is_plain(path)
     config = peft.LoraConfig.from_pretrained(path)
     head = "value" if config.task_type == "SEQ_CLS" else "lm"
     config.modules_to_save = None  # the head, which is no adapter
@@ -115,10 +117,14 @@ def shapes_of_folder(path: str, model_folder: str) -> tuple[dict[str, AdapterSha
             why=f"its {CONFIG} does not fit the model in {model_folder} ({' '.join(str(error).split())})",
             fix="give the model that it was trained over",
         ) from None
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and isinstance(module.get_base_layer(), nn.Embedding):
+            why = f"target_modules takes in {name}, an embedding, which is not supported"
+            raise ModelError(Path(path) / CONFIG, why=why, fix=MERGE)
     return _shapes(model), head
 
 
-def _check_is_plain(path: str) -> None:
+def check_is_plain(path: str) -> None:
     """Refuses adapters that are more than B A over the base as it is published.
 
     An init that takes B A out of the base, or quantises it, leaves an adapter that is right over that other base alone;
@@ -137,11 +143,14 @@ def _check_is_plain(path: str) -> None:
             "changed base with init_lora_weights true",
         )
     variants = [field.name for field in dataclasses.fields(peft.LoraConfig) if field.metadata.get("is_lora_variant")]
+    if about.get("bias") == "none":
+        about["bias"] = None
+    if about.get("task_type") == "SEQ_CLS":
+        about["modules_to_save"] = sorted(set(about.get("modules_to_save") or ()) - _HEADS)
     more = [name for name in (*variants, *_MORE) if about.get(name) and name != "velora_config"]  # it changes gradients
     if more:
-        raise ModelError(
-            file, why=f"{more[0]} makes more of it than B A, which is not supported", fix="give a plain LoRA adapter"
-        )
+        why = f"{more[0]} makes more of it than B A, which is not supported"
+        raise ModelError(file, why=why, fix="train it without" if more[0] == "lora_bias" else MERGE)
 
 
 @dataclasses.dataclass(frozen=True)
