@@ -45,7 +45,7 @@ from mrl.converters.mcore_weights import (
 from mrl.converters.rules import Rule, expected_hf_names
 from mrl.converters.safetensors_io import DTYPES, some
 from mrl.engine import atomic_checkpoint
-from mrl.engine.torch_dist.data_files import Item, ItemFile, extra_state_keys
+from mrl.engine.torch_dist.data_files import Item, ItemFile, extra_state_keys, saved_bytes
 from mrl.errors import ModelError
 
 FILE_BYTES = 2**29
@@ -187,7 +187,7 @@ def _finish(
         for file, summary in done.items()
     }
     small = [f"{FOLDER}/{name}" for name in write_metadata(folder / FOLDER, tensors, items, extra)]
-    torch.save(_description(model), folder / DESCRIPTION)
+    (folder / DESCRIPTION).write_bytes(saved_bytes(_description(model)))
     (folder / SOURCE).write_text(json.dumps(source_as_json(model)), encoding="utf-8")
     # the weights here are not quantised
     beside = copy_companions(model.companion_folder, folder, changes={"quantization_config": None})

@@ -32,6 +32,7 @@ from mrl.converters.json_file import read_json
 from mrl.converters.mcore_weights import DESCRIPTION, FOLDER, MARKER, read_description
 from mrl.converters.mtp import copies_in, layers_in, tensors_in
 from mrl.converters.pickled import PICKLE, PICKLE_INDEX, PickleReader
+from mrl.converters.pt_file import load_pt
 from mrl.converters.quantized import check_readable
 from mrl.converters.safetensors_io import DTYPES as KNOWN
 from mrl.converters.safetensors_io import INDEX, SINGLE, SafetensorsReader, TensorInfo, lay_out, read_header_text
@@ -229,7 +230,7 @@ def _state(folder: Path, saved: Mapping[str, Any], role: str | None) -> dict[str
     """Returns what the trainer saved in `folder` beside the weights of `role`. saved: what their engine did."""
     if role is None:
         return saved["state"]
-    state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)["state"]
+    state = load_pt(folder / "trainer.pt", fields=("state",), mmap=True)["state"]
     return {"model": state.get("models", {}).get(role), "end_tokens": state.get("end_tokens")}
 
 
@@ -331,7 +332,7 @@ def _inside(folder: Path, marker: atomic_checkpoint.Marker, role: str | None) ->
     """
     inside, backend = folder, marker.backend
     if backend == atomic_checkpoint.ROLES:
-        roles = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)["roles"]
+        roles = load_pt(folder / "trainer.pt", fields=("roles",))["roles"]
         role = role or "actor"
         if role not in roles:
             raise CheckpointError("--role", quoted(role), f"is not in {folder}, which has {', '.join(roles)}")
@@ -351,7 +352,7 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     inside, backend, role = _inside(folder, marker, role)
     imported = (folder / "config.json").is_file()
     mcore = backend == "megatron"
-    saved = read_description(inside) if mcore else torch.load(inside / STATE, map_location="cpu", weights_only=True)
+    saved = read_description(inside) if mcore else load_pt(inside / STATE, fields=("state",))
     adapters = saved_adapters(saved)
     companions, config, template = (
         (folder, None, None)

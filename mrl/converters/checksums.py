@@ -6,6 +6,7 @@ By zlib-ng: at 30 GB/s nobody waits for it. Python's own zlib makes 3 GB/s, a th
 from __future__ import annotations
 
 import concurrent.futures
+import sys
 import threading
 from pathlib import Path
 
@@ -14,12 +15,14 @@ from zlib_ng.zlib_ng import crc32
 READ_BYTES = 2**22
 
 
-def crc32_of(path: str | Path, stop: threading.Event | None = None) -> int:
-    """Returns the CRC-32 of a file. stop: where it is set, the reading ends with CancelledError."""
-    checksum = 0
+def crc32_of(path: str | Path, stop: threading.Event | None = None, *, size: int | None = None) -> int:
+    """Returns the CRC-32 of a file, or of its first `size` bytes. stop: where it is set, the reading ends with
+    CancelledError.
+    """
+    checksum, left = 0, sys.maxsize if size is None else size
     with open(path, "rb", buffering=0) as source:
-        while block := source.read(READ_BYTES):
+        while block := source.read(min(READ_BYTES, left)):
             if stop is not None and stop.is_set():
                 raise concurrent.futures.CancelledError
-            checksum = crc32(block, checksum)
+            checksum, left = crc32(block, checksum), left - len(block)
     return checksum

@@ -21,6 +21,7 @@ from mrl.converters.algebra import Shape
 from mrl.converters.fields import HINTS, rotary_percent
 from mrl.converters.mtp import announced
 from mrl.converters.pread import LazySlice, Region
+from mrl.converters.pt_file import load_pt
 from mrl.converters.rules import ChunkPlan, Rule, param_map
 from mrl.converters.safetensors_io import DTYPES, NAMES, TensorInfo, listed
 from mrl.converters.stacks import place_of, stacking
@@ -257,12 +258,7 @@ def is_imported(path: str | Path) -> bool:
 
 def read_description(path: str | Path) -> dict:
     """Returns `engine.pt` of a checkpoint of the Megatron engine: layout, architecture, counts."""
-    file = Path(path) / DESCRIPTION
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch has no common class for what a file can have wrong
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(file, why=f"cannot be read ({reason})", fix="use another checkpoint") from error
+    return load_pt(Path(path) / DESCRIPTION, fields=("architecture",))
 
 
 def architecture(family: Family, hf_config: HFConfig) -> dict[str, Any]:

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mrl.converters.json_file import parse_json, shown
+from mrl.converters.pt_file import load_pt
 from mrl.converters.safetensors_io import NAMES, TensorInfo, some
-from mrl.errors import ModelError
+from mrl.errors import CheckpointError, ModelError
 
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-
-
-def _why(file: Path, error: Exception) -> str:
-    """In words of ours: torch's own advise to run the code that a file holds."""
-    code = re.search(r"unsupported GLOBAL (\S+)", str(error))
-    if code is not None:
-        return f"it calls {code[1]}, which is code and no tensor"
-    if not zipfile.is_zipfile(file):
-        return "it is cut off, or none that torch.save of version 1.6 or newer wrote"
-    return f"it holds more than tensors, or is damaged: {type(error).__name__}"
 
 
 class PickleReader:
@@ -62,13 +50,9 @@ class PickleReader:
 
     def _load(self, name: str) -> dict[str, Any]:
         try:
-            return torch.load(self.path / name, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # torch has no common class for what a file can have wrong
-            raise ModelError(
-                self.path / name,
-                why=f"cannot be read as weights alone ({_why(self.path / name, error)})",
-                fix="save it as safetensors",
-            ) from None
+            return load_pt(self.path / name, mmap=True)
+        except CheckpointError as error:
+            raise ModelError(self.path / name, why=error.why, fix="save it as safetensors") from None
 
     def _take(self, name: str, content: Any, weight_map: dict[str, str] | None) -> None:
         if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):

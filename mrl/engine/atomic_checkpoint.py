@@ -237,11 +237,12 @@ def parse_marker(path: str, content: bytes | None) -> Marker:
         current = fields.get("version") == FORMAT_VERSION
         numbers = [file[name] for file in marker.files.values() for name in ("size", "crc32")] if current else []
         readable = all(isinstance(n, int) for n in [marker.step, marker.serial, *numbers])
+        inside = all(os.path.normpath(os.path.join("/", file)) == f"/{file}" for file in marker.files)
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             path, why=f"damaged or foreign: {MARKER} cannot be read ({error!r})", fix="use another checkpoint"
         ) from error
-    if not (known and readable):
+    if not (known and readable and inside):
         raise CheckpointError(
             path, why=f"foreign: {MARKER} is not that of an mrl checkpoint", fix="use another checkpoint"
         )

@@ -13,8 +13,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import torch
-
+from mrl.converters.pt_file import load_pt
 from mrl.engine import background, saving
 from mrl.engine.atomic_checkpoint import ROLES, Ranks, other_backend
 from mrl.engine.base import BaseEngine
@@ -46,7 +45,8 @@ def save(
             for role in engines:
                 os.mkdir(os.path.join(folder, role))
             roles = {role: engine.backend for role, engine in engines.items()}
-            torch.save({"roles": roles, "state": dict(state)}, os.path.join(folder, TRAINER))
+            with open(os.path.join(folder, TRAINER), "wb") as out:
+                out.write(saved_bytes({"roles": roles, "state": dict(state)}))
 
         on_main(prepare)
         for role in engines:
@@ -89,7 +89,7 @@ def load(
     this one, of an older mrl, holds one, it has to be what the run has started from. Raises ConfigError.
     """
     with saving.loading(path, backend=ROLES, remote=remote) as folder:
-        saved = torch.load(os.path.join(folder, TRAINER), map_location="cpu", weights_only=True)
+        saved = load_pt(os.path.join(folder, TRAINER), fields=("roles", "state"))
         _check_roles(saved["roles"], engines, may_lack, folder)
         for role in saved["roles"]:
             if role in engines:

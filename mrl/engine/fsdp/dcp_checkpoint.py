@@ -1,4 +1,6 @@
-"""What the FSDP engine puts into a checkpoint folder, through torch.distributed.checkpoint.
+"""What the FSDP engine puts into a checkpoint folder, in the format of torch.distributed.checkpoint.
+
+torch writes it. mrl/engine/torch_dist reads it: torch's own reader runs what is in `.metadata`, a pickle.
 
 The sharded tensors (`model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`) are saved with their place in the whole, so any
 number of ranks reads them. Of a model with adapters they are the adapters', under the names of peft's files. Beside
@@ -7,7 +9,9 @@ them: `state.pt` (steps, the caller's state) and `rng_RANK.pt` of every rank.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,19 +20,25 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mrl.converters.fields import NEUTRAL
 from mrl.converters.mcore_weights import architecture, check_architecture, differing
-from mrl.engine import background
+from mrl.converters.pt_file import load_pt
+from mrl.engine import background, collective
 from mrl.engine.atomic_checkpoint import Ranks
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.optim import Optimizer
-from mrl.engine.load_errors import LOAD_ERRORS, cannot_load
 from mrl.engine.lora.identity import check_identity
 from mrl.engine.rng import Generators
+from mrl.engine.torch_dist.boxes import Box, fill
 from mrl.engine.torch_dist.data_files import saved_bytes
+from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
+
+_FIELDS = ("schedule_step", "updates", "state")
+"""What `state.pt` has, whichever mrl wrote it."""
 
 
 def tensors(model: Model, optimizer: Optimizer | None) -> dict[str, Tensor]:
@@ -49,9 +59,8 @@ def save(
 ) -> None:
     """Writes this rank's part into `folder`. Collective."""
     dcp.save(tensors(model, optimizer), checkpoint_id=folder)
-    torch.save(generators.states(), os.path.join(folder, f"rng_{dist.get_rank()}.pt"))
-    if dist.get_rank() == 0:
-        torch.save(_about(model, optimizer, schedule_step, state), os.path.join(folder, STATE))
+    rng, about = saved_bytes(generators.states()), saved_bytes(_about(model, optimizer, schedule_step, state))
+    _write_rest(folder, dist.get_rank(), rng, about)
 
 
 def stage(
@@ -71,14 +80,17 @@ def stage(
     def write_copy(folder: str, ranks: Ranks) -> None:
         ranks.gather(None)  # a rank that failed before this says so here, not amid the collectives of dcp
         dcp.save(copies, checkpoint_id=folder, process_group=ranks.group)
-        with open(os.path.join(folder, f"rng_{ranks.rank}.pt"), "wb") as out:
-            out.write(rng)
-        if ranks.rank == 0:
-            with open(os.path.join(folder, STATE), "wb") as out:
-                out.write(about)
+        _write_rest(folder, ranks.rank, rng, about)
         ranks.gather(None)
 
     return write_copy
+
+
+def _write_rest(folder: str, rank: int, rng: bytes, about: bytes) -> None:
+    """Writes what is no sharded tensor."""
+    pathlib.Path(folder, f"rng_{rank}.pt").write_bytes(rng)
+    if rank == 0:
+        pathlib.Path(folder, STATE).write_bytes(about)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -101,31 +113,25 @@ def load(
     Nothing is changed unless every tensor is there in the right shape. RNG states are restored on the ranks that had
     one; a rank more than there were keeps its own.
     """
-    wanted = tensors(model, optimizer)
-    try:
-        saved = torch.load(os.path.join(folder, STATE), weights_only=True)
-        if model.adapter_identity is not None or saved.get("adapters") is not None:
-            _check_architecture(saved["architecture"], model, folder)
-            check_identity(saved.get("adapters"), model.adapter_identity, folder)
-        _check_fit(folder, wanted)
-        if "architecture" in saved:  # an older mrl saved none
-            _check_architecture(saved["architecture"], model, folder)
-        dcp.load(wanted, checkpoint_id=folder)
-    except LOAD_ERRORS as error:
-        raise cannot_load(folder, error) from error
+    saved = load_pt(os.path.join(folder, STATE), fields=_FIELDS)
+    if model.adapter_identity is not None or saved.get("adapters") is not None:
+        _check_architecture(saved["architecture"], model, folder)
+        check_identity(saved.get("adapters"), model.adapter_identity, folder)
+    rng = os.path.join(folder, f"rng_{dist.get_rank()}.pt")
+    generator_states = load_pt(rng) if os.path.exists(rng) else None
+    collective.on_every(lambda: _read_tensors(folder, model, optimizer, saved))
     if optimizer is not None:
         optimizer.updates = saved["updates"]
-    rng = os.path.join(folder, f"rng_{dist.get_rank()}.pt")
-    if os.path.exists(rng):
-        generators.restore(torch.load(rng, weights_only=True))
+    if generator_states is not None:
+        generators.restore(generator_states)
     return saved["schedule_step"], saved["state"]
 
 
 def state_of(folder: str) -> dict[str, Any] | None:
     """Returns the caller's state alone, on one rank; None where it cannot be read, which `load` says more of."""
     try:
-        return torch.load(os.path.join(folder, STATE), map_location="cpu", weights_only=True)["state"]
-    except LOAD_ERRORS:
+        return load_pt(os.path.join(folder, STATE), fields=_FIELDS)["state"]
+    except CheckpointError:
         return None
 
 
@@ -147,9 +153,31 @@ def _check_architecture(saved: Mapping[str, Any], model: Model, folder: str) -> 
         )
 
 
-def _check_fit(folder: str, wanted: Mapping[str, Tensor]) -> None:
+@torch.no_grad()
+def _read_tensors(folder: str, model: Model, optimizer: Optimizer | None, about: Mapping[str, Any]) -> None:
+    """Fills this rank's shards. about: what is in `state.pt`."""
+    wanted = tensors(model, optimizer)
+    with contextlib.closing(TorchDistReader(folder)) as reader:
+        _check_fit(folder, reader, wanted)
+        if "architecture" in about:  # an older mrl saved none
+            _check_architecture(about["architecture"], model, folder)
+        fill(reader, [_box(name, tensor) for name, tensor in wanted.items()])
+
+
+def _box(name: str, tensor: Tensor) -> Box:
+    """Returns this rank's part of a tensor, as a view of its memory."""
+    whole = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Box(name, whole, (0,) * len(whole), tensor)
+    local = tensor.to_local()
+    shape, offsets = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
+    assert tuple(shape) == tuple(local.shape), f"{name}: {shape} of {whole}, and in memory {tuple(local.shape)}"
+    return Box(name, whole, tuple(offsets), local)
+
+
+def _check_fit(folder: str, reader: TorchDistReader, wanted: Mapping[str, Tensor]) -> None:
     """Refuses the checkpoint of another model, naming tensors."""
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = reader.tensors
     lacking = [name for name in wanted if name not in saved]
     if lacking and not any(name.startswith("model.") for name in lacking):
         raise CheckpointError(
@@ -158,9 +186,9 @@ def _check_fit(folder: str, wanted: Mapping[str, Tensor]) -> None:
     extra = [name for name in saved if name.startswith("model.") and name not in wanted]
     differences = [f"{name} is only here" for name in lacking] + [f"{name} is only there" for name in extra]
     differences += [
-        f"{name} is {list(saved[name].size)} there and {list(tensor.shape)} here"
+        f"{name} is {list(saved[name].shape)} there and {list(tensor.shape)} here"
         for name, tensor in wanted.items()
-        if name in saved and tuple(saved[name].size) != tuple(tensor.shape)
+        if name in saved and saved[name].shape != tuple(tensor.shape)
     ]
     if differences:
         raise CheckpointError(

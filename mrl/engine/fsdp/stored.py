@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mrl.converters.mcore_weights import check_architecture
 from mrl.converters.pread import LazySlice, Region
+from mrl.converters.pt_file import load_pt
 from mrl.converters.rules import buffer_names, expected_hf_names
 from mrl.converters.safetensors_io import DTYPES, NAMES, TensorInfo, listed
 from mrl.converters.table import Family, HFConfig
@@ -29,7 +30,7 @@ class FSDPReader:
     def __init__(
         self, path: str | Path, family: Family, hf_config: HFConfig, dtype: torch.dtype, companions: str | Path
     ) -> None:
-        about = torch.load(Path(path) / STATE, map_location="cpu", weights_only=True)
+        about = load_pt(Path(path) / STATE)
         if "architecture" in about:  # an older mrl saved none
             check_architecture(about["architecture"], family, hf_config, companions)
         self.path = Path(path)

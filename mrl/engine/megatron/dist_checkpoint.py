@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 
 from mrl.converters.mcore_weights import architecture
+from mrl.converters.pt_file import load_pt
 from mrl.engine import background, collective
 from mrl.engine.atomic_checkpoint import Ranks
 from mrl.engine.lora.identity import check_identity
@@ -39,6 +40,9 @@ from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
 
 T = TypeVar("T")
+
+_FIELDS = ("schedule_step", "layout", "architecture", "optimizer_steps", "state")
+"""What `engine.pt` has, whichever mrl wrote it."""
 
 
 def save(model: Model, path: str, *, schedule_step: int, state: Mapping[str, Any]) -> None:
@@ -109,7 +113,7 @@ def _writing(path: str, fn: Callable[[], T]) -> T:
 def load(model: Model, found: str) -> tuple[int, dict[str, Any]]:
     """Restores what `save` wrote into the folder `found`. Returns (schedule step, the caller's state). Collective."""
     rank = dist.get_rank()
-    saved = _read(os.path.join(found, "engine.pt"), found)
+    saved = load_pt(os.path.join(found, "engine.pt"), fields=_FIELDS)
     check_architecture(saved["architecture"], _architecture(model), found)
     check_identity(saved.get("adapters"), model.adapter_identity, found)
     if model.optimizer is not None and not saved["layout"]:
@@ -127,14 +131,14 @@ def load(model: Model, found: str) -> tuple[int, dict[str, Any]]:
         for part in optimizers_of(model.optimizer):
             optim_state.set_step_count(part.optimizer, saved["optimizer_steps"])
     if saved["layout"] == dataclasses.asdict(model.dims):
-        _restore_rng(model, _read(os.path.join(found, "rng", f"rank_{rank:05d}.pt"), found))
+        _restore_rng(model, load_pt(os.path.join(found, "rng", f"rank_{rank:05d}.pt")))
     return saved["schedule_step"], saved["state"]
 
 
 def state_of(found: str) -> dict[str, Any] | None:
     """Returns the caller's state alone, on one rank; None where it cannot be read, which `load` says more of."""
     try:
-        return _read(os.path.join(found, "engine.pt"), found)["state"]
+        return load_pt(os.path.join(found, "engine.pt"), fields=_FIELDS)["state"]
     except CheckpointError:
         return None
 
@@ -237,12 +241,3 @@ def _box(entry: ShardedTensor) -> Box:
 
 def _replica(entry: ShardedBase) -> tuple[int, ...]:
     return (entry.replica_id,) if isinstance(entry.replica_id, int) else tuple(entry.replica_id)
-
-
-def _read(path: str, found: str) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch has no common class for what a file can have wrong
-        raise CheckpointError(
-            found, why=f"{os.path.basename(path)} cannot be read ({error})", fix="use another checkpoint"
-        ) from error

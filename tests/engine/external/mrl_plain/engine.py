@@ -21,12 +21,12 @@ from mrl.batch import Batch
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.schema import EngineConfig, ModelConfig, OptimizerConfig, RoleConfig
 from mrl.converters.mcore_weights import architecture, check_architecture
+from mrl.converters.pt_file import load_pt
 from mrl.converters.safetensors_io import tensor_infos
 from mrl.engine import base, collective, guards
 from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, Outcome, Predictions
 from mrl.engine.generation import check_room
 from mrl.engine.kept import share
-from mrl.engine.load_errors import LOAD_ERRORS, cannot_load
 from mrl.engine.logprobs import VocabShard, log_probs_from_hidden
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.offload import Offload
@@ -240,10 +240,7 @@ class PlainEngine(BaseEngine):
 
     def load_state(self, folder: str) -> dict[str, Any]:
         with self.offload.used("parameters", "optimizer"):
-            try:
-                facts = torch.load(os.path.join(folder, "state.pt"), weights_only=True, mmap=True)
-            except LOAD_ERRORS as error:
-                raise cannot_load(folder, error) from error
+            facts = load_pt(os.path.join(folder, "state.pt"), mmap=True)
             check_architecture(facts["about"], self.model.family, self.model.hf_config, folder)
             mine, theirs = self._tensors(), facts["tensors"]
             for name in sorted(mine.keys() ^ theirs.keys()) or (n for n in mine if mine[n].shape != theirs[n].shape):
@@ -258,7 +255,7 @@ class PlainEngine(BaseEngine):
         rng = os.path.join(folder, f"rng_{self.dp_rank}.pt")
         if os.path.exists(rng):  # a rank more than there were keeps its own
             with self.generators.installed():
-                self.generators.restore(torch.load(rng, weights_only=True))
+                self.generators.restore(load_pt(rng))
         return facts["state"]
 
     def load_hf(self, path: str) -> None:
