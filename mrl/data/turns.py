@@ -32,10 +32,16 @@ class TurnEncoder:
         if isinstance(asked, Question) and not self.has_template:
             check_plain(asked)
             return self.encoder.begin(self.encoder.tokenize(asked.plain))
+        return self.tokenize(self.text(asked.chat if isinstance(asked, Question) else asked))
+
+    def text(self, chat: Chat) -> str:
+        """Returns what a prompt is before it is tokenized: messages with the generation prompt."""
         if not self.has_template:
             raise DataError(NO_TEMPLATE)
-        chat = asked.chat if isinstance(asked, Question) else asked
-        return self.encoder.render(chat, self._with_system(chat.messages), prompt=True)[0]
+        return self.encoder.render_text(chat, self._with_system(chat.messages), prompt=True)
+
+    def tokenize(self, text: str) -> list[int]:
+        return self.encoder.tokenize(text)
 
     def observation(self, content: str | list[dict[str, Any]], chat: Chat, last_token: int) -> list[int]:
         """Returns the tokens from the policy's turn that ended with `last_token` to the start of its next turn.

@@ -16,11 +16,13 @@ import logging
 import resource
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -28,7 +30,7 @@ from starlette.routing import Route
 from mrl.config.serve_checks import is_loopback
 from mrl.errors import UserError, one_line
 from mrl.serve.desk import JSON, OF, Busy, Desk, Gone, Promise, Result, failed
-from mrl.serve.requests import Refused, read_json
+from mrl.serve.requests import SMALL_BYTES, Refused, read_json
 
 HOLD_S = 25.0
 """Seconds that a client waits for a result before it is told to ask again; its own limit is 45."""
@@ -38,6 +40,21 @@ BUSY_S = 1
 
 MOST_FILES = 65536
 
+UPLOAD_S, UPLOAD_BYTES = 30.0, 2**17
+"""Each UPLOAD_S seconds so many bytes of a body come, or its last ones. A slow upload lives; a stalled one ends."""
+
+PARSERS = 2
+"""Long bodies that are parsed at once."""
+
+ENDING_S = 5.0
+"""How long the end of the server waits for answers that are on their way."""
+
+ENDS = "the server ends before this is done: send it again"
+
+SHORT_BYTES = 2**14
+"""A body that takes no time to read."""
+
+T = TypeVar("T")
 Handler = Callable[["Asked"], Awaitable[Response]]
 
 
@@ -47,15 +64,17 @@ class Asked:
 
     request: Request
     body: bytes
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """The body. Raises Refused."""
-        return read_json(self.body)
+    json: Mapping[str, Any]  # the body, where it is JSON
 
     @property
     def path(self) -> Mapping[str, str]:
         return self.request.path_params
+
+    async def read_by(self, read: Callable[..., T], *args: Any) -> T:
+        """Calls what reads the request, on another thread where its body is long: nobody else waits for it."""
+        if len(self.body) <= SHORT_BYTES:
+            return read(*args)
+        return await run_in_threadpool(read, *args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +84,13 @@ class Door:
     key: str | None
     most_bytes: int
     for_all: bool = False  # what is asked for is signed
+    is_json: bool = True  # the body
+    parsers: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(PARSERS))
 
     async def open(self, request: Request) -> Asked:
         """Returns a request with its body. Raises Refused."""
         if self.for_all:
-            return Asked(request, b"")
+            return Asked(request, b"", {})
         if self.key is None:
             # a web page of any site can reach a server on loopback, also by a name that it has made lead here
             if "origin" in request.headers or not is_loopback(request.url.hostname or ""):
@@ -78,21 +99,39 @@ class Door:
             raise Refused(
                 401, "the key is not this server's: send its MRL_SERVE_KEY, as TINKER_API_KEY of a tinker client"
             )
-        return Asked(request, await self._body(request))
+        body = await self._body(request)
+        return Asked(request, body, await self._parsed(body) if self.is_json else {})
+
+    async def _parsed(self, body: bytes) -> Mapping[str, Any]:
+        if len(body) <= SMALL_BYTES:
+            return read_json(body)
+        async with self.parsers:
+            return await run_in_threadpool(read_json, body)
 
     async def _body(self, request: Request) -> bytes:
-        limit = f"the body has more than {self.most_bytes} bytes (serve.max_body_mb)"
+        limit = f"the body has more than {self.most_bytes} bytes"
         length = request.headers.get("content-length", "0")
         if length.isdigit() and int(length) > self.most_bytes:
             raise Refused(413, limit)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refused(415, "the body is compressed, which this server did not ask for")
-        parts, size = [], 0
-        async for part in request.stream():
-            parts.append(part)
-            size += len(part)
+        parts, size, seen = [], 0, 0
+        until = time.monotonic() + UPLOAD_S
+        message: Mapping[str, Any] = {"more_body": True}
+        while message.get("more_body"):
+            try:
+                message = await asyncio.wait_for(request.receive(), max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                slow = f"the body comes at less than {UPLOAD_BYTES / UPLOAD_S:.0f} bytes a second"
+                raise Refused(408, slow) from None
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
             if size > self.most_bytes:
                 raise Refused(413, limit)
+            if size - seen >= UPLOAD_BYTES:
+                until, seen = time.monotonic() + UPLOAD_S, size
         return b"".join(parts)
 
 
@@ -115,6 +154,10 @@ def route(method: str, path: str, handler: Handler, door: Door) -> Route:
             return refusal(429, "there is no room on the queue: come again", {"retry-after": str(BUSY_S)})
         except ClientDisconnect:
             return refusal(400, "the body broke off")
+        except asyncio.CancelledError:  # by `HTTPServer.stop`
+            return refusal(503, ENDS)
+        except RecursionError:
+            return refusal(400, "the body is nested too deeply")
         except Exception:
             logging.getLogger("mrl.serve").exception("%s %s", method, path)
             return refusal(500, "a fault of the server, which its log has")
@@ -157,13 +200,11 @@ def retrieving(desk: Desk, what_became_of: Callable[[str], UserError]) -> Handle
         loop, done = asyncio.get_running_loop(), asyncio.Event()
         when_done = functools.partial(_set, loop, done)
         desk.tell(promise, when_done)
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(done.wait(), HOLD_S)
-        except TimeoutError:
+        desk.tell_no_more(promise, when_done)
+        if promise.result is None:  # it takes longer, or the server ends
             return JSONResponse({"type": "try_again", "request_id": id, "queue_state": "active"})
-        finally:
-            desk.tell_no_more(promise, when_done)
-        assert promise.result is not None
         desk.fetched(promise)
         return Response(promise.result.body, media_type=promise.result.media_type)
 
@@ -198,6 +239,11 @@ def take_more_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+def _is_fault(record: logging.LogRecord) -> bool:
+    """Returns whether a line of uvicorn's is worth one: a stream that nobody reads is broken off at the end."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
+
+
 class HTTPServer:
     """The server on a thread of its own."""
 
@@ -211,11 +257,15 @@ class HTTPServer:
         self.socket, self.port = listens, int(listens.getsockname()[1])
         app = Starlette(routes=routes, exception_handlers={404: unknown, 405: other_method})
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5, server_header=False,
-            timeout_keep_alive=75,
+            app, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_keep_alive=75
         )  # fmt: skip
+        logging.getLogger("uvicorn.error").addFilter(_is_fault)
         self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run, args=([self.socket],), name="http", daemon=True)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="http", daemon=True)
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        await self.server.serve(sockets=[self.socket])
 
     def start(self) -> None:
         """Begins to answer."""
@@ -223,7 +273,15 @@ class HTTPServer:
         self.thread.start()
 
     def stop(self) -> None:
-        """Ends after the answers that are on their way."""
+        """Ends after the answers that are on their way. A request that takes longer, as an upload, is told to come
+        again."""
         self.server.should_exit = True
-        self.thread.join(10)
+        self.thread.join(ENDING_S)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(self._cancel)
+        self.thread.join(ENDING_S)
         self.socket.close()
+
+    def _cancel(self) -> None:
+        for task in self.server.server_state.tasks:
+            task.cancel()

@@ -169,12 +169,17 @@ def _read_image(sent: Any, where: str, vision: Vision | None) -> tuple[list[int]
 
 def check_tokens(ids: Tensor, where: str, limits: Limits) -> None:
     """Raises UserError where there are none or too many, or one is not in the vocabulary."""
-    if not len(ids):
-        raise UserError(where, why="has no token", fix="send at least one")
-    if len(ids) > limits.length:
-        fix = f"send at most {limits.length}, or raise serve.max_length"
-        raise UserError(where, why=f"has {len(ids)} tokens", fix=fix)
+    check_length(len(ids), where, limits)
     _check_vocabulary(ids, where, limits)
+
+
+def check_length(count: int, where: str, limits: Limits) -> None:
+    """Raises UserError where there are no tokens or too many."""
+    if not count:
+        raise UserError(where, why="has no token", fix="send at least one")
+    if count > limits.length:
+        fix = f"send at most {limits.length}, or raise serve.max_length"
+        raise UserError(where, why=f"has {count} tokens", fix=fix)
 
 
 def _check_vocabulary(ids: Tensor, where: str, limits: Limits) -> None:

@@ -162,6 +162,7 @@ class Desk:
         self._by_key: dict[Hashable, Promise] = {}
         self._name, self._ids = secrets.token_hex(4), itertools.count(1)  # no id of an earlier start comes again
         self._closed: str | None = None
+        self._ended = False
         self._unfetched = 0  # bytes
         self._together: set[str] = set()  # promises of what is done together that are not kept yet, drawn or waiting
         self._looked = clock()
@@ -371,9 +372,9 @@ class Desk:
         return wanted, [one.promise.id for one in waiting if one.promise.unwanted]
 
     def tell(self, promise: Promise, when_done: Callable[[], None]) -> None:
-        """Calls `when_done` when the promise is done; at once where it is."""
+        """Calls `when_done` when the promise is done, or nothing more is; at once where that is so."""
         with self._lock:
-            if promise.result is None:
+            if promise.result is None and not self._ended:
                 promise.told.append(when_done)
                 return
         when_done()
@@ -457,6 +458,14 @@ class Desk:
         """Takes nothing more: what arrives is told to come again, what waits goes on."""
         with self._lock:
             self._closed = why
+
+    def end(self) -> None:
+        """Tells all who wait for a promise that nothing more is done: the server ends."""
+        with self._lock:
+            self._ended = True
+            told = [each for promise in self._promises.values() for each in promise.told]
+        for each in told:
+            each()
 
     # -- from one start to the next ------------------------------------------------------------------------------------
 

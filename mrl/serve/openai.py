@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import inspect
 import json
 import math
 import secrets
@@ -18,31 +17,26 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
-import torch
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mrl.data.formats import Chat
-from mrl.data.turns import TurnEncoder
 from mrl.engine.base import Completion
 from mrl.errors import UserError
 from mrl.inference.streaming import StreamedText
-from mrl.serve import datums
-from mrl.serve.app import Asked
-from mrl.serve.desk import Desk, Promise, Result
+from mrl.serve.app import ENDS, Asked
+from mrl.serve.desk import JSON, Desk, Promise, Result
 from mrl.serve.ledger import Ledger, SamplerRecord
 from mrl.serve.models import Sampled
 from mrl.serve.operations import Sample
-from mrl.serve.requests import Refused, field, is_utf8, number
+from mrl.serve.prompts import Prompts
+from mrl.serve.requests import Refused, field, number
 from mrl.serve.sampling import MOST_SAMPLES, Sampling, sampling_of, source_of
 from mrl.serve.training import Served, Work
 
 DEFAULT_TOKENS = 16
-OF_THE_CALL = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-"""Names that are no variables of a chat template: a request could bring a template of its own, which would be run."""
-MOST_PROMPTS = 1024
 MOST_TOP = 20
 MOST_PROMPT_NUMBERS = 2**20
 """Log-probs of one answer's `prompt_logprobs`: some 80 megabytes."""
@@ -80,7 +74,7 @@ class OpenAI:
     ) -> None:  # fmt: skip
         self.snapshots = snapshots  # names of those that the ranks have
         self.served, self.ledger, self.desk, self.sampling = served, ledger, desk, sampling
-        self.tokenizer, self.encoder = tokenizer, TurnEncoder(tokenizer)
+        self.tokenizer, self.prompts = tokenizer, Prompts(tokenizer, served.limits)
 
     async def models(self, asked: Asked) -> Response:
         saved = [one.path for one in self.ledger.saved.values() if one.part == "sampler_weights"]
@@ -97,37 +91,22 @@ class OpenAI:
         return JSONResponse(_about(name))
 
     async def completions(self, asked: Asked) -> Response:
-        body = asked.json
-        special = field(body, "add_special_tokens", bool, True)
-        prompts = [self._ids(prompt, special) for prompt in _prompts(body.get("prompt"))]
-        wanted = self._wanted(body, "text_completion", prompts, number(body, "max_tokens", DEFAULT_TOKENS))
-        return await self._answer(wanted, asked)
+        return await self._answer(await asked.read_by(self._completions, asked.json), asked)
+
+    def _completions(self, body: Mapping[str, Any]) -> Wanted:
+        prompts = self.prompts.of_completions(body)
+        return self._wanted(body, "text_completion", prompts, number(body, "max_tokens", DEFAULT_TOKENS))
 
     async def chat_completions(self, asked: Asked) -> Response:
-        body = asked.json
-        messages, tools = field(body, "messages", list), field(body, "tools", list, None)
-        if not messages or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages):
-            raise UserError("messages", why="is no list of messages with a role", fix="give one")
-        if body.get("tool_choice") not in (None, "auto", "none"):
-            raise UserError("tool_choice", body["tool_choice"], "is not done by this server", "leave it out")
-        messages = [one | {"content": _text_of(one["content"])} if "content" in one else one for one in messages]
-        chat = Chat(messages=messages, tools=tools, template_kwargs=_variables(body))
-        try:
-            ids = self.encoder.prompt(chat)
-        except (UserError, ValueError) as error:
-            raise UserError("messages", why=f"cannot be rendered: {error}") from None
+        return await self._answer(await asked.read_by(self._chat_completions, asked.json), asked)
+
+    def _chat_completions(self, body: Mapping[str, Any]) -> Wanted:
+        ids = self.prompts.of_chat(body)
         room = max(1, self.served.limits.length - len(ids))
         most = number(body, "max_tokens", number(body, "max_completion_tokens", room), least=1)
-        return await self._answer(self._wanted(body, "chat.completion", [ids], most), asked)
+        return self._wanted(body, "chat.completion", [ids], most)
 
     # -- what is asked -----------------------------------------------------------------------------------------------
-
-    def _ids(self, prompt: Any, special: bool) -> list[int]:
-        if isinstance(prompt, str):
-            if not is_utf8(prompt):
-                raise UserError("prompt", prompt, "has characters that are none", "give UTF-8")
-            return self.tokenizer(prompt, add_special_tokens=special)["input_ids"]
-        return prompt
 
     def _source(self, name: str) -> SamplerRecord:
         if name == self.served.base:
@@ -158,7 +137,6 @@ class OpenAI:
         params = {**body, "top_k": body.get("top_k", -1)}
         samples = []
         for i, ids in enumerate(prompts):
-            datums.check_tokens(torch.tensor(ids, dtype=torch.int64), f"prompt {i}", self.served.limits)
             room = self.served.limits.length - len(ids)
             if most > room:
                 fix = f"ask for at most {max(room, 0)}, or raise serve.max_length"
@@ -223,18 +201,21 @@ class OpenAI:
                     found[i] = what
                 elif what is HUNG_UP:
                     return Response(status_code=499)  # which nobody reads
+                elif what is None:
+                    raise Refused(503, ENDS)
                 elif isinstance(what, Result) and (said := _error(what)) is not None:
                     raise UserError(said)
         finally:
             watch.cancel()
             self._abandon(promises)
-        return JSONResponse(self._whole(id, wanted, [found[i] for i in range(len(found))]))
+        whole = await run_in_threadpool(self._whole, id, wanted, [found[i] for i in range(len(found))])
+        return Response(whole, media_type=JSON)
 
     def _abandon(self, promises: Sequence[Promise]) -> None:
         for promise in promises:
             self.desk.abandon(promise)
 
-    def _whole(self, id: str, wanted: Wanted, found: Sequence[Sampled]) -> dict[str, Any]:
+    def _whole(self, id: str, wanted: Wanted, found: Sequence[Sampled]) -> bytes:
         choices = [
             self._choice(wanted, i, sample, sampled, completion)
             for i, (sample, sampled, completion) in enumerate(
@@ -244,7 +225,8 @@ class OpenAI:
             )
         ]
         new = 0 if wanted.without else sum(len(one.tokens) for sampled in found for one in sampled.completions)
-        return _head(id, wanted, wanted.kind) | {"choices": choices, "usage": _usage(wanted, new)}
+        answer = _head(id, wanted, wanted.kind) | {"choices": choices, "usage": _usage(wanted, new)}
+        return _dumped(answer, depth=4).encode()
 
     def _choice(self, wanted: Wanted, index: int, sample: Sample, sampled: Sampled, which: int) -> dict[str, Any]:
         one = sampled.completions[which]
@@ -336,9 +318,10 @@ class OpenAI:
         left, new = len(wanted.samples), 0
         while left:
             i, what = await queue.get()
-            if isinstance(what, Result):
-                if (said := _error(what)) is not None:
-                    yield _event({"error": {"message": said, "type": "invalid_request_error"}})
+            if what is None or isinstance(what, Result):
+                said, kind = (ENDS, "server_error") if what is None else (_error(what), "invalid_request_error")
+                if said is not None:
+                    yield _event({"error": {"message": said, "type": kind}})
                     yield DONE
                     return
                 left -= 1
@@ -407,43 +390,9 @@ def _before(text: str, stop: Sequence[str]) -> str:
     return text[: min((text.find(each) for each in stop if each in text), default=len(text))]
 
 
-def _prompts(prompt: Any) -> list[Any]:
-    """Returns the prompts of a request: texts, or lists of token ids. Raises UserError."""
-    several = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
-    if not isinstance(several, list) or not several or not all(isinstance(one, str) or _is_ids(one) for one in several):
-        raise UserError("prompt", why="is no text, list of texts, or list of token ids", fix="give one")
-    if len(several) > MOST_PROMPTS:
-        raise UserError("prompt", why=f"has {len(several)} prompts", fix=f"give at most {MOST_PROMPTS}")
-    return several
-
-
-def _text_of(content: Any) -> Any:
-    """Returns what a message says, as chat templates take it: parts of text joined by line ends. Raises UserError."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise UserError("messages", kind, "is a part that this server does not read here", "give parts of text")
-    return "\n".join(part["text"] for part in content)
-
-
-def _is_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(type(id) is int and abs(id) < 2**31 for id in prompt)
-
-
 def _error(result: Result) -> str | None:
     """Returns what a result says went wrong."""
     return json.loads(result.body).get("error")
-
-
-def _variables(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the variables that a request gives to the chat template. Raises UserError."""
-    given = field(body, "chat_template_kwargs", dict, {})
-    if other := sorted(OF_THE_CALL & given.keys()):
-        why = "is no variable of the chat template"
-        raise UserError(f"chat_template_kwargs.{other[0]}", why=why, fix="leave it out")
-    return given
 
 
 def _usage(wanted: Wanted, new: int) -> dict[str, int]:
@@ -466,6 +415,16 @@ def _chunk_of(kind: Kind) -> str:
 def _delta(kind: Kind, index: int, piece: str, reason: str | None) -> dict[str, Any]:
     said: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
     return said | ({"delta": {"role": "assistant", "content": piece}} if kind == "chat.completion" else {"text": piece})
+
+
+def _dumped(value: Any, depth: int) -> str:
+    """Returns the JSON of a value, written entry by entry down to a depth: `json.dumps` of all at once would hold the
+    interpreter's lock, for which all other clients wait."""
+    if depth and isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(name)}: {_dumped(each, depth - 1)}" for name, each in value.items()) + "}"
+    if depth and isinstance(value, list):
+        return "[" + ", ".join(_dumped(each, depth - 1) for each in value) + "]"
+    return json.dumps(value)
 
 
 def _event(data: Mapping[str, Any]) -> bytes:

@@ -75,7 +75,7 @@ class Sampling:
     async def asample(self, asked: Asked) -> Response:
         body = asked.json
         record = self._record(field(body, "sampling_session_id", str))
-        sample = self.sample_of(body)
+        sample = await asked.read_by(self.sample_of, body)
         key = ("sample", record.id, number(body, "seq_id", secrets.randbits(60)))
 
         def answer(found: Sampled) -> Result:
@@ -121,6 +121,7 @@ class Sampling:
             if not all(type(id) is int and abs(id) < 2**31 for id in ids):
                 raise UserError(f"{where}.tokens", why="has what is no token id", fix="send whole numbers")
             tokens += ids
+        datums.check_length(len(tokens), "prompt", self.served.limits)
         datums.check_tokens(torch.tensor(tokens, dtype=torch.int64), "prompt", self.served.limits)
         return tokens
 

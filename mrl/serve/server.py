@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import ipaddress
 import json
 import os
@@ -67,6 +68,9 @@ DRAIN_S = 60.0
 
 CHUNK_BYTES = 5_000_000
 """Of a pass, what clients send in one body."""
+
+MOST_TEXT_BYTES = 2**23
+"""Of a body of OpenAI's interface."""
 
 API = "/api/v1"
 
@@ -131,6 +135,7 @@ def _serve(
         if said := resume(server, models):
             console.say(said)
         say_all(console, models.ends.notes(models.tokenizer, "completions end there, too, and exports name it"))
+        gc.freeze()  # a full collection of all that is loaded would hold up the thread that listens
         server.http.start()
         server.say_ready()
         lead(server, models, stop)
@@ -170,6 +175,8 @@ class Server:
         training, sampling, links = self.training, self.sampling, Links(self.ledger)
         records = Records(self.ledger, links)
         door = Door(secret_of_clients(), self.config.serve.max_body_mb * 2**20)
+        doors = {"forward_backward": dataclasses.replace(door, is_json=False)}
+        of_texts = dataclasses.replace(door, most_bytes=min(door.most_bytes, MOST_TEXT_BYTES))
         chunk = min(CHUNK_BYTES, self.config.serve.max_body_mb * 2**19)  # estimates: room for what they leave out
         handlers = {
             "POST client/config": _constant({"parallel_fwdbwd_chunks": False, "fwdbwd_max_chunk_bytes_count": chunk}),
@@ -215,8 +222,8 @@ class Server:
             "GET", f"{ROOT}/{{until}}/{{signature}}/{{what:path}}", links.follow, Door(None, 0, for_all=True)
         )
         return [signed] + [
-            route(method, f"{root}/{path}", handler, door)
-            for root, below in ((API, handlers), ("/v1", of_openai))
+            route(method, f"{root}/{path}", handler, doors.get(path, usual))
+            for root, below, usual in ((API, handlers, door), ("/v1", of_openai, of_texts))
             for (method, path), handler in ((name.split(), handler) for name, handler in below.items())
         ]
 
@@ -236,6 +243,11 @@ class Server:
         self.console.say(f"export TINKER_BASE_URL=http://{host}:{self.http.port}")
         self.console.say(f"export TINKER_API_KEY={'tml-local' if secret_of_clients() is None else f'${KEY}'}")
         self.console.close()  # or it would go on to say that the model is being built
+
+    def stop(self) -> None:
+        """Ends the thread that listens, after those who wait were told."""
+        self.desk.end()
+        self.http.stop()
 
     def gone(self, now: float) -> set[str]:
         """Returns the sessions of clients that have not been heard of for long."""
@@ -282,7 +294,7 @@ def lead(server: Server, models: Models, stop: StopSignal) -> None:
     try:
         suspend(server, models)
     except UserError:  # a full disk; all ranks have it
-        server.http.stop()
+        server.stop()
         together(models, ops.End())
         raise
     together(models, ops.End())
@@ -312,7 +324,7 @@ def suspend(server: Server, models: Models) -> None:
         os.rename(f"{folder}.partial", folder)
     except OSError as error:
         raise unwritten(error) from error
-    server.http.stop()
+    server.stop()
 
 
 def resume(server: Server, models: Models) -> str:

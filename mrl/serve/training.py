@@ -292,7 +292,7 @@ class Training:
             raise UserError("optim_step", why=why, fix="they are forgotten: send the batch again, and a step after it")
 
     async def forward_backward(self, asked: Asked) -> Response:
-        call = datums.read_call(asked.body)
+        call = await asked.read_by(datums.read_call, asked.body)
         model, count = self._model({"model_id": call.model}), number({"seq_id": call.number}, "seq_id", least=1)
 
         def lose(line: str) -> None:

@@ -1,0 +1,31 @@
+"""A process that parses a long body of JSON, so that no other client waits for it.
+
+`json.loads` holds the interpreter's lock until it is done, which takes seconds for tens of megabytes. The server starts
+this file with the body as standard input; it imports nothing but the standard library, and starts in 20 ms.
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import sys
+from typing import Any
+
+MOST_VALUES = 2**21
+"""Values of one body: what is parsed is taken over by the server, where it holds that lock too."""
+
+
+def parsed(body: bytes) -> tuple[int, Any]:
+    """Returns (200, the value), or the status and the line of a refusal."""
+    if body.count(b",") + body.count(b"[") + body.count(b"{") > MOST_VALUES:
+        return 400, f"the body has more than {MOST_VALUES} values"
+    try:
+        return 200, json.loads(body)
+    except RecursionError:
+        return 400, "the body is nested too deeply"
+    except ValueError:
+        return 400, "the body is no JSON"
+
+
+if __name__ == "__main__":
+    marshal.dump(parsed(sys.stdin.buffer.read()), sys.stdout.buffer)

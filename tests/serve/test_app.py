@@ -1,0 +1,200 @@
+"""The thread that listens: long and slow bodies of one client hold up no other, and its end answers who waits."""
+
+import contextlib
+import http.client
+import json
+import logging
+import re
+import socket
+import threading
+import time
+
+import pytest
+from starlette.responses import JSONResponse
+
+from mrl.serve import app
+from mrl.serve.app import Door, HTTPServer, as_result, listening, promised, retrieving, route
+from mrl.serve.datums import Limits
+from mrl.serve.desk import Desk
+from mrl.serve.ledger import Ledger
+from mrl.serve.openai import OpenAI
+from mrl.serve.sampling import Sampling
+from mrl.serve.training import Served
+from tests.data.tiny_tokenizers import make_tokenizer
+
+HEALTH = "/api/v1/healthz"
+
+
+class Listening:
+    """The handlers over a desk of which nothing is taken, as there is no model."""
+
+    def __init__(self, folder):
+        tokenizer, self.desk = make_tokenizer(), Desk(most_waiting=100)
+        served = Served("m", "m", Limits(len(tokenizer), 64), None, 1)
+        sampling = Sampling(served, Ledger(folder), self.desk, [0])
+        openai = OpenAI(served, sampling.ledger, self.desk, sampling, tokenizer, lambda: [])
+
+        async def health(asked):
+            return JSONResponse({})
+
+        async def promise(asked):
+            return promised(self.desk.put_together("queue", asked.json["key"], "work"))
+
+        self.listens = listening("127.0.0.1", 0)
+        door, of_texts = Door(None, 2**26), Door(None, 2**23)
+        self.http = HTTPServer(
+            [
+                route("GET", HEALTH, health, door),
+                route("POST", "/api/v1/asample", sampling.asample, door),
+                route("POST", "/promise", promise, door),
+                route("POST", "/api/v1/retrieve_future", retrieving(self.desk, lambda id: None), door),
+                route("POST", "/v1/completions", openai.completions, of_texts),
+                route("POST", "/v1/chat/completions", openai.chat_completions, of_texts),
+            ],
+            self.listens,
+        )
+        self.http.start()
+
+    def connect(self):
+        return http.client.HTTPConnection("127.0.0.1", self.http.port, timeout=60)
+
+    def ask(self, path, body):
+        connection = self.connect()
+        connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+
+@pytest.fixture
+def server(tmp_path):
+    made = Listening(tmp_path)
+    yield made
+    made.desk.end()
+    made.http.stop()
+
+
+def chat(content, **more):
+    return {"model": "m", "messages": [{"role": "user", "content": content}], **more}
+
+
+def nested(depth, begin="[", end="]"):
+    return begin.encode() * depth + b"1" + end.encode() * depth
+
+
+LONG = {
+    "a text": ("/v1/completions", {"model": "m", "prompt": "a b " * 800_000}, "has 3200000 characters; send at most 64 tokens"),
+    "texts": ("/v1/completions", {"model": "m", "prompt": ["a b " * 2000] * 900}, "prompt 0: has 8000 characters"),
+    "a text of few tokens": ("/v1/completions", {"model": "m", "prompt": "ab" * 1500}, "prompt 0: has 3000 tokens"),
+    "ids": ("/v1/completions", {"model": "m", "prompt": [5] * 1_000_000}, "prompt 0: has 1000000 tokens; send at most 64"),
+    "a message": ("/v1/chat/completions", chat("a b " * 800_000), "messages: .*has 32000.* characters"),
+    "messages": ("/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "a"}] * 30_000}, "characters; send at most 64"),
+    "tools": ("/v1/chat/completions", chat("a", tools=[{"function": {"name": "a"}}] * 50_000, model="n"), "is not served here"),
+    "above the limit": ("/v1/completions", {"model": "m", "prompt": "a" * 2**23}, "the body has more than 8388608 bytes"),
+    "ids to sample after": ("/api/v1/asample", {"prompt": {"chunks": [{"tokens": [12345] * 1_000_000}]}, "sampling_session_id": ""}, "is no sampler"),
+    "63 megabytes": ("/api/v1/asample", b'{"a":["' + b"x" * 66_000_000 + b'"]}', "sampling_session_id: is missing"),
+    "lists": ("/api/v1/asample", b"[" + b"[]," * 20_000_000 + b"1]", "the body has more than 2097152 values"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_others_are_answered_beside_a_long_body(server, name):
+    """Parsed in another process, read on another thread, and refused by its length before it is tokenized."""
+    path, body, says = LONG[name]
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    found, waits = [], []
+    other = threading.Thread(target=lambda: found.append(server.ask(path, raw)))
+    other.start()
+    connection = server.connect()
+    while other.is_alive() or not waits:
+        began = time.perf_counter()
+        connection.request("GET", HEALTH)
+        assert connection.getresponse().read()
+        waits.append(time.perf_counter() - began)
+        other.join(0.01)
+    [(status, answer)] = found
+    assert status in (400, 404, 413) and re.search(says, answer["detail"]), answer
+    assert max(waits) < 1.0
+
+
+@pytest.mark.parametrize("path", ["/api/v1/asample", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("depth", [600, 1200, 200_000, 2_000_000])
+def test_what_is_nested_too_deeply_is_the_clients_mistake(server, path, depth, caplog):
+    for body in (
+        nested(depth), nested(depth, '{"a":', "}"), b'{"model":"m","prompt":' + nested(depth) + b"}",
+        b'{"model":"m","messages":[{"role":"user","content":' + nested(depth, '{"a":', "}") + b"}]}",
+        b'{"model":"m","messages":[{"role":"user","content":"a"}],"tools":[' + nested(depth) + b'],"max_tokens":99}',
+    ):  # fmt: skip
+        status, answer = server.ask(path, body)
+        assert status in (400, 413), answer
+    assert not caplog.records
+
+
+def upload(server, *pieces, size):
+    """The answer to a body that comes in pieces, of which `size` bytes are announced. A piece may be seconds to wait."""
+    with socket.create_connection(("127.0.0.1", server.http.port)) as sent:
+        sent.settimeout(60)
+        sent.sendall(f"POST /promise HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {size}\r\n\r\n".encode())
+        for piece in pieces:
+            sent.sendall(piece)
+            time.sleep(0.05)
+        return sent.recv(65536).decode()
+
+
+def test_a_slow_upload_lives_and_a_stalled_one_ends(server, monkeypatch):
+    """Its time is of bytes a second: it takes four times as long as one that brings nothing may."""
+    monkeypatch.setattr(app, "UPLOAD_S", 0.3)
+    monkeypatch.setattr(app, "UPLOAD_BYTES", 10)
+    body = json.dumps({"key": "x" * 240}).encode()
+    pieces = [body[i : i + 10] for i in range(0, len(body), 10)]
+    assert upload(server, *pieces, size=len(body)).startswith("HTTP/1.1 200")
+    told = upload(server, *pieces[:3], size=len(body))
+    assert told.startswith("HTTP/1.1 408") and "the body comes at less than 33 bytes a second" in told
+
+
+def test_the_end_answers_who_waits(server, caplog, monkeypatch):
+    """Held results, whole answers, streams, and a body that is still on its way: each in words, and no traceback."""
+    monkeypatch.setattr(app, "ENDING_S", 0.5)
+    _, promise = server.ask("/promise", {"key": 1})
+    bodies = {
+        "/api/v1/retrieve_future": {"request_id": promise["request_id"]},
+        "/v1/completions": {"model": "m", "prompt": [5, 6], "max_tokens": 4},
+        "/v1/chat/completions": chat("a", max_tokens=4, stream=True),
+    }
+    waiting, held = {}, threading.Semaphore(0)
+    tell = server.desk.tell
+
+    def telling(*what):
+        tell(*what)
+        held.release()
+
+    monkeypatch.setattr(server.desk, "tell", telling)
+    for path, body in bodies.items():
+        waiting[path] = server.connect()
+        waiting[path].request("POST", path, json.dumps(body))
+        assert held.acquire(timeout=60)
+    half = socket.create_connection(("127.0.0.1", server.http.port))
+    half.sendall(b"POST /promise HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 99\r\n\r\nhalf")
+    stream = waiting["/v1/chat/completions"].getresponse()  # its head has come
+    server.desk.end()
+    server.http.stop()
+    held_result, whole = (waiting[path].getresponse() for path in list(bodies)[:2])
+    assert (held_result.status, json.loads(held_result.read())["type"]) == (200, "try_again")
+    assert whole.status == 503 and b"send it again" in whole.read()
+    assert stream.read().endswith(b"data: [DONE]\n\n")
+    with contextlib.closing(half):
+        half.settimeout(60)
+        assert half.recv(65536).startswith(b"HTTP/1.1 503")
+    assert not server.http.thread.is_alive()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_what_is_done_by_the_end_is_told(server):
+    """And nobody is held after it."""
+    _, done = server.ask("/promise", {"key": 1})
+    _, waits = server.ask("/promise", {"key": 2})
+    [one, _] = server.desk.take(1).waiting
+    server.desk.finish(one.promise, as_result({"came": 1}))
+    server.desk.end()
+    asked = "/api/v1/retrieve_future"
+    assert server.ask(asked, {"request_id": done["request_id"]}) == (200, {"came": 1})
+    assert server.ask(asked, {"request_id": waits["request_id"]})[1]["type"] == "try_again"
