@@ -174,7 +174,7 @@
       legend: { orientation: "h", y: -0.22, font: { size: 11 } }, font: { size: 11, color: "#1f2733" },
       xaxis: { title: { text: AXIS_TITLES[state.axis], standoff: 6 }, zeroline: false },
       yaxis: { type: log ? "log" : "linear", zeroline: false, exponentformat: "e", range: chart.stacked ? undefined : rangeOf(traces, log) },
-    }, { responsive: true, displayModeBar: "hover", displaylogo: false, showSendToCloud: false, plotlyServerURL: "" }); // else it offers an upload
+    }, { responsive: true, displaylogo: false, showSendToCloud: false, plotlyServerURL: "" }); // else it offers an upload
     plot.notes.replaceChildren(...[...new Set(left)].map((text) => make("p", { class: "note" },
       words(data.runs.some((run) => run.name === text) ? `${text} has no ${state.axis}: not drawn` : text))));
     if (chart.stacked && run.stacks[chart.key] && run.stacks[chart.key].each > 1) {

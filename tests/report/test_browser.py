@@ -95,7 +95,7 @@ def test_rewards_come_first_constants_have_an_axis_of_their_own_and_the_mode_bar
     plot = "document.querySelector('[data-chart=lr] .js-plotly-plot')"
     low, high = tab.js(f"{plot}._fullLayout.yaxis.range")
     assert 2e-4 < low < 3e-4 < high < 4e-4
-    assert tab.js(f"getComputedStyle({plot}.querySelector('.modebar-group')).opacity") == "0"
+    assert tab.js(f"getComputedStyle({plot}.querySelector('.modebar')).visibility") == "hidden"
 
 
 def test_runs_of_different_kinds_on_one_axis(tab, tmp_path):
