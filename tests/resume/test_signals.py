@@ -19,7 +19,9 @@ def start_and_signal(run, signum, to, *, after_steps):
     before = log.stat().st_ino if log.exists() else 0
 
     def made():
-        return log.exists() and log.stat().st_ino != before and log.read_bytes().count(b"\n") > after_steps  # a line is of step 0
+        return (
+            log.exists() and log.stat().st_ino != before and log.read_bytes().count(b"\n") > after_steps
+        )  # a line is of step 0
 
     try:
         assert wait_for(made, process), (run.folder / "err").read_text()

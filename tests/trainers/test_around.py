@@ -121,4 +121,6 @@ def test_roles_that_agree_share_a_line_before_one_of_them_is_loaded(tmp_path):
     kind, message, said = run_case(1, "tests.trainers.rl.cases:train", config=config)
     assert kind == "ModelError" and message.startswith("critic.model.path: ") and "model.norm.weight" in message
     [line] = [line for line in said.splitlines() if "engine.recompute" in line]
-    assert line.startswith("actor, critic, reference: engine.recompute: selective computes ") and "layer_spec" not in said
+    assert (
+        line.startswith("actor, critic, reference: engine.recompute: selective computes ") and "layer_spec" not in said
+    )

@@ -217,9 +217,7 @@ def test_a_signal_inside_an_evaluation_does_not_wait_for_its_end(inputs, tmp_pat
     assert train(make("whole"), world) == ("done", "")
     kind, message = train(make("run"), world, happening="signal_in_evaluation", step=step)
     assert kind == "stopped" and f"after step {step} of 8, saved in" in message
-    without = {
-        name: value for name, value in tiny_runs.steps(tmp_path / "whole")[step].items() if name != "eval/loss"
-    }
+    without = {name: value for name, value in tiny_runs.steps(tmp_path / "whole")[step].items() if name != "eval/loss"}
     assert tiny_runs.steps(tmp_path / "run") == [*tiny_runs.steps(tmp_path / "whole")[:step], without]
     assert train(make("run"), world) == ("done", "")
     assert tiny_runs.steps(tmp_path / "run") == tiny_runs.steps(tmp_path / "whole")
