@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import textwrap
 import traceback
@@ -46,6 +47,18 @@ EXAMPLES = """
     mrl config ppo rollout               what the keys of a section mean"""
 
 
+MEANT = {
+    "train": "mrl sft CONFIG fine-tunes, mrl dpo and mrl rm learn from preferences, mrl ppo is reinforcement learning",
+    "export": "mrl convert export RUN OUT writes a Hugging Face folder",
+    "merge": "mrl convert export RUN OUT merges adapters into the model",
+    "import": "mrl convert import HF_DIR OUT writes an mcore checkpoint",
+    "chat": "mrl generate MODEL --chat talks on the terminal",
+    "evaluate": "mrl eval MODEL TASK measures a model",
+    "tokenize": "mrl data show CONFIG shows what rows become; a run tokenizes them itself",
+}
+"""Words of other trainers that are no command here -> what to write."""
+
+
 class _Records(Mapping[str, click.Command]):
     """Name -> command, each made when it is asked for."""
 
@@ -72,6 +85,8 @@ class _Main(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Names what another trainer's command is here."""
         if self.get_command(ctx, args[0]) is None:
+            if args[0] in MEANT:
+                raise UserError(f"mrl {args[0]}: is no command; {MEANT[args[0]]}")
             for command in all_training():
                 if (advice := command.meant_by(args[0])) is not None:
                     raise UserError(f"mrl {args[0]}: {advice}")
@@ -137,6 +152,7 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
     given: dict[str, Any] = {
         "name": name,
         "help": textwrap.dedent(f"    {of.help.strip()}"),
+        "short_help": " ".join(re.split(r"[.:]\s", of.help.strip(), maxsplit=1)[0].removesuffix(".").split()),
         "epilog": _epilog(of.examples),
     }
     if isinstance(of, Group):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 SFT_METRICS: dict[str, str] = {
-    "step": "optimizer steps made, from 1; 0 is the evaluation of `mrl ppo` before training",
+    "step": "optimizer steps made, from 1; 0 is the evaluation before training",
     "train/loss": (
         "mean negative log-likelihood of the global mini-batch's trained tokens, before the step; of `mrl ppo`, "
         "`actor/loss`; of `mrl dpo` and `mrl rm`, their loss; with a teacher, what is minimized"
@@ -135,6 +135,7 @@ PPO_METRICS: dict[str, str] = {
         "mean over held-out prompts of the first reward function's value (without functions, of the reward): of "
         "the greedy answer, or the best of `train.eval_samples`"
     ),
+    "eval/binary": "1 where every value behind `eval/accuracy` is 0 or 1, so that it is a share of prompts; else 0",
     "eval/reward": "mean reward over all answers to held-out prompts; like the accuracy absent where there are none",
     "eval/faults": "calls of reward functions that failed on them and counted as 0",
     "eval/response_length": "mean number of tokens of these answers",

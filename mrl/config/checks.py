@@ -168,6 +168,9 @@ def check_prompt_end(data: PreferenceDataConfig | ScoredDataConfig, form: str | 
             fix = 'give text, as "\\n\\nAssistant:", or null'
             raise ConfigError(f"{section}.prompt_end", "", "ends no prompt", fix)
         of_rows = form or of.format or data.format
+        if end is not None and (of.turns or data.turns):
+            why = "is of raw text, and data.turns makes messages of a text, whose prompt they share"
+            raise ConfigError(f"{section}.prompt_end", end, why, "keep one of them")
         if end is not None and of_rows not in ("auto", "preference"):
             why = f"is of the format preference, and rows have the format {of_rows}"
             raise ConfigError(f"{section}.prompt_end", end, why, "leave it out")

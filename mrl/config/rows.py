@@ -13,9 +13,12 @@ from mrl.config.sources import (
     MOST_BUFFERED,
     SHUFFLE_BUFFER,
     STREAM_HELP,
+    TEMPLATE_HELP,
+    TURNS_HELP,
     Share,
     Source,
     eval_of,
+    markers,
     train_of,
 )
 
@@ -36,7 +39,8 @@ class RowsConfig:
         None, "split of a `datasets` folder or hub id; default train (and test or validation for eval)"
     )
     columns: dict[str, str] = key(dict, "rename fields before a row is read, as {question: prompt, answer: completion}")
-    chat_template: str | None = key(None, "file with a Jinja chat template to use instead of the tokenizer's")
+    turns: Mapping[str, str] = key(dict, TURNS_HELP, parse=markers)
+    chat_template: str | None = key(None, TEMPLATE_HELP)
     packing: bool = key(
         True, "lay sequences end to end without padding (best fit under the micro-batch's token budget); false pads"
     )

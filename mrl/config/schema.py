@@ -307,7 +307,7 @@ class TrainConfig:
     )
     eval_every: int | None = key(
         None,
-        "evaluate every N steps and at the end; null for never unless data.eval is set (then at the end)",
+        "evaluate before training, every N steps and at the end; null: at the end, where data.eval is set",
         minimum=1,
         may_change=True,
     )
@@ -353,6 +353,11 @@ class LogConfig:
     console: Literal["rich", "plain", "none"] = key(
         "rich", "live progress bar, a line per step, or nothing; rich falls back to plain where there is no terminal"
     )
+    every: int = key(
+        1,
+        "show the first step, one every N steps, the last and those with an evaluation; files get every step",
+        minimum=1, may_change=True,
+    )  # fmt: skip
     wandb: WandbConfig = key(WandbConfig, "Weights & Biases")
     tensorboard: bool = key(False, "write event files to output_dir/tb")
 

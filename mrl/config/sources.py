@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -37,7 +38,33 @@ PROMPT_END_HELP = (
     "of pairs in which chosen and rejected are whole texts and there is no prompt: what the prompt ends with, as in "
     '"\\n\\nAssistant:"; it ends with the last that lies in what both texts begin with'
 )
+TURNS_HELP = (
+    "what begins a turn in rows that hold a conversation in one text, by role, as in "
+    '{user: "\\n\\nHuman:", assistant: "\\n\\nAssistant:"}; such texts become messages'
+)
+RAW_TEXT = "none"
+TEMPLATE_HELP = "file with a Jinja chat template to use instead of the tokenizer's; none is raw text without one"
 SHUFFLE_BUFFER, MOST_BUFFERED = 10_000, 10_000_000
+
+
+def markers(raw: Any, path: str) -> dict[str, str] | None:
+    """Returns the markers of turns, by role, that `data.turns` has; {} and None where it has none."""
+    if raw is None or raw == {}:
+        return raw
+    example = 'give {user: "\\n\\nHuman:", assistant: "\\n\\nAssistant:"} or such'
+    if not isinstance(raw, Mapping):
+        raise ConfigError(path, raw, f"is {kind(raw)}", example)
+    for role, marker in raw.items():
+        if role not in typing.get_args(Role):
+            raise ConfigError(f"{path}.{role}", why="is no role of a message", fix=example)
+        if not isinstance(marker, str) or not marker.strip():
+            raise ConfigError(f"{path}.{role}", marker, "marks no turn", example)
+    for role in ("user", "assistant"):
+        if role not in raw:
+            raise ConfigError(f"{path}.{role}", why="is missing, and turns of both are told apart", fix=example)
+    if len(set(raw.values())) < len(raw):
+        raise ConfigError(path, dict(raw), "has one marker for two roles", example)
+    return dict(raw)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,13 +73,14 @@ class Source:
 
     path: str = key(REQUIRED, FORMS)
     columns: dict[str, str] | None = key(None, "rename fields before a row is read")
+    turns: Mapping[str, str] | None = key(None, "what begins a turn in texts, by role", parse=markers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RenderedSource(Source):
     """Rows whose conversations no part of a run renders but the one that reads them."""
 
-    chat_template: str | None = key(None, "file with a Jinja chat template")
+    chat_template: str | None = key(None, "file with a Jinja chat template, or none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

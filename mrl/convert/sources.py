@@ -22,6 +22,7 @@ from mrl.config.backends import OWN
 from mrl.config.command import command_of_data
 from mrl.config.load import from_dict, read_yaml
 from mrl.config.schema import ModelConfig
+from mrl.config.sources import RAW_TEXT
 from mrl.convert.adapters import SavedAdapters, merged, saved_adapters
 from mrl.converters.accounting import LM_HEAD, SCORE, check_model, copies_of
 from mrl.converters.companions import check_companions, companion_files
@@ -445,9 +446,11 @@ def _model_of(
         command = command_of_data(plain)
         run = from_dict(plain, command.root)
         [config] = [part.model for part in command.parts(run) if part.role == (role or "")]
-        if run.data.chat_template is not None and os.path.isfile(run.data.chat_template):
+        if run.data.chat_template in (None, RAW_TEXT):
+            template = None
+        elif os.path.isfile(run.data.chat_template):
             template = Path(run.data.chat_template).read_text(encoding="utf-8")
-        elif run.data.chat_template is not None:
+        else:
             raise CheckpointError(
                 file,
                 why=f"data.chat_template {run.data.chat_template!r} is not there",

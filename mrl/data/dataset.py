@@ -19,6 +19,7 @@ from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
 from mrl.config.urls import shown_url
 from mrl.converters.hf_config import VISION_LANGUAGE
+from mrl.data.dialogue import with_turns
 from mrl.data.encode import NO_TEMPLATE, Encoder, check_system
 from mrl.data.files import BadRow, row_error
 from mrl.data.formats import (
@@ -36,7 +37,7 @@ from mrl.data.noted import NotedRow
 from mrl.data.rows import Part, Rows, open_rows, open_stream
 from mrl.data.splits import Named
 from mrl.data.streamed import MOST_INDEX, Cursor, Exchange, Order, StreamedRows, alone
-from mrl.data.tokenizer import check_chat_template, read_chat_template
+from mrl.data.tokenizer import use_chat_template
 from mrl.data.vision import Vision, WithImages
 from mrl.errors import DataError, UserError, show
 
@@ -99,8 +100,7 @@ class RowDataset(abc.ABC, Generic[T]):
         check_columns(config.columns)
         tokenizer = copy.deepcopy(tokenizer)  # a fast tokenizer must not be used by two threads at once
         if config.chat_template is not None:
-            tokenizer.chat_template = read_chat_template(config.chat_template)
-            check_chat_template(tokenizer)
+            use_chat_template(tokenizer, config.chat_template)
         self._lock = threading.Lock()
         self._rows: Rows | StreamedRows
         if part == "train" and not isinstance(config, PromptsConfig) and config.stream:
@@ -205,7 +205,7 @@ class RowDataset(abc.ABC, Generic[T]):
         """Returns the example that a row becomes. Raises BadRow, or another UserError, without file and line."""
 
     def _row(self, index: int) -> dict[str, Any]:
-        return rename_fields(self._rows[index], self.config.columns)
+        return with_turns(rename_fields(self._rows[index], self.config.columns), self.config.turns)
 
     def _check_vocabulary(self, ids: list[int]) -> None:
         if self.vocab_size is not None and max(ids, default=0) >= self.vocab_size:

@@ -39,7 +39,7 @@ from mrl.errors import DataError, UserError
 T = TypeVar("T", bound=Loaded)
 D = TypeVar("D", bound=Any)
 
-BEFORE = ("columns", "chat_template", "format", "loss_on", "system", "prompt_end", "split", "teacher")
+BEFORE = ("columns", "turns", "chat_template", "format", "loss_on", "system", "prompt_end", "split", "teacher")
 """Keys of a source that say what its rows become."""
 HOW = ("stream", "shuffle_buffer")
 """Keys of a source that say how its rows are read."""

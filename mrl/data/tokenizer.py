@@ -10,6 +10,7 @@ from pathlib import Path
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mrl.config.sources import RAW_TEXT
 from mrl.converters.tokenizer_files import TOKENIZER_FILES
 from mrl.data.files import one_line
 from mrl.errors import ConfigError, DataError, ModelError, quoted
@@ -19,7 +20,7 @@ def load_tokenizer(
     path: str, trust_remote_code: bool = False, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
     """Returns the tokenizer in the folder (or of the hub id) `path`, with the chat template in the file
-    `chat_template` if given.
+    `chat_template` if given; "none" leaves it without one.
 
     Raises ModelError (no such folder, no tokenizer in it, a broken one) or DataError (the template). A tokenizer
     without a chat template is fine here: `SFTDataset` says so if the data needs one.
@@ -49,9 +50,15 @@ def load_tokenizer(
         hint = "model.trust_remote_code: true allows it" if asks_for_code else "get the tokenizer's files again"
         raise ModelError(path, why=f"{where} ({type(e).__name__}: {one_line(e)})", fix=hint) from e
     if chat_template is not None:
-        tokenizer.chat_template = read_chat_template(chat_template)
+        use_chat_template(tokenizer, chat_template)
     check_chat_template(tokenizer)
     return tokenizer
+
+
+def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:
+    """Gives the tokenizer what `data.chat_template` says. Raises DataError."""
+    tokenizer.chat_template = None if chat_template == RAW_TEXT else read_chat_template(chat_template)
+    check_chat_template(tokenizer)
 
 
 def read_chat_template(path: str) -> str:

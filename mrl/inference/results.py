@@ -335,8 +335,8 @@ def _of(result: Mapping[str, Any], k: int) -> Mapping[str, float | None]:
 
 
 def _are_rates(result: Mapping[str, Any]) -> bool:
-    """Returns whether all values of a result are from 0 to 1, and so read as percent."""
-    return statistics.is_bounded([value for row in result["rows"] for value in row["values"]])
+    """Returns whether all values of a result are 0 or 1, and so read as percent."""
+    return statistics.is_binary([value for row in result["rows"] for value in row["values"]])
 
 
 def _name(k: int, *, greedy: bool, rates: bool) -> str:

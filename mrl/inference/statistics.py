@@ -12,6 +12,8 @@ from statistics import NormalDist, fmean, stdev
 
 import numpy as np
 
+from mrl.rewards.scorer import is_binary
+
 LEVEL = 0.95
 EXACT_SIGNS = 16
 """Prompts that differ, up to which every assignment of signs is looked at."""
@@ -31,11 +33,6 @@ def pass_at_k(values: Sequence[float], k: int) -> float:
     ordered = sorted(values)
     ways = math.comb(count, k)
     return math.fsum(value * (math.comb(i, k - 1) / ways) for i, value in enumerate(ordered))
-
-
-def is_binary(values: Sequence[float]) -> bool:
-    """Returns whether all values are 0 or 1."""
-    return all(value in (0.0, 1.0) for value in values)
 
 
 def is_bounded(values: Sequence[float]) -> bool:

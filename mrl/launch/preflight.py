@@ -27,7 +27,7 @@ from mrl.config.checks import (
 from mrl.config.command import Config, OnRows, Part, TrainingCommand
 from mrl.config.rows import RowsConfig
 from mrl.config.schema import CheckpointConfig, ModelConfig
-from mrl.config.sources import RenderedSource, Source
+from mrl.config.sources import RAW_TEXT, RenderedSource, Source
 from mrl.config.stream_checks import streamed_keys
 from mrl.config.urls import shown_url
 from mrl.engine.checks import Sequences
@@ -304,8 +304,8 @@ def _check_data(data: RowsConfig) -> None:
         if isinstance(source, RenderedSource):
             templates[f"{key}.chat_template"] = source.chat_template
     for key, template in templates.items():
-        if template is not None and not os.path.isfile(template):
-            raise DataError(key, quoted(template), "does not exist", "give a Jinja file")
+        if template not in (None, RAW_TEXT) and not os.path.isfile(template):
+            raise DataError(key, quoted(template), "does not exist", "give a Jinja file, or none")
 
 
 def _not_downloaded(key: str, url: str) -> DataError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 Goal = Literal["low", "high"]
@@ -119,6 +119,9 @@ MAIN = (
 SEQUENCE_KL = "actor/sequence_kl"
 """Shown without --all where nothing is rewarded."""
 
+NOT_DRAWN = frozenset({"eval/binary"})
+"""What says how another metric is to be read."""
+
 GOALS: dict[str, Goal] = {
     "train/loss": "low", "eval/loss": "low", "critic/loss": "low", "reward/mean": "high", "reward/*/mean": "high",
     "rewards/accuracy": "high", "distill/divergence": "low", "eval/distill/divergence": "low",
@@ -150,17 +153,29 @@ def _listed(name: str, patterns: Iterable[str]) -> str | None:
     return next((p for p in patterns if Chart("", "", "", (p,)).matches(name)), None)
 
 
-def order_of(name: str) -> tuple[int, str]:
-    """A key that sorts metrics as the page has them."""
-    return next((i for i, chart in enumerate(CHARTS) if chart.matches(name)), len(CHARTS)), name
+def in_order(names: Iterable[str]) -> list[str]:
+    """Returns metrics, each once, in the order of the page."""
+    found = set(names)
+    charts = _ordered(CHARTS, found)
+
+    def place(name: str) -> tuple[int, str]:
+        return next((i for i, chart in enumerate(charts) if chart.matches(name)), len(charts)), name
+
+    return sorted(found, key=place)
+
+
+def _ordered(charts: Sequence[Chart], names: Iterable[str]) -> list[Chart]:
+    """Returns the charts of a page. Where a run has rewards they come first, since its loss says little."""
+    rewarded = any(name.startswith("reward/") for name in names)
+    return sorted(charts, key=lambda chart: rewarded and chart.section != "Reward")
 
 
 def charts_of(names: Iterable[str]) -> list[Chart]:
     """Returns the charts that draw the metrics, each once: a metric that no chart names gets one of its own under
     Other."""
-    left = sorted(set(names))
+    left = sorted(set(names) - NOT_DRAWN)
     found = []
-    for chart in CHARTS:
+    for chart in _ordered(CHARTS, left):
         here = [name for name in left if chart.matches(name)]
         left = [name for name in left if name not in here]
         if here:

@@ -149,6 +149,15 @@
     }));
   }
 
+  // Plotly gives a curve of one value an axis from 1 below it to 1 above: of a learning rate, -1 to 1.
+  function rangeOf(traces, log) {
+    const values = traces.flatMap((trace) => trace.y).filter((y) => y !== null);
+    const value = values[0];
+    if (!values.length || values.some((y) => y !== value) || (log && value <= 0)) return undefined;
+    if (log) return [Math.log10(value) - 0.1, Math.log10(value) + 0.1];
+    return value === 0 ? [-0.05, 1] : [value - Math.abs(value) / 10, value + Math.abs(value) / 10];
+  }
+
   function draw(plot) {
     const { chart, run } = plot;
     const [traces, left] = chart.stacked ? [stackOf(chart, run), []] : tracesOf(chart);
@@ -159,11 +168,12 @@
       const at = data.runs[0].axes[state.axis][i];
       return { type: "line", x0: at, x1: at, yref: "paper", y0: 0, y1: 1, line: { color: "#999", width: 1, dash: "dot" } };
     });
+    const log = state.log && !chart.stacked;
     Plotly.react(plot.node, traces, {
       margin: { l: 58, r: 12, t: 8, b: 42 }, hovermode: "x unified", showlegend: many, shapes: lines,
       legend: { orientation: "h", y: -0.22, font: { size: 11 } }, font: { size: 11, color: "#1f2733" },
       xaxis: { title: { text: AXIS_TITLES[state.axis], standoff: 6 }, zeroline: false },
-      yaxis: { type: state.log && !chart.stacked ? "log" : "linear", zeroline: false, exponentformat: "e" },
+      yaxis: { type: log ? "log" : "linear", zeroline: false, exponentformat: "e", range: chart.stacked ? undefined : rangeOf(traces, log) },
     }, { responsive: true, displaylogo: false, showSendToCloud: false, plotlyServerURL: "" }); // else it offers an upload
     plot.notes.replaceChildren(...[...new Set(left)].map((text) => make("p", { class: "note" },
       words(data.runs.some((run) => run.name === text) ? `${text} has no ${state.axis}: not drawn` : text))));

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 
 from mrl.errors import printable, shortened
-from mrl.report.charts import goal_of, is_main, order_of
+from mrl.report.charts import goal_of, in_order, is_main
 from mrl.report.curves import smoothed
 from mrl.report.differences import Differences
 from mrl.report.runs import Run
@@ -44,7 +44,7 @@ class Figure:
 def figures_of(run: Run) -> list[Figure]:
     """Returns the figures of all metrics of a run, in the order of the page."""
     is_rl = any(name.startswith(("reward/", "actor/")) for name in run.table.curves)
-    return [_figure(run, name, rl=is_rl) for name in sorted(run.table.curves, key=order_of)]
+    return [_figure(run, name, rl=is_rl) for name in in_order(run.table.curves)]
 
 
 def _figure(run: Run, name: str, *, rl: bool) -> Figure:
@@ -95,7 +95,7 @@ def number(value: float | None) -> str:
 def text(runs: Sequence[Run], *, smooth: float, every_metric: bool, blocks: str = BLOCKS) -> str:
     """Returns the table for the terminal: of several runs, each metric's lines together, on one scale."""
     of_runs = [figures_of(run) for run in runs]
-    names = sorted({figure.metric for figures in of_runs for figure in figures}, key=order_of)
+    names = in_order(figure.metric for figures in of_runs for figure in figures)
     shown = [name for name in names if every_metric or is_main(name, rewarded="reward/mean" in names)] or names
     by_place = {(i, figure.metric): figure for i, figures in enumerate(of_runs) for figure in figures}
     widths = [len(printable(name)) for name in shown] + [len(run.name) + 2 for run in runs] * (len(runs) > 1)

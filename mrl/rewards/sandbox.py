@@ -1,14 +1,16 @@
 """Runs Python code that a model wrote, in a child process with limits.
 
 Limited: wall and CPU time, address space, size of each file, open files, no core dumps. On Linux (x86-64, ARM64) a
-seccomp filter takes away other processes (fork and exec of children; threads are allowed), sockets of every kind,
-signals to and tracing of other processes. Elsewhere Python's audit hook does what it can. The child gets a fresh
-working directory, which is removed, an environment without the trainer's variables, and is killed with its group.
+seccomp filter refuses other processes (fork, and exec of children; threads are allowed), sockets of every kind, signals
+to and tracing of other processes, memory outside of the limits, and changes to the machine. Root's capabilities are
+dropped. Landlock (Linux 5.13 and newer) refuses writes outside of the working directory, and the memory, environment
+and open files of other processes. Elsewhere Python's audit hook does what it can. The child gets a fresh working
+directory, which is removed, an environment without the trainer's variables, and is killed with its group.
 
-This is no security boundary. The child runs as the same user: it reads and writes every file that the user may, the
-number of its files is not limited, and a fault of the kernel or of the interpreter is not guarded against. It keeps
-a model's mistakes (endless loops, fork bombs, huge allocations, downloads) from harming a run; against malice, run the
-whole trainer in a container or virtual machine that has nothing to lose.
+This is no security boundary. The child runs as the same user: it reads every file that the user may, the number of its
+files is not limited, and a fault of the kernel or of the interpreter is not guarded against. It keeps a model's
+mistakes (endless loops, fork bombs, huge allocations, downloads) from harming a run; against malice, run the whole
+trainer in a container or virtual machine that has nothing to lose.
 """
 
 from __future__ import annotations

@@ -27,6 +27,11 @@ class Scores:
     faults: tuple[str, ...] = ()  # calls that counted as 0, a line each
 
 
+def is_binary(values: Sequence[float]) -> bool:
+    """Returns whether all values are 0 or 1, so that their mean is a share, which reads as percent."""
+    return all(value in (0, 1) for value in values)
+
+
 class Scorer:
     """Holds the pool of processes that score.
 

@@ -82,7 +82,7 @@ def run(config: ServeConfig, command_line: str = "") -> None:
     keys = config.serve
     with (
         contextlib.ExitStack() as closing,
-        contextlib.closing(open_console(config.log.console, enabled=is_main())) as console,
+        contextlib.closing(open_console(config.log.console, enabled=is_main(), every=config.log.every)) as console,
     ):
         console.doing("reading the model's folder")
         folder = model_folder(config.model.path, weights=config.model.init == "pretrained")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -17,7 +16,7 @@ import torch
 from mrl import metrics
 from mrl.config.command import OnRows
 from mrl.config.load import read_yaml
-from mrl.config.schema import LoraConfig, ModelConfig, RoleConfig
+from mrl.config.schema import LoraConfig, ModelConfig
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.mcore_weights import is_imported
@@ -28,7 +27,7 @@ from mrl.data.encode import Encoder
 from mrl.data.remote import SourceError
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.guards import Problem
-from mrl.engine.lora.folder import adapters, name_base
+from mrl.engine.lora.folder import name_base
 from mrl.engine.stored_weights import mtp_tensors_of_folder
 from mrl.errors import DamagedCheckpoint, DataError, Stopped, UserError
 from mrl.rollout.stops import EndTokens
@@ -85,7 +84,7 @@ def say_done(ranks: Ranks, console: Console, directory: RunDirectory, *, steps: 
     if not ranks.is_main or not console.shows:
         return
     if found := figures(metrics.read(directory.path / "metrics.jsonl")):
-        console.say(f"first -> last: {found}")
+        console.say(f"{'first -> last' if '->' in found else 'last'}: {found}")
     places = [path.name + "/" * path.is_dir() for path in directory.contents()]
     console.say(f"{directory.path} has {', '.join(places)}")
     console.say(
@@ -235,15 +234,6 @@ def say_mtp_layers(ranks: Ranks, console: Console, folders: Mapping[str, str]) -
             if key in EXPORTED:
                 left_out += " and not trained, and what is exported has none"
             console.say(f"{key}: {folder} has layers that predict further tokens (MTP: {some(names, 1)}); {left_out}")
-
-
-def say_adapters(console: Console, key: str, config: RoleConfig) -> None:
-    """Says what `model.lora` stands for on the model of a role; nothing where it has none. key: that of the section."""
-    lora = config.model.lora
-    if lora is not None:
-        shapes = adapters(config.model.path, lora, config.head).values()
-        trained = sum(math.prod(shape.a_shape) + math.prod(shape.b_shape) for shape in shapes)
-        console.say(f"{key}: adapters of rank {lora.rank} on {len(shapes)} weights; their {trained:,} parameters train")
 
 
 def export(

@@ -52,11 +52,17 @@ WITHOUT_MARGIN = ("rewards/chosen", "rewards/rejected")
 WITHOUT_REWARDS = ("actor/sequence_kl",)
 """What is shown in place of the reward where nothing is rewarded, as in distillation."""
 
+HELD_OUT_REWARD = ("held-out reward", "{:z.4g}")
+"""The short name and the format of eval/accuracy where a value is neither 0 nor 1: percent would say nothing."""
+
 FIGURES = ("reward/mean", "actor/sequence_kl", "eval/accuracy", "train/loss", "eval/loss")
 """What the end of a run shows from first to last."""
 
 SampleRow = tuple[str, str, float | None, Mapping[str, float]]
 """(prompt, completion, reward, its parts by label) of a sample; the reward is None where nothing is rewarded."""
+
+PHASES, LONG_STEP_S = ("weights", "rollout", "reward", "log_probs", "update"), 60.0
+"""Phases of a step, and how long one takes whose line says what each of them took."""
 
 LINE_CHARACTERS, CELL_CHARACTERS = 60, 200
 ETA_STEPS = 100
@@ -96,12 +102,12 @@ class Console:
 
 
 class PlainConsole(Console):
-    """A line per step. write: shows one."""
+    """A line per step, of those that `log.every` shows. write: shows one."""
 
     shows = True
 
-    def __init__(self, write: Callable[[str], None] = write_line) -> None:
-        self._clock, self._write = _Clock(0, 0), write
+    def __init__(self, write: Callable[[str], None] = write_line, every: int = 1) -> None:
+        self._clock, self._write, self._every = _Clock(0, 0), write, every
         self._watch = Watch(write)
 
     def say(self, line: str) -> None:
@@ -118,7 +124,9 @@ class PlainConsole(Console):
         self._clock = _Clock(step, total_steps)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.say(f"{_line(step, self._clock.total_steps, metrics)}  eta {self._clock.eta(step, metrics)}")
+        eta = self._clock.eta(step, metrics)
+        if self._clock.is_shown(step, metrics, self._every):
+            self.say(f"{_line(step, self._clock.total_steps, metrics)}  eta {eta}")
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         for prompt, completion, reward, _ in rows:
@@ -130,11 +138,12 @@ class PlainConsole(Console):
 
 
 class LiveConsole(Console):
-    """A line per step, and below them a bar with what the run is doing."""
+    """A line per step, of those that `log.every` shows, and below them a bar with what the run is doing."""
 
     shows = True
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = 1) -> None:
+        self._every = every
         self._terminal = RichTerminal(highlight=False, soft_wrap=True)
         self._clock = _Clock(0, 0)
         self._bar: Progress | None = None
@@ -154,7 +163,8 @@ class LiveConsole(Console):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         total, eta = self._clock.total_steps, self._clock.eta(step, metrics)
-        self.say(_line(step, total, metrics))
+        if self._clock.is_shown(step, metrics, self._every):
+            self.say(_line(step, total, metrics))
         self._update(completed=step, steps=f"step {step}/{total}", eta=f"eta {eta}")
 
     def _update(self, **fields: object) -> None:
@@ -187,11 +197,11 @@ class LiveConsole(Console):
             self._bar = None
 
 
-def open_console(kind: Literal["rich", "plain", "none"], *, enabled: bool) -> Console:
-    """Returns the console of `log.console`. enabled: False on every process but one."""
+def open_console(kind: Literal["rich", "plain", "none"], *, enabled: bool, every: int = 1) -> Console:
+    """Returns the console of `log.console`. enabled: False on every process but one. every: `log.every`."""
     if kind == "none" or not enabled:
         return Console()
-    return LiveConsole() if kind == "rich" and sys.stdout.isatty() else PlainConsole()
+    return LiveConsole(every) if kind == "rich" and sys.stdout.isatty() else PlainConsole(every=every)
 
 
 class _Clock:
@@ -216,6 +226,11 @@ class _Clock:
             return "-"
         return str(datetime.timedelta(seconds=round(per_step_s * (self.total_steps - step))))
 
+    def is_shown(self, step: int, metrics: Mapping[str, float], every: int) -> bool:
+        """Returns whether a step has a line on the terminal."""
+        evaluated = any(name.startswith("eval/") for name in metrics)
+        return step % every == 0 or step in (self.first + 1, self.total_steps) or evaluated
+
 
 def _short(text: str, most: int) -> str:
     """Returns the end of a text that is too long, where its question or answer is."""
@@ -223,13 +238,36 @@ def _short(text: str, most: int) -> str:
 
 
 def _line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    return f"step {step}/{total_steps}  {_values(metrics)}"
+    return f"step {step}/{total_steps}  {_values(metrics)}{_phases(metrics)}"
+
+
+def _phases(metrics: Mapping[str, float]) -> str:
+    """Returns the share of each phase in a step that took minutes; empty where one phase alone is measured."""
+    total_s = metrics.get("perf/step_s", 0.0)
+    shares = {name: metrics[f"perf/{name}_s"] / total_s for name in PHASES if total_s and f"perf/{name}_s" in metrics}
+    if total_s < LONG_STEP_S or len(shares) < 2:
+        return ""
+    return f" ({', '.join(f'{name} {share:.0%}' for name, share in shares.items() if share >= 0.01)})"
 
 
 def _values(metrics: Mapping[str, float]) -> str:
-    hidden = hidden_of(metrics)
-    shown = [(name, short, form) for name, short, form in SHOWN if name in metrics and name not in hidden]
-    return "  ".join(f"{short} {form.format(metrics[name])}" for name, short, form in shown)
+    return "  ".join(f"{short} {form.format(metrics[name])}" for name, short, form in _shown([metrics]))
+
+
+def _shown(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
+    """Returns those of SHOWN that rows of metrics have and that say something."""
+    names = {name for row in rows for name in row}
+    hidden = hidden_of(names)
+    shown = [entry for entry in SHOWN if entry[0] in names and entry[0] not in hidden]
+    if all(map(_is_share, rows)):
+        return shown
+    short, form = HELD_OUT_REWARD
+    return [(entry[0], short, form) if entry[0] == "eval/accuracy" else entry for entry in shown]
+
+
+def _is_share(metrics: Mapping[str, float]) -> bool:
+    """Returns whether eval/accuracy is a share of the prompts, if there is one. Rows of older runs lack eval/binary."""
+    return bool(metrics.get("eval/binary", 0 <= metrics.get("eval/accuracy", 0) <= 1))
 
 
 def hidden_of(metrics: Collection[str]) -> tuple[str, ...]:
@@ -241,11 +279,13 @@ def hidden_of(metrics: Collection[str]) -> tuple[str, ...]:
 
 
 def figures(rows: Sequence[Mapping[str, float]]) -> str:
-    """Returns the first and the last value of each of FIGURES over the steps of a run; empty without steps."""
+    """Returns the first and the last value of each of FIGURES over the steps of a run; empty without steps.
+
+    A metric that has one value is shown without an arrow.
+    """
     parts = []
-    hidden = hidden_of({name for row in rows for name in row})
-    for name, short, form in SHOWN:
-        values = [row[name] for row in rows if name in row]
-        if name in FIGURES and values and name not in hidden:
-            parts.append(f"{short} {form.format(values[0])} -> {form.format(values[-1])}")
+    for name, short, form in _shown(rows):
+        values = [form.format(row[name]) for row in rows if name in row]
+        if name in FIGURES:
+            parts.append(f"{short} {' -> '.join([values[0], *values[1:][-1:]])}")
     return ", ".join(parts)

@@ -41,8 +41,8 @@ from mrl.engine.base import BaseEngine, Ctx
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, DataError
 from mrl.trainers.caches import until_stopped, weights_digest, with_precision
-from mrl.trainers.common import say_all
 from mrl.trainers.console import Console
+from mrl.trainers.opening import say_choices, say_model
 from mrl.trainers.reference import AnswerCache, answers_by, with_reference
 from mrl.trainers.sft import run_task
 from mrl.trainers.signals import StopSignal
@@ -165,8 +165,10 @@ class DPOTask(Task[DPOConfig]):
         with self._reference_keys():
             own = config.reference.engine or config.engine
             engine = build_engine(self._role(self.reference_folder, config.reference_model, own, trains=False))
-            say_all(console, [f"reference: {note}" for note in engine.notes])
+            if config.reference.engine is not None:  # else it chooses as the policy's
+                say_choices(console, {"reference": engine})
             engine.init_model()
+            say_model(console, "reference", engine)
         return engine
 
     def _fill_cache(

@@ -26,12 +26,12 @@ from mrl.trainers.common import (
     is_due,
     log_without_evaluation,
     saved_before,
-    say_adapters,
     say_all,
     say_done,
     say_left_out,
     say_mtp_layers,
 )
+from mrl.trainers.opening import say_choices, say_length, say_model
 from mrl.trainers.rl.collect import Collected
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.prepare import check_rollout, policy_metrics, prepare, rollout_metrics
@@ -64,14 +64,20 @@ def run(config: PPOConfig, command_line: str = "") -> None:
 def train(trainer: Trainer, start: Start, command_line: str) -> None:
     """From building the models to exporting the policy."""
     config, dispatch, directory, console = trainer.config, trainer.dispatch, trainer.directory, trainer.console
-    for role, engine in dispatch.engines.items():  # first: a run that ends for want of memory has said what was chosen
-        say_all(console, [f"{role}.{note}" for note in engine.notes])
+    say_choices(console, dispatch.engines)  # first: a run that ends for want of memory has said what was chosen
     console.doing("building the models")
     dispatch.init_model()
     without = {r: f for r, f in trainer.folders.items() if r != "actor" or config.actor.model.mtp is None}
     say_mtp_layers(dispatch, console, {f"{role}.model.path": folder for role, folder in without.items()})
     for role, engine in dispatch.engines.items():
-        say_adapters(console, f"{role}.model.lora", engine.config)
+        say_model(console, role, engine)
+    for role, base in dispatch.bases.items():
+        console.say(f"{role}: the {base} without its adapters")
+    say_length(
+        console, steps=trainer.total_steps, batch=config.train.global_batch_size, noun="sample",
+        rows=len(trainer.source.dataset),
+        per_epoch=len(trainer.source.dataset) / config.prompts_per_iteration * config.steps_per_iteration,
+    )  # fmt: skip
     progress, experience = restore(trainer, start)
     trainer.collector.rollouts.begin(progress.run_id, progress.step)
     notes = [f"algorithm: {in_words(trainer.recipe)}", f"length: {trainer.total_steps} steps"]

@@ -52,7 +52,6 @@ from mrl.trainers.common import (
     load_newest,
     log_without_evaluation,
     saved_before,
-    say_adapters,
     say_all,
     say_done,
     say_left_out,
@@ -64,6 +63,7 @@ from mrl.trainers.common import (
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.evaluation import Evaluation
 from mrl.trainers.mixture_length import length_of_mixture
+from mrl.trainers.opening import say_choices, say_length, say_model
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed, is_own
 from mrl.trainers.run_lock import RunLock
 from mrl.trainers.saves import Saves, check_background
@@ -164,7 +164,7 @@ def run_task(task: Task[Any], command_line: str = "") -> None:
     """
     log = task.config.log
     metrics.check_packages(log)
-    with contextlib.closing(open_console(log.console, enabled=is_main())) as console:
+    with contextlib.closing(open_console(log.console, enabled=is_main(), every=log.every)) as console:
         _run(task, command_line, console)
 
 
@@ -264,10 +264,13 @@ def role_config(config: SFTConfig, model_path: str) -> RoleConfig:
 def train(trainer: Trainer, start: Start, command_line: str) -> None:
     """From building the model to exporting it."""
     config, engine, directory, console = trainer.config, trainer.engine, trainer.directory, trainer.console
-    say_all(console, engine.notes)  # first: a run that ends for want of memory has said what it was to be built of
+    say_choices(console, {"": engine})  # first: a run that ends for want of memory has said what it was to be built of
     console.doing("building the model")
     engine.init_model()
-    say_adapters(console, "model.lora", engine.config)
+    say_model(console, "model", engine)
+    rows = None if trainer.source.dataset.is_streamed else len(trainer.source.dataset)
+    batch = config.train.global_batch_size
+    say_length(console, steps=trainer.total_steps, batch=batch, noun="row", rows=rows, per_epoch=(rows or 0) / batch)
     task = trainer.task
     if start.checkpoint is not None and task.has_cache(engine):
         start, state = load_newest(engine, directory, config, console, start, functools.partial(saved_state, engine))
@@ -289,7 +292,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     log = metrics.open_metrics(
         directory.path,
         config.log,
-        step=progress.logged,
+        step=progress.logged if progress.step else -1,  # a start that was lost may have made the line of step 0
         config=to_dict(config),
         run_id=progress.run_id,
         enabled=engine.is_main,
@@ -345,6 +348,8 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
     throughput = Throughput(engine)
     if any(engine.max_over_ranks(trainer.stop.requested)):
         raise stopped_after(trainer, progress, None)
+    if progress.step == 0 and trainer.evaluation is not None and config.train.eval_every is not None:
+        evaluate_before(trainer, progress, log)
     if progress.unlogged:  # a signal came in the evaluation after this step
         finish_step(trainer, progress, log, progress.unlogged)
     while progress.step < trainer.total_steps:
@@ -369,6 +374,16 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
         row |= source.metrics | trainer.saves.metrics() | trainer.task.means_of(made, ctx)
         row |= throughput.metrics(batch, step_s=time.perf_counter() - began_s)
         finish_step(trainer, progress, log, row)
+
+
+def evaluate_before(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
+    """Evaluates the model before training, and writes the line of step 0."""
+    assert trainer.evaluation is not None, "nothing to evaluate on"
+    found = trainer.evaluation.run(0)
+    if found is None:
+        raise stopped_after(trainer, progress, None)
+    log.write(0, found)
+    trainer.console.step(0, found)
 
 
 def finish_step(trainer: Trainer, progress: Progress, log: metrics.MetricsLog, row: dict[str, float]) -> None:

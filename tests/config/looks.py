@@ -397,6 +397,11 @@ def printed(run: Run) -> str:
     return "bar" if "\x1b[" in run.said else "lines"
 
 
+def step_lines(run: Run) -> int:
+    """How many lines of steps the terminal had."""
+    return len(re.findall(r"^step \d", run.said, re.MULTILINE))
+
+
 def tensorboard_steps(run: Run) -> list[int] | None:
     """Those whose train/loss is that of metrics.jsonl."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -357,6 +357,7 @@ OFFLINE, NOT_LET_IN = ("offline", "mine", "demo"), Refusal("ConfigError", "401")
 LOG = on_one_backend(
     Row("log.console", looks.printed, [(DEFAULT, "bar"), ("plain", "lines"), ("none", "nothing")], terminal=True),
     Row("log.console", looks.printed, [(DEFAULT, "lines"), ("plain", "lines"), ("none", "nothing")], what="in a pipe"),
+    Row("log.every", looks.step_lines, [(DEFAULT, 3), (2, 3), (9, 2)], {"train.steps": 3}),
     Row("log.wandb.project", looks.wandb_run, [(DEFAULT, None), ("mine", OFFLINE)]),
     Row("log.wandb.name", looks.wandb_run, [(DEFAULT, OFFLINE), ("first", ("offline", "mine", "first"))], WANDB),
     Row("log.wandb.mode", looks.wandb_run, [(DEFAULT, OFFLINE), ("online", Refusal("ConfigError", "log.wandb.mode")),

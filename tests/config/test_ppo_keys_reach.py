@@ -255,6 +255,7 @@ CHECKPOINT = [
 
 LOG = [
     Row("log.console", looks.printed, [("rich", "bar"), ("plain", "lines"), ("none", "nothing")], terminal=True),
+    Row("log.every", looks.step_lines, [(DEFAULT, 3), (9, 2)], THREE),
     Row("log.table", shown, [(DEFAULT, 3), (0, 0), (1, 1)]),
     Row("log.table_every", shown, [(DEFAULT, 3), (1, 6)], TWICE),
     Row("log.samples.every", reach_ppo.sample_files, [(DEFAULT, ["step_1", "step_2", "step_3"]), (2, ["step_1", "step_3"]), (None, [])], THREE),

@@ -87,6 +87,17 @@ def test_every_chart_of_a_run_is_drawn(tab, tmp_path):
     assert tab.js("document.querySelector('#header').innerText").startswith("run\n")
 
 
+def test_rewards_come_first_constants_have_an_axis_of_their_own_and_the_mode_bar_waits_for_the_mouse(tab, tmp_path):
+    rows = [(step, {"train/loss": 2.0 / step, "reward/mean": step / 5, "train/lr": 3e-4}) for step in range(1, 6)]
+    tab.open(write(tmp_path / "out", made_runs.make_run(tmp_path / "run", rows)))
+    assert tab.js("document.querySelector('[data-chart]').dataset.chart") == "reward"
+    drawn(tab, "lr")
+    plot = "document.querySelector('[data-chart=lr] .js-plotly-plot')"
+    low, high = tab.js(f"{plot}._fullLayout.yaxis.range")
+    assert 2e-4 < low < 3e-4 < high < 4e-4
+    assert tab.js(f"getComputedStyle({plot}.querySelector('.modebar')).visibility") == "hidden"
+
+
 def test_runs_of_different_kinds_on_one_axis(tab, tmp_path):
     """The first has no rewards, the second no tokens; one is empty."""
     sft = made_runs.make_sft(tmp_path / "sft")

@@ -149,6 +149,11 @@ def steps(output: pathlib.Path) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if not timed(name)} for row in rows]
 
 
+def updates(output: pathlib.Path) -> list[dict[str, float]]:
+    """Those of `steps` that are of an optimizer step, and not of the evaluation before training."""
+    return [row for row in steps(output) if row["step"] > 0]
+
+
 def rollouts(output: pathlib.Path) -> dict[str, list[str]]:
     """The files of samples/, in lines."""
     return {path.name: path.read_text().splitlines() for path in sorted((output / "samples").glob("*"))}

@@ -74,7 +74,7 @@ def test_other_changes_are_said_with_both_values_and_work(inputs, copy):
     ):  # fmt: skip
         assert f"changed since the checkpoint: {note}" in said, said
     assert said.count("changed since the checkpoint") == 5
-    assert len(runs.steps(copy)) == runs.STEPS
+    assert len(runs.updates(copy)) == runs.STEPS
     assert "\n# layer_spec: local\n" in (copy / "config.yaml").read_text()
 
 
@@ -85,7 +85,7 @@ def test_trap_23_a_longer_run_follows_the_schedule_of_its_new_length(inputs, cop
     assert "train.steps: 12 at the save, 16 now (the learning-rate schedule follows the new length)" in said
     optimizer = from_dict(longer).optimizer
     expected = [learning_rate(i, optimizer=optimizer, total_steps=12 if i < 4 else 16) for i in range(16)]
-    assert [row["train/lr"] for row in runs.steps(copy)] == expected
+    assert [row["train/lr"] for row in runs.updates(copy)] == expected
 
 
 def test_a_finished_run_extended_is_the_longer_run(inputs, tmp_path):
@@ -117,4 +117,4 @@ def test_trap_32_other_data_under_an_old_position_is_refused(inputs, tmp_path, e
     data.write_text("".join(edit(lines)))
     ended, message, _ = runs.train(config, 1)
     assert ended == "CheckpointError" and message.startswith(f"data.train: {data} has ") and says in message, message
-    assert len(runs.steps(tmp_path / "run")) == 3
+    assert len(runs.updates(tmp_path / "run")) == 3

@@ -67,7 +67,7 @@ def test_goes_on_in_another_layout(inputs, whole, tmp_path, chain):
     said = runs.finish(runs.make_config(inputs, tmp_path, chain[-1]), chain[-1].world)
     assert f"after step {3 * (len(chain) - 1)}" in said
     stayed = whole(chain[-1])
-    for ours, theirs in zip(runs.steps(tmp_path), runs.steps(stayed), strict=True):
+    for ours, theirs in zip(runs.updates(tmp_path), runs.updates(stayed), strict=True):
         for name in ("step", "train/lr", "train/tokens"):
             assert ours[name] == theirs[name]
         for name, tolerance in (("train/loss", 1e-6), ("train/grad_norm", 1e-5), ("eval/loss", 1e-6)):

@@ -19,7 +19,9 @@ def start_and_signal(run, signum, to, *, after_steps):
     before = log.stat().st_ino if log.exists() else 0
 
     def made():
-        return log.exists() and log.stat().st_ino != before and log.read_bytes().count(b"\n") >= after_steps
+        return (
+            log.exists() and log.stat().st_ino != before and log.read_bytes().count(b"\n") > after_steps
+        )  # a line is of step 0
 
     try:
         assert wait_for(made, process), (run.folder / "err").read_text()
@@ -42,7 +44,7 @@ def start_and_signal(run, signum, to, *, after_steps):
 def stop(run, signum, to, *, after_steps):
     """As start_and_signal, for a signal that saves. Returns the step that was made last."""
     code, err = start_and_signal(run, signum, to, after_steps=after_steps)
-    made = len(runs.steps(run.output))
+    made = len(runs.updates(run.output))
     assert code == 75 and len(err.splitlines()) == 1 and signum.name in err, f"exit code {code}\n{err}"
     assert f"after step {made} of {runs.STEPS}" in err and after_steps <= made < runs.STEPS
     assert runs.newest(run.output).name == f"step_{made:08d}"

@@ -39,7 +39,7 @@ def test_trap_23_the_schedule_goes_on_by_one_a_step(inputs, tmp_path):
     assert small["engine.pt.schedule_step"] == 3
     optimizer = from_dict(config).optimizer
     expected = [learning_rate(i, optimizer=optimizer, total_steps=runs.STEPS) for i in range(runs.STEPS)]
-    assert [row["train/lr"] for row in runs.steps(tmp_path)] == expected
+    assert [row["train/lr"] for row in runs.updates(tmp_path)] == expected
 
 
 def test_traps_25_and_26_step_counts_are_restored_and_saved_parameters_are_the_optimizers(inputs, tmp_path):
@@ -60,7 +60,7 @@ def test_trap_32_rows_go_on_in_the_middle_of_an_epoch(inputs, tmp_path):
     rows = [json.loads(line)["input_ids"] for line in (inputs / "train.jsonl").read_text().splitlines()]
     order = [i for epoch in range(2) for i in row_order(7, epoch, runs.ROWS)]
     trained = [sum(len(rows[i]) - 2 for i in order[: runs.BATCH * step]) for step in range(1, runs.STEPS + 1)]
-    assert [row["train/tokens"] for row in runs.steps(tmp_path)] == trained
+    assert [row["train/tokens"] for row in runs.updates(tmp_path)] == trained
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import pathlib
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import pytest
 from mrl.config.rewards import CodeReward
 from mrl.rewards.code import code, python_block
 from mrl.rewards.sandbox import Limits, run_python
-from mrl.rewards.sandbox_child import SYSCALLS, build_filter
+from mrl.rewards.sandbox_child import REFUSED, SYSCALLS, build_filter
 
 LIMITS = Limits(time_s=30, memory_mb=512, file_mb=4)
 SHORT = dataclasses.replace(LIMITS, time_s=1)  # for what does not end by itself
@@ -167,6 +169,74 @@ def test_threads_are_allowed():
 def test_c_code_meets_the_filter_too():
     assert run_python("import ctypes\nassert ctypes.CDLL(None).socket(2, 1, 0) == -1", limits=LIMITS).finished
     assert run_python("import ctypes\nassert ctypes.CDLL(None).fork() == -1", limits=LIMITS).finished
+
+
+HAS_LANDLOCK = sys.platform == "linux" and ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
+OF_PARENT = """
+import os
+for name in ("mem", "environ", "maps", "fd/0", "cwd/x", "root/etc/passwd"):
+    try:
+        open(f"/proc/{os.getppid()}/{name}", "rb")
+    except PermissionError:
+        continue
+    raise SystemExit(name)
+"""
+
+
+@pytest.mark.skipif(not HAS_SECCOMP, reason="no seccomp filter for this system")
+@pytest.mark.skipif(not HAS_LANDLOCK and os.getuid() != 0, reason="a user's processes see each other without Landlock")
+def test_the_trainers_memory_and_environment_are_not_read():
+    assert subprocess.run([sys.executable, "-c", OF_PARENT], stderr=subprocess.PIPE, check=False).returncode == 1
+    assert run_python(OF_PARENT, limits=LIMITS).finished
+
+
+@pytest.mark.skipif(not HAS_LANDLOCK, reason="the kernel has no Landlock")
+def test_code_writes_in_its_folder_alone(tmp_path):
+    inside = "open('a', 'w').write('x'); os.mkdir('d'); os.rename('a', 'b'); os.symlink('b', 'c'); os.truncate('b', 0); os.remove('b')"
+    own = "open('/dev/null', 'w').write('x'); open('/dev/stdout', 'w').write('said'); tempfile.NamedTemporaryFile()"
+    ran = run_python(f"import os, tempfile\n{inside}\n{own}", limits=LIMITS)
+    assert ran.finished and ran.output == "said"
+    (tmp_path / "mine").write_text("mine")
+    for call in ("open(p, 'w')", "open(p + '2', 'w')", "os.remove(p)", "os.truncate(p, 0)", "os.symlink('x', p + '3')",
+                 "os.rename(p, 'x')", "os.mkdir(p + '4')", "open('/dev/shm/mrl-test', 'w')"):  # fmt: skip
+        program = f"import os\np = {str(tmp_path / 'mine')!r}\ntry:\n    {call}\nexcept OSError:\n    pass\nelse:\n    raise SystemExit(1)"
+        assert run_python(program, limits=LIMITS).finished, call
+    assert (tmp_path / "mine").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+REFUSED_CALLS = """
+import ctypes, errno, os
+libc = ctypes.CDLL(None, use_errno=True)
+assert "0" * 16 in next(line for line in open("/proc/self/status") if line.startswith("CapEff"))
+for name, args in [
+    ("mount", (b"none", b"/mnt", b"tmpfs", 0, None)), ("umount2", (b"/proc", 0)), ("chroot", (b"/",)),
+    ("sethostname", (b"x", 1)), ("memfd_create", (b"x", 0)), ("shmget", (0, 4096, 0o1600)), ("msgget", (0, 0o1600)),
+    ("semget", (0, 1, 0o1600)), ("unshare", (0x10000000,)), ("acct", (None,)), ("ptrace", (0, 0, 0, 0)),
+    ("swapoff", (b"/x",)),
+]:
+    ctypes.set_errno(0)
+    assert getattr(libc, name)(*args) == -1 and ctypes.get_errno() == errno.EPERM, name
+"""
+
+
+@pytest.mark.skipif(not HAS_SECCOMP, reason="no seccomp filter for this system")
+def test_the_machine_is_left_as_it_is_and_memory_is_the_process_own():
+    assert run_python(REFUSED_CALLS, limits=LIMITS).finished
+
+
+@pytest.mark.parametrize(
+    ("header", "column"),
+    [("x86_64-linux-gnu/asm/unistd_64.h", 0), ("asm-generic/unistd.h", 1)],
+)
+def test_numbers_of_refused_calls_are_the_kernels(header, column):
+    """ARM64 has the generic numbers."""
+    path = pathlib.Path("/usr/include") / header
+    if not path.exists():
+        pytest.skip(f"{path} is not here: apt-get install linux-libc-dev")
+    found = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text()))
+    for name, numbers in REFUSED.items():
+        assert str(numbers[column]) == found.get(name, "None"), name
+    assert len(SYSCALLS["x86_64"].denied) == len(REFUSED) and len(SYSCALLS["aarch64"].denied) == len(REFUSED) - 4
 
 
 @pytest.mark.parametrize("machine", SYSCALLS)

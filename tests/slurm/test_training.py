@@ -219,7 +219,7 @@ def test_a_run_that_was_cancelled_after_a_save_goes_on_with_other_nodes(site, in
     stayed.to_the_end()
     assert site.wait(again).state == "COMPLETED", slurm_site.log(run_dir, again)
     assert slurm_site.history(run_dir, again)[0] == f"start 0 on n1, from checkpoint {saved}"
-    for ours, theirs in zip(runs.steps(run_dir), runs.steps(stayed.output), strict=True):
+    for ours, theirs in zip(runs.updates(run_dir), runs.updates(stayed.output), strict=True):
         assert ours["train/tokens"] == theirs["train/tokens"]
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-5), ours["step"]
     weights = runs.exported(stayed.output)

@@ -102,19 +102,25 @@ def without_a_weight(model: pathlib.Path, folder: pathlib.Path) -> str:
     return str(folder)
 
 
-def test_a_run_that_ends_in_loading_a_model_has_said_its_layer_spec(inputs, tmp_path):
-    broken, engine = without_a_weight(inputs / "model", tmp_path / "model"), {"backend": "megatron"}
+def test_a_run_that_ends_in_loading_a_model_has_said_what_it_chose(inputs, tmp_path):
+    """On a CPU nothing of engine.layer_spec, of which there is one."""
+    broken = without_a_weight(inputs / "model", tmp_path / "model")
+    engine = {"backend": "megatron", "recompute": "selective"}
     config = tiny_runs.make_config(inputs, tmp_path / "run", model={"path": broken}, engine=engine)
     kind, message, said = run_case(1, CASE, config=config)
     assert kind == "ModelError" and "model.norm.weight" in message
-    assert "engine.layer_spec: local (" in said
+    assert "engine.recompute: selective computes" in said and "layer_spec" not in said
 
 
-def test_roles_say_their_layer_spec_before_one_of_them_is_loaded(tmp_path):
+def test_roles_that_agree_share_a_line_before_one_of_them_is_loaded(tmp_path):
     tiny_policies.make_inputs(tmp_path)
     broken = without_a_weight(tmp_path / "model", tmp_path / "broken")
-    changes = {"actor": {"engine": tiny_policies.engine("megatron")}, "critic": {"model": {"path": broken}}}
+    engine = tiny_policies.engine("megatron") | {"recompute": "selective"}
+    changes = {"actor": {"engine": engine}, "critic": {"model": {"path": broken}}}
     config = tiny_policies.make_config(tmp_path, tmp_path / "run", "ppo", **changes)
     kind, message, said = run_case(1, "tests.trainers.rl.cases:train", config=config)
     assert kind == "ModelError" and message.startswith("critic.model.path: ") and "model.norm.weight" in message
-    assert "actor.engine.layer_spec: local (" in said and "critic.engine.layer_spec: local (" in said
+    [line] = [line for line in said.splitlines() if "engine.recompute" in line]
+    assert (
+        line.startswith("actor, critic, reference: engine.recompute: selective computes ") and "layer_spec" not in said
+    )

@@ -14,7 +14,7 @@ def test_distillation_shows_the_kl_of_sequences_where_nothing_is_rewarded(capsys
     assert capsys.readouterr().out == "step 5/10  reward 0.500  eta -\n"
     rows = [{"actor/loss": 0.1, "actor/sequence_kl": kl} for kl in (53.0, 41.0)]
     assert console.figures(rows) == "sequence kl 53 -> 41"
-    assert console.figures([*rows, {"reward/mean": 0.5}]) == "reward 0.500 -> 0.500"
+    assert console.figures([*rows, {"reward/mean": 0.5}]) == "reward 0.500"
 
 
 def test_rewards_of_single_answers_are_shown_and_zero_has_no_sign(capsys):

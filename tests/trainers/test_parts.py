@@ -124,9 +124,44 @@ def test_the_end_says_what_metrics_came_to():
         "reward 0.300 -> 0.700, accuracy 24.5% -> 66.0%"
     )
     assert console.figures([{"train/loss": 2.0}, {"train/loss": 1.0, "eval/loss": 1.5}]) == (
-        "loss 2.0000 -> 1.0000, eval 1.5000 -> 1.5000"
+        "loss 2.0000 -> 1.0000, eval 1.5000"
     )
     assert console.figures([]) == ""
+
+
+def test_percent_is_of_rewards_that_are_0_or_1_alone(capsys):
+    """A mean of 0.75 is no share where values are 0.5 and 1; it stays a number once one evaluation had others."""
+    plain = console.open_console("plain", enabled=True)
+    plain.start(1, 10)
+    other = [{"eval/accuracy": 0.751, "eval/binary": 0.0}, {"eval/accuracy": 5.76, "eval/binary": 0.0}]
+    share = {"eval/accuracy": 0.5, "eval/binary": 1.0}
+    for row in (*other, share):
+        plain.step(2, row)
+    shown = ["held-out reward 0.751", "held-out reward 5.76", "accuracy 50.0%"]
+    assert capsys.readouterr().out.splitlines() == [f"step 2/10  {words}  eta -" for words in shown]
+    assert console.figures(other) == "held-out reward 0.751 -> 5.76"
+    assert console.figures([share, other[0]]) == "held-out reward 0.5 -> 0.751"
+    assert console.figures([{"eval/accuracy": 5.76}]) == "held-out reward 5.76", "of a run of an older version"
+
+
+def test_log_every_shows_the_first_step_the_last_and_evaluations(capsys):
+    plain = console.open_console("plain", enabled=True, every=4)
+    plain.start(2, 11)
+    for step in range(3, 12):
+        plain.step(step, {"train/loss": 1.0} | ({"eval/loss": 2.0} if step == 6 else {}))
+    assert [line.split("/")[0] for line in capsys.readouterr().out.splitlines()] == [
+        f"step {step}" for step in (3, 4, 6, 8, 11)
+    ]
+
+
+def test_a_step_of_minutes_says_what_its_phases_took(capsys):
+    plain = console.open_console("plain", enabled=True)
+    plain.start(0, 9)
+    phases = {"perf/rollout_s": 90.0, "perf/update_s": 29.5, "perf/reward_s": 0.5}
+    plain.step(1, {"perf/step_s": 120.0} | phases)
+    plain.step(2, {"perf/step_s": 12.0} | phases)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "seconds 120.0 (rollout 75%, update 25%)  eta" in first and "(" not in second
 
 
 def test_the_table_comes_with_the_first_rollout_and_every_so_many_steps():

@@ -167,8 +167,9 @@ def test_trap_18_evaluation_changes_nothing_and_trap_27_is_logged_only_where_it_
     config = tiny_runs.make_config(inputs, tmp_path, data={"eval": str(inputs / "eval.jsonl")}, train={"eval_every": 3})
     assert train(config) == ("done", "")
     rows = tiny_runs.steps(tmp_path)
-    assert [row["step"] for row in rows if "eval/loss" in row] == [3, 6, 8]
-    assert [{k: v for k, v in row.items() if k != "eval/loss"} for row in rows] == tiny_runs.steps(whole_run)
+    assert [row["step"] for row in rows if "eval/loss" in row] == [0, 3, 6, 8]
+    assert rows[0].keys() == {"step", "eval/loss"}, "before training"
+    assert [{k: v for k, v in row.items() if k != "eval/loss"} for row in rows[1:]] == tiny_runs.steps(whole_run)
     assert all(torch.equal(a, b) for a, b in zip(weights(tmp_path).values(), weights(whole_run).values(), strict=True))
 
 
@@ -216,10 +217,8 @@ def test_a_signal_inside_an_evaluation_does_not_wait_for_its_end(inputs, tmp_pat
     assert train(make("whole"), world) == ("done", "")
     kind, message = train(make("run"), world, happening="signal_in_evaluation", step=step)
     assert kind == "stopped" and f"after step {step} of 8, saved in" in message
-    without = {
-        name: value for name, value in tiny_runs.steps(tmp_path / "whole")[step - 1].items() if name != "eval/loss"
-    }
-    assert tiny_runs.steps(tmp_path / "run") == [*tiny_runs.steps(tmp_path / "whole")[: step - 1], without]
+    without = {name: value for name, value in tiny_runs.steps(tmp_path / "whole")[step].items() if name != "eval/loss"}
+    assert tiny_runs.steps(tmp_path / "run") == [*tiny_runs.steps(tmp_path / "whole")[:step], without]
     assert train(make("run"), world) == ("done", "")
     assert tiny_runs.steps(tmp_path / "run") == tiny_runs.steps(tmp_path / "whole")
     if step != 8:
@@ -382,7 +381,7 @@ def test_an_evaluation_that_is_not_finite_stops_with_the_step(inputs, tmp_path):
     kind, message = train(config, happening="nan_loss", step=3, part="eval")
     assert kind == "TrainingError"
     assert message.startswith("step 3: the loss on data.eval is nan") and "step_00000002" in message
-    assert [row["step"] for row in tiny_runs.steps(tmp_path)] == [1, 2]
+    assert [row["step"] for row in tiny_runs.steps(tmp_path)] == [0, 1, 2]
 
 
 def test_a_bad_row_in_the_first_batch_is_met_before_anything_is_written(inputs, tmp_path):

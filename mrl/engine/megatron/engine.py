@@ -111,7 +111,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     @property
     def notes(self) -> list[str]:
-        return choices(self.model.layer_spec, self.config.engine, fields_of(dict(self.model.hf)))
+        lines = choices(self.model.layer_spec, self.config.engine, fields_of(dict(self.model.hf)))
+        return lines if self.device.type == "cuda" else lines[1:]  # a CPU has one spec
 
     @property
     def chosen(self) -> dict[str, str]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from mrl.data.prompts import Prompt
-from mrl.rewards.scorer import Scores
+from mrl.rewards.scorer import Scores, is_binary
 from mrl.rollout.base import Trajectory, TrajectorySource
 from mrl.trainers.rl import scoring
 from mrl.trainers.rl.scoring import Scoring
@@ -61,6 +61,8 @@ class Evaluation:
         whole = scoring.joined(scores)
         self.seen(step, trajectories, whole)
         found = {f"eval/{name}": value for name, value in self._measured(trajectories, whole).items()}
+        if whole.parts:
+            found["eval/binary"] = float(is_binary(self.scores.accuracy_of(whole)))
         end = 0
         for of, prompts in self.sets.items():
             start, end = end, end + len(prompts) * self.samples

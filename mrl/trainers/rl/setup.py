@@ -77,7 +77,7 @@ def trainer_of(config: PPOConfig) -> Iterator[Trainer]:
     used.
     """
     metrics.check_packages(config.log)
-    console = open_console(config.log.console, enabled=is_main())
+    console = open_console(config.log.console, enabled=is_main(), every=config.log.every)
     with contextlib.closing(console), _trainer_of(config, console) as trainer:
         yield trainer
 

@@ -1,0 +1,74 @@
+"""The lines that a run begins with: what its engines chose, which models it has, and how long it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from mrl.config.checks import parallel_dims
+from mrl.config.schema import RoleConfig
+from mrl.converters.families import FAMILIES
+from mrl.converters.hf_config import read_hf_config
+from mrl.converters.mtp import announced
+from mrl.converters.rules import expected_hf_names
+from mrl.engine.base import BaseEngine
+from mrl.engine.lora.folder import adapters
+from mrl.trainers.console import Console
+from mrl.words import counted
+
+
+def say_choices(console: Console, engines: Mapping[str, BaseEngine]) -> None:
+    """Says what engines chose. Roles that agree share a line. engines: by role; "" where there is one alone."""
+    roles: dict[str, list[str]] = {}
+    for role, engine in engines.items():
+        for note in engine.notes:
+            roles.setdefault(note, []).append(role)
+    for note, of in roles.items():
+        names = ", ".join(filter(None, of))
+        console.say(f"{names}: {note}" if names else note)
+
+
+def say_length(console: Console, *, steps: int, batch: int, noun: str, rows: int | None, per_epoch: float) -> None:
+    """Says how long a run is.
+
+    batch: rows of a step, which are called `noun`. rows: of data.train, None of a stream. per_epoch: steps that one
+    pass over them takes.
+    """
+    length = f"{counted(steps, 'step')} of {counted(batch, noun)}"
+    if rows is None:
+        console.say(f"data.train: a stream; {length}")
+        return
+    console.say(
+        f"data.train: {counted(rows, 'row')}; {length}, which are {counted(round(steps / per_epoch, 2), 'epoch')}"
+    )
+
+
+def say_model(console: Console, role: str, engine: BaseEngine) -> None:
+    """Says how many parameters of a role's model train, and how the model is laid out. role: as keys name it."""
+    config = engine.config
+    console.say(f"{role}: {_parameters(config)}; {_layout(engine)}, {config.model.dtype}")
+
+
+def _parameters(config: RoleConfig) -> str:
+    hf = read_hf_config(config.model.path)
+    of_model = ""
+    if (family := FAMILIES.get(hf["model_type"])) is not None:  # another one's shapes are known to transformers alone
+        mtp = announced(hf) if config.mtp is not None else 0
+        of_model = f"{_total(expected_hf_names(family, hf, head=config.head, mtp=mtp)):,} "
+    if config.model.lora is not None:
+        shapes = adapters(config.model.path, config.model.lora, config.head).values()
+        trained = sum(math.prod(shape.a_shape) + math.prod(shape.b_shape) for shape in shapes)
+        of = f"adapters of rank {config.model.lora.rank} on {len(shapes)} weights"
+        return f"{of}; their {trained:,} parameters train, and the model's {of_model}do not"
+    return f"{of_model}parameters {'train' if config.optimizer is not None else 'are frozen'}"
+
+
+def _total(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes.values()))
+
+
+def _layout(engine: BaseEngine) -> str:
+    of = engine.config.engine
+    dims = parallel_dims(of.parallel, engine.world_size)
+    where = counted(engine.world_size, "process", "processes")
+    return f"{of.backend}, {dims.describe()} on {where} ({engine.device.type})"
