@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from mrl.config.command import OnRows, TrainingCommand, all_training, command_of_yaml, record
-from mrl.config.keys import types_of, walk
+from mrl.config.keys import walk
 from mrl.config.load import apply_override, load_config, read_yaml
 from mrl.config.rm import FORMAT_OF
 from mrl.config.stream_checks import streamed_keys
@@ -37,11 +37,11 @@ def run(
     raw = read_yaml(path)
     for override in overrides:
         apply_override(raw, override)
-    command = command_of_yaml(raw) if of is None else record(of)
+    command: TrainingCommand[Any] = command_of_yaml(raw) if of is None else record(of)
     stand_ins = _stand_ins(raw, command)
     config = load_config(path, [*stand_ins, *overrides], command.root)
     others = [
-        other.name for other in all_training() if other is not command and raw.keys() <= types_of(other.root).keys()
+        other.name for other in all_training() if other is not command and raw.keys() <= _sections(other.root)
     ]
     hint = f" (--as {' or --as '.join(others)} for another)" if others and of is None else ""
     echo(f"read as a config of mrl {command.name}{hint}")
@@ -79,6 +79,11 @@ def notes(command: TrainingCommand[Any], config: Any) -> list[str]:
     return []
 
 
+def _sections(root: type) -> set[str]:
+    """Returns the names of a config's top level."""
+    return {field.name for field in dataclasses.fields(root)}
+
+
 def _stand_ins(raw: Mapping[str, Any], command: TrainingCommand[Any]) -> list[str]:
     """Returns overrides for keys that a run needs and its rows do not, where the config lacks them."""
 
@@ -98,7 +103,7 @@ def _stand_ins(raw: Mapping[str, Any], command: TrainingCommand[Any]) -> list[st
     required = [key.path for key in walk(command.root) if key.required]
     found = [f"{path}={values[path]}" for path in required if path in values and given(path) is None]
     scores = ("rewards", "reward.model.path", "rollout.environment", "algorithm.distill")
-    if "rewards" in types_of(command.root) and given("algorithm.name") != "opd" and not any(map(given, scores)):
+    if "rewards" in _sections(command.root) and given("algorithm.name") != "opd" and not any(map(given, scores)):
         found.append("rewards={functions: [{name: length, maximum: 1}]}")
     return found
 

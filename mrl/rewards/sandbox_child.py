@@ -35,7 +35,7 @@ class SystemCalls:
 
     def __init__(self, *, audit: int, clone: int, column: int, own: tuple[int, int, int]) -> None:
         self.audit, self.clone, self.own = audit, clone, own
-        self.denied = tuple(numbers[column] for numbers in REFUSED.values() if numbers[column] is not None)
+        self.denied = tuple(n for numbers in REFUSED.values() if (n := numbers[column]) is not None)
 
 
 REFUSED = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -233,12 +233,12 @@ class Model:
                 self._fill(stored.rows)
             if not isinstance(self.files, TableFiles):
                 self.files.names = stored.names
-                self._say_carried(trains=config.optimizer is not None)
+                self._say_carried(stored.names.carried, trains=config.optimizer is not None)
         if self.adapters is not None:
             self.adapters.fill()
 
-    def _say_carried(self, *, trains: bool) -> None:
-        carried = sorted(self.files.names.carried)
+    def _say_carried(self, names: Collection[str], *, trains: bool) -> None:
+        carried = sorted(names)
         if carried and trains and collective.is_main():
             logger.warning(
                 "%s does not read %s of its folder: they do not train, and exports hold them unchanged (%s)",
