@@ -67,7 +67,7 @@ DATA = on_one_backend(
     Row(
         "data.turns", looks.trained_text,
         [(DEFAULT, "Q: 1+1= A: 2<|im_end|>"), ({"user": "Q:", "assistant": "A:"}, "2<|im_end|>")],
-        {"data.train": "{inputs}/turns.jsonl"},
+        {"data.train": "{inputs}/marked.jsonl"},
     ),
     Row(
         "data.chat_template", looks.first_text,
