@@ -19,7 +19,7 @@ from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
 from mrl.config.urls import shown_url
 from mrl.converters.hf_config import VISION_LANGUAGE
-from mrl.data.dialogue import with_turns
+from mrl.data.dialogue import looks_like_dialogue, with_turns
 from mrl.data.encode import NO_TEMPLATE, Encoder, check_system
 from mrl.data.files import BadRow, row_error
 from mrl.data.formats import (
@@ -101,6 +101,7 @@ class RowDataset(abc.ABC, Generic[T]):
         tokenizer = copy.deepcopy(tokenizer)  # a fast tokenizer must not be used by two threads at once
         if config.chat_template is not None:
             use_chat_template(tokenizer, config.chat_template)
+        self._has_template = tokenizer.chat_template is not None
         self._lock = threading.Lock()
         self._rows: Rows | StreamedRows
         if part == "train" and not isinstance(config, PromptsConfig) and config.stream:
@@ -225,6 +226,21 @@ class RowDataset(abc.ABC, Generic[T]):
     def first_rows(self) -> list[tuple[dict[str, Any], str]]:
         """Returns `first_row` of each source."""
         return [self.first_row()]
+
+    def notes(self) -> list[str]:
+        """Returns lines on the first row of each source, for people. Raises as `first_row`."""
+        return [*self.unread_fields(), *self._dialogue()]
+
+    def _dialogue(self) -> list[str]:
+        """Returns a line where a text holds a whole conversation, which the chat template makes one turn of."""
+        row, where = self.first_row()
+        field = looks_like_dialogue(row) if self._has_template else None
+        if field is None:
+            return []
+        return [
+            f"{where}: {field} looks like a conversation in one text, and the chat template makes one turn of it; "
+            "data.turns makes messages of such texts, data.chat_template=none takes them as they are"
+        ]
 
     def unread_fields(self) -> list[str]:
         """Returns a line on the fields that nothing reads, of the first row of each source. Raises as `first_row`."""

@@ -69,7 +69,7 @@ def eval_rows(data: Any, make: Callable[[Any], RowDataset[T]]) -> dict[str, RowD
 
 
 def notes_of_rows(train: RowDataset[Any] | None, evaluation: Mapping[str, RowDataset[Any]]) -> list[str]:
-    """Returns lines on files that both data.train and data.eval name, and on fields that nothing reads. Raises
+    """Returns lines on files that both data.train and data.eval name, and on the first rows. Raises
     DataError where a folder or a glob brought a file into both."""
     of_train = [] if train is None else train.named
     of_eval = [
@@ -77,8 +77,8 @@ def notes_of_rows(train: RowDataset[Any] | None, evaluation: Mapping[str, RowDat
         for name, rows in evaluation.items()
         for one in rows.named
     ]
-    unread = [line for rows in (train, *evaluation.values()) if rows is not None for line in rows.unread_fields()]
-    return [*check_apart(of_train, of_eval), *unread]
+    noted = [line for rows in (train, *evaluation.values()) if rows is not None for line in rows.notes()]
+    return [*check_apart(of_train, of_eval), *noted]
 
 
 def _made(

@@ -40,9 +40,7 @@ def run(
     command: TrainingCommand[Any] = command_of_yaml(raw) if of is None else record(of)
     stand_ins = _stand_ins(raw, command)
     config = load_config(path, [*stand_ins, *overrides], command.root)
-    others = [
-        other.name for other in all_training() if other is not command and raw.keys() <= _sections(other.root)
-    ]
+    others = [other.name for other in all_training() if other is not command and raw.keys() <= _sections(other.root)]
     hint = f" (--as {' or --as '.join(others)} for another)" if others and of is None else ""
     echo(f"read as a config of mrl {command.name}{hint}")
     if command.task is None:
@@ -203,7 +201,7 @@ class Read:
         key = f"data.{self.part}.{self.name}".rstrip(".")
         number = "streamed rows" if self.dataset.is_streamed else counted(len(self.dataset), "row")
         yield f"{key}: {self.dataset.path}: {number}{form}"
-        yield from self.dataset.unread_fields()
+        yield from self.dataset.notes()
         batch = self.command.rows_of_batch(self.config)
         packs = self.has_batch and self.part == "train" and not self.command.generates and batch <= LARGEST
         kept = list(itertools.islice(self._rows(Report()), max(rows, batch if packs else 0)))

@@ -189,8 +189,9 @@ def watching(seen: Seen) -> Iterator[None]:
         seen.note_engine(trainer)
 
     def noted(data: Batch, predictions: Any, ctx: Any) -> Any:
-        seen.micro_batches.append(MicroBatch.of(data, seen.steps))
-        seen.note_loss(engine[0])
+        if engine:  # else it is the evaluation before training
+            seen.micro_batches.append(MicroBatch.of(data, seen.steps))
+            seen.note_loss(engine[0])
         return loss(data, predictions, ctx)
 
     hook = register_module_forward_pre_hook(seen.note_call)

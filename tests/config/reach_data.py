@@ -65,6 +65,11 @@ DATA = on_one_backend(
         {"data.train": "{inputs}/columns.jsonl"},
     ),
     Row(
+        "data.turns", looks.trained_text,
+        [(DEFAULT, "Q: 1+1= A: 2<|im_end|>"), ({"user": "Q:", "assistant": "A:"}, "2<|im_end|>")],
+        {"data.train": "{inputs}/marked.jsonl"},
+    ),
+    Row(
         "data.chat_template", looks.first_text,
         [
             (DEFAULT, "<|im_start|>user\n0=<|im_end|>\n<|im_start|>assistant\n0<|im_end|>\n"),

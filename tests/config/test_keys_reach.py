@@ -312,7 +312,7 @@ TRAIN = [
             IN_TWOS | {"train.steps": DEFAULT},
         ),
         Row(
-            "train.eval_every", looks.steps_with("eval/loss"), [(DEFAULT, [3]), (1, [1, 2, 3]), (2, [2, 3])],
+            "train.eval_every", looks.steps_with("eval/loss"), [(DEFAULT, [3]), (1, [0, 1, 2, 3]), (2, [0, 2, 3])],
             EVAL | {"train.steps": 3},
         ),
         Row("train.eval_batches", looks.evaluated_rows, [(DEFAULT, [0, 1, 2, 3, 4, 5]), (1, [0, 1, 2, 3])], EVAL),
@@ -327,7 +327,7 @@ TRAIN = [
 ELSEWHERE = {"output_dir": "{run}/earlier"}
 CHECKPOINT = [
     Row(
-        "checkpoint.every", looks.checkpoints(), [(DEFAULT, [3]), (1, [1, 2, 3]), (2, [2, 3])],
+        "checkpoint.every", looks.checkpoints(), [(DEFAULT, [3]), (1, [0, 1, 2, 3]), (2, [0, 2, 3])],
         {"train.steps": 3, "checkpoint.keep": None}, on=MEGATRON,
     ),
     Row(

@@ -282,6 +282,7 @@ IN_OTHER_TESTS = {
     **{f"rollout.server.{name}": "tests/rollout/test_vllm_parts.py" for name in ("memory_fraction", "tp")},
     "rewards.concurrency": "tests/rewards/test_pool.py",
     "data.packing": "tests/config/test_roles.py",
+    "data.turns": "tests/data/test_dialogue.py",
     **{f"reference.server.{name}": "tests/trainers/test_teacher_server.py" for name in (
         "url", "name", "concurrency", "timeout_s", "key_variable")},
 }  # fmt: skip

@@ -42,6 +42,10 @@ REFUSED = [
     (("data.mix_by=tokens",), 'data.mix_by: value "tokens" is not used where data.train is one path'),
     (('data.prompt_end=""',), 'data.prompt_end: value "" ends no prompt; give text'),
     (
+        ('data.prompt_end="A:"', "data.turns={user: 'U:', assistant: 'A:'}"),
+        'data.prompt_end: value "A:" is of raw text',
+    ),
+    (
         (*GRADED, "data.prompt_end=x"),
         'data.prompt_end: value "x" is of the format preference, and rows have the format',
     ),
