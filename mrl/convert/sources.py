@@ -425,11 +425,8 @@ def checkpoint_folder(path: str | Path) -> Path:
             raise CheckpointError(path, why=why, fix="see `mrl convert import`")
         if (path.parent / MARKER).is_file():
             raise CheckpointError(path, why=f"is a part of the checkpoint {path.parent}", fix="give that")
-        raise CheckpointError(
-            path,
-            why="holds no whole checkpoint of mrl",
-            fix=f"give one such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run",
-        )
+        fix = f"give one such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
+        raise CheckpointError(path, why="holds no whole checkpoint of mrl", fix=fix)
     return Path(found)
 
 

@@ -7,6 +7,7 @@ The engine holds the model whose turn it is; what trains of the others waits in 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 import os
@@ -111,7 +112,6 @@ class Models:
         keys: ServeKeys,
     ) -> None:  # fmt: skip
         self.engine, self.tokenizer, self.lora, self.folder, self.keys = engine, tokenizer, lora, folder, keys
-        self.ends = EndTokens.of(folder, tokenizer)
         self.start = engine.trained_state()
         self.waiting: dict[str, Held] = {}
         self.snapshots: dict[str, Held] = {}
@@ -129,6 +129,11 @@ class Models:
             ops.Thaw: self._thaw, ops.SampleAll: self._sample_all, ops.Forget: self._forget,
             ops.Suspend: self._suspend, ops.Resume: self._resume,
         }  # fmt: skip
+
+    @functools.cached_property
+    def ends(self) -> EndTokens:
+        """The tokens that end a completion."""
+        return EndTokens.of(self.folder, self.tokenizer)
 
     def do(self, operation: Any) -> Any:
         """Does an operation and returns what came of it. Collective. A UserError is raised on every rank alike, and the

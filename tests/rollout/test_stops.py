@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from mrl.data.encode import Encoder
 from mrl.errors import ModelError
 from mrl.rollout.stops import EndTokens, StopTexts, end_tokens
-from tests.data import tiny_tokenizers
+from tests.data import test_ends, tiny_tokenizers
 
 
 def byte_fallback():
@@ -122,3 +122,11 @@ def test_the_end_of_a_chat_templates_turns_is_an_end_token(tmp_path, template, n
     assert found == EndTokens.of(str(tmp_path), tokenizer, [Encoder(tokenizer, "last")])
     assert found.added == added and set(found.ids) == {*end_tokens(str(tmp_path), tokenizer), *added}
     assert [("'<|im_end|>' (3)" in line, "as well" in line) for line in found.notes(tokenizer, "as well")] == [(True, True)] * len(added)  # fmt: skip
+
+
+def test_an_end_that_also_closes_reasoning_is_none(tmp_path):
+    """gpt-oss ends a conversation with its EOS; <|end|> is after earlier turns, and after the analysis of each."""
+    tokenizer = test_ends.make_tokenizer(test_ends.BY_PLACE, eos="<|return|>")
+    found = EndTokens.of(str(tmp_path), tokenizer)
+    assert found == EndTokens((tokenizer.convert_tokens_to_ids("<|return|>"),), ())
+    assert found.notes(tokenizer, "") == []

@@ -98,6 +98,16 @@ def test_a_chat_streams_what_it_would_answer(client, model):
     assert [piece.choices[0].finish_reason for piece in pieces if piece.choices][-1] == whole.finish_reason
 
 
+def test_a_completion_ends_where_the_template_ends_turns(client, server, model):
+    """The tokenizer's EOS is another token."""
+    line = "end tokens: the chat template ends a turn with '<|im_end|>' (3), no end token of the model's folder"
+    assert server.log.read_text().count(line) == 1
+    answer = client.completions.create(model=model, prompt=[5, 20], max_tokens=24, n=64, seed=1, logprobs=0)
+    tokens = [(choice.finish_reason, choice.logprobs.tokens) for choice in answer.choices]
+    ended = [(reason, of.index("<|im_end|>") + 1 - len(of)) for reason, of in tokens if "<|im_end|>" in of]
+    assert ended and set(ended) == {("stop", 0)}
+
+
 def test_a_policy_is_read_while_it_trains(client, server, model):
     """A named save is a model of its own, and stays what it was."""
     trained = server.train(seed=1)

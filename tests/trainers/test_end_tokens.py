@@ -84,9 +84,10 @@ def test_a_policy_stops_at_the_end_of_its_turn(tmp_path):
     )  # fmt: skip
     kind, message, *_ = run_case(1, "tests.trainers.rl.cases:train", config=config)
     assert kind == "done", message
-    sampled = [row["tokens"] for rows in tiny_policies.samples_of(tmp_path / "run").values() for row in rows]
-    stopped = [tokens for tokens in sampled if end in tokens]
-    assert stopped and all(tokens.index(end) == len(tokens) - 1 for tokens in stopped)
+    rows = [row for rows in tiny_policies.samples_of(tmp_path / "run").values() for row in rows]
+    answers = [(row["finished"], row["tokens"][row["mask"].index(1) :]) for row in rows]
+    ended = [(finished, tokens.index(end) + 1 - len(tokens)) for finished, tokens in answers if end in tokens]
+    assert ended and set(ended) == {(True, 0)}
     assert ends_of(tmp_path / "run/hf") == [eos, end]
 
 
