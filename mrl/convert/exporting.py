@@ -38,8 +38,8 @@ from mrl.converters.safetensors_io import (
     tensor_bytes,
 )
 from mrl.converters.tokenizer_files import add_end_tokens, write_chat_template
-from mrl.engine.lora.folder import name_base, write_adapter
-from mrl.engine.lora.shapes import WEIGHTS
+from mrl.engine.lora.folder import name_base, read_adapter, write_adapter
+from mrl.engine.lora.shapes import CONFIG, WEIGHTS
 from mrl.engine.torch_dist.data_files import ItemFile, as_bytes
 from mrl.errors import CheckpointError
 
@@ -110,6 +110,19 @@ def export_hf(
             with work.finishing() as folder:
                 _finish(folder, source, files)
         return Exported(Path(out), source.what, len(files.tensors), len(shards), total, _notes(source))
+
+
+def merged_copy(adapter: Path, root: Path) -> str:
+    """Returns a folder below `root` that holds the model which an adapter folder makes of its base. It is made once."""
+    read_adapter(adapter)  # for what it refuses
+    found = hashlib.sha256()
+    for name in (CONFIG, WEIGHTS):
+        found.update((adapter / name).read_bytes())
+    out = root / found.hexdigest()[:12]
+    if not out.exists():
+        root.mkdir(parents=True, exist_ok=True)
+        export_hf(adapter, out)
+    return str(out)
 
 
 def export_adapter(path: str | Path, out: str | Path, *, model: str | None = None, role: str | None = None) -> Exported:

@@ -37,6 +37,9 @@ from mrl.parallel import ParallelDims
 MOST_PROCESSES = 1024
 """Processes that a layout alone, without --nproc, is given on a machine without GPUs."""
 
+_TAKE_ADAPTERS = ("actor.model", "critic.model", "reward.model")
+"""Sections whose path may be an adapter folder."""
+
 _DATA_SUFFIXES = (".jsonl", ".json", ".gz", ".zst", ".parquet", ".csv", ".txt", ".arrow")
 
 
@@ -214,14 +217,8 @@ def read_model_config(model: ModelConfig, key: str = "model") -> dict[str, Any]:
     folder = pathlib.Path(model.path)
     if os.path.isdir(model.path):  # of os.path: pathlib raises where a name is too long
         path = folder / "config.json"
-        if not path.is_file() and (folder / "adapter_config.json").is_file():
-            raise ModelError(
-                f"{key}.path",
-                quoted(model.path),
-                "is an adapter and no model",
-                "set model.lora.export to merged in the run that made it, or make a model of its checkpoint with "
-                "`mrl convert export`",
-            )
+        if _is_adapter(model):
+            return read_model_config(_base_of(model, key), key)
         if not path.is_file():
             hf = folder / "hf"
             is_run = (hf / "config.json").is_file()
@@ -242,7 +239,28 @@ def config_folder(model: ModelConfig, key: str) -> str:
     """Returns the folder of a model's config.json, which may be all that is there: of a hub id, that of its download.
 
     For a model whose config.json has been read."""
+    if _is_adapter(model):
+        return config_folder(_base_of(model, key), key)
     return model.path if os.path.isdir(model.path) else str(_from_hub(model.path, key).parent)
+
+
+def _is_adapter(model: ModelConfig) -> bool:
+    folder = pathlib.Path(model.path)
+    return not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file()
+
+
+def _base_of(model: ModelConfig, key: str) -> ModelConfig:
+    """Returns the base of an adapter folder, which a run of `mrl ppo` merges at its start. Raises ModelError."""
+    base = _read_json(pathlib.Path(model.path) / "adapter_config.json").get("base_model_name_or_path")
+    why, place = "is an adapter and no model", base if isinstance(base, str) else ""
+    if key not in _TAKE_ADAPTERS:
+        fix = "merge it with `mrl convert export ADAPTER OUT` and give OUT"
+    elif not place or (place.startswith((".", "/", "~")) and not os.path.isdir(place)):
+        why = f"is an adapter over {base!r}, which is not here"
+        fix = "merge it with `mrl convert export ADAPTER OUT --model BASE` and give OUT"
+    else:
+        return dataclasses.replace(model, path=place)
+    raise ModelError(f"{key}.path", quoted(model.path), why, fix)
 
 
 def _check_weights(model: ModelConfig, folder: pathlib.Path, key: str) -> None:

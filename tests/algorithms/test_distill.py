@@ -78,6 +78,14 @@ def test_far_apart_is_finite(kind):
     assert value.isfinite().all() and slope.isfinite().all() and value > 0
 
 
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_a_tail_of_nothing_moves_with_nothing(kind):
+    """The student has no probability left for the half that the teacher gives the tail."""
+    teacher, student = torch.tensor([[0.25, 0.25]]).log(), torch.tensor([[0.75, 0.25]]).log()
+    slopes = [divergence(student, teacher, kind=kind, beta=BETA, tail=tail)[1] for tail in (True, False)]
+    assert torch.equal(*slopes) and (slopes[0] != 0).any()
+
+
 def test_an_id_that_the_student_lacks_is_of_the_tail():
     """A teacher with more rows than the student: its log-prob is -inf, and its place counts nowhere else."""
     teacher, student = logits(1).log_softmax(1), logits(2).log_softmax(1)

@@ -154,6 +154,21 @@ def test_metrics_are_means_over_answers_pairs_and_tokens():
     assert 0 < found["rewards/accuracy"] < 1, "the numbers of the test tell nothing of the accuracy"
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_rewards_are_those_of_the_loss(name):
+    """beta times the ratio to the reference, or the mean log-prob of a loss that has no reference, orpo's too."""
+    batch, log_probs, reference = sequences(7)
+    batch = with_denominators(batch, group=1) if name == "kto" else batch
+    _, found = computed(name, Numbers(beta=0.7), batch, torch.tensor([x for row in log_probs for x in row]))
+    sums = [sum(row) for row in answers_of(log_probs)]
+    means = [total / count for total, (_, count) in zip(sums, COUNTS, strict=True)]
+    ratios = [a - b for a, b in zip(sums, reference, strict=True)]
+    rewards = [0.7 * x for x in (means if name in ("orpo", "simpo") else ratios)]
+    expected = {"rewards/chosen": sum(rewards[::2]) / 3, "rewards/rejected": sum(rewards[1::2]) / 3}
+    expected["rewards/margin"] = expected["rewards/chosen"] - expected["rewards/rejected"]
+    assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+
+
 def test_only_answers_count_whatever_prompts_have():
     batch, log_probs, _ = sequences(1)
     flat_T = torch.tensor([x for row in log_probs for x in row])

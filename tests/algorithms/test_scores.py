@@ -132,8 +132,8 @@ def test_metrics_are_of_scores():
     assert found["rewards/margin"] == pytest.approx((-2 + 1.5 + 0) / 3)
     assert found["rewards/accuracy"] == pytest.approx(1 / 3)  # equal scores are in no order
     values = torch.zeros(15, dtype=torch.float64)
-    values[4], values[7], values[13], values[14] = 2.0, -2.0, 1.0, 3.0
-    assert computed("regression", 0.0, values)[1] == {"rewards/mean": 1.0, "rewards/error": pytest.approx(0.375)}
+    values[4], values[7], values[13], values[14] = 1.0, -2.5, 1.0, 2.0  # off by -0.5, -0.5, 1 and -1
+    assert computed("regression", 0.0, values)[1] == {"rewards/mean": 0.375, "rewards/error": 0.75}
     values = torch.full((13,), -1.0, dtype=torch.float64)
     values[1] = values[3] = 0.1  # right, wrong; the others say no, to 0.4, 1.0, 0.0 and 0.5
     assert computed("steps", 0.0, values)[1] == {"steps/accuracy": pytest.approx(4 / 6), "steps/right": 2 / 6}

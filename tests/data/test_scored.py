@@ -50,11 +50,11 @@ def read_after(tokenizer, sequence) -> list[str]:
 )
 def test_pairs_are_whole_conversations_read_at_their_last_token(tmp_path, row):
     tokenizer = make_tokenizer()
-    made = dataset(tmp_path, {**row, "margin": 0.5}).load(0)
+    made = dataset(tmp_path, {**row, "margin": -0.5}).load(0)
     start = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
     texts = [start + "4<|im_end|>\n", start + "fish<|im_end|>\n"]
     assert [read_after(tokenizer, s) for s in made.sequences] == [[text] for text in texts]
-    assert made.margin == 0.5
+    assert made.margin == -0.5
 
 
 def test_a_string_row_has_its_tools_and_template_arguments_as_in_mrl_ppo(tmp_path):
@@ -260,11 +260,11 @@ def test_long_rows_are_refused_or_dropped_whole_and_bad_ones_skipped(tmp_path):
 
 def test_a_batch_reads_the_last_token_and_counts_what_is_divided_by(tmp_path):
     """The batch has one label more than the answer, so that its last token has a value."""
-    rows = [dataset(tmp_path, {**PAIR, "margin": m}, pad="<s>").load(0) for m in (0.5, 2)]
+    rows = [dataset(tmp_path, {**PAIR, "margin": m}, pad="<s>").load(0) for m in (-0.5, 2)]
     batch = scored_batch(rows, group=2)
     assert batch.lengths.tolist() == [len(s.ids) for row in rows for s in row.sequences]
     assert batch.loss_mask.nonzero()[:, 0].tolist() == (batch.lengths.cumsum(0) - 1).tolist()
-    assert batch.sequence_fields["margin"].tolist() == [0.5, 0.5, 2, 2] and batch.denominators["units"] == 2
+    assert batch.sequence_fields["margin"].tolist() == [-0.5, -0.5, 2, 2] and batch.denominators["units"] == 2
     rows = [dataset(tmp_path, STEPS, loss="steps").load(0) for _ in range(2)]
     batch = scored_batch(rows, group=1)
     assert (batch.denominators["units"], batch.denominators["tokens"], batch.group) == (6, 6, 1)

@@ -72,6 +72,16 @@ def test_an_interval_covers_near_one():
     assert covered / runs >= 0.92, covered / runs
 
 
+def test_an_interval_of_shares_is_wilsons_of_its_effective_count():
+    """Of pass@k's values, say: Franco et al. 2019, with Korn and Graubard's (z / t)^2; t of 4 degrees by the tables."""
+    values, z, t = [0.5, 0.25, 1.0, 0.75, 0.0], 1.959964, 2.776445
+    mean, squared_error = 0.5, 0.15625 / 5
+    count = mean * (1 - mean) / squared_error * (z / t) ** 2
+    centre, below = (mean + z * z / (2 * count)) / (1 + z * z / count), 1 + z * z / count
+    half = z / below * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
+    assert statistics.interval(values) == pytest.approx((centre - half, centre + half), abs=1e-6)
+
+
 def test_an_interval_of_equal_numbers_has_a_width():
     low, high = statistics.interval([0.5] * 10)
     assert low < 0.3 and high > 0.7

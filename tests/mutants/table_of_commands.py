@@ -150,6 +150,7 @@ GENERATE_AND_EVAL = (
     *_of(
         "inference/statistics.py",
         "inference/test_statistics.py",
+        ("squared_error * (z / t) ** 2)", "squared_error * (z / t))"),
         ("math.comb(i, k - 1) / ways", "math.comb(i, k - 1) * k / count"),
         ("return min(1.0, 2 * ways / 2**count)", "return min(1.0, ways / 2**count)"),
         ("return sum(total >= seen for", "return sum(total > seen for"),

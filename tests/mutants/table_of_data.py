@@ -71,4 +71,21 @@ OF_DATA = (
         ("log_probs_S, rewards_S = weights_S * of.log_probs_S, weights_S * rewards_S", "log_probs_S = of.log_probs_S"),
     ),
     *_of("data/preferences.py", "data/test_preferences.py", ('"units": float(weights_S.sum()) / group', '"units": batch.num_sequences / group')),
+    *_of(
+        "algorithms/preference.py",
+        "algorithms/test_preference.py::test_rewards_are_those_of_the_loss",
+        ("Loss(_log_odds, _orpo, _mean_log_probs)", "Loss(_log_odds, _orpo, _log_odds)"),
+    ),
+    *_of("algorithms/scores.py", "algorithms/test_scores.py", ("errors_N.detach().abs()", "errors_N.detach()")),
+    *_of(
+        "algorithms/distill.py",
+        "algorithms/test_distill.py",
+        (".where(rest_q > LEAST_TAIL, torch.zeros_like(of_tail))", ""),
+    ),
+    *_of("data/scored.py", "data/test_scored.py", ('_number(row["margin"], "margin")', 'abs(_number(row["margin"], "margin"))')),
+    *_of(
+        "trainers/dpo.py",
+        "trainers/test_dpo.py::test_an_evaluation_of_kto_has_its_kl_and_the_margin_of_pairs",
+        ("kl_estimate(policy(others), reference(others))", "kl_estimate(policy(others), reference(batch))"),
+    ),
 )  # fmt: skip

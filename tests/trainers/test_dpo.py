@@ -161,19 +161,23 @@ def oracle_loss(name: str, model: Any, reference: Any, rows: list) -> Tensor:
     if name == "orpo":
         odds = [m - (1 - m.exp()).log() for m in means]
         return nll + beta * mean(-logsigmoid(odds[i] - odds[i + 1]) for i in pairs)
-    prompts = [a.prompt for a in answers]
-    order = [*pairs, *(i + 1 for i in pairs)]
-    kl = 0.0
-    with torch.no_grad():
-        for i, j in zip(order, [*order[1:], order[0]], strict=True):
-            begin = len(answers[j].prompt)
-            ids, mask = prompts[i] + answers[j].ids[begin:], [0] * len(prompts[i]) + answers[j].mask[begin:]
-            kl += float(log_prob(model, ids, mask) - log_prob(reference, ids, mask)) / len(order)
-    z = max(0.0, kl)
+    z = kl_of_others(model, reference, answers)
     signs = [1 if i % 2 == 0 else -1 for i in range(len(answers))]
     weight = {1: own.get("desirable_weight", 1), -1: own.get("undesirable_weight", 1)}
     each = [weight[s] * (1 - torch.sigmoid(beta * s * (r - z))) for s, r in zip(signs, ratios, strict=True)]
     return nll + mean((each[i] + each[i + 1]) / 2 for i in pairs)
+
+
+def kl_of_others(model: Any, reference: Any, answers: list) -> float:
+    """kto's z: each prompt with the answer of the next one, good answers first."""
+    order = sorted(range(len(answers)), key=lambda i: not answers[i].is_chosen)
+    kl = 0.0
+    with torch.no_grad():
+        for i, j in zip(order, [*order[1:], order[0]], strict=True):
+            begin, prompt = len(answers[j].prompt), answers[i].prompt
+            ids, mask = prompt + answers[j].ids[begin:], [0] * len(prompt) + answers[j].mask[begin:]
+            kl += float(log_prob(model, ids, mask) - log_prob(reference, ids, mask)) / len(order)
+    return max(0.0, kl)
 
 
 def oracle(places: pathlib.Path, name: str, kind: str) -> list[float]:
@@ -480,7 +484,7 @@ def test_an_evaluation_of_kto_has_its_kl_and_the_margin_of_pairs(places, tmp_pat
     rows = [json.loads(line) for line in (places / "train.jsonl").read_text().splitlines()[:BATCH]]
     if single:
         rows = [
-            {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2 == 0} for i, row in enumerate(rows)
+            {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 3 == 0} for i, row in enumerate(rows)
         ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = str(tmp_path / "rows.jsonl")
@@ -494,7 +498,11 @@ def test_an_evaluation_of_kto_has_its_kl_and_the_margin_of_pairs(places, tmp_pat
     names = ["kto/kl", "rewards/chosen", "rewards/rejected", *(["rewards/margin"] if not single else [])]
     assert {name for name in found if name.startswith(("rewards/", "kto/"))} == set(names)
     assert [found[f"eval/{name}"] for name in names] == pytest.approx([found[name] for name in names], rel=1e-4)
-    assert found["kto/kl"] > 0
+    data = PreferenceDataConfig(train=path, max_length=64)
+    dataset = PreferenceDataset(data, AutoTokenizer.from_pretrained(places / "model"), paired=False)
+    answers = [answer for i in range(BATCH) for answer in dataset.load(i).answers]
+    models = [AutoModelForCausalLM.from_pretrained(places / name) for name in ("other", "model")]
+    assert found["kto/kl"] == pytest.approx(kl_of_others(*models, answers), rel=1e-4) and found["kto/kl"] > 0
     if not single:
         difference = found["rewards/chosen"] - found["rewards/rejected"]
         assert found["rewards/margin"] == pytest.approx(difference, rel=1e-5) and difference != 0

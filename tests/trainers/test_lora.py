@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mrl import metrics
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
-from mrl.config.schema import ModelConfig
+from mrl.config.schema import LoraConfig, ModelConfig
+from mrl.convert.exporting import export_hf
 from mrl.errors import ConfigError, ModelError
 from mrl.launch.preflight import read_model_config
+from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.tiers import slow_but
 from tests.trainers import tiny_runs
@@ -160,12 +162,52 @@ def test_another_base_is_refused(inputs, whole, tmp_path):
     assert kind == "CheckpointError" and "over the base model" in message and str(other) in message, message
 
 
-def test_an_adapter_is_no_model_to_start_from(whole):
+def test_an_adapter_is_a_model_to_start_from_of_mrl_ppo_alone(whole, tmp_path):
+    adapter = whole("fsdp") / "hf"
     with pytest.raises(ModelError, match="is an adapter and no model; .*mrl convert export"):
-        read_model_config(ModelConfig(path=str(whole("fsdp") / "hf")))
+        read_model_config(ModelConfig(path=str(adapter)))
+    assert read_model_config(ModelConfig(path=str(adapter)), "actor.model")["model_type"] == "qwen3"
+    for base in ("/nowhere/base", None):
+        other = tmp_path / str(base).rpartition("/")[2]
+        shutil.copytree(adapter, other)
+        about = json.loads((other / "adapter_config.json").read_text()) | {"base_model_name_or_path": base}
+        (other / "adapter_config.json").write_text(json.dumps(about))
+        with pytest.raises(
+            ModelError, match=r"^reward.model.path: .*is an adapter over .*, which is not here; .*--model BASE"
+        ):
+            read_model_config(ModelConfig(path=str(other)), "reward.model")
 
 
 # -- mrl ppo -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", slow_but(["fsdp"], ["fsdp", "fsdp dp2"]))
+def test_adapters_as_actor_and_reward_model_are_their_merged_models(rl_inputs, tmp_path, layout):
+    """Bit for bit the run on folders of `mrl convert export`; a second start finds what was merged, and its checkpoint."""
+    runs = {}
+    lora = LoraConfig(rank=2, alpha=4.0)
+    for role, base, head in (("actor", "model", "lm"), ("reward", "scorer", "value")):
+        tiny.make_adapter(str(tmp_path / role), str(rl_inputs / base), lora, head=head)
+        export_hf(tmp_path / role, tmp_path / f"{role}-merged")
+    for way in ("", "-merged"):
+        paths = {role: {"model": {"path": str(tmp_path / f"{role}{way}")}} for role in ("actor", "reward")}
+        runs[way] = tmp_path / f"run{way}"
+        config = tiny_policies.make_config(rl_inputs, runs[way], **paths)
+        kind, message, _ = ppo(config, layout)
+        assert kind == "done", message
+    assert len(list((runs[""] / "merged").iterdir())) == 2
+    tiny_policies.assert_close_metrics(*(tiny_policies.metrics_of(run) for run in runs.values()), bound=0.0)
+    ours, right = (tiny_policies.weights_of(run / "hf") for run in runs.values())
+    assert ours.keys() == right.keys() and all(torch.equal(ours[name], right[name]) for name in right)
+    config = tiny_policies.make_config(
+        rl_inputs,
+        runs[""],
+        actor={"model": {"path": str(tmp_path / "actor")}},
+        reward={"model": {"path": str(tmp_path / "reward")}},
+        train={"steps": 4},
+    )
+    kind, message, said = ppo(config, layout)
+    assert kind == "done" and len(list((runs[""] / "merged").iterdir())) == 2, message
 
 
 def rl_config(rl_inputs, output, **changes):

@@ -33,6 +33,8 @@ from mrl.config.roles import (
     roles_of,
     teacher_names,
 )
+from mrl.convert.adapters import is_adapter
+from mrl.convert.exporting import merged_copy
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import model_fingerprint, model_folder
 from mrl.data.dataset import RowDataset
@@ -41,8 +43,9 @@ from mrl.data.prompts import Prompt, PromptDataset, PromptSource, first_prompts
 from mrl.data.stream import Report
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.base import BaseEngine
-from mrl.engine.collective import is_main
+from mrl.engine.collective import is_main, join_processes, on_main
 from mrl.engine.registry import build_engine
+from mrl.mcore_models.platform import device_type
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.reward_model import RewardModel
 from mrl.rollout.base import Sampler, TrajectorySource
@@ -159,6 +162,10 @@ def _rows(
 def _model_folder(config: PPOConfig, role: str) -> str:
     model = model_of(config, role)
     with keys_of(config, role):
+        adapter = pathlib.Path(model.path).expanduser()
+        if is_adapter(adapter):
+            join_processes(device_type(engine_of(config, role).device))  # one of them merges
+            return on_main(lambda: merged_copy(adapter, pathlib.Path(config.output_dir, "merged")))
         return model_folder(model.path, weights=model.init == "pretrained" and not is_served(config, role))
 
 
