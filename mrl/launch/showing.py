@@ -12,11 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from mrl.config.command import OnRows, TrainingCommand, all_training, command_of_yaml, record
-<<<<<<< HEAD
 from mrl.config.keys import walk
-=======
-from mrl.config.keys import section_keys, walk
->>>>>>> 98a11f3e (Default learning rates by command and adapters, said with their source; a layout is checked against the model before the batch; --host is text)
 from mrl.config.load import apply_override, load_config, read_yaml
 from mrl.config.rm import FORMAT_OF
 from mrl.config.stream_checks import streamed_keys
@@ -44,14 +40,7 @@ def run(
     command: TrainingCommand[Any] = command_of_yaml(raw) if of is None else record(of)
     stand_ins = _stand_ins(raw, command)
     config = load_config(path, [*stand_ins, *overrides], command.root)
-<<<<<<< HEAD
-    others = [
-        other.name for other in all_training() if other is not command and raw.keys() <= _sections(other.root)
-    ]
-=======
-    sections_of = {other.name: {key.path for key in section_keys(other.root)} for other in all_training()}  # type: ignore[arg-type]
-    others = [name for name, sections in sections_of.items() if name != command.name and raw.keys() <= sections]
->>>>>>> 98a11f3e (Default learning rates by command and adapters, said with their source; a layout is checked against the model before the batch; --host is text)
+    others = [other.name for other in all_training() if other is not command and raw.keys() <= _sections(other.root)]
     hint = f" (--as {' or --as '.join(others)} for another)" if others and of is None else ""
     echo(f"read as a config of mrl {command.name}{hint}")
     if command.task is None:
@@ -112,11 +101,7 @@ def _stand_ins(raw: Mapping[str, Any], command: TrainingCommand[Any]) -> list[st
     required = [key.path for key in walk(command.root) if key.required]
     found = [f"{path}={values[path]}" for path in required if path in values and given(path) is None]
     scores = ("rewards", "reward.model.path", "rollout.environment", "algorithm.distill")
-<<<<<<< HEAD
     if "rewards" in _sections(command.root) and given("algorithm.name") != "opd" and not any(map(given, scores)):
-=======
-    if "algorithm.name" in required and given("algorithm.name") != "opd" and not any(map(given, scores)):
->>>>>>> 98a11f3e (Default learning rates by command and adapters, said with their source; a layout is checked against the model before the batch; --host is text)
         found.append("rewards={functions: [{name: length, maximum: 1}]}")
     return found
 
