@@ -7,6 +7,7 @@ signal after a checkpoint was saved, "run me again"; 130 Ctrl-C.
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import sys
@@ -165,7 +166,12 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
             from mrl.launch.start import start
 
             given = {key: words.pop(option.strip("-")) for option, key in of.options.items()}
-            overrides = (f"{key}={value}" for key, value in given.items() if value is not None)
+            texts = {key.path for key in walk(of.root) if key.annotation is str}
+            overrides = (  # quoted: `::` is an address, and a mapping in YAML
+                f"{key}={json.dumps(value) if key in texts else value}"
+                for key, value in given.items()
+                if value is not None
+            )
             code = start(of, **words | {"overrides": (*words["overrides"], *overrides)})
         else:
             code = of.run(**words)

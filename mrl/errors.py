@@ -177,6 +177,7 @@ class Mistakes:
         """Raises the first mistake, with the lines of the next ones in its text, up to `MOST_MISTAKES`."""
         if not self.found:
             return
+        self.found.sort(key=lambda one: one.why.startswith("is missing"))  # a name with a typo may be what is missing
         first, *others = self.found
         first.others = tuple(others)
         lines = [one.line for one in self.found[:MOST_MISTAKES]]

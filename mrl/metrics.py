@@ -131,7 +131,7 @@ def check_packages(log: LogConfig) -> None:
             "log.tensorboard",
             True,
             "needs the package tensorboard",
-            "pip install 'mrl[tensorboard]', or set it to false",
+            "pip install tensorboard, or set it to false",
         )
     if log.wandb.project is not None and importlib.util.find_spec("wandb") is None:
         raise ConfigError(

@@ -176,7 +176,7 @@ def _conversion(out: str) -> Iterator[None]:
 
 IMPORT = Command(
     help="""Make an mcore distributed checkpoint OUT of a Hugging Face folder, a hub id as in Qwen/Qwen3-0.6B, or a GGUF
-    file (pip install 'mrl[gguf]').
+    file (pip install gguf).
 
     Any layout loads it: name it in model.path to train from it. One that was interrupted goes on where it was.
     """,

@@ -44,7 +44,9 @@ class Serve(TrainingCommand[ServeConfig]):
 
         for package in ("starlette", "uvicorn", "google.protobuf"):
             if importlib.util.find_spec(package.partition(".")[0]) is None:
-                raise UserError("mrl serve", why=f"needs the package {package}", fix="pip install 'mrl[serve]'")
+                raise UserError(
+                    "mrl serve", why=f"needs the package {package}", fix="pip install starlette uvicorn protobuf"
+                )
         check_positions(config, read_model_config(config.model, "model"))
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:

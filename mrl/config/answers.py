@@ -8,6 +8,7 @@ from typing import Literal
 
 from mrl.config.rows import StreamedRowsConfig
 from mrl.config.schema import (
+    MOST_SEQUENCES,
     REQUIRED,
     CheckpointConfig,
     EngineConfig,
@@ -44,6 +45,16 @@ class AnswerRowsConfig(StreamedRowsConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswersTrainConfig(TrainConfig):
+    global_batch_size: int = key(
+        REQUIRED,
+        "rows per optimizer step over all ranks, a pair as one",
+        minimum=1,
+        maximum=MOST_SEQUENCES,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswersConfig:
     """A run on answers; each command has `model`, `loss` and `data` of its own."""
 
@@ -54,7 +65,7 @@ class AnswersConfig:
     optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule")
     loss: AnswerLossConfig = key(REQUIRED, "the loss")
     data: AnswerRowsConfig = key(REQUIRED, "the data")
-    train: TrainConfig = key(REQUIRED, "length of the run; its batches count rows")
+    train: AnswersTrainConfig = key(REQUIRED, "length of the run")
     checkpoint: CheckpointConfig = key(CheckpointConfig, "saving and resuming", may_change=True)
     log: LogConfig = key(LogConfig, "where metrics go", may_change=True)
 

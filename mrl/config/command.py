@@ -20,6 +20,7 @@ import mrl
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.keys import types_of, walk
 from mrl.config.phases import Phase, Phases
+from mrl.config.rates import notes
 from mrl.config.rows import RowsConfig
 from mrl.config.schema import (
     CheckpointConfig,
@@ -211,6 +212,12 @@ class TrainingCommand(abc.ABC, Generic[C]):
         built = self.needed(config)
         trained = [part for part in self.parts(config) if part.optimizer is not None and part.role in built]
         return Phases(tuple(Phase(f"update of the {p.role or 'model'}", p.role, "train", size) for p in trained))
+
+    def rate_notes(self, config: C) -> list[str]:
+        """Returns a line for each learning rate that is the default of this command."""
+        built = self.needed(config)
+        parts = [part for part in self.parts(config) if part.optimizer is not None and part.role in built]
+        return notes(self.name, {p.role: (p.optimizer.lr, p.model.lora is not None) for p in parts if p.optimizer})
 
     def server(self, config: C) -> Server | None:
         """Returns the inference server that a run samples from, as many as there are; None where it needs none."""

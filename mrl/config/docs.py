@@ -13,6 +13,7 @@ from typing import Any
 
 from mrl.config import command as commands
 from mrl.config.keys import Key, expected, section_keys, walk
+from mrl.config.rates import table
 from mrl.errors import ConfigError
 
 _HEADER = """\
@@ -29,6 +30,10 @@ zero. An unknown key, a wrong type or keys that contradict each other stop the r
 files, a layout that does not fit, an output_dir that is a model's folder, and an architecture in config.json that the
 engine does not know: `--dry-run` checks these and starts nothing. Weights, tokenizer, rows and checkpoints are looked
 at by the run, before its first step.
+
+Learning rates where a config gives none; a run prints them at its start and writes them to config.yaml:
+
+{rates}
 """
 
 
@@ -36,6 +41,8 @@ def default_text(key: Key) -> str:
     """Returns the default as YAML would write it; `required` where there is none."""
     if key.required:
         return "required"
+    if key.path.endswith("optimizer.lr"):
+        return "by command"
     return _yaml(key.default)
 
 
@@ -63,6 +70,7 @@ def markdown() -> str:
     own = commands.training(commands.own_names())
     header = _HEADER.format(
         files=" and ".join(f"`{command.root.__module__.replace('.', '/')}.py`" for command in own),
+        rates=table(),
         commands=" and of ".join(f"[mrl {command.name}](#mrl-{command.name})" for command in own),
     )
     return header + "".join(f"\n# mrl {command.name}\n\n{tables(command.root)}" for command in own)

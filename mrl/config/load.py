@@ -18,6 +18,7 @@ from mrl.config import yaml_text
 from mrl.config.build import build_section
 from mrl.config.command import check_recognised, command_of
 from mrl.config.keys import kind
+from mrl.config.rates import with_rates
 from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError, Mistakes
 
@@ -81,8 +82,9 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 def from_dict(raw: Mapping[str, Any], root: type[Root] = _SFT) -> Root:
     """Returns a checked config from plain data, as YAML gives it."""
-    config = build_section(root, raw, "", root)
-    command_of(root).check(config)
+    command = command_of(root)
+    config = build_section(root, with_rates(raw, command.name), "", root)
+    command.check(config)
     return config
 
 

@@ -255,7 +255,13 @@ class OptimizerConfig:
         "(docs/muon.md)",
     )
     muon: MuonConfig = key(MuonConfig, "what only muon has")
-    lr: float = key(1e-5, "peak learning rate", above=0, maximum=10)
+    lr: float = key(
+        1e-5,
+        "peak learning rate; by default that of the run that is resumed, else of the command and its adapters: the "
+        "table at the top of docs/config.md",
+        above=0,
+        maximum=10,
+    )
     min_lr: float = key(0.0, "learning rate that the schedule decays to", minimum=0, maximum=10)
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's decay rates")
     eps: float = key(1e-8, "AdamW's epsilon", minimum=1e-30, maximum=100)

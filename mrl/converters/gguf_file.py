@@ -1,4 +1,4 @@
-"""GGUF files (llama.cpp's), read with bounded memory through the package `gguf`, which the extra `mrl[gguf]` brings.
+"""GGUF files (llama.cpp's), read with bounded memory through the package `gguf`, which `pip install gguf` brings.
 
 The package turns blocks of a quantised type into numbers; rows are read here, with `pread`, when they are asked for.
 F32, F16, BF16 and F64 come as they are stored, every quantised type as bf16.
@@ -68,7 +68,7 @@ class Place:
 def package(path: Path) -> ModuleType:
     """Returns the package `gguf`; ConfigError where it is not installed."""
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(path, why="a GGUF file needs the package gguf", fix="install it with pip install 'mrl[gguf]'")
+        raise ConfigError(path, why="a GGUF file needs the package gguf", fix="install it with pip install gguf")
     return importlib.import_module("gguf")
 
 

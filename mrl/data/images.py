@@ -27,7 +27,7 @@ from mrl.data.files import BadRow, one_line
 from mrl.errors import ModelError
 
 SOURCES = ("image", "path", "url", "bytes", "base64", "image_url")
-NO_PILLOW = "reads images, which needs the package pillow; install it with pip install 'mrl[vision]'"
+NO_PILLOW = "reads images, which needs the package pillow; install it with pip install pillow"
 
 
 @dataclasses.dataclass(frozen=True)

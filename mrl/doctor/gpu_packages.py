@@ -160,7 +160,8 @@ def _absent(module: str, name: str, *, gpu: bool, te: bool) -> Finding:
         costs = (
             "torch's attention, norms apart from linear layers, experts one by one but for bfloat16 on H100 and B200"
         )
-        fix = "pip install --no-build-isolation 'mrl[gpu]' (docs/gpu.md), or take NVIDIA's image"
+        package = "'transformer-engine[pytorch]>=2.20.2,<2.21'"
+        fix = f"pip install --no-build-isolation {package} (docs/gpu.md), or take NVIDIA's image"
         return warning(name, f"transformer-engine is not installed: {costs}, torch's AdamW", fix)
     if module == "flash_attn" and gpu and te:
         return note(name, "flash-attn 2 is not installed: see below whether transformer-engine has another kernel")

@@ -34,7 +34,7 @@ from mrl.trainers.common import say_left_out
 from mrl.trainers.console import Console
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.scoring import Scoring
-from mrl.trainers.run_directory import git_state, versions
+from mrl.trainers.run_directory import git_states, versions
 
 AT_ONCE = 256
 """Completions that are sampled together."""
@@ -95,7 +95,7 @@ def evaluate(config: EvalConfig, place: PlaceConfig, console: Console, command_l
         "model": {"given": place.given, "what": place.what, "dtype": config.model.dtype},
         "reward_file": reward_file(config.rewards), "left_out": report.counts,
         "measures": measures_of(outcomes), **totals_of(outcomes), "faults": len(whole.faults),
-        "metrics": metrics, "data": fingerprint, "versions": versions(), "git": git_state(), "command": command_line,
+        "metrics": metrics, "data": fingerprint, "versions": versions(), **git_states(), "command": command_line,
         "config": {name: plain[name] for name in ("seed", "model", "engine", "rollout", "data", "rewards")},
         "world_size": model.dispatch.world_size, "rows": outcomes,
     }  # fmt: skip

@@ -17,7 +17,7 @@ def describe(
 ) -> Iterator[str]:
     """Yields lines of YAML, with comments at the end."""
     yield from dump_config(config).splitlines()
-    for line in (*_notes(parts, layouts), *command.describe(config, parts, layouts)):
+    for line in (*_notes(parts, layouts), *command.rate_notes(config), *command.describe(config, parts, layouts)):
         yield f"# {line}"
 
 

@@ -94,10 +94,11 @@ def check_layout(
     for part in parts:
         with command.keys_of(config, part.role):
             dims = parallel_dims(part.engine.parallel, world_size)
-            check_replicas(dims, *command.smallest_batch(config, part.role), part.role)
             longest, key = command.longest(config)
             packed, generated = command.packing(config), command.generates
             check_part(part, dims, Sequences(longest, key, packed=packed, generated=generated), here=here)
+            # after the model: a degree that it cannot have makes replicas that no batch suffices for
+            check_replicas(dims, *command.smallest_batch(config, part.role), part.role)
         made.append(dims)
     _check_attention(parts)
     _check_userbuffers(parts, made)

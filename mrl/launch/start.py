@@ -50,6 +50,8 @@ def start(
         if (memory := _memory(command, config, world_size)) is not None:
             print(f"# memory: {memory}", flush=True)
         return None
+    for note in command.rate_notes(config) if shows else ():
+        print(note, flush=True)
     command_line = shlex.join(["mrl", *sys.argv[1:]])
     if "cpu" not in preflight.devices(command, config):
         of_gpus = gpu_variables.generation_of_gpus

@@ -79,7 +79,7 @@ def require_math_verify(key: str) -> None:
     """Raises ConfigError naming `key` where math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
-            key, why="the reward math needs the package math-verify", fix="install it with pip install 'mrl[math]'"
+            key, why="the reward math needs the package math-verify", fix="install it with pip install math-verify"
         )
 
 

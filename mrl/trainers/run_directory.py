@@ -82,7 +82,7 @@ class RunDirectory:
         header = (
             HEADER.format(command=command_of(type(config)).name)
             + _provenance(command_line)
-            + "".join(f"# {note}\n" for note in notes)
+            + "".join(f"# {note}\n" for note in (*notes, *command_of(type(config)).rate_notes(config)))
         )
         write_text(temporary, header + dump_config(config))
         os.replace(temporary, self.config)
@@ -258,7 +258,7 @@ def _provenance(command_line: str) -> str:
     """Comment lines with versions, git state and the command line."""
     lines = ["versions: " + ", ".join(f"{name} {version}" for name, version in versions().items())]
     command = without_queries(" ".join(command_line.split())) or "none, started from Python"
-    lines += [f"git: {git_state()}", f"command: {command}"]
+    lines += [f"{name}: {state}" for name, state in git_states().items()] + [f"command: {command}"]
     return "".join(f"# {line}\n" for line in lines)
 
 
@@ -273,16 +273,23 @@ def versions() -> dict[str, str]:
     return found
 
 
-def git_state() -> str:
-    """Returns the commit of the working directory, and whether files that git knows have changed."""
+def git_states() -> dict[str, str]:
+    """Returns the commit of the working directory, and that of mrl's own checkout, or mrl's version without one."""
+    here, own = git_state(os.getcwd()), pathlib.Path(mrl.__file__).parents[1]
+    is_checkout = (own / ".git").exists()  # a wheel's folder may lie below somebody else's repository
+    return {"git": here, "git of mrl": git_state(own) if is_checkout else f"none, version {mrl.__version__}"}
+
+
+def git_state(folder: str | os.PathLike[str]) -> str:
+    """Returns the commit of a folder, and whether files that git knows have changed."""
     try:
-        commit = _git("rev-parse", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no")
+        commit = _git(folder, "rev-parse", "HEAD")
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
         return "not a git repository"
     return commit + (f", {len(changed.splitlines())} files changed since" if changed else ", clean")
 
 
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, timeout=10)
-    return done.stdout.strip()
+def _git(folder: str | os.PathLike[str], *arguments: str) -> str:
+    line = ["git", "-C", os.fspath(folder), *arguments]
+    return subprocess.run(line, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

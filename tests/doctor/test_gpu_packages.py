@@ -36,7 +36,7 @@ def test_absent_ones_cost_what_they_cost():
     assert on_gpu["transformer-engine"].level == "warning"
     assert (
         "one by one but for bfloat16 on H100 and B200" in on_gpu["transformer-engine"].what
-        and "mrl[gpu]" in on_gpu["transformer-engine"].fix
+        and "transformer-engine[pytorch]" in on_gpu["transformer-engine"].fix
     )
     assert {finding.level for finding in on_cpu.values()} == {"note"}
     assert "nothing is lost" in on_gpu["apex"].what and "all-to-all" in on_gpu["deepep"].what

@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+import mrl
 from mrl.config.load import from_dict, load_config
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
@@ -465,14 +466,18 @@ def test_an_older_checkpoint_of_the_same_run_is_refused(tmp_path):
 
 
 def test_config_yaml_has_the_git_state(tmp_path, monkeypatch):
+    """That of the working directory, and of mrl's own checkout; where mrl has none, its version."""
     import subprocess
 
     monkeypatch.chdir(tmp_path)
+    own = pathlib.Path(mrl.__file__).parents[1]
+    line = ["git", "-C", str(own), "rev-parse", "HEAD"]
+    of_mrl = subprocess.run(line, capture_output=True, text=True).stdout.strip() if (own / ".git").exists() else "none"
     RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml train.steps=3")
-    assert (
-        "# git: not a git repository\n# command: mrl sft c.yaml train.steps=3\n"
-        in (tmp_path / "config.yaml").read_text()
+    head, _, rest = (
+        (tmp_path / "config.yaml").read_text().partition(f"# git: not a git repository\n# git of mrl: {of_mrl}, ")
     )
+    assert head and rest.splitlines()[1] == "# command: mrl sft c.yaml train.steps=3"
     identity = ["-c", "user.name=n", "-c", "user.email=e@e", "-c", "commit.gpgsign=false"]
     for command in (["init", "-q"], ["add", "config.yaml"], [*identity, "commit", "-qm", "x"]):
         subprocess.run(["git", *command], check=True)
@@ -481,3 +486,7 @@ def test_config_yaml_has_the_git_state(tmp_path, monkeypatch):
     assert f"# git: {commit}, clean\n" in (tmp_path / "config.yaml").read_text()
     RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml")
     assert f"# git: {commit}, 1 files changed since\n" in (tmp_path / "config.yaml").read_text()
+    (tmp_path / "site" / "mrl").mkdir(parents=True)  # a wheel's folder, below the repository of somebody else
+    monkeypatch.setattr(mrl, "__file__", str(tmp_path / "site" / "mrl" / "__init__.py"))
+    RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml")
+    assert f"# git of mrl: none, version {mrl.__version__}\n" in (tmp_path / "config.yaml").read_text()

@@ -1,0 +1,97 @@
+"""The learning rates that runs have where their config gives none: by command, and by whether adapters train."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from mrl.config.yaml_text import parse
+from mrl.errors import ConfigError
+
+# Adapters take ten times the rate of all weights: Schulman 2025, "LoRA Without Regret" (Thinking Machines Lab).
+_TEN = "ten times that of all weights, as Schulman 2025 (LoRA Without Regret)"
+_SFT = "Ouyang 2022, appendix C.1, rounded"
+_DPO = "TRL 1.16.0, DPOConfig"
+_GRPO = "TRL 1.16.0, GRPOConfig, and verl 0.9.1, actor.optim"
+_CRITIC = "verl 0.9.1, critic.optim"
+RATES: Mapping[tuple[str, str, bool], tuple[float, str]] = {
+    ("sft", "", False): (1e-5, _SFT),
+    ("sft", "", True): (1e-4, _TEN),
+    ("dpo", "", False): (1e-6, _DPO),
+    ("dpo", "", True): (1e-5, _TEN),
+    ("rm", "", False): (1e-5, "as mrl sft"),
+    ("rm", "", True): (1e-4, "as mrl sft; TRL 1.16.0, RewardConfig"),
+    ("ppo", "actor", False): (1e-6, _GRPO),
+    ("ppo", "actor", True): (1e-5, _TEN),
+    ("ppo", "critic", False): (1e-5, _CRITIC),
+    ("ppo", "critic", True): (1e-4, _TEN),
+}
+"""(command, role, whether adapters train) -> the peak learning rate, and where it is from."""
+
+
+def _section(raw: Any, *names: str) -> Any:
+    for name in names:
+        raw = raw.get(name) if isinstance(raw, Mapping) else None
+    return raw
+
+
+def with_rates(raw: Mapping[str, Any], command: str) -> dict[str, Any]:
+    """Returns the config as plain data with a rate for each optimizer that has none: that of the run which it resumes,
+    else the table's."""
+    made = dict(raw)
+    for role in (role for of, role, adapters in RATES if of == command and not adapters):
+        at = [role] if role else []
+        if _section(raw, *at, "optimizer", "lr") is not None or not _may_hold(raw, *at, "optimizer"):
+            continue
+        saved = _section(_saved(raw), *at, "optimizer", "lr")
+        own = RATES[command, role, _section(raw, *at, "model", "lora") is not None][0]
+        node = made
+        for name in (*at, "optimizer"):
+            node[name] = dict(node.get(name) or {})
+            node = node[name]
+        node["lr"] = own if saved is None else saved
+    return made
+
+
+def _may_hold(raw: Any, *names: str) -> bool:
+    """Returns whether each section is a mapping or absent: what is anything else has a message of its own."""
+    return all(isinstance(_section(raw, *names[:depth]), Mapping | None) for depth in range(1, len(names) + 1))
+
+
+def _saved(raw: Mapping[str, Any]) -> Any:
+    """Returns the config of the run that is resumed, as it was written; None where there is none to read."""
+    resume, output_dir = _section(raw, "checkpoint", "resume"), raw.get("output_dir")
+    folders = [output_dir] if isinstance(output_dir, str) and output_dir else []
+    if isinstance(resume, str) and resume not in ("auto", "never"):
+        folders += [resume, os.path.dirname(resume), os.path.dirname(os.path.dirname(resume))]
+    for folder in folders if resume != "never" else ():
+        try:
+            with open(os.path.join(folder, "config.yaml"), encoding="utf-8") as file:
+                return parse(file.read(), folder)
+        except (OSError, ValueError, ConfigError):  # the run has more words for it
+            continue
+    return None
+
+
+def notes(command: str, rates: Mapping[str, tuple[float, bool]]) -> list[str]:
+    """Returns a line for each role whose rate is the table's. rates: role -> its rate, whether adapters train."""
+    found = []
+    for role, (lr, adapters) in rates.items():
+        own, source = RATES.get((command, role, adapters), (None, ""))
+        if lr == own:
+            key = f"{role}.optimizer.lr" if role else "optimizer.lr"
+            what = " with adapters" if adapters else ""
+            found.append(f"{key} {lr:g} is the default of mrl {command}{what} ({source})")
+    return found
+
+
+def table() -> str:
+    """Returns the rates as markdown, for docs/config.md."""
+    lines = ["| command | key | all weights | adapters | from |", "|---|---|---|---|---|"]
+    for (command, role, adapters), (rate, source) in RATES.items():
+        if not adapters:
+            of_adapters, of = RATES[command, role, True]
+            key = f"{role}.optimizer.lr" if role else "optimizer.lr"
+            lines.append(f"| `mrl {command}` | `{key}` | {rate:g} | {of_adapters:g} | {source}; adapters: {of} |")
+    return "\n".join(lines)

@@ -1,0 +1,81 @@
+"""Learning rates where the config gives none: by command and adapters, said with their source, and kept by a resume."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from mrl import cli
+from mrl.config.command import command_of, roots
+from mrl.config.load import dump_config, from_dict, load_config
+from mrl.config.rates import RATES
+from mrl.trainers.run_directory import RunDirectory
+from tests.config import fuzz
+from tests.config.test_load import merged
+
+
+def base(command: str, role: str, adapters: bool, tmp_path) -> dict:
+    raw = merged(json.loads(json.dumps(fuzz.BASES[command])), {"output_dir": str(tmp_path / "run")})
+    lora = {"model": {"lora": {"rank": 4}}}
+    if adapters:  # over weights that other runs have, too
+        raw.get("actor", raw)["model"]["init"] = "pretrained"
+    if role == "critic":
+        raw = merged(raw, {"algorithm": {"name": "ppo"}})
+    return merged(raw, ({role: lora} if role else lora) if adapters else {})
+
+
+def rate(config, role: str) -> float:
+    return (getattr(config, role) if role else config).optimizer.lr
+
+
+@pytest.mark.parametrize(("command", "role", "adapters"), RATES)
+def test_each_command_has_its_rate_says_it_and_writes_it(command, role, adapters, tmp_path):
+    own, source = RATES[command, role, adapters]
+    raw = base(command, role, adapters, tmp_path)
+    config = from_dict(raw, roots()[command])
+    assert rate(config, role) == own
+    key = f"{role}.optimizer.lr" if role else "optimizer.lr"
+    what = " with adapters" if adapters else ""
+    line = f"{key} {own:g} is the default of mrl {command}{what} ({source})"
+    assert line in command_of(type(config)).rate_notes(config)
+    RunDirectory(tmp_path / "run").prepare(config, "mrl")
+    written = (tmp_path / "run" / "config.yaml").read_text()
+    assert f"# {line}\n" in written and from_dict(yaml.safe_load(written), roots()[command]) == config
+    given = from_dict(
+        merged(raw, {role: {"optimizer": {"lr": 0.5}}} if role else {"optimizer": {"lr": 0.5}}), roots()[command]
+    )
+    assert rate(given, role) == 0.5 and not any(n.startswith(key) for n in command_of(type(given)).rate_notes(given))
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "folder"])
+@pytest.mark.parametrize(("command", "role"), [("dpo", ""), ("ppo", "actor"), ("sft", ""), ("rm", "")])
+def test_a_run_that_left_it_unset_resumes_with_its_own(command, role, resume, tmp_path):
+    raw = base(command, role, False, tmp_path)
+    older = from_dict(
+        merged(raw, {role: {"optimizer": {"lr": 3e-5}}} if role else {"optimizer": {"lr": 3e-5}}), roots()[command]
+    )
+    (tmp_path / "run" / "checkpoints" / "step_1").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(older))
+    if resume == "folder":
+        raw |= {"output_dir": str(tmp_path / "next")}
+    named = str(tmp_path / "run" / "checkpoints" / "step_1") if resume == "folder" else resume
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(merged(raw, {"checkpoint": {"resume": named}})))
+    config = load_config(tmp_path / "c.yaml", (), roots()[command])
+    assert rate(config, role) == (RATES[command, role, False][0] if resume == "never" else 3e-5)
+
+
+@pytest.mark.parametrize("written", ["", "- 1\n", "optimizer: 3\n", ": :\n", "optimizer: {lr: null}\n"])
+def test_a_config_yaml_of_something_else_changes_no_rate(written, tmp_path):
+    raw = base("dpo", "", False, tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(written)
+    assert from_dict(raw, roots()["dpo"]).optimizer.lr == 1e-6
+
+
+def test_a_batch_of_answers_counts_rows():
+    said = CliRunner().invoke(cli.main, ["config", "dpo", "train.global_batch_size"]).stdout
+    assert "rows per optimizer step over all ranks, a pair as one" in said
+    assert "sequences" in CliRunner().invoke(cli.main, ["config", "sft", "train.global_batch_size"]).stdout
