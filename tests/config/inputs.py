@@ -86,7 +86,7 @@ def make_rows(folder: pathlib.Path) -> None:
     write("bad.jsonl", [*sums(0, 1), "{", *sums(2, 3)])
     write("even.jsonl", [tokens(17)] * 4)
     write("uneven.jsonl", [tokens(count) for count in (17, 5, 12, 9)])
-    write("marked.jsonl", [{"text": "Q: 1+1= A: 2"}] * 4)
+    write("marked.jsonl", [{"text": "=11+22"}] * 4)
     write("columns.jsonl", [{"question": "1+1=", "answer": "2"}] * 4)
     two_turns = [*tiny_runs.chat([1])["messages"], *tiny_runs.chat([2])["messages"]]
     write("turns.jsonl", [{"messages": two_turns}] * 4)

@@ -66,7 +66,7 @@ DATA = on_one_backend(
     ),
     Row(
         "data.turns", looks.trained_text,
-        [(DEFAULT, "Q: 1+1= A: 2<|im_end|>"), ({"user": "Q:", "assistant": "A:"}, "2<|im_end|>")],
+        [(DEFAULT, "11+22<|im_end|>"), ({"user": "=", "assistant": "+"}, "22<|im_end|>")],
         {"data.train": "{inputs}/marked.jsonl"},
     ),
     Row(
