@@ -24,7 +24,8 @@ import torch
 
 from mrl.engine.kept import KeptSequences
 from mrl.engine.requests import Completion, GenerateRequest
-from mrl.engine.sampling import SamplingKey, SamplingRows, noise_key
+from mrl.engine.sampling import SamplingKey, SamplingRows, key_hash, noise_keys
+from mrl.engine.splitmix import signed
 from mrl.errors import ConfigError
 
 FIRST_NEW_TOKENS = 256
@@ -39,6 +40,7 @@ class _Running:
     index: int  # in the caller's list
     prompt: tuple[int, ...]
     context: list[int]  # the prompt and what followed
+    key_hash: int  # of `mrl.engine.sampling.key_hash`, signed
     log_probs: list[float] = dataclasses.field(default_factory=list)
     kept: int = 0  # tokens of the prompt that are kept from an earlier request
     cached: int = 0  # tokens of the context that the cache has
@@ -91,7 +93,7 @@ class Step:
 
     def sampling(self, device: torch.device) -> SamplingRows:
         chosen = [self.sequences[i] for i in self.sampled]
-        keys = [0 if s.request.sampling.greedy else noise_key(s.request.key, len(s.context)) for s in chosen]
+        keys = noise_keys([s.key_hash for s in chosen], [len(s.context) for s in chosen])
         return SamplingRows.of([s.request.sampling for s in chosen], keys, device)
 
 
@@ -126,7 +128,7 @@ class Schedule:
         prefill_tokens: int,
         kept: KeptSequences | None = None,
     ) -> None:
-        self.sequences = [_Running(r, i, tuple(r.tokens), list(r.tokens)) for i, r in requests]
+        self.sequences = [_Running(r, i, tuple(r.tokens), list(r.tokens), signed(key_hash(r.key))) for i, r in requests]
         if kept is not None:
             kept.begin([r for _, r in requests])
             for s in self.sequences:

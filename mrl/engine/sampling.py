@@ -36,7 +36,8 @@ from mrl.mcore_models.platform import tensor_on
 _CANDIDATES = 128
 WIDER = 8
 """How many times as many candidates are looked at where some were too few."""
-_NOISE_WORDS = 2**15  # computed at once: they stay in a CPU's caches
+_NOISE_WORDS_ON_CPU = 2**15  # computed at once: they stay in a CPU's caches
+_NOISE_WORDS = 2**28  # elsewhere: a step's noise in one chunk, whose temporaries take 16 bytes a word, 4 GiB at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +69,22 @@ class SamplingKey(NamedTuple):
     sample: int = 0
 
 
-def noise_key(key: Sequence[int], position: int) -> int:
-    """64 bits for the token at `position` of its sequence (prompt included, so that turns of a conversation differ)."""
+def key_hash(key: Sequence[int]) -> int:
+    """64 bits of a key: the part of `noise_key` that is the same at all positions."""
     word = 0
-    for part in (*key, position):
+    for part in key:
         word = mix_int((word + GAMMA + part) & WORD)
     return word
+
+
+def noise_key(key: Sequence[int], position: int) -> int:
+    """64 bits for the token at `position` of its sequence (prompt included, so that turns of a conversation differ)."""
+    return mix_int((key_hash(key) + GAMMA + position) & WORD)
+
+
+def noise_keys(hashes: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """[S] int64 on the CPU: `noise_key` of each sequence, from the `signed` hash of its key."""
+    return mix(torch.tensor(hashes) + torch.tensor(positions) + signed(GAMMA))
 
 
 def random_bits(keys: Tensor, start: int, count: int) -> Tensor:
@@ -88,12 +99,18 @@ def gumbel(keys: Tensor, start: int, count: int) -> Tensor:
 
     `-log(-log1p(-w))` for `w` uniform in (0, 1): fp32 has its precision where w is near 0, which is the tail that wins.
     """
-    rows = max(1, _NOISE_WORDS * 2 // max(count, 1))
+    words = _NOISE_WORDS_ON_CPU if keys.device.type == "cpu" else _NOISE_WORDS
+    rows = max(1, words // (count // 2 + 1))
     out = torch.empty(keys.shape[0], count, device=keys.device)
     for keys_here, out_here in zip(keys.split(rows), out.split(rows), strict=True):
-        w = (random_bits(keys_here, start, count) & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
-        torch.neg(w.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_(), out=out_here)
+        out_here.copy_(random_bits(keys_here, start, count) & 0x7FFFFFFF).add_(0.5).mul_(2.0**-31)
+        out_here.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
     return out
+
+
+def noise_bytes(rows: int, columns: int) -> int:
+    """Returns what `gumbel` takes at most of a GPU: the noise, and temporaries of a chunk."""
+    return 4 * rows * columns + 16 * min(rows * (columns // 2 + 1), max(_NOISE_WORDS, columns // 2 + 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,19 +126,28 @@ class SamplingRows:
     candidates: int  # how many of the largest logits the filters' bounds are first looked for among
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], noise_keys: Sequence[int], device: torch.device) -> "SamplingRows":
-        """noise_keys: of `noise_key`, one a row."""
-        off = SamplingParams()
-        drawn = [off if p.greedy else p for p in params]
+    def of(
+        cls, params: Sequence[SamplingParams], noise_keys: Sequence[int] | Tensor, device: torch.device
+    ) -> "SamplingRows":
+        """noise_keys: of `noise_key` or `noise_keys`, one a row."""
+        # the rows of a run are alike, and thousands of equal numbers take the host longer than a kernel that fills
+        alike = not params or params.count(params[0]) == len(params)
+        kinds = params[:1] if alike else params
+        neutral = SamplingParams()
+        drawn = [neutral if p.greedy else p for p in kinds]
 
-        def column(values: list, neutral: float, dtype: torch.dtype) -> Tensor | None:
-            return None if all(v == neutral for v in values) else tensor_on(device, values, dtype)
+        def column(values: list, unset: float, dtype: torch.dtype) -> Tensor | None:
+            if all(v == unset for v in values):
+                return None
+            if alike:
+                return torch.full((len(params),), values[0], dtype=dtype, device=device)
+            return tensor_on(device, values, dtype)
 
-        greedy = [p.greedy for p in params]
-        words = None if all(greedy) else tensor_on(device, [signed(k) for k in noise_keys])
+        greedy = [p.greedy for p in kinds]
+        words = noise_keys if isinstance(noise_keys, Tensor) else [signed(k) for k in noise_keys]
         return cls(
-            words,
-            None if not any(greedy) or all(greedy) else tensor_on(device, [not g for g in greedy], torch.bool),
+            None if all(greedy) else tensor_on(device, words),
+            None if all(greedy) else column([not g for g in greedy], True, torch.bool),
             column([p.temperature for p in drawn], 1.0, torch.float32),
             column([p.top_k for p in drawn], 0, torch.int64),
             column([p.top_p for p in drawn], 1.0, torch.float64),

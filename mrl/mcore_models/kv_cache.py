@@ -44,12 +44,19 @@ class KVCache:
     def arrange(self, copies: Sequence[tuple[int, int, int]], shape: tuple[int, int] | None) -> None:
         """Copies (source row, target row, places) in order, then gives the cache its new (rows, places of a row).
 
-        Rows past the new count are dropped. One tensor at a time is there twice.
+        Rows past the new count are dropped. One tensor at a time is there twice. A target may get more places of its
+        source than were asked for: nothing reads them before they are written.
         """
+        device = next((keys.device for keys, _ in self.layers.values()), platform.CPU)
+        batches = [
+            (platform.tensor_on(device, [b[0] for b in batch]), platform.tensor_on(device, [b[1] for b in batch]),
+             max(b[2] for b in batch))
+            for batch in _independent(copies)
+        ]  # fmt: skip
         for layer, pair in self.layers.items():
             for tensor in pair:
-                for source, target, places in copies:
-                    tensor[target, :, :places] = tensor[source, :, :places]
+                for sources, targets, places in batches:
+                    tensor[targets, :, :places] = tensor[sources, :, :places]
             if shape is not None:
                 self.layers[layer] = (_reshaped(pair[0], *shape), _reshaped(pair[1], *shape))
         if shape is not None:
@@ -83,6 +90,20 @@ class CacheRow(KVCache):
     def of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.whole.of_layer(layer, key, value)
         return keys[self.at : self.at + 1], values[self.at : self.at + 1]
+
+
+def _independent(copies: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Splits copies into batches, in order, that may each be made at once: a GPU's host starts two kernels for each of
+    them, not one for each copy. No row of a batch is written twice, or read after it is written."""
+    batches: list[list[tuple[int, int, int]]] = []
+    written: set[int] = set()
+    for source, target, places in copies:
+        if not batches or source in written or target in written:
+            batches.append([])
+            written = set()
+        batches[-1].append((source, target, places))
+        written.add(target)
+    return batches
 
 
 def _reshaped(old: Tensor, rows: int, length: int) -> Tensor:

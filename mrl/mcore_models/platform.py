@@ -80,8 +80,8 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else _without_gpu
 
 
-def tensor_on(where: torch.device, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+def tensor_on(where: torch.device, values: Sequence[Any] | Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
     """Returns a tensor of the host's numbers. On a GPU they go through pinned memory: the host does not wait."""
     if where.type != "cuda":
-        return torch.tensor(values, dtype=dtype, device=where)
-    return torch.tensor(values, dtype=dtype).pin_memory().to(where, non_blocking=True)
+        return torch.as_tensor(values, dtype=dtype, device=where)
+    return torch.as_tensor(values, dtype=dtype).pin_memory().to(where, non_blocking=True)

@@ -16,6 +16,7 @@ from mrl.converters.rules import expected_hf_names
 from mrl.engine.megatron import meta
 from mrl.engine.megatron.meta import ChunkFigures, RankFigures
 from mrl.engine.megatron.meta_ids import Ids
+from mrl.engine.sampling import noise_bytes
 from mrl.errors import ConfigError, quoted
 from mrl.mcore_models import userbuffers
 from mrl.mcore_models.layer_spec import DTYPES
@@ -269,12 +270,13 @@ def most_activations(order: Sequence[schedule.Pass], chunks: Sequence[ChunkFigur
 
 def _sampling(phase: Phase, plan: RolePlan, stage: int) -> int | None:
     """The most at once where the role samples itself: prompts through its layers, then logits in fp32 of every sequence
-    that is under way. None of a part whose passes were not run."""
+    that is under way, and their noise. None of a part whose passes were not run."""
     if not plan.sampling:
         return None
     last = stage == plan.dims.pp - 1
     rows = math.ceil(phase.sequences / (plan.dims.dp * plan.dims.cp)) if last else 0
-    logits = 4 * rows * math.ceil(read_hf_config(plan.config.model.path)["vocab_size"] / plan.dims.tp) if rows else 0
+    columns = math.ceil(read_hf_config(plan.config.model.path)["vocab_size"] / plan.dims.tp) if rows else 0
+    logits = 4 * rows * columns + noise_bytes(rows, columns)
     return max(chunk.forward_peak + chunk.shared for chunk in plan.sampling[stage].chunks) + logits
 
 

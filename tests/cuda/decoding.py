@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.cuda import fake, models  # before mrl: fake.py says what torch is here
 from tests.cuda.cases import Case
@@ -24,6 +26,7 @@ class Found:
     replays: float  # of graphs, in a step
     lines: list[str]  # that are said of captures
     modules: set[str]  # classes of the layers
+    operations: float  # on CUDA tensors, in a step, but for those of graphs
 
 
 class _Sampling(_Given):
@@ -34,13 +37,26 @@ class _Sampling(_Given):
 
     def numbers(self, tensor: torch.Tensor, function: str) -> Any:
         if function == "_together" and tensor.dim() == 2:
-            return [[1.0, -1.0, 1.0] for _ in tensor]
+            return [[1.0, -1.0, 1.0]] * len(tensor)
         return super().numbers(tensor, function)
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations on CUDA tensors, views too."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
+        self.count += any(t.device.type == "cuda" for t in tensors)
+        return out
 
 
 def steps(
     case: Case,
     *,
+    sequences: int = SEQUENCES,
     cuda_graphs: bool = False,
     te_like: bool = False,
     filters: dict[str, Any] | None = None,
@@ -82,17 +98,18 @@ def steps(
             run.replays = 0
             requests = [
                 GenerateRequest([3 + i] * PROMPT, new, sampling=SamplingParams(**filters or {}))
-                for i in range(SEQUENCES)
+                for i in range(sequences)
             ]
-            completions = engine.generate(requests, cuda_graphs=cuda_graphs)
-            assert [len(c.tokens) for c in completions] == [new] * SEQUENCES
-            found.append((dict(run.syncs), run.replays))
-        (first, some), (second, more) = found
+            with _Operations() as operations:
+                completions = engine.generate(requests, cuda_graphs=cuda_graphs)
+            assert [len(c.tokens) for c in completions] == [new] * sequences
+            found.append((dict(run.syncs), run.replays, operations.count))
+        (first, some, few), (second, more, many) = found
         each = {line: (n - first.get(line, 0)) / (LONG - SHORT) for line, n in second.items()}
         layers = {type(m).__name__ for chunk in engine.model.chunks for m in chunk.decoder.layers.modules()}
         return Found(
             {line: n for line, n in each.items() if n}, (more - some) / (LONG - SHORT),
-            lines, layers,
+            lines, layers, (many - few) / (LONG - SHORT),
         )  # fmt: skip
 
 

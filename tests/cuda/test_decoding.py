@@ -40,6 +40,18 @@ def test_a_step_waits_for_the_tokens_alone(worker, case, options, experts):
         assert {"NormAndColumn"} <= found.modules
 
 
+FILTERED = GRAPHS | {"filters": {"temperature": 0.7, "top_p": 0.9}}
+
+
+@pytest.mark.parametrize("options", slow_but([FILTERED], [FILTERED, GRAPHS, {}, {"filters": {"top_k": 20}}]), ids=str)
+def test_operations_of_a_step_do_not_grow_with_sequences(worker, options):
+    case = _case(DENSE)
+    few, many = (worker.call("tests.cuda.decoding:steps", case, sequences=n, **options) for n in (5, 90))
+    assert few.operations == many.operations and few.waits == many.waits == ONCE
+    if options.get("cuda_graphs"):  # the layers are in the graph
+        assert many.operations <= 130
+
+
 @pytest.mark.slow
 def test_what_is_not_captured_runs_and_is_said_once(worker):
     """A layer that asks the host in the middle: of two generations the first tries."""

@@ -8,20 +8,27 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from mrl.engine import sampling
 from mrl.engine.logprobs import VocabShard
+from mrl.engine.peak_bytes import PeakBytes
 from mrl.engine.sampling import (
     GREEDY,
     SamplingKey,
     SamplingParams,
     SamplingRows,
     choose,
+    choose_among,
     gumbel,
+    key_hash,
     lower_bound,
     noise_key,
+    noise_keys,
     random_bits,
 )
+from mrl.engine.splitmix import signed
 from tests.engine.harness import run_case
 
 CPU = torch.device("cpu")
@@ -52,10 +59,6 @@ def rows_of(params, keys):
     return SamplingRows.of(params, [noise_key(key, 0) for key in keys], CPU)
 
 
-def signed(word):
-    return word - 2**64 if word >= 2**63 else word
-
-
 # -- noise -------------------------------------------------------------------------------------------------------------
 
 
@@ -78,6 +81,66 @@ def test_every_part_of_a_key_counts():
     parts = [(a, b, c, d, t) for a in range(3) for b in range(3) for c in range(3) for d in range(3) for t in range(3)]
     assert len({noise_key(part[:4], part[4]) for part in parts}) == 3**5
     assert noise_key(SamplingKey(1, 2, 3, 4), 5) == noise_key((1, 2, 3, 4), 5)
+
+
+def test_keys_of_a_step_are_those_of_each_sequence():
+    keys = [SamplingKey(s, 2**40, 2**63 + s, s) for s in range(5)]
+    found = noise_keys([signed(key_hash(key)) for key in keys], range(95, 100))
+    assert found.tolist() == [signed(noise_key(key, 95 + i)) for i, key in enumerate(keys)]
+
+
+@pytest.mark.parametrize("rows, count, start", [(300, 1000, 3), (1, 70001, 0), (5, 65537, 1), (40, 1, 7), (3, 0, 0)])
+def test_noise_is_the_same_in_any_chunks(monkeypatch, rows, count, start):
+    keys = torch.randint(-(2**62), 2**62, (rows,))
+    found = gumbel(keys, start, count)
+    for words in (2**9, 2**28):
+        monkeypatch.setattr(sampling, "_NOISE_WORDS_ON_CPU", words)
+        assert torch.equal(gumbel(keys, start, count), found)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is dispatched."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "params, most",
+    [(SamplingParams(), 60), (SamplingParams(0.7), 60), (SamplingParams(top_k=20), 100), (SamplingParams(top_p=0.9), 100),
+     (SamplingParams(0.7, top_p=0.9), 100)],
+)  # fmt: skip
+def test_off_a_cpu_operations_do_not_grow_with_rows_or_vocabulary(params, most):
+    """Tensors on "meta" have no memory, and operations are those of a GPU."""
+    meta, counts = torch.device("meta"), set()
+    for count, vocab in ((1, 151936), (1024, 151936), (1024, 7), (1700, 151936)):
+        rows = SamplingRows.of([params] * count, [0] * count, meta)
+        logits = torch.empty(count, vocab, dtype=torch.bfloat16, device=meta)
+        with Operations() as operations:
+            choose_among(logits, rows, VocabShard(vocab), rows.candidates)
+        counts.add(operations.count)
+    assert len(counts) == 1 and max(counts) <= most
+
+
+@pytest.mark.parametrize("rows, vocab", [(1024, 151936), (16384, 151936), (3, 2**29), (2**20, 1000)])
+def test_noise_takes_four_gib_beside_itself(rows, vocab):
+    keys = torch.empty(rows, dtype=torch.int64, device="meta")
+    with PeakBytes() as found:
+        gumbel(keys, 1, vocab)
+    assert found.peak - 4 * rows * vocab <= 2**32 + 16 * (vocab + rows)
+    assert found.peak - 16 * vocab <= sampling.noise_bytes(rows, vocab)  # which counts no words' numbers
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_rows_that_are_alike_are_sampled_as_among_others(params):
+    alike, mixed = rows_of([params] * 3, [(i,) for i in range(3)]), rows_of([params] * 3 + FILTERS, [(0,)] * 14)
+    for name in ("temperature", "top_k", "top_p", "min_p", "random"):
+        one, other = getattr(alike, name), getattr(mixed, name)
+        neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "random": not params.greedy}[name]
+        assert torch.equal(torch.full_like(other[:3], neutral) if one is None else one, other[:3])
 
 
 def chi_square(counts):

@@ -3,6 +3,7 @@
 Dimensions as in mrl/mcore_models/attention.py. Context parallelism is in the parity table (tests/engine/parity_rows.py).
 """
 
+import random
 import types
 
 import pytest
@@ -176,3 +177,29 @@ def test_rms_norm_is_that_of_transformers(dtype):
         theirs.weight.copy_(ours.weight)
     x = torch.randn(7, 1, 32).to(dtype)
     torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_copies_in_batches_are_copies_in_order(seed):
+    """Rows move, are copied to several others and move on; each then begins as it would by one copy after another."""
+    rows, length, generator = 12, 9, random.Random(seed)
+    cache, expected, places = KVCache(rows, length), {}, [length] * rows
+    for layer in range(2):
+        pair = cache.of_layer(layer, torch.zeros(1, 2, 4), torch.zeros(1, 2, 3))
+        for tensor in pair:
+            tensor.copy_(torch.randn(tensor.shape))
+        expected[layer] = [tensor.clone() for tensor in pair]
+    copies = []
+    for _ in range(30):
+        source, target = generator.randrange(rows), generator.randrange(rows)
+        count = generator.randint(1, places[source])
+        copies.append((source, target, count))
+        places[target] = count
+        for pair in expected.values():
+            for tensor in pair:
+                tensor[target, :, :count] = tensor[source, :, :count].clone()
+    cache.arrange(copies, (rows - 1, length + 2) if seed % 2 else None)
+    for layer, pair in cache.layers.items():
+        for found, wanted in zip(pair, expected[layer], strict=True):
+            for row in range(rows - seed % 2):
+                assert torch.equal(found[row, :, : places[row]], wanted[row, :, : places[row]])

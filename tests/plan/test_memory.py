@@ -101,7 +101,8 @@ def test_a_role_that_samples_has_prompts_in_its_layers_then_logits(tmp_path):
     plan = dataclasses.replace(plan, sampling=(dataclasses.replace(plan.forward[0], chunks=(CHUNK, CHUNK)),) * 2)
     sampling = Phase("sampling", "actor", "sample", 33, cache_tokens=0, prefill_tokens=8)
     found = uses(Phases((sampling,)), {"actor": plan}, 8, 0)
-    assert [use.activations for use in found] == [15, 15 + 17 * 151936 * 4]  # 33 sequences on dp 2
+    per_sequence = 151936 * (4 + 12) + 16  # logits; noise
+    assert [use.activations for use in found] == [15, 15 + 17 * per_sequence]  # 33 sequences on dp 2
     [unknown, _] = uses(Phases((sampling,)), {"actor": role(config)}, 8, 0)
     assert unknown.activations is None
 
