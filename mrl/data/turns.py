@@ -8,6 +8,7 @@ ends that turn.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -35,7 +36,8 @@ class TurnEncoder:
         if not self.has_template:
             raise DataError(NO_TEMPLATE)
         chat = asked.chat if isinstance(asked, Question) else asked
-        return self._encoder.render(chat, self._with_system(chat.messages), prompt=True)[0]
+        chat = self._encoder.fitted(dataclasses.replace(chat, messages=self._with_system(chat.messages)))
+        return self._encoder.render(chat, chat.messages, prompt=True)[0]
 
     def observation(self, content: str | list[dict[str, Any]], chat: Chat, last_token: int) -> list[int]:
         """Returns the tokens from the policy's turn that ended with `last_token` to the start of its next turn.
@@ -63,7 +65,8 @@ class TurnEncoder:
         The text after the turn is tokenized alone: it begins with a special token, over which no token reaches.
         """
         begin = [{"role": "user", "content": "x"}, {"role": "assistant", "content": STAND_IN}]
-        text = self._encoder.render_text(chat, begin + messages, prompt=True)
+        chat = self._encoder.fitted(dataclasses.replace(chat, messages=begin + messages))
+        text = self._encoder.render_text(chat, chat.messages, prompt=True)
         _, found, after = text.partition(STAND_IN)
         if not found:
             raise DataError(
