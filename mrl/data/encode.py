@@ -45,6 +45,7 @@ from mrl.config.sources import LossOn
 from mrl.data.ends import Probe, TurnEnds, common
 from mrl.data.files import BadRow, one_line
 from mrl.data.formats import SYSTEM_ROLES, Chat, Pair, Text, Tokens, check_plain, with_system
+from mrl.data.tool_calls import with_fitting_arguments
 from mrl.errors import DataError, ModelError
 
 # transformers compiles a chat template once per process and keeps the positions of its generation markers on the
@@ -196,7 +197,7 @@ class Encoder:
         """Returns a conversation through the chat template; see the top of this file for what trains."""
         if not self.has_template:
             raise DataError(NO_TEMPLATE)
-        chat = self.with_system(chat)
+        chat = self.fitted(self.with_system(chat))
         trained = self._trained(chat)
         ids, spans = self._spans(chat, [i for i, weight in trained.items() if weight])
         if self.loss_on == "all":
@@ -211,6 +212,10 @@ class Encoder:
         if self.system is None or any(message["role"] in SYSTEM_ROLES for message in chat.messages):
             return chat
         return with_system(chat, self.system)
+
+    def fitted(self, chat: Chat) -> Chat:
+        """Returns a conversation with the arguments of its tool calls in the form that the template takes."""
+        return with_fitting_arguments(chat, lambda messages: self.render_text(chat, messages))[0]
 
     def _trained(self, chat: Chat) -> dict[int, float]:
         """Returns the weight of each message that trains by its role and place, 0 among them. Raises BadRow."""
@@ -295,7 +300,7 @@ class Encoder:
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as e:
             raise BadRow(
                 f"the chat template cannot render the conversation ({type(e).__name__}: {one_line(e)}); "
-                "put the turns in the order it wants, or name another in data.chat_template"
+                f"{_advice(messages)}, or name another in data.chat_template"
             ) from e
 
     def _has_markers(self, chat: Chat) -> bool:
@@ -431,3 +436,10 @@ class Encoder:
             fix="put {% generation %} markers around the assistant's text in "
             f"data.chat_template, or set data.loss_on to {instead}",
         )
+
+
+def _advice(messages: list[dict[str, Any]]) -> str:
+    """Returns what may let a template render messages that it does not."""
+    if any("tool_calls" in message for message in messages):
+        return "give the turns and tool calls the form it wants (their arguments as a JSON object)"
+    return "put the turns in the order it wants"

@@ -31,13 +31,13 @@ A prompt for reinforcement learning is in one of three forms; whatever else the 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mrl.config.keys import listed
 from mrl.data.files import BadRow
 from mrl.data.images import Image, check_parts, image_of
+from mrl.data.json_text import decoded, template_kwargs_of, tools_of, with_calls
 from mrl.errors import DataError
 
 Row = dict[str, Any]
@@ -174,7 +174,7 @@ def detect_prompt_form(row: Row) -> str:
 
 def parse_prompt(row: Row, form: str) -> Chat | Question:
     """Returns the prompt of a row that is in `form`. Raises BadRow."""
-    field = PROMPT_FIELDS[form][0]
+    row, field = decoded(row), PROMPT_FIELDS[form][0]
     if field not in row:
         raise BadRow(
             f"has no field {field!r}, which prompts have since the first row; it has {_fields(row)}: "
@@ -210,6 +210,7 @@ def parse_row(row: Row, format: str) -> Chat | Pair | Text | Tokens:
             f"has no field {missing[0]!r}, which the format {format} needs; it has {_fields(row)}: "
             "rename with data.columns, or set data.format"
         )
+    row = decoded(row)
     match format:
         case "messages":
             return _chat_with_images(row, check_messages(row["messages"], "messages", parts=True), given=0)
@@ -245,18 +246,7 @@ def _fields(row: Row) -> str:
 
 
 def _chat(row: Row, messages: list[dict[str, Any]], *, given: int) -> Chat:
-    tools = row.get("tools")
-    if isinstance(tools, str):  # Parquet has no type for schemas of any shape, so they come as JSON text
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except (ValueError, RecursionError) as e:
-            raise BadRow(f"tools is a string that is not JSON ({e}); give a list of function schemas") from None
-    if tools is not None and not isinstance(tools, list):
-        raise BadRow(f"tools is {_kind(tools)}; give a list of function schemas")
-    kwargs = row.get("chat_template_kwargs") or {}
-    if not isinstance(kwargs, dict):
-        raise BadRow(f'chat_template_kwargs is {_kind(kwargs)}; give an object, as {{"enable_thinking": false}}')
-    chat = Chat(messages, given, tools or None, kwargs)
+    chat = Chat(messages, given, tools_of(row), template_kwargs_of(row))
     system = _system(row)
     if system is None:
         return chat
@@ -344,6 +334,7 @@ def _message(message: Any, name: str, parts: bool) -> dict[str, Any]:
         raise BadRow(f"{name}.role is {_kind(role)}; give system, user, assistant or tool")
     if role in ("human", "gpt", "bot", "model"):
         raise BadRow(f"{name}.role is {role!r}; write {'user' if role == 'human' else 'assistant'}")
+    message = with_calls(message, name)
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return {**message, "content": ""}

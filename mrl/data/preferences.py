@@ -38,6 +38,7 @@ from mrl.data.dataset import Rejected, RowDataset, check_text_alone
 from mrl.data.encode import Encoder, check_system
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Row, check_messages, parse_row, row_weight
+from mrl.data.json_text import decoded
 from mrl.data.vision import Vision, WithImages
 from mrl.errors import DataError
 
@@ -88,6 +89,7 @@ def parse(row: Row, format: str, prompt_end: str | None = None) -> list[tuple[Ch
 
     prompt_end: data.prompt_end.
     """
+    row = decoded(row)
     check_fields(row, FIELDS[format], format, LIKE)
     if format == "unpaired":
         label = row["label"]

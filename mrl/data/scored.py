@@ -38,6 +38,7 @@ from mrl.data.dataset import Rejected, RowDataset, check_text_alone
 from mrl.data.encode import Encoder, check_system
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Row, Text, check_plain, question, row_weight
+from mrl.data.json_text import decoded
 from mrl.data.preferences import answer_of, are_texts, check_fields, parse, weight_field
 from mrl.data.steps import encode_steps
 from mrl.errors import DataError, ModelError
@@ -173,6 +174,7 @@ class ScoredDataset(RowDataset[ScoredRow]):
             raise DataError(f"data.{self.part}", why=why, fix=fix)
 
     def _make(self, index: int, row: dict[str, Any]) -> ScoredRow | Rejected:
+        row = decoded(row)
         check_fields(row, FIELDS[self.format], self.format, LIKE)
         made = {"preference": self._pair, "graded": self._graded, "steps": self._with_steps}[self.format](row)
         longest = max(len(sequence.ids) for sequence in made.sequences)

@@ -8,6 +8,7 @@ ends that turn.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -38,7 +39,8 @@ class TurnEncoder:
         """Returns what a prompt is before it is tokenized: messages with the generation prompt."""
         if not self.has_template:
             raise DataError(NO_TEMPLATE)
-        return self.encoder.render_text(chat, self._with_system(chat.messages), prompt=True)
+        chat = self.encoder.fitted(dataclasses.replace(chat, messages=self._with_system(chat.messages)))
+        return self.encoder.render_text(chat, chat.messages, prompt=True)
 
     def tokenize(self, text: str) -> list[int]:
         return self.encoder.tokenize(text)
@@ -69,7 +71,8 @@ class TurnEncoder:
         The text after the turn is tokenized alone: it begins with a special token, over which no token reaches.
         """
         begin = [{"role": "user", "content": "x"}, {"role": "assistant", "content": STAND_IN}]
-        text = self.encoder.render_text(chat, begin + messages, prompt=True)
+        chat = self.encoder.fitted(dataclasses.replace(chat, messages=begin + messages))
+        text = self.encoder.render_text(chat, chat.messages, prompt=True)
         _, found, after = text.partition(STAND_IN)
         if not found:
             raise DataError(

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mrl.data.formats import Chat
+from mrl.data.json_text import decoded, template_kwargs_of, tools_of, with_calls
 from mrl.data.turns import TurnEncoder
 from mrl.errors import UserError
 from mrl.serve import datums
@@ -36,13 +37,15 @@ class Prompts:
 
     def of_chat(self, body: Mapping[str, Any]) -> list[int]:
         """Returns the ids of messages, with the generation prompt. Raises UserError."""
-        messages, tools = field(body, "messages", list), field(body, "tools", list, None)
+        body = decoded(dict(body))
+        messages = field(body, "messages", list)
         if not messages or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages):
             raise UserError("messages", why="is no list of messages with a role", fix="give one")
         if body.get("tool_choice") not in (None, "auto", "none"):
             raise UserError("tool_choice", body["tool_choice"], "is not done by this server", "leave it out")
         messages = [one | {"content": _text_of(one["content"])} if "content" in one else one for one in messages]
-        chat = Chat(messages=messages, tools=tools, template_kwargs=_variables(body))
+        messages = [with_calls(one, f"messages[{i}]") for i, one in enumerate(messages)]
+        chat = Chat(messages=messages, tools=tools_of(dict(body)), template_kwargs=_variables(body))
         try:
             text = self.encoder.text(chat)
             self._check_length(text, "messages")
@@ -98,7 +101,7 @@ def _is_ids(prompt: Any) -> bool:
 
 def _variables(body: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the variables that a request gives to the chat template. Raises UserError."""
-    given = field(body, "chat_template_kwargs", dict, {})
+    given = template_kwargs_of(dict(body))
     if other := sorted(OF_THE_CALL & given.keys()):
         why = "is no variable of the chat template"
         raise UserError(f"chat_template_kwargs.{other[0]}", why=why, fix="leave it out")

@@ -1,0 +1,115 @@
+"""JSON in the text of a field, as Parquet and the OpenAI API carry values that have no type of their own.
+
+Text of `tools`, `chat_template_kwargs` and `tool_calls` has to be JSON. Text of a conversation is JSON where it is a
+list of messages with roles; any other is somebody's text and stays.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mrl.data.files import BadRow, one_line
+
+CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
+
+
+def decoded(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row with lists of messages where its fields have them as JSON text."""
+    found = {name: _conversation(row[name]) for name in CONVERSATIONS if name in row}
+    return {**row, **found}
+
+
+def tools_of(row: dict[str, Any]) -> list[Any] | None:
+    """Returns the function schemas of a row, None where it has none. Raises BadRow."""
+    wanted = "a list of function schemas"
+    tools = parsed(row.get("tools"), "tools", wanted)
+    if tools is not None and not isinstance(tools, list):
+        raise BadRow(f"tools is {tools!r:.40}; give {wanted}")
+    return [_schema(tool, f"tools[{i}]") for i, tool in enumerate(tools)] if tools else None
+
+
+def template_kwargs_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a row gives to the variables of the chat template. Raises BadRow."""
+    wanted = 'an object, as {"enable_thinking": false}'
+    kwargs = parsed(row.get("chat_template_kwargs"), "chat_template_kwargs", wanted) or {}
+    if not isinstance(kwargs, dict):
+        raise BadRow(f"chat_template_kwargs is {kwargs!r:.40}; give {wanted}")
+    return kwargs
+
+
+def parsed(value: Any, name: str, wanted: str) -> Any:
+    """Returns the JSON value of a text, None of an empty one, and any other value as it is. Raises BadRow."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError) as e:
+        raise BadRow(f"{name} is a string that is not JSON ({one_line(e)}); give {wanted}") from None
+
+
+def json_object(text: Any) -> dict[str, Any] | None:
+    """Returns the object that a text is the JSON of; None of anything else."""
+    if not isinstance(text, str) or not text.lstrip().startswith("{"):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def with_calls(message: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns a message whose tool calls are objects, also where they are JSON text, and which has no field that is
+    null or an empty list of calls. Raises BadRow."""
+    message = {key: value for key, value in message.items() if value is not None or key == "content"}
+    if "tool_calls" not in message:
+        return message
+    wanted = "a list of calls with name and arguments"
+    calls = parsed(message.pop("tool_calls"), f"{name}.tool_calls", wanted)
+    calls = [calls] if isinstance(calls, dict) else calls
+    if not calls:
+        return message
+    if not isinstance(calls, list):
+        raise BadRow(f"{name}.tool_calls is {calls!r:.40}; give {wanted}")
+    found = []
+    for i, call in enumerate(calls):
+        call = parsed(call, f"{name}.tool_calls[{i}]", "a call with name and arguments")
+        if not isinstance(call, dict):
+            raise BadRow(f"{name}.tool_calls[{i}] is {call!r:.40}; give a call with name and arguments")
+        function = json_object(call.get("function"))
+        found.append(call if function is None else {**call, "function": function})
+    return {**message, "tool_calls": found}
+
+
+def _schema(tool: Any, name: str) -> Any:
+    """Returns a tool as an object, and its parameters as one."""
+    tool = parsed(tool, name, "a function schema")
+    if not isinstance(tool, dict):
+        raise BadRow(f"{name} is {tool!r:.40}; give a function schema")
+    function = json_object(tool.get("function")) or tool.get("function")
+    if isinstance(function, dict):
+        return {**tool, "function": _with_parameters(function)}
+    return _with_parameters(tool)
+
+
+def _with_parameters(function: dict[str, Any]) -> dict[str, Any]:
+    parameters = json_object(function.get("parameters"))
+    return function if parameters is None else {**function, "parameters": parameters}
+
+
+def _conversation(value: Any) -> Any:
+    """Returns the messages that a text is the JSON of, or that are JSON text in a list; any other value as it is."""
+    messages = value
+    if isinstance(value, str):
+        if not value.lstrip().startswith("["):
+            return value
+        try:
+            messages = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    if not isinstance(messages, list) or not messages:
+        return value
+    found = [json_object(message) or message for message in messages]
+    are_messages = all(isinstance(message, dict) and ("role" in message or "from" in message) for message in found)
+    return found if are_messages else value

@@ -1,0 +1,79 @@
+"""The arguments of tool calls in the form that a chat template writes as JSON: an object, or text.
+
+Rows have either: OpenAI's API gives text, most data sets objects. Some templates write `arguments | tojson`, which puts
+text into quotes once more; others write `arguments` as it is, which makes a Python repr of an object. A row is rendered
+with known arguments in its calls, and gets the form that comes out right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+from mrl.data.formats import Chat
+from mrl.data.json_text import json_object
+from mrl.errors import DataError
+
+Convert = Callable[[Any], Any]
+Render = Callable[[list[dict[str, Any]]], str]
+PROBE = {"mrl_name": "mrl_value"}
+AS_OBJECTS = "arguments of tool calls that are JSON text go to the chat template as objects"
+AS_TEXT = "arguments of tool calls go to the chat template as JSON text, since it would write objects as Python does"
+
+
+def with_fitting_arguments(chat: Chat, render: Render) -> tuple[Chat, str]:
+    """Returns a conversation with the arguments of its calls in the form that its template takes, and what that changed
+    in words, "" for nothing. render: messages to text; raises DataError where that cannot be."""
+    given: list[Any] = []
+    _with_arguments(chat.messages, lambda argument: given.append(argument))
+    if not any(isinstance(argument, str | dict) for argument in given):
+        return chat, ""
+    convert = _conversion(chat.messages, render)
+    if convert is None or all(convert(argument) == argument for argument in given):
+        return chat, ""
+    messages = _with_arguments(chat.messages, convert)
+    return dataclasses.replace(chat, messages=messages), AS_OBJECTS if convert is _as_object else AS_TEXT
+
+
+def _conversion(messages: list[dict[str, Any]], render: Render) -> Convert | None:
+    """Returns what makes arguments those that the template takes; None where it writes neither form as JSON."""
+    (name, value), text = next(iter(PROBE.items())), json.dumps(PROBE)
+    try:
+        shown = render(_with_arguments(messages, lambda _: PROBE))
+        if name in shown and value in shown and str(PROBE) not in shown:
+            return _as_object
+    except DataError:
+        pass  # it may want text
+    try:
+        return _as_text if text in render(_with_arguments(messages, lambda _: text)) else None
+    except DataError:
+        return None  # the conversation itself cannot be rendered, which its own rendering says
+
+
+def _as_object(argument: Any) -> Any:
+    if isinstance(argument, str) and not argument.strip():
+        return {}  # a call without arguments
+    found = json_object(argument)
+    return argument if found is None else found
+
+
+def _as_text(argument: Any) -> Any:
+    return json.dumps(argument, ensure_ascii=False) if isinstance(argument, dict) else argument
+
+
+def _with_arguments(messages: list[dict[str, Any]], convert: Convert) -> list[dict[str, Any]]:
+    return [
+        {**m, "tool_calls": [_with_argument(call, convert) for call in m["tool_calls"]]} if "tool_calls" in m else m
+        for m in messages
+    ]
+
+
+def _with_argument(call: Any, convert: Convert) -> Any:
+    """Returns a call, in OpenAI's form or flat, with other arguments."""
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        return {**call, "function": _with_argument(call["function"], convert)}
+    if not isinstance(call, dict) or "arguments" not in call:
+        return call
+    return {**call, "arguments": convert(call["arguments"])}
