@@ -22,6 +22,7 @@ from mrl.batch import Batch
 from mrl.check.bounds import Bounds
 from mrl.check.compare import TensorErrors, is_sure, tensor_errors, update_error
 from mrl.config.schema import RoleConfig
+from mrl.converters.pt_file import load_pt
 from mrl.engine.base import PLAIN_CTX, BaseEngine, LossFn
 from mrl.engine.lora.folder import read_adapter
 from mrl.engine.registry import build_engine
@@ -105,7 +106,7 @@ class Store:
 
     @functools.cached_property
     def numbers(self) -> Numbers:
-        return Numbers(**torch.load(self.folder / NUMBERS, weights_only=True))
+        return Numbers(**load_pt(self.folder / NUMBERS))
 
     @functools.cache  # noqa: B019 - one for each layout
     def _file(self, kind: str) -> Any:

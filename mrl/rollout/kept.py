@@ -6,16 +6,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
+from mrl.converters.pt_file import read_pt, write_pt
 from mrl.data.prompts import Prompt
+from mrl.errors import CheckpointError, unwritable
 from mrl.rollout.base import Series, Trajectory, TrajectorySource
 from mrl.rollout.rollouts import OnMain
 
@@ -113,7 +111,7 @@ class KeptRollouts(TrajectorySource):
         if not path.exists():
             return None
         try:
-            kept = torch.load(path, weights_only=True)
+            kept = read_pt(path, fields=("asked", "trajectories", "seconds"), say=self._say)
             if kept["asked"] != asked:
                 return None
             given = [prompt for prompt in prompts for _ in range(asked["samples"])]
@@ -122,8 +120,9 @@ class KeptRollouts(TrajectorySource):
                 for prompt, fields in zip(given, kept["trajectories"], strict=True)
             ]
             return trajectories, kept["seconds"]
-        except (OSError, EOFError, RuntimeError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
-            self._say(f"{path}: cannot be read ({type(error).__name__}), and is sampled again")
+        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+            why = error.why if isinstance(error, CheckpointError) else f"cannot be read ({type(error).__name__})"
+            self._say(f"{path}: {why}, and is sampled again")
             return None
 
     def _write(
@@ -131,14 +130,14 @@ class KeptRollouts(TrajectorySource):
     ) -> None:
         """Whole or not at all; files of other weights go."""
         self._remove_others(asked["made"])
-        self._folder.mkdir(parents=True, exist_ok=True)
         rows = [
             {**{n: getattr(t, n) for n in _FIELDS}, "prompt": {n: getattr(t.prompt, n) for n in _OF_PROMPT}}
             for t in trajectories
         ]
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        torch.save({"asked": dict(asked), "trajectories": rows, "seconds": seconds}, temporary)
-        os.replace(temporary, path)
+        try:
+            write_pt(path, {"asked": dict(asked), "trajectories": rows, "seconds": seconds})
+        except OSError as error:
+            raise unwritable(str(self._folder.parent), path, error) from error
 
     def _remove_others(self, made: int) -> None:
         """Files of other weights than those after `made` steps."""

@@ -24,6 +24,7 @@ from mrl.algorithms.sums import DENOMINATOR, SummedLoss
 from mrl.batch import Batch
 from mrl.config.schema import LoraConfig
 from mrl.config.serve import ServeKeys
+from mrl.converters.pt_file import read_pt, write_pt
 from mrl.converters.tokenizer_files import add_end_tokens
 from mrl.engine import guards
 from mrl.engine.base import BaseEngine, Completion, GenerateRequest
@@ -293,17 +294,10 @@ class Models:
         parts = {"models": self.waiting, "snapshots": self.snapshots}
         plain: dict[str, Any] = {p: {name: _as_plain(held) for name, held in of.items()} for p, of in parts.items()}
         plain["accumulated"], path = sorted(self.accumulated), self._own_file(asked.folder)
-
-        def write() -> None:
-            try:
-                torch.save(plain, path)
-            except RuntimeError as error:  # torch's own, of a disk that is full
-                raise OSError(None, one_line(error, 160), path) from error
-
-        on_every(lambda: _written(write, path))
+        on_every(lambda: _written(lambda: write_pt(path, plain), path))
 
     def _resume(self, asked: ops.Resume) -> None:
-        found = torch.load(self._own_file(asked.folder), map_location="cpu", weights_only=True)
+        found = on_every(lambda: read_pt(self._own_file(asked.folder), fields=("models", "snapshots", "accumulated")))
         self.waiting = {name: _of_plain(plain) for name, plain in found["models"].items()}
         self.snapshots = {name: _of_plain(plain) for name, plain in found["snapshots"].items()}
         self.accumulated = set(found["accumulated"])

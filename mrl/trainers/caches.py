@@ -7,9 +7,10 @@ import concurrent.futures
 import contextlib
 import hashlib
 import json
+import logging
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,8 +18,14 @@ from torch import Tensor
 from mrl.batch import Batch
 from mrl.config.megatron_speed import precision_of
 from mrl.config.schema import EngineConfig
+from mrl.converters.pt_file import read_pt
+from mrl.errors import CheckpointError, unwritable
 from mrl.trainers.common import Ranks, stopped
 from mrl.trainers.signals import StopSignal
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _DIGEST_BYTES = 16
 
@@ -67,7 +74,11 @@ def weights_digest(folder: str, memo: pathlib.Path) -> str:
         each = zip(files, pool.map(_hash_of_file, files), strict=True)
         digest = hashlib.sha256("".join(f"{path.name} {of}\n" for path, of in each).encode()).hexdigest()
     content = json.dumps({"files": stats, "sha256": digest})
-    _write_at_once(memo, lambda partial: partial.write_text(content, encoding="utf-8"))
+    with contextlib.suppress(OSError):  # it is for speed alone
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        partial = memo.with_suffix(".partial")
+        partial.write_text(content, encoding="utf-8")
+        partial.replace(memo)
     return digest
 
 
@@ -82,32 +93,35 @@ def with_precision(engine: EngineConfig) -> dict[str, Any]:
     return {"precision": found} if found else {}
 
 
-def saved_by(path: pathlib.Path, made_by: str, *, mmap: bool = False) -> dict[str, Any] | None:
-    """Returns what torch has saved in the file; None where there is none, or it was made by something else.
+def saved_by(
+    path: pathlib.Path,
+    made_by: str,
+    *,
+    fields: Collection[str],
+    mmap: bool = False,
+    say: Callable[[str], object] = logger.warning,
+) -> dict[str, Any] | None:
+    """Returns what a cache's file holds; None where there is none, it was made by something else, or is damaged.
 
-    A damaged one counts as none. mmap: tensors stay in the file until they are read.
+    mmap: tensors stay in the file until they are read. say: is given a line on a file that is damaged, or of an older
+    mrl.
     """
+    if not path.exists():
+        return None
     try:
-        found = torch.load(path, weights_only=True, mmap=mmap)
-        return found if found["made_by"] == made_by else None
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError, AttributeError, TypeError):
+        found = read_pt(path, fields=("made_by", *fields), mmap=mmap, say=say)
+    except CheckpointError as error:
+        say(f"{path}: {error.why}, and is made anew")
         return None
-    except Exception as error:  # the unpickler's own, of a file that is no checkpoint
-        if type(error).__name__ != "UnpicklingError":
-            raise
-        return None
+    return found if found["made_by"] == made_by else None
 
 
-def save_at_once(path: pathlib.Path, content: Mapping[str, Any]) -> None:
-    """Writes the file, at once or not at all."""
-    _write_at_once(path, lambda partial: torch.save(dict(content), partial))
-
-
-def _write_at_once(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    write(partial)
-    partial.replace(path)
+def writing(path: pathlib.Path, write: Callable[[], T]) -> T:
+    """Calls `write`, which writes a cache to `path`; what the disk refuses is the user's to put right."""
+    try:
+        return write()
+    except OSError as error:
+        raise unwritable(str(path.parent.parent), path, error) from error
 
 
 def until_stopped(

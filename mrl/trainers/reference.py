@@ -19,9 +19,10 @@ from torch import Tensor
 
 from mrl.algorithms.preference import REFERENCE, answer_log_probs
 from mrl.batch import Batch
+from mrl.converters.pt_file import write_pt
 from mrl.engine.base import PLAIN_CTX, BaseEngine
 from mrl.roles.dispatch import mesh
-from mrl.trainers.caches import as_tensor, digests, from_tensor, save_at_once, saved_by
+from mrl.trainers.caches import as_tensor, digests, from_tensor, saved_by, writing
 
 
 def answers_by(engine: BaseEngine, batch: Batch, *, base: bool = False) -> Tensor:
@@ -60,7 +61,7 @@ class AnswerCache:
 
     def read(self) -> bool:
         """Reads the file. Returns whether there is one, made by the same."""
-        found = saved_by(self.path, self.made_by)
+        found = saved_by(self.path, self.made_by, fields=("names", "log_probs"))
         if found is None:
             return False
         self.known = dict(zip(from_tensor(found["names"]), found["log_probs"].tolist(), strict=True))
@@ -71,7 +72,8 @@ class AnswerCache:
         if not self.known:
             return None
         values = torch.tensor(list(self.known.values()), dtype=torch.float64)
-        save_at_once(self.path, {"made_by": self.made_by, "names": as_tensor(self.known), "log_probs": values})
+        content = {"made_by": self.made_by, "names": as_tensor(self.known), "log_probs": values}
+        writing(self.path, lambda: write_pt(self.path, content))
         self._written_s = time.monotonic()
         return str(self.path)
 

@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 import mrl
 from mrl.batch import Batch
 from mrl.config.command import Config, OnRows, command_of
@@ -25,6 +23,7 @@ from mrl.config.load import dump_config, read_yaml, to_dict
 from mrl.config.resume import Change, check_resume, moving
 from mrl.config.schema import CheckpointConfig
 from mrl.config.urls import without_queries, write_text
+from mrl.converters.pt_file import write_pt
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.lora.shapes import CONFIG as ADAPTER_CONFIG
 from mrl.errors import CheckpointError, ConfigError, Shown, quoted
@@ -90,11 +89,10 @@ class RunDirectory:
     def save_failed_batch(self, step: int, batch: Batch, rows: Sequence[str]) -> pathlib.Path:
         """Keeps the global mini-batch that `step` failed on. rows: the file and line of each sequence."""
         path = self.path / "failed" / f"step_{step}.pt"
-        path.parent.mkdir(exist_ok=True)
         tensors = {
             name: getattr(batch, name) for name in ("tokens", "labels", "loss_mask", "lengths", "multi_modal_inputs")
         }
-        torch.save({"step": step, "rows": list(rows), **tensors}, path)
+        write_pt(path, {"step": step, "rows": list(rows), **tensors})
         return path
 
     def name_best(self, name: str, remote: str | None) -> None:

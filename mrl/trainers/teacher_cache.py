@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.trainers.caches import as_tensor, digests, from_tensor, save_at_once, saved_by
+from mrl.converters.pt_file import write_pt
+from mrl.trainers.caches import as_tensor, digests, from_tensor, logger, saved_by, writing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +64,11 @@ class TopCache:
         """Reads the files that were made by the same."""
         self.files, self.places, self._unread = [], {}, []
         self._added.clear()
+        said: list[str] = []
         for path in sorted(self.folder.glob("log_probs*.pt")):
-            found = saved_by(path, self.made_by, mmap=True)
+            found = saved_by(
+                path, self.made_by, fields=("names", "counts", "ids", "log_probs"), mmap=True, say=said.append
+            )
             if found is None:
                 self._unread.append(path)
                 continue
@@ -72,6 +76,9 @@ class TopCache:
             for name, *place in zip(from_tensor(found["names"]), [0, *ends[:-1]], ends, strict=True):
                 self.places[name] = len(self.files), slice(*place)
             self.files.append(Top(found["ids"], found["log_probs"]))
+        if said:
+            more = f" (so are {len(said) - 1} more files)" if len(said) > 1 else ""
+            logger.warning("%s%s", said[0], more)
 
     def add(self, batch: Batch, found: Top) -> int:
         """Adds what is said of the rows that are not known, and writes it where that is due. Returns `count`."""
@@ -90,13 +97,15 @@ class TopCache:
         known."""
         if self._waiting:
             parts = list(self._waiting.values())
-            save_at_once(self._next_file(), {
+            file = self._next_file()
+            content = {
                 "made_by": self.made_by,
                 "names": as_tensor(self._waiting),
                 "counts": torch.tensor([len(part.ids) for part in parts]),
                 "ids": torch.cat([part.ids for part in parts]),
                 "log_probs": torch.cat([part.log_probs for part in parts]),
-            })  # fmt: skip
+            }
+            writing(file, lambda: write_pt(file, content))
             for path in self._unread:
                 path.unlink(missing_ok=True)
             self._unread = []

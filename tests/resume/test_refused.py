@@ -92,7 +92,7 @@ DAMAGES = {
     "marker of another format": (lambda c: edit_marker(c, format="other"), ("foreign: COMPLETE",)),
     "marker cut short": (lambda c: (c / "COMPLETE").write_text('{"format": "mrl-'), ("COMPLETE cannot be read",)),
     "newer format": (lambda c: edit_marker(c, version=3, mrl_version="9.0"), ("format 3 (mrl 9.0)", "reads format 2")),
-    "not what torch reads": (unreadable, ("cannot be loaded (",)),
+    "not what torch reads": (unreadable, ("cannot be read (",)),
 }
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 import signal
 from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
+from mrl.converters import pt_file
 from mrl.trainers import dpo, teacher
 from mrl.trainers.reference import AnswerCache
 from mrl.trainers.teacher_cache import TopCache
@@ -29,7 +28,7 @@ def train(
     process when that file is half written.
     """
     module, name = (teacher, "top_by") if command == "sft" else (dpo, "answers_by")
-    ask, save, counts = getattr(module, name), torch.save, {"asked": 0, "files": 0}
+    ask, seal, counts = getattr(module, name), pt_file._Stream.seal, {"asked": 0, "files": 0}
 
     def asking(*args: Any, **options: Any) -> Any:
         counts["asked"] += 1
@@ -37,17 +36,17 @@ def train(
             os.kill(os.getpid(), signal.SIGTERM)
         return ask(*args, **options)
 
-    def saving(content: Any, path: Any, **options: Any) -> None:
-        save(content, path, **options)
-        counts["files"] += isinstance(path, pathlib.Path)  # gloo's objects are saved too, to memory
+    def sealing(stream: pt_file._Stream) -> None:
+        counts["files"] += 1
         if counts["files"] == dies_in_file:
-            os.truncate(path, os.path.getsize(path) // 2)
+            os.truncate(stream._out.fileno(), stream._size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
+        seal(stream)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(module, name, asking))
         if dies_in_file:
-            stack.enter_context(mock.patch.object(torch, "save", saving))
+            stack.enter_context(mock.patch.object(pt_file._Stream, "seal", sealing))
         for kind in (AnswerCache, TopCache):
             stack.enter_context(mock.patch.object(kind, "write_every_s", 0.0))
         return TRAIN[command](config), counts["asked"]

@@ -445,7 +445,7 @@ def test_another_reference_does_not_go_on_with_a_run(places, tmp_path):
     (checkpoint / STATE).write_bytes(b"no")
     remark(checkpoint, checkpoint / STATE)
     ended, said = ends(places / "other", 3)
-    assert ended == "CheckpointError" and "cannot be loaded (" in said, said
+    assert ended == "CheckpointError" and "cannot be read (" in said, said
     assert (tmp_path / "run" / "reference" / "log_probs.pt").read_bytes() == kept
 
 

@@ -1,0 +1,81 @@
+"""No file of a checkpoint runs code: a pickle in every file of every engine's, and calls of mrl that would run one."""
+
+import ast
+import dataclasses
+import pathlib
+
+import pytest
+
+from mrl.config.schema import LoraConfig
+from tests.engine.harness import run_case
+from tests.engine.layouts import WHOLE, world_and_role
+from tests.test_floors import FILES, PACKAGE
+from tests.tiers import slow_but
+
+NOT_READ = {"common.pt", "metadata.json"}  # megatron's own notes
+ADAPTERS = {"dense": None, "lora": LoraConfig(rank=2)}
+
+
+@pytest.mark.parametrize("adapters", slow_but(["dense"], ADAPTERS))
+@pytest.mark.parametrize("layout", WHOLE)
+def test_no_file_of_a_checkpoint_runs_code(folder, tmp_path, layout, adapters):
+    if layout == "external" and adapters == "lora":
+        return  # it has none
+    world, config = world_and_role(layout, folder("llama"))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=ADAPTERS[adapters]))
+    unread = run_case(world, "tests.engine.planted:loads_no_code", config=config, folder=str(tmp_path))
+    names = {pathlib.PurePath(file).name for file in unread}
+    assert names <= NOT_READ | {name for name in names if name.endswith("_1.distcp")}, unread  # of no tensor
+
+
+PLACES = {
+    "converters/pt_file.py": {"torch.load"},  # the one for all others, with weights_only
+    "rewards/worker.py": {"pickle.loads"},  # of a pipe from the process that started this one
+    "check/worker.py": {"torch.load", "weights_only=False"},  # of a folder that `mrl check` made itself
+    "check/run.py": {"torch.load", "weights_only=False"},
+}
+RUN_CODE = {
+    "torch.load", "pickle.load", "pickle.loads", "pickle.Unpickler", "dcp.load", "dcp.state_dict_loader",
+    "dcp.load_state_dict", "FileSystemReader", "dcp.FileSystemReader", "joblib.load", "marshal.load", "marshal.loads",
+    "shelve.open", "dill.load", "cloudpickle.load", "pd.read_pickle", "dist_checkpointing.load", "jit.load",
+    "torch.jit.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load",
+}  # fmt: skip
+
+
+def calls_that_may_run_code(tree):
+    """Names of RUN_CODE that a module calls, and arguments that allow it to."""
+    found = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        if name in RUN_CODE or name.rpartition(".")[2] in ("FileSystemReader", "read_pickle"):
+            found.add(name)
+        found |= {f"{k.arg}=False" for k in node.keywords if k.arg == "weights_only" and ast.unparse(k.value) != "True"}
+        found |= {
+            "allow_pickle" for k in node.keywords if k.arg == "allow_pickle" and name.startswith(("np.", "numpy."))
+        }
+    return found
+
+
+def test_what_may_run_code_is_called_in_known_places_alone():
+    found = {}
+    for path in FILES:
+        if names := calls_that_may_run_code(ast.parse(path.read_text(encoding="utf-8"))):
+            found[path.relative_to(PACKAGE).as_posix()] = names
+    assert found == PLACES
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("x = pickle.load(f)", "pickle.load"),
+        ("torch.load(p, weights_only=False)", "weights_only=False"),
+        ("torch.load(p, weights_only=flag)", "weights_only=False"),
+        ("dcp.load(wanted, checkpoint_id=folder)", "dcp.load"),
+        ("torch.distributed.checkpoint.FileSystemReader(f)", "torch.distributed.checkpoint.FileSystemReader"),
+        ("np.load(p, allow_pickle=True)", "allow_pickle"),
+    ],
+)
+def test_such_calls_are_found(line, name):
+    assert name in calls_that_may_run_code(ast.parse(line))
