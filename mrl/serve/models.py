@@ -23,15 +23,16 @@ from mrl.algorithms.sums import DENOMINATOR, SummedLoss
 from mrl.batch import Batch
 from mrl.config.schema import LoraConfig
 from mrl.config.serve import ServeKeys
+from mrl.converters.pt_file import read_pt, write_pt
 from mrl.converters.tokenizer_files import add_end_tokens
 from mrl.engine import guards
 from mrl.engine.base import BaseEngine, Completion, GenerateRequest
-from mrl.engine.collective import all_ranks, on_every, on_main, wait_for_all
+from mrl.engine.collective import all_ranks, on_every, on_main
 from mrl.engine.kept import KeptSequences
 from mrl.engine.lora.folder import adapters, read_adapter, write_adapter
 from mrl.engine.sampling import SamplingKey
 from mrl.engine.trained_state import TrainedState
-from mrl.errors import UserError, one_line
+from mrl.errors import CheckpointError, UserError, first_line, one_line
 from mrl.rollout.stops import EndTokens, StopTexts
 from mrl.serve import operations as ops
 from mrl.serve import padded
@@ -288,21 +289,22 @@ class Models:
         parts = {"models": self.waiting, "snapshots": self.snapshots}
         plain: dict[str, Any] = {p: {name: _as_plain(held) for name, held in of.items()} for p, of in parts.items()}
         plain["accumulated"], path = sorted(self.accumulated), self._own_file(asked.folder)
-
-        def write() -> None:
-            try:
-                torch.save(plain, path)
-            except RuntimeError as error:  # torch's own, of a disk that is full
-                raise OSError(None, one_line(error, 160), path) from error
-
-        on_every(lambda: _written(write, path))
+        on_every(lambda: _written(lambda: write_pt(path, plain), path))
 
     def _resume(self, asked: ops.Resume) -> None:
-        found = torch.load(self._own_file(asked.folder), map_location="cpu", weights_only=True)
-        self.waiting = {name: _of_plain(plain) for name, plain in found["models"].items()}
-        self.snapshots = {name: _of_plain(plain) for name, plain in found["snapshots"].items()}
-        self.accumulated = set(found["accumulated"])
-        wait_for_all()
+        """Takes over what was suspended; nothing of it on any rank where one cannot read its own. Raises UserError."""
+        self.waiting, self.snapshots, self.accumulated = on_every(lambda: self._suspended(asked.folder))
+
+    def _suspended(self, folder: str) -> tuple[dict[str, Held], dict[str, Held], set[str]]:
+        path = self._own_file(folder)
+        found = read_pt(path, fields=("models", "snapshots", "accumulated"))
+        try:
+            models, snapshots = (
+                {name: _of_plain(plain) for name, plain in found[part].items()} for part in ("models", "snapshots")
+            )
+            return models, snapshots, set(found["accumulated"])
+        except (TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(path, why=f"is damaged ({type(error).__name__}: {first_line(error)})") from error
 
     def _own_file(self, folder: str) -> str:
         return os.path.join(folder, f"rank_{all_ranks().rank:05d}.pt")
