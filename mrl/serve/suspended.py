@@ -1,4 +1,4 @@
-"""What one start leaves for the next in `suspended/`: whether it can be gone on with, and where it goes if it cannot."""
+"""What a start leaves for the next in `suspended/`: whether it can be gone on with, and where it goes if it cannot."""
 
 from __future__ import annotations
 
