@@ -489,7 +489,7 @@ class Desk:
             for queue, number in state["numbers"].items():
                 self._add(queue, _Numbered(int(number)))
             for one in state["results"]:
-                result = Result(base64.b64decode(one["body"]), one["media_type"])
+                result = Result(base64.b64decode(one["body"], validate=True), one["media_type"])
                 promise = Promise(one["id"], one["model"], result, done_at=self.clock())
                 self._promises[promise.id] = self._by_key[one["queue"], one["number"]] = promise
                 self._unfetched += len(result.body)

@@ -32,7 +32,7 @@ def read_state(folder: pathlib.Path) -> dict[str, Any]:
             str(model): {int(number): str(line) for number, line in passes}
             for model, passes in state.get("lost", {}).items()
         }
-        return {"layout": dict(state["layout"]), "desk": state["desk"], "lost": lost}
+        return {"layout": {**state["layout"]}, "desk": state["desk"], "lost": lost}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         why = f"is damaged ({type(error).__name__}: {first_line(error)})"
         raise CheckpointError(folder, why=why) from error
