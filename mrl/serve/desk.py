@@ -487,9 +487,9 @@ class Desk:
         """Takes over what `state` of an earlier start gave."""
         with self._lock:
             for queue, number in state["numbers"].items():
-                self._add(queue, _Numbered(number))
+                self._add(queue, _Numbered(int(number)))
             for one in state["results"]:
-                result = Result(base64.b64decode(one["body"]), one["media_type"])
+                result = Result(base64.b64decode(one["body"], validate=True), one["media_type"])
                 promise = Promise(one["id"], one["model"], result, done_at=self.clock())
                 self._promises[promise.id] = self._by_key[one["queue"], one["number"]] = promise
                 self._unfetched += len(result.body)

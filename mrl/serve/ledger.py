@@ -15,14 +15,17 @@ import re
 import shutil
 import threading
 import time
+import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-from mrl.errors import UserError
+from mrl.errors import ConfigError, UserError, first_line, quoted, show, unwritable
 from mrl.serve.operations import Kind
 
 PREFIX = "tinker://"
+LATEST = 2e11
+"""Seconds since 1970, in the year 8307: a calendar has none that are much later."""
 ENDED = 0.0
 """When the session of a client that has ended was last heard of."""
 Part = Literal["weights", "sampler_weights", "external_weights"]
@@ -76,6 +79,29 @@ class SamplerRecord:
     snapshot: str | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Session:
+    id: str
+    time: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Finished:
+    id: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Deleted:
+    path: str
+
+
+_EVENTS: Mapping[str, type] = {
+    "session": _Session, "finished": _Finished, "model": ModelRecord, "saved": Saved, "deleted": _Deleted,
+    "sampler": SamplerRecord,
+}  # fmt: skip
+"""What a line of each event holds."""
+
+
 class Ledger:
     """The records of one server. Every method may be called on any thread; whoever goes through a mapping goes through
     what it was then, as an event makes another one of it."""
@@ -88,20 +114,58 @@ class Ledger:
         self.saved: dict[str, Saved] = {}
         self.samplers: dict[str, SamplerRecord] = {}
         self.deleted: set[pathlib.Path] = set()  # folders that `clear` removes
+        self.odd: list[str] = []  # what is said of lines that were not read as they stand
         self._lock = threading.Lock()
         self._read()
 
     def _read(self) -> None:
-        text = self.file.read_text(encoding="utf-8") if self.file.exists() else ""
-        if text and not text.endswith("\n"):  # of a server that was killed: the next line is not to join its last one
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write("\n")
-        for line in text.splitlines():
+        for path, right in ((self.file, os.path.isfile), (self.folder, os.path.isdir)):
+            if os.path.lexists(path) and not right(path):  # a link on storage that is not there today, too
+                why = f"has another thing in the place of {path.name}, or a link that leads nowhere"
+                raise ConfigError("output_dir", quoted(str(path.parent)), why, "move it away, or mend the link")
+        try:
+            text = self.file.read_text(encoding="utf-8", errors="replace") if self.file.exists() else ""
+            if text and not text.endswith(
+                "\n"
+            ):  # of a server that was killed: the next line is not to join its last one
+                with self.file.open("a", encoding="utf-8") as file:
+                    file.write("\n")
+        except OSError as error:
+            raise unwritable(str(self.file.parent), self.file, error) from error
+        for number, line in enumerate(text.split("\n"), 1):
             try:
-                event = json.loads(line)
-            except ValueError:
-                continue  # it broke off
-            getattr(self, f"_on_{event.pop('event')}")(**event)
+                if line:
+                    self._take(line, number)
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError, UserError) as error:
+                what = "no JSON" if isinstance(error, json.JSONDecodeError) else first_line(error)
+                self.odd.append(f"line {number} is passed over ({type(error).__name__}: {what})")
+        self.sessions = {model.session: model.asked_at for model in self.models.values()} | self.sessions
+
+    def _take(self, line: str, number: int) -> None:
+        """Takes over what a line says. What a newer mrl has added to it is left out."""
+        event = json.loads(line)
+        name = event.pop("event")
+        shape = _EVENTS[name]
+        record = _of_json(shape, event)
+        if unread := sorted(event.keys() - vars(record).keys()):
+            self.odd.append(f"line {number} has fields of another mrl ({', '.join(unread)})")
+        getattr(self, f"_on_{name}")(**vars(record))
+
+    def oddities(self) -> str:
+        """Says which lines were not read as they stand; nothing where all were."""
+        more = f", and {len(self.odd) - 3} more" if len(self.odd) > 3 else ""
+        return f"{self.file.name}: {'; '.join(self.odd[:3])}{more}" if self.odd else ""
+
+    def sweep(self) -> None:
+        """Removes what a server that was killed had not written to its end."""
+        left = [*self.folder.glob("*/weights/*/.tmp-step_*"), *self.folder.glob("*/weights/*/.trash-step_*")]
+        if not self.odd:  # or the line of a save of such a name may be among them
+            exports = (path for part in PARTS for path in self.folder.glob(f"*/{part}/*.partial"))
+            left += [path for path in exports if f"{PREFIX}{'/'.join(path.parts[-3:])}" not in self.saved]
+        for folder in left:
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # it has more in it
+                folder.parent.rmdir()
 
     def _write(self, event: str, **fields: Any) -> None:
         with self._lock:
@@ -115,14 +179,14 @@ class Ledger:
     def _on_finished(self, id: str) -> None:
         self.sessions[id] = ENDED
 
-    def _on_model(self, kind: dict[str, Any], **fields: Any) -> None:
-        record = ModelRecord(kind=Kind(**kind), **fields)
+    def _on_model(self, **fields: Any) -> None:
+        record = ModelRecord(**{**fields, "kind": _of_json(Kind, fields["kind"]), "here": False})
         self.models = {**self.models, record.id: record}
 
-    def _on_saved(self, kind: dict[str, Any], **fields: Any) -> None:
-        saved = Saved(kind=Kind(**kind), **fields)
-        self.saved = {**self.saved, saved.path: saved}
+    def _on_saved(self, **fields: Any) -> None:
+        saved = Saved(**{**fields, "kind": _of_json(Kind, fields["kind"])})
         self.deleted.discard(self.folder_of(saved.run, saved.part, saved.name))
+        self.saved = {**self.saved, saved.path: saved}
 
     def _on_deleted(self, path: str) -> None:
         if (saved := self.saved.get(path)) is not None:
@@ -197,6 +261,31 @@ class Ledger:
             fix = "list what there is: tinker checkpoint list, or GET /v1/models"
             raise UserError("path", path, "is not saved on this server", fix)
         return self.saved[path]
+
+
+def _of_json(shape: type, given: Any) -> Any:
+    """Returns a record of what a line has, without fields that it does not know. Raises ValueError or TypeError."""
+    if isinstance(given, shape):
+        return given
+    hints = typing.get_type_hints(shape)
+    known = {name: given[name] for name in hints if name in dict(given)}
+    for name, value in known.items():
+        if dataclasses.is_dataclass(hints[name]):
+            known[name] = _of_json(hints[name], value)
+        elif not _fits(value, hints[name]):
+            raise ValueError(f"{name} is {show(value)}")
+    return shape(**known)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Returns whether a value of JSON is of a field's type."""
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, each) for each in hint.__args__)
+    if typing.get_origin(hint) is Literal:
+        return value in typing.get_args(hint)
+    if hint is float:
+        return type(value) in (int, float) and 0 <= value <= LATEST  # they are times and factors
+    return type(value) is (typing.get_origin(hint) or hint)
 
 
 def _append(path: pathlib.Path, line: str) -> None:

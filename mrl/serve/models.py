@@ -28,12 +28,12 @@ from mrl.converters.pt_file import read_pt, write_pt
 from mrl.converters.tokenizer_files import add_end_tokens
 from mrl.engine import guards
 from mrl.engine.base import BaseEngine, Completion, GenerateRequest
-from mrl.engine.collective import all_ranks, on_every, on_main, wait_for_all
+from mrl.engine.collective import all_ranks, on_every, on_main
 from mrl.engine.kept import KeptSequences
 from mrl.engine.lora.folder import adapters, read_adapter, write_adapter
 from mrl.engine.sampling import SamplingKey
 from mrl.engine.trained_state import TrainedState
-from mrl.errors import UserError, one_line
+from mrl.errors import CheckpointError, UserError, first_line, one_line
 from mrl.rollout.stops import EndTokens, StopTexts
 from mrl.serve import operations as ops
 from mrl.serve import padded
@@ -297,11 +297,19 @@ class Models:
         on_every(lambda: _written(lambda: write_pt(path, plain), path))
 
     def _resume(self, asked: ops.Resume) -> None:
-        found = on_every(lambda: read_pt(self._own_file(asked.folder), fields=("models", "snapshots", "accumulated")))
-        self.waiting = {name: _of_plain(plain) for name, plain in found["models"].items()}
-        self.snapshots = {name: _of_plain(plain) for name, plain in found["snapshots"].items()}
-        self.accumulated = set(found["accumulated"])
-        wait_for_all()
+        """Takes over what was suspended; nothing of it on any rank where one cannot read its own. Raises UserError."""
+        self.waiting, self.snapshots, self.accumulated = on_every(lambda: self._suspended(asked.folder))
+
+    def _suspended(self, folder: str) -> tuple[dict[str, Held], dict[str, Held], set[str]]:
+        path = self._own_file(folder)
+        found = read_pt(path, fields=("models", "snapshots", "accumulated"))
+        try:
+            models, snapshots = (
+                {name: _of_plain(plain) for name, plain in found[part].items()} for part in ("models", "snapshots")
+            )
+            return models, snapshots, set(found["accumulated"])
+        except (TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(path, why=f"is damaged ({type(error).__name__}: {first_line(error)})") from error
 
     def _own_file(self, folder: str) -> str:
         return os.path.join(folder, f"rank_{all_ranks().rank:05d}.pt")

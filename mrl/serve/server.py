@@ -23,8 +23,6 @@ from starlette.responses import JSONResponse
 from transformers import PreTrainedTokenizerBase
 
 from mrl.config.checks import micro_batch_tokens
-from mrl.config.load import to_dict
-from mrl.config.resume import changed_keys
 from mrl.config.schema import OptimizerConfig, RoleConfig
 from mrl.config.serve import ServeConfig
 from mrl.config.serve_checks import KEY, secret_of_clients
@@ -34,8 +32,9 @@ from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine.collective import all_ranks, is_main, on_main
 from mrl.engine.registry import build_engine
-from mrl.errors import ConfigError, Stopped, UserError, show
+from mrl.errors import Stopped, UserError
 from mrl.serve import operations as ops
+from mrl.serve import suspended
 from mrl.serve.app import Asked, Door, HTTPServer, listening, retrieving, route
 from mrl.serve.datums import Limits
 from mrl.serve.desk import Desk, Result, Turn, Waiting
@@ -93,7 +92,7 @@ def run(config: ServeConfig, command_line: str = "") -> None:
         try:
             engine.on_main(lock.acquire)
             engine.on_main(lambda: refuse_foreign(directory))
-            engine.on_main(lambda: refuse_other_layout(config))
+            engine.on_main(lambda: suspended.refuse_other_layout(config))
             listens: list[socket.socket] = []  # before the model is read, which may take long: two would seem to serve
             engine.on_main(lambda: listens.append(closing.enter_context(listening(keys.host, keys.port))))
             say_all(console, engine.notes)
@@ -132,7 +131,8 @@ def _serve(
             *listens,
             snapshots=lambda: set(models.snapshots),
         )
-        if said := resume(server, models):
+        server.ledger.sweep()
+        for said in filter(None, [server.ledger.oddities(), *resume(server, models)]):
             console.say(said)
         say_all(console, models.ends.notes(models.tokenizer, "completions end there, too, and exports name it"))
         gc.freeze()  # a full collection of all that is loaded would hold up the thread that listens
@@ -318,7 +318,7 @@ def suspend(server: Server, models: Models) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     together(models, ops.Suspend(f"{folder}.partial"))
     lost = {model: list(passes.items()) for model, passes in server.training.lost.items()}
-    state = {"layout": layout_of(server.config), "desk": server.desk.state(), "lost": lost}
+    state = {"layout": suspended.layout_of(server.config), "desk": server.desk.state(), "lost": lost}
     try:
         (folder.parent / f"{folder.name}.partial" / "desk.json").write_text(json.dumps(state), encoding="utf-8")
         os.rename(f"{folder}.partial", folder)
@@ -327,40 +327,29 @@ def suspend(server: Server, models: Models) -> None:
     server.stop()
 
 
-def resume(server: Server, models: Models) -> str:
+def resume(server: Server, models: Models) -> list[str]:
     """Goes on with what `suspend` wrote; says what it is. What was written is of this start alone: a later end that
-    suspends nothing leaves nothing that is out of date."""
+    suspends nothing leaves nothing that is out of date. What is damaged is put aside, and nothing of it is taken."""
     folder = server.ledger.suspended
     shutil.rmtree(f"{folder}.partial", ignore_errors=True)
-    if not folder.exists():
-        return ""
-    state = json.loads((folder / "desk.json").read_text(encoding="utf-8"))
-    together(models, ops.Resume(str(folder)))
+    if not os.path.lexists(folder):
+        return []
+    try:
+        state = suspended.read_state(folder)
+        together(models, ops.Resume(str(folder)))
+    except UserError as error:
+        aside = suspended.put_aside(folder)
+        return [f"{error}: {aside} has it, and models of the last start are gone but for what was saved"]
     server.desk.restore(state["desk"])
-    server.training.lost = {model: dict(passes) for model, passes in state.get("lost", {}).items()}
+    server.training.lost = state["lost"]
+    unknown = sorted(models.waiting.keys() - (server.ledger.models.keys() & state["desk"]["numbers"].keys()))
+    if unknown:  # their lines of the ledger were passed over
+        together(models, ops.Forget(models=unknown))
     here = server.training.back(models.waiting, models.snapshots)
     os.rename(folder, f"{folder}.partial")  # at once: half of it would be nothing to go on with
     shutil.rmtree(f"{folder}.partial")
-    return f"going on with {here} of the last start" if here else ""
-
-
-def layout_of(config: ServeConfig) -> dict[str, Any]:
-    """Returns what must be equal for one start to read what another suspended: keys of the config, and processes."""
-    engine = config.engine
-    keys = {"backend": engine.backend, "parallel": to_dict(engine.parallel), "fsdp": to_dict(engine.fsdp)}
-    return {"engine": keys, "model": to_dict(config.model), "processes": all_ranks().size}
-
-
-def refuse_other_layout(config: ServeConfig) -> None:
-    """Raises ConfigError where models are suspended that this start could not go on with."""
-    folder = Ledger(pathlib.Path(config.output_dir)).suspended
-    if not (folder / "desk.json").exists():
-        return
-    before = json.loads((folder / "desk.json").read_text(encoding="utf-8"))["layout"]
-    if changed := changed_keys(before, layout_of(config)):
-        differ = ", ".join(f"{key}={show(was)}, now {show(now)}" for key, (was, now) in changed.items())
-        fix = f"start it as it was to go on with them, or remove {folder.name}/ there to go on with what was saved"
-        raise ConfigError("output_dir", config.output_dir, f"has models that were suspended with {differ}", fix)
+    gone = [f"let go of {', '.join(unknown)}, which {server.ledger.file.name} does not know"] if unknown else []
+    return ([f"going on with {here} of the last start"] if here else []) + gone
 
 
 def do_turn(server: Server, models: Models, turn: Turn) -> None:

@@ -153,7 +153,7 @@ class Training:
             held = [model for model in self.ledger.models.values() if model.here or self.desk.has(model.id)]
             others = [model.id for model in held]
             full = len(others) >= (1 if self.served.lora is None else self.served.most_models)
-            if full and any(self.ledger.sessions[model.session] == ENDED for model in held):
+            if full and any(self.ledger.sessions.get(model.session, ENDED) == ENDED for model in held):
                 raise Busy  # one is about to be let go
             self.desk.check_open()
             if self.served.lora is None and others:

@@ -25,7 +25,8 @@ from mrl.engine.collective import join_processes
 from mrl.errors import ConfigError
 from mrl.serve.app import MOST_FILES, take_more_connections
 from mrl.serve.records import as_cut
-from mrl.serve.server import layout_of, reached_at, refuse_other_layout
+from mrl.serve.server import reached_at
+from mrl.serve.suspended import layout_of, refuse_other_layout
 from tests.forks import forks
 from tests.serve.serving import Serving, serving
 from tests.tiers import nightly_but
@@ -109,7 +110,9 @@ def test_what_another_layout_suspended_is_not_gone_on_with(tmp_path):
     refuse_other_layout(first)
     (tmp_path / "suspended").mkdir()
     refuse_other_layout(first)
-    (tmp_path / "suspended" / "desk.json").write_text(json.dumps({"layout": layout_of(first), "desk": {}}))
+    (tmp_path / "suspended" / "desk.json").write_text(
+        json.dumps({"layout": layout_of(first), "desk": {"numbers": {}, "results": []}})
+    )
     moved = {**BASE, "output_dir": str(tmp_path), "serve": {"max_length": 99}, "log": {"console": "plain"}}
     refuse_other_layout(from_dict(moved, ServeConfig))
     for more, says in (

@@ -1,0 +1,63 @@
+"""What a start leaves for the next in `suspended/`: whether it can be gone on with, and where it goes if it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any
+
+from mrl.config.load import to_dict
+from mrl.config.resume import changed_keys
+from mrl.config.serve import ServeConfig
+from mrl.engine.collective import all_ranks
+from mrl.errors import CheckpointError, ConfigError, first_line, show, unwritable
+from mrl.serve.desk import Desk
+from mrl.serve.ledger import Ledger
+
+
+def layout_of(config: ServeConfig) -> dict[str, Any]:
+    """Returns what must be equal for one start to read what another suspended: keys of the config, and processes."""
+    engine = config.engine
+    keys = {"backend": engine.backend, "parallel": to_dict(engine.parallel), "fsdp": to_dict(engine.fsdp)}
+    return {"engine": keys, "model": to_dict(config.model), "processes": all_ranks().size}
+
+
+def read_state(folder: pathlib.Path) -> dict[str, Any]:
+    """Returns what the main rank wrote. Raises CheckpointError where it is not what `suspend` writes."""
+    try:
+        state = json.loads((folder / "desk.json").read_text(encoding="utf-8"))
+        Desk(most_waiting=1).restore(state["desk"])
+        lost = {
+            str(model): {int(number): str(line) for number, line in passes}
+            for model, passes in state.get("lost", {}).items()
+        }
+        return {"layout": {**state["layout"]}, "desk": state["desk"], "lost": lost}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        why = f"is damaged ({type(error).__name__}: {first_line(error)})"
+        raise CheckpointError(folder, why=why) from error
+
+
+def refuse_other_layout(config: ServeConfig) -> None:
+    """Raises ConfigError where models are suspended that this start could not go on with, or the ledger is no file."""
+    folder = Ledger(pathlib.Path(config.output_dir)).suspended
+    try:
+        before = read_state(folder)["layout"]
+    except CheckpointError:
+        return  # there is none, or it will be put aside
+    if changed := changed_keys(before, layout_of(config)):
+        differ = ", ".join(f"{key}={show(was)}, now {show(now)}" for key, (was, now) in changed.items())
+        fix = f"start it as it was to go on with them, or remove {folder.name}/ there to go on with what was saved"
+        raise ConfigError("output_dir", config.output_dir, f"has models that were suspended with {differ}", fix)
+
+
+def put_aside(folder: pathlib.Path) -> pathlib.Path:
+    """Gives the folder another name, and returns it."""
+    number = 1
+    while os.path.lexists(aside := folder.with_name(f"{folder.name}.damaged-{number}")):
+        number += 1
+    try:
+        os.rename(folder, aside)
+    except OSError as error:
+        raise unwritable(str(folder.parent), folder, error) from error
+    return aside
