@@ -55,7 +55,7 @@ def open_adapter(folder: Path, *, model: str | None = None) -> Source:
     kind = read_hf_config(base, quick=True)["model_type"] if (base / "config.json").is_file() else None
     if kind is not None and kind not in FAMILIES:
         why = f"is over a {kind!r} model, of which mrl has no table to merge by"
-        raise ModelError(folder, why=why, fix=MERGE)
+        raise ModelError(folder, why=why, fix=f"set model.lora.export to merged in the run that made it, or {MERGE}")
     with open_any(base) as plain:
         dtype = main_dtype(plain.reader.tensors)
         hf_config, family = plain.hf_config, plain.family

@@ -289,6 +289,13 @@ def test_whole_weights_beside_adapters_are_told_how_to_merge(made, tmp_path):
     assert done.exit_code == 2 and ".weight whole" in done.output and "merge_and_unload" in done.output
 
 
+def test_an_adapter_over_a_model_without_a_table_is_told_how_to_merge(tmp_path):
+    base = tiny.make_model(str(tmp_path / "base"), "granite")
+    tiny.make_adapter(str(tmp_path / "adapter"), base, LORA)
+    done = invoke("export", tmp_path / "adapter", tmp_path / "out")
+    assert done.exit_code == 2 and "over a 'granite' model" in done.output and "merge_and_unload" in done.output
+
+
 def test_an_adapter_folder_is_exported_merged(made, tmp_path):
     """With the tokenizer and chat template of the adapter, which a base model may not have."""
     base, _ = made()

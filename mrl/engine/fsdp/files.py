@@ -180,9 +180,11 @@ class Stored:
             output = [name for name in files._meta if name == files._score]
             unread |= {key for key in found if self._of_output(key, output)}
         left = [key for key in found if key not in expected and key not in unread]
-        carried = _known_to(files.hf, left) | {key for key in left if follows_from_config(key)}
-        if carried != set(left):
-            carried |= self._of_text_and_more([key for key in left if key not in carried])
+        taken = {key for sources in self._sources.values() for key, _ in sources}  # two names of one are no carrying
+        free = [key for key in left if key not in taken]
+        carried = _known_to(files.hf, free) | {key for key in free if follows_from_config(key)}
+        if carried != set(free):
+            carried |= self._of_text_and_more([key for key in free if key not in carried])
         absent = account(found, expected, where=str(self.reader.path), may_lack=may_lack, may_have=unread | carried)
         odd = [key for key in carried if found[key].dtype not in DTYPES]
         if odd:
