@@ -53,7 +53,13 @@ def _option(key: Key) -> Option:
 
 
 def _checked(
-    command: str, config_path: str, overrides: tuple[str, ...], profile: str | None, given: dict[str, Any]
+    command: str,
+    config_path: str,
+    overrides: tuple[str, ...],
+    profile: str | None,
+    given: dict[str, Any],
+    *,
+    there: bool = True,
 ) -> Any:
     """Returns the config, checked against the job that the options and the profile describe; warnings are said."""
     from mrl.launch.slurm.profile import load_options
@@ -68,7 +74,7 @@ def _checked(
         if dotted in mappings:
             value = _mapping(dotted, value)
         values[dotted] = list(value) if isinstance(value, tuple) else value
-    checked = check(command, config_path, overrides, load_options(profile, values), values)
+    checked = check(command, config_path, overrides, load_options(profile, values), values, there=there)
     for warning in checked.warnings:
         say(f"warning: {warning}")
     return checked
@@ -84,7 +90,7 @@ def _mapping(name: str, pairs: tuple[str, ...]) -> dict[str, str]:
 def render(command: str, config_path: str, overrides: tuple[str, ...], profile: str | None, **given: Any) -> None:
     from mrl.launch.slurm.render import render as script_of
 
-    checked = _checked(command, config_path, overrides, profile, given)
+    checked = _checked(command, config_path, overrides, profile, given, there=False)
     echo(script_of(checked.job, checked.options), end="")
 
 

@@ -7,8 +7,23 @@ program needs:
     from mrl.converters import family_for, hf_to_mcore, mcore_to_hf, read_hf_config
 """
 
-from mrl.converters.families import family_for
-from mrl.converters.hf_config import read_hf_config
-from mrl.converters.streams import hf_to_mcore, mcore_to_hf
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mrl.converters.families import family_for
+    from mrl.converters.hf_config import read_hf_config
+    from mrl.converters.streams import hf_to_mcore, mcore_to_hf
 
 __all__ = ["family_for", "hf_to_mcore", "mcore_to_hf", "read_hf_config"]
+
+_MODULES = {"family_for": "families", "read_hf_config": "hf_config", "hf_to_mcore": "streams", "mcore_to_hf": "streams"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is asked for: these modules load PyTorch, and what looks at a checkpoint's folder needs none."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -33,6 +33,7 @@ from mrl.config.urls import shown_url
 from mrl.engine.checks import Sequences
 from mrl.errors import ConfigError, DataError, ModelError, first_line, quoted, unwritable
 from mrl.parallel import ParallelDims
+from mrl.trainers import used_folder
 
 MOST_PROCESSES = 1024
 """Processes that a layout alone, without --nproc, is given on a machine without GPUs."""
@@ -48,23 +49,38 @@ def devices(command: TrainingCommand, config: Config) -> set[str]:
     return {part.engine.device for part in command.parts(config)}
 
 
-def check_files(command: TrainingCommand, config: Config) -> list[Part]:
-    """Raises a UserError where a file or folder that `config` names is missing. Returns what the run is made of."""
+def check_files(command: TrainingCommand, config: Config, *, there: bool = True) -> list[Part]:
+    """Raises a UserError where a file or folder that `config` names is missing. Returns what the run is made of.
+
+    there: False looks neither for weights nor for rows: a script may be made where they are not.
+    """
     _check_output_dir(config.output_dir)
     rows = command.on_rows(config)
     if rows is not None:
         _check_checkpoint(rows.checkpoint)
     needed = command.needed(config)
     parts = [
-        dataclasses.replace(part, hf=read_model_config(part.model, part.key("model")))
+        dataclasses.replace(part, hf=read_model_config(part.model, part.key("model"), weights=there))
         for part in command.parts(config)
         if part.role in needed
     ]
     command.check_files(config)
-    if rows is not None:
+    if rows is not None and there:
         _check_data(rows.data)
         _check_rows(rows, command.rows_of_batch(config))
     return parts
+
+
+def check_used(command: TrainingCommand, config: Config) -> used_folder.Saved | None:
+    """Raises a UserError where what is saved in output_dir is of another run. Returns what the run goes on with."""
+    _check_output_dir(config.output_dir)
+    rows = command.on_rows(config)
+    with quiet():  # the run warns of damaged checkpoints again
+        if rows is None:
+            used_folder.refuse_foreign(pathlib.Path(config.output_dir))
+            return None
+        lora = next((part.model.lora for part in command.parts(config) if part.optimizer is not None), None)
+        return used_folder.check(rows, None if lora is None else lora.export)
 
 
 def check_rows_files(config: OnRows) -> None:
@@ -175,7 +191,8 @@ def _check_model(part: Part, dims: ParallelDims, sequences: Sequences, *, here: 
         checks.check_model(part.engine, dims, part.hf, sequences)
         check = checks.check_here if here else checks.check_anywhere
         check(part.model, part.engine, dims, part.hf)
-        if part.model.lora is not None and os.path.isdir(part.model.path):  # of a hub id, the run looks
+        has_weights = any(pathlib.Path(part.model.path).glob("*.safetensors"))
+        if part.model.lora is not None and has_weights:  # of a hub id, the run looks
             from mrl.engine.lora.folder import adapters
 
             adapters(part.model.path, part.model.lora, part.head)
@@ -193,12 +210,14 @@ def quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def choose_nproc(asked: int | None, *, device: str, gpus: int, needed: int, key: str = "engine") -> int:
+def choose_nproc(
+    asked: int | None, *, device: str, gpus: int, needed: int, key: str = "engine", here: bool = True
+) -> int:
     """Processes to start on this machine: what was asked for, else one a GPU, else what the layout needs.
 
-    key: the section that `device` is from.
+    key: the section that `device` is from. here: the run is to be on this machine.
     """
-    if device == "cuda" and gpus == 0:  # the engines say the same of a process that torchrun or srun started
+    if here and device == "cuda" and gpus == 0:  # the engines say the same of a process that torchrun or srun started
         raise ConfigError(f"{key}.device", "cuda", "needs a GPU, and torch sees none", "use auto or cpu")
     if asked is None and not gpus and needed > MOST_PROCESSES:
         raise ConfigError(
@@ -213,8 +232,8 @@ def choose_nproc(asked: int | None, *, device: str, gpus: int, needed: int, key:
     return asked
 
 
-def read_model_config(model: ModelConfig, key: str = "model") -> dict[str, Any]:
-    """config.json of a model folder or hub id. key: where the config has the model."""
+def read_model_config(model: ModelConfig, key: str = "model", *, weights: bool = True) -> dict[str, Any]:
+    """config.json of a model folder or hub id. key: where the config has the model. weights: they have to be there."""
     folder = pathlib.Path(model.path)
     if os.path.isdir(model.path):  # of os.path: pathlib raises where a name is too long
         path = folder / "config.json"
@@ -225,7 +244,8 @@ def read_model_config(model: ModelConfig, key: str = "model") -> dict[str, Any]:
             is_run = (hf / "config.json").is_file()
             fix = f"it is the folder of a run: give {hf}" if is_run else "give a Hugging Face model folder"
             raise ModelError(f"{key}.path", quoted(model.path), "has no config.json", fix)
-        _check_weights(model, folder, key)
+        if weights:
+            _check_weights(model, folder, key)
         return _read_json(path)
     if os.path.exists(model.path):
         raise ModelError(f"{key}.path", quoted(model.path), "is a file", "give the folder that holds config.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import shlex
 import sys
@@ -34,17 +35,24 @@ def start(
     if "cpu" in preflight.devices(command, config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
     shows = not dry_run and config.log.console != "none" and (joined is None or joined.rank == 0)
+    saved = preflight.check_used(command, config)
+    if saved is not None and saved.is_complete and not dry_run:
+        if shows:
+            print(saved, flush=True)
+        return None
     with announced("checking files and layout", shows=shows):
         parts = preflight.check_files(command, config)
         if joined is not None and nproc is not None:
             raise ConfigError("--nproc", nproc, f"has no effect under {joined.launcher}", "leave it out")
-        world_size = choose_nproc(parts, nproc) if joined is None else joined.world_size
+        world_size = choose_nproc(parts, nproc, here=not dry_run) if joined is None else joined.world_size
         layouts = preflight.check_layout(command, config, parts, world_size, here=not dry_run)
     if dry_run:
         preflight.check_code(command, config)
         notes = showing.notes(command, config)
         for line in describe(command, config, parts, layouts):
             print(line, flush=True)
+        for line in (*_not_here(parts, config), *str(saved or "").splitlines()):
+            print(f"# {line}", flush=True)
         for note in notes:
             print(f"# data: {note}", flush=True)
         if (memory := _memory(command, config, world_size)) is not None:
@@ -64,6 +72,19 @@ def start(
             run(config, command_line)
         return None
     return _start_processes(command, config, command_line, world_size, shows)
+
+
+def _not_here(parts: Sequence[Part], config: Any) -> list[str]:
+    """Returns what the run needs and this machine lacks; that of engine.layer_spec is said with the choice."""
+    lines = []
+    if any(part.engine.device == "cuda" for part in parts) and not _gpus():
+        keys = ", ".join(part.key("engine.device") for part in parts if part.engine.device == "cuda")
+        lines.append(f"{keys}: cuda (as configured; torch sees no GPU, and a run needs one)")
+    rollout = getattr(config, "rollout", None)
+    inside = rollout is not None and rollout.backend == "vllm" and not rollout.server.urls
+    if inside and importlib.util.find_spec("vllm") is None:
+        lines.append("rollout.backend: vllm (as configured; the package vllm is not installed, and a run needs it)")
+    return lines
 
 
 def _memory(command: TrainingCommand, config: Config, world_size: int) -> str | None:
@@ -93,7 +114,7 @@ def join(joined: JoinedWorld) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def choose_nproc(parts: Sequence[Part], asked: int | None) -> int:
+def choose_nproc(parts: Sequence[Part], asked: int | None, *, here: bool = True) -> int:
     """Returns how many processes a run of these models starts on this machine."""
     gpus = 0
     devices = {part.key("engine"): part.engine.device for part in parts}
@@ -104,7 +125,7 @@ def choose_nproc(parts: Sequence[Part], asked: int | None) -> int:
     key = next((key for key, device in devices.items() if device == "cuda"), "engine")
     device = devices.get(key, "auto")
     needed = preflight.needed_processes(parts)
-    return preflight.choose_nproc(asked, device=device, gpus=gpus, needed=needed, key=key)
+    return preflight.choose_nproc(asked, device=device, gpus=gpus, needed=needed, key=key, here=here)
 
 
 def _start_processes(

@@ -15,7 +15,6 @@ import torch
 
 from mrl import metrics
 from mrl.config.command import OnRows
-from mrl.config.load import read_yaml
 from mrl.config.schema import LoraConfig, ModelConfig
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config
@@ -31,6 +30,7 @@ from mrl.engine.lora.folder import name_base
 from mrl.engine.stored_weights import mtp_tensors_of_folder
 from mrl.errors import DamagedCheckpoint, DataError, Stopped, UserError
 from mrl.rollout.stops import EndTokens
+from mrl.trainers import used_folder
 from mrl.trainers.console import Console, figures
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
 from mrl.trainers.signals import StopSignal, signal_name
@@ -101,33 +101,20 @@ def already_done(
 
     lora: whose `export` says what kind of files.
     """
-    if start.step < total_steps or not ranks.on_main(lambda: _last_is_logged(directory, start.step)):
+    if start.step < total_steps or not ranks.on_main(lambda: used_folder.last_is_logged(directory.path, start.step)):
         console.say(start.message)
         return False
-    steps = f"{start.step} of {counted(total_steps, 'step')} {'is' if start.step == 1 else 'are'} made"
-    if start.step > total_steps:
-        steps = f"it has made {counted(start.step, 'step')}, and this config asks for {total_steps}"
-    done = f"the run in {directory.path} is complete: {steps}"
+    done = used_folder.complete(directory.path, start.step, total_steps)
     if export_hf and not ranks.on_main(directory.hf.exists):
         console.say(f"{done}, but not its export; exporting")
         return False
     if export_hf and lora is not None and not ranks.on_main(lambda: directory.is_exported_as(lora.export)):
         console.say(f"{done}, and its export is not as model.lora.export {lora.export} says; exporting")
         return False
-    console.say(f"{done}; raise train.steps or train.epochs to train on, or give another output_dir")
+    console.say(f"{done}; {used_folder.TO_GO_ON}")
     for note in start.moved:
         console.say(f"changed since, and not looked at, as there is nothing to do: {note}")
     return True
-
-
-def _last_is_logged(directory: RunDirectory, step: int) -> bool:
-    """Returns whether the log has the line of `step`, which was made last, with its evaluation where the run has one at
-    its end."""
-    last = metrics.last_line(directory.path / "metrics.jsonl")
-    if last is None or last["step"] != step:
-        return last is None or last["step"] != step - 1
-    before = read_yaml(directory.config) if directory.config.exists() else {}
-    return (before.get("data") or {}).get("eval") is None or any(name.startswith("eval/") for name in last)
 
 
 def log_without_evaluation(ranks: Ranks, log: metrics.MetricsLog, progress: Progress) -> None:

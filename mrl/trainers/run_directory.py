@@ -19,17 +19,16 @@ from typing import Any
 import mrl
 from mrl.batch import Batch
 from mrl.config.command import Config, OnRows, command_of
-from mrl.config.load import dump_config, read_yaml, to_dict
-from mrl.config.resume import Change, check_resume, moving
+from mrl.config.load import dump_config
+from mrl.config.resume import Change
 from mrl.config.schema import CheckpointConfig
 from mrl.config.urls import without_queries, write_text
 from mrl.converters.pt_file import write_pt
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.lora.shapes import CONFIG as ADAPTER_CONFIG
-from mrl.errors import CheckpointError, ConfigError, Shown, quoted
+from mrl.trainers import used_folder
 
 HEADER = "# Written by mrl: the resolved config of this run. `mrl {command}` takes this file.\n"
-OURS = ("config.yaml", "metrics.jsonl", "checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending")
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine")
 
 
@@ -68,7 +67,7 @@ class RunDirectory:
 
     def present(self) -> list[str]:
         """Returns names of what a run of mrl has left here."""
-        return [name for name in OURS if (self.path / name).exists()]
+        return used_folder.present(self.path)
 
     def contents(self) -> list[pathlib.Path]:
         """Everything that a person finds here."""
@@ -148,23 +147,17 @@ def choose_start(run: RunDirectory, config: OnRows, damaged: Mapping[str, str] =
     fetched = ""
     resume, own = config.checkpoint.resume, atomic_checkpoint.find_checkpoint(str(run.checkpoints), but=damaged)
     if resume == "never":
-        if run.present():
-            raise ConfigError(
-                "checkpoint.resume",
-                "never",
-                f"would overwrite the run in {run.path} ({', '.join(run.present())})",
-                "give another output_dir, remove that one, or set checkpoint.resume to auto",
-            )
+        used_folder.refuse_used(run.path)
         return Start(None, 0, f"starting in {run.path}")
     if own is not None:
-        moved = _check_same_run(run, config, own)
+        moved = used_folder.check_same_run(run.path, config, own)
     elif resume != "auto":
         own = _elsewhere(run, resume, damaged)
     elif config.checkpoint.remote is not None:
         own = checkpoint_remote.fetch(config.checkpoint.remote, str(run.checkpoints))
         fetched = f", fetched from {config.checkpoint.remote}," if own is not None else ""
     if own is None:
-        _refuse_damaged(run, damaged)
+        used_folder.refuse_damaged(run.path, damaged)
         again = " again: it has no checkpoint yet" if run.present() else ""
         return Start(None, 0, f"starting in {run.path}{again}")
     step = atomic_checkpoint.validate(own).step
@@ -178,7 +171,7 @@ def is_own(run: RunDirectory, start: Start, saved: Mapping[str, Any], config: Ch
     Its folder tells, but for one that was fetched from the URL in `checkpoint.resume`: it lies in our folder too. Our
     own, saved later, have that URL in their config; a copy in `checkpoint.remote` is our own.
     """
-    if start.checkpoint is None or not _same_folder(os.path.dirname(start.checkpoint), str(run.checkpoints)):
+    if start.checkpoint is None or not used_folder.same_folder(os.path.dirname(start.checkpoint), str(run.checkpoints)):
         return False
     if "://" not in config.resume or (config.remote is not None and config.resume.startswith(config.remote)):
         return True
@@ -189,67 +182,23 @@ def copy_missed(run: RunDirectory, start: Start, config: CheckpointConfig) -> No
     """Copies the run's own newest checkpoint to `checkpoint.remote` where a kill came between the save and its copy."""
     if start.checkpoint is None or config.remote is None:
         return
-    if _same_folder(os.path.dirname(start.checkpoint), str(run.checkpoints)):
+    if used_folder.same_folder(os.path.dirname(start.checkpoint), str(run.checkpoints)):
         checkpoint_remote.ensure(start.checkpoint, config.remote, keep=config.keep, protect=run.best())
-
-
-def _refuse_damaged(run: RunDirectory, damaged: Mapping[str, str]) -> None:
-    """Checkpoints of which none is whole: a start from the beginning would overwrite them and metrics.jsonl."""
-    if found := [*atomic_checkpoint.damage(str(run.checkpoints)), *damaged.values()]:
-        raise CheckpointError(
-            f"{'; '.join(found)}; no checkpoint in {run.checkpoints} is whole: put one back, remove that folder to "
-            "start from the beginning, or give another output_dir"
-        )
 
 
 def refuse_foreign(run: RunDirectory) -> None:
     """Raises ConfigError for a config.yaml that is not ours: it would be overwritten."""
-    if run.config.exists() and not run.config.read_text(encoding="utf-8", errors="replace").startswith(
-        "# Written by mrl"
-    ):
-        raise ConfigError(
-            "output_dir",
-            quoted(str(run.path)),
-            "holds a config.yaml that mrl did not write and would overwrite",
-            "give a folder of its own, as in runs/demo",
-        )
-
-
-def _check_same_run(run: RunDirectory, config: OnRows, newest: str) -> list[Change]:
-    """Refuses another run's directory: another config than its config.yaml, or a start from another checkpoint.
-
-    Returns what has another name there (`moving`).
-    """
-    before = read_yaml(run.config) if run.config.exists() else to_dict(config)
-    changes = check_resume(before, to_dict(config))
-    resume = config.checkpoint.resume
-    began_from = before.get("checkpoint", {}).get("resume")
-    if resume not in ("auto", began_from) and not _same_folder(resume, newest):
-        raise ConfigError(
-            "checkpoint.resume",
-            quoted(resume),
-            f"is not the newest checkpoint of the run in {run.path}, which is {newest}",
-            "give another output_dir to start from it, or set checkpoint.resume to auto to go on with that run",
-        )
-    return [change for change in changes if change.key in moving(type(config))]
+    used_folder.refuse_foreign(run.path)
 
 
 def _elsewhere(run: RunDirectory, resume: str, damaged: Mapping[str, str]) -> str:
     """Returns the checkpoint that `checkpoint.resume` names: a folder, a folder of them, or a URL of either."""
-    if "://" in resume:
-        found = checkpoint_remote.fetch(resume, str(run.checkpoints))
-    else:
-        found = atomic_checkpoint.find_checkpoint(resume, but=damaged)
+    if "://" not in resume:
+        return used_folder.elsewhere(resume, damaged)
+    found = checkpoint_remote.fetch(resume, str(run.checkpoints))
     if found is None:
-        wrong = [] if "://" in resume else [*atomic_checkpoint.damage(resume), *damaged.values()]
-        why = "holds no whole checkpoint" + "".join(f" ({what})" for what in wrong)
-        fix = f"give a folder such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}"
-        raise CheckpointError("checkpoint.resume", Shown(repr(resume)), why, fix)
+        raise used_folder.no_checkpoint(resume, [])
     return found
-
-
-def _same_folder(a: str, b: str) -> bool:
-    return os.path.realpath(a) == os.path.realpath(b)
 
 
 def _provenance(command_line: str) -> str:

@@ -20,16 +20,17 @@ from mrl.parallel import ParallelDims
 RECENT_STEPS = 20
 
 
-def check_job(command: TrainingCommand, config: Config, options: SlurmConfig) -> list[str]:
+def check_job(command: TrainingCommand, config: Config, options: SlurmConfig, *, there: bool = True) -> list[str]:
     """Raises a UserError where the run could not start, or would not end, in the job. Returns warnings.
 
-    Files are looked at from here: this machine sees what the nodes will see.
+    Files are looked at from here: this machine sees what the nodes will see. there: False for weights and rows, which a
+    script that is only printed needs not.
     """
     _check_devices(preflight.devices(command, config), options)
     rows = command.on_rows(config)
     if rows is not None:
         _check_restarts(rows, options)
-    parts = preflight.check_files(command, config)
+    parts = preflight.check_files(command, config, there=there)
     try:
         layouts = preflight.check_layout(command, config, parts, options.world_size, here=False)
     except ConfigError as error:

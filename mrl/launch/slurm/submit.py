@@ -46,10 +46,17 @@ class Submitted:
 
 
 def check(
-    command: str, config_path: str, overrides: Sequence[str], options: SlurmConfig, given: Collection[str] = ()
+    command: str,
+    config_path: str,
+    overrides: Sequence[str],
+    options: SlurmConfig,
+    given: Collection[str] = (),
+    *,
+    there: bool = True,
 ) -> Checked:
     """Loads the config and checks it against the job. Nothing is written.
 
+    there: weights and rows have to be there.
     given: keys of SlurmConfig that this job was given beside the profile, which may have what other templates use.
     """
     record = commands.record(command)
@@ -62,7 +69,7 @@ def check(
     if options.servers.nodes:
         urls = f"{server.urls}=[{','.join(_server_urls(options))}]"
         config = load_config(config_path, [*_for_first(overrides, options.array), urls], record.root)
-    warnings = check_job(record, config, options)
+    warnings = check_job(record, config, options, there=there)
     output_dir = os.path.abspath(config.output_dir)
     servers = server_command(server, options) if options.servers.nodes else ""
     job = Job(command, os.path.abspath(config_path), tuple(overrides), output_dir, os.getcwd(), servers)

@@ -1,0 +1,156 @@
+"""Whether a run may use its output_dir: looked at before PyTorch is loaded, and by the run itself under its lock."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from mrl import metrics
+from mrl.config.command import OnRows
+from mrl.config.load import read_yaml, to_dict
+from mrl.config.resume import Change, check_resume, moving
+from mrl.engine import atomic_checkpoint
+from mrl.errors import CheckpointError, ConfigError, Shown, quoted
+from mrl.words import counted
+
+TO_GO_ON = "raise train.steps or train.epochs to train on, or give another output_dir"
+OURS = ("config.yaml", "metrics.jsonl", "checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending")
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What a run goes on with; `str` says so to the user."""
+
+    message: str
+    is_complete: bool = False  # steps, export and log: there is nothing to do
+    moved: Sequence[Change] = ()  # data or model that have another name than in config.yaml
+
+    def __str__(self) -> str:
+        unread = "changed since, and not looked at, as there is nothing to do"
+        return "\n".join([self.message, *(f"{unread}: {change}" for change in self.moved if self.is_complete)])
+
+
+def check(config: OnRows, lora_export: str | None) -> Saved | None:
+    """Raises a UserError where the run would refuse what is saved in output_dir. Returns what it goes on with. Nothing
+    is downloaded.
+
+    lora_export: `export` of the adapters that train; None where there are none.
+    """
+    path, resume = pathlib.Path(config.output_dir), config.checkpoint.resume
+    refuse_foreign(path)
+    if resume == "never":
+        refuse_used(path)
+        return None
+    own = atomic_checkpoint.find_checkpoint(str(path / "checkpoints"))
+    moved: list[Change] = []
+    if own is not None:
+        moved = check_same_run(path, config, own)
+    elif resume != "auto" and "://" not in resume:
+        own = elsewhere(resume)
+    elif resume == "auto" and config.checkpoint.remote is None:
+        refuse_damaged(path)
+    if own is None:
+        return None
+    step, steps, hf = atomic_checkpoint.validate(own).step, config.train.steps, path / "hf"
+    is_adapter = (hf / "adapter_config.json").exists()
+    exported = hf.exists() and (lora_export is None or is_adapter == (lora_export == "adapter"))
+    if steps is not None and step >= steps and same_folder(os.path.dirname(own), str(path / "checkpoints")):
+        if (exported or not config.checkpoint.export_hf) and last_is_logged(path, step):
+            return Saved(f"{complete(path, step, steps)}; {TO_GO_ON}", is_complete=True, moved=moved)
+        return Saved(complete(path, step, steps))
+    return Saved(f"resuming from {own}, after step {step}")
+
+
+def complete(path: pathlib.Path, step: int, steps: int) -> str:
+    """Returns the line on a run that has made all its steps."""
+    made = f"{step} of {counted(steps, 'step')} {'is' if step == 1 else 'are'} made"
+    if step > steps:
+        made = f"it has made {counted(step, 'step')}, and this config asks for {steps}"
+    return f"the run in {path} is complete: {made}"
+
+
+def last_is_logged(path: pathlib.Path, step: int) -> bool:
+    """Returns whether the log has the line of `step`, which was made last, with its evaluation where the run has one at
+    its end."""
+    last = metrics.last_line(path / "metrics.jsonl")
+    if last is None or last["step"] != step:
+        return last is None or last["step"] != step - 1
+    before = read_yaml(path / "config.yaml") if (path / "config.yaml").exists() else {}
+    return (before.get("data") or {}).get("eval") is None or any(name.startswith("eval/") for name in last)
+
+
+def present(path: pathlib.Path) -> list[str]:
+    """Returns names of what a run of mrl has left in `path`."""
+    return [name for name in OURS if (path / name).exists()]
+
+
+def refuse_used(path: pathlib.Path) -> None:
+    """Raises ConfigError where a run that is not to be resumed would overwrite another one's files."""
+    if found := present(path):
+        raise ConfigError(
+            "checkpoint.resume",
+            "never",
+            f"would overwrite the run in {path} ({', '.join(found)})",
+            "give another output_dir, remove that one, or set checkpoint.resume to auto",
+        )
+
+
+def refuse_damaged(path: pathlib.Path, damaged: Mapping[str, str] | None = None) -> None:
+    """Checkpoints of which none is whole: a start from the beginning would overwrite them and metrics.jsonl."""
+    checkpoints = path / "checkpoints"
+    if found := [*atomic_checkpoint.damage(str(checkpoints)), *(damaged or {}).values()]:
+        raise CheckpointError(
+            f"{'; '.join(found)}; no checkpoint in {checkpoints} is whole: put one back, remove that folder to "
+            "start from the beginning, or give another output_dir"
+        )
+
+
+def refuse_foreign(path: pathlib.Path) -> None:
+    """Raises ConfigError for a config.yaml that is not ours: it would be overwritten."""
+    config = path / "config.yaml"
+    if config.exists() and not config.read_text(encoding="utf-8", errors="replace").startswith("# Written by mrl"):
+        raise ConfigError(
+            "output_dir",
+            quoted(str(path)),
+            "holds a config.yaml that mrl did not write and would overwrite",
+            "give a folder of its own, as in runs/demo",
+        )
+
+
+def check_same_run(path: pathlib.Path, config: OnRows, newest: str) -> list[Change]:
+    """Refuses another run's directory: another config than its config.yaml, or a start from another checkpoint.
+
+    Returns what has another name there (`moving`).
+    """
+    before = read_yaml(path / "config.yaml") if (path / "config.yaml").exists() else to_dict(config)
+    changes = check_resume(before, to_dict(config))
+    resume = config.checkpoint.resume
+    began_from = before.get("checkpoint", {}).get("resume")
+    if resume not in ("auto", began_from) and not same_folder(resume, newest):
+        raise ConfigError(
+            "checkpoint.resume",
+            quoted(resume),
+            f"is not the newest checkpoint of the run in {path}, which is {newest}",
+            "give another output_dir to start from it, or set checkpoint.resume to auto to go on with that run",
+        )
+    return [change for change in changes if change.key in moving(type(config))]
+
+
+def elsewhere(resume: str, damaged: Mapping[str, str] | None = None) -> str:
+    """Returns the checkpoint that is in the folder `resume`, or that folder. Raises CheckpointError without one."""
+    found = atomic_checkpoint.find_checkpoint(resume, but=damaged or {})
+    if found is None:
+        raise no_checkpoint(resume, [*atomic_checkpoint.damage(resume), *(damaged or {}).values()])
+    return found
+
+
+def no_checkpoint(resume: str, wrong: list[str]) -> CheckpointError:
+    why = "holds no whole checkpoint" + "".join(f" ({what})" for what in wrong)
+    fix = f"give a folder such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}"
+    return CheckpointError("checkpoint.resume", Shown(repr(resume)), why, fix)
+
+
+def same_folder(a: str, b: str) -> bool:
+    return os.path.realpath(a) == os.path.realpath(b)

@@ -1,0 +1,140 @@
+"""What is saved in output_dir is looked at before PyTorch is loaded, and a dry run says what this machine lacks."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from mrl.config.command import roots
+from mrl.config.load import from_dict
+from mrl.engine import atomic_checkpoint
+from mrl.errors import ConfigError
+from mrl.launch import preflight, start
+from mrl.trainers import used_folder
+from mrl.trainers.run_directory import RunDirectory
+from tests.bad_input.mistakes import MODEL
+from tests.config import fuzz
+from tests.config.test_load import merged
+
+RUN_ALL = """
+import json, sys
+from click.testing import CliRunner
+from mrl import cli
+for line in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(cli.main, line)
+    print(json.dumps([done.exit_code, done.stdout, done.stderr, "torch" in sys.modules]))
+"""
+
+
+def run_all(*lines: list[str]) -> list[tuple[int, str, str, bool]]:
+    """Exit code, stdout, stderr and whether torch is loaded, of commands in one process."""
+    ran = subprocess.run([sys.executable, "-c", RUN_ALL, json.dumps(lines)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return [tuple(json.loads(line)) for line in ran.stdout.splitlines()]
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """fresh/, foreign/, half/ (step 3 of 5) and whole/ (all 5, exported), of one config."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    raw = merged(fuzz.BASES["sft"], {"model": {"path": str(tmp_path / "model")}, "train": {"steps": 5}})
+    raw = merged(raw, {"data": {"train": str(tmp_path / "rows.jsonl")}})
+    for name, step in (("fresh", 0), ("foreign", 0), ("half", 3), ("whole", 5)):
+        config = merged(raw, {"output_dir": str(tmp_path / name)})
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
+        (tmp_path / name).mkdir()
+        if step:
+            RunDirectory(tmp_path / name).prepare(from_dict(config), "mrl")
+            with atomic_checkpoint.writing(str(tmp_path / name / "checkpoints"), step, backend="fsdp") as path:
+                pathlib.Path(path, "weights").write_text("w")
+    (tmp_path / "foreign" / "config.yaml").write_text("mine: 1\n")
+    (tmp_path / "whole" / "hf").mkdir()
+    return tmp_path
+
+
+def test_conflicts_and_a_complete_run_are_found_before_torch_is_loaded(runs):
+    def line(name: str, *words: str) -> list[str]:
+        return ["sft", str(runs / f"{name}.yaml"), *words]
+
+    found = run_all(
+        line("half", "optimizer.lr=0.5"), line("half", "optimizer.lr=0.5", "--dry-run"),
+        line("half", "checkpoint.resume=never"), line("half", "checkpoint.resume=never", "--dry-run"),
+        line("foreign"), line("foreign", "--dry-run"), line("fresh", f"checkpoint.resume={runs / 'fresh'}"),
+        line("half", f"checkpoint.resume={runs / 'whole' / 'checkpoints'}"), line("whole"),
+    )  # fmt: skip
+    says = [
+        "optimizer.lr: value 0.5 is not the 1e-05 that the checkpoint was saved with", "would overwrite the run in",
+        "holds a config.yaml that mrl did not write",
+    ]  # fmt: skip
+    for (code, _, error, has_torch), part in zip(found[:6], [s for s in says for _ in range(2)], strict=True):
+        assert (code, has_torch) == (2, False) and part in error, error
+    assert found[6][0] == 2 and "holds no whole checkpoint" in found[6][2] and not found[6][3]
+    assert found[7][0] == 2 and "is not the newest checkpoint of the run" in found[7][2] and not found[7][3]
+    code, said, _, has_torch = found[8]
+    assert (code, has_torch) == (0, False)
+    assert f"the run in {runs / 'whole'} is complete: 5 of 5 steps are made; raise train.steps" in said
+
+
+def test_a_dry_run_says_what_the_run_goes_on_with_and_what_this_machine_lacks(runs):
+    (code, said, error, _), (code_of_whole, whole, _, _), (code_of_vllm, vllm, _, _) = run_all(
+        ["sft", str(runs / "half.yaml"), "engine.device=cuda", "--dry-run"],
+        ["sft", str(runs / "whole.yaml"), "engine.device=auto", "engine.layer_spec=te", "--dry-run"],
+        ["sft", str(runs / "fresh.yaml"), "engine.device=cuda", "--dry-run"],
+    )
+    assert (code, code_of_whole, code_of_vllm) == (0, 0, 0), error
+    assert "after step 3" in said and "is complete: 5 of 5 steps are made" in whole
+    assert "# engine.device: cuda (as configured; torch sees no GPU, and a run needs one)" in said
+    assert "# engine.layer_spec: te (as configured; torch sees no GPU" in whole
+    assert "resuming" not in vllm
+
+
+def test_vllm_inside_the_trainer_is_said_to_be_missing():
+    raw = merged(fuzz.BASES["ppo"], {"rollout": {"backend": "vllm"}})
+    assert start._not_here([], from_dict(raw, roots()["ppo"])) == [
+        "rollout.backend: vllm (as configured; the package vllm is not installed, and a run needs it)"
+    ]
+    served = merged(raw, {"rollout": {"server": {"urls": ["http://h:1"]}}})
+    assert start._not_here([], from_dict(served, roots()["ppo"])) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "is_complete"),
+    [
+        ({}, True),
+        ({"train": {"steps": 6}}, False),
+        ({"train": {"steps": 4}}, True),
+        ({"train": {"steps": None}}, False),
+    ],
+)
+def test_a_run_is_complete_by_its_steps(runs, change, is_complete):
+    raw = merged(yaml.safe_load((runs / "whole.yaml").read_text()), change)
+    saved = preflight.check_used(preflight_command("sft"), from_dict(raw))
+    assert saved is not None and saved.is_complete == is_complete
+    (runs / "whole" / "hf").rmdir()  # the export is missing: it is made again
+    assert not preflight.check_used(preflight_command("sft"), from_dict(raw)).is_complete
+
+
+def preflight_command(name: str):
+    from mrl.config.command import record
+
+    return record(name)
+
+
+def test_of_serve_the_folder_alone_is_looked_at(runs):
+    raw = merged(fuzz.BASES["serve"], {"output_dir": str(runs / "foreign")})
+    with pytest.raises(ConfigError, match="did not write"):
+        preflight.check_used(preflight_command("serve"), from_dict(raw, roots()["serve"]))
+    assert used_folder.present(runs / "whole") == ["config.yaml", "checkpoints", "hf"]
+
+
+def test_a_script_is_rendered_where_neither_weights_nor_rows_are(runs):
+    words = ["--gpus-per-node", "0", "--processes-per-node", "2", "model.init=pretrained", "data.train=/not/here.jsonl"]
+    ((code, said, error, _),) = run_all(["slurm", "render", "sft", str(runs / "fresh.yaml"), *words])
+    assert code == 0 and said.startswith("#!"), error
