@@ -123,14 +123,9 @@ def _serve(
             _follow(models)
             return
         server = Server(
-            config,
-            served,
-            models.ends.ids,
-            models.tokenizer,
-            console,
-            *listens,
+            config, served, models.ends.ids, models.tokenizer, console, *listens,
             snapshots=lambda: set(models.snapshots),
-        )
+        )  # fmt: skip
         server.ledger.sweep()
         for said in filter(None, [server.ledger.oddities(), *resume(server, models)]):
             console.say(said)

@@ -106,7 +106,6 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
             console.say(f"reference: is a second copy of the model, {_why_not_base(config)}")
         total_steps = _length(config, source, console)
         _set_total_steps(engines, total_steps, critic_warmup=config.algorithm.critic_warmup)
-        console.doing("starting the reward functions")
         first = [row for rows in (source.dataset, *held_out.values()) for row in rows.first_rows()]
         scores = _scoring(config, dispatch, folders, first, directory, console, total_steps=total_steps)
         ends.callback(scores.close)
@@ -250,6 +249,7 @@ def _scoring(
     *,
     total_steps: int,
 ) -> Scoring:
+    console.doing("starting the reward functions")
     return Scoring(
         config.rewards, reports=directory.path / "failed", on_main=dispatch.on_main, say=console.say,
         first=first, reward_model=_reward_model(config, dispatch, folders),
