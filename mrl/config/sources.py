@@ -47,10 +47,15 @@ TEMPLATE_HELP = "file with a Jinja chat template to use instead of the tokenizer
 SHUFFLE_BUFFER, MOST_BUFFERED = 10_000, 10_000_000
 
 
-def markers(raw: Any, path: str) -> dict[str, str] | None:
-    """Returns the markers of turns, by role, that `data.turns` has; {} and None where it has none."""
+def own_markers(raw: Any, path: str) -> dict[str, str] | None:
+    """As `markers`; None where a source has what `data` has."""
+    return None if raw is None else markers(raw, path)
+
+
+def markers(raw: Any, path: str) -> dict[str, str]:
+    """Returns the markers of turns, by role, that `data.turns` has; {} where it has none."""
     if raw is None or raw == {}:
-        return raw
+        return {}
     example = 'give {user: "\\n\\nHuman:", assistant: "\\n\\nAssistant:"} or such'
     if not isinstance(raw, Mapping):
         raise ConfigError(path, raw, f"is {kind(raw)}", example)
@@ -73,7 +78,7 @@ class Source:
 
     path: str = key(REQUIRED, FORMS)
     columns: dict[str, str] | None = key(None, "rename fields before a row is read")
-    turns: Mapping[str, str] | None = key(None, "what begins a turn in texts, by role", parse=markers)
+    turns: Mapping[str, str] | None = key(None, "what begins a turn in texts, by role", parse=own_markers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
