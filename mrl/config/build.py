@@ -73,7 +73,7 @@ def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> lis
     name = name if isinstance(name, str) else show(name)
     dotted = f"{path}.{name}" if path else name
     why = "is given to an unknown key"
-    below = list(leaves(value, dotted)) if isinstance(value, Mapping) else [(dotted, value)]
+    below = list(leaves(value, dotted)) if isinstance(value, Mapping) and value else [(dotted, value)]
     advices = [_known_elsewhere(key, root) for key, _ in below]
     if any(advices):
         section_keys_ = [nearest(key.rpartition(".")[2], section, root, path) for key, _ in below]

@@ -28,8 +28,9 @@ Keys of {commands}, made from {files} by `make docs`.
 Where no bound is given, a whole number may be up to 2147483647 and a number up to 1e9, and as far below
 zero. An unknown key, a wrong type or keys that contradict each other stop the run before it starts, and so do missing
 files, a layout that does not fit, an output_dir that is a model's folder, and an architecture in config.json that the
-engine does not know: `--dry-run` checks these and starts nothing. Weights, tokenizer, rows and checkpoints are looked
-at by the run, before its first step.
+engine does not know: `--dry-run` checks these and starts nothing. So does what output_dir holds of another run. Weights
+and what a checkpoint holds are read by the run, before its first step. A message names up to ten mistakes at once.
+Keys of verl, NeMo-RL and TRL are told ours: [coming-from.md](coming-from.md).
 
 Learning rates where a config gives none; a run prints them at its start and writes them to config.yaml:
 

@@ -52,7 +52,11 @@ def advice(dotted: str, root: type) -> str | None:
     for trainer, row in found:
         if row.ours:
             return f"it is {trainer.name}'s for {' and '.join(row.ours)}, which this command lacks"
-        return f"leave it out: it is {trainer.name}'s, and {row.note or 'nothing here stands for it'}"
+        return (
+            f"leave it out: {row.note}"
+            if row.note
+            else f"leave it out: it is {trainer.name}'s, and nothing here stands for it"
+        )
     section = dotted.partition(".")[0]
     owner = next((one for one in TRAINERS if section in one.sections or dotted.startswith(one.begins)), None)
     return None if owner is None else f"leave it out: it is {owner.name}'s, and nothing here stands for it"

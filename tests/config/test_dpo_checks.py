@@ -28,7 +28,6 @@ made = functools.partial(config_of, DPOConfig, BASE)
 REFUSED = [
     (("loss.name=sigmoid",), 'loss.name: value "sigmoid" is not one of the choices (did you mean dpo?)'),
     (("loss.name=ppo",), 'loss.name: value "ppo" is not one of the choices'),
-    (("loss=null",), "loss.name"),
     (("loss.gamma=1",), "loss.gamma: value 1.0 is not read by loss dpo; leave it out; it is of simpo"),
     (("loss.name=ipo", "loss.label_smoothing=0.1"), "loss.label_smoothing: value 0.1 is not read by loss ipo"),
     (("loss.name=simpo", "loss.reference_free=true"), "loss.reference_free: value true is not read by loss simpo"),

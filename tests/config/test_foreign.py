@@ -75,7 +75,7 @@ def test_every_row_names_keys_that_a_command_has():
         ("dpo", "loss_type", "did you mean loss.name?"),
         ("ppo", "grpo.num_prompts_per_step", "did you mean train.global_batch_size? (counts prompts there"),
         ("ppo", "policy.megatron_cfg.tensor_model_parallel_size", "did you mean actor.engine.parallel.tp?"),
-        ("sft", "push_to_hub", "leave it out: it is TRL's, and checkpoint.export_hf"),
+        ("sft", "push_to_hub", "leave it out: checkpoint.export_hf"),
         ("sft", "optimizer.leaning_rate", None),
     ],
 )  # fmt: skip
