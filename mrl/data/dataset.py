@@ -81,6 +81,8 @@ class RowDataset(abc.ABC, Generic[T]):
     threads; the tokenizer is copied.
     """
 
+    split_is_of: Part = "train"  # the rows that data.split is of; the others have the defaults
+
     def __init__(
         self,
         config: DataConfig | PromptsConfig | PreferenceDataConfig | ScoredDataConfig,
@@ -108,7 +110,8 @@ class RowDataset(abc.ABC, Generic[T]):
             buffer = config.resolved_shuffle_buffer
             self._rows = open_stream(path, split=config.split, buffer=buffer, exchange=exchange)
         else:
-            self._rows = open_rows(path, split=config.split, part=part)
+            split = config.split if part == self.split_is_of else None
+            self._rows = open_rows(path, split=split, part=part)
         self._begin(tokenizer)
 
     def __len__(self) -> int:

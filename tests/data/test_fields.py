@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from tokenizers import normalizers
 
 from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.ppo import PromptsConfig
@@ -176,3 +177,37 @@ def test_what_a_format_reads_decides_what_is_listed(tmp_path):
     ]:
         path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [{**row, **every}])
         assert dataset(path, command).unread_fields() == [f"{path}:1: nothing reads its fields {unread}"]
+
+
+NOTHING = (" ", "\n", "\u200b", " \u200b \t")
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_text_of_no_tokens_is_a_bad_row(tmp_path, monkeypatch, bos):
+    """A tokenizer may drop white space and characters without width: nothing but EOS would be left to learn."""
+
+    def dropping(template):
+        made = tiny_tokenizers.make_tokenizer(template, bos=bos)
+        dropped = [normalizers.Replace("\u200b", ""), normalizers.Strip()]
+        made.backend_tokenizer.normalizer = normalizers.Sequence(dropped)
+        return made
+
+    monkeypatch.setattr("tests.data.test_fields.make_tokenizer", dropping)
+    rows = [
+        ("sft", {"text": "NOTHING"}), ("sft", {"prompt": "a:", "completion": "NOTHING"}),
+        ("sft", {"prompt": "NOTHING", "completion": "NOTHING"}), ("sft", {"instruction": "a", "output": "NOTHING"}),
+        ("dpo", {"prompt": "a:", "chosen": "NOTHING", "rejected": "b"}),
+        ("dpo", {"prompt": "a:", "chosen": "b", "rejected": "NOTHING"}),
+        ("dpo", {"prompt": "a:", "completion": "NOTHING", "label": True}),
+        ("bradley_terry", {"chosen": "NOTHING", "rejected": "a"}), ("bradley_terry", {"chosen": "a", "rejected": "NOTHING"}),
+        ("bradley_terry", {"prompt": "NOTHING", "chosen": "NOTHING", "rejected": "a"}),
+        ("regression", {"prompt": "NOTHING", "completion": "NOTHING", "score": 1.0}), ("ppo", {"prompt": "NOTHING"}),
+    ]  # fmt: skip
+    for command, row in rows:
+        for text in NOTHING:
+            one = {name: text if value == "NOTHING" else value for name, value in row.items()}
+            with pytest.raises(
+                DataError, match=r"a.jsonl:1: (has|gives) an? (text|answer|prompt) of no tokens"
+            ) as error:
+                loaded(tmp_path, command, one, template=None)
+            assert error.value.may_be_skipped
