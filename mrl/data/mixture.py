@@ -164,6 +164,9 @@ class MixedDataset(RowDataset[T]):
     def unread_fields(self) -> list[str]:
         return [line for source in self.sources for line in source.unread_fields()]
 
+    def newly_read(self) -> list[str]:
+        return [line for source in self.sources for line in source.newly_read()]
+
     def first_rows(self) -> list[tuple[dict[str, Any], str]]:
         return [source.first_row() for source in self.sources]
 
