@@ -137,7 +137,7 @@ def values(command, folder):
         "loss_on": [("all", {})], "system": [("be good", {})], "teacher": [("x", {})], "max_length": [(12, {})],
         "max_prompt_length": [(12, {})], "truncation": [("drop", long), ("left", long)], "prompt_end": [("x", {})],
         "step_separator": [("x", {})], "name": [("other_name", {})], "weight": [(3, {}), (None, {})],
-        "epochs": [(1, {}), (0.5, {})], "path": [(str(folder / "other.jsonl"), {})],
+        "epochs": [(1, {}), (0.5, {})], "turns": [({"user": "Q:", "assistant": "A:"}, {})], "path": [(str(folder / "other.jsonl"), {})],
     }  # fmt: skip
 
 
