@@ -163,6 +163,7 @@ def in_source(base, name, value):
     return base | {"train": [first | {name: value}, *others]}
 
 
+@pytest.mark.slow
 def test_every_key_of_every_kind_of_source_is_read_or_refused(made, monkeypatch):
     command, folder, paths = made
     hub_in(folder / "hub", monkeypatch)
