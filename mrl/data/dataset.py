@@ -81,6 +81,8 @@ class RowDataset(abc.ABC, Generic[T]):
     threads; the tokenizer is copied.
     """
 
+    split_is_of: Part = "train"  # the rows that data.split is of; the others have the defaults
+
     def __init__(
         self,
         config: DataConfig | PromptsConfig | PreferenceDataConfig | ScoredDataConfig,
@@ -108,7 +110,8 @@ class RowDataset(abc.ABC, Generic[T]):
             buffer = config.resolved_shuffle_buffer
             self._rows = open_stream(path, split=config.split, buffer=buffer, exchange=exchange)
         else:
-            self._rows = open_rows(path, split=config.split, part=part)
+            split = config.split if part == self.split_is_of else None
+            self._rows = open_rows(path, split=split, part=part)
         self._begin(tokenizer)
 
     def __len__(self) -> int:
@@ -244,14 +247,26 @@ class RowDataset(abc.ABC, Generic[T]):
 
     def unread_fields(self) -> list[str]:
         """Returns a line on the fields that nothing reads, of the first row of each source. Raises as `first_row`."""
+        where, row, read = self._fields_read()
+        unread = [name for name in row if name not in read and not name.endswith("_unused")]
+        return [f"{where}: nothing reads its fields {listed(unread)}"] if read and unread else []
+
+    def newly_read(self) -> list[str]:
+        """Returns a line on fields that an older mrl did not read, of the first row of each source."""
+        where, row, read = self._fields_read()
+        new = [name for name in ("system", "history") if row.get(name) and name in read]
+        what = "were left out by the mrl that saved the checkpoint, and become turns from here on"
+        return [f"{where}: its fields {' and '.join(new)} {what}"] if new else []
+
+    def _fields_read(self) -> tuple[str, dict[str, Any], set[str]]:
+        """Returns the place and fields of the first row, and which of them are read: none of a row that is not used."""
         index, row = self._first()
         noted = NotedRow(row)
         try:
             self._make(index, noted)
         except UserError:  # which is said where the row is used
-            return []
-        unread = [name for name in row if name not in noted.read and not name.endswith("_unused")]
-        return [f"{self.where(index)}: nothing reads its fields {listed(unread)}"] if unread else []
+            noted.read.clear()
+        return self.where(index), row, noted.read
 
     def first_row(self) -> tuple[dict[str, Any], str]:
         """Returns the first row that can be read, and its `file:line`. Raises DataError where there is none, and what

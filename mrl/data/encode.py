@@ -115,7 +115,10 @@ class Encoder:
                 check_plain(content)
                 return self.pair(content)
             case Text():
-                ids = self._end(self.begin(self.tokenize(content.text)))
+                found = self.tokenize(content.text)
+                if not found:
+                    raise BadRow(f"has a text of no tokens: {content.text!r:.40}; remove the row")
+                ids = self._end(self.begin(found))
                 return Encoded(ids, [1] * len(ids))
             case Tokens():
                 return self.tokens(content)
@@ -149,6 +152,8 @@ class Encoder:
                 f"the prompt's last tokens change when the completion follows ({here} becomes {there}); "
                 "end the prompt with the colon or newline and begin the completion with the space"
             )
+        if len(ids) == len(before):
+            raise BadRow(f"has an answer of no tokens: {pair.completion!r:.40}; remove the row")
         ids = self._end(ids)
         if not isinstance(self.loss_on, str) and "assistant" not in self.loss_on:
             raise BadRow("has nothing to train on: the completion is the assistant's; name assistant in data.loss_on")

@@ -16,8 +16,8 @@ CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 def decoded(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a row with lists of messages where its fields have them as JSON text."""
-    found = {name: _conversation(row[name]) for name in CONVERSATIONS if name in row}
-    return {**row, **found}
+    found = {name: _conversation(value) for name, value in row.items() if name in CONVERSATIONS}
+    return row | found
 
 
 def tools_of(row: dict[str, Any]) -> list[Any] | None:

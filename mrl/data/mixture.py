@@ -161,8 +161,11 @@ class MixedDataset(RowDataset[T]):
         number, row = self.find(index)
         return self.sources[number].load(row)
 
-    def unread_fields(self) -> list[str]:
-        return [line for source in self.sources for line in source.unread_fields()]
+    def notes(self) -> list[str]:
+        return [line for source in self.sources for line in source.notes()]
+
+    def newly_read(self) -> list[str]:
+        return [line for source in self.sources for line in source.newly_read()]
 
     def first_rows(self) -> list[tuple[dict[str, Any], str]]:
         return [source.first_row() for source in self.sources]

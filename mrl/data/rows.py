@@ -94,7 +94,7 @@ def open_stream(path: str, *, split: str | None, buffer: int, exchange: Exchange
             raise DataError("data.train", why=why, fix="leave stream out")
         files = [] if "://" in path else _data_files(local, "train", STREAMED_SUFFIXES)
         if files and split is not None:
-            raise _no_splits(path, split)
+            raise _no_splits(path, split, "train")
         found = [local_file(file) for file in files] or find_files(path, split=split, key="data.train")
         names = [file.name for file in found]
         if files or "://" in path:
@@ -110,8 +110,8 @@ def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
     if _is_saved_dataset(local):
         rows = _load_saved(local, split, part)
     elif files := _data_files(local, part):
-        if split is not None and part == "train":
-            raise _no_splits(path, split)
+        if split is not None:
+            raise _no_splits(path, split, part)
         of_files = named(f"data.{part}", path, files)
         check_splits([of_files])
         sources = [open_file(file) for file in files]
@@ -126,10 +126,10 @@ def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
     return rows
 
 
-def _no_splits(path: str, split: str) -> DataError:
+def _no_splits(path: str, split: str, part: Part) -> DataError:
     return DataError(
         "data.split",
-        why=f"{split!r}, but data.train ({path}) is files, which have no splits",
+        why=f"{split!r}, but data.{part} ({path}) is files, which have no splits",
         fix="remove data.split and name the files of that split",
     )
 
@@ -260,17 +260,14 @@ def _load_hub(path: str, split: str | None, part: Part) -> Rows:
 
 
 def _choose_split(path: str, loaded: Any, split: str | None, part: Part, files: Mapping[str, Sequence[str]]) -> Rows:
-    """Returns one data set out of what `datasets` loaded. files: of each split, where they are known.
-
-    `data.split` is for the training rows; evaluation has its defaults.
-    """
+    """Returns one data set out of what `datasets` loaded. files: of each split, where they are known."""
     if isinstance(loaded, datasets.Dataset):
-        if split is not None and part == "train" and split != str(loaded.split):
+        if split is not None and split != str(loaded.split):
             raise DataError(
                 "data.split", why=f"{split!r}, but {path} holds a data set without splits", fix="remove data.split"
             )
         return _rows_of(path, loaded, part, ())
-    wanted = (split,) if split is not None and part == "train" else DEFAULT_SPLITS[part]
+    wanted = DEFAULT_SPLITS[part] if split is None else (split,)
     for name in wanted:
         if name in loaded:
             return _rows_of(f"{path}[{name}]", loaded[name], part, files.get(name, ()))

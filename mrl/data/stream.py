@@ -26,6 +26,8 @@ from mrl.data.streamed import START, Cursor, Mark
 from mrl.errors import CheckpointError, DataError, show
 
 NOTES_PER_BATCH = 5
+READING = 1
+"""Which fields of rows are read, in checkpoints: 0 is before `system` and `history` became turns."""
 MOST_FRUITLESS = 100_000  # streamed rows in a row, none of which can be used, after which a run ends
 
 
@@ -255,7 +257,7 @@ class RowStream(Generic[T]):
         del made["sources"]
         if self.mixer is not None or not self.dataset.is_streamed:
             del made["mark"]
-        same = {"seed": self.seed, "shuffle": self.shuffle}
+        same = {"seed": self.seed, "shuffle": self.shuffle, "reading": READING}
         if self.mixer is None:
             return {"version": 1, **made, **same, "data": self._fingerprint}
         mix_by = self.mixer.dataset.config.mix_by
@@ -300,6 +302,8 @@ class RowStream(Generic[T]):
                     fix=f"set it to {saved}, or start a new run in another output_dir",
                 )
         self.rows, self._notes = [], []
+        if state.get("reading", 0) < READING:
+            self._notes += self.dataset.newly_read()
         sources = () if self.mixer is None else self._resumed_sources(self.mixer, state)
         if self.mixer is None:
             _check_same(f"data.{self.dataset.part}", self.dataset.path, state["data"], self._fingerprint)

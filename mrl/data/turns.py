@@ -32,7 +32,8 @@ class TurnEncoder:
         """Returns the tokens of a prompt, with the generation prompt where there is a chat template."""
         if isinstance(asked, Question) and not self.has_template:
             check_plain(asked)
-            return self.encoder.begin(self.encoder.tokenize(asked.plain))
+            found = self.encoder.tokenize(asked.plain)
+            return self.encoder.begin(found) if found else []
         return self.tokenize(self.text(asked.chat if isinstance(asked, Question) else asked))
 
     def text(self, chat: Chat) -> str:

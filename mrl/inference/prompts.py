@@ -21,6 +21,7 @@ class BoundedPrompts(PromptDataset):
     """Prompts of a file, for a model whose positions bound them where data.max_prompt_length is not set."""
 
     why_too_long: str | None = None
+    split_is_of = "eval"  # as no others are read
 
     def too_long(self, tokens: int) -> str:
         if self.why_too_long is None:

@@ -329,6 +329,7 @@ def _check_data(data: RowsConfig) -> None:
     for key, value in paths_of(data):
         if "://" in value:
             if key in streamed:
+                _check_no_split(data, key, value)
                 continue  # one process of the run looks: this machine may have no network
             raise _not_downloaded(key, value)
         if _is_missing(value):
@@ -345,6 +346,16 @@ def _check_data(data: RowsConfig) -> None:
     for key, template in templates.items():
         if template not in (None, RAW_TEXT) and not os.path.isfile(template):
             raise DataError(key, quoted(template), "does not exist", "give a Jinja file, or none")
+
+
+def _check_no_split(data: RowsConfig, key: str, url: str) -> None:
+    """Raises DataError where a URL is to have a split, which the run would refuse when it has asked for the files."""
+    own = {f"{at}.path": (f"{at}.split", getattr(source, "split", None)) for at, source in _sources(data)}
+    name, split = own.get(key, ("data.split", None))
+    name, split = (name, split) if split is not None else ("data.split", data.split)
+    if split is not None:
+        why = f"is set, and {shown_url(url)} names files, which have no splits"
+        raise DataError(name, split, why, "leave it out and name the files of that split")
 
 
 def _not_downloaded(key: str, url: str) -> DataError:

@@ -3,16 +3,20 @@
 import dataclasses
 
 import pytest
+from tokenizers import normalizers
 
 from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.ppo import PromptsConfig
 from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
+from mrl.config.sources import SFTShare
 from mrl.data.dataset import SFTDataset
 from mrl.data.formats import Chat, parse_prompt
+from mrl.data.mixture import train_rows
 from mrl.data.preferences import PreferenceDataset
 from mrl.data.prompts import PromptDataset
 from mrl.data.scored import ScoredDataset
+from mrl.data.stream import RowStream
 from mrl.data.turns import TurnEncoder
 from mrl.errors import DataError
 from tests.data import tiny_tokenizers
@@ -176,3 +180,61 @@ def test_what_a_format_reads_decides_what_is_listed(tmp_path):
     ]:
         path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [{**row, **every}])
         assert dataset(path, command).unread_fields() == [f"{path}:1: nothing reads its fields {unread}"]
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_resume_of_an_older_checkpoint_says_what_is_read_now(tmp_path, as_list):
+    row = {"instruction": "a", "output": "b", "system": SYSTEM, "history": HISTORY}
+    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [row] * 3)
+    plain = tiny_tokenizers.write_jsonl(tmp_path / "b.jsonl", [{"instruction": "a", "output": "b", "system": ""}] * 3)
+
+    def stream(path):
+        train = (SFTShare(path=path, name="s"),) if as_list else path
+        data = DataConfig(train=train, max_length=512)
+        return RowStream(train_rows(data, lambda one: SFTDataset(one, make_tokenizer())), seed=0)
+
+    for of, said in ((path, True), (plain, False)):
+        state = stream(of).state_dict()
+        for reading, expected in ((True, False), (False, said)):
+            older = {name: value for name, value in state.items() if reading or name != "reading"}
+            resumed = stream(of)
+            resumed.load_state_dict(older)
+            notes = resumed.take_notes()
+            assert len(notes) == expected
+            assert (
+                not notes or "a.jsonl:1: its fields system and history were left out by the mrl that saved" in notes[0]
+            )
+
+
+NOTHING = (" ", "\n", "\u200b", " \u200b \t")
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_text_of_no_tokens_is_a_bad_row(tmp_path, monkeypatch, bos):
+    """A tokenizer may drop white space and characters without width: nothing but EOS would be left to learn."""
+
+    def dropping(template):
+        made = tiny_tokenizers.make_tokenizer(template, bos=bos)
+        dropped = [normalizers.Replace("\u200b", ""), normalizers.Strip()]
+        made.backend_tokenizer.normalizer = normalizers.Sequence(dropped)
+        return made
+
+    monkeypatch.setattr("tests.data.test_fields.make_tokenizer", dropping)
+    rows = [
+        ("sft", {"text": "NOTHING"}), ("sft", {"prompt": "a:", "completion": "NOTHING"}),
+        ("sft", {"prompt": "NOTHING", "completion": "NOTHING"}), ("sft", {"instruction": "a", "output": "NOTHING"}),
+        ("dpo", {"prompt": "a:", "chosen": "NOTHING", "rejected": "b"}),
+        ("dpo", {"prompt": "a:", "chosen": "b", "rejected": "NOTHING"}),
+        ("dpo", {"prompt": "a:", "completion": "NOTHING", "label": True}),
+        ("bradley_terry", {"chosen": "NOTHING", "rejected": "a"}), ("bradley_terry", {"chosen": "a", "rejected": "NOTHING"}),
+        ("bradley_terry", {"prompt": "NOTHING", "chosen": "NOTHING", "rejected": "a"}),
+        ("regression", {"prompt": "NOTHING", "completion": "NOTHING", "score": 1.0}), ("ppo", {"prompt": "NOTHING"}),
+    ]  # fmt: skip
+    for command, row in rows:
+        for text in NOTHING:
+            one = {name: text if value == "NOTHING" else value for name, value in row.items()}
+            with pytest.raises(
+                DataError, match=r"a.jsonl:1: (has|gives) an? (text|answer|prompt) of no tokens"
+            ) as error:
+                loaded(tmp_path, command, one, template=None)
+            assert error.value.may_be_skipped

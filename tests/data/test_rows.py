@@ -259,7 +259,9 @@ def test_splits(tmp_path):
     path, _ = write(tmp_path, "splits")
     assert len(read(path, split="test")[0]) == 2
     assert len(read(path, part="eval")[0]) == 2  # test is the default of evaluation
-    assert len(read(path, split="train", part="eval")[0]) == 2  # data.split is for the training rows
+    assert len(read(path, split="train", part="eval")[0]) == 7  # as `mrl eval` reads it
+    config = tiny_tokenizers.config(path, eval=str(path), split="train")  # in training it is of the training rows
+    assert len(SFTDataset(config, tiny_tokenizers.make_tokenizer(), part="eval")) == 2
 
 
 def hub_in(folder, monkeypatch):
