@@ -1,4 +1,4 @@
-"""What the ranks of a test world run of `mrl dpo`."""
+"""What the ranks of a test world run of `mrl dpo`, and log-probs by transformers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 from unittest import mock
+
+import torch
+from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.config.dpo import DPOConfig
@@ -34,3 +37,22 @@ def passes(config: Mapping[str, Any]) -> list[tuple[str, str, int]]:
     with mock.patch.object(FSDPEngine, "forward_backward_step", noting):
         assert train(config)[0] == "done"
     return found
+
+
+def log_prob(model: torch.nn.Module, ids: list[int], mask: list[int]) -> Tensor:
+    """The answer's, in float64."""
+    logits = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+    of_labels = logits.gather(1, torch.tensor(ids)[1:, None])[:, 0]
+    return of_labels[torch.tensor(mask[1:], dtype=torch.bool)].sum()
+
+
+def kl_of_others(model: Any, reference: Any, answers: list) -> float:
+    """kto's z: each prompt with the answer of the next one, good answers first."""
+    order = sorted(range(len(answers)), key=lambda i: not answers[i].is_chosen)
+    kl = 0.0
+    with torch.no_grad():
+        for i, j in zip(order, [*order[1:], order[0]], strict=True):
+            begin, prompt = len(answers[j].prompt), answers[i].prompt
+            ids, mask = prompt + answers[j].ids[begin:], [0] * len(prompt) + answers[j].mask[begin:]
+            kl += float(log_prob(model, ids, mask) - log_prob(reference, ids, mask)) / len(order)
+    return max(0.0, kl)

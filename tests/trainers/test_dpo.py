@@ -39,6 +39,7 @@ from tests.engine.harness import run_case
 from tests.resume.cases import remark
 from tests.tiers import in_tiers, slow_but
 from tests.trainers import tiny_runs
+from tests.trainers.dpo_cases import kl_of_others, log_prob
 
 CASE = "tests.trainers.dpo_cases:train"
 ROWS, BATCH, STEPS = 10, 4, 3
@@ -109,13 +110,6 @@ def train(config: dict[str, Any], world: int = 1, **details: Any) -> tuple[str, 
 # ---------------------------------------------------------------------------------------------- transformers and torch
 
 
-def log_prob(model: torch.nn.Module, ids: list[int], mask: list[int]) -> Tensor:
-    """The answer's, in float64."""
-    logits = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
-    of_labels = logits.gather(1, torch.tensor(ids)[1:, None])[:, 0]
-    return of_labels[torch.tensor(mask[1:], dtype=torch.bool)].sum()
-
-
 OWN_NUMBERS = {  # keys of `loss`, none at its default
     "dpo, smoothed": {"name": "dpo", "beta": 0.3, "label_smoothing": 0.2, "length_normalized": True, "sft_weight": 0.5},
     "dpo, free": {"name": "dpo", "beta": 0.3, "reference_free": True},
@@ -166,18 +160,6 @@ def oracle_loss(name: str, model: Any, reference: Any, rows: list) -> Tensor:
     weight = {1: own.get("desirable_weight", 1), -1: own.get("undesirable_weight", 1)}
     each = [weight[s] * (1 - torch.sigmoid(beta * s * (r - z))) for s, r in zip(signs, ratios, strict=True)]
     return nll + mean((each[i] + each[i + 1]) / 2 for i in pairs)
-
-
-def kl_of_others(model: Any, reference: Any, answers: list) -> float:
-    """kto's z: each prompt with the answer of the next one, good answers first."""
-    order = sorted(range(len(answers)), key=lambda i: not answers[i].is_chosen)
-    kl = 0.0
-    with torch.no_grad():
-        for i, j in zip(order, [*order[1:], order[0]], strict=True):
-            begin, prompt = len(answers[j].prompt), answers[i].prompt
-            ids, mask = prompt + answers[j].ids[begin:], [0] * len(prompt) + answers[j].mask[begin:]
-            kl += float(log_prob(model, ids, mask) - log_prob(reference, ids, mask)) / len(order)
-    return max(0.0, kl)
 
 
 def oracle(places: pathlib.Path, name: str, kind: str) -> list[float]:
