@@ -11,13 +11,16 @@ from typing import Any
 
 from mrl.data.files import BadRow, one_line
 
+AS_MESSAGES = "JSON text is read as a list of messages"
 CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
 def decoded(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a row with lists of messages where its fields have them as JSON text."""
-    found = {name: _conversation(row[name]) for name in CONVERSATIONS if name in row}
-    return {**row, **found}
+    values = {name: value for name, value in row.items() if name in CONVERSATIONS}  # looked at, which is no reading
+    found = {name: _conversation(value) for name, value in values.items()}
+    changed = {name: value for name, value in found.items() if value is not values[name]}
+    return row | changed if changed else row
 
 
 def tools_of(row: dict[str, Any]) -> list[Any] | None:
@@ -109,6 +112,8 @@ def _conversation(value: Any) -> Any:
         except (ValueError, RecursionError):
             return value
     if not isinstance(messages, list) or not messages:
+        return value
+    if messages is value and not any(isinstance(message, str) for message in messages):
         return value
     found = [json_object(message) or message for message in messages]
     are_messages = all(isinstance(message, dict) and ("role" in message or "from" in message) for message in found)
