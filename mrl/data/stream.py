@@ -306,7 +306,7 @@ class RowStream(Generic[T]):
         self.rows, self._notes = [], []
         if state.get("reading", 1) < READING:
             changed = [line for line in self.dataset.template_notes() if any(words in line for words in READ_OTHERWISE)]
-            self._notes += [f"{line}, which it was not before the checkpoint" for line in changed[:1]]
+            self._notes += [f"{line}, but not before the checkpoint" for line in changed[:1]]
         sources = () if self.mixer is None else self._resumed_sources(self.mixer, state)
         if self.mixer is None:
             _check_same(f"data.{self.dataset.part}", self.dataset.path, state["data"], self._fingerprint)

@@ -11,7 +11,7 @@ from mrl.data.dataset import SFTDataset
 from mrl.data.encode import Encoder
 from mrl.data.formats import Chat
 from mrl.data.preferences import PreferenceDataset
-from mrl.data.prompts import PromptDataset
+from mrl.data.prompts import PromptDataset, PromptSource
 from mrl.data.scored import ScoredDataset
 from mrl.data.turns import TurnEncoder
 from mrl.errors import DataError
@@ -168,3 +168,27 @@ def test_other_json_is_somebodys_text(tmp_path, text):
 def test_text_that_has_to_be_json_is_refused_where_it_is_not(tmp_path, row, says):
     with pytest.raises(DataError, match=says):
         SFTDataset(config(write_jsonl(tmp_path / "a.jsonl", [row])), make_tokenizer(TOJSON)).load(0)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": talk(AS_JSON)}, "go to the chat template as objects"),
+        ({"prompt": json.dumps([ASK])}, "prompt: JSON text is read as a list of messages"),
+        ({"prompt": "hello"}, None),
+    ],
+)
+def test_a_resume_says_what_an_older_mrl_gave_the_template_otherwise(tmp_path, row, says):
+    file = write_jsonl(tmp_path / "a.jsonl", [row, row])
+
+    def source():
+        config = PromptsConfig(train=file, max_prompt_length=512)
+        return PromptSource(PromptDataset(config, make_tokenizer(TOJSON)), seed=1)
+
+    state = source().state_dict()
+    older = {name: value for name, value in state.items() if name != "reading"}
+    for saved, expected in ((state, None), (older, says)):
+        resumed = source()
+        resumed.load_state_dict(saved)
+        notes = resumed.take_notes()
+        assert [says in note and "not before the checkpoint" in note for note in notes] == [True] * bool(expected)
