@@ -438,30 +438,29 @@ class Encoder:
 
     def _rewritten(self, chat: Chat, turn: int, extent: str, part: list[int], whole: list[int]) -> DataError:
         here, there = self.difference(part, whole)
-        instead = self._what_works(chat, turn)
+        works = self._what_works(chat, turn)
+        later = any(m["role"] == "assistant" for m in chat.messages[turn + 1 :])
+        marks = "put {% generation %} markers around the assistant's text in data.chat_template"
         if self.tokenizer.decode(whole).startswith(self.tokenizer.decode(part)):
             return DataError(
                 f"messages[{turn}]",
                 why=f"the text rendered {extent} is tokenized otherwise alone ({here}) than in the "
                 f"whole conversation ({there}), which the model would be trained after",
-                fix=f"{instead}put {{% generation %}} markers around the assistant's text in "
-                "data.chat_template, or end its prompt so that no token reaches over it",
+                fix=works or f"{marks}, or end its prompt so that no token reaches over it",
             )
-        later = any(m["role"] == "assistant" for m in chat.messages[turn + 1 :])
         return DataError(
             f"messages[{turn}]",
             why=f"the conversation rendered {extent} has {here} where the whole one has "
             f"{there}: the chat template rewrites turns",
-            fix=f"{instead}put {{% generation %}} markers around the assistant's text in "
-            f"data.chat_template, or set data.loss_on to {'last or all' if later else 'all'}",
+            fix=works or f"{marks}, or set data.loss_on to {'last or all' if later else 'all'}",
         )
 
     def _what_works(self, chat: Chat, turn: int) -> str:
-        """Returns what lets an assistant turn train whose template rewrites turns, as the start of an advice."""
+        """Returns what lets an assistant turn train whose template rewrites turns, "" where nothing does."""
         variables = variables_of(self.tokenizer.get_chat_template(None, chat.tools))
         off = {"enable_thinking": False} if "enable_thinking" in variables else {}
         has_later = any(message["role"] == "assistant" for message in chat.messages[turn + 1 :])
-        a_row = "give one row for each assistant turn, which ends with it, and set data.loss_on to last"
+        a_row = "give one row for each answer, which ends with it, and set data.loss_on to last"
         off_in_words = 'chat_template_kwargs: {"enable_thinking": false}'
         for messages, kwargs, words in (
             (chat.messages, off, f"give the row {off_in_words}"),
@@ -473,7 +472,7 @@ class Encoder:
                 continue
             with contextlib.suppress(DataError):
                 self._verified_span(tried, turn, self.render(tried, messages)[0])
-                return f"{words}; or "
+                return f"put {{% generation %}} markers in data.chat_template, or {words}"
         return ""
 
 

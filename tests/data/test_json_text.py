@@ -23,7 +23,9 @@ def template(arguments: str) -> str:
     return (
         "{% if tools %}{{ tools | tojson }}<|im_end|>{% endif %}{% if loud is defined %}LOUD{{ loud }}{% endif %}"
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "{% for call in m.tool_calls or [] %}{% set c = call.function or call %}CALL " + arguments + "{% endfor %}"
+        "{{ 'HAS ' if m.tool_calls is defined }}{% for call in m.tool_calls or [] %}{% set c = call.function or call %}CALL "
+        + arguments
+        + "{% endfor %}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
 
@@ -118,6 +120,8 @@ ROWS = {
     ),
     "calls": ({**EACH, "messages": CALLS_AS_TEXT}, {**EACH, "messages": talk(CITY)}),
     "call": ({**EACH, "messages": CALL_AS_TEXT}, {**EACH, "messages": talk(CITY)}),
+    "an empty list of calls": ({"messages": [ASK, {**ANSWER, "tool_calls": []}]}, {"messages": [ASK, ANSWER]}),
+    "null calls": ({"messages": [ASK, {**ANSWER, "tool_calls": None}]}, {"messages": [ASK, ANSWER]}),
     "no calls": ({"messages": [ASK, {**ANSWER, "tool_calls": "[]"}]}, {"messages": [ASK, ANSWER]}),
 }  # fmt: skip
 

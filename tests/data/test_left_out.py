@@ -129,7 +129,11 @@ def test_the_refusal_of_a_template_that_rewrites_turns_names_what_works(tmp_path
     row = {"messages": [USER, ANSWER] * (1 + several)}
     file = write_jsonl(tmp_path / "a.jsonl", [row])
     off = r'chat_template_kwargs: \{"enable_thinking": false\}'
-    says = f"one row for each assistant turn, .* data.loss_on to last, with {off}" if several else f"give the row {off}"
+    says = (
+        f"one row for each answer, which ends with it, and set data.loss_on to last, with {off}"
+        if several
+        else f"give the row {off}"
+    )
     with pytest.raises(DataError, match=says):
         SFTDataset(config(file), make_tokenizer(REASONS)).load(0)
     off = {"chat_template_kwargs": {"enable_thinking": False}}
