@@ -160,9 +160,9 @@ def test_other_json_is_somebodys_text(tmp_path, text):
     ("row", "says"),
     [
         ({**EACH, "tools": ["fox"]}, r"tools\[0\] is a string that is not JSON"),
-        ({**EACH, "tools": "{}"}, "tools is {}; give a list of function schemas"),
+        ({**EACH, "tools": "{}"}, "tools is a dict; give a list of function schemas"),
         ({**EACH, "chat_template_kwargs": "thinking"}, "chat_template_kwargs is a string that is not JSON"),
-        ({**EACH, "chat_template_kwargs": "[1]"}, r"chat_template_kwargs is \[1\]; give an object"),
+        ({**EACH, "chat_template_kwargs": "[1]"}, "chat_template_kwargs is a list; give an object"),
         ({"messages": [ASK, {**ANSWER, "tool_calls": "fox()"}]}, r"messages\[1\].tool_calls is a string that is not"),
         ({"messages": [ASK, {**ANSWER, "tool_calls": ["fox"]}]}, r"messages\[1\].tool_calls\[0\] is a string that"),
         ({"messages": [ASK, {**ANSWER, "tool_calls": 5}]}, r"messages\[1\].tool_calls is 5; give a list of calls"),
