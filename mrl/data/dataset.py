@@ -5,8 +5,10 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
+import functools
+import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
@@ -25,6 +27,7 @@ from mrl.data.files import BadRow, row_error
 from mrl.data.formats import (
     Chat,
     Pair,
+    Question,
     Text,
     Tokens,
     check_columns,
@@ -33,6 +36,8 @@ from mrl.data.formats import (
     rename_fields,
     row_weight,
 )
+from mrl.data.json_text import AS_MESSAGES, decoded
+from mrl.data.left_out import left_out
 from mrl.data.noted import NotedRow
 from mrl.data.rows import Part, Rows, open_rows, open_stream
 from mrl.data.splits import Named
@@ -50,6 +55,9 @@ class Loaded(Protocol):
 
 
 T = TypeVar("T", bound=Loaded)
+
+NOTED_ROWS = 64
+"""The first rows, which are rendered with and without each field at the start."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +216,31 @@ class RowDataset(abc.ABC, Generic[T]):
     def _make(self, index: int, row: dict[str, Any]) -> T | Rejected:
         """Returns the example that a row becomes. Raises BadRow, or another UserError, without file and line."""
 
+    def template_notes(self) -> list[str]:
+        """Returns a line for what the chat template leaves out of the first rows, or takes in another form. Raises
+        DataError; the same on every rank."""
+        return []
+
+    def _notes_on(
+        self,
+        contents: Callable[[dict[str, Any]], Iterable[Any]],
+        said_of: Callable[[list[tuple[str, Chat]]], list[str]],
+    ) -> list[str]:
+        """Returns lines on the first rows. contents: what a row is. said_of: `left_out`, of conversations and their
+        places."""
+        chats, texts = list[tuple[str, Chat]](), dict[str, str]()
+        for index in itertools.islice(self._rows.head(), NOTED_ROWS):
+            try:
+                row = self._row(index)
+                found = [content.chat if isinstance(content, Question) else content for content in contents(row)]
+            except UserError:
+                continue  # its own reading says so
+            place, read = self.where(index), decoded(row)
+            for name in [name for name in row if read[name] is not row[name]]:
+                texts.setdefault(name, f"{place}: {name}: {AS_MESSAGES}")
+            chats += [(place, chat) for chat in found if isinstance(chat, Chat)]
+        return [*texts.values(), *said_of(chats)]
+
     def _row(self, index: int) -> dict[str, Any]:
         return with_turns(rename_fields(self._rows[index], self.config.columns), self.config.turns)
 
@@ -231,8 +264,8 @@ class RowDataset(abc.ABC, Generic[T]):
         return [self.first_row()]
 
     def notes(self) -> list[str]:
-        """Returns lines on the first row of each source, for people. Raises as `first_row`."""
-        return [*self.unread_fields(), *self._dialogue()]
+        """Returns lines on the first rows of each source, for people. Raises as `first_row`."""
+        return [*self.unread_fields(), *self._dialogue(), *self.template_notes()]
 
     def _dialogue(self) -> list[str]:
         """Returns a line where a text holds a whole conversation, which the chat template makes one turn of."""
@@ -363,6 +396,9 @@ class SFTDataset(RowDataset[Example]):
     def encoders(self) -> list[Encoder]:
         trains = isinstance(self.config.loss_on, str) or "assistant" in self.config.loss_on
         return [self._encoder] if trains and self.format not in ("text", "tokenized") else []
+
+    def template_notes(self) -> list[str]:
+        return self._notes_on(lambda row: [parse_row(row, self.format)], functools.partial(left_out, self._encoder))
 
     def tokens_of(self, item: Example) -> int:
         return len(item.ids)

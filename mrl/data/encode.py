@@ -31,8 +31,10 @@ text or prompt that begins with it gets no second one. *Token ids* stay as they 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 import re
 import threading
 from collections.abc import Sequence
@@ -45,6 +47,8 @@ from mrl.config.sources import LossOn
 from mrl.data.ends import Probe, TurnEnds, common
 from mrl.data.files import BadRow, one_line
 from mrl.data.formats import SYSTEM_ROLES, Chat, Pair, Text, Tokens, check_plain, with_system
+from mrl.data.messages import is_blank, nothing_left, said_beside
+from mrl.data.tokenizer import variables_of
 from mrl.data.tool_calls import with_fitting_arguments
 from mrl.errors import DataError, ModelError
 
@@ -57,6 +61,9 @@ STAND_INS = ("a", "7")
 
 PROBES = 64
 """How many probes of turn ends are remembered: rows may have template arguments of their own."""
+
+OF_THE_CALL = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
+"""Names that transformers takes for itself: a row would cut its tokens with them, or bring a template of its own."""
 
 NO_TEMPLATE = (
     "the tokenizer has no chat template, which a conversation needs; name a Jinja file in data.chat_template, "
@@ -220,7 +227,13 @@ class Encoder:
 
     def fitted(self, chat: Chat) -> Chat:
         """Returns a conversation with the arguments of its tool calls in the form that the template takes."""
-        return with_fitting_arguments(chat, lambda messages: self.render_text(chat, messages))[0]
+        return self.fitted_and_form(chat)[0]
+
+    def fitted_and_form(self, chat: Chat) -> tuple[Chat, str]:
+        """As `fitted`, with what that changed in words."""
+        if other := sorted(OF_THE_CALL & chat.template_kwargs.keys()):
+            raise BadRow(f"chat_template_kwargs.{other[0]} is no variable of a chat template; leave it out")
+        return with_fitting_arguments(chat, lambda messages: self.render_text(chat, messages))
 
     def _trained(self, chat: Chat) -> dict[int, float]:
         """Returns the weight of each message that trains by its role and place, 0 among them. Raises BadRow."""
@@ -268,6 +281,12 @@ class Encoder:
             ids = self._ended(chat, self.render(chat, chat.messages)[0])
             of_answers = [self._verified_span(chat, turn, ids) for turn in answers]
         spans = dict(zip(answers, of_answers, strict=True))
+        for i, (start, end) in spans.items():
+            message = chat.messages[i]
+            if not is_blank(message["content"]) or not said_beside(message):
+                continue
+            if all(token in self.special_ids or self._is_blank(token) for token in ids[start:end]):
+                raise nothing_left(f"messages[{i}]", message)
         return ids, spans | {i: self._content_span(chat, i, ids) for i in wanted if i not in spans}
 
     def _ended(self, chat: Chat, ids: list[int]) -> list[int]:
@@ -424,23 +443,42 @@ class Encoder:
 
     def _rewritten(self, chat: Chat, turn: int, extent: str, part: list[int], whole: list[int]) -> DataError:
         here, there = self.difference(part, whole)
+        works = self._what_works(chat, turn)
         later = any(m["role"] == "assistant" for m in chat.messages[turn + 1 :])
-        instead = "last or all" if later else "all"
+        marks = "put {% generation %} markers around the assistant's text in data.chat_template"
         if self.tokenizer.decode(whole).startswith(self.tokenizer.decode(part)):
             return DataError(
                 f"messages[{turn}]",
                 why=f"the text rendered {extent} is tokenized otherwise alone ({here}) than in the "
                 f"whole conversation ({there}), which the model would be trained after",
-                fix="put {% generation %} markers around the assistant's text in "
-                "data.chat_template, or end its prompt so that no token reaches over it",
+                fix=works or f"{marks}, or end its prompt so that no token reaches over it",
             )
         return DataError(
             f"messages[{turn}]",
             why=f"the conversation rendered {extent} has {here} where the whole one has "
             f"{there}: the chat template rewrites turns",
-            fix="put {% generation %} markers around the assistant's text in "
-            f"data.chat_template, or set data.loss_on to {instead}",
+            fix=works or f"{marks}, or set data.loss_on to {'last or all' if later else 'all'}",
         )
+
+    def _what_works(self, chat: Chat, turn: int) -> str:
+        """Returns what lets an assistant turn train whose template rewrites turns, "" where nothing does."""
+        variables = variables_of(self.tokenizer.get_chat_template(None, chat.tools))
+        off = {"enable_thinking": False} if "enable_thinking" in variables else {}
+        has_later = any(message["role"] == "assistant" for message in chat.messages[turn + 1 :])
+        a_row = "give one row for each answer, which ends with it, and set data.loss_on to last"
+        off_in_words = 'chat_template_kwargs: {"enable_thinking": false}'
+        for messages, kwargs, words in (
+            (chat.messages, off, f"give the row {off_in_words}"),
+            (chat.messages[: turn + 1] if has_later else [], {}, a_row),
+            (chat.messages[: turn + 1] if has_later else [], off, f"{a_row}, with {off_in_words}"),
+        ):
+            tried = dataclasses.replace(chat, messages=messages, template_kwargs={**kwargs, **chat.template_kwargs})
+            if not messages or (tried.messages, tried.template_kwargs) == (chat.messages, chat.template_kwargs):
+                continue
+            with contextlib.suppress(DataError):
+                self._verified_span(tried, turn, self.render(tried, messages)[0])
+                return f"put {{% generation %}} markers in data.chat_template, or {words}"
+        return ""
 
 
 def _advice(messages: list[dict[str, Any]]) -> str:

@@ -8,9 +8,12 @@ modification time, so a changed source gets a new copy; a source that changes un
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gzip
 import hashlib
 import json
+import logging
 import os
 import shutil
 import zlib
@@ -25,6 +28,8 @@ import pyarrow.parquet
 from filelock import FileLock
 
 from mrl.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 JSONL_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".json") for packed in ("", ".gz", ".zst"))
 SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
@@ -107,7 +112,7 @@ def cached_copy(path: str, suffix: str, write: Callable[[str, str], None]) -> st
         return str(target)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{target}.lock"):
+        with _lock_where_there_are_locks(f"{target}.lock"):
             if not target.exists():
                 unfinished = f"{target}.{os.getpid()}.tmp"
                 try:
@@ -121,12 +126,29 @@ def cached_copy(path: str, suffix: str, write: Callable[[str, str], None]) -> st
                 finally:
                     Path(unfinished).unlink(missing_ok=True)
     except OSError as e:
+        what = "with room" if e.errno in (errno.ENOSPC, errno.EDQUOT) else "that can be written"
         raise DataError(
             path,
             why=f"its copy cannot be written to {folder} ({one_line(e)})",
-            fix="set HF_DATASETS_CACHE to a folder with room",
+            fix=f"set HF_DATASETS_CACHE to a folder {what}",
         ) from e
     return str(target)
+
+
+@contextlib.contextmanager
+def _lock_where_there_are_locks(path: str) -> Iterator[None]:
+    """Holds a lock. A file system without locks is warned about: processes that come at once each write a copy then."""
+    lock = FileLock(path, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        logger.warning("no lock in %s (%s): each process may convert the data for itself", Path(path).parent, error)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _decompress(path: str, target: str) -> None:

@@ -11,13 +11,16 @@ from typing import Any
 
 from mrl.data.files import BadRow, one_line
 
+AS_MESSAGES = "JSON text is read as a list of messages"
 CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
 def decoded(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a row with lists of messages where its fields have them as JSON text."""
-    found = {name: _conversation(value) for name, value in row.items() if name in CONVERSATIONS}
-    return row | found
+    values = {name: value for name, value in row.items() if name in CONVERSATIONS}  # looked at, which is no reading
+    found = {name: _conversation(value) for name, value in values.items()}
+    changed = {name: value for name, value in found.items() if value is not values[name]}
+    return row | changed if changed else row
 
 
 def tools_of(row: dict[str, Any]) -> list[Any] | None:
@@ -25,7 +28,7 @@ def tools_of(row: dict[str, Any]) -> list[Any] | None:
     wanted = "a list of function schemas"
     tools = parsed(row.get("tools"), "tools", wanted)
     if tools is not None and not isinstance(tools, list):
-        raise BadRow(f"tools is {tools!r:.40}; give {wanted}")
+        raise BadRow(f"tools is a {type(tools).__name__}; give {wanted}")
     return [_schema(tool, f"tools[{i}]") for i, tool in enumerate(tools)] if tools else None
 
 
@@ -34,7 +37,7 @@ def template_kwargs_of(row: dict[str, Any]) -> dict[str, Any]:
     wanted = 'an object, as {"enable_thinking": false}'
     kwargs = parsed(row.get("chat_template_kwargs"), "chat_template_kwargs", wanted) or {}
     if not isinstance(kwargs, dict):
-        raise BadRow(f"chat_template_kwargs is {kwargs!r:.40}; give {wanted}")
+        raise BadRow(f"chat_template_kwargs is a {type(kwargs).__name__}; give {wanted}")
     return kwargs
 
 
@@ -109,6 +112,8 @@ def _conversation(value: Any) -> Any:
         except (ValueError, RecursionError):
             return value
     if not isinstance(messages, list) or not messages:
+        return value
+    if messages is value and not any(isinstance(message, str) for message in messages):
         return value
     found = [json_object(message) or message for message in messages]
     are_messages = all(isinstance(message, dict) and ("role" in message or "from" in message) for message in found)

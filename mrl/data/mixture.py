@@ -154,6 +154,9 @@ class MixedDataset(RowDataset[T]):
         keyed = enumerate(one for source in self.sources for one in source.named)
         return [dataclasses.replace(one, key=f"data.train[{i}]") for i, one in keyed]
 
+    def template_notes(self) -> list[str]:
+        return [line for source in self.sources for line in source.template_notes()]
+
     def fingerprint(self) -> list[dict[str, Any]]:
         return [file for source in self.sources for file in source.fingerprint()]
 

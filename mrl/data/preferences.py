@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import os.path
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,7 @@ from mrl.data.encode import Encoder, check_system
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Row, check_messages, parse_row, row_weight
 from mrl.data.json_text import decoded
+from mrl.data.left_out import left_out
 from mrl.data.vision import Vision, WithImages
 from mrl.errors import DataError
 
@@ -262,6 +264,10 @@ class PreferenceDataset(RowDataset[Preference]):
 
     def encoders(self) -> list[Encoder]:
         return [self._encoder]
+
+    def template_notes(self) -> list[str]:
+        contents = lambda row: [c for c, _ in parse(row, self.format, self.config.prompt_end)]  # noqa: E731
+        return self._notes_on(contents, functools.partial(left_out, self._encoder))
 
     def tokens_of(self, item: Preference) -> int:
         return sum(len(answer.ids) for answer in item.answers)

@@ -109,6 +109,9 @@ class PromptDataset(RowDataset[Prompt]):
     def unread_fields(self) -> list[str]:
         return []  # rewards and environments get all of them
 
+    def template_notes(self) -> list[str]:
+        return self._notes_on(lambda row: [parse_prompt(row, self.form)], self._encoder.left_out)
+
     def tokens_of(self, item: Prompt) -> int:
         return len(item.tokens)
 

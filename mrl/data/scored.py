@@ -20,6 +20,7 @@ mrl/data/formats.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,8 +38,9 @@ from mrl.data.batches import Batches
 from mrl.data.dataset import Rejected, RowDataset, check_text_alone
 from mrl.data.encode import Encoder, check_system
 from mrl.data.files import BadRow
-from mrl.data.formats import Chat, Pair, Row, Text, check_plain, question, row_weight
+from mrl.data.formats import Chat, Pair, Row, Text, check_plain, parse_prompt, question, row_weight
 from mrl.data.json_text import decoded
+from mrl.data.left_out import left_out
 from mrl.data.preferences import answer_of, are_texts, check_fields, parse, weight_field
 from mrl.data.steps import encode_steps
 from mrl.errors import DataError, ModelError
@@ -186,6 +188,19 @@ class ScoredDataset(RowDataset[ScoredRow]):
         for sequence in made.sequences:
             self._check_vocabulary(sequence.ids)
         return dataclasses.replace(made, weight=row_weight(row))
+
+    def template_notes(self) -> list[str]:
+        return self._notes_on(self._contents, functools.partial(left_out, self._encoder))
+
+    def _contents(self, row: Row) -> list[Chat | Text]:
+        """Returns what is read of a row; of an answer in steps its prompt."""
+        row = decoded(row)
+        if self.format == "preference":
+            return [self._whole(row, content) for content, _ in parse(row, "preference", self.config.prompt_end)]
+        asked = parse_prompt(row, "prompt") if self.format == "steps" else None
+        if asked is not None:
+            return [asked if isinstance(asked, Chat) else asked.chat]
+        return [self._whole(row, answer_of(row, row["prompt"], "completion"))]
 
     def tokens_of(self, item: ScoredRow) -> int:
         return sum(len(sequence.ids) for sequence in item.sequences)

@@ -20,14 +20,18 @@ from mrl.config.ppo import PromptsConfig
 from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
 from mrl.data.dataset import Rejected, RowDataset, T
+from mrl.data.json_text import AS_MESSAGES
 from mrl.data.mixture import MixedDataset, Mixer, Read, differences, usable_by_source
 from mrl.data.order import row_order, seed_of
 from mrl.data.streamed import START, Cursor, Mark
+from mrl.data.tool_calls import AS_OBJECTS, AS_TEXT
 from mrl.errors import CheckpointError, DataError, show
 
 NOTES_PER_BATCH = 5
-READING = 1
-"""Which fields of rows are read, in checkpoints: 0 is before `system` and `history` became turns."""
+READING = 2
+"""How fields of rows are read, in checkpoints: 0 is before `system` and `history` became turns, 1 before JSON in text
+was parsed."""
+READ_OTHERWISE = (AS_MESSAGES, AS_OBJECTS, AS_TEXT)
 MOST_FRUITLESS = 100_000  # streamed rows in a row, none of which can be used, after which a run ends
 
 
@@ -302,8 +306,12 @@ class RowStream(Generic[T]):
                     fix=f"set it to {saved}, or start a new run in another output_dir",
                 )
         self.rows, self._notes = [], []
-        if state.get("reading", 0) < READING:
+        reading = state.get("reading", 0)
+        if reading < 1:
             self._notes += self.dataset.newly_read()
+        if reading < 2:
+            changed = [line for line in self.dataset.template_notes() if any(words in line for words in READ_OTHERWISE)]
+            self._notes += [f"{line}, but not before the checkpoint" for line in changed[:1]]
         sources = () if self.mixer is None else self._resumed_sources(self.mixer, state)
         if self.mixer is None:
             _check_same(f"data.{self.dataset.part}", self.dataset.path, state["data"], self._fingerprint)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jinja2
+import jinja2.meta
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mrl.config.sources import RAW_TEXT
@@ -87,6 +88,13 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         ) from e
     except (jinja2.TemplateError, ValueError, TypeError, KeyError):
         pass  # it wants another conversation than this; the rows will tell
+
+
+def variables_of(template: str) -> set[str]:
+    """Returns the names that a chat template asks for."""
+    bare = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    return jinja2.meta.find_undeclared_variables(environment.parse(bare))
 
 
 def check_same_vocabulary(

@@ -9,6 +9,7 @@ ends that turn.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from mrl.data.encode import NO_TEMPLATE, Encoder, check_system
 from mrl.data.ends import STAND_IN
 from mrl.data.formats import Chat, Question, check_plain
+from mrl.data.left_out import left_out
 from mrl.errors import DataError
 
 
@@ -45,6 +47,11 @@ class TurnEncoder:
 
     def tokenize(self, text: str) -> list[int]:
         return self.encoder.tokenize(text)
+
+    def left_out(self, asked: Iterable[tuple[str, Chat]]) -> list[str]:
+        """Returns lines of `mrl.data.left_out` on prompts, each with its place; none without a chat template."""
+        chats = ((at, dataclasses.replace(c, messages=self._with_system(c.messages))) for at, c in asked)
+        return left_out(self.encoder, chats)
 
     def observation(self, content: str | list[dict[str, Any]], chat: Chat, last_token: int) -> list[int]:
         """Returns the tokens from the policy's turn that ended with `last_token` to the start of its next turn.

@@ -30,7 +30,7 @@ from mrl.inference.results import (
 )
 from mrl.rewards.scorer import Scores
 from mrl.rollout.base import Trajectory
-from mrl.trainers.common import say_left_out
+from mrl.trainers.common import say_all, say_left_out
 from mrl.trainers.console import Console
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.scoring import Scoring
@@ -74,6 +74,7 @@ def evaluate(config: EvalConfig, place: PlaceConfig, console: Console, command_l
         prompts, report, rows = prompts_of_file(
             config, model, limit=config.request.limit, bounded=bound_in_words(config)
         )
+        say_all(console, rows.template_notes())
         say_left_out(console, "eval", report.counts, report.notes)
         console.doing("starting the reward functions")
         scores = Scoring(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mrl.config.inference import GenerateConfig
+from mrl.data.formats import Chat
 from mrl.data.prompts import Prompt
 from mrl.data.turns import TurnEncoder
 from mrl.inference.chat import talk
@@ -15,7 +16,7 @@ from mrl.inference.output import open_console, writing
 from mrl.inference.prompts import bound_in_words, prompt_of_text, prompts_of_file, read_tools
 from mrl.inference.score import score_rows
 from mrl.rollout.base import Trajectory
-from mrl.trainers.common import say_left_out
+from mrl.trainers.common import say_all, say_left_out
 from mrl.trainers.console import Console
 
 AT_ONCE = 256
@@ -66,12 +67,16 @@ def prompts_of(config: GenerateConfig, model: Loaded, console: Console) -> list[
     """Returns the prompts of the request, on every rank. Collective."""
     request, bounded = config.request, bound_in_words(config)
     if request.file is not None:
-        prompts, report, _ = prompts_of_file(config, model, bounded=bounded)
+        prompts, report, rows = prompts_of_file(config, model, bounded=bounded)
+        say_all(console, rows.template_notes())
         say_left_out(console, "eval", report.counts, report.notes)
         return prompts
     encoder, tools = TurnEncoder(model.tokenizer, config.data.system), read_tools(request.tools)
     texts = model.dispatch.on_main(lambda: request.prompts)  # which alone has what came on stdin
-    return [prompt_of_text(text, i, config, encoder, tools=tools, bounded=bounded) for i, text in enumerate(texts)]
+    found = [prompt_of_text(text, i, config, encoder, tools=tools, bounded=bounded) for i, text in enumerate(texts)]
+    asked = [(prompt.where, prompt.asked) for prompt in found]
+    say_all(console, encoder.left_out((at, a if isinstance(a, Chat) else a.chat) for at, a in asked))
+    return found
 
 
 def finish_reason(trajectory: Trajectory) -> str:

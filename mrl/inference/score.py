@@ -25,7 +25,7 @@ from mrl.data.vision import WithImages
 from mrl.errors import DataError
 from mrl.inference.loaded import Loaded
 from mrl.inference.output import writing
-from mrl.trainers.common import say_left_out
+from mrl.trainers.common import say_all, say_left_out
 from mrl.trainers.console import Console
 
 AT_ONCE = 256
@@ -94,6 +94,11 @@ class CompletedRows(SFTDataset):
             raise BadRow("has a mask that is not 0 or 1 for each of its tokens; leave it out to score all of them")
         return self._fit(index, WithImages(Encoded(prompt + new, [0] * len(prompt) + mask), {}))
 
+    def template_notes(self) -> list[str]:
+        if self._prompts is None:
+            return super().template_notes()
+        return self._notes_on(lambda row: [parse_prompt(row, "prompt")], self._prompts.left_out)
+
 
 def is_sampled(row: Mapping[str, Any]) -> bool:
     """Returns whether `mrl generate --out` wrote the row."""
@@ -114,6 +119,7 @@ def score_rows(config: GenerateConfig, model: Loaded, console: Console) -> None:
         ),
         model.tokenizer, system=data.system, vocab_size=model.vocab_size, bounded=bounded,
     )  # fmt: skip
+    say_all(console, rows.template_notes())
     report, usable = Report(), list[tuple[str, Example]]()
     for index in range(len(rows)):
         if (example := report.count(rows, index)) is not None:

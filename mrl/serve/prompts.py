@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from mrl.errors import UserError
 from mrl.serve import datums
 from mrl.serve.requests import field, is_utf8
 
+logger = logging.getLogger("mrl.serve")
+
 OF_THE_CALL = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 """Names that are no variables of a chat template: a request could bring a template of its own, which would be run."""
 MOST_PROMPTS = 1024
@@ -28,6 +31,7 @@ class Prompts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: datums.Limits) -> None:
         self.tokenizer, self.encoder, self.limits = tokenizer, TurnEncoder(tokenizer), limits
+        self._looked_at: set[str] = set()  # fields of requests that were looked for in the template's rendering
         self.most_characters = SHRINKING * limits.length * max(map(len, tokenizer.get_vocab()))
 
     def of_completions(self, body: Mapping[str, Any]) -> list[list[int]]:
@@ -50,10 +54,20 @@ class Prompts:
             text = self.encoder.text(chat)
             self._check_length(text, "messages")
             ids = self.encoder.tokenize(text)
+            self._say_left_out(chat)
         except (UserError, ValueError) as error:
             raise UserError("messages", why=f"cannot be rendered: {error}") from None
         self._check_ids(ids, "messages")
         return ids
+
+    def _say_left_out(self, chat: Chat) -> None:
+        """Logs which fields of a request the chat template leaves out, for those that no earlier one had."""
+        fields = {name for message in chat.messages for name in message} | set(chat.template_kwargs)
+        fields |= {"tools"} if chat.tools else set()
+        if not fields <= self._looked_at:
+            self._looked_at |= fields
+            for line in self.encoder.left_out([("a chat request", chat)]):
+                logger.warning(line)
 
     def _ids(self, prompt: Any, special: bool, where: str) -> list[int]:
         if isinstance(prompt, str):

@@ -210,7 +210,7 @@ def test_message_lists_as_prompt_and_completion(tmp_path):
 @pytest.mark.parametrize("as_text", [False, True])
 def test_tools_and_template_arguments_of_a_row_reach_the_template(tmp_path, as_text):
     tools = [{"type": "function", "function": {"name": "lazy"}}]
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "lazy", "arguments": {}}}]}
+    call = {"role": "assistant", "content": "hello", "tool_calls": [{"function": {"name": "lazy", "arguments": {}}}]}
     row = {
         "messages": [turns("hello")[0], call, {"role": "tool", "content": "dog"}, turns("", "fox")[1]],
         "tools": json.dumps(tools) if as_text else tools,
@@ -221,7 +221,7 @@ def test_tools_and_template_arguments_of_a_row_reach_the_template(tmp_path, as_t
         tiny_tokenizers.config(tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [row])), tokenizer
     ).load(0)
     assert tokenizer.decode(example.ids).startswith("TOOLS lazy <|im_end|>\nLOUD7<|im_start|>user\nhello")
-    assert trained_text(tokenizer, example) == ["<|im_end|>", "fox<|im_end|>"]  # this template leaves the call out
+    assert trained_text(tokenizer, example) == ["hello<|im_end|>", "fox<|im_end|>"]
 
 
 def test_columns_rename_fields_before_the_format_is_read(tmp_path):

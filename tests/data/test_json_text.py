@@ -11,7 +11,7 @@ from mrl.data.dataset import SFTDataset
 from mrl.data.encode import Encoder
 from mrl.data.formats import Chat
 from mrl.data.preferences import PreferenceDataset
-from mrl.data.prompts import PromptDataset
+from mrl.data.prompts import PromptDataset, PromptSource
 from mrl.data.scored import ScoredDataset
 from mrl.data.turns import TurnEncoder
 from mrl.errors import DataError
@@ -23,7 +23,9 @@ def template(arguments: str) -> str:
     return (
         "{% if tools %}{{ tools | tojson }}<|im_end|>{% endif %}{% if loud is defined %}LOUD{{ loud }}{% endif %}"
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "{% for call in m.tool_calls or [] %}{% set c = call.function or call %}CALL " + arguments + "{% endfor %}"
+        "{{ 'HAS ' if m.tool_calls is defined }}{% for call in m.tool_calls or [] %}{% set c = call.function or call %}CALL "
+        + arguments
+        + "{% endfor %}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
 
@@ -118,6 +120,8 @@ ROWS = {
     ),
     "calls": ({**EACH, "messages": CALLS_AS_TEXT}, {**EACH, "messages": talk(CITY)}),
     "call": ({**EACH, "messages": CALL_AS_TEXT}, {**EACH, "messages": talk(CITY)}),
+    "an empty list of calls": ({"messages": [ASK, {**ANSWER, "tool_calls": []}]}, {"messages": [ASK, ANSWER]}),
+    "null calls": ({"messages": [ASK, {**ANSWER, "tool_calls": None}]}, {"messages": [ASK, ANSWER]}),
     "no calls": ({"messages": [ASK, {**ANSWER, "tool_calls": "[]"}]}, {"messages": [ASK, ANSWER]}),
 }  # fmt: skip
 
@@ -156,9 +160,9 @@ def test_other_json_is_somebodys_text(tmp_path, text):
     ("row", "says"),
     [
         ({**EACH, "tools": ["fox"]}, r"tools\[0\] is a string that is not JSON"),
-        ({**EACH, "tools": "{}"}, "tools is {}; give a list of function schemas"),
+        ({**EACH, "tools": "{}"}, "tools is a dict; give a list of function schemas"),
         ({**EACH, "chat_template_kwargs": "thinking"}, "chat_template_kwargs is a string that is not JSON"),
-        ({**EACH, "chat_template_kwargs": "[1]"}, r"chat_template_kwargs is \[1\]; give an object"),
+        ({**EACH, "chat_template_kwargs": "[1]"}, "chat_template_kwargs is a list; give an object"),
         ({"messages": [ASK, {**ANSWER, "tool_calls": "fox()"}]}, r"messages\[1\].tool_calls is a string that is not"),
         ({"messages": [ASK, {**ANSWER, "tool_calls": ["fox"]}]}, r"messages\[1\].tool_calls\[0\] is a string that"),
         ({"messages": [ASK, {**ANSWER, "tool_calls": 5}]}, r"messages\[1\].tool_calls is 5; give a list of calls"),
@@ -168,3 +172,27 @@ def test_other_json_is_somebodys_text(tmp_path, text):
 def test_text_that_has_to_be_json_is_refused_where_it_is_not(tmp_path, row, says):
     with pytest.raises(DataError, match=says):
         SFTDataset(config(write_jsonl(tmp_path / "a.jsonl", [row])), make_tokenizer(TOJSON)).load(0)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": talk(AS_JSON)}, "go to the chat template as objects"),
+        ({"prompt": json.dumps([ASK])}, "prompt: JSON text is read as a list of messages"),
+        ({"prompt": "hello"}, None),
+    ],
+)
+def test_a_resume_says_what_an_older_mrl_gave_the_template_otherwise(tmp_path, row, says):
+    file = write_jsonl(tmp_path / "a.jsonl", [row, row])
+
+    def source():
+        config = PromptsConfig(train=file, max_prompt_length=512)
+        return PromptSource(PromptDataset(config, make_tokenizer(TOJSON)), seed=1)
+
+    state = source().state_dict()
+    older = {name: value for name, value in state.items() if name != "reading"}
+    for saved, expected in ((state, None), (older, says)):
+        resumed = source()
+        resumed.load_state_dict(saved)
+        notes = resumed.take_notes()
+        assert [says in note and "not before the checkpoint" in note for note in notes] == [True] * bool(expected)

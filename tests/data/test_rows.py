@@ -1,8 +1,11 @@
 """Reading rows by index: every kind of file and folder gives the same rows, in bounded memory, never stale."""
 
+import errno
+import fcntl
 import gzip
 import hashlib
 import json
+import logging
 import os
 import tracemalloc
 
@@ -244,6 +247,30 @@ def test_a_copy_is_made_once(tmp_path, monkeypatch):
     read(path)
     monkeypatch.setattr(mrl.data.files, "_decompress", lambda *_: pytest.fail("decompressed again"))
     assert read(path)[0] == ROWS
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_cache_without_locks_is_warned_about_and_used(tmp_path, monkeypatch, caplog, number):
+    """And no file stands for a lock there: it would outlive a process that is killed."""
+
+    def unsupported(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    path, _ = write(tmp_path, "jsonl.gz")
+    with caplog.at_level(logging.WARNING):
+        assert read(path)[0] == ROWS
+    assert "no lock in" in caplog.text and os.strerror(number) in caplog.text
+    monkeypatch.undo()
+    assert read(path)[0] == ROWS
+
+
+def test_a_cache_that_cannot_be_written_is_no_lack_of_room(tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(blocked))
+    with pytest.raises(DataError, match="set HF_DATASETS_CACHE to a folder that can be written"):
+        read(write(tmp_path, "jsonl.gz")[0])
 
 
 def test_a_file_that_changes_under_its_index_is_an_error(tmp_path):

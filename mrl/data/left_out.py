@@ -1,0 +1,99 @@
+"""What a chat template leaves out of conversations: said at the start, from the first rows that have each field.
+
+A conversation is rendered with a field and without it. A variable of chat_template_kwargs is looked for in the
+template's text instead: `enable_thinking: true` may change nothing, and be right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from mrl.data.encode import Encoder
+from mrl.data.formats import Chat
+from mrl.data.messages import is_blank, nothing_left, said_beside
+from mrl.data.tokenizer import variables_of
+from mrl.errors import DataError
+
+STAND_IN = "a-text-that-stands-in"
+ROWS_OF_A_FIELD = 8
+
+
+def left_out(encoder: Encoder, chats: Iterable[tuple[str, Chat]]) -> list[str]:
+    """Returns a line for each field of the conversations that the chat template writes nothing of, and for the form
+    that the arguments of their tool calls get. chats: with the file and line of each.
+
+    Raises DataError where a turn is left with nothing but its end.
+    """
+    if not encoder.has_template:
+        return []
+    lines: dict[str, str] = {}
+    missing: dict[str, str] = {}  # field -> the first row in which it is left out
+    rows: dict[str, int] = {}
+    written: set[str] = set()
+    for where, chat in chats:
+        fitted, form = encoder.fitted_and_form(encoder.with_system(chat))
+        if form:
+            lines.setdefault(form, f"{where}: {form}")
+        try:
+            whole = encoder.render_text(fitted, fitted.messages)
+        except DataError:
+            continue  # its own encoding says so
+        for field, other in _without_each(encoder, fitted):
+            if field in written or rows.get(field, 0) == ROWS_OF_A_FIELD:
+                continue
+            rows[field] = rows.get(field, 0) + 1
+            if _changes(encoder, other, whole):
+                written.add(field)
+                continue
+            missing.setdefault(field, where)
+        _check_turns(encoder, fitted, whole, where)
+    fix = "name another in data.chat_template where it counts"
+    told = [f"{at}: the chat template writes nothing of {f}; {fix}" for f, at in missing.items() if f not in written]
+    return [*lines.values(), *told]
+
+
+def _changes(encoder: Encoder, other: Chat | None, whole: str) -> bool:
+    if other is None:
+        return False
+    try:
+        return encoder.render_text(other, other.messages) != whole
+    except DataError:
+        return True  # the template asks for the field
+
+
+def _without_each(encoder: Encoder, chat: Chat) -> Iterator[tuple[str, Chat | None]]:
+    """Yields each field of a conversation in words, with the conversation without it; None where the template has no
+    such variable."""
+    if chat.tools:
+        yield "tools", dataclasses.replace(chat, tools=None)
+    if chat.template_kwargs:
+        variables = variables_of(encoder.tokenizer.get_chat_template(None, chat.tools))
+        yield from ((f"chat_template_kwargs.{name}", None) for name in chat.template_kwargs if name not in variables)
+    for name in dict.fromkeys(name for message in chat.messages for name in said_beside(message)):
+        yield f"{name} of a message", dataclasses.replace(chat, messages=[_without(m, name) for m in chat.messages])
+    for role in dict.fromkeys(message["role"] for message in chat.messages):
+        messages = [{**m, "content": STAND_IN} if _is_text_of(m, role) else m for m in chat.messages]
+        if messages != chat.messages:
+            yield f"messages of the role {role}", dataclasses.replace(chat, messages=messages)
+
+
+def _without(message: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != name}
+
+
+def _is_text_of(message: Mapping[str, Any], role: str) -> bool:
+    return message["role"] == role and isinstance(message["content"], str) and bool(message["content"].strip())
+
+
+def _check_turns(encoder: Encoder, chat: Chat, whole: str, where: str) -> None:
+    """Raises DataError where nothing is written of an assistant turn that has no content and says more."""
+    for i, message in enumerate(chat.messages):
+        said = said_beside(message)
+        if message["role"] != "assistant" or not said or not is_blank(message["content"]):
+            continue
+        messages = [*chat.messages]
+        messages[i] = {name: value for name, value in message.items() if name not in said}
+        if not _changes(encoder, dataclasses.replace(chat, messages=messages), whole):
+            raise nothing_left(f"{where}: messages[{i}]", message)

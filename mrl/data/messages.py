@@ -1,0 +1,30 @@
+"""What a message of a conversation says beside its content."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mrl.errors import DataError
+
+KNOWN = ("role", "content", "weight", "tool_call_id")
+"""Fields of messages that a template need not write. An id connects messages, and few templates write it."""
+
+
+def said_beside(message: dict[str, Any]) -> list[str]:
+    """Returns the fields of a message that a template may write beside its content. The name of a tool is in its
+    call."""
+    known = (*KNOWN, "name") if message["role"] == "tool" else KNOWN
+    return [name for name, value in message.items() if name not in known and value not in (None, "", [], {})]
+
+
+def is_blank(content: Any) -> bool:
+    return isinstance(content, str) and not content.strip()
+
+
+def nothing_left(where: str, message: dict[str, Any]) -> DataError:
+    """Returns the error of a turn that is nothing but its end, since the template leaves out what it says."""
+    return DataError(
+        where,
+        why=f"the chat template leaves out {' and '.join(said_beside(message))}, and only the turn's end is left",
+        fix="name a template that writes it in data.chat_template, or remove the row",
+    )

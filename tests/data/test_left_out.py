@@ -1,0 +1,144 @@
+"""What a chat template leaves out of rows is said, and is an error where nothing of a turn is left."""
+
+import pytest
+
+from mrl.config.dpo import PreferenceDataConfig
+from mrl.config.ppo import PromptsConfig
+from mrl.config.rm import ScoredDataConfig
+from mrl.data.dataset import SFTDataset
+from mrl.data.preferences import PreferenceDataset
+from mrl.data.prompts import PromptDataset
+from mrl.data.scored import ScoredDataset
+from mrl.errors import DataError
+from tests.data.tiny_tokenizers import CHATML, config, make_tokenizer, trained_text, turns, write_jsonl
+
+USER, ANSWER = turns("hello", "dog")
+THINKS = {**ANSWER, "reasoning_content": "fox"}
+CALL = [{"type": "function", "function": {"name": "fox", "arguments": {"city": "Paris"}}}]
+TOOLS = [{"type": "function", "function": {"name": "fox", "parameters": {}}}]
+ALL = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content is defined %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+NO_TOOL_TURNS = (
+    "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+
+
+def notes(tmp_path, *rows, template=CHATML, reader="sft"):
+    file, tokenizer = write_jsonl(tmp_path / "a.jsonl", rows), make_tokenizer(template)
+    match reader:
+        case "sft":
+            dataset = SFTDataset(config(file), tokenizer)
+        case "dpo":
+            dataset = PreferenceDataset(PreferenceDataConfig(train=file, max_length=512), tokenizer, paired=True)
+        case "rm":
+            data = ScoredDataConfig(train=file, max_length=512)
+            dataset = ScoredDataset(data, tokenizer, loss="bradley_terry", pad_token_id=1)
+        case "ppo":
+            dataset = PromptDataset(PromptsConfig(train=file, max_prompt_length=512), tokenizer)
+    return dataset.template_notes()
+
+
+ROW = {"messages": [USER, ANSWER]}
+LEFT = {
+    "reasoning_content of a message": {"messages": [USER, THINKS]},
+    "tools": {**ROW, "tools": TOOLS},
+    "chat_template_kwargs.loud": {**ROW, "chat_template_kwargs": {"loud": 7, "enable_thinking": True}},
+    "tool_calls of a message": {"messages": [USER, {**ANSWER, "tool_calls": CALL}]},
+    "name of a message": {"messages": [{**USER, "name": "fox"}, ANSWER]},
+}
+
+
+@pytest.mark.parametrize("field", LEFT)
+def test_a_field_that_changes_nothing_is_one_line_and_one_that_is_written_none(tmp_path, field):
+    said = notes(tmp_path, LEFT[field], LEFT[field])
+    first, *more = [line for line in said if "enable_thinking" not in line]
+    assert f"a.jsonl:1: the chat template writes nothing of {field}; name another" in first and not more
+    others = [line for line in notes(tmp_path, LEFT[field], template=ALL) if "enable_thinking" in line]
+    written = notes(tmp_path, LEFT[field], template=ALL)
+    assert not others, "a variable that the template asks for may change nothing"
+    assert [line for line in written if field in line] == (
+        written if field.endswith(("loud", "name of a message")) else []
+    )
+
+
+def test_a_row_that_has_nothing_beside_its_content_says_nothing(tmp_path):
+    assert notes(tmp_path, ROW) == [] and notes(tmp_path, {"prompt": "hello", "completion": "dog"}) == []
+
+
+def test_turns_of_a_role_that_is_left_out(tmp_path):
+    row = {"messages": [USER, ANSWER, {"role": "tool", "content": "4"}, ANSWER]}
+    [line] = notes(tmp_path, row, template=NO_TOOL_TURNS)
+    assert "writes nothing of messages of the role tool" in line
+
+
+def test_a_field_that_some_of_the_first_rows_need_is_no_line(tmp_path):
+    """As Qwen3, which writes the reasoning of the last turn alone."""
+    last = ALL.replace("is defined %}<think>", "is defined and loop.last %}<think>")
+    early = {"messages": [USER, THINKS, USER, ANSWER]}
+    assert notes(tmp_path, early, {"messages": [USER, THINKS]}, template=last) == []
+    assert len(notes(tmp_path, early, early, template=last)) == 1
+
+
+@pytest.mark.parametrize("reader", ["dpo", "rm", "ppo"])
+def test_other_commands_say_it_too(tmp_path, reader):
+    row = {"prompt": [USER], "chosen": [THINKS], "rejected": turns("", "fox")[1:]}
+    if reader == "ppo":
+        row = {"prompt": [USER, THINKS, USER]}
+    [line] = notes(tmp_path, row, reader=reader)
+    assert "reasoning_content of a message" in line
+
+
+@pytest.mark.parametrize("more", [{"reasoning_content": "fox"}, {"tool_calls": CALL}])
+def test_a_turn_of_which_nothing_is_left_is_an_error(tmp_path, more):
+    empty = {"role": "assistant", "content": "", **more}
+    row = {"messages": [USER, empty, USER, ANSWER]}
+    says = rf"a.jsonl:1: messages\[1\]: the chat template leaves out {next(iter(more))}"
+    with pytest.raises(DataError, match=says):
+        notes(tmp_path, row)
+    with pytest.raises(DataError, match=says):
+        notes(tmp_path, {"prompt": row["messages"][:3]}, reader="ppo")
+    file = write_jsonl(tmp_path / "a.jsonl", [row])
+    with pytest.raises(DataError, match=says):  # any row, at any time
+        SFTDataset(config(file, on_bad_row="skip"), make_tokenizer()).load(0)
+    example = SFTDataset(config(file), make_tokenizer(ALL)).load(0)
+    assert len(trained_text(make_tokenizer(), example)) == 2
+
+
+def test_an_argument_of_the_call_itself_is_no_variable(tmp_path):
+    """`max_length` would cut the tokens, `chat_template` bring a template of the row's."""
+    for name in ("max_length", "chat_template", "add_generation_prompt"):
+        file = write_jsonl(tmp_path / "a.jsonl", [{**ROW, "chat_template_kwargs": {name: 5}}])
+        with pytest.raises(DataError, match=f"chat_template_kwargs.{name} is no variable"):
+            SFTDataset(config(file), make_tokenizer()).load(0)
+
+
+REASONS = (  # as Qwen3: the last turn has an empty reasoning, and so has a prompt of enable_thinking: false
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think></think>"
+    "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}OPEN{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_refusal_of_a_template_that_rewrites_turns_names_what_works(tmp_path, several):
+    row = {"messages": [USER, ANSWER] * (1 + several)}
+    file = write_jsonl(tmp_path / "a.jsonl", [row])
+    off = r'chat_template_kwargs: \{"enable_thinking": false\}'
+    says = (
+        f"one row for each answer, which ends with it, and set data.loss_on to last, with {off}"
+        if several
+        else f"give the row {off}"
+    )
+    with pytest.raises(DataError, match=says):
+        SFTDataset(config(file), make_tokenizer(REASONS)).load(0)
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    rows = [{"messages": row["messages"][: i + 2], **off} for i in range(0, len(row["messages"]), 2)]
+    dataset = SFTDataset(config(write_jsonl(tmp_path / "b.jsonl", rows), loss_on="last"), make_tokenizer(REASONS))
+    assert [trained_text(make_tokenizer(), dataset.load(i)) for i in range(len(rows))] == [["dog<|im_end|>"]] * len(
+        rows
+    )
