@@ -90,17 +90,20 @@ class MetricsLog:
 
 
 def rewind(path: pathlib.Path, step: int) -> None:
-    """Drops the lines after `step`, and a last line that a kill tore; the file is replaced at once or not at all."""
+    """Drops the lines after `step`, and those that are no step, as the last one that a kill tore.
+
+    The file is replaced at once or not at all; of a link, what it leads to.
+    """
     if not path.exists():
         return
-    kept = []
+    path, kept = path.resolve(), []
     with open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
-                row = json.loads(line)
-            except ValueError:
-                break  # only the last line of a killed run can be torn
-            if line.endswith("\n") and row["step"] <= step:
+                of_step = int(json.loads(line)["step"])
+            except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+                continue
+            if line.endswith("\n") and of_step <= step:
                 kept.append(line)
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8") as out:
@@ -120,7 +123,7 @@ def last_line(path: pathlib.Path) -> dict[str, float] | None:
     try:
         line = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
         return {**line, "step": int(line["step"])}
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return None
 
 

@@ -28,7 +28,7 @@ from mrl.converters.table import Family, HFConfig
 from mrl.engine.fsdp.names import FileTensor, file_tensors
 from mrl.engine.lora import identity
 from mrl.engine.lora.folder import adapters, read_adapter
-from mrl.engine.lora.shapes import CONFIG, MERGE, AdapterShape, adapter_shapes
+from mrl.engine.lora.shapes import CONFIG, MERGE, AdapterShape, adapter_shapes, read_about
 from mrl.engine.lora.shapes import SCORE as SCORE_IN_FILE
 from mrl.engine.stored_weights import stored_weights
 from mrl.engine.torch_dist.reader import TorchDistReader
@@ -231,4 +231,8 @@ def is_adapter(folder: Path) -> bool:
 
 def base_of(folder: Path) -> str:
     """Returns the folder or hub id that an adapter folder names as its base."""
-    return str(read_adapter(folder)[0]["base_model_name_or_path"])
+    base = read_about(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        why = "names no base_model_name_or_path"
+        raise ModelError(Path(folder) / CONFIG, why=why, fix="give the base with --model")
+    return base

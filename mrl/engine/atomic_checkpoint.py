@@ -35,6 +35,7 @@ from typing import Any
 import mrl
 from mrl.config.backends import OWN
 from mrl.converters.checksums import crc32_of
+from mrl.converters.json_file import parse_json
 from mrl.errors import CheckpointError, DamagedCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -127,8 +128,8 @@ def replacing(root: str, name: str) -> Iterator[str]:
     """Gives one process a temporary folder for a copy of a whole checkpoint; on a clean exit it is `root/name`."""
     os.makedirs(root, exist_ok=True)
     temporary = os.path.join(root, TEMPORARY + name)
-    if os.path.exists(temporary):
-        shutil.rmtree(temporary)
+    if os.path.lexists(temporary):
+        _remove(temporary)
     os.mkdir(temporary)
     yield temporary
     for folder, _, names in os.walk(temporary):
@@ -229,7 +230,7 @@ def parse_marker(path: str, content: bytes | None) -> Marker:
             path, why=f"not a whole checkpoint of mrl: it has no {MARKER} file", fix="use another checkpoint"
         )
     try:
-        fields = json.loads(content)
+        fields = parse_json(content)
         known = fields["format"] == FORMAT
         marker = Marker(
             fields["step"], fields["serial"], fields["backend"], fields["mrl_version"], dict(fields["files"])
@@ -287,7 +288,7 @@ def _tidy(root: str) -> None:
     _empty_trash(root)
     for entry in _listdir(root):
         if entry.startswith(TEMPORARY):
-            shutil.rmtree(os.path.join(root, entry))
+            _remove(os.path.join(root, entry))
 
 
 def _settle(path: str, ranks: Ranks) -> dict[str, dict]:
@@ -319,7 +320,7 @@ def write_marker(path: str, files: dict[str, dict], *, step: int, serial: int, b
 def _publish(root: str, name: str) -> None:
     """Gives the temporary folder its final name, then moves `latest`."""
     final = os.path.join(root, name)
-    if os.path.exists(final):  # the same step, saved again after a resume from an older one
+    if os.path.lexists(final):  # the same step, saved again after a resume from an older one
         _to_trash(root, name)
     os.rename(os.path.join(root, TEMPORARY + name), final)
     _fsync(root)
@@ -339,15 +340,23 @@ def _prune(root: str, keep: int, protect: Collection[str]) -> None:
 def _to_trash(root: str, name: str) -> None:
     """Renames a checkpoint away, so that a half deleted one is never taken for a checkpoint."""
     trash = os.path.join(root, TRASH + name)
-    if os.path.exists(trash):
-        shutil.rmtree(trash)
+    if os.path.lexists(trash):
+        _remove(trash)
     os.rename(os.path.join(root, name), trash)
 
 
 def _empty_trash(root: str) -> None:
     for entry in _listdir(root):
         if entry.startswith(TRASH):
-            shutil.rmtree(os.path.join(root, entry))
+            _remove(os.path.join(root, entry))
+
+
+def _remove(path: str) -> None:
+    """Removes what is there: of a link, the link alone."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
 
 
 def _replace_file(path: str, content: bytes) -> None:

@@ -62,8 +62,9 @@ class RunDirectory:
 
     @property
     def partial_hf(self) -> pathlib.Path:
-        """The folder in which an export is written before it gets its name."""
-        return self.path / ".tmp-hf"
+        """The folder in which an export is written before it gets its name: beside what `hf` is, or leads to."""
+        whole = self.hf.resolve()
+        return whole.with_name(f".tmp-{whole.name}")
 
     def present(self) -> list[str]:
         """Returns names of what a run of mrl has left here."""
@@ -107,11 +108,11 @@ class RunDirectory:
     def best(self) -> tuple[str, ...]:
         """Returns the name of the best checkpoint, where there is one."""
         named = self.checkpoints / atomic_checkpoint.BEST
-        return (named.read_text(encoding="utf-8").strip(),) if named.exists() else ()
+        return (named.read_text(encoding="utf-8", errors="replace").strip(),) if named.is_file() else ()
 
     def forget_export(self) -> None:
         """Removes the exported model of an earlier, shorter run, before the checkpoint that it would not belong to."""
-        for folder in (self.hf, self.partial_hf):
+        for folder in (self.hf.resolve(), self.partial_hf):
             if folder.exists():
                 shutil.rmtree(folder)
 
@@ -121,9 +122,10 @@ class RunDirectory:
 
     def publish_export(self) -> None:
         """Gives a whole export its name."""
-        if self.hf.exists():
-            shutil.rmtree(self.hf)
-        os.rename(self.partial_hf, self.hf)
+        partial, whole = self.partial_hf, self.hf.resolve()
+        if whole.exists():
+            shutil.rmtree(whole)
+        os.rename(partial, whole)
 
 
 @dataclasses.dataclass(frozen=True)

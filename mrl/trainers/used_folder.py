@@ -12,11 +12,13 @@ from mrl.config.command import OnRows
 from mrl.config.load import read_yaml, to_dict
 from mrl.config.resume import Change, check_resume, moving
 from mrl.engine import atomic_checkpoint
-from mrl.errors import CheckpointError, ConfigError, Shown, quoted
+from mrl.errors import CheckpointError, ConfigError, Shown, quoted, shortened
 from mrl.words import counted
 
 TO_GO_ON = "raise train.steps or train.epochs to train on, or give another output_dir"
 OURS = ("config.yaml", "metrics.jsonl", "checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending")
+FILES = ("config.yaml", "metrics.jsonl")
+FOLDERS = ("checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending", "teacher", "reference", ".tmp-hf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +109,26 @@ def refuse_damaged(path: pathlib.Path, damaged: Mapping[str, str] | None = None)
         )
 
 
+def check_kinds(folder: pathlib.Path) -> None:
+    """Raises ConfigError where a run could not write: a file for a folder, a folder for a file, a link to nothing.
+
+    A link to what is there is followed: checkpoints may be on another disk.
+    """
+    for name in (*FILES, *FOLDERS):
+        path, why = folder / name, ""
+        if path.is_symlink() and not path.exists():
+            why = f"has a link {name} to {shortened(os.readlink(path), 80)}, which is not there"
+        elif path.exists() and path.is_dir() != (name in FOLDERS):
+            kinds = ("file", "folder") if name in FOLDERS else ("folder", "file")
+            why = f"has a {kinds[0]} {name}, where a run has a {kinds[1]}"
+        if why:
+            fix = f"move {name} away, or give another output_dir"
+            raise ConfigError("output_dir", quoted(str(folder)), why, fix)
+
+
 def refuse_foreign(path: pathlib.Path) -> None:
     """Raises ConfigError for a config.yaml that is not ours: it would be overwritten."""
+    check_kinds(path)
     config = path / "config.yaml"
     if config.exists() and not config.read_text(encoding="utf-8", errors="replace").startswith("# Written by mrl"):
         raise ConfigError(

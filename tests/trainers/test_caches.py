@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from mrl.batch import make_batch
+from mrl.errors import ConfigError
 from mrl.trainers.caches import weights_digest
+from mrl.trainers.reference import AnswerCache
 from mrl.trainers.teacher_cache import Top, TopCache
 from tests.engine.harness import Case, run_case, run_world
 from tests.tiers import slow_but
@@ -58,6 +60,52 @@ def test_files_are_whole_or_not_there_and_small(tmp_path, monkeypatch):
     torn = TopCache(tmp_path, {})
     torn.read()
     assert [batch is batches[1] or batch is batches[2] for batch in torn.lacks(batches)] == [True, True]
+
+
+@pytest.mark.parametrize("kind", [TopCache, AnswerCache])
+def test_a_bit_that_changed_is_no_other_number(tmp_path, caplog, kind):
+    """The file is made anew, with a line; an older mrl's, which has no checksum, is taken with one line for all."""
+    batches = [make_batch([[i, 1, 2]], [[0, 1, 1]]) for i in range(2)]
+
+    def cache():
+        return TopCache(tmp_path, {}) if kind is TopCache else AnswerCache(tmp_path / "log_probs.pt", {})
+
+    first, number = cache(), torch.tensor([-1.5], dtype=torch.float64)
+    for batch in batches:
+        first.add(batch, Top(torch.zeros(2, 1).int(), -torch.ones(2, 1)) if kind is TopCache else number)
+        first.write()
+    files = sorted(tmp_path.glob("*.pt"))
+    whole = files[0].read_bytes()
+    for at in range(0, len(whole), 7):
+        content = bytearray(whole)
+        content[at] ^= 1
+        files[0].write_bytes(content)
+        again = cache()
+        again.read()
+        assert len(list(again.lacks(batches))) == (1 if kind is TopCache else 2), at
+    assert f"{files[0]}: cannot be read (" in caplog.text and "is made anew" in caplog.text
+    caplog.clear()
+    files[0].write_bytes(whole)
+    for file in files:
+        torch.save(torch.load(file, weights_only=True), file)
+    older = cache()
+    older.read()
+    assert not list(older.lacks(batches)) and len(caplog.records) == 1
+    assert "an older mrl wrote it without a checksum" in caplog.text
+
+
+def test_a_disk_that_is_full_is_one_line(tmp_path):
+    for place in ("teacher", "reference"):
+        (tmp_path / place).mkdir()
+    (tmp_path / "teacher" / "log_probs-00000.partial").symlink_to("/dev/full")
+    (tmp_path / "reference" / "log_probs.partial").symlink_to("/dev/full")
+    batch = make_batch([[0, 1, 2]], [[0, 1, 1]])
+    top, answers = TopCache(tmp_path / "teacher", {}), AnswerCache(tmp_path / "reference" / "log_probs.pt", {})
+    top.add(batch, Top(torch.zeros(2, 1).int(), -torch.ones(2, 1)))
+    answers.add(batch, torch.tensor([-1.5], dtype=torch.float64))
+    for cache in (top, answers):
+        with pytest.raises(ConfigError, match="output_dir: value .* cannot be written .*No space left"):
+            cache.write()
 
 
 def test_weights_are_known_by_their_bytes(tmp_path):

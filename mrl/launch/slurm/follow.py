@@ -87,7 +87,7 @@ def _served(ledger: pathlib.Path) -> str:
     """Returns what a server has done, by its ledger."""
     events: dict[str, list[dict[str, Any]]] = {}
     for line in ledger.read_text(encoding="utf-8").splitlines() if ledger.exists() else ():
-        with contextlib.suppress(ValueError):  # a line that broke off
+        with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):  # as of a line that broke off
             event = json.loads(line)
             events.setdefault(event["event"], []).append(event)
     models, saves = len(events.get("model", ())), events.get("saved", [])

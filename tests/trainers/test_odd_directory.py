@@ -1,0 +1,101 @@
+"""A run directory in which something is of another kind: one line before anything is written; links are followed."""
+
+import json
+import shutil
+
+import pytest
+
+from mrl import metrics
+from mrl.config.load import from_dict
+from mrl.engine import atomic_checkpoint
+from mrl.errors import CheckpointError, ConfigError
+from mrl.trainers.run_directory import RunDirectory, choose_start
+from mrl.trainers.used_folder import FILES, FOLDERS
+from tests.engine.test_checkpoint import save
+from tests.trainers.tiny_runs import make_config
+
+
+def start(tmp_path):
+    config = make_config(tmp_path, tmp_path / "run")
+    return choose_start(RunDirectory(tmp_path / "run"), from_dict(config))
+
+
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+def test_another_kind_of_thing_is_named(tmp_path, name):
+    path = tmp_path / "run" / name
+    path.parent.mkdir()
+    path.touch() if name in FOLDERS else path.mkdir()
+    with pytest.raises(ConfigError, match=f"output_dir: value .*run' has a (file|folder) {name}, where a run has"):
+        start(tmp_path)
+    path.unlink() if name in FOLDERS else path.rmdir()
+    path.symlink_to(tmp_path / "scratch")
+    with pytest.raises(ConfigError, match=f"has a link {name} to .*scratch, which is not there; move {name} away"):
+        start(tmp_path)
+    if name in FOLDERS:
+        (tmp_path / "scratch").mkdir()
+        assert start(tmp_path).step == 0 and path.is_symlink()
+
+
+def test_checkpoints_and_export_may_be_elsewhere(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    for name in ("checkpoints", "hf"):
+        (tmp_path / "scratch" / name).mkdir(parents=True)
+        run.path.mkdir(exist_ok=True)
+        (run.path / name).symlink_to(tmp_path / "scratch" / name)
+    save(run.checkpoints, 1), save(run.checkpoints, 2, keep=1)
+    assert start(tmp_path).step == 2
+    for text in ("first", "second"):
+        run.partial_hf.mkdir()
+        (run.partial_hf / "config.json").write_text(text)
+        run.publish_export()
+        assert run.hf.is_symlink() and (run.hf / "config.json").read_text() == text
+    run.forget_export()
+    assert not (tmp_path / "scratch" / "hf").exists() and (run.path / "hf").is_symlink()
+
+
+DEEP = "[" * 100_000
+ODD_LINES = ("[]", "null", "3", '{"loss": 1}', '{"step": []}', '{"step": 1e999}', DEEP, "{", "")
+
+
+@pytest.mark.parametrize("odd", ODD_LINES)
+def test_odd_lines_of_metrics_are_passed_over(tmp_path, odd):
+    path, elsewhere = tmp_path / "metrics.jsonl", tmp_path / "elsewhere.jsonl"
+    rows = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3)]
+    elsewhere.write_text("\n".join([rows[0], odd, rows[1], rows[2], odd]) + "\n")
+    path.symlink_to(elsewhere)
+    metrics.rewind(path, 2)
+    assert [row["step"] for row in metrics.read(path)] == [1, 2] and path.is_symlink()
+    path.write_text(odd)
+    assert metrics.last_line(path) is None
+
+
+@pytest.mark.parametrize("content", [DEEP, "[]", '{"files": []}', "\x00"])
+def test_a_marker_that_is_something_else_is_refused(tmp_path, content):
+    path = save(tmp_path, 1)
+    (tmp_path / "step_00000001/COMPLETE").write_text(content)
+    with pytest.raises(CheckpointError, match="COMPLETE cannot be read"):
+        atomic_checkpoint.validate(path)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../../outside", "a/../../b", "./a", "a//b"])
+def test_a_marker_names_no_file_outside(tmp_path, name):
+    """Its files are copied under their names where a checkpoint is fetched from a URL."""
+    path = save(tmp_path, 1)
+    marker = tmp_path / "step_00000001/COMPLETE"
+    fields = json.loads(marker.read_text())
+    marker.write_text(json.dumps(fields | {"files": {name: {"size": 0, "crc32": 0}}}))
+    with pytest.raises(CheckpointError, match="foreign: COMPLETE"):
+        atomic_checkpoint.validate(path)
+
+
+@pytest.mark.parametrize("prefix", [".tmp-", ".trash-"])
+def test_leftovers_that_are_no_folders_are_removed(tmp_path, prefix):
+    save(tmp_path, 1)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/file").touch()
+    (tmp_path / f"{prefix}step_00000001").symlink_to(tmp_path / "kept")
+    (tmp_path / f"{prefix}step_00000002").touch()
+    (tmp_path / f"{prefix}step_00000003").symlink_to(tmp_path / "nowhere")
+    save(tmp_path, 2, keep=1)
+    shutil.rmtree(tmp_path / "kept")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000002"]
