@@ -136,18 +136,22 @@ class Ledger:
             try:
                 if line:
                     self._take(line, number)
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError, UserError) as error:
-                what = "no JSON" if isinstance(error, json.JSONDecodeError) else first_line(error)
-                self.odd.append(f"line {number} is passed over ({type(error).__name__}: {what})")
+            except (ValueError, RecursionError, UserError) as error:
+                what = first_line(error) if type(error) in (ValueError, UserError) else "it is no JSON"
+                self.odd.append(f"line {number} is passed over ({what})")
         self.sessions = {model.session: model.asked_at for model in self.models.values()} | self.sessions
 
     def _take(self, line: str, number: int) -> None:
         """Takes over what a line says. What a newer mrl has added to it is left out."""
         event = json.loads(line)
-        name = event.pop("event")
-        shape = _EVENTS[name]
-        record = _of_json(shape, event)
-        if unread := sorted(event.keys() - vars(record).keys()):
+        name = event.pop("event", None) if isinstance(event, dict) else None
+        if not isinstance(name, str) or name not in _EVENTS:
+            raise ValueError(f"it has no event that this mrl knows: {show(name)}")
+        record = _of_json(_EVENTS[name], event)
+        unread = sorted(event.keys() - vars(record).keys())
+        if "kind" in event:
+            unread += [f"kind.{name}" for name in event["kind"] if name not in vars(record.kind)]
+        if unread:
             self.odd.append(f"line {number} has fields of another mrl ({', '.join(unread)})")
         getattr(self, f"_on_{name}")(**vars(record))
 
@@ -264,16 +268,21 @@ class Ledger:
 
 
 def _of_json(shape: type, given: Any) -> Any:
-    """Returns a record of what a line has, without fields that it does not know. Raises ValueError or TypeError."""
+    """Returns a record of what a line has, without fields that it does not know. Raises ValueError."""
     if isinstance(given, shape):
         return given
+    if not isinstance(given, dict):
+        raise ValueError(f"{shape.__name__.lower()} is {show(given)}")
     hints = typing.get_type_hints(shape)
-    known = {name: given[name] for name in hints if name in dict(given)}
+    known = {name: given[name] for name in hints if name in given}
     for name, value in known.items():
         if dataclasses.is_dataclass(hints[name]):
             known[name] = _of_json(hints[name], value)
         elif not _fits(value, hints[name]):
             raise ValueError(f"{name} is {show(value)}")
+    for field in dataclasses.fields(shape):
+        if field.name not in known and dataclasses.MISSING is field.default is field.default_factory:
+            raise ValueError(f"it has no {field.name}")
     return shape(**known)
 
 

@@ -88,7 +88,7 @@ LONG = {
     "ids": ("/v1/completions", {"model": "m", "prompt": [5] * 1_000_000}, "prompt 0: has 1000000 tokens; send at most 64"),
     "a message": ("/v1/chat/completions", chat("a b " * 800_000), "messages: .*has 32000.* characters"),
     "messages": ("/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "a"}] * 30_000}, "characters; send at most 64"),
-    "tools": ("/v1/chat/completions", chat("a", tools=[{"function": {"name": "a"}}] * 50_000, model="n"), "is not served here"),
+    "tools": ("/v1/chat/completions", chat("a", tools=[{"function": {"name": "a"}}] * 10_000, model="n"), "is not served here"),
     "above the limit": ("/v1/completions", {"model": "m", "prompt": "a" * 2**23}, "the body has more than 8388608 bytes"),
     "ids to sample after": ("/api/v1/asample", {"prompt": {"chunks": [{"tokens": [12345] * 1_000_000}]}, "sampling_session_id": ""}, "is no sampler"),
     "63 megabytes": ("/api/v1/asample", b'{"a":["' + b"x" * 66_000_000 + b'"]}', "sampling_session_id: is missing"),
