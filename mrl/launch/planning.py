@@ -98,8 +98,8 @@ def _planned(
 
 def _suggest(
     command: TrainingCommand, config: Config, plan_of: Callable[[Sequence[str]], Plan], world_size: int, card: GPU,
-    reserved: float, as_json: bool, echo: Callable[[str], None], tell: Callable[[str], None],
-) -> bool:  # fmt: skip
+    reserved: float, as_json: bool, tell: Callable[[str], None],
+) -> tuple[bool, list[str]]:  # fmt: skip
     """Searches layouts for the first part that trains on megatron; parts without an engine of their own take it too.
 
     tell: is told how far it is."""
