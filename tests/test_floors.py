@@ -180,3 +180,16 @@ def test_functions_are_short():
         and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
     ]
     assert not long, f"functions over {MAX_FUNCTION_LINES} lines:\n" + "\n".join(long)
+
+
+def test_a_docstring_stands_where_python_takes_it():
+    """First in its module, class or function, or behind the field or constant that it is about."""
+    lost = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            body = getattr(node, "body", None)
+            for before, after in zip(body, body[1:], strict=False) if isinstance(body, list) else ():
+                text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                if text and isinstance(after.value.value, str) and not isinstance(before, ast.Assign | ast.AnnAssign):
+                    lost.append(f"{path.relative_to(ROOT)}:{after.lineno}")
+    assert not lost

@@ -6,8 +6,12 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import sys
 import typing
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 from mrl.config.command import Config, Part, TrainingCommand, command_of_yaml
 from mrl.config.load import load_config, read_yaml
@@ -17,12 +21,12 @@ from mrl.parallel import ParallelDims
 from mrl.trainers.waits import announced, write_error_line
 
 if typing.TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from mrl.plan.gpus import GPU
     from mrl.plan.memory import KnownChunks
     from mrl.plan.planner import Plan
 
+
+_Result = typing.TypeVar("_Result")
 
 MOST_GPUS = 2**20
 
@@ -32,7 +36,35 @@ def run(
     as_json: bool, suggest: bool, echo: Callable[[str], None],
 ) -> bool:  # fmt: skip
     """Returns whether the run fits; with suggest, whether a layout does."""
+    given = (path, tuple(overrides), world_size, gpu, efficiency, reserve, as_json, suggest)
+    fits, lines = _planned(*given) if _plans_here() else _in_own_process(_planned, *given)
+    for line in lines:
+        echo(line)
+    return fits
+
+
+def _plans_here() -> bool:
+    """Returns whether this process makes models without memory already, and so has no other use."""
+    platform = sys.modules.get("mrl.mcore_models.platform")
+    return platform is not None and platform.device() == platform.META
+
+
+def _in_own_process(function: Callable[..., _Result], *given: Any) -> _Result:
+    """Calls a function that plans. Its process makes no models for anything else, and believes in no GPU; this one
+    stays as it is. That one starts anew, since after a fork torch would find CUDA as this process has it."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_hide_gpus) as pool:
+        return pool.submit(function, *given).result()
+
+
+def _hide_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for GPUs: megatron would use one
+
+
+def _planned(
+    path: str, overrides: Sequence[str], world_size: int, gpu: str, efficiency: str | None, reserve: str | None,
+    as_json: bool, suggest: bool,
+) -> tuple[bool, list[str]]:  # fmt: skip
+    """Returns what `run` does, and the lines that it shows. From now on this process plans."""
     from mrl.plan.gpus import gpu_of
 
     card = gpu_of(gpu)
@@ -58,17 +90,16 @@ def run(
             planner.prepare()
         if suggest:
             config = load_config(path, overrides, command.root)
-            return _suggest(command, config, plan_of, world_size, card, reserved, as_json, echo, watch.detail)
+            return _suggest(command, config, plan_of, world_size, card, reserved, as_json, watch.detail)
         made = plan_of()
-    for line in [json.dumps(planner.as_json(made), indent=1)] if as_json else show.lines(made):
-        echo(line)
-    return made.fits
+    lines = [json.dumps(planner.as_json(made), indent=1)] if as_json else show.lines(made)
+    return made.fits, list(lines)
 
 
 def _suggest(
     command: TrainingCommand, config: Config, plan_of: Callable[[Sequence[str]], Plan], world_size: int, card: GPU,
-    reserved: float, as_json: bool, echo: Callable[[str], None], tell: Callable[[str], None],
-) -> bool:  # fmt: skip
+    reserved: float, as_json: bool, tell: Callable[[str], None],
+) -> tuple[bool, list[str]]:  # fmt: skip
     """Searches layouts for the first part that trains on megatron; parts without an engine of their own take it too.
 
     tell: is told how far it is."""
@@ -89,11 +120,9 @@ def _suggest(
         raise refused[-1]
     own = [other.key("engine") for other in parts if other.engine != part.engine]
     if as_json:
-        echo(json.dumps(suggesting.as_json(found, len(tried), len(refused)), indent=1))
-        return bool(found)
-    for line in suggesting.lines(found, part.key("engine"), own, world_size, card, len(tried), len(refused)):
-        echo(line)
-    return bool(found)
+        return bool(found), [json.dumps(suggesting.as_json(found, len(tried), len(refused)), indent=1)]
+    lines = suggesting.lines(found, part.key("engine"), own, world_size, card, len(tried), len(refused))
+    return bool(found), list(lines)
 
 
 def read_parts(command: TrainingCommand, config: Config, world_size: int) -> tuple[list[Part], list[ParallelDims]]:
@@ -117,27 +146,12 @@ def _with_config_json(command: TrainingCommand, config: Config) -> list[Part]:
 def verdict(command: TrainingCommand, config: Config, world_size: int, card: GPU) -> tuple[bool | None, str]:
     """Returns whether a run fits its GPUs, None where that is not known, and a line that says so.
 
-    It is planned in a process of its own: one that plans makes no models for anything else. That one starts anew, since
-    after a fork torch would find CUDA as this process has it, initialised.
+    It is planned in a process of its own (`_in_own_process`).
     """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_send_verdict, args=(theirs, command, config, world_size, card))
-    child.start()
-    theirs.close()
     try:
-        return ours.recv()
-    except EOFError:
+        return _in_own_process(planned_verdict, command, config, world_size, card)
+    except BrokenProcessPool:
         return None, "not planned: its process ended early; mrl plan says why"
-    finally:
-        child.join()
-
-
-def _send_verdict(
-    to: Connection, command: TrainingCommand, config: Config, world_size: int, card: GPU
-) -> None:  # fmt: skip
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    to.send(planned_verdict(command, config, world_size, card))
 
 
 def planned_verdict(

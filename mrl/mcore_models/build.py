@@ -314,11 +314,16 @@ def _heads_need_no_apex() -> Iterator[None]:
         tensor_parallel_layers._grad_accum_fusion_available = available
 
 
-class _no_deprecation_notice:
+@contextlib.contextmanager
+def _no_deprecation_notice() -> Iterator[None]:
     """0.19 logs at every build that GPTModel gives way to HybridModel; 0.16 has nothing else."""
 
-    def __enter__(self) -> None:
-        logging.disable(logging.WARNING)
+    def keeps(record: logging.LogRecord) -> bool:
+        return "HybridModel" not in record.getMessage()
 
-    def __exit__(self, *exc: object) -> None:
-        logging.disable(logging.NOTSET)
+    of_megatron = logging.getLogger(GPTModel.__module__)
+    of_megatron.addFilter(keeps)
+    try:
+        yield
+    finally:
+        of_megatron.removeFilter(keeps)

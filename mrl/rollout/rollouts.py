@@ -29,8 +29,6 @@ from mrl.errors import DataError, RewardError
 from mrl.rollout.base import SERIES_NAMES, Limit, Sampler, SampleRequest, Series, Trajectory, TrajectorySource
 from mrl.rollout.environment import KEY, Content, Environments, Step, load_environment
 
-"""As `BaseEngine.on_main`: runs a function on the main process and gives all ranks its result, or its UserError."""
-
 ROUND, SERIES = 2**32, 2**48
 """How far apart, in the keys of the noise, the sample numbers are of rounds of dynamic sampling and of series."""
 

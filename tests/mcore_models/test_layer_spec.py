@@ -7,6 +7,7 @@ apex that PyPI has, which is another program.
 
 import contextlib
 import importlib
+import logging
 import os
 import subprocess
 import sys
@@ -328,3 +329,21 @@ def test_te_for_another_machine_is_not_refused_by_the_gpu_that_is_here(machine, 
     layer_spec.check_rules(DENSE, cp2)
     with pytest.raises(ConfigError, match="no kernel for attention in float32 under cp 2 on any GPU"):
         layer_spec.check_rules(DENSE, cp2, dtype=torch.float32)
+
+
+def test_a_build_drops_one_notice_of_megatron_alone(caplog):
+    """Whatever another thread logs meanwhile, and what the user has switched off, stays."""
+    cpu_stand_in.prepare()
+    of_megatron = logging.getLogger("megatron.core.models.gpt.gpt_model")
+    with caplog.at_level(logging.WARNING):
+        logging.disable(logging.INFO)
+        try:
+            with importlib.import_module("mrl.mcore_models.build")._no_deprecation_notice():
+                of_megatron.warning("`GPTModel` gives way to `HybridModel`")
+                of_megatron.warning("another")
+                logging.getLogger("mine").warning("of mine")
+            assert logging.root.manager.disable == logging.INFO
+            of_megatron.warning("HybridModel, later")
+        finally:
+            logging.disable(logging.NOTSET)
+    assert [record.getMessage() for record in caplog.records] == ["another", "of mine", "HybridModel, later"]

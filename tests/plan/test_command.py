@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -331,3 +332,27 @@ def test_a_verdict_comes_from_a_process_of_its_own(folder, monkeypatch):
     config = load_config("sft.yaml", words, record("sft").root)
     fits, line = verdict(record("sft"), config, 8, gpu_of("h100-80gb"))
     assert fits and line.startswith("fits: ")
+
+
+@pytest.mark.parametrize("words, code", [(["-n", "8"], 0), (["-n", "8", "engine.parallel.tp=3"], 2)])
+@pytest.mark.slow
+def test_a_plan_leaves_its_process_as_it_was(tmp_path, words, code):
+    """The next command in it still finds its GPUs: torch and the environment are untouched, after an error too."""
+    models.write("Qwen/Qwen3-8B", tmp_path / "model")
+    (tmp_path / "sft.yaml").write_text(f"model: {{path: {tmp_path / 'model'}}}\ndata: {{train: none.jsonl}}\n")
+    script = (
+        "import os, sys, torch\n"
+        "from click.testing import CliRunner\n"
+        "from mrl.cli import main\n"
+        "torch.cuda.device_count, before = (lambda: 4), dict(os.environ)\n"
+        "if __name__ == '__main__':\n"
+        "    done = CliRunner().invoke(main, ['plan', *sys.argv[1:]], prog_name='mrl')\n"
+        "    assert torch.cuda.device_count() == 4 and dict(os.environ) == before\n"
+        "    print(done.stdout, done.stderr, sep='')\n"
+        "    sys.exit(done.exit_code)\n"
+    )
+    (tmp_path / "process.py").write_text(script)
+    command = [sys.executable, str(tmp_path / "process.py"), str(tmp_path / "sft.yaml"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == code, done.stderr
+    assert ("parameters" if code == 0 else "engine.parallel") in done.stdout
