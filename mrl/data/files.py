@@ -396,3 +396,17 @@ class ParquetFile:
 
     def close(self) -> None:
         self._reader = None
+
+
+def kind_of(value: Any) -> str:
+    """Describes a wrong value for messages: short, with the value where that helps."""
+    match value:
+        case None:
+            return "missing or null"
+        case [] | {} | "":
+            return f"an empty {type(value).__name__}"
+        case list() | dict():
+            return f"a {type(value).__name__}"
+        case _:
+            text = repr(value)
+            return text if len(text) <= 40 else f"{text[:40]}..."

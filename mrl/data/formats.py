@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mrl.config.keys import listed
-from mrl.data.files import BadRow
+from mrl.data.files import BadRow, kind_of
 from mrl.data.images import Image, check_parts, image_of
 from mrl.data.json_text import decoded, template_kwargs_of, tools_of, with_calls
 from mrl.errors import DataError
@@ -234,7 +234,7 @@ def _weight(value: Any, name: str, other: str | None = None) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= LARGEST_WEIGHT:  # nor NaN
         rename = f", or rename the field with {other} where it is no weight" if other is not None else ""
-        raise BadRow(f"{name} is {_kind(value)}; give a number from 0 to {LARGEST_WEIGHT:g}{rename}")
+        raise BadRow(f"{name} is {kind_of(value)}; give a number from 0 to {LARGEST_WEIGHT:g}{rename}")
     return 1 if value == 1 else float(value)
 
 
@@ -268,7 +268,7 @@ def _system(row: Row) -> str | None:
     if value is None or value == "":
         return None
     if not isinstance(value, str):
-        raise BadRow(f"system is {_kind(value)}; give the text of a system message, or {RENAME_SYSTEM}")
+        raise BadRow(f"system is {kind_of(value)}; give the text of a system message, or {RENAME_SYSTEM}")
     return _string(value, "system")
 
 
@@ -320,18 +320,18 @@ def check_messages(value: Any, field: str, *, parts: bool = False) -> list[dict[
     Raises BadRow.
     """
     if not isinstance(value, list) or not value:
-        raise BadRow(f"{field} is {_kind(value)}; give a list of at least one {{role, content}}")
+        raise BadRow(f"{field} is {kind_of(value)}; give a list of at least one {{role, content}}")
     return [_message(message, f"{field}[{i}]", parts) for i, message in enumerate(value)]
 
 
 def _message(message: Any, name: str, parts: bool) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise BadRow(f"{name} is {_kind(message)}; give an object with role and content")
+        raise BadRow(f"{name} is {kind_of(message)}; give an object with role and content")
     if "role" not in message and "from" in message:
         raise BadRow(f"{name} has from and value (ShareGPT); write them as role (system, user, assistant) and content")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise BadRow(f"{name}.role is {_kind(role)}; give system, user, assistant or tool")
+        raise BadRow(f"{name}.role is {kind_of(role)}; give system, user, assistant or tool")
     if role in ("human", "gpt", "bot", "model"):
         raise BadRow(f"{name}.role is {role!r}; write {'user' if role == 'human' else 'assistant'}")
     message = with_calls(message, name)
@@ -363,7 +363,7 @@ def _prompt_completion(row: Row) -> Chat | Pair:
         return _chat_with_images(row, given + answer, given=len(given))
     if isinstance(prompt, list) or isinstance(completion, list):
         raise BadRow(
-            f"prompt is {_kind(prompt)} and completion {_kind(completion)}; give two strings or two message lists"
+            f"prompt is {kind_of(prompt)} and completion {kind_of(completion)}; give two strings or two message lists"
         )
     prompt = _string(prompt, "prompt")
     return Pair(prompt, _string(completion, "completion", empty=False), prompt, _before(row))
@@ -389,10 +389,10 @@ def _history(row: Row) -> list[dict[str, Any]]:
         return turns
     fix = "give lists of [question, answer], or rename the field with data.columns={history: history_unused}"
     if not isinstance(pairs, list):
-        raise BadRow(f"history is {_kind(pairs)}; {fix}")
+        raise BadRow(f"history is {kind_of(pairs)}; {fix}")
     for i, pair in enumerate(pairs):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise BadRow(f"history[{i}] is {_kind(pair)}; {fix}")
+            raise BadRow(f"history[{i}] is {kind_of(pair)}; {fix}")
         for role, text in zip(("user", "assistant"), pair, strict=True):
             turns.append({"role": role, "content": _string(text, f"history[{i}]", empty=False)})
     return turns
@@ -423,7 +423,7 @@ def _alpaca_prompt(row: Row) -> tuple[str, str, list[dict[str, Any]]]:
 
 def _string(value: Any, name: str, *, empty: bool = True) -> str:
     if not isinstance(value, str):
-        raise BadRow(f"{name} is {_kind(value)}; give a string")
+        raise BadRow(f"{name} is {kind_of(value)}; give a string")
     if not empty and not value:
         raise BadRow(f"{name} is empty; give the text to train on, or remove the row")
     if not value.isascii():
@@ -444,7 +444,7 @@ def _tokens(row: Row) -> Tokens:
     if given[0] == WEIGHTS:
         listed_weights = row[WEIGHTS] if isinstance(row[WEIGHTS], list) else []
         if len(listed_weights) != len(ids):
-            raise BadRow(f"weights is {_kind(row[WEIGHTS])}; give a list of {len(ids)} numbers, one per token")
+            raise BadRow(f"weights is {kind_of(row[WEIGHTS])}; give a list of {len(ids)} numbers, one per token")
         return Tokens(ids, [_weight(weight, f"weights[{i}]") for i, weight in enumerate(listed_weights)], weighs=True)
     values = _integers(row[given[0]], given[0])
     if len(values) != len(ids):
@@ -465,22 +465,8 @@ def _tokens(row: Row) -> Tokens:
 
 def _integers(value: Any, name: str) -> list[int]:
     if not isinstance(value, list) or not value:
-        raise BadRow(f"{name} is {_kind(value)}; give a list of integers")
+        raise BadRow(f"{name} is {kind_of(value)}; give a list of integers")
     for i, x in enumerate(value):
         if not isinstance(x, int) or (isinstance(x, bool) and name not in MASK_FIELDS):
-            raise BadRow(f"{name}[{i}] is {_kind(x)}; give a list of integers")
+            raise BadRow(f"{name}[{i}] is {kind_of(x)}; give a list of integers")
     return value
-
-
-def _kind(value: Any) -> str:
-    """Describes a wrong value for messages: short, with the value where that helps."""
-    match value:
-        case None:
-            return "missing or null"
-        case [] | {} | "":
-            return f"an empty {type(value).__name__}"
-        case list() | dict():
-            return f"a {type(value).__name__}"
-        case _:
-            text = repr(value)
-            return text if len(text) <= 40 else f"{text[:40]}..."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mrl.data.files import BadRow, one_line
+from mrl.data.files import BadRow, kind_of, one_line
 
 AS_MESSAGES = "JSON text is read as a list of messages"
 CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
@@ -28,7 +28,7 @@ def tools_of(row: dict[str, Any]) -> list[Any] | None:
     wanted = "a list of function schemas"
     tools = parsed(row.get("tools"), "tools", wanted)
     if tools is not None and not isinstance(tools, list):
-        raise BadRow(f"tools is a {type(tools).__name__}; give {wanted}")
+        raise BadRow(f"tools is {kind_of(tools)}; give {wanted}")
     return [_schema(tool, f"tools[{i}]") for i, tool in enumerate(tools)] if tools else None
 
 
@@ -37,7 +37,7 @@ def template_kwargs_of(row: dict[str, Any]) -> dict[str, Any]:
     wanted = 'an object, as {"enable_thinking": false}'
     kwargs = parsed(row.get("chat_template_kwargs"), "chat_template_kwargs", wanted) or {}
     if not isinstance(kwargs, dict):
-        raise BadRow(f"chat_template_kwargs is a {type(kwargs).__name__}; give {wanted}")
+        raise BadRow(f"chat_template_kwargs is {kind_of(kwargs)}; give {wanted}")
     return kwargs
 
 

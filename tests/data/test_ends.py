@@ -14,7 +14,7 @@ SPECIAL = ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "<|end|
 # As gpt-oss: <|return|> ends the last turn, <|end|> those before it and reasoning, <|call|> a call of a tool.
 BY_PLACE = (
     "{% for m in messages %}<|start|>{{ m.role }}{% if m.thinking and loop.last %}<|message|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}"
-    "<|message|>{{ m.content }}{% if m.tool_calls %}<|call|>"
+    "<|message|>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}<|call|>"
     "{% elif m.role == 'assistant' and loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
@@ -79,8 +79,8 @@ def test_a_probe_tells_how_turns_end(template, kind, last, ending, call, begin):
         (TWO, ["<|message|>4<|end|>", "<|message|>dog<|return|>"]),
         (OPEN, ["<|message|>4<|end|>"]),
         (turns("hello", "", "fox", "dog"), ["<|message|><|end|>", "<|message|>dog<|return|>"]),
-        (CALLS, ["<|message|><|call|>", "<|message|>4<|return|>"]),
-        ([*CALLS, *turns("fox"), CALL], ["<|message|><|call|>", "<|message|>4<|end|>", "<|message|><|call|>"]),
+        (CALLS, ["<|message|>lazy<|call|>", "<|message|>4<|return|>"]),
+        ([*CALLS, *turns("fox"), CALL], ["<|message|>lazy<|call|>", "<|message|>4<|end|>", "<|message|>lazy<|call|>"]),
         ([*ONE, {"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog", "thinking": "hm"}],
          ["<|message|>4<|end|>", "<|message|>hm<|end|><|start|>assistant<|message|>dog<|return|>"]),
     ],

@@ -228,7 +228,7 @@ def test_the_processors_template_is_used_where_the_tokenizers_knows_no_images(tm
 
 def test_without_pillow_the_model_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(images.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"pillow; install it with pip install 'mrl\[vision\]'$"):
+    with pytest.raises(ModelError, match=r"pillow; install it with pip install pillow$"):
         make_vision(tmp_path)
 
 

@@ -143,7 +143,7 @@ WRONG = {
     "text and list": ({**PAIR, "prompt": "2 + 2?"}, "prompt is no list and chosen a list of messages"),
     "list and text": ({**PAIR, "chosen": "4"}, "prompt is a list and chosen no list of messages"),
     "prompt again": ({**PAIR, "chosen": ASKED + GOOD}, "chosen begins with the messages of prompt again"),
-    "texts without a prompt": ({"chosen": "a", "rejected": "b"}, "as {question: prompt}, or set data.prompt_end to"),
+    "texts without a prompt": ({"chosen": "a", "rejected": "b"}, "as {question: prompt}, or set data.turns to"),
     "a prompt of another name": ({"question": "2?", "chosen": "4", "rejected": "5"}, "as {question: prompt}"),
     "nothing shared": ({"chosen": GOOD, "rejected": BAD}, "chosen and rejected begin with different messages"),
     "nothing more": ({"chosen": ASKED + GOOD, "rejected": ASKED}, "rejected has no message that the other"),

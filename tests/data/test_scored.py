@@ -88,7 +88,7 @@ def test_whole_texts_are_scored_as_they_are_or_as_prompt_and_answer_where_a_temp
     assert made[0] == made[1] and tokenizer.decode(made[0].sequences[0].ids) == row["chosen"] + "</s>"
     apart = {"prompt": "Q: 2 + 2?\nA:", "chosen": " 4", "rejected": " fish"}
     assert dataset(tmp_path, row, prompt_end="\nA:").load(0) == dataset(tmp_path, apart).load(0)
-    assert "or set data.prompt_end to what the prompt" in refusal(tmp_path, row)
+    assert "or data.prompt_end to what the prompt" in refusal(tmp_path, row)
 
 
 @pytest.mark.parametrize("pad, ends", [("<s>", "4</s>"), ("</s>", "4")])

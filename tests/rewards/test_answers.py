@@ -153,5 +153,5 @@ def test_math_without_an_answer_is_an_error():
 def test_math_verify_missing_names_the_key(monkeypatch):
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.delitem(sys.modules, "math_verify", raising=False)
-    with pytest.raises(ConfigError, match=r"^rewards.functions\[0\].name: .*pip install 'mrl\[math\]'$"):
+    with pytest.raises(ConfigError, match=r"^rewards.functions\[0\].name: .*pip install math-verify$"):
         require_math_verify("rewards.functions[0].name")

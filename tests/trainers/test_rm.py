@@ -270,7 +270,7 @@ OWN_KEYS = {  # key -> loss, other keys, a value, and what is seen of a run with
     ),
     "data.prompt_end": (
         "bradley_terry", {"data.train": "{places}/whole.jsonl", "data.eval": None}, "=",
-        lambda before, after: "or set data.prompt_end to" in before.said and after.ended == "done",
+        lambda before, after: "or data.prompt_end to" in before.said and after.ended == "done",
     ),
     "data.step_separator": ("steps", {}, " ", first_loss_differs),
     "data.truncation": (
