@@ -9,7 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mrl.config import yaml_text
-from mrl.config.foreign import TRAINERS, TRL, VERL, Row, Trainer
+from mrl.config.foreign import TRAINERS
+from mrl.config.foreign_rows import Row, Trainer
+from mrl.config.foreign_trl import TRL
+from mrl.config.foreign_verl import VERL
 from mrl.config.keys import walk
 from mrl.errors import show
 

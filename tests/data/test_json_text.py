@@ -160,7 +160,7 @@ def test_other_json_is_somebodys_text(tmp_path, text):
     ("row", "says"),
     [
         ({**EACH, "tools": ["fox"]}, r"tools\[0\] is a string that is not JSON"),
-        ({**EACH, "tools": "{}"}, "tools is a dict; give a list of function schemas"),
+        ({**EACH, "tools": "{}"}, "tools is an empty dict; give a list of function schemas"),
         ({**EACH, "chat_template_kwargs": "thinking"}, "chat_template_kwargs is a string that is not JSON"),
         ({**EACH, "chat_template_kwargs": "[1]"}, "chat_template_kwargs is a list; give an object"),
         ({"messages": [ASK, {**ANSWER, "tool_calls": "fox()"}]}, r"messages\[1\].tool_calls is a string that is not"),

@@ -1,0 +1,56 @@
+"""What a key of another trainer is here: the parts of the tables of verl, NeMo-RL and TRL."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One key of another trainer."""
+
+    theirs: str
+    ours: tuple[str, ...] = ()  # () where nothing here stands for it; `actor.` is put before it where ours is a role's
+    note: str = ""  # the change of unit or meaning
+    values: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
+    """Theirs -> ours, "*" for any other: None where nothing needs to be written, KeyError where it cannot be told, ...
+    where the value is kept. Without entries it is kept."""
+    times: str = ""  # their key of a number that the value is multiplied with, as prompts are with samples
+    when: str = ""  # their key that has to be true, or, after `not `, false, for this one to mean anything
+    default: Any = None  # theirs where the file has none, written out where ours differs
+    of: tuple[str, ...] = ()  # commands of ours that it is for; () for all
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    name: str
+    source: str  # what was read for it, with the version
+    sections: tuple[str, ...]  # top-level keys that only its configs have
+    begins: tuple[str, ...]  # beginnings of dotted keys in sections that ours have too, which only its configs have
+    rows: tuple[Row, ...]
+
+
+def row(theirs: str, ours: str = "", note: str = "", **more: Any) -> Row:
+    return Row(theirs, tuple(ours.split()), note, **more)
+
+
+def none(prefix: str, names: str, note: str = "") -> list[Row]:
+    """Returns rows of keys that nothing here stands for."""
+    return [Row(f"{prefix}{name}", note=note) for name in names.split()]
+
+
+PROMPTS = "counts prompts there; ours counts sequences: times the samples of a prompt"
+ROW = "counts rows in both"
+DEVICE = "counts on each device there"
+FREQ = {-1: None, "*": ...}
+OFF = {0: None, -1: None, "*": ...}
+MICRO = "sequences of a micro-batch on each device"
+PPO, SFT, NOT_PPO = ("ppo",), ("sft",), ("sft", "dpo", "rm")
+DTYPE = {"fp32": "float32", "bf16": "bfloat16", "float32": "float32", "bfloat16": "bfloat16"}
+PARALLEL = (
+    ("tensor_model_parallel_size", "tp"), ("pipeline_model_parallel_size", "pp"), ("context_parallel_size", "cp"),
+    ("expert_model_parallel_size", "ep"), ("expert_tensor_parallel_size", "etp"),
+    ("virtual_pipeline_model_parallel_size", "vpp"), ("sequence_parallel", "sp"),
+)  # fmt: skip
