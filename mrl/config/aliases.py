@@ -1,6 +1,6 @@
 """Names that other trainers or commands have for our keys, in our own sections: an unknown one is told ours.
 
-mrl/config/foreign.py has the keys of whole configs of verl, NeMo-RL and TRL.
+mrl/config/foreign_*.py have the keys of whole configs of verl, NeMo-RL and TRL.
 """
 
 from __future__ import annotations

@@ -39,10 +39,11 @@ def page() -> str:
 _HEADER = """\
 # Coming from verl, NeMo-RL or TRL
 
-    mrl config translate FILE > ours.yaml     # what can be told, in our keys; the rest is listed, and the exit code is 2
+    mrl config translate FILE > ours.yaml     # what can be told, in our keys; the rest is listed, with exit code 2
     mrl config translate FILE --as dpo        # where it is not plain of which command the file is
 
-A key of another trainer stays an error, which names ours. `model`, `engine` and `optimizer` of `mrl ppo` are in `actor`.
+A key of another trainer stays an error, which names ours. `model`, `engine` and `optimizer` of `mrl ppo` are in
+`actor`.
 Numbers that a file leaves to the other trainer's defaults are written out where ours differ.
 Made from `mrl/config/foreign_*.py` by `make docs`.
 """

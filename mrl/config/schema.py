@@ -359,11 +359,7 @@ class LogConfig:
     console: Literal["rich", "plain", "none"] = key(
         "rich", "live progress bar, a line per step, or nothing; rich falls back to plain where there is no terminal"
     )
-    every: int = key(
-        1,
-        "show the first step, one every N steps, the last and those with an evaluation; files get every step",
-        minimum=1, may_change=True,
-    )  # fmt: skip
+    every: int = key(1, "show one step of N, the first, the last and those with an evaluation", minimum=1)
     wandb: WandbConfig = key(WandbConfig, "Weights & Biases")
     tensorboard: bool = key(False, "write event files to output_dir/tb")
 

@@ -451,12 +451,12 @@ def fault(code: int, said: str, escaped: BaseException | None, seconds: float) -
     lines = message.split("\nmrl: ")  # of a config with several mistakes
     if len(lines) > MOST_MISTAKES + 1 or not all(line.isprintable() for line in lines):
         return f"no printable lines, or too many: {said[:300]!r}"
-    for line in lines:
-        if len(line) > LIMIT_CHARACTERS:
-            return f"{len(line)} characters: {line[:100]!r} ... {line[-60:]!r}"
-        if "; " not in line:
-            return f"says nothing of what would work: {line!r}"
-    return ""
+    long = [
+        f"{len(line)} characters: {line[:99]!r} ... {line[-60:]!r}" for line in lines if len(line) > LIMIT_CHARACTERS
+    ]
+    return next(
+        iter((*long, *(f"says nothing of what would work: {line!r}" for line in lines if "; " not in line))), ""
+    )
 
 
 def fuzz(count: int, seed: int, folder: pathlib.Path, say: Callable[[str], None] = lambda line: None) -> list[Outcome]:
@@ -486,11 +486,10 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    began_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
+        began_s = time.perf_counter()
         outcomes = fuzz(given.count, given.seed, pathlib.Path(folder), say=lambda line: print(line, flush=True))
-    kinds = collections.Counter(outcome.case[0] for outcome in outcomes)
-    codes = collections.Counter(outcome.code for outcome in outcomes)
+    kinds, codes = (collections.Counter(of) for of in ((o.case[0] for o in outcomes), (o.code for o in outcomes)))
     wrong = sum(bool(outcome.wrong) for outcome in outcomes)
     print(
         f"{len(outcomes)} cases ({', '.join(f'{n} {kind}' for kind, n in sorted(kinds.items()))}) in {time.perf_counter() - began_s:.0f} s: "
