@@ -451,12 +451,8 @@ def fault(code: int, said: str, escaped: BaseException | None, seconds: float) -
     lines = message.split("\nmrl: ")  # of a config with several mistakes
     if len(lines) > MOST_MISTAKES + 1 or not all(line.isprintable() for line in lines):
         return f"no printable lines, or too many: {said[:300]!r}"
-    long = [
-        f"{len(line)} characters: {line[:99]!r} ... {line[-60:]!r}" for line in lines if len(line) > LIMIT_CHARACTERS
-    ]
-    return next(
-        iter((*long, *(f"says nothing of what would work: {line!r}" for line in lines if "; " not in line))), ""
-    )
+    odd = [line for line in lines if len(line) > LIMIT_CHARACTERS or "; " not in line]
+    return f"over {LIMIT_CHARACTERS} characters, or nothing of what would work: {odd[0]!r}" if odd else ""
 
 
 def fuzz(count: int, seed: int, folder: pathlib.Path, say: Callable[[str], None] = lambda line: None) -> list[Outcome]:
