@@ -31,6 +31,7 @@ def test_no_file_of_a_checkpoint_runs_code(folder, tmp_path, layout, adapters):
 PLACES = {
     "converters/pt_file.py": {"torch.load"},  # the one for all others, with weights_only
     "rewards/worker.py": {"pickle.loads"},  # of a pipe from the process that started this one
+    "serve/requests.py": {"marshal.loads"},  # of a process that this one started
     "check/worker.py": {"torch.load", "weights_only=False"},  # of a folder that `mrl check` made itself
     "check/run.py": {"torch.load", "weights_only=False"},
 }
