@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import gc
 import hmac
 import json
 import logging
@@ -270,6 +271,7 @@ class HTTPServer:
     def start(self) -> None:
         """Begins to answer."""
         take_more_connections()
+        gc.freeze()  # a full collection of all that is loaded takes a second, for which every client would wait
         self.thread.start()
 
     def stop(self) -> None:

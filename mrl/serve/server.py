@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import ipaddress
 import json
 import os
@@ -130,7 +129,6 @@ def _serve(
         for said in filter(None, [server.ledger.oddities(), *resume(server, models)]):
             console.say(said)
         say_all(console, models.ends.notes(models.tokenizer, "completions end there, too, and exports name it"))
-        gc.freeze()  # a full collection of all that is loaded would hold up the thread that listens
         server.http.start()
         server.say_ready()
         lead(server, models, stop)
