@@ -28,7 +28,7 @@ def tools_of(row: dict[str, Any]) -> list[Any] | None:
     wanted = "a list of function schemas"
     tools = parsed(row.get("tools"), "tools", wanted)
     if tools is not None and not isinstance(tools, list):
-        raise BadRow(f"tools is a {type(tools).__name__}; give {wanted}")
+        raise BadRow(f"tools is {_kind(tools)}; give {wanted}")
     return [_schema(tool, f"tools[{i}]") for i, tool in enumerate(tools)] if tools else None
 
 
@@ -37,7 +37,7 @@ def template_kwargs_of(row: dict[str, Any]) -> dict[str, Any]:
     wanted = 'an object, as {"enable_thinking": false}'
     kwargs = parsed(row.get("chat_template_kwargs"), "chat_template_kwargs", wanted) or {}
     if not isinstance(kwargs, dict):
-        raise BadRow(f"chat_template_kwargs is a {type(kwargs).__name__}; give {wanted}")
+        raise BadRow(f"chat_template_kwargs is {_kind(kwargs)}; give {wanted}")
     return kwargs
 
 
@@ -49,6 +49,10 @@ def parsed(value: Any, name: str, wanted: str) -> Any:
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError) as e:
         raise BadRow(f"{name} is a string that is not JSON ({one_line(e)}); give {wanted}") from None
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, list | dict) else f"{value!r:.40}"
 
 
 def json_object(text: Any) -> dict[str, Any] | None:
