@@ -82,7 +82,7 @@ OF_DATA = (
         "algorithms/test_distill.py",
         (".where(rest_q > LEAST_TAIL, torch.zeros_like(of_tail))", ""),
     ),
-    *_of("data/scored.py", "data/test_scored.py", ('_number(row["margin"], "margin")', 'abs(_number(row["margin"], "margin"))')),
+    *_of("data/scored.py", "data/test_scored.py::test_a_batch_reads_the_last_token_and_counts_what_is_divided_by", ('_number(row["margin"], "margin")', 'abs(_number(row["margin"], "margin"))')),
     *_of(
         "trainers/dpo.py",
         "trainers/test_dpo.py::test_an_evaluation_of_kto_has_its_kl_and_the_margin_of_pairs",
