@@ -73,11 +73,7 @@ def test_the_order_and_state_of_one_path_are_what_they_were(tmp_path):
     del state["data"][0]["name"]
     assert state == {
         "version": 1, "epoch": 3, "position": 9, "skipped": 3, "dropped": 15, "truncated": 0, "seed": 7, "shuffle": True,
-<<<<<<< HEAD
         "reading": 2, "data": [{"rows": 15, "size": 346, "hash": "crc32:7be80e25"}],
-=======
-        "data": [{"rows": 15, "size": 346, "hash": "crc32:7be80e25"}],
->>>>>>> h/templates
     }  # fmt: skip
 
 
