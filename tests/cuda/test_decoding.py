@@ -49,7 +49,7 @@ def test_operations_of_a_step_do_not_grow_with_sequences(worker, options):
     few, many = (worker.call("tests.cuda.decoding:steps", case, sequences=n, **options) for n in (5, 90))
     assert few.operations == many.operations and few.waits == many.waits == ONCE
     if options.get("cuda_graphs"):  # the layers are in the graph
-        assert many.operations <= 130
+        assert many.operations <= 200
 
 
 @pytest.mark.slow

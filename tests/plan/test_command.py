@@ -339,7 +339,9 @@ def test_a_verdict_comes_from_a_process_of_its_own(folder, monkeypatch):
 def test_a_plan_leaves_its_process_as_it_was(tmp_path, words, code):
     """The next command in it still finds its GPUs: torch and the environment are untouched, after an error too."""
     models.write("Qwen/Qwen3-8B", tmp_path / "model")
-    (tmp_path / "sft.yaml").write_text(f"model: {{path: {tmp_path / 'model'}}}\ndata: {{train: none.jsonl}}\n")
+    (tmp_path / "sft.yaml").write_text(
+        f"output_dir: run\nmodel: {{path: {tmp_path / 'model'}}}\ndata: {{train: none.jsonl}}\n"
+    )
     script = (
         "import os, sys, torch\n"
         "from click.testing import CliRunner\n"
