@@ -27,16 +27,19 @@ _TRL_SIGNS = (
 """Keys that only one kind of TRL's trainers has."""
 
 
+DEEPEST = 16
+
+
 @functools.cache
 def known_keys(root: type) -> frozenset[str]:
     return frozenset(key.path for key in walk(root, sections=True))
 
 
 def leaves(raw: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted keys below `path` that hold a value, with it."""
+    """Yields the dotted keys below `path` that hold a value, with it. No config of a trainer is deeper than DEEPEST."""
     for name, value in raw.items():
         dotted = f"{path}.{name}" if path else str(name)
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and dotted.count(".") < DEEPEST:
             yield from leaves(value, dotted)
         else:
             yield dotted, value
@@ -45,6 +48,8 @@ def leaves(raw: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 def advice(dotted: str, root: type) -> str | None:
     """Returns what to do about an unknown key that another trainer has; None where none has it."""
     known = known_keys(root)
+    if f"actor.{dotted}" in known:
+        return f"did you mean actor.{dotted}?"
     found = [(trainer, row) for trainer in TRAINERS for row in trainer.rows if row.theirs == dotted]
     name = dotted.rpartition(".")[2]
     if not found and name not in {key.rpartition(".")[2] for key in known}:

@@ -167,8 +167,10 @@ def elsewhere(resume: str, damaged: Mapping[str, str] | None = None) -> str:
 
 
 def no_checkpoint(resume: str, wrong: list[str]) -> CheckpointError:
-    why = "holds no whole checkpoint" + "".join(f" ({what})" for what in wrong)
-    fix = f"give a folder such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}"
+    why = "is no folder"
+    if "://" in resume or os.path.isdir(resume):
+        why = "holds no whole checkpoint" + "".join(f" ({what})" for what in wrong)
+    fix = f"give auto, never, or a folder such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}"
     return CheckpointError("checkpoint.resume", Shown(repr(resume)), why, fix)
 
 

@@ -12,7 +12,7 @@ CASES = [
     Case("a list", "config.yaml", ("holds a list",), edit=set_config("- output_dir\n")),
     Case("not utf-8", "config.yaml", ("not UTF-8",), edit=set_config(b"output_dir: \xff\n")),
     Case("python object", "config.yaml:1", ("not valid YAML",), edit=set_config("output_dir: !!python/object:os.x {}\n")),
-    Case("empty", "output_dir", ("is missing",), edit=set_config("")),
+    Case("empty", "output_dir", ("is missing",), edit=set_config(""), others=3),
     Case("key twice", "model.path", ("lines 2 and 3",), edit=set_config("model:\n  path: a\n  path: b\n")),
     # Keys.
     Case("unknown section", "trian.steps", ("value 3", "did you mean train.steps?"), ("trian.steps=3",)),

@@ -109,6 +109,7 @@ class Case:
     says: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
     edit: Callable[[Workspace], None] | None = None
+    others: int = 0  # mistakes of the same parse, a line each
 
 
 def set_model(**fields: Any) -> Callable[[Workspace], None]:
@@ -176,8 +177,10 @@ def check(case: Case, workspace: Workspace, run: Callable[..., tuple[int, str, s
     before = workspace.snapshot()
     code, out, err = run(workspace, *case.args)
     assert code == 2, f"exit code {code}\n{out}\n{err}"
-    assert len(err.splitlines()) == 1, f"more than one line:\n{err}"
-    message = err.removeprefix("mrl: ").rstrip("\n")
+    first, *others = err.splitlines()
+    assert all(line.startswith("mrl: ") for line in (first, *others)), f"more than one line of one mistake:\n{err}"
+    assert len(others) == case.others, f"other mistakes:\n{err}"
+    message = first.removeprefix("mrl: ")
     assert message.startswith(case.key), message
     assert all(words in message for words in case.says), f"{case.says} not all in: {message}"
     assert "; " in message, f"says nothing of what would work: {message}"

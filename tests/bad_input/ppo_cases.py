@@ -35,7 +35,7 @@ CASES = [
     Case("cache below a sequence", "rollout.cache_tokens", ("at least 64",), ("rollout.cache_tokens=63",)),
     Case("one sample of a group", "rollout.samples_per_prompt", ("algorithm.name grpo compares", "at least 2"), ("rollout.samples_per_prompt=1",)),
     # Optimizers and engines.
-    Case("actor's min_lr", "actor.optimizer.min_lr", ("above actor.optimizer.lr 1e-05",), ("actor.optimizer.min_lr=1",)),
+    Case("actor's min_lr", "actor.optimizer.min_lr", ("above actor.optimizer.lr 1e-06",), ("actor.optimizer.min_lr=1",)),
     Case("critic's betas", "critic.optimizer.betas", ("out of range",), ("algorithm.name=ppo", "critic.optimizer.betas=[0.9, 1.0]")),
     Case("actor's warm-up", "actor.optimizer.warmup_steps", ("the 2 steps", "algorithm.critic_warmup 2"), ("algorithm.name=ppo", "algorithm.critic_warmup=2", "actor.optimizer.warmup_steps=3")),
     Case("critic's warm-up", "critic.optimizer.warmup_steps", ("train.steps 4",), ("algorithm.name=ppo", "critic.optimizer.warmup_steps=5")),

@@ -66,7 +66,8 @@ def test_every_key_that_is_mistyped_at_once_is_found(command):
     assert {key.path for key in keys} - found == set()
     lines = str(error).splitlines()
     assert len(lines) == MOST_MISTAKES + 1
-    assert lines[-1] == f"{1 + len(error.others) - MOST_MISTAKES} more mistakes; correct these first"
+    left = 1 + len(error.others) - MOST_MISTAKES
+    assert lines[-1] == f"{left} more mistakes; correct these first (of verl, NeMo-RL, TRL: mrl config translate FILE)"
 
 
 def test_one_mistake_is_one_line_and_two_overrides_are_two(tmp_path):

@@ -40,10 +40,17 @@ def inputs(tmp_path_factory):
     return folder
 
 
-def show(inputs, name: str, *words: str) -> list[str]:
+def whole(inputs, name: str, *words: str) -> list[str]:
     done = CliRunner().invoke(cli.main, ["data", "show", str(inputs / f"{name}.yaml"), *words])
     assert done.exit_code == 0, done.output
     return done.stdout.replace(f"{inputs}/", "").splitlines()
+
+
+def show(inputs, name: str, *words: str) -> list[str]:
+    """What `data show` prints below the line on the command."""
+    first, *lines = whole(inputs, name, *words)
+    assert first.startswith("read as a config of mrl ")
+    return lines
 
 
 def test_rows_are_shown_in_the_order_of_the_run_with_what_trains_between_marks(inputs):
@@ -85,10 +92,10 @@ def test_the_rows_and_a_tokenizer_suffice(inputs, tmp_path, name, words, says, r
     data = {"sums": rows, "pairs": {**rows, "format": "preference"}, "prompts": rows}[name]
     config = {"data": data, **({"actor": of_model} if name == "prompts" else of_model)}
     (inputs / "few.yaml").write_text(yaml.safe_dump(config))
-    lines = show(inputs, "few", "--rows", "9", *words)
+    lines = whole(inputs, "few", "--rows", "9", *words)
     assert lines[0] == says and any(line.startswith(row) for line in lines), lines
     assert not any(line.startswith(("the first batch", "length:")) for line in lines)
-    assert not any(line.startswith("length:") for line in show(inputs, "few", "--count", *words))
+    assert not any(line.startswith("length:") for line in whole(inputs, "few", "--count", *words))
 
 
 def test_count_reads_all_and_gives_the_steps(inputs):
@@ -208,7 +215,7 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch, inputs):
     for terminal, no_colour in ((False, ""), (True, ""), (True, "1")):
         monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal, raising=False)
         monkeypatch.setenv("NO_COLOR", no_colour)
-        record._show(config_path="x", overrides=(), rows=1, count=False, evaluation=False, tokens=False)
+        record._show(config_path="x", overrides=(), rows=1, count=False, evaluation=False, tokens=False, of=None)
     assert given == [False, True, False], json.dumps(given)
 
 
