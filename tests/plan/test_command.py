@@ -340,7 +340,8 @@ def test_a_plan_leaves_its_process_as_it_was(tmp_path, words, code):
     """The next command in it still finds its GPUs: torch and the environment are untouched, after an error too."""
     models.write("Qwen/Qwen3-8B", tmp_path / "model")
     (tmp_path / "sft.yaml").write_text(
-        f"output_dir: run\nmodel: {{path: {tmp_path / 'model'}}}\ndata: {{train: none.jsonl}}\n"
+        f"output_dir: run\nmodel: {{path: {tmp_path / 'model'}}}\ndata: {{train: none.jsonl, max_length: 512}}\n"
+        "train: {steps: 1, global_batch_size: 8}\n"
     )
     script = (
         "import os, sys, torch\n"
