@@ -44,7 +44,8 @@ def with_rates(raw: Mapping[str, Any], command: str) -> dict[str, Any]:
         at = [role] if role else []
         if _section(raw, *at, "optimizer", "lr") is not None or not _may_hold(raw, *at, "optimizer"):
             continue
-        saved = _section(_saved(raw), *at, "optimizer", "lr")
+        is_used = role != "critic" or "critic" in raw  # that of an algorithm without one is another run's
+        saved = _section(_saved(raw), *at, "optimizer", "lr") if is_used else None
         own = RATES[command, role, _section(raw, *at, "model", "lora") is not None][0]
         node = made
         for name in (*at, "optimizer"):

@@ -171,7 +171,7 @@ def no_checkpoint(resume: str, wrong: list[str]) -> CheckpointError:
     if "://" in resume or os.path.isdir(resume):
         why = "holds no whole checkpoint" + "".join(f" ({what})" for what in wrong)
     fix = f"give auto, never, or a folder such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}"
-    return CheckpointError("checkpoint.resume", Shown(repr(resume)), why, fix)
+    return CheckpointError("checkpoint.resume", Shown(repr(shortened(resume, 200))), why, fix)
 
 
 def same_folder(a: str, b: str) -> bool:
