@@ -93,8 +93,8 @@ class CacheRow(KVCache):
 
 
 def _independent(copies: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Splits copies into batches, in order, that may each be made at once: a GPU's host starts two kernels for each of
-    them, not one for each copy. No row of a batch is written twice, or read after it is written."""
+    """Splits copies into batches, in order, that may each be made at once: a GPU's host starts two kernels for each
+    tensor, not one for each copy. No row of a batch is written twice, or read after it is written."""
     batches: list[list[tuple[int, int, int]]] = []
     written: set[int] = set()
     for source, target, places in copies:
