@@ -232,7 +232,7 @@ class RowDataset(abc.ABC, Generic[T]):
         for index in itertools.islice(self._rows.head(), NOTED_ROWS):
             try:
                 row = self._row(index)
-                found = [content.chat if isinstance(content, Question) else content for content in contents(row)]
+                found = [content.chat if isinstance(content, Question | Pair) else content for content in contents(row)]
             except UserError:
                 continue  # its own reading says so
             place, read = self.where(index), decoded(row)
@@ -270,13 +270,17 @@ class RowDataset(abc.ABC, Generic[T]):
     def _dialogue(self) -> list[str]:
         """Returns a line where a text holds a whole conversation, which the chat template makes one turn of."""
         row, where = self.first_row()
-        field = looks_like_dialogue(row) if self._has_template else None
+        field = looks_like_dialogue(row) if self._templates_texts() else None
         if field is None:
             return []
         return [
             f"{where}: {field} looks like a conversation in one text, and the chat template makes one turn of it; "
             "data.turns makes messages of such texts, data.chat_template=none takes them as they are"
         ]
+
+    def _templates_texts(self) -> bool:
+        """Returns whether texts of rows become turns of the chat template."""
+        return self._has_template
 
     def unread_fields(self) -> list[str]:
         """Returns a line on the fields that nothing reads, of the first row of each source. Raises as `first_row`."""
@@ -392,6 +396,9 @@ class SFTDataset(RowDataset[Example]):
     @staticmethod
     def _form_of(row: dict[str, Any]) -> str:
         return detect_format(row)
+
+    def _templates_texts(self) -> bool:
+        return self._has_template and self.format not in ("text", "tokenized")
 
     def encoders(self) -> list[Encoder]:
         trains = isinstance(self.config.loss_on, str) or "assistant" in self.config.loss_on
