@@ -267,6 +267,11 @@ class RowDataset(abc.ABC, Generic[T]):
         """Returns lines on the first rows of each source, for people. Raises as `first_row`."""
         return [*self.unread_fields(), *self._dialogue(), *self.template_notes()]
 
+    def read_first(self) -> None:
+        """Reads the first rows of each source as a run does. Raises DataError where one of them stops it."""
+        for index in itertools.islice(self._rows.head(), NOTED_ROWS):
+            self.load(index)
+
     def _dialogue(self) -> list[str]:
         """Returns a line where a text holds a whole conversation, which the chat template makes one turn of."""
         row, where = self.first_row()
