@@ -231,12 +231,13 @@ class RowDataset(abc.ABC, Generic[T]):
         chats, texts = list[tuple[str, Chat]](), dict[str, str]()
         for index in itertools.islice(self._rows.head(), NOTED_ROWS):
             try:
-                row = self._row(index)
+                row = NotedRow(self._row(index))
                 found = [content.chat if isinstance(content, Question | Pair) else content for content in contents(row)]
             except UserError:
                 continue  # its own reading says so
             place, read = self.where(index), decoded(row)
-            for name in [name for name in row if read[name] is not row[name]]:
+            changed = {name for name, value in row.items() if dict.__getitem__(read, name) is not value}
+            for name in [name for name in row if name in changed & row.read]:
                 texts.setdefault(name, f"{place}: {name}: {AS_MESSAGES}")
             chats += [(place, chat) for chat in found if isinstance(chat, Chat)]
         return [*texts.values(), *said_of(chats)]

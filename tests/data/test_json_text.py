@@ -180,6 +180,15 @@ def test_json_text_in_answers_is_a_conversation(tmp_path, fields):
     assert pairs.load(0) == pairs.load(1) and scored.load(0) == scored.load(1)
 
 
+def test_a_field_that_is_not_read_is_not_said(tmp_path):
+    row = {"prompt": json.dumps([ASK]), "completion": json.dumps([ANSWER]), "chosen": json.dumps([ANSWER])}
+    file, tokenizer = write_jsonl(tmp_path / "a.jsonl", [row]), make_tokenizer()
+    prompts = PromptDataset(PromptsConfig(train=file, max_prompt_length=512), tokenizer)
+    said = [SFTDataset(config(file), tokenizer).template_notes(), prompts.template_notes()]
+    fields = [[line.rpartition("a.jsonl:1: ")[2].partition(":")[0] for line in lines] for lines in said]
+    assert fields == [["prompt", "completion"], ["prompt"]]
+
+
 @pytest.mark.parametrize("text", ['{"role": "user"}', "[1, 2]", "[]", '["role"]', '[{"content": "role"}]', '[{"role":'])
 def test_other_json_is_somebodys_text(tmp_path, text):
     file = write_jsonl(tmp_path / "a.jsonl", [{"prompt": text, "completion": text}])
