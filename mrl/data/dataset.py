@@ -231,12 +231,13 @@ class RowDataset(abc.ABC, Generic[T]):
         chats, texts = list[tuple[str, Chat]](), dict[str, str]()
         for index in itertools.islice(self._rows.head(), NOTED_ROWS):
             try:
-                row = self._row(index)
-                found = [content.chat if isinstance(content, Question) else content for content in contents(row)]
+                row = NotedRow(self._row(index))
+                found = [content.chat if isinstance(content, Question | Pair) else content for content in contents(row)]
             except UserError:
                 continue  # its own reading says so
             place, read = self.where(index), decoded(row)
-            for name in [name for name in row if read[name] is not row[name]]:
+            changed = {name for name, value in row.items() if dict.__getitem__(read, name) is not value}
+            for name in [name for name in row if name in changed & row.read]:
                 texts.setdefault(name, f"{place}: {name}: {AS_MESSAGES}")
             chats += [(place, chat) for chat in found if isinstance(chat, Chat)]
         return [*texts.values(), *said_of(chats)]
@@ -267,16 +268,25 @@ class RowDataset(abc.ABC, Generic[T]):
         """Returns lines on the first rows of each source, for people. Raises as `first_row`."""
         return [*self.unread_fields(), *self._dialogue(), *self.template_notes()]
 
+    def read_first(self) -> None:
+        """Reads the first rows of each source as a run does. Raises DataError where one of them stops it."""
+        for index in itertools.islice(self._rows.head(), NOTED_ROWS):
+            self.load(index)
+
     def _dialogue(self) -> list[str]:
         """Returns a line where a text holds a whole conversation, which the chat template makes one turn of."""
         row, where = self.first_row()
-        field = looks_like_dialogue(row) if self._has_template else None
+        field = looks_like_dialogue(row) if self._templates_texts() else None
         if field is None:
             return []
         return [
             f"{where}: {field} looks like a conversation in one text, and the chat template makes one turn of it; "
             "data.turns makes messages of such texts, data.chat_template=none takes them as they are"
         ]
+
+    def _templates_texts(self) -> bool:
+        """Returns whether texts of rows become turns of the chat template."""
+        return self._has_template
 
     def unread_fields(self) -> list[str]:
         """Returns a line on the fields that nothing reads, of the first row of each source. Raises as `first_row`."""
@@ -392,6 +402,9 @@ class SFTDataset(RowDataset[Example]):
     @staticmethod
     def _form_of(row: dict[str, Any]) -> str:
         return detect_format(row)
+
+    def _templates_texts(self) -> bool:
+        return self._has_template and self.format not in ("text", "tokenized")
 
     def encoders(self) -> list[Encoder]:
         trains = isinstance(self.config.loss_on, str) or "assistant" in self.config.loss_on

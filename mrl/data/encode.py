@@ -112,12 +112,7 @@ class Encoder:
             case Chat():
                 return self.chat(content)
             case Pair() if self.has_template:
-                turns = [
-                    *content.before,
-                    {"role": "user", "content": content.prompt},
-                    {"role": "assistant", "content": content.completion},
-                ]
-                return self.chat(Chat(turns, given=0 if content.before_trains else len(turns) - 1))
+                return self.chat(content.chat)
             case Pair():
                 check_plain(content)
                 return self.pair(content)
@@ -227,9 +222,9 @@ class Encoder:
 
     def fitted(self, chat: Chat) -> Chat:
         """Returns a conversation with the arguments of its tool calls in the form that the template takes."""
-        return self.fitted_and_form(chat)[0]
+        return self.fitted_and_forms(chat)[0]
 
-    def fitted_and_form(self, chat: Chat) -> tuple[Chat, str]:
+    def fitted_and_forms(self, chat: Chat) -> tuple[Chat, list[str]]:
         """As `fitted`, with what that changed in words."""
         if other := sorted(OF_THE_CALL & chat.template_kwargs.keys()):
             raise BadRow(f"chat_template_kwargs.{other[0]} is no variable of a chat template; leave it out")

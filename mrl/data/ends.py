@@ -12,6 +12,7 @@ A probe conversation is rendered with nothing after the assistant's turn, and wi
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
@@ -51,15 +52,16 @@ class Probe:
 
     def find(self) -> TurnEnds:
         """Returns the ends of turns; of kind "unknown" where no probe can be rendered."""
-        for parts in (False, True):  # templates of models that read images may want a list of parts
+        begins = ((("user", "x"),), (("system", "x"), ("user", "x")))  # some want a system message
+        for begin, parts in itertools.product(begins, (False, True)):  # templates of models that read images want parts
             talk = [
                 {"role": role, "content": [{"type": "text", "text": text}] if parts else text}
-                for role, text in (("user", "x"), ("assistant", STAND_IN), ("user", "7"))
+                for role, text in (*begin, ("assistant", STAND_IN), ("user", "7"))
             ]
-            alone, followed = (self._text(talk[:count]).partition(STAND_IN) for count in (2, 3))
+            alone, followed = (self._text(talk[:count]).partition(STAND_IN) for count in (len(talk) - 1, len(talk)))
             if alone[1]:
                 ids = self.tokenize(alone[2])
-                return self._compare(ids, self.tokenize(followed[2]) if followed[1] else ids, talk[:1])
+                return self._compare(ids, self.tokenize(followed[2]) if followed[1] else ids, talk[:-2])
         return TurnEnds()
 
     def _compare(self, alone: list[int], followed: list[int], asked: list[dict[str, Any]]) -> TurnEnds:

@@ -241,7 +241,7 @@ class JsonlFile:
 def parse_line(line: bytes, head: Callable[[], bytes]) -> dict[str, Any]:
     """Returns the row of a line. head: returns the first bytes of its file. Raises BadRow."""
     try:
-        row = _parse_json(line.decode("utf-8"))
+        row = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as e:
         raise BadRow(f"is not UTF-8 (byte {e.start} of the line); save the file as UTF-8") from None
     except json.JSONDecodeError as e:
@@ -251,7 +251,7 @@ def parse_line(line: bytes, head: Callable[[], bytes]) -> dict[str, Any]:
     return row
 
 
-def _parse_json(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """Returns the value of JSON text. Raises JSONDecodeError, and BadRow where a row may not hold that value."""
     try:
         value = json.loads(text)
@@ -344,7 +344,7 @@ def _arrow_value(value: Any, type: pyarrow.DataType, nulls: bool) -> Any:
         return None
     if isinstance(type, pyarrow.JsonType):
         try:
-            return _parse_json(value)
+            return parse_json(value)
         except json.JSONDecodeError as e:
             raise BadRow(f"a value of type JSON is {value!r:.40} ({one_line(e)}); write it as JSON") from None
     if isinstance(type, pyarrow.StructType):
@@ -403,7 +403,7 @@ def kind_of(value: Any) -> str:
     match value:
         case None:
             return "missing or null"
-        case [] | {} | "":
+        case list() | dict() | str() if not value:
             return f"an empty {type(value).__name__}"
         case list() | dict():
             return f"a {type(value).__name__}"

@@ -86,6 +86,13 @@ class Pair:
     before: tuple[dict[str, Any], ...] = ()  # messages before the prompt, which a chat template alone can render
     before_trains: bool = False  # whether they train as turns of a conversation do
 
+    @property
+    def chat(self) -> Chat:
+        """The conversation that a chat template renders."""
+        asked = [*self.before, {"role": "user", "content": self.prompt}]
+        messages = [*asked, {"role": "assistant", "content": self.completion}]
+        return Chat(messages, given=0 if self.before_trains else len(asked))
+
 
 @dataclasses.dataclass(frozen=True)
 class Question:

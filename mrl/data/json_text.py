@@ -1,7 +1,7 @@
 """JSON in the text of a field, as Parquet and the OpenAI API carry values that have no type of their own.
 
 Text of `tools`, `chat_template_kwargs` and `tool_calls` has to be JSON. Text of a conversation is JSON where it is a
-list of messages with roles; any other is somebody's text and stays.
+list of messages with roles; any other is somebody's text and stays, and so does the completion of a prompt in text.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mrl.data.files import BadRow, kind_of, one_line
+from mrl.data.files import BadRow, kind_of, one_line, parse_json
 
 AS_MESSAGES = "JSON text is read as a list of messages"
 CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
@@ -18,7 +18,9 @@ CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
 def decoded(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a row with lists of messages where its fields have them as JSON text."""
     values = {name: value for name, value in row.items() if name in CONVERSATIONS}  # looked at, which is no reading
-    found = {name: _conversation(value) for name, value in values.items()}
+    found = {name: _conversation(value, name) for name, value in values.items()}
+    if isinstance(found.get("prompt"), str) and isinstance(values.get("completion"), str):
+        found["completion"] = values["completion"]
     changed = {name: value for name, value in found.items() if value is not values[name]}
     return row | changed if changed else row
 
@@ -46,18 +48,18 @@ def parsed(value: Any, name: str, wanted: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value.strip() else None
-    except (ValueError, RecursionError) as e:
+        return parse_json(value) if value.strip() else None
+    except json.JSONDecodeError as e:
         raise BadRow(f"{name} is a string that is not JSON ({one_line(e)}); give {wanted}") from None
 
 
 def json_object(text: Any) -> dict[str, Any] | None:
-    """Returns the object that a text is the JSON of; None of anything else."""
+    """Returns the object that a text is the JSON of; None of anything else. Raises BadRow where it is too deep."""
     if not isinstance(text, str) or not text.lstrip().startswith("{"):
         return None
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except json.JSONDecodeError:
         return None
     return value if isinstance(value, dict) else None
 
@@ -101,20 +103,24 @@ def _with_parameters(function: dict[str, Any]) -> dict[str, Any]:
     return function if parameters is None else {**function, "parameters": parameters}
 
 
-def _conversation(value: Any) -> Any:
-    """Returns the messages that a text is the JSON of, or that are JSON text in a list; any other value as it is."""
+def _conversation(value: Any, name: str) -> Any:
+    """Returns the messages that a text is the JSON of, or that are JSON text in a list; any other value as it is.
+
+    name: of the field. Messages with `from` (ShareGPT) are refused by what reads `messages`, which is never text.
+    """
     messages = value
     if isinstance(value, str):
         if not value.lstrip().startswith("["):
             return value
         try:
-            messages = json.loads(value)
-        except (ValueError, RecursionError):
+            messages = parse_json(value)
+        except (json.JSONDecodeError, BadRow):
             return value
     if not isinstance(messages, list) or not messages:
         return value
     if messages is value and not any(isinstance(message, str) for message in messages):
         return value
     found = [json_object(message) or message for message in messages]
-    are_messages = all(isinstance(message, dict) and ("role" in message or "from" in message) for message in found)
+    fields = {"role", "from"} if name == "messages" else {"role"}
+    are_messages = all(isinstance(message, dict) and fields & message.keys() for message in found)
     return found if are_messages else value

@@ -33,13 +33,13 @@ def left_out(encoder: Encoder, chats: Iterable[tuple[str, Chat]]) -> list[str]:
     rows: dict[str, int] = {}
     written: set[str] = set()
     for where, chat in chats:
-        fitted, form = encoder.fitted_and_form(encoder.with_system(chat))
-        if form:
-            lines.setdefault(form, f"{where}: {form}")
         try:
+            fitted, forms = encoder.fitted_and_forms(encoder.with_system(chat))
             whole = encoder.render_text(fitted, fitted.messages)
         except DataError:
             continue  # its own encoding says so
+        for form in forms:
+            lines.setdefault(form, f"{where}: {form}")
         for field, other in _without_each(encoder, fitted):
             if field in written or rows.get(field, 0) == ROWS_OF_A_FIELD:
                 continue

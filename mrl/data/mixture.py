@@ -167,6 +167,10 @@ class MixedDataset(RowDataset[T]):
     def notes(self) -> list[str]:
         return [line for source in self.sources for line in source.notes()]
 
+    def read_first(self) -> None:
+        for source in self.sources:
+            source.read_first()
+
     def newly_read(self) -> list[str]:
         return [line for source in self.sources for line in source.newly_read()]
 

@@ -50,11 +50,11 @@ def named(key: str, path: str, files: Sequence[str]) -> Named:
 def check_splits(every: Sequence[Named]) -> None:
     """Raises DataError where a path brings in a file that is held out beside others. every: what is read together."""
     for one in every:
-        chosen = _words(one.pattern)
-        by_name = chosen | _words(os.path.basename(one.path.rstrip("/")))
-        words = _words_of_files(one.files)
-        for file, of_file in words.items():
-            beside = [other for other, of_other in words.items() if of_other != of_file]
+        chosen = _kinds(one.pattern)
+        by_name = chosen | _kinds(os.path.basename(one.path.rstrip("/")))
+        kinds = _kinds_of_files(one.files)
+        for file, of_file in kinds.items():
+            beside = [other for other, of_other in kinds.items() if of_other != of_file]
             elsewhere = [other for another in every if another is not one for other in another.files]
             if not of_file <= chosen and beside:
                 raise _several(one, file, beside[0])
@@ -66,10 +66,15 @@ def _words(text: str) -> set[str]:
     return {word.lower() for word in _HELD_OUT.findall(text)}
 
 
-def _words_of_files(files: Sequence[str]) -> Mapping[str, set[str]]:
-    """Returns the words of each file, in its path below the folder that holds all of them."""
+def _kinds(text: str) -> set[str]:
+    """Returns the words of a text, by their first letter: `val` and `validation` are one."""
+    return {word[0] for word in _words(text)}
+
+
+def _kinds_of_files(files: Sequence[str]) -> Mapping[str, set[str]]:
+    """Returns the kinds of words of each file, in its path below the folder that holds all of them."""
     root = os.path.commonprefix(list(files)).rpartition("/")[0]
-    return {file: _words(file.removeprefix(root)) for file in files}
+    return {file: _kinds(file.removeprefix(root)) for file in files}
 
 
 def _several(one: Named, held_out: str, other: str) -> DataError:

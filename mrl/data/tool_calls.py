@@ -21,20 +21,23 @@ Render = Callable[[list[dict[str, Any]]], str]
 PROBE = {"mrl_name": "mrl_value"}
 AS_OBJECTS = "arguments of tool calls that are JSON text go to the chat template as objects"
 AS_TEXT = "arguments of tool calls go to the chat template as JSON text, since it would write objects as Python does"
+AS_GIVEN = "arguments of tool calls that are text and no JSON object go to the chat template as they are"
 
 
-def with_fitting_arguments(chat: Chat, render: Render) -> tuple[Chat, str]:
-    """Returns a conversation with the arguments of its calls in the form that its template takes, and what that changed
-    in words, "" for nothing. render: messages to text; raises DataError where that cannot be."""
+def with_fitting_arguments(chat: Chat, render: Render) -> tuple[Chat, list[str]]:
+    """Returns a conversation with the arguments of its calls in the form that its template takes, and what is said of
+    it. render: messages to text; raises DataError where that cannot be. Raises BadRow where arguments are too deep."""
     given: list[Any] = []
     _with_arguments(chat.messages, lambda argument: given.append(argument))
-    if not any(isinstance(argument, str | dict) for argument in given):
-        return chat, ""
-    convert = _conversion(chat.messages, render)
-    if convert is None or all(convert(argument) == argument for argument in given):
-        return chat, ""
+    convert = _conversion(chat.messages, render) if given else None
+    if convert is None:
+        return chat, []
+    fitted = [convert(argument) for argument in given]
+    forms = [AS_GIVEN] if any(isinstance(a, str) and a.strip() and json_object(a) is None for a in given) else []
+    if all(type(now) is type(before) for now, before in zip(fitted, given, strict=True)):
+        return chat, forms
     messages = _with_arguments(chat.messages, convert)
-    return dataclasses.replace(chat, messages=messages), AS_OBJECTS if convert is _as_object else AS_TEXT
+    return dataclasses.replace(chat, messages=messages), [AS_OBJECTS if convert is _as_object else AS_TEXT, *forms]
 
 
 def _conversion(messages: list[dict[str, Any]], render: Render) -> Convert | None:
@@ -60,7 +63,7 @@ def _as_object(argument: Any) -> Any:
 
 
 def _as_text(argument: Any) -> Any:
-    return json.dumps(argument, ensure_ascii=False) if isinstance(argument, dict) else argument
+    return argument if isinstance(argument, str) else json.dumps(argument, ensure_ascii=False)
 
 
 def _with_arguments(messages: list[dict[str, Any]], convert: Convert) -> list[dict[str, Any]]:

@@ -73,7 +73,10 @@ def notes(command: TrainingCommand[Any], config: Any) -> list[str]:
             paths = [path for key, path in preflight.paths_of(config.data) if key.startswith(f"data.{part}")]
             is_here = bool(paths) and all(preflight.is_on_this_machine(path) for path in paths)
             sets[part] = _sets(command, config, part)[2] if is_here else {}
-        return notes_of_rows(sets["train"].get(""), sets["eval"])
+        found = notes_of_rows(sets["train"].get(""), sets["eval"])
+        for rows in (*sets["train"].values(), *sets["eval"].values()):
+            rows.read_first()
+        return found
     return []
 
 

@@ -31,6 +31,7 @@ NEXT_TURN_MARKED = (
 LEFT_OUT = tiny_tokenizers.CHATML.replace("<|im_end|>\n", "\n")
 OF_PARTS = tiny_tokenizers.CHATML.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
 BOS_FOLLOWS = "{% for m in messages %}{% if m.role == 'user' %}<s>[{{ m.content }}]{% else %}{{ m.content }}{% endif %}{% endfor %}"
+WANTS_SYSTEM = "{{ raise_exception('no') if messages[0].role != 'system' }}" + tiny_tokenizers.CHATML
 REFUSES = "{{ raise_exception('no') }}"
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "lazy", "arguments": {}}}]}  # fmt: skip
 TOOL = {"role": "tool", "content": "dog"}
@@ -56,6 +57,7 @@ def trained(messages, template, loss_on="assistant", **options):
         (tiny_tokenizers.STRIPS_REASONING, "own", "<|im_end|>", "", None, None),
         (tiny_tokenizers.EOS_AT_THE_END, "own", "<|im_end|>", "</s>", None, None),
         (OF_PARTS, "own", "<|im_end|>", "", None, None),
+        (WANTS_SYSTEM, "own", "<|im_end|>", "", None, None),
         (BY_PLACE, "by place", "<|return|>", "", None, None),
         (NEXT_TURN, "next turn", "<|user|>", "", "<|observation|>", "<|assistant|>"),
         (NEXT_TURN + "{% if not add_generation_prompt %}</s>{% endif %}", "by place", "</s>", "", None, None),

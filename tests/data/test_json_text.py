@@ -85,10 +85,41 @@ def test_arguments_are_written_as_json_once_whatever_the_template_takes(
         ("", TOJSON, "{}"),  # OpenAI's API of a call without arguments
         ("", JOINS, "A "),
         ('{"a":1}', JOINS, 'A {"a":1}'),  # text stays as it is
+        (["fox"], PRINTS, '["fox"]'),
+        (["fox"], TOJSON, '["fox"]'),
+        (None, PRINTS, "null"),
+        (5, JOINS, "A 5"),
     ],
 )
 def test_text_that_is_no_object_stays_text(tmp_path, given, template, written):
     assert f"CALL {written}<|im_end|>" in rendered(talk(given), template, Encoder, tmp_path)
+
+
+def test_text_that_is_no_object_is_said(tmp_path):
+    said = {}
+    for given in ("print(1)", '{"a": 1', "[1, 2]", json.dumps(AS_JSON), "", AS_JSON, CITY, [1]):
+        rows = write_jsonl(tmp_path / "a.jsonl", [{"messages": talk(given)}])
+        said[str(given)] = SFTDataset(config(rows), make_tokenizer(TOJSON)).template_notes()
+    as_given = [
+        "a.jsonl:1: arguments of tool calls that are text and no JSON object go to the chat template as they are"
+    ]
+    assert [[line.rpartition("/")[2] for line in lines] for lines in list(said.values())[:4]] == [as_given] * 4
+    assert [len(lines) for lines in list(said.values())[4:]] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("depth", [200, 900, 5000])
+def test_json_text_that_is_deep_is_a_bad_row(tmp_path, depth):
+    deep = "[" * depth + "]" * depth
+    for row in (
+        {"messages": talk(f'{{"a": {deep}}}')}, {**EACH, "tools": deep}, {**EACH, "chat_template_kwargs": deep},
+        {"messages": [ASK, {**ANSWER, "tool_calls": deep}]},
+    ):  # fmt: skip
+        rows = SFTDataset(config(write_jsonl(tmp_path / "a.jsonl", [row])), make_tokenizer(TOJSON))
+        with pytest.raises(DataError, match=r"a.jsonl:1: has objects or lists in more than 100 others"):
+            rows.load(0)
+        assert rows.template_notes() == []
+    rows = config(write_jsonl(tmp_path / "a.jsonl", [{"prompt": deep, "completion": "fox"}]), truncation="left")
+    assert "]]]<|im_end|>" in make_tokenizer().decode(SFTDataset(rows, make_tokenizer()).load(0).ids)
 
 
 def test_text_that_a_template_cannot_take_is_told_by_its_form(tmp_path):
@@ -149,6 +180,15 @@ def test_json_text_in_answers_is_a_conversation(tmp_path, fields):
     assert pairs.load(0) == pairs.load(1) and scored.load(0) == scored.load(1)
 
 
+def test_a_field_that_is_not_read_is_not_said(tmp_path):
+    row = {"prompt": json.dumps([ASK]), "completion": json.dumps([ANSWER]), "chosen": json.dumps([ANSWER])}
+    file, tokenizer = write_jsonl(tmp_path / "a.jsonl", [row]), make_tokenizer()
+    prompts = PromptDataset(PromptsConfig(train=file, max_prompt_length=512), tokenizer)
+    said = [SFTDataset(config(file), tokenizer).template_notes(), prompts.template_notes()]
+    fields = [[line.rpartition("a.jsonl:1: ")[2].partition(":")[0] for line in lines] for lines in said]
+    assert fields == [["prompt", "completion"], ["prompt"]]
+
+
 @pytest.mark.parametrize("text", ['{"role": "user"}', "[1, 2]", "[]", '["role"]', '[{"content": "role"}]', '[{"role":'])
 def test_other_json_is_somebodys_text(tmp_path, text):
     file = write_jsonl(tmp_path / "a.jsonl", [{"prompt": text, "completion": text}])
@@ -157,10 +197,24 @@ def test_other_json_is_somebodys_text(tmp_path, text):
 
 
 @pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [
+        ('[{"from": "a", "to": "b"}]', '[{"from": "b"}]'),
+        ("Write a chat", json.dumps([ASK, ANSWER])),
+    ],
+)
+def test_text_beside_text_stays_text(tmp_path, prompt, completion):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": completion}])
+    text = make_tokenizer().decode(SFTDataset(config(file), make_tokenizer()).load(0).ids)
+    assert f"{prompt}<|im_end|>" in text and f"{completion}<|im_end|>" in text
+
+
+@pytest.mark.parametrize(
     ("row", "says"),
     [
         ({**EACH, "tools": ["fox"]}, r"tools\[0\] is a string that is not JSON"),
         ({**EACH, "tools": "{}"}, "tools is an empty dict; give a list of function schemas"),
+        ({**EACH, "tools": TOOL}, "tools is a dict; give a list of function schemas"),
         ({**EACH, "chat_template_kwargs": "thinking"}, "chat_template_kwargs is a string that is not JSON"),
         ({**EACH, "chat_template_kwargs": "[1]"}, "chat_template_kwargs is a list; give an object"),
         ({"messages": [ASK, {**ANSWER, "tool_calls": "fox()"}]}, r"messages\[1\].tool_calls is a string that is not"),

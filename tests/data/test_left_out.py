@@ -76,6 +76,23 @@ def test_turns_of_a_role_that_is_left_out(tmp_path):
     assert "writes nothing of messages of the role tool" in line
 
 
+@pytest.mark.parametrize("reader", ["sft", "dpo", "rm", "ppo"])
+def test_a_system_message_of_rows_of_text_that_is_left_out(tmp_path, reader):
+    rows = {
+        "sft": {"instruction": "hello", "output": "dog"}, "dpo": {"prompt": "hello", "chosen": "dog", "rejected": "fox"},
+        "ppo": {"prompt": "hello"},
+    }  # fmt: skip
+    template = CHATML.replace("in messages", "in messages if m.role != 'system'")
+    [line] = notes(tmp_path, {**rows.get(reader, rows["dpo"]), "system": "quick"}, template=template, reader=reader)
+    assert "writes nothing of messages of the role system" in line
+    assert notes(tmp_path, {**rows.get(reader, rows["dpo"]), "system": "quick"}, reader=reader) == []
+
+
+def test_a_row_whose_arguments_are_refused_is_skipped_where_bad_rows_are(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [{**ROW, "chat_template_kwargs": {"tokenize": True}}, ROW])
+    assert SFTDataset(config(file, on_bad_row="skip"), make_tokenizer()).notes() == []
+
+
 def test_a_field_that_some_of_the_first_rows_need_is_no_line(tmp_path):
     """As Qwen3, which writes the reasoning of the last turn alone."""
     last = ALL.replace("is defined %}<think>", "is defined and loop.last %}<think>")

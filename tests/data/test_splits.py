@@ -98,6 +98,15 @@ def test_whatever_names_several_files_names_one_split(tmp_path, monkeypatch, str
     assert tried == (27 if stream else 23)
 
 
+def test_words_of_one_meaning_are_one_split(tmp_path):
+    folder = write(tmp_path / "d", "a_val.jsonl", "b_validation.jsonl", "valid.jsonl")
+    for path in (folder, f"{folder}/*val*"):
+        assert len(open_rows(path, split=None, part="eval")) == 3
+    write(tmp_path / "d", "dev.jsonl")
+    with pytest.raises(DataError, match="several splits"):
+        opened(folder, "eval")
+
+
 def test_rows_to_evaluate_on_are_of_one_split_too(tmp_path):
     folder = write(tmp_path / "d", "a_val.jsonl", "a_test.jsonl")
     for path in (folder, f"{folder}/*"):
