@@ -17,6 +17,7 @@ from mrl.engine.base import GradNorm
 from mrl.engine.guards import Kind, Problem
 from mrl.errors import DamagedCheckpoint, TrainingError
 from mrl.roles.dispatch import StepResult
+from mrl.rollout.stops import EndTokens
 from mrl.trainers import common, ppo, sft
 from mrl.trainers.rl import prepare, state
 from mrl.trainers.rl.experience import epoch_order
@@ -33,7 +34,7 @@ WAITS, STAYS = Problem(Kind.WAITS, "a"), Problem(Kind.UNCHANGED, "a")
 def there(**fields):
     """An object with these attributes, which calls what it is asked to call and says nothing."""
     calls = {"on_main": lambda fn: fn(), "doing": lambda what: None, "say": lambda line: None}
-    return types.SimpleNamespace(**{**calls, **fields})
+    return types.SimpleNamespace(**{**calls, "ends": EndTokens((), ()), **fields})
 
 
 @pytest.mark.parametrize(
