@@ -103,7 +103,7 @@ def test_more_largest_log_probs_than_an_answer_holds(sampling, monkeypatch):
 
 
 def called(handler, **body):
-    return json.loads(asyncio.run(handler(Asked(None, json.dumps(body).encode()))).body)
+    return json.loads(asyncio.run(handler(Asked(None, b"", body))).body)
 
 
 def test_a_sample_that_is_sent_again_is_drawn_once(sampling):

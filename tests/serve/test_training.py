@@ -37,7 +37,7 @@ def training(tmp_path):
 
 def call(training, name, **body):
     raw = body["raw"] if "raw" in body else json.dumps(body).encode()
-    answer = asyncio.run(getattr(training, name)(Asked(None, raw)))
+    answer = asyncio.run(getattr(training, name)(Asked(None, raw, {} if "raw" in body else body)))
     return json.loads(answer.body)["request_id"]
 
 
@@ -233,15 +233,15 @@ def test_no_more_models_than_are_held(training):
 @pytest.mark.parametrize("version", ["0.28.9", "0.3", "", "newest"])
 def test_clients_of_old(training, version):
     with pytest.raises(Refused, match="is too old for this server: pip install -U 'tinker>=0.29'"):
-        asyncio.run(training.create_session(Asked(None, json.dumps({"sdk_version": version}).encode())))
+        asyncio.run(training.create_session(Asked(None, b"", {"sdk_version": version})))
     for right in ("0.29.0", "0.30.1", "1.0"):
-        asyncio.run(training.create_session(Asked(None, json.dumps({"sdk_version": right}).encode())))
+        asyncio.run(training.create_session(Asked(None, b"", {"sdk_version": right})))
 
 
 def test_a_heartbeat_of_a_session_that_has_ended(training):
     training.ledger.finish("s1")
     with pytest.raises(Refused, match="there is no session s1"):
-        asyncio.run(training.session_heartbeat(Asked(None, b'{"session_id": "s1"}')))
+        asyncio.run(training.session_heartbeat(Asked(None, b"", {"session_id": "s1"})))
     assert training.ledger.sessions["s1"] == ENDED
 
 
