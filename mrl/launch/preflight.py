@@ -283,8 +283,11 @@ def _base_of(model: ModelConfig, key: str, merges: bool) -> ModelConfig:
     elif not place or (place.startswith((".", "/", "~")) and not os.path.isdir(place)):
         why = f"is an adapter over {base!r}, which is not here"
         fix = "merge it with `mrl convert export ADAPTER OUT --model BASE` and give OUT"
+    elif _is_adapter(of_base := dataclasses.replace(model, path=place)):
+        why = f"is an adapter over {base!r}, which is an adapter itself"
+        fix = "merge it with `mrl convert export ADAPTER OUT --model BASE` and give OUT"
     else:
-        return dataclasses.replace(model, path=place)
+        return of_base
     raise ModelError(f"{key}.path", quoted(model.path), why, fix)
 
 

@@ -227,7 +227,8 @@ def keep_out_of_shared_memory(text: str) -> None:
         if "multiprocessing" in text:
             import multiprocessing.heap
 
-            multiprocessing.heap.Arena._dir_candidates = []  # numbers and arrays: in files of the folder
+            # numbers and arrays: in files of the folder
+            multiprocessing.heap.Arena._dir_candidates = []  # type: ignore[attr-defined]
 
 
 def install_audit_hook() -> None:

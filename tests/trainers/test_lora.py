@@ -225,6 +225,35 @@ def test_an_adapter_as_actor_passes_the_checks_before_a_run(rl_inputs, tmp_path,
     preflight.check_layout(record("ppo"), config, parts, 1, here=True)
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_what_a_run_on_an_adapter_leaves_is_over_the_merged_model(rl_inputs, tmp_path, lora):
+    tiny.make_adapter(str(tmp_path / "actor"), str(rl_inputs / "model"), LoraConfig(rank=2, alpha=4.0))
+    run, actor = tmp_path / "run", {"model": {"path": str(tmp_path / "actor"), "lora": lora}}
+    kind, message, _ = ppo(tiny_policies.make_config(rl_inputs, run, "grpo", actor=actor, train={"steps": 2}))
+    assert kind == "done", message
+    [merged] = (run / "merged").iterdir()
+    export_hf(run, tmp_path / "again")
+    if lora:
+        about = json.loads((run / "hf" / "adapter_config.json").read_text())
+        assert about["base_model_name_or_path"] == str(merged)
+        export_hf(run / "hf", tmp_path / "by-peft")
+        ours, theirs = (tiny_policies.weights_of(tmp_path / name) for name in ("again", "by-peft"))
+    else:
+        ours, theirs = (tiny_policies.weights_of(folder) for folder in (tmp_path / "again", run / "hf"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_an_adapter_over_an_adapter_is_refused(rl_inputs, tmp_path):
+    tiny.make_adapter(str(tmp_path / "one"), str(rl_inputs / "model"), LoraConfig(rank=2, alpha=4.0))
+    config = tmp_path / "one" / "adapter_config.json"
+    about = json.loads(config.read_text()) | {"base_model_name_or_path": str(tmp_path / "one")}
+    config.write_text(json.dumps(about))
+    with pytest.raises(ModelError, match="which is an adapter itself"):
+        export_hf(tmp_path / "one", tmp_path / "out")
+    with pytest.raises(ModelError, match="which is an adapter itself"):
+        read_model_config(ModelConfig(path=str(tmp_path / "one")), "actor.model", merges=True)
+
+
 def rl_config(rl_inputs, output, **changes):
     changes = tiny_policies.merge({"algorithm": {"kl_in": "loss", "kl_coef": 0.1}}, changes)
     return tiny_policies.merge(
