@@ -139,6 +139,10 @@ class UserError(Exception):
         self.line = one_line(f"{line}; {fix}" if fix else line, self.longest)
         super().__init__(self.line)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For other processes: `str` may have several lines, which a new error would make one of."""
+        return _remade, (type(self), self.args, vars(self))
+
     def going_on(self, text: str) -> Self:
         """Returns the same error, whose line goes on with `text` after what would work."""
         if self.key is None:
@@ -149,6 +153,13 @@ class UserError(Exception):
         """Returns the same error of the key where it stands in `section`."""
         assert self.key is not None, f"an error of no key: {self}"
         return type(self)(f"{section}.{self.key}", self.value, self.why, self.fix)
+
+
+def _remade(kind: type[UserError], args: tuple[Any, ...], fields: Mapping[str, Any]) -> UserError:
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(fields)
+    return error
 
 
 class ConfigError(UserError):

@@ -6,7 +6,18 @@ import pickle
 
 import pytest
 
-from mrl.errors import LONGEST, CheckpointError, ConfigError, ModelError, UserError, first_line, quoted, show
+from mrl.errors import (
+    LONGEST,
+    CheckpointError,
+    ConfigError,
+    Mistakes,
+    ModelError,
+    ServerError,
+    UserError,
+    first_line,
+    quoted,
+    show,
+)
 
 KEY = "optimizer.min_lr"
 
@@ -58,7 +69,13 @@ def test_a_line_that_goes_on_says_all_that_it_said():
 
 
 @pytest.mark.parametrize(
-    "error", [UserError("a: text"), ConfigError(KEY, quoted("x"), "is y", "do z"), CheckpointError("x", why="is y")]
+    "error",
+    [
+        UserError("a: text"),
+        ConfigError(KEY, quoted("x"), "is y", "do z"),
+        CheckpointError("x", why="is y"),
+        ServerError("a: text", status=404),
+    ],
 )
 def test_fields_come_through_to_other_processes(error):
     """`on_main` raises on every rank what one of them met."""
@@ -66,6 +83,18 @@ def test_fields_come_through_to_other_processes(error):
     assert (type(there), str(there), vars(there)) == (type(error), str(error), vars(error))
     if error.key is not None:
         assert str(there.under("s")) == f"s.{error}"
+
+
+def test_all_mistakes_come_through_to_other_processes():
+    mistakes = Mistakes()
+    for key in ("a", "b", "c"):
+        with mistakes.noted():
+            raise ConfigError(key, 1, "is wrong", "give 2")
+    with pytest.raises(ConfigError) as raised:
+        mistakes.raise_all()
+    there = pickle.loads(pickle.dumps(raised.value))
+    assert str(there).splitlines() == str(raised.value).splitlines() and len(str(there).splitlines()) == 3
+    assert [one.key for one in there.others] == ["b", "c"]
 
 
 def test_values_as_they_may_have_been_written():

@@ -39,7 +39,7 @@ class PPO(TrainingCommand[PPOConfig]):
     task = "mrl.trainers.rl.prompts:PromptsTask"
     checked = "mrl.check.of_ppo:CHECKED"
     order = 2
-    generates = True
+    generates = merges_adapters = True
     null_is = {key: f"actor.{key.partition('.')[2]}" for key in NULL_IS_ACTORS}
 
     def check(self, config: PPOConfig) -> None:

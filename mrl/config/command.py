@@ -128,6 +128,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
     checked: str | None = None  # "module:NAME" of a `mrl.check.command.Checked`; None: `mrl check` refuses its configs
     order: int = 100  # place among the commands that train, where documentation and messages list them
     generates: bool = False  # whether its models sample text
+    merges_adapters: bool = False  # whether the path of a model may be an adapter folder
     options: Mapping[str, str] = {}  # option of the command line -> the key that it sets, as "--port": "serve.port"
     null_is: Mapping[str, str] = {}  # key -> the key whose value it takes where it is null
     losses: Collection[str] = ()  # values of its loss.name, where it has that key

@@ -106,7 +106,7 @@ def command_for(raw: Mapping[Any, Any], trainer: Trainer) -> str:
 def translate(raw: Mapping[Any, Any], trainer: Trainer, command: str, root: type) -> Translation:
     """Returns what can be told of another trainer's config in the keys of `root`, the config of `command`."""
     given = {key: _interpolated(value, key, raw) for key, value in leaves(raw)}
-    made = Translation(trainer, command, _beside(raw, command), [])
+    made = Translation(trainer, command, _beside(raw, trainer, command), [])
     used = {key for key, value in given.items() if value is None or key.endswith("_target_")}
     has_critic = given.get("algorithm.adv_estimator", "gae") == "gae"
     for row in trainer.rows:
@@ -137,9 +137,9 @@ def translate(raw: Mapping[Any, Any], trainer: Trainer, command: str, root: type
     return made
 
 
-def _beside(raw: Mapping[Any, Any], command: str) -> dict[str, Any]:
-    """Returns what the other trainer says by the choice of a program or section."""
-    if command == "ppo" and "algorithm" not in raw:
+def _beside(raw: Mapping[Any, Any], trainer: Trainer, command: str) -> dict[str, Any]:
+    """Returns what the other trainer says by the choice of a program or section; verl has a key for it."""
+    if command == "ppo" and trainer is not VERL:
         return {"algorithm": {"name": "opd" if "distillation" in raw and "grpo" not in raw else "grpo"}}
     return {"loss": {"name": "bradley_terry"}} if command == "rm" else {}
 

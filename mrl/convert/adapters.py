@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from mrl.converters.table import Family, HFConfig
 from mrl.engine.fsdp.names import FileTensor, file_tensors
 from mrl.engine.lora import identity
 from mrl.engine.lora.folder import adapters, read_adapter
-from mrl.engine.lora.shapes import CONFIG, MERGE, AdapterShape, adapter_shapes, read_about
+from mrl.engine.lora.shapes import CONFIG, MERGE, WEIGHTS, AdapterShape, adapter_shapes, read_about
 from mrl.engine.lora.shapes import SCORE as SCORE_IN_FILE
 from mrl.engine.stored_weights import stored_weights
 from mrl.engine.torch_dist.reader import TorchDistReader
@@ -227,6 +228,14 @@ def merged_folder(folder: Path, base: str, family: Family, hf_config: HFConfig, 
 def is_adapter(folder: Path) -> bool:
     """Returns whether `folder` is one that peft loads."""
     return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def merged_place(adapter: Path, root: Path) -> Path:
+    """Returns the folder below `root` of the model that an adapter folder makes of its base."""
+    found = hashlib.sha256()
+    for name in (CONFIG, WEIGHTS):
+        found.update((adapter / name).read_bytes())
+    return root / found.hexdigest()[:12]
 
 
 def base_of(folder: Path) -> str:

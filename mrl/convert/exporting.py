@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import mrl
-from mrl.convert.adapters import MergedReader, is_adapter
+from mrl.convert.adapters import MergedReader, is_adapter, merged_place
 from mrl.convert.opening import open_adapter
 from mrl.convert.sources import HFFiles, Source, added_companions, open_checkpoint
 from mrl.convert.workspace import FileSummary, Workspace, check_free, no_progress
@@ -39,7 +39,7 @@ from mrl.converters.safetensors_io import (
 )
 from mrl.converters.tokenizer_files import add_end_tokens, write_chat_template
 from mrl.engine.lora.folder import name_base, read_adapter, write_adapter
-from mrl.engine.lora.shapes import CONFIG, WEIGHTS
+from mrl.engine.lora.shapes import WEIGHTS
 from mrl.engine.torch_dist.data_files import ItemFile, as_bytes
 from mrl.errors import CheckpointError
 
@@ -115,10 +115,7 @@ def export_hf(
 def merged_copy(adapter: Path, root: Path) -> str:
     """Returns a folder below `root` that holds the model which an adapter folder makes of its base. It is made once."""
     read_adapter(adapter)  # for what it refuses
-    found = hashlib.sha256()
-    for name in (CONFIG, WEIGHTS):
-        found.update((adapter / name).read_bytes())
-    out = root / found.hexdigest()[:12]
+    out = merged_place(adapter, root)
     if not out.exists():
         root.mkdir(parents=True, exist_ok=True)
         export_hf(adapter, out)

@@ -52,6 +52,10 @@ def open_adapter(folder: Path, *, model: str | None = None) -> Source:
     lies elsewhere.
     """
     base = local_folder(model or base_of(folder), "the base of the adapter, with --model")
+    if is_adapter(base):
+        raise ModelError(
+            folder, why=f"is over {base}, which is an adapter itself", fix=f"give its model with --model, or {MERGE}"
+        )
     kind = read_hf_config(base, quick=True)["model_type"] if (base / "config.json").is_file() else None
     if kind is not None and kind not in FAMILIES:
         why = f"is over a {kind!r} model, of which mrl has no table to merge by"

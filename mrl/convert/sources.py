@@ -23,7 +23,7 @@ from mrl.config.command import command_of_data
 from mrl.config.load import from_dict, read_yaml
 from mrl.config.schema import ModelConfig
 from mrl.config.sources import RAW_TEXT
-from mrl.convert.adapters import SavedAdapters, merged, saved_adapters
+from mrl.convert.adapters import SavedAdapters, is_adapter, merged, merged_place, saved_adapters
 from mrl.converters.accounting import LM_HEAD, SCORE, check_model, copies_of
 from mrl.converters.companions import check_companions, companion_files
 from mrl.converters.families import FAMILIES, family_for
@@ -453,6 +453,9 @@ def _model_of(
                 why=f"data.chat_template {run.data.chat_template!r} is not there",
                 fix="run this from where the run was started",
             )
+        adapter = Path(config.path).expanduser()
+        if is_adapter(adapter):  # the run began with what it made of it
+            config = dataclasses.replace(config, path=str(merged_place(adapter, file.parent / "merged")))
     path = model or (None if config is None else config.path)
     if path is None:
         raise CheckpointError(

@@ -137,7 +137,7 @@ def _with_config_json(command: TrainingCommand, config: Config) -> list[Part]:
     for part in command.parts(config):
         if part.role in needed:
             key, shapes_alone = part.key("model"), dataclasses.replace(part.model, init="random")  # without weights
-            hf = preflight.read_model_config(shapes_alone, key)
+            hf = preflight.read_model_config(shapes_alone, key, merges=command.merges_adapters)
             here = dataclasses.replace(part.model, path=preflight.config_folder(part.model, key))
             parts.append(dataclasses.replace(part, model=here, hf=hf))
     return parts

@@ -38,9 +38,6 @@ from mrl.trainers import used_folder
 MOST_PROCESSES = 1024
 """Processes that a layout alone, without --nproc, is given on a machine without GPUs."""
 
-_TAKE_ADAPTERS = ("actor.model", "critic.model", "reward.model")
-"""Sections whose path may be an adapter folder."""
-
 _DATA_SUFFIXES = (".jsonl", ".json", ".gz", ".zst", ".parquet", ".csv", ".txt", ".arrow")
 
 
@@ -60,7 +57,9 @@ def check_files(command: TrainingCommand, config: Config, *, there: bool = True)
         _check_checkpoint(rows.checkpoint)
     needed = command.needed(config)
     parts = [
-        dataclasses.replace(part, hf=read_model_config(part.model, part.key("model"), weights=there))
+        dataclasses.replace(
+            part, hf=read_model_config(part.model, part.key("model"), weights=there, merges=command.merges_adapters)
+        )
         for part in command.parts(config)
         if part.role in needed
     ]
@@ -191,11 +190,12 @@ def _check_model(part: Part, dims: ParallelDims, sequences: Sequences, *, here: 
         checks.check_model(part.engine, dims, part.hf, sequences)
         check = checks.check_here if here else checks.check_anywhere
         check(part.model, part.engine, dims, part.hf)
-        has_weights = any(pathlib.Path(part.model.path).glob("*.safetensors"))
-        if part.model.lora is not None and has_weights:  # of a hub id, the run looks
+        if part.model.lora is not None and os.path.isdir(part.model.path):
             from mrl.engine.lora.folder import adapters
 
-            adapters(part.model.path, part.model.lora, part.head)
+            folder = config_folder(part.model, part.key("model"))
+            if any(pathlib.Path(folder).glob("*.safetensors")):  # of a hub id, the run looks
+                adapters(folder, part.model.lora, part.head)
 
 
 @contextlib.contextmanager
@@ -232,13 +232,17 @@ def choose_nproc(
     return asked
 
 
-def read_model_config(model: ModelConfig, key: str = "model", *, weights: bool = True) -> dict[str, Any]:
-    """config.json of a model folder or hub id. key: where the config has the model. weights: they have to be there."""
+def read_model_config(
+    model: ModelConfig, key: str = "model", *, weights: bool = True, merges: bool = False
+) -> dict[str, Any]:
+    """config.json of a model folder or hub id. key: where the config has the model. weights: they have to be there.
+    merges: of an adapter folder, that of its base.
+    """
     folder = pathlib.Path(model.path)
     if os.path.isdir(model.path):  # of os.path: pathlib raises where a name is too long
         path = folder / "config.json"
         if _is_adapter(model):
-            return read_model_config(_base_of(model, key), key)
+            return read_model_config(_base_of(model, key, merges), key, weights=weights)
         if not path.is_file():
             hf = folder / "hf"
             is_run = (hf / "config.json").is_file()
@@ -261,7 +265,7 @@ def config_folder(model: ModelConfig, key: str) -> str:
 
     For a model whose config.json has been read."""
     if _is_adapter(model):
-        return config_folder(_base_of(model, key), key)
+        return config_folder(_base_of(model, key, merges=True), key)
     return model.path if os.path.isdir(model.path) else str(_from_hub(model.path, key).parent)
 
 
@@ -270,17 +274,20 @@ def _is_adapter(model: ModelConfig) -> bool:
     return not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file()
 
 
-def _base_of(model: ModelConfig, key: str) -> ModelConfig:
-    """Returns the base of an adapter folder, which a run of `mrl ppo` merges at its start. Raises ModelError."""
+def _base_of(model: ModelConfig, key: str, merges: bool) -> ModelConfig:
+    """Returns the base of an adapter folder. merges: the run makes a model of the two. Raises ModelError."""
     base = _read_json(pathlib.Path(model.path) / "adapter_config.json").get("base_model_name_or_path")
     why, place = "is an adapter and no model", base if isinstance(base, str) else ""
-    if key not in _TAKE_ADAPTERS:
+    if not merges:
         fix = "merge it with `mrl convert export ADAPTER OUT` and give OUT"
     elif not place or (place.startswith((".", "/", "~")) and not os.path.isdir(place)):
         why = f"is an adapter over {base!r}, which is not here"
         fix = "merge it with `mrl convert export ADAPTER OUT --model BASE` and give OUT"
+    elif _is_adapter(of_base := dataclasses.replace(model, path=place)):
+        why = f"is an adapter over {base!r}, which is an adapter itself"
+        fix = "merge it with `mrl convert export ADAPTER OUT --model BASE` and give OUT"
     else:
-        return dataclasses.replace(model, path=place)
+        return of_base
     raise ModelError(f"{key}.path", quoted(model.path), why, fix)
 
 

@@ -33,7 +33,7 @@ def read_state(folder: pathlib.Path) -> dict[str, Any]:
             for model, passes in state.get("lost", {}).items()
         }
         return {"layout": {**state["layout"]}, "desk": state["desk"], "lost": lost}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         why = f"is damaged ({type(error).__name__}: {first_line(error)})"
         raise CheckpointError(folder, why=why) from error
 

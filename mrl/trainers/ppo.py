@@ -9,14 +9,17 @@ devices (the engines', behind WorkerDispatch), losses and advantages (mrl.algori
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
+import pathlib
 import time
 
 from mrl import metrics
 from mrl.algorithms.recipes import in_words
 from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
+from mrl.convert.adapters import is_adapter
 from mrl.errors import TrainingError, UserError
 from mrl.rewards.scorer import faults_in_words
 from mrl.trainers.common import (
@@ -112,6 +115,8 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     if config.checkpoint.export_hf:
         folder, template = trainer.folders["actor"], trainer.chat_template
         write, model = functools.partial(dispatch.save_hf_model, "actor"), config.actor.model
+        if is_adapter(pathlib.Path(model.path).expanduser()):
+            model = dataclasses.replace(model, path=folder)  # adapters are over what was merged
         mtp, ends = model.mtp is not None, trainer.ends
         export(
             dispatch, directory, console, write, folder=folder, chat_template=template, ends=ends, model=model, mtp=mtp

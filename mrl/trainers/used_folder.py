@@ -18,7 +18,12 @@ from mrl.words import counted
 TO_GO_ON = "raise train.steps or train.epochs to train on, or give another output_dir"
 OURS = ("config.yaml", "metrics.jsonl", "checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending")
 FILES = ("config.yaml", "metrics.jsonl")
-FOLDERS = ("checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending", "teacher", "reference", ".tmp-hf")
+FOLDERS = (
+    "checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending", "teacher", "reference", ".tmp-hf", "logs",
+    "merged",
+)  # fmt: skip
+REPLACED = (f"checkpoints/{atomic_checkpoint.LATEST}", f"checkpoints/{atomic_checkpoint.BEST}")
+"""Files that are written anew, as a link is that leads nowhere."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +119,9 @@ def check_kinds(folder: pathlib.Path) -> None:
 
     A link to what is there is followed: checkpoints may be on another disk.
     """
-    for name in (*FILES, *FOLDERS):
+    for name in (*FILES, *FOLDERS, *REPLACED):
         path, why = folder / name, ""
-        if path.is_symlink() and not path.exists():
+        if path.is_symlink() and not path.exists() and name not in REPLACED:
             why = f"has a link {name} to {shortened(os.readlink(path), 80)}, which is not there"
         elif path.exists() and path.is_dir() != (name in FOLDERS):
             kinds = ("file", "folder") if name in FOLDERS else ("folder", "file")

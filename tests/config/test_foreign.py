@@ -204,6 +204,14 @@ def test_a_config_is_translated_with_its_units_and_what_was_not_is_listed(
     from_dict(made, roots()[command])
 
 
+def test_the_algorithm_is_that_of_verls_default_where_a_file_has_none(tmp_path):
+    """verl's is gae, which is PPO with a critic."""
+    (tmp_path / "theirs.yaml").write_text("actor_rollout_ref: {model: {path: m}}\ndata: {train_files: a}\n")
+    done = CliRunner().invoke(cli.main, ["config", "translate", str(tmp_path / "theirs.yaml")])
+    made = yaml.safe_load(done.stdout)
+    assert made["algorithm"]["name"] == "ppo" and "critic" in made
+
+
 def test_what_is_no_config_of_theirs_is_said(tmp_path):
     (tmp_path / "ours.yaml").write_text("nothing: 1\n")
     done = CliRunner().invoke(cli.main, ["config", "translate", str(tmp_path / "ours.yaml")])

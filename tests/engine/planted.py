@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from mrl.config.schema import RoleConfig
 from mrl.engine.base import BaseEngine
+from mrl.engine.collective import all_ranks
 from mrl.errors import CheckpointError
 from mrl.roles import role_checkpoints
 from tests.engine.contract import assert_equal, make_engine, train
@@ -101,6 +102,25 @@ def loads_no_code(config: RoleConfig, folder: str) -> set[str]:
         read[file] = read.get(file, False) or refused
         assert not evil.path.exists(), f"roles: {file}, {form}: code ran"
     return {file for file, refused in read.items() if not refused}
+
+
+def refuses_on_all_ranks(config: RoleConfig, folder: str) -> list[str]:
+    """Returns what each rank says of a checkpoint in which the file of the last rank's generators alone is damaged."""
+    root, ranks = pathlib.Path(folder), all_ranks()
+    engine = make_engine(config)
+    train(engine, 1)
+    own = pathlib.Path(engine.save_checkpoint(str(root / "own"), global_step=1, max_ckpt_to_keep=1, state={"a": 1}))
+    if ranks.rank == 0:
+        of_rank = sorted(path for path in own.rglob("*.pt") if path.name.startswith(("rng_", "rank_")))[-1]
+        of_rank.write_bytes(b"x")
+        remark(own, of_rank)
+    ranks.gather(None)
+    try:
+        engine.load_checkpoint(str(own))
+        said = ""
+    except CheckpointError as error:
+        said = str(error)
+    return list(ranks.gather(said))
 
 
 def _refuses(engine: BaseEngine, load: Callable[[], Any], what: str) -> bool:

@@ -28,6 +28,13 @@ def test_no_file_of_a_checkpoint_runs_code(folder, tmp_path, layout, adapters):
     assert names <= NOT_READ | {name for name in names if name.endswith("_1.distcp")}, unread  # of no tensor
 
 
+@pytest.mark.parametrize("layout", slow_but(["fsdp dp2"], ["fsdp dp2", "megatron dp2"]))
+def test_a_file_of_one_rank_that_is_refused_is_refused_on_all(folder, tmp_path, layout):
+    world, config = world_and_role(layout, folder("llama"))
+    said = run_case(world, "tests.engine.planted:refuses_on_all_ranks", config=config, folder=str(tmp_path))
+    assert world == 2 and len(set(said)) == 1 and "1.pt: cannot be read" in said[0], said
+
+
 PLACES = {
     "converters/pt_file.py": {"torch.load"},  # the one for all others, with weights_only
     "rewards/worker.py": {"pickle.loads"},  # of a pipe from the process that started this one

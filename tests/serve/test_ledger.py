@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import io
 import json
+import math
 import re
 import time
 
@@ -254,6 +255,7 @@ def state_of(folder, **changed):
 
 @pytest.mark.parametrize("changed", [
     {"layout": "GONE"}, {"layout": []}, {"layout": 5}, {"desk": "GONE"}, {"desk": []}, {"desk": {"numbers": {}}}, {"lost": [5]}, {"lost": {"a": 5}},
+    {"desk": {"numbers": {RUN: math.inf}, "results": []}}, {"lost": {RUN: [[math.inf, "why"]]}},
     {"desk": {"numbers": {RUN: "x"}, "results": []}}, {"desk": {"numbers": [], "results": []}}, {"desk": {"numbers": {}, "results": [{"id": 1}]}},
     {"desk": {"numbers": {}, "results": [{"id": "x", "model": RUN, "queue": RUN, "number": 1, "media_type": "t", "body": "?"}]}},
 ])  # fmt: skip

@@ -15,11 +15,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl import metrics
+from mrl.config.command import record
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import LoraConfig, ModelConfig
 from mrl.convert.exporting import export_hf
 from mrl.errors import ConfigError, ModelError
+from mrl.launch import preflight
 from mrl.launch.preflight import read_model_config
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -164,9 +166,10 @@ def test_another_base_is_refused(inputs, whole, tmp_path):
 
 def test_an_adapter_is_a_model_to_start_from_of_mrl_ppo_alone(whole, tmp_path):
     adapter = whole("fsdp") / "hf"
-    with pytest.raises(ModelError, match="is an adapter and no model; .*mrl convert export"):
-        read_model_config(ModelConfig(path=str(adapter)))
-    assert read_model_config(ModelConfig(path=str(adapter)), "actor.model")["model_type"] == "qwen3"
+    for key in ("model", "reference.model"):  # of mrl dpo
+        with pytest.raises(ModelError, match="is an adapter and no model; .*mrl convert export"):
+            read_model_config(ModelConfig(path=str(adapter)), key)
+    assert read_model_config(ModelConfig(path=str(adapter)), "actor.model", merges=True)["model_type"] == "qwen3"
     for base in ("/nowhere/base", None):
         other = tmp_path / str(base).rpartition("/")[2]
         shutil.copytree(adapter, other)
@@ -175,7 +178,7 @@ def test_an_adapter_is_a_model_to_start_from_of_mrl_ppo_alone(whole, tmp_path):
         with pytest.raises(
             ModelError, match=r"^reward.model.path: .*is an adapter over .*, which is not here; .*--model BASE"
         ):
-            read_model_config(ModelConfig(path=str(other)), "reward.model")
+            read_model_config(ModelConfig(path=str(other)), "reward.model", merges=True)
 
 
 # -- mrl ppo -------------------------------------------------------------------------------------------------------------
@@ -208,6 +211,47 @@ def test_adapters_as_actor_and_reward_model_are_their_merged_models(rl_inputs, t
     )
     kind, message, said = ppo(config, layout)
     assert kind == "done" and len(list((runs[""] / "merged").iterdir())) == 2, message
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_an_adapter_as_actor_passes_the_checks_before_a_run(rl_inputs, tmp_path, lora):
+    """The reference has the actor's path; adapters that train lie over the merged model, of the base's shapes."""
+    tiny.make_adapter(str(tmp_path / "actor"), str(rl_inputs / "model"), LoraConfig(rank=2, alpha=4.0))
+    changes = {"actor": {"model": {"path": str(tmp_path / "actor"), "lora": lora}}}
+    changes["algorithm"] = {"kl_in": "loss", "kl_coef": 0.1}
+    config = from_dict(tiny_policies.make_config(rl_inputs, tmp_path / "run", "grpo", **changes), PPOConfig)
+    parts = preflight.check_files(record("ppo"), config)
+    assert {part.role for part in parts} == {"actor", "reference"}
+    preflight.check_layout(record("ppo"), config, parts, 1, here=True)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_what_a_run_on_an_adapter_leaves_is_over_the_merged_model(rl_inputs, tmp_path, lora):
+    tiny.make_adapter(str(tmp_path / "actor"), str(rl_inputs / "model"), LoraConfig(rank=2, alpha=4.0))
+    run, actor = tmp_path / "run", {"model": {"path": str(tmp_path / "actor"), "lora": lora}}
+    kind, message, _ = ppo(tiny_policies.make_config(rl_inputs, run, "grpo", actor=actor, train={"steps": 2}))
+    assert kind == "done", message
+    [merged] = (run / "merged").iterdir()
+    export_hf(run, tmp_path / "again")
+    if lora:
+        about = json.loads((run / "hf" / "adapter_config.json").read_text())
+        assert about["base_model_name_or_path"] == str(merged)
+        export_hf(run / "hf", tmp_path / "by-peft")
+        ours, theirs = (tiny_policies.weights_of(tmp_path / name) for name in ("again", "by-peft"))
+    else:
+        ours, theirs = (tiny_policies.weights_of(folder) for folder in (tmp_path / "again", run / "hf"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_an_adapter_over_an_adapter_is_refused(rl_inputs, tmp_path):
+    tiny.make_adapter(str(tmp_path / "one"), str(rl_inputs / "model"), LoraConfig(rank=2, alpha=4.0))
+    config = tmp_path / "one" / "adapter_config.json"
+    about = json.loads(config.read_text()) | {"base_model_name_or_path": str(tmp_path / "one")}
+    config.write_text(json.dumps(about))
+    with pytest.raises(ModelError, match="which is an adapter itself"):
+        export_hf(tmp_path / "one", tmp_path / "out")
+    with pytest.raises(ModelError, match="which is an adapter itself"):
+        read_model_config(ModelConfig(path=str(tmp_path / "one")), "actor.model", merges=True)
 
 
 def rl_config(rl_inputs, output, **changes):

@@ -10,7 +10,7 @@ from mrl.config.load import from_dict
 from mrl.engine import atomic_checkpoint
 from mrl.errors import CheckpointError, ConfigError
 from mrl.trainers.run_directory import RunDirectory, choose_start
-from mrl.trainers.used_folder import FILES, FOLDERS
+from mrl.trainers.used_folder import FILES, FOLDERS, REPLACED
 from tests.engine.test_checkpoint import save
 from tests.trainers.tiny_runs import make_config
 
@@ -34,6 +34,17 @@ def test_another_kind_of_thing_is_named(tmp_path, name):
     if name in FOLDERS:
         (tmp_path / "scratch").mkdir()
         assert start(tmp_path).step == 0 and path.is_symlink()
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_is_written_anew_may_be_a_dangling_link_and_no_folder(tmp_path, name):
+    path = tmp_path / "run" / name
+    path.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"run' has a folder {name}, where a run has a file"):
+        start(tmp_path)
+    path.rmdir()
+    path.symlink_to(tmp_path / "nowhere")
+    assert start(tmp_path).step == 0
 
 
 def test_checkpoints_and_export_may_be_elsewhere(tmp_path):

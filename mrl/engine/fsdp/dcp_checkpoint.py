@@ -118,7 +118,7 @@ def load(
         _check_architecture(saved["architecture"], model, folder)
         check_identity(saved.get("adapters"), model.adapter_identity, folder)
     rng = os.path.join(folder, f"rng_{dist.get_rank()}.pt")
-    generator_states = load_pt(rng) if os.path.exists(rng) else None
+    generator_states = collective.on_every(lambda: load_pt(rng) if os.path.exists(rng) else None)
     collective.on_every(lambda: _read_tensors(folder, model, optimizer, saved))
     if optimizer is not None:
         optimizer.updates = saved["updates"]

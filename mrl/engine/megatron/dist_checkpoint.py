@@ -126,12 +126,15 @@ def load(model: Model, found: str) -> tuple[int, dict[str, Any]]:
         raise CheckpointError(
             found, why="was saved without an optimizer", fix="resume with the role that it was saved by"
         )
+    of_rank = os.path.join(found, "rng", f"rank_{rank:05d}.pt")
+    same_layout = saved["layout"] == dataclasses.asdict(model.dims)
+    rng = collective.on_every(lambda: load_pt(of_rank)) if same_layout else None
     collective.on_every(lambda: _read_tensors(model, found))
     if model.optimizer is not None:
         for part in optimizers_of(model.optimizer):
             optim_state.set_step_count(part.optimizer, saved["optimizer_steps"])
-    if saved["layout"] == dataclasses.asdict(model.dims):
-        _restore_rng(model, load_pt(os.path.join(found, "rng", f"rank_{rank:05d}.pt")))
+    if rng is not None:
+        _restore_rng(model, rng)
     return saved["schedule_step"], saved["state"]
 
 
