@@ -417,9 +417,8 @@ def checkpoint_folder(path: str | Path) -> Path:
         if wrong:
             raise CheckpointError(f"{'; '.join(wrong)}; no checkpoint in {root} is whole")
         if (path / FOLDER).is_dir() and (path / DESCRIPTION).is_file():
-            raise CheckpointError(
-                path, why=f"has no {MARKER}: it is no whole checkpoint", fix="make it again, or use another"
-            )
+            why = f"has no {MARKER}: it is no whole checkpoint"
+            raise CheckpointError(path, why=why, fix="make it again, or use another")
         if (path / "config.json").is_file():
             why = "is a Hugging Face folder, and an export starts from a checkpoint"
             raise CheckpointError(path, why=why, fix="see `mrl convert import`")
