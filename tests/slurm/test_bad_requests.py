@@ -74,7 +74,6 @@ CASES = {
     "batch is smaller than the replicas": (("train.global_batch_size: value 4", "8 data-parallel replicas"), render(*CPU, "--nodes", "4")),
     "a key is unknown": (("trian.steps",), render(*CPU, "trian.steps=3")),
     "no config": (("nowhere.yaml: the config file does not exist",), render(*CPU, config="nowhere.yaml")),
-    "no data": (("data.train", "does not exist"), render(*CPU, "data.train=missing.jsonl")),
     "a run that no restart goes on with": (('checkpoint.resume: value "never"', "3 times", "set it to auto, or give --max-restarts 0"), render(*CPU, "checkpoint.resume=never")),
     "a folder that no script can have": (("output_dir", "cannot have there"), render(*CPU, "output_dir='a\\b'")),
     "a command that does not train": (("'config' is not one of 'sft', 'ppo'",), render(*CPU, command="config")),
@@ -154,6 +153,13 @@ def test_bad_requests(workspace, name):
         args = (*args, "--profile", "site.yaml")
     message = refused(workspace, *args)
     assert all(text in message for text in case.says), message
+
+
+def test_render_reads_no_rows_and_submit_misses_them(workspace):
+    words = ("sft", "config.yaml", *CPU, "data.train=missing.jsonl")
+    assert slurm_site.invoke("render", *words).exit_code == 0
+    refused = slurm_site.invoke("submit", *words)
+    assert refused.exit_code == 2 and 'data.train: value "missing.jsonl" does not exist' in refused.stderr
 
 
 def test_a_job_has_what_its_nodes_have(workspace):
