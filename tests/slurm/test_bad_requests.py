@@ -159,7 +159,7 @@ def test_render_reads_no_rows_and_submit_misses_them(workspace):
     words = ("sft", "config.yaml", *CPU, "data.train=missing.jsonl")
     assert slurm_site.invoke("render", *words).exit_code == 0
     refused = slurm_site.invoke("submit", *words)
-    assert refused.exit_code == 2 and 'data.train: value "missing.jsonl" does not exist' in refused.stderr
+    assert refused.exit_code == 2 and "data.train: value 'missing.jsonl' does not exist" in refused.stderr
 
 
 def test_a_job_has_what_its_nodes_have(workspace):
