@@ -165,7 +165,7 @@ def test_a_folder_is_whole_or_no_folder(folder, tmp_path):
     with pytest.raises(ModelError, match="has no adapter_config.json"):
         read_adapter(tmp_path / "new")
     (tmp_path / "adapter_config.json").write_text(json.dumps(about)[:-5])
-    with pytest.raises(ModelError, match="not a readable adapter"):
+    with pytest.raises(ModelError, match="not readable as JSON"):
         read_adapter(tmp_path)
 
 
