@@ -125,9 +125,7 @@ class Ledger:
                 raise ConfigError("output_dir", quoted(str(path.parent)), why, "move it away, or mend the link")
         try:
             text = self.file.read_text(encoding="utf-8", errors="replace") if self.file.exists() else ""
-            if text and not text.endswith(
-                "\n"
-            ):  # of a server that was killed: the next line is not to join its last one
+            if text and not text.endswith("\n"):  # of a killed server: the next line is not to join its last one
                 with self.file.open("a", encoding="utf-8") as file:
                     file.write("\n")
         except OSError as error:

@@ -328,7 +328,7 @@ CHECKPOINTS = (
         ("key=lambda item: (item[1].serial, item[0])", "key=lambda item: item[0]"),
         ('content=entry["size"] <= SMALL_BYTES', "content=False"),
         ("everyone[i % ranks.size][file]", "everyone[0][file]"),
-        ("            shutil.rmtree(os.path.join(root, entry))\n\n\ndef _settle", "            pass\n\n\ndef _settle"),
+        ("            _remove(os.path.join(root, entry))\n\n\ndef _settle", "            pass\n\n\ndef _settle"),
     ),
 )  # fmt: skip
 
@@ -387,13 +387,17 @@ ON_GPUS = (
         ("if platform.does_not_load(fault):", "if fault is not None:"),
     ),
     *_of(
+        "trainers/used_folder.py",
+        "trainers/test_loops.py",
+        ('return last is None or last["step"] != step - 1', "return last is None"),
+        ('return (before.get("data") or {}).get("eval") is None or', "return"),
+    ),
+    *_of(
         "trainers/common.py",
         "trainers/test_loops.py",
         ("if before[name] != now[name]:", "if False:"),
         ("return self.step - bool(self.unlogged)", "return self.step"),
         ("if start.step < total_steps or", "if start.step != total_steps or"),
-        ('return last is None or last["step"] != step - 1', "return last is None"),
-        ('return (before.get("data") or {}).get("eval") is None or', "return"),
         ("while start.checkpoint is not None and state is None:", "if start.checkpoint is not None:"),
         ("choose_start(directory, config, damaged)", "choose_start(directory, config)"),
         ("for s, p in reversed(whole) if s < step)", "for s, p in reversed(whole) if s <= step)"),

@@ -60,8 +60,8 @@ OF_DATA = (
         "data/test_weights.py",
         ("mask[start:end] = [trained[turn]] * (end - start)", "mask[start:end] = [1] * (end - start)"),
         ('STAND_INS = ("a", "7")', 'STAND_INS = ("a", "a")'),
-        ("given=chat.given + bool(chat.given)", "given=chat.given"),
     ),
+    *_of("data/formats.py", "data/test_weights.py", ("given=chat.given + bool(chat.given)", "given=chat.given")),
     *_of("data/dataset.py", "data/test_weights.py", ("mask=[weight * w for w in fitted.mask]", "mask=[w for w in fitted.mask]")),
     *_of(
         "algorithms/preference.py",

@@ -116,7 +116,7 @@ OF_SERVE = (
     *_of(
         "serve/ledger.py",
         "serve/test_ledger.py",
-        ('file.write("\\n")\n        for', "pass\n        for"),
+        ('file.write("\\n")\n        except', "pass\n        except"),
         ("if not _RUN.fullmatch(run) or part not in PARTS:", "if part not in PARTS:"),
         ("if saved.expires is not None and saved.expires <= now:", "if saved.expires is not None:"),
         ("            file.truncate(end)\n", ""),
