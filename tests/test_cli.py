@@ -140,7 +140,7 @@ def test_config_prints_every_key():
     assert "engine.parallel.tp  (default 1; a whole number of at least 1 and at most 65536)" in result.output
     assert invoke("config", "sft").output == result.output
     assert "rollout.samples_per_prompt  (default 8; a whole number of at least 1)" in invoke("config", "ppo").output
-    assert "loss.name  (required; one of dpo, ipo, kto, orpo, simpo)" in invoke("config", "dpo").output
+    assert "loss.name  (default dpo; one of dpo, ipo, kto, orpo, simpo)" in invoke("config", "dpo").output
     assert "loss.name  (required; one of bradley_terry, regression, steps)" in invoke("config", "rm").output
 
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.config.yaml_text import parse
 from mrl.errors import ConfigError
 
 # Adapters take ten times the rate of all weights: Schulman 2025, "LoRA Without Regret" (Thinking Machines Lab).
@@ -62,6 +61,8 @@ def _may_hold(raw: Any, *names: str) -> bool:
 
 def _saved(raw: Mapping[str, Any]) -> Any:
     """Returns the config of the run that is resumed, as it was written; None where there is none to read."""
+    from mrl.config.yaml_text import parse  # PyYAML, which a help does not need
+
     resume, output_dir = _section(raw, "checkpoint", "resume"), raw.get("output_dir")
     folders = [output_dir] if isinstance(output_dir, str) and output_dir else []
     if isinstance(resume, str) and resume not in ("auto", "never"):

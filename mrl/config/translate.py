@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mrl.config import yaml_text
 from mrl.config.foreign import TRAINERS
 from mrl.config.foreign_rows import Row, Trainer
 from mrl.config.foreign_trl import TRL
@@ -172,6 +171,8 @@ def _value(row: Row, value: Any, given: Mapping[str, Any], trainer: Trainer) -> 
 
 def _interpolated(value: Any, key: str, raw: Mapping[Any, Any], depth: int = 0) -> Any:
     """Returns a value with `${key}`, `${.key}` and `${oc.select:key,default}` of OmegaConf resolved; others stay."""
+    from mrl.config import yaml_text  # PyYAML, which a help does not need
+
     if not isinstance(value, str) or depth > _MOST:
         return value
 
