@@ -27,6 +27,11 @@ STEPS = 2
 NAMED = "step_00000100"
 """The checkpoint that an example names; the run here has fewer steps."""
 
+VERL = {
+    "algorithm": {"adv_estimator": "grpo"}, "actor_rollout_ref": {"model": {"path": "model"}},
+    "data": {"train_files": "rows.jsonl"}, "trainer": {"default_local_dir": "runs/verl"},
+}  # fmt: skip
+
 WRITTEN_BY = {
     "runs/demo ": (SFT, "runs/demo"),
     "runs/demo/": (SFT, "runs/demo"),
@@ -77,6 +82,7 @@ def ran(tmp_path_factory) -> Callable[[str], tuple[str, pathlib.Path]]:
     def one(line: str, folder: pathlib.Path) -> tuple[str, pathlib.Path]:
         tiny_runs.write_config(folder / "sft.yaml", sft)
         tiny_runs.write_config(folder / "grpo.yaml", grpo)
+        tiny_runs.write_config(folder / "verl.yaml", VERL)
         links = {"path/to/hf-model": "sft/model", "Qwen/Qwen3-0.6B": "sft/model", "model.gguf": "model.gguf"}
         if " verify " in line:
             links["exported"] = "sft/model"  # what a run has trained differs
@@ -103,9 +109,8 @@ def test_an_example_of_the_help(ran, line):
     words = shlex.split(line.partition("-m ")[2] or line)[1:]
     if words[0] == "config":
         wanted = words[-1] if len(words) > 1 else "sft"
-        assert {"sft": "optimizer.lr", "ppo": "algorithm.name", "rollout": "rollout.top_p", "clip": "clip"}[
-            wanted
-        ] in shown
+        keys = {"sft": "optimizer.lr", "ppo": "algorithm.name", "rollout": "rollout.top_p", "clip": "clip"}
+        assert {**keys, "verl.yaml": "output_dir: runs/verl"}[wanted] in shown
     elif "--dry-run" in words:
         assert f"# length: {STEPS} steps" in shown and not (folder / "runs").exists()
     elif words[0] in ("sft", "ppo"):

@@ -75,8 +75,8 @@ def ends(run: Run) -> list[tuple[int, int]]:
 
 
 def layer_spec(run: Run) -> str | None:
-    """What the run says that its layers are made of, and why."""
-    found = re.search(r"^engine\.layer_spec: ([^;\n]*)", run.said, re.MULTILINE)
+    """What its config.yaml says that its layers are made of."""
+    found = re.search(r"^# layer_spec: (\S*)", (run.folder / "config.yaml").read_text(), re.MULTILINE)
     return found and found[1]
 
 

@@ -117,9 +117,8 @@ ENGINE = [
     Row(
         "engine.layer_spec", looks.layer_spec,
         [
-            (DEFAULT, "local (torch sees no GPU"),
-            ("local", "local (as configured)"), ("te", Refusal("ConfigError", "engine.layer_spec: ")),
-        ] if HERE == "cpu" else [("local", "local (as configured)")],
+            (DEFAULT, "local"), ("local", "local"), ("te", Refusal("ConfigError", "engine.layer_spec: ")),
+        ] if HERE == "cpu" else [("local", "local")],
         on=MEGATRON,
     ),
     Row(
@@ -327,7 +326,7 @@ TRAIN = [
 ELSEWHERE = {"output_dir": "{run}/earlier"}
 CHECKPOINT = [
     Row(
-        "checkpoint.every", looks.checkpoints(), [(DEFAULT, [3]), (1, [0, 1, 2, 3]), (2, [0, 2, 3])],
+        "checkpoint.every", looks.checkpoints(), [(DEFAULT, [3]), (1, [1, 2, 3]), (2, [2, 3])],
         {"train.steps": 3, "checkpoint.keep": None}, on=MEGATRON,
     ),
     Row(
