@@ -491,4 +491,5 @@ def test_a_joined_rank_leaves_without_taking_libraries_down(workspace, joined, n
     assert done.stderr.count("Traceback") == (name == "fault"), done.stderr
     clean = not joined or expected in (0, 75)
     said = [line for line in done.stdout.splitlines() if not line.endswith(" s so far)")]  # on a slow machine
+    said = [line for line in said if " is the default of mrl sft" not in line]  # the learning rate
     assert said == ["printed", *["atexit"] * clean]
