@@ -139,25 +139,27 @@ class StreamedRows:
         self._reader = _Reader(files, self)
         self._chunk: Chunk | None = None
         self._taken: Mapping[int, Any] = {}
+        self._head: dict[int, Any] | None = None  # the first rows, until others are taken: several parts look at them
 
     def take(self, at: Cursor, order: Order) -> tuple[int, Cursor]:
         """Returns the index of the row at a position, and the next position. order: see `Order`."""
         chunk = self._chunk
         if chunk is None or not chunk.has(at):
             chunk = self._chunk = self._exchange(lambda: self._reader.chunk(at, order))
-            self._taken = dict(chunk.rows)
+            self._taken, self._head = dict(chunk.rows), None
         number = at.position - chunk.first
         after = chunk.after if number + 1 == len(chunk.rows) else at._replace(position=at.position + 1)
         return chunk.rows[number][0], after
 
     def head(self) -> Iterator[int]:
         """Yields the indices of the first rows of the first file that has any."""
-        self._chunk = None
-        rows = self._exchange(lambda: [(index, row) for _, index, row in itertools.islice(self._reader.rows(), CHUNK)])
-        if not rows:
+        if self._head is None:
+            first = lambda: [(index, row) for _, index, row in itertools.islice(self._reader.rows(), CHUNK)]  # noqa: E731
+            self._head = dict(self._exchange(first))
+        if not self._head:
             raise self.empty()
-        self._taken = dict(rows)
-        yield from self._taken
+        self._chunk, self._taken = None, self._head
+        yield from self._head
 
     def empty(self) -> DataError:
         return DataError(self.key, why=f"{self.what}: has no rows", fix="at least one row is needed")
