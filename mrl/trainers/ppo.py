@@ -43,7 +43,7 @@ from mrl.trainers.rl.show import show_rollout
 from mrl.trainers.rl.state import Progress, Trainer, restore, save, stopped_at
 from mrl.trainers.rl.updates import end_iteration, train_actor, train_critic
 from mrl.trainers.run_directory import Start, choose_start, copy_missed
-from mrl.trainers.throughput import memory_gb
+from mrl.trainers.throughput import FreedMemory, memory_gb
 
 
 def run(config: PPOConfig, command_line: str = "") -> None:
@@ -141,6 +141,7 @@ def loop(trainer: Trainer, progress: Progress, experience: Experience | None, lo
         evaluate_before(trainer, progress, log)
     if progress.unlogged:  # a signal or an error came in the evaluation after this step
         finish_step(trainer, progress, experience, log, progress.unlogged)
+    memory = FreedMemory()
     while progress.step < trainer.total_steps:
         if experience is None:
             collected = sample(trainer, progress, log)  # prompts, completions, rewards
@@ -160,6 +161,7 @@ def loop(trainer: Trainer, progress: Progress, experience: Experience | None, lo
             end_iteration(trainer, progress, experience)  # KL coefficient, reference
             experience = None
         finish_step(trainer, progress, experience, log, row)
+        memory.give_back()
 
 
 def sample(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> Collected:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import resource
 import sys
+import time
 from collections.abc import Iterable
 
 import torch
@@ -87,6 +89,28 @@ def memory_gb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+class FreedMemory:
+    """Gives memory that the process has freed back to the system.
+
+    glibc keeps freed blocks between those in use. Rollouts of ever other lengths leave ever more such holes: 3,000
+    steps of a tiny GRPO grew from 540 MB to 588 MB while what was in use stayed the same, and to 546 MB with this.
+    A call takes 2 ms there. Other C libraries have no such function, and keep what they keep.
+    """
+
+    EVERY_S = 1.0
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+        self._last_s = time.monotonic()
+
+    def give_back(self) -> None:
+        """Called after each step; does so at most once in EVERY_S."""
+        now_s = time.monotonic()
+        if self._trim is not None and now_s - self._last_s >= self.EVERY_S:
+            self._trim(0)
+            self._last_s = now_s
 
 
 class Throughput:
