@@ -94,8 +94,8 @@ def _role(theirs: str, ours: str) -> list[Row]:
 
 def _fsdp(theirs: str, engine: str) -> list[Row]:
     return [
-        row(f"{theirs}.param_offload", f"{engine}.offload", "a list there: [parameters]", values=offload("parameters")),
-        row(f"{theirs}.optimizer_offload", f"{engine}.offload", "a list there: [optimizer]",
+        row(f"{theirs}.param_offload", f"{engine}.offload", "a list here: [parameters]", values=offload("parameters")),
+        row(f"{theirs}.optimizer_offload", f"{engine}.offload", "a list here: [optimizer]",
             values=offload("optimizer")),
         row(f"{theirs}.reshard_after_forward", f"{engine}.fsdp.reshard_after_forward"),
         row(f"{theirs}.fsdp_size", f"{engine}.fsdp.replicate", GROUP, values={-1: None} | BY_HAND),
