@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mrl.config.schema import LoraConfig
 from mrl.converters.accounting import SCORE
+from mrl.converters.json_file import read_json
 from mrl.converters.mcore_weights import FOLDER
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import buffer_names, expected_hf_names
@@ -29,7 +30,7 @@ from mrl.converters.table import Family, HFConfig
 from mrl.engine.fsdp.names import FileTensor, file_tensors
 from mrl.engine.lora import identity
 from mrl.engine.lora.folder import adapters, read_adapter
-from mrl.engine.lora.shapes import CONFIG, MERGE, WEIGHTS, AdapterShape, adapter_shapes, read_about
+from mrl.engine.lora.shapes import CONFIG, MERGE, WEIGHTS, AdapterShape, adapter_shapes
 from mrl.engine.lora.shapes import SCORE as SCORE_IN_FILE
 from mrl.engine.stored_weights import stored_weights
 from mrl.engine.torch_dist.reader import TorchDistReader
@@ -240,7 +241,7 @@ def merged_place(adapter: Path, root: Path) -> Path:
 
 def base_of(folder: Path) -> str:
     """Returns the folder or hub id that an adapter folder names as its base."""
-    base = read_about(folder).get("base_model_name_or_path")
+    base = read_json(Path(folder) / CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         why = "names no base_model_name_or_path"
         raise ModelError(Path(folder) / CONFIG, why=why, fix="give the base with --model")

@@ -1,4 +1,4 @@
-"""JSON files of a model folder, read with one line for whatever can be wrong with them."""
+"""JSON files, read with one line for whatever can be wrong with them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ MOST_LEVELS = 64
 """Of lists and objects inside one another. Python's own functions end in a RecursionError at some hundreds."""
 
 
-def read_json(file: Path) -> Any:
-    """Returns the content of a JSON file; ModelError where it cannot be read, is no JSON, or nests deeper than
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; ModelError where it cannot be read, is no object, or nests deeper than
     MOST_LEVELS.
     """
     try:
-        return parse_json(file.read_bytes())
+        content = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(file, why=f"not readable as JSON ({error})", fix="get the file again") from None
+    if not isinstance(content, dict):
+        raise ModelError(file, why=f"holds a JSON {type(content).__name__}, not an object", fix="get the file again")
+    return content
 
 
 def parse_json(text: bytes | str) -> Any:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import glob
 import itertools
-import json
 import logging
 import math
 import os
@@ -30,6 +29,7 @@ from mrl.config.schema import CheckpointConfig, ModelConfig
 from mrl.config.sources import RAW_TEXT, RenderedSource, Source
 from mrl.config.stream_checks import streamed_keys
 from mrl.config.urls import shown_url
+from mrl.converters.json_file import read_json
 from mrl.engine.checks import Sequences
 from mrl.errors import ConfigError, DataError, ModelError, first_line, quoted, unwritable
 from mrl.parallel import ParallelDims
@@ -250,14 +250,14 @@ def read_model_config(
             raise ModelError(f"{key}.path", quoted(model.path), "has no config.json", fix)
         if weights:
             _check_weights(model, folder, key)
-        return _read_json(path)
+        return read_json(path)
     if os.path.exists(model.path):
         raise ModelError(f"{key}.path", quoted(model.path), "is a file", "give the folder that holds config.json")
     if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or not model.path:
         raise ModelError(
             f"{key}.path", quoted(model.path), "does not exist", "give a Hugging Face model folder or a hub id"
         )
-    return _read_json(_from_hub(model.path, key))
+    return read_json(_from_hub(model.path, key))
 
 
 def config_folder(model: ModelConfig, key: str) -> str:
@@ -276,7 +276,7 @@ def _is_adapter(model: ModelConfig) -> bool:
 
 def _base_of(model: ModelConfig, key: str, merges: bool) -> ModelConfig:
     """Returns the base of an adapter folder. merges: the run makes a model of the two. Raises ModelError."""
-    base = _read_json(pathlib.Path(model.path) / "adapter_config.json").get("base_model_name_or_path")
+    base = read_json(pathlib.Path(model.path) / "adapter_config.json").get("base_model_name_or_path")
     why, place = "is an adapter and no model", base if isinstance(base, str) else ""
     if not merges:
         fix = "merge it with `mrl convert export ADAPTER OUT` and give OUT"
@@ -317,18 +317,6 @@ def _from_hub(hub_id: str, key: str) -> pathlib.Path:
             f"is no folder here and cannot be read from the hub ({first_line(error)})",
             "give a model folder, or a hub id that is cached or can be downloaded",
         ) from None
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # the last of lists inside lists
-        raise ModelError(path, why=f"cannot be read as JSON ({error})", fix="restore the model's config.json") from None
-    if not isinstance(content, dict):
-        raise ModelError(
-            path, why=f"holds {type(content).__name__}, not an object", fix="restore the model's config.json"
-        )
-    return content
 
 
 def _check_data(data: RowsConfig) -> None:
@@ -447,7 +435,7 @@ def _check_output_dir(output_dir: str) -> None:
 def _of_model(folder: pathlib.Path) -> str | None:
     """Returns a file that only a model's folder has, of Hugging Face, imported, of adapters or of GGUF files."""
     with contextlib.suppress(ModelError):  # a config.json of something else, which mrl does not touch
-        if "model_type" in _read_json(folder / "config.json"):
+        if "model_type" in read_json(folder / "config.json"):
             return "config.json"
     found = (next(folder.glob(name), None) for name in ("adapter_config.json", "*.safetensors", "*.gguf"))
     return next((file.name for file in found if file is not None), None)

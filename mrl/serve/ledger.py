@@ -20,6 +20,7 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from mrl.converters.json_file import parse_json
 from mrl.errors import ConfigError, UserError, first_line, quoted, show, unwritable
 from mrl.serve.operations import Kind
 
@@ -134,14 +135,14 @@ class Ledger:
             try:
                 if line:
                     self._take(line, number)
-            except (ValueError, RecursionError, UserError) as error:
+            except (ValueError, UserError) as error:
                 what = first_line(error) if type(error) in (ValueError, UserError) else "it is no JSON"
                 self.odd.append(f"line {number} is passed over ({what})")
         self.sessions = {model.session: model.asked_at for model in self.models.values()} | self.sessions
 
     def _take(self, line: str, number: int) -> None:
         """Takes over what a line says. What a newer mrl has added to it is left out."""
-        event = json.loads(line)
+        event = parse_json(line)
         name = event.pop("event", None) if isinstance(event, dict) else None
         if not isinstance(name, str) or name not in _EVENTS:
             raise ValueError(f"it has no event that this mrl knows: {show(name)}")

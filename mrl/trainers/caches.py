@@ -18,8 +18,9 @@ from torch import Tensor
 from mrl.batch import Batch
 from mrl.config.megatron_speed import precision_of
 from mrl.config.schema import EngineConfig
+from mrl.converters.json_file import read_json
 from mrl.converters.pt_file import read_pt
-from mrl.errors import CheckpointError, unwritable
+from mrl.errors import CheckpointError, ModelError, unwritable
 from mrl.trainers.common import Ranks, stopped
 from mrl.trainers.signals import StopSignal
 
@@ -66,8 +67,8 @@ def weights_digest(folder: str, memo: pathlib.Path) -> str:
     """
     files = sorted(pathlib.Path(folder).resolve().glob("*.safetensors"))
     stats = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(memo.read_text(encoding="utf-8"))
+    with contextlib.suppress(ModelError, KeyError):
+        kept = read_json(memo)
         if kept["files"] == stats:
             return str(kept["sha256"])
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
