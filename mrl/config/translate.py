@@ -12,7 +12,7 @@ from mrl.config.foreign import TRAINERS
 from mrl.config.foreign_rows import Row, Trainer
 from mrl.config.foreign_trl import TRL
 from mrl.config.foreign_verl import VERL
-from mrl.config.keys import walk
+from mrl.config.keys import value_at, walk
 from mrl.errors import show
 
 _MOST = 8  # `${...}` in others
@@ -179,12 +179,11 @@ def _interpolated(value: Any, key: str, raw: Mapping[Any, Any], depth: int = 0) 
     def looked_up(found: re.Match[str]) -> Any:
         dots, name, default = found.groups()
         section = key.split(".")[: -len(dots)] if dots else []
-        node: Any = raw
-        for part in [*section, *name.split(".")]:
-            node = node.get(part) if isinstance(node, Mapping) else None
-        if node is None and default is not None:
+        path = ".".join([*section, name])
+        there = value_at(raw, path)
+        if there is None and default is not None:
             return yaml_text.parse(default, key)
-        return found[0] if node is None else _interpolated(node, ".".join([*section, *name.split(".")]), raw, depth + 1)
+        return found[0] if there is None else _interpolated(there, path, raw, depth + 1)
 
     text = " ".join(value.split())
     whole = _REFERENCE.fullmatch(text)

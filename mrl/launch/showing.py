@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from mrl.config.command import OnRows, TrainingCommand, all_training, command_of_yaml, record
-from mrl.config.keys import walk
+from mrl.config.command import OnRows, TrainingCommand, command_of_yaml, having_all, record
+from mrl.config.keys import value_at, walk
 from mrl.config.load import apply_override, load_config, read_yaml
 from mrl.config.rm import FORMAT_OF
 from mrl.config.stream_checks import streamed_keys
@@ -40,7 +40,7 @@ def run(
     command: TrainingCommand[Any] = command_of_yaml(raw) if of is None else record(of)
     stand_ins = _stand_ins(raw, command)
     config = load_config(path, [*stand_ins, *overrides], command.root)
-    others = [other.name for other in all_training() if other is not command and raw.keys() <= _sections(other.root)]
+    others = [other.name for other in having_all(raw) if other is not command]
     hint = f" (--as {' or --as '.join(others)} for another)" if others and of is None else ""
     echo(f"read as a config of mrl {command.name}{hint}")
     if command.task is None:
@@ -80,31 +80,22 @@ def notes(command: TrainingCommand[Any], config: Any) -> list[str]:
     return []
 
 
-def _sections(root: type) -> set[str]:
-    """Returns the names of a config's top level."""
-    return {field.name for field in dataclasses.fields(root)}
-
-
 def _stand_ins(raw: Mapping[str, Any], command: TrainingCommand[Any]) -> list[str]:
     """Returns overrides for keys that a run needs and its rows do not, where the config lacks them."""
-
-    def given(dotted: str) -> Any:
-        node: Any = raw
-        for name in dotted.split("."):
-            node = node.get(name) if isinstance(node, Mapping) else None
-        return node
-
-    sizes = (given("rollout.samples_per_prompt"), given("algorithm.mini_batch_size"))
+    sizes = (value_at(raw, "rollout.samples_per_prompt"), value_at(raw, "algorithm.mini_batch_size"))
+    form = str(value_at(raw, "data.format"))
     values = {
         "output_dir": ".",
         "train.global_batch_size": math.lcm(8, *(size for size in sizes if type(size) is int and size > 0)),
         "algorithm.name": "grpo",
-        "loss.name": {form: loss for loss, form in FORMAT_OF.items()}.get(str(given("data.format")), "bradley_terry"),
+        "loss.name": {form: loss for loss, form in FORMAT_OF.items()}.get(form, "bradley_terry"),
     }
-    required = [key.path for key in walk(command.root) if key.required]
-    found = [f"{path}={values[path]}" for path in required if path in values and given(path) is None]
+    keys = {key.path: key for key in walk(command.root, sections=True)}
+    lacking = [path for path in values if path in keys and keys[path].required and value_at(raw, path) is None]
+    found = [f"{path}={values[path]}" for path in lacking]
     scores = ("rewards", "reward.model.path", "rollout.environment", "algorithm.distill")
-    if "rewards" in _sections(command.root) and given("algorithm.name") != "opd" and not any(map(given, scores)):
+    rewarded = "rewards" in keys and value_at(raw, "algorithm.name") != "opd"
+    if rewarded and not any(value_at(raw, key) for key in scores):
         found.append("rewards={functions: [{name: length, maximum: 1}]}")
     return found
 
