@@ -29,6 +29,8 @@ from mrl.config.schema import CheckpointConfig, ModelConfig
 from mrl.config.sources import RAW_TEXT, RenderedSource, Source
 from mrl.config.stream_checks import streamed_keys
 from mrl.config.urls import shown_url
+from mrl.converters import adapter_folder
+from mrl.converters.adapter_folder import is_adapter
 from mrl.converters.json_file import read_json
 from mrl.engine.checks import Sequences
 from mrl.errors import ConfigError, DataError, ModelError, first_line, quoted, unwritable
@@ -241,7 +243,7 @@ def read_model_config(
     folder = pathlib.Path(model.path)
     if os.path.isdir(model.path):  # of os.path: pathlib raises where a name is too long
         path = folder / "config.json"
-        if _is_adapter(model):
+        if is_adapter(folder):
             return read_model_config(_base_of(model, key, merges), key, weights=weights)
         if not path.is_file():
             hf = folder / "hf"
@@ -264,31 +266,24 @@ def config_folder(model: ModelConfig, key: str) -> str:
     """Returns the folder of a model's config.json, which may be all that is there: of a hub id, that of its download.
 
     For a model whose config.json has been read."""
-    if _is_adapter(model):
+    if is_adapter(pathlib.Path(model.path)):
         return config_folder(_base_of(model, key, merges=True), key)
     return model.path if os.path.isdir(model.path) else str(_from_hub(model.path, key).parent)
 
 
-def _is_adapter(model: ModelConfig) -> bool:
-    folder = pathlib.Path(model.path)
-    return not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file()
-
-
 def _base_of(model: ModelConfig, key: str, merges: bool) -> ModelConfig:
     """Returns the base of an adapter folder. merges: the run makes a model of the two. Raises ModelError."""
-    base = read_json(pathlib.Path(model.path) / "adapter_config.json").get("base_model_name_or_path")
-    why, place = "is an adapter and no model", base if isinstance(base, str) else ""
+    at, adapter = (f"{key}.path", quoted(model.path)), pathlib.Path(model.path)
     if not merges:
         fix = "merge it with `mrl convert export ADAPTER OUT` and give OUT"
-    elif not place or (place.startswith((".", "/", "~")) and not os.path.isdir(place)):
-        why = f"is an adapter over {base!r}, which is not here"
-        fix = "merge it with `mrl convert export ADAPTER OUT --model BASE` and give OUT"
-    elif _is_adapter(of_base := dataclasses.replace(model, path=place)):
-        why = f"is an adapter over {base!r}, which is an adapter itself"
-        fix = "merge it with `mrl convert export ADAPTER OUT --model BASE` and give OUT"
-    else:
-        return of_base
-    raise ModelError(f"{key}.path", quoted(model.path), why, fix)
+        raise ModelError(*at, "is an adapter and no model", fix)
+    base = read_json(adapter / adapter_folder.CONFIG).get(adapter_folder.BASE)
+    fix = "merge it with `mrl convert export ADAPTER OUT --model BASE` and give OUT"
+    if not isinstance(base, str) or not base or (base.startswith((".", "/", "~")) and not os.path.isdir(base)):
+        raise ModelError(*at, f"is an adapter over {base!r}, which is not here", fix)
+    if is_adapter(pathlib.Path(base)):
+        raise ModelError(*at, f"is an adapter over {base!r}, which is an adapter itself", fix)
+    return dataclasses.replace(model, path=base)
 
 
 def _check_weights(model: ModelConfig, folder: pathlib.Path, key: str) -> None:
@@ -437,7 +432,7 @@ def _of_model(folder: pathlib.Path) -> str | None:
     with contextlib.suppress(ModelError):  # a config.json of something else, which mrl does not touch
         if "model_type" in read_json(folder / "config.json"):
             return "config.json"
-    found = (next(folder.glob(name), None) for name in ("adapter_config.json", "*.safetensors", "*.gguf"))
+    found = (next(folder.glob(name), None) for name in (adapter_folder.CONFIG, "*.safetensors", "*.gguf"))
     return next((file.name for file in found if file is not None), None)
 
 

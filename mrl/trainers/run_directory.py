@@ -23,9 +23,9 @@ from mrl.config.load import dump_config
 from mrl.config.resume import Change
 from mrl.config.schema import CheckpointConfig
 from mrl.config.urls import without_queries, write_text
+from mrl.converters.adapter_folder import CONFIG as ADAPTER_CONFIG
 from mrl.converters.pt_file import write_pt
 from mrl.engine import atomic_checkpoint, checkpoint_remote
-from mrl.engine.lora.shapes import CONFIG as ADAPTER_CONFIG
 from mrl.trainers import used_folder
 
 HEADER = "# Written by mrl: the resolved config of this run. `mrl {command}` takes this file.\n"

@@ -11,6 +11,7 @@ from mrl import metrics
 from mrl.config.command import OnRows
 from mrl.config.load import read_yaml, to_dict
 from mrl.config.resume import Change, check_resume, moving
+from mrl.converters.adapter_folder import CONFIG as ADAPTER_CONFIG
 from mrl.engine import atomic_checkpoint
 from mrl.errors import CheckpointError, ConfigError, Shown, quoted, shortened
 from mrl.words import counted
@@ -61,7 +62,7 @@ def check(config: OnRows, lora_export: str | None) -> Saved | None:
     if own is None:
         return None
     step, steps, hf = atomic_checkpoint.validate(own).step, config.train.steps, path / "hf"
-    is_adapter = (hf / "adapter_config.json").exists()
+    is_adapter = (hf / ADAPTER_CONFIG).exists()
     exported = hf.exists() and (lora_export is None or is_adapter == (lora_export == "adapter"))
     if steps is not None and step >= steps and same_folder(os.path.dirname(own), str(path / "checkpoints")):
         if (exported or not config.checkpoint.export_hf) and last_is_logged(path, step):

@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mrl.config.schema import LoraConfig
+from mrl.converters.adapter_folder import BASE, CONFIG, WEIGHTS
 from mrl.converters.companions import companion_files
 from mrl.converters.json_file import read_json
 from mrl.converters.safetensors_io import NAMES, TensorInfo, lay_out
-from mrl.engine.lora.shapes import CONFIG, WEIGHTS, AdapterShape, adapter_shapes
+from mrl.engine.lora.shapes import AdapterShape, adapter_shapes
 from mrl.engine.torch_dist.data_files import as_bytes
 from mrl.errors import ModelError
 
@@ -101,7 +102,7 @@ def write_adapter_files(
     os.replace(out / f".{WEIGHTS}.part", out / WEIGHTS)
     about = {
         key: sorted(value) if isinstance(value, set) else value for key, value in found.config.to_dict().items()
-    } | {"base_model_name_or_path": os.path.abspath(base_model_path), "inference_mode": True, "init_lora_weights": True}
+    } | {BASE: os.path.abspath(base_model_path), "inference_mode": True, "init_lora_weights": True}
     if head == "value":
         about["modules_to_save"] = ["score"]
     (out / f".{CONFIG}.part").write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -112,7 +113,7 @@ def name_base(path: str | os.PathLike[str], name: str) -> None:
     """Makes the adapter folder `path` say that its base is `name`, a folder or hub id, where peft's users see it."""
     config = Path(path) / CONFIG
     about = read_json(config)
-    about["base_model_name_or_path"] = os.path.abspath(name) if os.path.isdir(name) else name
+    about[BASE] = os.path.abspath(name) if os.path.isdir(name) else name
     config.write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -30,9 +30,10 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from mrl.config.schema import LoraConfig
+from mrl.converters.adapter_folder import CONFIG, MERGE
 from mrl.converters.hf_config import VISION_LANGUAGE
 from mrl.converters.json_file import read_json
-from mrl.engine.lora.shapes import CONFIG, MERGE, AdapterShape
+from mrl.engine.lora.shapes import AdapterShape
 from mrl.errors import ConfigError, ModelError
 
 _INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")

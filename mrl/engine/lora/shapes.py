@@ -13,11 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-MERGE = "merge it with peft (merge_and_unload, then save_pretrained) and give that folder"
-"""What to do with an adapter that is more than B A."""
-
 SCORE = PREFIX + "score.weight"
 """Where an adapter folder has the head of a value model, which trains whole (peft's `modules_to_save`)."""
 
