@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from mrl import metrics
 from mrl.config.command import OnRows
@@ -16,6 +17,7 @@ from mrl.engine import atomic_checkpoint
 from mrl.errors import CheckpointError, ConfigError, Shown, quoted, shortened
 from mrl.words import counted
 
+NOT_LOOKED_AT = "changed since, and not looked at, as there is nothing to do"
 TO_GO_ON = "raise train.steps or train.epochs to train on, or give another output_dir"
 OURS = ("config.yaml", "metrics.jsonl", "checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending")
 FILES = ("config.yaml", "metrics.jsonl")
@@ -36,8 +38,8 @@ class Saved:
     moved: Sequence[Change] = ()  # data or model that have another name than in config.yaml
 
     def __str__(self) -> str:
-        unread = "changed since, and not looked at, as there is nothing to do"
-        return "\n".join([self.message, *(f"{unread}: {change}" for change in self.moved if self.is_complete)])
+        changes = [f"{NOT_LOOKED_AT}: {change}" for change in self.moved] if self.is_complete else []
+        return "\n".join([self.message, *changes])
 
 
 def check(config: OnRows, lora_export: str | None) -> Saved | None:
@@ -105,10 +107,10 @@ def refuse_used(path: pathlib.Path) -> None:
         )
 
 
-def refuse_damaged(path: pathlib.Path, damaged: Mapping[str, str] | None = None) -> None:
+def refuse_damaged(path: pathlib.Path, damaged: Mapping[str, str] = MappingProxyType({})) -> None:
     """Checkpoints of which none is whole: a start from the beginning would overwrite them and metrics.jsonl."""
     checkpoints = path / "checkpoints"
-    if found := [*atomic_checkpoint.damage(str(checkpoints)), *(damaged or {}).values()]:
+    if found := [*atomic_checkpoint.damage(str(checkpoints)), *damaged.values()]:
         raise CheckpointError(
             f"{'; '.join(found)}; no checkpoint in {checkpoints} is whole: put one back, remove that folder to "
             "start from the beginning, or give another output_dir"
@@ -164,11 +166,11 @@ def check_same_run(path: pathlib.Path, config: OnRows, newest: str) -> list[Chan
     return [change for change in changes if change.key in moving(type(config))]
 
 
-def elsewhere(resume: str, damaged: Mapping[str, str] | None = None) -> str:
+def elsewhere(resume: str, damaged: Mapping[str, str] = MappingProxyType({})) -> str:
     """Returns the checkpoint that is in the folder `resume`, or that folder. Raises CheckpointError without one."""
-    found = atomic_checkpoint.find_checkpoint(resume, but=damaged or {})
+    found = atomic_checkpoint.find_checkpoint(resume, but=damaged)
     if found is None:
-        raise no_checkpoint(resume, [*atomic_checkpoint.damage(resume), *(damaged or {}).values()])
+        raise no_checkpoint(resume, [*atomic_checkpoint.damage(resume), *damaged.values()])
     return found
 
 
