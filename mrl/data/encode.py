@@ -63,7 +63,8 @@ PROBES = 64
 """How many probes of turn ends are remembered: rows may have template arguments of their own."""
 
 OF_THE_CALL = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
-"""Names that transformers takes for itself: a row would cut its tokens with them, or bring a template of its own."""
+"""Names that transformers takes for itself: a row would cut its tokens with them, or a request bring a template of its
+own, which would be run."""
 
 NO_TEMPLATE = (
     "the tokenizer has no chat template, which a conversation needs; name a Jinja file in data.chat_template, "
@@ -226,8 +227,10 @@ class Encoder:
 
     def fitted_and_forms(self, chat: Chat) -> tuple[Chat, list[str]]:
         """As `fitted`, with what that changed in words."""
-        if other := sorted(OF_THE_CALL & chat.template_kwargs.keys()):
-            raise BadRow(f"chat_template_kwargs.{other[0]} is no variable of a chat template; leave it out")
+        other = sorted(OF_THE_CALL & chat.template_kwargs.keys())
+        if other:
+            why = "is no variable of a chat template"
+            raise BadRow(f"chat_template_kwargs.{other[0]}", why=why, fix="leave it out")
         return with_fitting_arguments(chat, lambda messages: self.render_text(chat, messages))
 
     def _trained(self, chat: Chat) -> dict[int, float]:
