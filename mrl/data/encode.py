@@ -283,7 +283,7 @@ class Encoder:
             message = chat.messages[i]
             if not is_blank(message["content"]) or not said_beside(message):
                 continue
-            if all(token in self.special_ids or self._is_blank(token) for token in ids[start:end]):
+            if self._says_nothing(ids[start:end]):
                 raise nothing_left(f"messages[{i}]", message)
         return ids, spans | {i: self._content_span(chat, i, ids) for i in wanted if i not in spans}
 
@@ -370,7 +370,7 @@ class Encoder:
         after = whole if is_last else self.render(chat, chat.messages[: turn + 1])[0]
         same = min(common(after, whole), self._body(chat, whole))
         # Templates may end a rendering in their own way (Phi-3: EOS after the last turn): that is no part of the turn.
-        if not all(self._is_blank(t) or t in self.special_ids for t in after[same:]):
+        if not self._says_nothing(after[same:]):
             raise self._rewritten(chat, turn, "to its end", after, whole)
         end = self._end_in_place(chat, after[same:], whole, same) or self._end_of_turn(whole, start, same)
         if end is None:
@@ -414,7 +414,7 @@ class Encoder:
             stand_in = [*chat.messages[:number], {**message, "content": other}]
             start = min(start, common(after, self.render(chat, stand_in)[0]))
         end = min(common(after, whole), self._body(chat, whole))
-        if end < start or not all(self._is_blank(t) or t in self.special_ids for t in after[end:]):
+        if end < start or not self._says_nothing(after[end:]):
             raise self._rewritten(chat, number, "to its end", after, whole)
         end_of_turn = self._end_of_turn(whole, start, end)
         if end_of_turn is None:
@@ -427,6 +427,10 @@ class Encoder:
         while end > start and ids[end - 1] not in self.special_ids and self._is_blank(ids[end - 1]):
             end -= 1
         return end if end > start and ids[end - 1] in self.special_ids else None
+
+    def _says_nothing(self, ids: Sequence[int]) -> bool:
+        """Returns whether tokens are special ones and white space alone."""
+        return all(token in self.special_ids or self._is_blank(token) for token in ids)
 
     def _is_blank(self, token: int) -> bool:
         return not self.tokenizer.decode([token]).strip()
