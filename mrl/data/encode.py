@@ -465,20 +465,19 @@ class Encoder:
     def _what_works(self, chat: Chat, turn: int) -> str:
         """Returns what lets an assistant turn train whose template rewrites turns, "" where nothing does."""
         variables = variables_of(self.tokenizer.get_chat_template(None, chat.tools))
-        off = {"enable_thinking": False} if "enable_thinking" in variables else {}
-        has_later = any(message["role"] == "assistant" for message in chat.messages[turn + 1 :])
+        has_switch = "enable_thinking" in variables and "enable_thinking" not in chat.template_kwargs
+        switched = dataclasses.replace(chat, template_kwargs={**chat.template_kwargs, "enable_thinking": False})
+        off = 'chat_template_kwargs: {"enable_thinking": false}'
         a_row = "give one row for each answer, which ends with it, and set data.loss_on to last"
-        off_in_words = 'chat_template_kwargs: {"enable_thinking": false}'
-        for messages, kwargs, words in (
-            (chat.messages, off, f"give the row {off_in_words}"),
-            (chat.messages[: turn + 1] if has_later else [], {}, a_row),
-            (chat.messages[: turn + 1] if has_later else [], off, f"{a_row}, with {off_in_words}"),
-        ):
-            tried = dataclasses.replace(chat, messages=messages, template_kwargs={**kwargs, **chat.template_kwargs})
-            if not messages or (tried.messages, tried.template_kwargs) == (chat.messages, chat.template_kwargs):
-                continue
+        tries = [(switched, f"give the row {off}")] if has_switch else []
+        if any(message["role"] == "assistant" for message in chat.messages[turn + 1 :]):
+            cut = chat.messages[: turn + 1]
+            tries.append((dataclasses.replace(chat, messages=cut), a_row))
+            if has_switch:
+                tries.append((dataclasses.replace(switched, messages=cut), f"{a_row}, with {off}"))
+        for tried, words in tries:
             with contextlib.suppress(DataError):
-                self._verified_span(tried, turn, self.render(tried, messages)[0])
+                self._verified_span(tried, turn, self.render(tried, tried.messages)[0])
                 return f"put {{% generation %}} markers in data.chat_template, or {words}"
         return ""
 
