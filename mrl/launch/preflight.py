@@ -26,7 +26,7 @@ from mrl.config.checks import (
 from mrl.config.command import Config, OnRows, Part, TrainingCommand
 from mrl.config.rows import RowsConfig
 from mrl.config.schema import CheckpointConfig, ModelConfig
-from mrl.config.sources import RAW_TEXT, RenderedSource, Source
+from mrl.config.sources import RAW_TEXT, RenderedSource, Share, Source
 from mrl.config.stream_checks import streamed_keys
 from mrl.config.urls import shown_url
 from mrl.converters import adapter_folder
@@ -340,9 +340,10 @@ def _check_data(data: RowsConfig) -> None:
 
 def _check_no_split(data: RowsConfig, key: str, url: str) -> None:
     """Raises DataError where a URL is to have a split, which the run would refuse when it has asked for the files."""
-    own = {f"{at}.path": (f"{at}.split", getattr(source, "split", None)) for at, source in _sources(data)}
-    name, split = own.get(key, ("data.split", None))
-    name, split = (name, split) if split is not None else ("data.split", data.split)
+    name, split = "data.split", data.split
+    for at, source in _sources(data):
+        if key == f"{at}.path" and isinstance(source, Share) and source.split is not None:
+            name, split = f"{at}.split", source.split
     if split is not None:
         why = f"is set, and {shown_url(url)} names files, which have no splits"
         raise DataError(name, split, why, "leave it out and name the files of that split")
