@@ -19,12 +19,9 @@ from mrl.words import counted
 
 NOT_LOOKED_AT = "changed since, and not looked at, as there is nothing to do"
 TO_GO_ON = "raise train.steps or train.epochs to train on, or give another output_dir"
-OURS = ("config.yaml", "metrics.jsonl", "checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending")
 FILES = ("config.yaml", "metrics.jsonl")
-FOLDERS = (
-    "checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending", "teacher", "reference", ".tmp-hf", "logs",
-    "merged",
-)  # fmt: skip
+RESULTS = ("checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending")
+FOLDERS = (*RESULTS, "teacher", "reference", ".tmp-hf", "logs", "merged")
 REPLACED = (f"checkpoints/{atomic_checkpoint.LATEST}", f"checkpoints/{atomic_checkpoint.BEST}")
 """Files that are written anew, as a link is that leads nowhere."""
 
@@ -93,7 +90,7 @@ def last_is_logged(path: pathlib.Path, step: int) -> bool:
 
 def present(path: pathlib.Path) -> list[str]:
     """Returns names of what a run of mrl has left in `path`."""
-    return [name for name in OURS if (path / name).exists()]
+    return [name for name in (*FILES, *RESULTS) if (path / name).exists()]
 
 
 def refuse_used(path: pathlib.Path) -> None:
