@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import itertools
@@ -67,17 +66,22 @@ def notes(command: TrainingCommand[Any], config: Any) -> list[str]:
     model = next(iter(command.parts(config))).model
     if command.task is None or not os.path.isdir(model.path):
         return []
-    sets: dict[str, dict[str, Any]] = {}
-    with preflight.quiet(), contextlib.suppress(ModelError):  # a folder may have its tokenizer when the run starts
-        for part in ("train", "eval"):
-            paths = [path for key, path in preflight.paths_of(config.data) if key.startswith(f"data.{part}")]
-            is_here = bool(paths) and all(preflight.is_on_this_machine(path) for path in paths)
-            sets[part] = _sets(command, config, part)[2] if is_here else {}
-        found = notes_of_rows(sets["train"].get(""), sets["eval"])
-        for rows in (*sets["train"].values(), *sets["eval"].values()):
-            rows.read_first()
-        return found
-    return []
+    with preflight.quiet():
+        try:
+            train, evaluation = _sets_here(command, config, "train"), _sets_here(command, config, "eval")
+            found = notes_of_rows(train.get(""), evaluation)
+            for rows in (*train.values(), *evaluation.values()):
+                rows.read_first()
+        except ModelError:  # a folder may have its tokenizer when the run starts
+            return []
+    return found
+
+
+def _sets_here(command: TrainingCommand[Any], config: Any, part: Literal["train", "eval"]) -> dict[str, Any]:
+    """Returns the rows of data.train or data.eval; none where some of them are not on this machine."""
+    paths = [path for key, path in preflight.paths_of(config.data) if key.startswith(f"data.{part}")]
+    is_here = bool(paths) and all(preflight.is_on_this_machine(path) for path in paths)
+    return _sets(command, config, part)[2] if is_here else {}
 
 
 def _stand_ins(raw: Mapping[str, Any], command: TrainingCommand[Any]) -> list[str]:
