@@ -38,7 +38,7 @@ def run(
         apply_override(raw, override)
     command: TrainingCommand[Any] = command_of_yaml(raw) if of is None else record(of)
     stand_ins = _stand_ins(raw, command)
-    config = load_config(path, [*stand_ins, *overrides], command.root)
+    config = load_config(path, [*(f"{key}={value}" for key, value in stand_ins.items()), *overrides], command.root)
     others = [other.name for other in having_all(raw) if other is not command]
     hint = f" (--as {' or --as '.join(others)} for another)" if others and of is None else ""
     echo(f"read as a config of mrl {command.name}{hint}")
@@ -50,10 +50,8 @@ def run(
         raise ConfigError("--count", why=why, fix="leave it out: lengths are of the first rows, of more with --rows")
     with preflight.quiet():
         preflight.check_rows_files(config)
-        found = _read(command, config, part)
-    has_batch = not any(one.startswith("train.global_batch_size=") for one in stand_ins)
+        found = _read(command, config, part, has_batch="train.global_batch_size" not in stand_ins)
     for number, read in enumerate(found):
-        read = dataclasses.replace(read, has_batch=has_batch)
         for line in ["", *read.lines(rows=rows, count=count, by_token=by_token, coloured=coloured)][number == 0 :]:
             echo(line)
 
@@ -84,29 +82,29 @@ def _sets_here(command: TrainingCommand[Any], config: Any, part: Literal["train"
     return _sets(command, config, part)[2] if is_here else {}
 
 
-def _stand_ins(raw: Mapping[str, Any], command: TrainingCommand[Any]) -> list[str]:
-    """Returns overrides for keys that a run needs and its rows do not, where the config lacks them."""
+def _stand_ins(raw: Mapping[str, Any], command: TrainingCommand[Any]) -> dict[str, Any]:
+    """Returns values for keys that a run needs and its rows do not, where the config lacks them."""
     sizes = (value_at(raw, "rollout.samples_per_prompt"), value_at(raw, "algorithm.mini_batch_size"))
     form = str(value_at(raw, "data.format"))
     values = {
         "output_dir": ".",
         "train.global_batch_size": math.lcm(8, *(size for size in sizes if type(size) is int and size > 0)),
         "algorithm.name": "grpo",
-        "loss.name": {form: loss for loss, form in FORMAT_OF.items()}.get(form, "bradley_terry"),
+        "loss.name": {of: loss for loss, of in FORMAT_OF.items()}.get(form, "bradley_terry"),
     }
     keys = {key.path: key for key in walk(command.root, sections=True)}
     lacking = [path for path in values if path in keys and keys[path].required and value_at(raw, path) is None]
-    found = [f"{path}={values[path]}" for path in lacking]
+    found = {path: values[path] for path in lacking}
     scores = ("rewards", "reward.model.path", "rollout.environment", "algorithm.distill")
     rewarded = "rewards" in keys and value_at(raw, "algorithm.name") != "opd"
     if rewarded and not any(value_at(raw, key) for key in scores):
-        found.append("rewards={functions: [{name: length, maximum: 1}]}")
+        found["rewards"] = "{functions: [{name: length, maximum: 1}]}"
     return found
 
 
-def _read(command: TrainingCommand[Any], config: Any, part: Literal["train", "eval"]) -> list[Read]:
+def _read(command: TrainingCommand[Any], config: Any, part: Literal["train", "eval"], *, has_batch: bool) -> list[Read]:
     task, tokenizer, sets = _sets(command, config, part)
-    return [Read(command, config, task, tokenizer, rows, part, name) for name, rows in sets.items()]
+    return [Read(command, config, task, tokenizer, rows, part, name, has_batch) for name, rows in sets.items()]
 
 
 def _sets(
