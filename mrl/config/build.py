@@ -40,15 +40,14 @@ def build_section(section: type, raw: Any, path: str, root: type) -> Any:
                 f"({first.help})"
             ),
         )
-    mistakes = Mistakes()
-    for name in raw:
-        if name not in keys:
-            mistakes.found += _unknown(name, raw[name], section, path, root)
     values: dict[str, Any] = {}
-    for name, key in keys.items():
-        with mistakes.noted():
-            values[name] = _value(key, name, raw, root)
-    mistakes.raise_all()
+    with Mistakes() as mistakes:
+        for name in raw:
+            if name not in keys:
+                mistakes.found += _unknown(name, raw[name], section, path, root)
+        for name, key in keys.items():
+            with mistakes.noted():
+                values[name] = _value(key, name, raw, root)
     return section(**{name: value for name, value in values.items() if value is not _DEFAULT})
 
 
