@@ -170,10 +170,17 @@ class ConfigError(UserError):
 
 
 class Mistakes:
-    """Collects the mistakes of one parse, which `raise_all` raises as one error."""
+    """A context that collects the mistakes of one parse, and raises them as one error at its end."""
 
     def __init__(self) -> None:
         self.found: list[ConfigError] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self.found:
+            raise self._joined()
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -184,10 +191,8 @@ class Mistakes:
             others, error.others = error.others, ()
             self.found += [error, *others]
 
-    def raise_all(self) -> None:
-        """Raises the first mistake, with the lines of the next ones in its text, up to `MOST_MISTAKES`."""
-        if not self.found:
-            return
+    def _joined(self) -> ConfigError:
+        """Returns the first mistake, with the lines of the next ones in its text, up to `MOST_MISTAKES`."""
         self.found.sort(key=lambda one: one.why.startswith("is missing"))  # a name with a typo may be what is missing
         first, *others = self.found
         first.others = tuple(others)
@@ -198,7 +203,7 @@ class Mistakes:
                 f"{left} more mistakes; correct these first (of verl, NeMo-RL, TRL: mrl config translate FILE)"
             )
         first.args = ("\n".join(lines),)
-        raise first
+        return first
 
 
 def unwritable(output_dir: str, at: object, error: OSError) -> ConfigError:

@@ -99,11 +99,8 @@ def rewind(path: pathlib.Path, step: int) -> None:
     path, kept = path.resolve(), []
     with open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            try:
-                of_step = int(json.loads(line)["step"])
-            except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
-                continue
-            if line.endswith("\n") and of_step <= step:
+            row = _row(line)
+            if row is not None and line.endswith("\n") and row["step"] <= step:
                 kept.append(line)
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8") as out:
@@ -121,9 +118,17 @@ def read(path: pathlib.Path) -> list[dict[str, float]]:
 def last_line(path: pathlib.Path) -> dict[str, float] | None:
     """Returns the line of the newest step of a metrics.jsonl; None where it is empty, torn or not there."""
     try:
-        line = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
-        return {**line, "step": int(line["step"])}
-    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
+        return _row(path.read_text(encoding="utf-8").splitlines()[-1])
+    except (OSError, ValueError, LookupError):
+        return None
+
+
+def _row(line: str) -> dict[str, float] | None:
+    """Returns the row of a line; None where it is no step."""
+    try:
+        row = json.loads(line)
+        return {**row, "step": int(row["step"])}
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return None
 
 

@@ -86,12 +86,10 @@ def test_fields_come_through_to_other_processes(error):
 
 
 def test_all_mistakes_come_through_to_other_processes():
-    mistakes = Mistakes()
-    for key in ("a", "b", "c"):
-        with mistakes.noted():
-            raise ConfigError(key, 1, "is wrong", "give 2")
-    with pytest.raises(ConfigError) as raised:
-        mistakes.raise_all()
+    with pytest.raises(ConfigError) as raised, Mistakes() as mistakes:
+        for key in ("a", "b", "c"):
+            with mistakes.noted():
+                raise ConfigError(key, 1, "is wrong", "give 2")
     there = pickle.loads(pickle.dumps(raised.value))
     assert str(there).splitlines() == str(raised.value).splitlines() and len(str(there).splitlines()) == 3
     assert [one.key for one in there.others] == ["b", "c"]

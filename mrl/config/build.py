@@ -17,7 +17,7 @@ from typing import Any, Literal
 from mrl.config.aliases import ALIASES, NOWHERE, VALUES
 from mrl.config.keys import Key, expected, kind, listed, nearest, section_keys
 from mrl.config.translate import advice as advice_on
-from mrl.config.translate import known_keys, leaves
+from mrl.config.translate import in_root, known_keys, leaves
 from mrl.errors import ConfigError, Mistakes, shortened, show
 
 _DEFAULT = object()
@@ -40,15 +40,14 @@ def build_section(section: type, raw: Any, path: str, root: type) -> Any:
                 f"({first.help})"
             ),
         )
-    mistakes = Mistakes()
-    for name in raw:
-        if name not in keys:
-            mistakes.found += _unknown(name, raw[name], section, path, root)
     values: dict[str, Any] = {}
-    for name, key in keys.items():
-        with mistakes.noted():
-            values[name] = _value(key, name, raw, root)
-    mistakes.raise_all()
+    with Mistakes() as mistakes:
+        for name in raw:
+            if name not in keys:
+                mistakes.found += _unknown(name, raw[name], section, path, root)
+        for name, key in keys.items():
+            with mistakes.noted():
+                values[name] = _value(key, name, raw, root)
     return section(**{name: value for name, value in values.items() if value is not _DEFAULT})
 
 
@@ -76,9 +75,12 @@ def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> lis
     below = list(leaves(value, dotted)) if isinstance(value, Mapping) and value else [(dotted, value)]
     advices = [_known_elsewhere(key, root) for key, _ in below]
     if any(advices):
-        section_keys_ = [nearest(key.rpartition(".")[2], section, root, path) for key, _ in below]
-        told = [a or (f"did you mean {n}?" if n else _LEAVE) for a, n in zip(advices, section_keys_, strict=True)]
-        return [ConfigError(shortened(key), one, why, advice) for (key, one), advice in zip(below, told, strict=True)]
+        found = []
+        for (key, one), advice in zip(below, advices, strict=True):
+            guess = nearest(key.rpartition(".")[2], section, root, path)
+            fix = advice or (f"did you mean {guess}?" if guess else _LEAVE)
+            found.append(ConfigError(shortened(key), one, why, fix))
+        return found
     guess = nearest(name, section, root, path)
     if isinstance(value, Mapping) and len(value) == 1:  # `trian.steps=10`: the section is what is not known
         (inner, value), *_ = value.items()
@@ -96,11 +98,8 @@ def _known_elsewhere(dotted: str, root: type) -> str | None:
     nowhere = next((what for key, what in NOWHERE.items() if f"{dotted}.".startswith(f"{key}.")), None)
     if nowhere is not None:
         return nowhere
-    known, wanted = known_keys(root), ALIASES.get(dotted, ())
-    of_actor = tuple(key if key in known else f"actor.{key}" for key in wanted)
-    if wanted and known.issuperset(of_actor):
-        return f"did you mean {' and '.join(of_actor)}?"
-    return advice_on(dotted, root)
+    ours = in_root(ALIASES.get(dotted, ()), root)
+    return advice_on(dotted, root) if ours is None else f"did you mean {' and '.join(ours)}?"
 
 
 def _coerce(annotation: Any, value: Any, key: Key) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import mrl
 from mrl.config.checks import micro_batch_tokens
-from mrl.config.keys import types_of, walk
+from mrl.config.keys import types_of, value_at, walk
 from mrl.config.phases import Phase, Phases
 from mrl.config.rates import notes
 from mrl.config.rows import RowsConfig
@@ -210,15 +210,18 @@ class TrainingCommand(abc.ABC, Generic[C]):
     def phases(self, config: C) -> Phases:
         """Returns what a step consists of, for `mrl plan`: by default an update of every part that trains."""
         size = _rows(self, config).train.global_batch_size
-        built = self.needed(config)
-        trained = [part for part in self.parts(config) if part.optimizer is not None and part.role in built]
+        trained = self._trained(config)
         return Phases(tuple(Phase(f"update of the {p.role or 'model'}", p.role, "train", size) for p in trained))
 
     def rate_notes(self, config: C) -> list[str]:
         """Returns a line for each learning rate that is the default of this command."""
+        trained = self._trained(config)
+        return notes(self.name, {p.role: (p.optimizer.lr, p.model.lora is not None) for p in trained if p.optimizer})
+
+    def _trained(self, config: C) -> list[Part]:
+        """Returns the parts of a run that train."""
         built = self.needed(config)
-        parts = [part for part in self.parts(config) if part.optimizer is not None and part.role in built]
-        return notes(self.name, {p.role: (p.optimizer.lr, p.model.lora is not None) for p in parts if p.optimizer})
+        return [part for part in self.parts(config) if part.optimizer is not None and part.role in built]
 
     def server(self, config: C) -> Server | None:
         """Returns the inference server that a run samples from, as many as there are; None where it needs none."""
@@ -326,15 +329,19 @@ def command_of_data(data: Mapping[str, Any]) -> TrainingCommand:
 
 def command_of_yaml(raw: Mapping[str, Any]) -> TrainingCommand:
     """Returns the command that a user's YAML is of: the one that has all its sections, else one that recognises it."""
-    known = all_training()
-    has_all = [command for command in known if raw.keys() <= types_of(command.root).keys()]  # type: ignore[arg-type]
-    data = raw.get("data")
-    if isinstance(data, Mapping) and "format" in data and "loss" not in raw:
-        has_all = [command for command in has_all if data["format"] in _formats(command.root)][:1] or has_all
+    has_all = having_all(raw)
+    form = value_at(raw, "data.format")
+    if form is not None and "loss" not in raw:
+        has_all = [command for command in has_all if form in _formats(command.root)][:1] or has_all
     if len(has_all) == 1:
         return has_all[0]
-    recognised = (command for command in has_all or known if command.recognise(raw) is not None)
+    recognised = (command for command in has_all or all_training() if command.recognise(raw) is not None)
     return next(recognised, None) or command_of_data(raw)
+
+
+def having_all(raw: Mapping[str, Any]) -> list[TrainingCommand]:
+    """Returns the commands that have all sections of a user's YAML."""
+    return [command for command in all_training() if raw.keys() <= types_of(command.root).keys()]  # type: ignore[arg-type]
 
 
 def _formats(root: type) -> Sequence[Any]:
@@ -344,8 +351,7 @@ def _formats(root: type) -> Sequence[Any]:
 
 def loss_name(raw: Mapping[str, Any]) -> Any:
     """Returns the value of `loss.name` in a user's YAML; None where it has none."""
-    loss = raw.get("loss")
-    return loss.get("name") if isinstance(loss, Mapping) else None
+    return value_at(raw, "loss.name")
 
 
 def check_recognised(raw: Mapping[str, Any], in_file: Mapping[str, Any], path: Any, root: type) -> None:

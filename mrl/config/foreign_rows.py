@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -36,21 +36,47 @@ def row(theirs: str, ours: str = "", note: str = "", **more: Any) -> Row:
     return Row(theirs, tuple(ours.split()), note, **more)
 
 
+def each(rows: Iterable[Row], **more: Any) -> list[Row]:
+    """Returns rows that have something more in common, as their `of` or `when`."""
+    return [dataclasses.replace(one, **more) for one in rows]
+
+
+def same(values: str) -> dict[str, str]:
+    """Returns the `values` of a row whose names both have."""
+    return {value: value for value in values.split()}
+
+
 def none(prefix: str, names: str, note: str = "") -> list[Row]:
     """Returns rows of keys that nothing here stands for."""
     return [Row(f"{prefix}{name}", note=note) for name in names.split()]
 
 
 PROMPTS = "counts prompts there; ours counts sequences: times the samples of a prompt"
+ROLLOUTS = "counts rollouts there; ours counts optimizer steps"
 ROW = "counts rows in both"
-DEVICE = "counts on each device there"
+SHARE = "a share of the run there; ours counts steps"
+MICRO = "sequences of a micro-batch on each device"
+TOKENS = "tokens of a micro-batch on each device"
+ONE_SIZE = "one size for both here"
+JINJA = "a Jinja file here"
+KWARGS = "a row's chat_template_kwargs here"
+FUNCTION = "{function: path.py:name} here"
+
+BY_HAND = {"*": KeyError}
+NEEDLESS = {"*": None}
 FREQ = {-1: None, "*": ...}
 OFF = {0: None, -1: None, "*": ...}
-MICRO = "sequences of a micro-batch on each device"
+RECOMPUTE = {True: "full", False: "none"}
+DTYPE = same("float32 bfloat16") | {"fp32": "float32", "bf16": "bfloat16"}
+
 PPO, SFT, NOT_PPO = ("ppo",), ("sft",), ("sft", "dpo", "rm")
-DTYPE = {"fp32": "float32", "bf16": "bfloat16", "float32": "float32", "bfloat16": "bfloat16"}
 PARALLEL = (
     ("tensor_model_parallel_size", "tp"), ("pipeline_model_parallel_size", "pp"), ("context_parallel_size", "cp"),
     ("expert_model_parallel_size", "ep"), ("expert_tensor_parallel_size", "etp"),
     ("virtual_pipeline_model_parallel_size", "vpp"), ("sequence_parallel", "sp"),
 )  # fmt: skip
+
+
+def offload(*what: str) -> dict[bool, Any]:
+    """Returns the `values` of a switch that ours has in the list engine.offload."""
+    return {False: None, True: list(what)}

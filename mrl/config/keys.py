@@ -117,6 +117,13 @@ def walk(section: type, path: str = "", *, sections: bool = False) -> Iterator[K
             yield from walk(key.section, key.path, sections=sections)
 
 
+def value_at(raw: Any, dotted: str) -> Any:
+    """Returns what plain data, as YAML gives it, holds at a dotted key; None where it holds nothing there."""
+    for name in dotted.split("."):
+        raw = raw.get(name) if isinstance(raw, Mapping) else None
+    return raw
+
+
 def changed(section: Any, path: str) -> Iterator[tuple[Key, Any]]:
     """Yields keys below `section`, an object written at `path`, that do not hold their default, with what they hold.
 

@@ -31,11 +31,10 @@ def load_config(path: str | pathlib.Path, overrides: Sequence[str] = (), root: t
     checked."""
     raw = read_yaml(path)
     in_file = copy.deepcopy(raw)
-    mistakes = Mistakes()
-    for override in overrides:
-        with mistakes.noted():
-            apply_override(raw, override)
-    mistakes.raise_all()
+    with Mistakes() as mistakes:
+        for override in overrides:
+            with mistakes.noted():
+                apply_override(raw, override)
     check_recognised(raw, in_file, path, root)
     return from_dict(raw, root)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mrl.config.keys import value_at
 from mrl.errors import ConfigError
 
 # Adapters take ten times the rate of all weights: Schulman 2025, "LoRA Without Regret" (Thinking Machines Lab).
@@ -29,41 +31,40 @@ RATES: Mapping[tuple[str, str, bool], tuple[float, str]] = {
 """(command, role, whether adapters train) -> the peak learning rate, and where it is from."""
 
 
-def _section(raw: Any, *names: str) -> Any:
-    for name in names:
-        raw = raw.get(name) if isinstance(raw, Mapping) else None
-    return raw
-
-
 def with_rates(raw: Mapping[str, Any], command: str) -> dict[str, Any]:
     """Returns the config as plain data with a rate for each optimizer that has none: that of the run which it resumes,
     else the table's."""
     made = dict(raw)
     for role in (role for of, role, adapters in RATES if of == command and not adapters):
-        at = [role] if role else []
-        if _section(raw, *at, "optimizer", "lr") is not None or not _may_hold(raw, *at, "optimizer"):
+        sections = [role, "optimizer"] if role else ["optimizer"]
+        if value_at(raw, _key(role)) is not None or not _may_hold(raw, sections):
             continue
         is_used = role != "critic" or "critic" in raw  # that of an algorithm without one is another run's
-        saved = _section(_saved(raw), *at, "optimizer", "lr") if is_used else None
-        own = RATES[command, role, _section(raw, *at, "model", "lora") is not None][0]
+        saved = value_at(_saved(raw), _key(role)) if is_used else None
+        own, _ = RATES[command, role, value_at(raw, _key(role, "model.lora")) is not None]
         node = made
-        for name in (*at, "optimizer"):
+        for name in sections:
             node[name] = dict(node.get(name) or {})
             node = node[name]
         node["lr"] = own if saved is None else saved
     return made
 
 
-def _may_hold(raw: Any, *names: str) -> bool:
+def _key(role: str, name: str = "optimizer.lr") -> str:
+    return f"{role}.{name}" if role else name
+
+
+def _may_hold(raw: Any, sections: Sequence[str]) -> bool:
     """Returns whether each section is a mapping or absent: what is anything else has a message of its own."""
-    return all(isinstance(_section(raw, *names[:depth]), Mapping | None) for depth in range(1, len(names) + 1))
+    paths = itertools.accumulate(sections, "{}.{}".format)
+    return all(isinstance(value_at(raw, path), Mapping | None) for path in paths)
 
 
 def _saved(raw: Mapping[str, Any]) -> Any:
     """Returns the config of the run that is resumed, as it was written; None where there is none to read."""
     from mrl.config.yaml_text import parse  # PyYAML, which a help does not need
 
-    resume, output_dir = _section(raw, "checkpoint", "resume"), raw.get("output_dir")
+    resume, output_dir = value_at(raw, "checkpoint.resume"), raw.get("output_dir")
     folders = [output_dir] if isinstance(output_dir, str) and output_dir else []
     if isinstance(resume, str) and resume not in ("auto", "never"):
         folders += [resume, os.path.dirname(resume), os.path.dirname(os.path.dirname(resume))]
@@ -82,9 +83,8 @@ def notes(command: str, rates: Mapping[str, tuple[float, bool]]) -> list[str]:
     for role, (lr, adapters) in rates.items():
         own, source = RATES.get((command, role, adapters), (None, ""))
         if lr == own:
-            key = f"{role}.optimizer.lr" if role else "optimizer.lr"
             what = " with adapters" if adapters else ""
-            found.append(f"{key} {lr:g} is the default of mrl {command}{what} ({source})")
+            found.append(f"{_key(role)} {lr:g} is the default of mrl {command}{what} ({source})")
     return found
 
 
@@ -94,6 +94,6 @@ def table() -> str:
     for (command, role, adapters), (rate, source) in RATES.items():
         if not adapters:
             of_adapters, of = RATES[command, role, True]
-            key = f"{role}.optimizer.lr" if role else "optimizer.lr"
-            lines.append(f"| `mrl {command}` | `{key}` | {rate:g} | {of_adapters:g} | {source}; adapters: {of} |")
+            where = f"{source}; adapters: {of}"
+            lines.append(f"| `mrl {command}` | `{_key(role)}` | {rate:g} | {of_adapters:g} | {where} |")
     return "\n".join(lines)

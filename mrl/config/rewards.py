@@ -176,18 +176,18 @@ def parse_rewards(raw: Any, path: str = "rewards") -> RewardsConfig:
     """Returns the section written at `path`, from plain data as YAML gives it. Raises ConfigError."""
     if not isinstance(raw, Mapping):
         raise ConfigError(path, raw, f"is {kind(raw)}", "give a mapping, as {functions: [{name: gsm8k}]}")
-    entries, mistakes, functions = raw.get("functions"), Mistakes(), []
+    entries, functions = raw.get("functions"), []
     rest = {name: value for name, value in raw.items() if name != "functions"}
-    with mistakes.noted():
-        pool = build_section(RewardPoolConfig, rest, path, RewardPoolConfig)
-    with mistakes.noted():
-        if not isinstance(entries, list) or not entries:
-            why = f"value is {'missing' if 'functions' not in raw else show(entries)}"
-            raise ConfigError(f"{path}.functions", why=why, fix="give a list of rewards, as [{name: gsm8k}]")
-    for i, entry in enumerate(entries if isinstance(entries, list) else ()):
+    with Mistakes() as mistakes:
         with mistakes.noted():
-            functions.append(_parse_reward(entry, f"{path}.functions[{i}]"))
-    mistakes.raise_all()
+            pool = build_section(RewardPoolConfig, rest, path, RewardPoolConfig)
+        with mistakes.noted():
+            if not isinstance(entries, list) or not entries:
+                why = f"value is {'missing' if 'functions' not in raw else show(entries)}"
+                raise ConfigError(f"{path}.functions", why=why, fix="give a list of rewards, as [{name: gsm8k}]")
+        for i, entry in enumerate(entries if isinstance(entries, list) else ()):
+            with mistakes.noted():
+                functions.append(_parse_reward(entry, f"{path}.functions[{i}]"))
     config = RewardsConfig(functions=tuple(functions), **dataclasses.asdict(pool))
     _check(config, path)
     return config
@@ -214,16 +214,16 @@ def _parse_reward(raw: Any, path: str) -> Reward:
 
 def _build(section: type, raw: Mapping[str, Any], path: str) -> Any:
     """As `build_section`, where the options that are known are this reward's own."""
-    known, mistakes = [k.path for k in section_keys(section)], Mistakes()
-    for name, value in raw.items():
-        if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            advice = f"did you mean {close[0]}?" if close else f"its options are {', '.join(known)}"
-            why = f"is given to an option that {raw.get('name', 'a function')} lacks"
-            mistakes.found.append(ConfigError(f"{path}.{name}", value, why, advice))
-    with mistakes.noted():
-        made = build_section(section, {name: raw[name] for name in raw if name in known}, path, section)
-    mistakes.raise_all()
+    known = [k.path for k in section_keys(section)]
+    with Mistakes() as mistakes:
+        for name, value in raw.items():
+            if name not in known:
+                close = difflib.get_close_matches(str(name), known, n=1)
+                advice = f"did you mean {close[0]}?" if close else f"its options are {', '.join(known)}"
+                why = f"is given to an option that {raw.get('name', 'a function')} lacks"
+                mistakes.found.append(ConfigError(f"{path}.{name}", value, why, advice))
+        with mistakes.noted():
+            made = build_section(section, {name: raw[name] for name in raw if name in known}, path, section)
     return made
 
 

@@ -404,13 +404,13 @@ def other_teachers(raw: Any, path: str) -> dict[str, OneTeacherConfig]:
     if not isinstance(raw, Mapping):
         fix = "give names with a model each, as in {math: {model: {path: DIR}}}"
         raise ConfigError(path, raw, f"is {kind(raw)}", fix)
-    mistakes, made = Mistakes(), {}
-    for name, of in raw.items():
-        with mistakes.noted():
-            if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
-                raise ConfigError(path, name, "is no name of a teacher", "give letters, digits, _ and - alone")
-            made[name] = build_section(OneTeacherConfig, of, f"{path}.{name}", OneTeacherConfig)
-    mistakes.raise_all()
+    made = {}
+    with Mistakes() as mistakes:
+        for name, of in raw.items():
+            with mistakes.noted():
+                if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
+                    raise ConfigError(path, name, "is no name of a teacher", "give letters, digits, _ and - alone")
+                made[name] = build_section(OneTeacherConfig, of, f"{path}.{name}", OneTeacherConfig)
     return made
 
 

@@ -193,11 +193,11 @@ def train_of(of: type[S]) -> Callable[[Any, str], str | tuple[S, ...]]:
             raise ConfigError(path, raw, f"is {kind(raw)}{quote}", fix)
         if not raw:
             raise ConfigError(path, [], "names no source", "give a path, or a list of sources")
-        mistakes, sources = Mistakes(), []
-        for i, entry in enumerate(raw):
-            with mistakes.noted():
-                sources.append(_source(of, entry, f"{path}[{i}]"))
-        mistakes.raise_all()
+        sources = []
+        with Mistakes() as mistakes:
+            for i, entry in enumerate(raw):
+                with mistakes.noted():
+                    sources.append(_source(of, entry, f"{path}[{i}]"))
         _check_shares(tuple(sources), path)
         return tuple(sources)
 
@@ -215,12 +215,12 @@ def eval_of(of: type[E]) -> Callable[[Any, str], str | dict[str, E] | None]:
             what = "names no source" if isinstance(raw, Mapping) else f"is {kind(raw)}{quote}"
             fix = "give text, a mapping of names to sources, as in {math: math.jsonl}, or null"
             raise ConfigError(path, raw, what, fix)
-        mistakes, sources = Mistakes(), {}
-        for name, entry in raw.items():
-            with mistakes.noted():
-                _check_name(name, path)
-                sources[name] = _source(of, entry, f"{path}.{name}")
-        mistakes.raise_all()
+        sources = {}
+        with Mistakes() as mistakes:
+            for name, entry in raw.items():
+                with mistakes.noted():
+                    _check_name(name, path)
+                    sources[name] = _source(of, entry, f"{path}.{name}")
         return sources
 
     return parse

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from mrl.config.foreign import TRAINERS
 from mrl.config.foreign_rows import Row, Trainer
 from mrl.config.foreign_trl import TRL
 from mrl.config.foreign_verl import VERL
-from mrl.config.keys import walk
+from mrl.config.keys import value_at, walk
 from mrl.errors import show
 
+DEEPEST = 16
+"""Sections inside one another that `leaves` looks into."""
 _MOST = 8  # `${...}` in others
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*(\.*)([\w.]+)(?:,\s*([^{}]*))?\}")
 
@@ -26,16 +28,13 @@ _TRL_SIGNS = (
 """Keys that only one kind of TRL's trainers has."""
 
 
-DEEPEST = 16
-
-
 @functools.cache
 def known_keys(root: type) -> frozenset[str]:
     return frozenset(key.path for key in walk(root, sections=True))
 
 
 def leaves(raw: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted keys below `path` that hold a value, with it. No config of a trainer is deeper than DEEPEST."""
+    """Yields the dotted keys below `path` that hold a value, with it."""
     for name, value in raw.items():
         dotted = f"{path}.{name}" if path else str(name)
         if isinstance(value, Mapping) and value and dotted.count(".") < DEEPEST:
@@ -53,35 +52,39 @@ def advice(dotted: str, root: type) -> str | None:
     name = dotted.rpartition(".")[2]
     if not found and name not in {key.rpartition(".")[2] for key in known}:
         found = [(TRL, row) for row in TRL.rows if row.theirs == name]  # its keys have no sections to be in
+    commands = {"ppo"} if "algorithm.name" in known else {"sft", "dpo", "rm"}
     for _, row in found:
-        if (ours := _resolved(row, root)) is not None:
+        ours = _resolved(row, root, commands)
+        if ours is not None:
             return f"did you mean {' and '.join(ours)}?" + (f" ({row.note})" if row.note else "")
-    for trainer, row in found:
+    if found:
+        trainer, row = found[0]
         if row.ours:
             return f"it is {trainer.name}'s for {' and '.join(row.ours)}, which this command lacks"
-        return (
-            f"leave it out: {row.note}"
-            if row.note
-            else f"leave it out: it is {trainer.name}'s, and nothing here stands for it"
-        )
+        return f"leave it out: {row.note or _nowhere(trainer)}"
     section = dotted.partition(".")[0]
     owner = next((one for one in TRAINERS if section in one.sections or dotted.startswith(one.begins)), None)
-    return None if owner is None else f"leave it out: it is {owner.name}'s, and nothing here stands for it"
+    return None if owner is None else f"leave it out: {_nowhere(owner)}"
 
 
-def _resolved(row: Row, root: type) -> tuple[str, ...] | None:
-    """Returns a row's keys as `root` has them; None where it lacks one, or the row is of other commands."""
+def _nowhere(trainer: Trainer) -> str:
+    return f"it is {trainer.name}'s, and nothing here stands for it"
+
+
+def in_root(keys: Sequence[str], root: type) -> tuple[str, ...] | None:
+    """Returns keys as `root` has them, those of a role in `actor`; None where it lacks one, or there are none."""
     known = known_keys(root)
-    of = {"ppo"} if "algorithm.name" in known else {"sft", "dpo", "rm"}
-    ours = tuple(key if key in known else f"actor.{key}" for key in row.ours)
-    fits = not row.of or of & set(row.of)
-    return ours if ours and fits and known.issuperset(ours) else None
+    ours = tuple(key if key in known else f"actor.{key}" for key in keys)
+    return ours if ours and known.issuperset(ours) else None
+
+
+def _resolved(row: Row, root: type, commands: Set[str]) -> tuple[str, ...] | None:
+    """As `in_root`, of a row; None where it is of none of these commands."""
+    return None if row.of and commands.isdisjoint(row.of) else in_root(row.ours, root)
 
 
 @dataclasses.dataclass
 class Translation:
-    trainer: Trainer
-    command: str
     ours: dict[str, Any]
     rest: list[str]  # lines on what was not translated
 
@@ -105,21 +108,23 @@ def command_for(raw: Mapping[Any, Any], trainer: Trainer) -> str:
 def translate(raw: Mapping[Any, Any], trainer: Trainer, command: str, root: type) -> Translation:
     """Returns what can be told of another trainer's config in the keys of `root`, the config of `command`."""
     given = {key: _interpolated(value, key, raw) for key, value in leaves(raw)}
-    made = Translation(trainer, command, _beside(raw, trainer, command), [])
+    made = Translation(_beside(raw, trainer, command), [])
     used = {key for key, value in given.items() if value is None or key.endswith("_target_")}
     has_critic = given.get("algorithm.adv_estimator", "gae") == "gae"
     for row in trainer.rows:
-        if (ours := _resolved(row, root)) is None or (row.of and command not in row.of):
+        ours = _resolved(row, root, {command})
+        if ours is None:
             continue
-        is_read = _holds(row.when, given) and (has_critic or not row.theirs.startswith("critic."))
         value = given.get(row.theirs)
-        if value is None and (row.default is None or not is_read or _is_told(made.ours, ours)):
-            continue
-        used.add(row.theirs)
-        if not is_read:
+        if value is not None:
+            used.add(row.theirs)
+        elif all(value_at(made.ours, key) is None for key in ours):
+            value = row.default
+        is_read = _holds(row.when, given) and (has_critic or not row.theirs.startswith("critic."))
+        if value is None or not is_read:
             continue
         try:
-            value = _value(row, row.default if value is None else value, given, trainer)
+            value = _value(row, value, given, trainer)
         except KeyError:
             note = f" ({row.note})" if row.note else ""
             made.rest.append(f"{row.theirs}: {show(given.get(row.theirs))}: give {' and '.join(ours)}{note}")
@@ -145,9 +150,11 @@ def _beside(raw: Mapping[Any, Any], trainer: Trainer, command: str) -> dict[str,
 
 def _holds(when: str, given: Mapping[str, Any]) -> bool:
     """Returns whether a row's condition holds; of a number, whether it is above 0."""
-    value = given.get(when.removeprefix("not "), False)
+    if not when:
+        return True
+    value = given.get(when.removeprefix("not "))
     is_true = value > 0 if isinstance(value, int | float) else value not in (None, "null", "")
-    return not when or is_true != when.startswith("not ")
+    return not is_true if when.startswith("not ") else is_true
 
 
 def _value(row: Row, value: Any, given: Mapping[str, Any], trainer: Trainer) -> Any:
@@ -179,21 +186,15 @@ def _interpolated(value: Any, key: str, raw: Mapping[Any, Any], depth: int = 0) 
     def looked_up(found: re.Match[str]) -> Any:
         dots, name, default = found.groups()
         section = key.split(".")[: -len(dots)] if dots else []
-        node: Any = raw
-        for part in [*section, *name.split(".")]:
-            node = node.get(part) if isinstance(node, Mapping) else None
-        if node is None and default is not None:
+        path = ".".join([*section, name])
+        there = value_at(raw, path)
+        if there is None and default is not None:
             return yaml_text.parse(default, key)
-        return found[0] if node is None else _interpolated(node, ".".join([*section, *name.split(".")]), raw, depth + 1)
+        return found[0] if there is None else _interpolated(there, path, raw, depth + 1)
 
     text = " ".join(value.split())
     whole = _REFERENCE.fullmatch(text)
     return looked_up(whole) if whole is not None else _REFERENCE.sub(lambda found: str(looked_up(found)), value)
-
-
-def _is_told(ours: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
-    told = dict(leaves(ours))
-    return any(key in told for key in keys)
 
 
 def _put(ours: dict[str, Any], dotted: str, value: Any) -> None:

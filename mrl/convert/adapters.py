@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from mrl.config.schema import LoraConfig
 from mrl.converters.accounting import SCORE
+from mrl.converters.adapter_folder import CONFIG, MERGE
 from mrl.converters.mcore_weights import FOLDER
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import buffer_names, expected_hf_names
@@ -29,8 +29,8 @@ from mrl.converters.table import Family, HFConfig
 from mrl.engine.fsdp.names import FileTensor, file_tensors
 from mrl.engine.lora import identity
 from mrl.engine.lora.folder import adapters, read_adapter
-from mrl.engine.lora.shapes import CONFIG, MERGE, WEIGHTS, AdapterShape, adapter_shapes, read_about
 from mrl.engine.lora.shapes import SCORE as SCORE_IN_FILE
+from mrl.engine.lora.shapes import AdapterShape, adapter_shapes
 from mrl.engine.stored_weights import stored_weights
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError, ModelError
@@ -223,25 +223,3 @@ def merged_folder(folder: Path, base: str, family: Family, hf_config: HFConfig, 
         )
     adapter = {name: tensor.float() for name, tensor in adapter.items()}
     return MergedReader(base, family, hf_config, head=head, dtype=dtype, shapes=shapes, adapter=adapter)
-
-
-def is_adapter(folder: Path) -> bool:
-    """Returns whether `folder` is one that peft loads."""
-    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
-
-
-def merged_place(adapter: Path, root: Path) -> Path:
-    """Returns the folder below `root` of the model that an adapter folder makes of its base."""
-    found = hashlib.sha256()
-    for name in (CONFIG, WEIGHTS):
-        found.update((adapter / name).read_bytes())
-    return root / found.hexdigest()[:12]
-
-
-def base_of(folder: Path) -> str:
-    """Returns the folder or hub id that an adapter folder names as its base."""
-    base = read_about(folder).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        why = "names no base_model_name_or_path"
-        raise ModelError(Path(folder) / CONFIG, why=why, fix="give the base with --model")
-    return base

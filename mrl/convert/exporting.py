@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import mrl
-from mrl.convert.adapters import MergedReader, is_adapter, merged_place
+from mrl.convert.adapters import MergedReader
 from mrl.convert.opening import open_adapter
 from mrl.convert.sources import HFFiles, Source, added_companions, open_checkpoint
 from mrl.convert.workspace import FileSummary, Workspace, check_free, no_progress
 from mrl.converters.accounting import account
+from mrl.converters.adapter_folder import WEIGHTS, is_adapter, merged_place
 from mrl.converters.companions import copy_companions
 from mrl.converters.mcore_weights import blocks_of_rows
 from mrl.converters.mtp import COUNT
@@ -39,7 +40,6 @@ from mrl.converters.safetensors_io import (
 )
 from mrl.converters.tokenizer_files import add_end_tokens, write_chat_template
 from mrl.engine.lora.folder import name_base, read_adapter, write_adapter
-from mrl.engine.lora.shapes import WEIGHTS
 from mrl.engine.torch_dist.data_files import ItemFile, as_bytes
 from mrl.errors import CheckpointError
 

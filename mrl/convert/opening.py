@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mrl.convert.adapters import base_of, is_adapter, merged_folder
+from mrl.convert.adapters import merged_folder
 from mrl.convert.sources import Source, local_folder, open_checkpoint, open_hf
+from mrl.converters.adapter_folder import MERGE, base_of, is_adapter
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.mcore_weights import MARKER
 from mrl.converters.safetensors_io import main_dtype, some
-from mrl.engine.lora.shapes import MERGE
 from mrl.errors import ModelError, quoted
 
 

@@ -23,8 +23,9 @@ from mrl.config.command import command_of_data
 from mrl.config.load import from_dict, read_yaml
 from mrl.config.schema import ModelConfig
 from mrl.config.sources import RAW_TEXT
-from mrl.convert.adapters import SavedAdapters, is_adapter, merged, merged_place, saved_adapters
+from mrl.convert.adapters import SavedAdapters, merged, saved_adapters
 from mrl.converters.accounting import LM_HEAD, SCORE, check_model, copies_of
+from mrl.converters.adapter_folder import is_adapter, merged_place
 from mrl.converters.companions import check_companions, companion_files
 from mrl.converters.families import FAMILIES, family_for
 from mrl.converters.fused import unstacked
@@ -447,11 +448,8 @@ def _model_of(
         elif os.path.isfile(run.data.chat_template):
             template = Path(run.data.chat_template).read_text(encoding="utf-8")
         else:
-            raise CheckpointError(
-                file,
-                why=f"data.chat_template {run.data.chat_template!r} is not there",
-                fix="run this from where the run was started",
-            )
+            why = f"data.chat_template {run.data.chat_template!r} is not there"
+            raise CheckpointError(file, why=why, fix="run this from where the run was started")
         adapter = Path(config.path).expanduser()
         if is_adapter(adapter):  # the run began with what it made of it
             config = dataclasses.replace(config, path=str(merged_place(adapter, file.parent / "merged")))

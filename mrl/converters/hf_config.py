@@ -44,10 +44,7 @@ def read_hf_config(path: str | Path, *, quick: bool = False) -> dict[str, Any]:
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ModelError(file, why="no such file", fix="a Hugging Face model folder has a config.json")
-    raw = read_json(file)
-    if not isinstance(raw, dict):
-        raise ModelError(file, why=f"holds a JSON {type(raw).__name__}, not an object", fix="get the file again")
-    return normalize(raw, where=str(file), quick=quick)
+    return normalize(read_json(file), where=str(file), quick=quick)
 
 
 def normalize(raw: Mapping[str, Any], where: str = "config.json", *, quick: bool = False) -> dict[str, Any]:

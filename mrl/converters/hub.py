@@ -7,12 +7,12 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import huggingface_hub
 from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 
 from mrl.converters.hf_config import reads_images
+from mrl.converters.json_file import read_json
 from mrl.converters.safetensors_io import INDEX
 from mrl.converters.tokenizer_files import TOKENIZER_FILES
 from mrl.errors import ConfigError, ModelError, first_line, quoted
@@ -65,7 +65,7 @@ def model_fingerprint(folder: str) -> dict[str, str]:
     """Returns what decides how tokens and weights are used, as hashes: of config.json, but for notes in it, of the
     tokenizer's files, and of those of the processor of a model that reads images.
     """
-    config: dict[str, Any] = json.loads(pathlib.Path(folder, "config.json").read_text(encoding="utf-8"))
+    config = read_json(pathlib.Path(folder, "config.json"))
     fields = {name: value for name, value in config.items() if name not in NOTES}
     text = json.dumps(fields, sort_keys=True).encode()
     found = {"config.json": hashlib.sha256(text).hexdigest()[:16]}
@@ -126,7 +126,7 @@ def _is_whole(folder: str, *, weights: bool, tokenizer: bool) -> bool:
     if INDEX not in names:
         return any(name.endswith(".safetensors") for name in names)
     try:
-        index = json.loads(pathlib.Path(folder, INDEX).read_text(encoding="utf-8"))
+        index = read_json(pathlib.Path(folder, INDEX))
         return set(index["weight_map"].values()) <= set(names)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ModelError, KeyError, TypeError, AttributeError):
         return False

@@ -1,4 +1,4 @@
-"""JSON files of a model folder, read with one line for whatever can be wrong with them."""
+"""JSON files, read with one line for whatever can be wrong with them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ MOST_LEVELS = 64
 """Of lists and objects inside one another. Python's own functions end in a RecursionError at some hundreds."""
 
 
-def read_json(file: Path) -> Any:
-    """Returns the content of a JSON file; ModelError where it cannot be read, is no JSON, or nests deeper than
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; ModelError where it cannot be read, is no object, or nests deeper than
     MOST_LEVELS.
     """
     try:
-        return parse_json(file.read_bytes())
+        content = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(file, why=f"not readable as JSON ({error})", fix="get the file again") from None
+    if not isinstance(content, dict):
+        raise ModelError(file, why=f"holds a JSON {type(content).__name__}, not an object", fix="get the file again")
+    return content
 
 
 def parse_json(text: bytes | str) -> Any:
@@ -28,18 +31,20 @@ def parse_json(text: bytes | str) -> Any:
         content = json.loads(text.decode() if isinstance(text, bytes) else text)  # of bytes it would guess the encoding
     except RecursionError:
         raise ValueError(f"it nests deeper than {MOST_LEVELS} levels") from None
-    level = [content]
-    for _ in range(MOST_LEVELS):
-        level = [inner for outer in level if isinstance(outer, dict | list) for inner in _inside(outer)]
+    if is_deeper(content, MOST_LEVELS):
+        raise ValueError(f"it nests deeper than {MOST_LEVELS} levels")
+    return content
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Returns whether a value of JSON has objects and lists in more than `levels` others."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(levels):
+        values = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [inner for inner in values if isinstance(inner, dict | list)]
         if not level:
-            return content
-    raise ValueError(f"it nests deeper than {MOST_LEVELS} levels")
-
-
-def _inside(outer: dict | list) -> list[Any]:
-    """Returns the lists and objects that a list or object holds."""
-    values = outer.values() if isinstance(outer, dict) else outer
-    return [inner for inner in values if isinstance(inner, dict | list)]
+            return False
+    return True
 
 
 def shown(value: Any, most: int = 60) -> str:

@@ -1,10 +1,12 @@
-"""The files of a tokenizer in a model folder: standard library alone, for what has no need of the tokenizer itself."""
+"""The files of a tokenizer in a model folder: without PyTorch, for what has no need of the tokenizer itself."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+
+from mrl.converters.json_file import read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 GENERATION = "generation_config.json"
@@ -18,7 +20,7 @@ def write_chat_template(folder: str | Path, template: str) -> None:
         file.unlink()
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
-        content = json.loads(settings.read_text(encoding="utf-8"))
+        content = read_json(settings)
         if content.pop("chat_template", None) is not None:
             settings.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     with open(folder / "chat_template.jinja", "w", encoding="utf-8", newline="") as out:
@@ -32,9 +34,9 @@ def add_end_tokens(folder: str | Path, model: str | Path, own: Sequence[int], ad
         return
     file = Path(model) / GENERATION
     if file.is_file():
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     else:  # transformers takes these from config.json as long as there is no such file
-        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        config = read_json(Path(model) / "config.json")
         content = {name: config[name] for name in SPECIAL if config.get(name) is not None}
     content.pop("_from_model_config", None)  # else transformers 4 takes config.json's end token for its
     before = content.get("eos_token_id")
@@ -58,7 +60,7 @@ def write_pad_token(folder: str | Path, token: int, text: str) -> None:
         file = Path(folder) / name
         if not file.is_file():
             continue
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         part = content.get("text_config") or content
         if any(part.get(field) != value for field, value in fields.items()):
             part.update(fields)

@@ -17,7 +17,7 @@ from typing import Any
 
 from mrl.data.files import BadRow
 
-PROMPT, WHOLE, ANSWERS = "prompt", ("text", "chosen", "rejected"), ("completion", "chosen", "rejected")
+FIELDS = ("prompt", "text", "chosen", "rejected", "completion")
 LOOKS_LIKE = re.compile(r"(?m)^\s*(?:###\s*)?(?:Human|User)\s*:.*^\s*(?:###\s*)?(?:Assistant|AI|Bot)\s*:", re.DOTALL)
 
 
@@ -29,27 +29,15 @@ def with_turns(row: dict[str, Any], markers: Mapping[str, str]) -> dict[str, Any
     if not markers:
         return row
     found = dict(row)
-    asks = isinstance(row.get(PROMPT), str)
-    if asks:
-        found[PROMPT] = _asked(row[PROMPT], markers)
-    answers = ANSWERS if row.get(PROMPT) is not None else ("completion",)
-    for name in dict.fromkeys((*WHOLE, *ANSWERS)):
-        if not isinstance(row.get(name), str):
-            continue
-        if name in answers:
-            found[name] = turns_of(row[name], markers, name, begins="assistant")
-        elif name in WHOLE:
-            found["messages" if name == "text" else name] = turns_of(row[name], markers, name)
-    if isinstance(row.get("text"), str):
-        del found["text"]
+    texts = {name: row[name] for name in FIELDS if isinstance(row.get(name), str)}
+    answers = ("completion",) if row.get("prompt") is None else ("completion", "chosen", "rejected")
+    for name, text in texts.items():
+        if name == "prompt":  # it may end with the marker of the answer that is asked for
+            text = text.rstrip().removesuffix(markers["assistant"].rstrip())
+        found[name] = turns_of(text, markers, name, begins="assistant" if name in answers else None)
+    if "text" in texts:
+        found["messages"] = found.pop("text")
     return found
-
-
-def _asked(text: str, markers: Mapping[str, str]) -> list[dict[str, str]]:
-    """Returns the turns of a prompt, without the marker of the answer that is asked for."""
-    text = text.rstrip()
-    marker = markers["assistant"].rstrip()
-    return turns_of(text[: -len(marker)] if marker and text.endswith(marker) else text, markers, PROMPT)
 
 
 def turns_of(text: str, markers: Mapping[str, str], name: str, begins: str | None = None) -> list[dict[str, str]]:
@@ -80,5 +68,7 @@ def turns_of(text: str, markers: Mapping[str, str], name: str, begins: str | Non
 
 def looks_like_dialogue(row: Mapping[str, Any]) -> str | None:
     """Returns the first field that holds a whole dialogue in one text, which a chat template would make one turn of."""
-    names = (PROMPT, *WHOLE, "instruction")
-    return next((n for n in names if isinstance(row.get(n), str) and LOOKS_LIKE.search(row[n])), None)
+    for name in ("prompt", "text", "chosen", "rejected", "instruction"):
+        if isinstance(row.get(name), str) and LOOKS_LIKE.search(row[name]):
+            return name
+    return None

@@ -63,7 +63,8 @@ PROBES = 64
 """How many probes of turn ends are remembered: rows may have template arguments of their own."""
 
 OF_THE_CALL = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
-"""Names that transformers takes for itself: a row would cut its tokens with them, or bring a template of its own."""
+"""Names that transformers takes for itself: a row would cut its tokens with them, or a request bring a template of its
+own, which would be run."""
 
 NO_TEMPLATE = (
     "the tokenizer has no chat template, which a conversation needs; name a Jinja file in data.chat_template, "
@@ -226,8 +227,10 @@ class Encoder:
 
     def fitted_and_forms(self, chat: Chat) -> tuple[Chat, list[str]]:
         """As `fitted`, with what that changed in words."""
-        if other := sorted(OF_THE_CALL & chat.template_kwargs.keys()):
-            raise BadRow(f"chat_template_kwargs.{other[0]} is no variable of a chat template; leave it out")
+        other = sorted(OF_THE_CALL & chat.template_kwargs.keys())
+        if other:
+            why = "is no variable of a chat template"
+            raise BadRow(f"chat_template_kwargs.{other[0]}", why=why, fix="leave it out")
         return with_fitting_arguments(chat, lambda messages: self.render_text(chat, messages))
 
     def _trained(self, chat: Chat) -> dict[int, float]:
@@ -280,7 +283,7 @@ class Encoder:
             message = chat.messages[i]
             if not is_blank(message["content"]) or not said_beside(message):
                 continue
-            if all(token in self.special_ids or self._is_blank(token) for token in ids[start:end]):
+            if self._says_nothing(ids[start:end]):
                 raise nothing_left(f"messages[{i}]", message)
         return ids, spans | {i: self._content_span(chat, i, ids) for i in wanted if i not in spans}
 
@@ -367,7 +370,7 @@ class Encoder:
         after = whole if is_last else self.render(chat, chat.messages[: turn + 1])[0]
         same = min(common(after, whole), self._body(chat, whole))
         # Templates may end a rendering in their own way (Phi-3: EOS after the last turn): that is no part of the turn.
-        if not all(self._is_blank(t) or t in self.special_ids for t in after[same:]):
+        if not self._says_nothing(after[same:]):
             raise self._rewritten(chat, turn, "to its end", after, whole)
         end = self._end_in_place(chat, after[same:], whole, same) or self._end_of_turn(whole, start, same)
         if end is None:
@@ -411,7 +414,7 @@ class Encoder:
             stand_in = [*chat.messages[:number], {**message, "content": other}]
             start = min(start, common(after, self.render(chat, stand_in)[0]))
         end = min(common(after, whole), self._body(chat, whole))
-        if end < start or not all(self._is_blank(t) or t in self.special_ids for t in after[end:]):
+        if end < start or not self._says_nothing(after[end:]):
             raise self._rewritten(chat, number, "to its end", after, whole)
         end_of_turn = self._end_of_turn(whole, start, end)
         if end_of_turn is None:
@@ -424,6 +427,10 @@ class Encoder:
         while end > start and ids[end - 1] not in self.special_ids and self._is_blank(ids[end - 1]):
             end -= 1
         return end if end > start and ids[end - 1] in self.special_ids else None
+
+    def _says_nothing(self, ids: Sequence[int]) -> bool:
+        """Returns whether tokens are special ones and white space alone."""
+        return all(token in self.special_ids or self._is_blank(token) for token in ids)
 
     def _is_blank(self, token: int) -> bool:
         return not self.tokenizer.decode([token]).strip()
@@ -458,20 +465,19 @@ class Encoder:
     def _what_works(self, chat: Chat, turn: int) -> str:
         """Returns what lets an assistant turn train whose template rewrites turns, "" where nothing does."""
         variables = variables_of(self.tokenizer.get_chat_template(None, chat.tools))
-        off = {"enable_thinking": False} if "enable_thinking" in variables else {}
-        has_later = any(message["role"] == "assistant" for message in chat.messages[turn + 1 :])
+        has_switch = "enable_thinking" in variables and "enable_thinking" not in chat.template_kwargs
+        switched = dataclasses.replace(chat, template_kwargs={**chat.template_kwargs, "enable_thinking": False})
+        off = 'chat_template_kwargs: {"enable_thinking": false}'
         a_row = "give one row for each answer, which ends with it, and set data.loss_on to last"
-        off_in_words = 'chat_template_kwargs: {"enable_thinking": false}'
-        for messages, kwargs, words in (
-            (chat.messages, off, f"give the row {off_in_words}"),
-            (chat.messages[: turn + 1] if has_later else [], {}, a_row),
-            (chat.messages[: turn + 1] if has_later else [], off, f"{a_row}, with {off_in_words}"),
-        ):
-            tried = dataclasses.replace(chat, messages=messages, template_kwargs={**kwargs, **chat.template_kwargs})
-            if not messages or (tried.messages, tried.template_kwargs) == (chat.messages, chat.template_kwargs):
-                continue
+        tries = [(switched, f"give the row {off}")] if has_switch else []
+        if any(message["role"] == "assistant" for message in chat.messages[turn + 1 :]):
+            cut = chat.messages[: turn + 1]
+            tries.append((dataclasses.replace(chat, messages=cut), a_row))
+            if has_switch:
+                tries.append((dataclasses.replace(switched, messages=cut), f"{a_row}, with {off}"))
+        for tried, words in tries:
             with contextlib.suppress(DataError):
-                self._verified_span(tried, turn, self.render(tried, messages)[0])
+                self._verified_span(tried, turn, self.render(tried, tried.messages)[0])
                 return f"put {{% generation %}} markers in data.chat_template, or {words}"
         return ""
 

@@ -58,27 +58,36 @@ class Probe:
                 {"role": role, "content": [{"type": "text", "text": text}] if parts else text}
                 for role, text in (*begin, ("assistant", STAND_IN), ("user", "7"))
             ]
-            alone, followed = (self._text(talk[:count]).partition(STAND_IN) for count in (len(talk) - 1, len(talk)))
-            if alone[1]:
-                ids = self.tokenize(alone[2])
-                return self._compare(ids, self.tokenize(followed[2]) if followed[1] else ids, talk[:-2])
+            _, found, rest = self._text(talk[:-1]).partition(STAND_IN)
+            if not found:
+                continue
+            alone = followed = self.tokenize(rest)
+            _, found, rest = self._text(talk).partition(STAND_IN)
+            if found:
+                followed = self.tokenize(rest)
+            return self._compare(alone, followed, asked=talk[:-2])
         return TurnEnds()
 
     def _compare(self, alone: list[int], followed: list[int], asked: list[dict[str, Any]]) -> TurnEnds:
         """alone, followed: what is after the assistant's words, without and with another turn there."""
         same = common(alone, followed)
-        if own := [token for token in alone[:same] if token in self.special_ids]:
+        own = [token for token in alone[:same] if token in self.special_ids]
+        if own:
             ending = tuple(alone[same:]) if any(token in self.special_ids for token in alone[same:]) else ()
             return TurnEnds("own", own[-1], ending)
         begin = self._first_special(self._added(asked, asked, prompt=True))
-        here, there = (self._first_special(ids[same : same + 1]) for ids in (alone, followed))
+        here = self._first_special(alone[same : same + 1])
+        there = self._first_special(followed[same : same + 1])
         if there == begin:  # it begins any turn, and ends none
             there = None
-        if here is not None or there is None:
-            return TurnEnds("unknown" if there is None else "by place", here)
+        if there is None:
+            return TurnEnds("unknown", here)
+        if here is not None:
+            return TurnEnds("by place", here)
         called = [*asked, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
         answer = {"role": "tool", "content": "7", "name": "f", "tool_call_id": CALL["id"]}
-        return TurnEnds("next turn", there, (), self._first_special(self._added(called, [*called, answer])[:1]), begin)
+        after_call = self._first_special(self._added(called, [*called, answer])[:1])
+        return TurnEnds("next turn", there, call=after_call, begin=begin)
 
     def _added(self, part: list[dict[str, Any]], whole: list[dict[str, Any]], *, prompt: bool = False) -> list[int]:
         """Returns what the rendering of `whole` has after that of `part`; [] where it is not its beginning."""

@@ -27,6 +27,7 @@ import pyarrow
 import pyarrow.parquet
 from filelock import FileLock
 
+from mrl.converters.json_file import is_deeper
 from mrl.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -261,7 +262,7 @@ def parse_json(text: str) -> Any:
         raise
     except ValueError:  # Python reads no longer ones
         raise BadRow("holds a number of more than 4300 digits; write it as text, or remove the row") from None
-    if text.count("[") + text.count("{") > DEEPEST and _is_deeper(value, DEEPEST):
+    if text.count("[") + text.count("{") > DEEPEST and is_deeper(value, DEEPEST):
         raise _too_deep()
     return value
 
@@ -277,15 +278,6 @@ def _why_not_json(head: bytes, problem: str) -> str:
 
 def _too_deep() -> BadRow:
     return BadRow(f"has objects or lists in more than {DEEPEST} others; write it flatter, or remove the row")
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-    """Returns whether a value of JSON has objects and lists in more than `levels` others."""
-    level = [value]
-    for _ in range(levels):
-        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
-        level = [inner for inner in level if isinstance(inner, dict | list)]
-    return bool(level)
 
 
 def _identity(file: BinaryIO) -> tuple[int, int]:

@@ -75,6 +75,11 @@ class Chat:
     weights: tuple[float | None, ...] = ()
     """Of each message in the loss, None where it gives none; () where no message does."""
 
+    @property
+    def chat(self) -> Chat:
+        """Itself, as a Pair and a Question have one."""
+        return self
+
 
 @dataclasses.dataclass(frozen=True)
 class Pair:

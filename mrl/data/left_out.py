@@ -6,8 +6,9 @@ template's text instead: `enable_thinking: true` may change nothing, and be righ
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from mrl.data.encode import Encoder
@@ -30,8 +31,8 @@ def left_out(encoder: Encoder, chats: Iterable[tuple[str, Chat]]) -> list[str]:
         return []
     lines: dict[str, str] = {}
     missing: dict[str, str] = {}  # field -> the first row in which it is left out
-    rows: dict[str, int] = {}
     written: set[str] = set()
+    rows = collections.Counter[str]()
     for where, chat in chats:
         try:
             fitted, forms = encoder.fitted_and_forms(encoder.with_system(chat))
@@ -41,13 +42,13 @@ def left_out(encoder: Encoder, chats: Iterable[tuple[str, Chat]]) -> list[str]:
         for form in forms:
             lines.setdefault(form, f"{where}: {form}")
         for field, other in _without_each(encoder, fitted):
-            if field in written or rows.get(field, 0) == ROWS_OF_A_FIELD:
+            if field in written or rows[field] == ROWS_OF_A_FIELD:
                 continue
-            rows[field] = rows.get(field, 0) + 1
+            rows[field] += 1
             if _changes(encoder, other, whole):
                 written.add(field)
-                continue
-            missing.setdefault(field, where)
+            else:
+                missing.setdefault(field, where)
         _check_turns(encoder, fitted, whole, where)
     fix = "name another in data.chat_template where it counts"
     told = [f"{at}: the chat template writes nothing of {f}; {fix}" for f, at in missing.items() if f not in written]
@@ -72,19 +73,20 @@ def _without_each(encoder: Encoder, chat: Chat) -> Iterator[tuple[str, Chat | No
         variables = variables_of(encoder.tokenizer.get_chat_template(None, chat.tools))
         yield from ((f"chat_template_kwargs.{name}", None) for name in chat.template_kwargs if name not in variables)
     for name in dict.fromkeys(name for message in chat.messages for name in said_beside(message)):
-        yield f"{name} of a message", dataclasses.replace(chat, messages=[_without(m, name) for m in chat.messages])
+        yield f"{name} of a message", dataclasses.replace(chat, messages=[_without(m, [name]) for m in chat.messages])
     for role in dict.fromkeys(message["role"] for message in chat.messages):
         messages = [{**m, "content": STAND_IN} if _is_text_of(m, role) else m for m in chat.messages]
         if messages != chat.messages:
             yield f"messages of the role {role}", dataclasses.replace(chat, messages=messages)
 
 
-def _without(message: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if key != name}
+def _without(message: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key not in names}
 
 
 def _is_text_of(message: Mapping[str, Any], role: str) -> bool:
-    return message["role"] == role and isinstance(message["content"], str) and bool(message["content"].strip())
+    content = message["content"]
+    return message["role"] == role and isinstance(content, str) and not is_blank(content)
 
 
 def _check_turns(encoder: Encoder, chat: Chat, whole: str, where: str) -> None:
@@ -93,7 +95,6 @@ def _check_turns(encoder: Encoder, chat: Chat, whole: str, where: str) -> None:
         said = said_beside(message)
         if message["role"] != "assistant" or not said or not is_blank(message["content"]):
             continue
-        messages = [*chat.messages]
-        messages[i] = {name: value for name, value in message.items() if name not in said}
+        messages = [*chat.messages[:i], _without(message, said), *chat.messages[i + 1 :]]
         if not _changes(encoder, dataclasses.replace(chat, messages=messages), whole):
             raise nothing_left(f"{where}: messages[{i}]", message)

@@ -197,9 +197,8 @@ class ScoredDataset(RowDataset[ScoredRow]):
         row = decoded(row)
         if self.format == "preference":
             return [self._whole(row, content) for content, _ in parse(row, "preference", self.config.prompt_end)]
-        asked = parse_prompt(row, "prompt") if self.format == "steps" else None
-        if asked is not None:
-            return [asked if isinstance(asked, Chat) else asked.chat]
+        if self.format == "steps":
+            return [parse_prompt(row, "prompt").chat]
         return [self._whole(row, answer_of(row, row["prompt"], "completion"))]
 
     def tokens_of(self, item: ScoredRow) -> int:

@@ -52,29 +52,32 @@ def check_splits(every: Sequence[Named]) -> None:
     for one in every:
         chosen = _kinds(one.pattern)
         by_name = chosen | _kinds(os.path.basename(one.path.rstrip("/")))
-        kinds = _kinds_of_files(one.files)
-        for file, of_file in kinds.items():
-            beside = [other for other, of_other in kinds.items() if of_other != of_file]
-            elsewhere = [other for another in every if another is not one for other in another.files]
-            if not of_file <= chosen and beside:
-                raise _several(one, file, beside[0])
-            if not of_file <= by_name and elsewhere:
-                raise _several(one, file, elsewhere[0])
+        first = _first_of_each_kind(one.files)
+        elsewhere = next((other for another in every if another is not one for other in another.files), None)
+        for kinds, file in first.items():
+            beside = next((other for of_other, other in first.items() if of_other != kinds), None)
+            if beside is not None and not kinds <= chosen:
+                raise _several(one, file, beside)
+            if elsewhere is not None and not kinds <= by_name:
+                raise _several(one, file, elsewhere)
 
 
 def _words(text: str) -> set[str]:
     return {word.lower() for word in _HELD_OUT.findall(text)}
 
 
-def _kinds(text: str) -> set[str]:
+def _kinds(text: str) -> frozenset[str]:
     """Returns the words of a text, by their first letter: `val` and `validation` are one."""
-    return {word[0] for word in _words(text)}
+    return frozenset(word[0] for word in _words(text))
 
 
-def _kinds_of_files(files: Sequence[str]) -> Mapping[str, set[str]]:
-    """Returns the kinds of words of each file, in its path below the folder that holds all of them."""
+def _first_of_each_kind(files: Sequence[str]) -> Mapping[frozenset[str], str]:
+    """Returns the first file of each kinds of words, which are those of its path below the folder that holds all."""
     root = os.path.commonprefix(list(files)).rpartition("/")[0]
-    return {file: _kinds(file.removeprefix(root)) for file in files}
+    found: dict[frozenset[str], str] = {}
+    for file in files:
+        found.setdefault(_kinds(file.removeprefix(root)), file)
+    return found
 
 
 def _several(one: Named, held_out: str, other: str) -> DataError:

@@ -18,7 +18,8 @@ from mrl.errors import DataError
 
 Convert = Callable[[Any], Any]
 Render = Callable[[list[dict[str, Any]]], str]
-PROBE = {"mrl_name": "mrl_value"}
+NAME, VALUE = "mrl_name", "mrl_value"
+PROBE = {NAME: VALUE}
 AS_OBJECTS = "arguments of tool calls that are JSON text go to the chat template as objects"
 AS_TEXT = "arguments of tool calls go to the chat template as JSON text, since it would write objects as Python does"
 AS_GIVEN = "arguments of tool calls that are text and no JSON object go to the chat template as they are"
@@ -28,12 +29,13 @@ def with_fitting_arguments(chat: Chat, render: Render) -> tuple[Chat, list[str]]
     """Returns a conversation with the arguments of its calls in the form that its template takes, and what is said of
     it. render: messages to text; raises DataError where that cannot be. Raises BadRow where arguments are too deep."""
     given: list[Any] = []
-    _with_arguments(chat.messages, lambda argument: given.append(argument))
+    _with_arguments(chat.messages, given.append)  # gathers them
     convert = _conversion(chat.messages, render) if given else None
     if convert is None:
         return chat, []
     fitted = [convert(argument) for argument in given]
-    forms = [AS_GIVEN] if any(isinstance(a, str) and a.strip() and json_object(a) is None for a in given) else []
+    texts = [argument for argument in given if isinstance(argument, str) and argument.strip()]
+    forms = [AS_GIVEN] if any(json_object(text) is None for text in texts) else []
     if all(type(now) is type(before) for now, before in zip(fitted, given, strict=True)):
         return chat, forms
     messages = _with_arguments(chat.messages, convert)
@@ -42,13 +44,13 @@ def with_fitting_arguments(chat: Chat, render: Render) -> tuple[Chat, list[str]]
 
 def _conversion(messages: list[dict[str, Any]], render: Render) -> Convert | None:
     """Returns what makes arguments those that the template takes; None where it writes neither form as JSON."""
-    (name, value), text = next(iter(PROBE.items())), json.dumps(PROBE)
     try:
         shown = render(_with_arguments(messages, lambda _: PROBE))
-        if name in shown and value in shown and str(PROBE) not in shown:
+        if NAME in shown and VALUE in shown and str(PROBE) not in shown:
             return _as_object
     except DataError:
         pass  # it may want text
+    text = json.dumps(PROBE)
     try:
         return _as_text if text in render(_with_arguments(messages, lambda _: text)) else None
     except DataError:

@@ -36,7 +36,7 @@ class TurnEncoder:
             check_plain(asked)
             found = self.encoder.tokenize(asked.plain)
             return self.encoder.begin(found) if found else []
-        return self.tokenize(self.text(asked.chat if isinstance(asked, Question) else asked))
+        return self.tokenize(self.text(asked.chat))
 
     def text(self, chat: Chat) -> str:
         """Returns what a prompt is before it is tokenized: messages with the generation prompt."""

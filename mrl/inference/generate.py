@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from mrl.config.inference import GenerateConfig
-from mrl.data.formats import Chat
 from mrl.data.prompts import Prompt
 from mrl.data.turns import TurnEncoder
 from mrl.inference.chat import talk
@@ -74,8 +73,7 @@ def prompts_of(config: GenerateConfig, model: Loaded, console: Console) -> list[
     encoder, tools = TurnEncoder(model.tokenizer, config.data.system), read_tools(request.tools)
     texts = model.dispatch.on_main(lambda: request.prompts)  # which alone has what came on stdin
     found = [prompt_of_text(text, i, config, encoder, tools=tools, bounded=bounded) for i, text in enumerate(texts)]
-    asked = [(prompt.where, prompt.asked) for prompt in found]
-    say_all(console, encoder.left_out((at, a if isinstance(a, Chat) else a.chat) for at, a in asked))
+    say_all(console, encoder.left_out((prompt.where, prompt.asked.chat) for prompt in found))
     return found
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mrl.config.inference import PlaceConfig
-from mrl.convert.adapters import is_adapter
 from mrl.convert.opening import open_any
 from mrl.convert.sources import Source, checkpoint_folder
+from mrl.converters.adapter_folder import CONFIG as ADAPTER_CONFIG
+from mrl.converters.adapter_folder import is_adapter
 from mrl.converters.hub import model_folder
 from mrl.converters.json_file import read_json
 from mrl.converters.mcore_weights import MARKER, is_imported
@@ -21,7 +22,6 @@ from mrl.converters.tokenizer_files import TOKENIZER_FILES
 from mrl.engine import collective
 from mrl.engine.atomic_checkpoint import LATEST
 from mrl.engine.fsdp.positions import following_positions
-from mrl.engine.lora.shapes import CONFIG as ADAPTER_CONFIG
 from mrl.errors import ModelError, quoted
 
 FORMS = "a Hugging Face folder or hub id, a checkpoint, an adapter folder, or the directory of a run"

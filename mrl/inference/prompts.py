@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from mrl.config.inference import EvalConfig, GenerateConfig, InferenceConfig
+from mrl.converters.json_file import parse_json
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, parse_prompt
 from mrl.data.prompts import Prompt, PromptDataset, first_prompts
@@ -88,8 +88,8 @@ def read_tools(path: str | None) -> list[Any] | None:
     if path is None:
         return None
     try:
-        tools = json.loads(Path(os.path.expanduser(path)).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        tools = parse_json(Path(os.path.expanduser(path)).read_bytes())
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
             "--tools", quoted(path), f"cannot be read as JSON ({reason})", "give a list of schemas"

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import glob
 import itertools
-import json
 import logging
 import math
 import os
@@ -27,9 +26,12 @@ from mrl.config.checks import (
 from mrl.config.command import Config, OnRows, Part, TrainingCommand
 from mrl.config.rows import RowsConfig
 from mrl.config.schema import CheckpointConfig, ModelConfig
-from mrl.config.sources import RAW_TEXT, RenderedSource, Source
+from mrl.config.sources import RAW_TEXT, RenderedSource, Share, Source
 from mrl.config.stream_checks import streamed_keys
 from mrl.config.urls import shown_url
+from mrl.converters import adapter_folder
+from mrl.converters.adapter_folder import is_adapter
+from mrl.converters.json_file import read_json
 from mrl.engine.checks import Sequences
 from mrl.errors import ConfigError, DataError, ModelError, first_line, quoted, unwritable
 from mrl.parallel import ParallelDims
@@ -241,7 +243,7 @@ def read_model_config(
     folder = pathlib.Path(model.path)
     if os.path.isdir(model.path):  # of os.path: pathlib raises where a name is too long
         path = folder / "config.json"
-        if _is_adapter(model):
+        if is_adapter(folder):
             return read_model_config(_base_of(model, key, merges), key, weights=weights)
         if not path.is_file():
             hf = folder / "hf"
@@ -250,45 +252,38 @@ def read_model_config(
             raise ModelError(f"{key}.path", quoted(model.path), "has no config.json", fix)
         if weights:
             _check_weights(model, folder, key)
-        return _read_json(path)
+        return read_json(path)
     if os.path.exists(model.path):
         raise ModelError(f"{key}.path", quoted(model.path), "is a file", "give the folder that holds config.json")
     if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or not model.path:
         raise ModelError(
             f"{key}.path", quoted(model.path), "does not exist", "give a Hugging Face model folder or a hub id"
         )
-    return _read_json(_from_hub(model.path, key))
+    return read_json(_from_hub(model.path, key))
 
 
 def config_folder(model: ModelConfig, key: str) -> str:
     """Returns the folder of a model's config.json, which may be all that is there: of a hub id, that of its download.
 
     For a model whose config.json has been read."""
-    if _is_adapter(model):
+    if is_adapter(pathlib.Path(model.path)):
         return config_folder(_base_of(model, key, merges=True), key)
     return model.path if os.path.isdir(model.path) else str(_from_hub(model.path, key).parent)
 
 
-def _is_adapter(model: ModelConfig) -> bool:
-    folder = pathlib.Path(model.path)
-    return not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file()
-
-
 def _base_of(model: ModelConfig, key: str, merges: bool) -> ModelConfig:
     """Returns the base of an adapter folder. merges: the run makes a model of the two. Raises ModelError."""
-    base = _read_json(pathlib.Path(model.path) / "adapter_config.json").get("base_model_name_or_path")
-    why, place = "is an adapter and no model", base if isinstance(base, str) else ""
+    at, adapter = (f"{key}.path", quoted(model.path)), pathlib.Path(model.path)
     if not merges:
         fix = "merge it with `mrl convert export ADAPTER OUT` and give OUT"
-    elif not place or (place.startswith((".", "/", "~")) and not os.path.isdir(place)):
-        why = f"is an adapter over {base!r}, which is not here"
-        fix = "merge it with `mrl convert export ADAPTER OUT --model BASE` and give OUT"
-    elif _is_adapter(of_base := dataclasses.replace(model, path=place)):
-        why = f"is an adapter over {base!r}, which is an adapter itself"
-        fix = "merge it with `mrl convert export ADAPTER OUT --model BASE` and give OUT"
-    else:
-        return of_base
-    raise ModelError(f"{key}.path", quoted(model.path), why, fix)
+        raise ModelError(*at, "is an adapter and no model", fix)
+    base = read_json(adapter / adapter_folder.CONFIG).get(adapter_folder.BASE)
+    fix = "merge it with `mrl convert export ADAPTER OUT --model BASE` and give OUT"
+    if not isinstance(base, str) or not base or (base.startswith((".", "/", "~")) and not os.path.isdir(base)):
+        raise ModelError(*at, f"is an adapter over {base!r}, which is not here", fix)
+    if is_adapter(pathlib.Path(base)):
+        raise ModelError(*at, f"is an adapter over {base!r}, which is an adapter itself", fix)
+    return dataclasses.replace(model, path=base)
 
 
 def _check_weights(model: ModelConfig, folder: pathlib.Path, key: str) -> None:
@@ -319,18 +314,6 @@ def _from_hub(hub_id: str, key: str) -> pathlib.Path:
         ) from None
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # the last of lists inside lists
-        raise ModelError(path, why=f"cannot be read as JSON ({error})", fix="restore the model's config.json") from None
-    if not isinstance(content, dict):
-        raise ModelError(
-            path, why=f"holds {type(content).__name__}, not an object", fix="restore the model's config.json"
-        )
-    return content
-
-
 def _check_data(data: RowsConfig) -> None:
     streamed = streamed_keys(data)
     for key, value in paths_of(data):
@@ -357,9 +340,10 @@ def _check_data(data: RowsConfig) -> None:
 
 def _check_no_split(data: RowsConfig, key: str, url: str) -> None:
     """Raises DataError where a URL is to have a split, which the run would refuse when it has asked for the files."""
-    own = {f"{at}.path": (f"{at}.split", getattr(source, "split", None)) for at, source in _sources(data)}
-    name, split = own.get(key, ("data.split", None))
-    name, split = (name, split) if split is not None else ("data.split", data.split)
+    name, split = "data.split", data.split
+    for at, source in _sources(data):
+        if key == f"{at}.path" and isinstance(source, Share) and source.split is not None:
+            name, split = f"{at}.split", source.split
     if split is not None:
         why = f"is set, and {shown_url(url)} names files, which have no splits"
         raise DataError(name, split, why, "leave it out and name the files of that split")
@@ -447,9 +431,9 @@ def _check_output_dir(output_dir: str) -> None:
 def _of_model(folder: pathlib.Path) -> str | None:
     """Returns a file that only a model's folder has, of Hugging Face, imported, of adapters or of GGUF files."""
     with contextlib.suppress(ModelError):  # a config.json of something else, which mrl does not touch
-        if "model_type" in _read_json(folder / "config.json"):
+        if "model_type" in read_json(folder / "config.json"):
             return "config.json"
-    found = (next(folder.glob(name), None) for name in ("adapter_config.json", "*.safetensors", "*.gguf"))
+    found = (next(folder.glob(name), None) for name in (adapter_folder.CONFIG, "*.safetensors", "*.gguf"))
     return next((file.name for file in found if file is not None), None)
 
 

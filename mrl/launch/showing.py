@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import itertools
@@ -11,8 +10,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from mrl.config.command import OnRows, TrainingCommand, all_training, command_of_yaml, record
-from mrl.config.keys import walk
+from mrl.config.command import OnRows, TrainingCommand, command_of_yaml, having_all, record
+from mrl.config.keys import value_at, walk
 from mrl.config.load import apply_override, load_config, read_yaml
 from mrl.config.rm import FORMAT_OF
 from mrl.config.stream_checks import streamed_keys
@@ -39,8 +38,8 @@ def run(
         apply_override(raw, override)
     command: TrainingCommand[Any] = command_of_yaml(raw) if of is None else record(of)
     stand_ins = _stand_ins(raw, command)
-    config = load_config(path, [*stand_ins, *overrides], command.root)
-    others = [other.name for other in all_training() if other is not command and raw.keys() <= _sections(other.root)]
+    config = load_config(path, [*(f"{key}={value}" for key, value in stand_ins.items()), *overrides], command.root)
+    others = [other.name for other in having_all(raw) if other is not command]
     hint = f" (--as {' or --as '.join(others)} for another)" if others and of is None else ""
     echo(f"read as a config of mrl {command.name}{hint}")
     if command.task is None:
@@ -51,10 +50,8 @@ def run(
         raise ConfigError("--count", why=why, fix="leave it out: lengths are of the first rows, of more with --rows")
     with preflight.quiet():
         preflight.check_rows_files(config)
-        found = _read(command, config, part)
-    has_batch = not any(one.startswith("train.global_batch_size=") for one in stand_ins)
+        found = _read(command, config, part, has_batch="train.global_batch_size" not in stand_ins)
     for number, read in enumerate(found):
-        read = dataclasses.replace(read, has_batch=has_batch)
         for line in ["", *read.lines(rows=rows, count=count, by_token=by_token, coloured=coloured)][number == 0 :]:
             echo(line)
 
@@ -67,51 +64,47 @@ def notes(command: TrainingCommand[Any], config: Any) -> list[str]:
     model = next(iter(command.parts(config))).model
     if command.task is None or not os.path.isdir(model.path):
         return []
-    sets: dict[str, dict[str, Any]] = {}
-    with preflight.quiet(), contextlib.suppress(ModelError):  # a folder may have its tokenizer when the run starts
-        for part in ("train", "eval"):
-            paths = [path for key, path in preflight.paths_of(config.data) if key.startswith(f"data.{part}")]
-            is_here = bool(paths) and all(preflight.is_on_this_machine(path) for path in paths)
-            sets[part] = _sets(command, config, part)[2] if is_here else {}
-        found = notes_of_rows(sets["train"].get(""), sets["eval"])
-        for rows in (*sets["train"].values(), *sets["eval"].values()):
-            rows.read_first()
-        return found
-    return []
+    with preflight.quiet():
+        try:
+            train, evaluation = _sets_here(command, config, "train"), _sets_here(command, config, "eval")
+            found = notes_of_rows(train.get(""), evaluation)
+            for rows in (*train.values(), *evaluation.values()):
+                rows.read_first()
+        except ModelError:  # a folder may have its tokenizer when the run starts
+            return []
+    return found
 
 
-def _sections(root: type) -> set[str]:
-    """Returns the names of a config's top level."""
-    return {field.name for field in dataclasses.fields(root)}
+def _sets_here(command: TrainingCommand[Any], config: Any, part: Literal["train", "eval"]) -> dict[str, Any]:
+    """Returns the rows of data.train or data.eval; none where some of them are not on this machine."""
+    paths = [path for key, path in preflight.paths_of(config.data) if key.startswith(f"data.{part}")]
+    is_here = bool(paths) and all(preflight.is_on_this_machine(path) for path in paths)
+    return _sets(command, config, part)[2] if is_here else {}
 
 
-def _stand_ins(raw: Mapping[str, Any], command: TrainingCommand[Any]) -> list[str]:
-    """Returns overrides for keys that a run needs and its rows do not, where the config lacks them."""
-
-    def given(dotted: str) -> Any:
-        node: Any = raw
-        for name in dotted.split("."):
-            node = node.get(name) if isinstance(node, Mapping) else None
-        return node
-
-    sizes = (given("rollout.samples_per_prompt"), given("algorithm.mini_batch_size"))
+def _stand_ins(raw: Mapping[str, Any], command: TrainingCommand[Any]) -> dict[str, Any]:
+    """Returns values for keys that a run needs and its rows do not, where the config lacks them."""
+    sizes = (value_at(raw, "rollout.samples_per_prompt"), value_at(raw, "algorithm.mini_batch_size"))
+    form = str(value_at(raw, "data.format"))
     values = {
         "output_dir": ".",
         "train.global_batch_size": math.lcm(8, *(size for size in sizes if type(size) is int and size > 0)),
         "algorithm.name": "grpo",
-        "loss.name": {form: loss for loss, form in FORMAT_OF.items()}.get(str(given("data.format")), "bradley_terry"),
+        "loss.name": {of: loss for loss, of in FORMAT_OF.items()}.get(form, "bradley_terry"),
     }
-    required = [key.path for key in walk(command.root) if key.required]
-    found = [f"{path}={values[path]}" for path in required if path in values and given(path) is None]
+    keys = {key.path: key for key in walk(command.root, sections=True)}
+    lacking = [path for path in values if path in keys and keys[path].required and value_at(raw, path) is None]
+    found = {path: values[path] for path in lacking}
     scores = ("rewards", "reward.model.path", "rollout.environment", "algorithm.distill")
-    if "rewards" in _sections(command.root) and given("algorithm.name") != "opd" and not any(map(given, scores)):
-        found.append("rewards={functions: [{name: length, maximum: 1}]}")
+    rewarded = "rewards" in keys and value_at(raw, "algorithm.name") != "opd"
+    if rewarded and not any(value_at(raw, key) for key in scores):
+        found["rewards"] = "{functions: [{name: length, maximum: 1}]}"
     return found
 
 
-def _read(command: TrainingCommand[Any], config: Any, part: Literal["train", "eval"]) -> list[Read]:
+def _read(command: TrainingCommand[Any], config: Any, part: Literal["train", "eval"], *, has_batch: bool) -> list[Read]:
     task, tokenizer, sets = _sets(command, config, part)
-    return [Read(command, config, task, tokenizer, rows, part, name) for name, rows in sets.items()]
+    return [Read(command, config, task, tokenizer, rows, part, name, has_batch) for name, rows in sets.items()]
 
 
 def _sets(

@@ -77,9 +77,9 @@ def start(
 def _not_here(parts: Sequence[Part], config: Any) -> list[str]:
     """Returns what the run needs and this machine lacks; that of engine.layer_spec is said with the choice."""
     lines = []
-    if any(part.engine.device == "cuda" for part in parts) and not _gpus():
-        keys = ", ".join(part.key("engine.device") for part in parts if part.engine.device == "cuda")
-        lines.append(f"{keys}: cuda (as configured; torch sees no GPU, and a run needs one)")
+    on_gpu = [part.key("engine.device") for part in parts if part.engine.device == "cuda"]
+    if on_gpu and not _gpus():
+        lines.append(f"{', '.join(on_gpu)}: cuda (as configured; torch sees no GPU, and a run needs one)")
     rollout = getattr(config, "rollout", None)
     inside = rollout is not None and rollout.backend == "vllm" and not rollout.server.urls
     if inside and importlib.util.find_spec("vllm") is None:

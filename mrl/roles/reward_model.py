@@ -110,8 +110,7 @@ class RewardModel:
 
     def _conversation(self, trajectory: Trajectory) -> Chat:
         """Returns all messages up to the policy's last, with the prompt's tools and template arguments."""
-        asked = trajectory.prompt.asked
-        chat = asked if isinstance(asked, Chat) else asked.chat
+        chat = trajectory.prompt.asked.chat
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*system, *chat.messages, *_answers(trajectory)]
         return Chat(messages, tools=chat.tools, template_kwargs=chat.template_kwargs)

@@ -213,7 +213,7 @@ class Rollouts(TrajectorySource):
         try:
             prompt = conversation.prompt
             asked = prompt.asked if given is None else prompt.asked_with(given)
-            conversation.chat = asked if isinstance(asked, Chat) else asked.chat
+            conversation.chat = asked.chat
             if given is None:
                 return
             tokens = self._encoder.prompt(asked)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pathlib
 import re
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from mrl.converters.json_file import read_json
 from mrl.data.encode import Encoder
 from mrl.errors import ModelError
 
@@ -22,10 +22,7 @@ def end_tokens(folder: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ..
     path = pathlib.Path(os.path.expanduser(folder)) / "generation_config.json"
     found = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if path.is_file():
-        try:
-            given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise ModelError(path, why=f"is no JSON object ({error})", fix="get the model's files again") from None
+        given = read_json(path).get("eos_token_id")
         more = given if isinstance(given, list) else [] if given is None else [given]
         if not all(type(token) is int and token >= 0 for token in more):
             raise ModelError(path, why=f"eos_token_id is {given!r}", fix="give a token id or a list of them")

@@ -31,7 +31,7 @@ from starlette.routing import Route
 from mrl.config.serve_checks import is_loopback
 from mrl.errors import UserError, one_line
 from mrl.serve.desk import JSON, OF, Busy, Desk, Gone, Promise, Result, failed
-from mrl.serve.requests import SMALL_BYTES, Refused, read_json
+from mrl.serve.requests import SMALL_BYTES, Refused, parse_body
 
 HOLD_S = 25.0
 """Seconds that a client waits for a result before it is told to ask again; its own limit is 45."""
@@ -105,9 +105,9 @@ class Door:
 
     async def _parsed(self, body: bytes) -> Mapping[str, Any]:
         if len(body) <= SMALL_BYTES:
-            return read_json(body)
+            return parse_body(body)
         async with self.parsers:
-            return await run_in_threadpool(read_json, body)
+            return await run_in_threadpool(parse_body, body)
 
     async def _body(self, request: Request) -> bytes:
         limit = f"the body has more than {self.most_bytes} bytes"

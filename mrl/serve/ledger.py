@@ -20,6 +20,7 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from mrl.converters.json_file import parse_json
 from mrl.errors import ConfigError, UserError, first_line, quoted, show, unwritable
 from mrl.serve.operations import Kind
 
@@ -134,14 +135,14 @@ class Ledger:
             try:
                 if line:
                     self._take(line, number)
-            except (ValueError, RecursionError, UserError) as error:
+            except (ValueError, UserError) as error:
                 what = first_line(error) if type(error) in (ValueError, UserError) else "it is no JSON"
                 self.odd.append(f"line {number} is passed over ({what})")
         self.sessions = {model.session: model.asked_at for model in self.models.values()} | self.sessions
 
     def _take(self, line: str, number: int) -> None:
         """Takes over what a line says. What a newer mrl has added to it is left out."""
-        event = json.loads(line)
+        event = parse_json(line)
         name = event.pop("event", None) if isinstance(event, dict) else None
         if not isinstance(name, str) or name not in _EVENTS:
             raise ValueError(f"it has no event that this mrl knows: {show(name)}")
@@ -151,7 +152,7 @@ class Ledger:
             unread += [f"kind.{name}" for name in event["kind"] if name not in vars(record.kind)]
         if unread:
             self.odd.append(f"line {number} has fields of another mrl ({', '.join(unread)})")
-        getattr(self, f"_on_{name}")(**vars(record))
+        getattr(self, f"_on_{name}")(record)
 
     def oddities(self) -> str:
         """Says which lines were not read as they stand; nothing where all were."""
@@ -169,40 +170,39 @@ class Ledger:
             with contextlib.suppress(OSError):  # it has more in it
                 folder.parent.rmdir()
 
-    def _write(self, event: str, **fields: Any) -> None:
+    def _write(self, event: str, record: Any) -> None:
+        fields = dataclasses.asdict(record)
+        fields.pop("here", None)  # of this start alone
         with self._lock:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             _append(self.file, json.dumps({"event": event, **fields}) + "\n")
-            getattr(self, f"_on_{event}")(**fields)
+            getattr(self, f"_on_{event}")(record)
 
-    def _on_session(self, id: str, time: float) -> None:
-        self.sessions = {**self.sessions, id: time}
+    def _on_session(self, session: _Session) -> None:
+        self.sessions = {**self.sessions, session.id: session.time}
 
-    def _on_finished(self, id: str) -> None:
-        self.sessions[id] = ENDED
+    def _on_finished(self, session: _Finished) -> None:
+        self.sessions[session.id] = ENDED
 
-    def _on_model(self, **fields: Any) -> None:
-        record = ModelRecord(**{**fields, "kind": _of_json(Kind, fields["kind"]), "here": False})
-        self.models = {**self.models, record.id: record}
+    def _on_model(self, record: ModelRecord) -> None:
+        self.models = {**self.models, record.id: dataclasses.replace(record, here=False)}
 
-    def _on_saved(self, **fields: Any) -> None:
-        saved = Saved(**{**fields, "kind": _of_json(Kind, fields["kind"])})
+    def _on_saved(self, saved: Saved) -> None:
         self.deleted.discard(self.folder_of(saved.run, saved.part, saved.name))
         self.saved = {**self.saved, saved.path: saved}
 
-    def _on_deleted(self, path: str) -> None:
-        if (saved := self.saved.get(path)) is not None:
+    def _on_deleted(self, deleted: _Deleted) -> None:
+        if (saved := self.saved.get(deleted.path)) is not None:
             self.deleted.add(self.folder_of(saved.run, saved.part, saved.name))
-        self.saved = {name: saved for name, saved in self.saved.items() if name != path}
+        self.saved = {path: saved for path, saved in self.saved.items() if path != deleted.path}
 
-    def _on_sampler(self, **fields: Any) -> None:
-        record = SamplerRecord(**fields)
+    def _on_sampler(self, record: SamplerRecord) -> None:
         self.samplers = {**self.samplers, record.id: record}
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
     def session(self, id: str) -> None:
-        self._write("session", id=id, time=time.time())
+        self._write("session", _Session(id, time.time()))
 
     def hear(self, id: str) -> None:
         """Says that the client of a session is there. A session that has ended stays so."""
@@ -211,19 +211,18 @@ class Ledger:
 
     def finish(self, id: str) -> None:
         """Says that the client of a session has ended."""
-        self._write("finished", id=id)
+        self._write("finished", _Finished(id))
 
     def model(self, record: ModelRecord) -> None:
-        fields = {name: value for name, value in vars(record).items() if name not in ("here", "kind")}
-        self._write("model", kind=dataclasses.asdict(record.kind), **fields)
+        self._write("model", record)
 
     def save(self, saved: Saved) -> None:
-        self._write("saved", **dataclasses.asdict(saved))
+        self._write("saved", saved)
 
     def delete(self, path: str) -> None:
         """Says that what was saved is no longer to be had; `clear` removes its folder."""
         self.find(path)
-        self._write("deleted", path=path)
+        self._write("deleted", _Deleted(path))
 
     def clear(self) -> None:
         """Removes the folders of what was deleted. Called on the main thread: what is done there may be reading one."""
@@ -237,7 +236,7 @@ class Ledger:
         self.save(dataclasses.replace(saved, expires=None if seconds is None else time.time() + seconds))
 
     def sampler(self, record: SamplerRecord) -> None:
-        self._write("sampler", **dataclasses.asdict(record))
+        self._write("sampler", record)
 
     def expire(self, now: float) -> None:
         """Removes what was saved for a time that is over. Where that cannot be written, it is tried again later: the
@@ -245,7 +244,7 @@ class Ledger:
         for saved in self.saved.values():
             if saved.expires is not None and saved.expires <= now:
                 with contextlib.suppress(OSError):
-                    self._write("deleted", path=saved.path)  # though a client may have deleted it just now
+                    self._write("deleted", _Deleted(saved.path))  # though a client may have deleted it just now
 
     # -- where things are --------------------------------------------------------------------------------------------
 
@@ -267,8 +266,6 @@ class Ledger:
 
 def _of_json(shape: type, given: Any) -> Any:
     """Returns a record of what a line has, without fields that it does not know. Raises ValueError."""
-    if isinstance(given, shape):
-        return given
     if not isinstance(given, dict):
         raise ValueError(f"{shape.__name__.lower()} is {show(given)}")
     hints = typing.get_type_hints(shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +18,6 @@ from mrl.serve.requests import field, is_utf8
 
 logger = logging.getLogger("mrl.serve")
 
-OF_THE_CALL = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-"""Names that are no variables of a chat template: a request could bring a template of its own, which would be run."""
 MOST_PROMPTS = 1024
 SHRINKING = 4
 """A tokenizer that normalises makes a text at most so much shorter: NFC joins three characters into one."""
@@ -41,15 +38,15 @@ class Prompts:
 
     def of_chat(self, body: Mapping[str, Any]) -> list[int]:
         """Returns the ids of messages, with the generation prompt. Raises UserError."""
-        body = decoded(dict(body))
-        messages = field(body, "messages", list)
+        row = decoded(dict(body))
+        messages = field(row, "messages", list)
         if not messages or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages):
             raise UserError("messages", why="is no list of messages with a role", fix="give one")
         if body.get("tool_choice") not in (None, "auto", "none"):
             raise UserError("tool_choice", body["tool_choice"], "is not done by this server", "leave it out")
         messages = [one | {"content": _text_of(one["content"])} if "content" in one else one for one in messages]
         messages = [with_calls(one, f"messages[{i}]") for i, one in enumerate(messages)]
-        chat = Chat(messages=messages, tools=tools_of(dict(body)), template_kwargs=_variables(body))
+        chat = Chat(messages=messages, tools=tools_of(row), template_kwargs=template_kwargs_of(row))
         try:
             text = self.encoder.text(chat)
             self._check_length(text, "messages")
@@ -111,12 +108,3 @@ def _text_of(content: Any) -> Any:
 
 def _is_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(id) is int and abs(id) < 2**31 for id in prompt)
-
-
-def _variables(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the variables that a request gives to the chat template. Raises UserError."""
-    given = template_kwargs_of(dict(body))
-    if other := sorted(OF_THE_CALL & given.keys()):
-        why = "is no variable of the chat template"
-        raise UserError(f"chat_template_kwargs.{other[0]}", why=why, fix="leave it out")
-    return given

@@ -34,7 +34,7 @@ class Refused(Exception):
         self.status, self.line = status, line
 
 
-def read_json(body: bytes) -> dict[str, Any]:
+def parse_body(body: bytes) -> dict[str, Any]:
     """Returns the JSON object of a body. Raises Refused."""
     if not body:
         return {}

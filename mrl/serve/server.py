@@ -45,9 +45,10 @@ from mrl.serve.records import Records, as_cut
 from mrl.serve.sampling import Sampling
 from mrl.serve.servers import Adapter, Servers
 from mrl.serve.training import Samples, Served, Training, Work
+from mrl.trainers import used_folder
 from mrl.trainers.common import say_all
 from mrl.trainers.console import Console, open_console
-from mrl.trainers.run_directory import RunDirectory, refuse_foreign
+from mrl.trainers.run_directory import RunDirectory
 from mrl.trainers.run_lock import RunLock
 from mrl.trainers.signals import StopSignal
 
@@ -90,7 +91,7 @@ def run(config: ServeConfig, command_line: str = "") -> None:
         engine = build_engine(role_config(config, folder))
         try:
             engine.on_main(lock.acquire)
-            engine.on_main(lambda: refuse_foreign(directory))
+            engine.on_main(lambda: used_folder.refuse_foreign(directory.path))
             engine.on_main(lambda: suspended.refuse_other_layout(config))
             listens: list[socket.socket] = []  # before the model is read, which may take long: two would seem to serve
             engine.on_main(lambda: listens.append(closing.enter_context(listening(keys.host, keys.port))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 from mrl.config.load import to_dict
 from mrl.config.resume import changed_keys
 from mrl.config.serve import ServeConfig
+from mrl.converters.json_file import read_json
 from mrl.engine.collective import all_ranks
-from mrl.errors import CheckpointError, ConfigError, first_line, show, unwritable
+from mrl.errors import CheckpointError, ConfigError, ModelError, first_line, show, unwritable
 from mrl.serve.desk import Desk
 from mrl.serve.ledger import Ledger
 
@@ -26,14 +26,14 @@ def layout_of(config: ServeConfig) -> dict[str, Any]:
 def read_state(folder: pathlib.Path) -> dict[str, Any]:
     """Returns what the main rank wrote. Raises CheckpointError where it is not what `suspend` writes."""
     try:
-        state = json.loads((folder / "desk.json").read_text(encoding="utf-8"))
+        state = read_json(folder / "desk.json")
         Desk(most_waiting=1).restore(state["desk"])
         lost = {
             str(model): {int(number): str(line) for number, line in passes}
             for model, passes in state.get("lost", {}).items()
         }
         return {"layout": {**state["layout"]}, "desk": state["desk"], "lost": lost}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+    except (ModelError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         why = f"is damaged ({type(error).__name__}: {first_line(error)})"
         raise CheckpointError(folder, why=why) from error
 

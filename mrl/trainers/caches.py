@@ -10,7 +10,7 @@ import json
 import logging
 import pathlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +18,13 @@ from torch import Tensor
 from mrl.batch import Batch
 from mrl.config.megatron_speed import precision_of
 from mrl.config.schema import EngineConfig
-from mrl.converters.pt_file import read_pt
-from mrl.errors import CheckpointError, unwritable
+from mrl.converters.json_file import read_json
+from mrl.converters.pt_file import read_pt, write_pt
+from mrl.errors import CheckpointError, ModelError, unwritable
 from mrl.trainers.common import Ranks, stopped
 from mrl.trainers.signals import StopSignal
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _DIGEST_BYTES = 16
 
@@ -66,8 +65,8 @@ def weights_digest(folder: str, memo: pathlib.Path) -> str:
     """
     files = sorted(pathlib.Path(folder).resolve().glob("*.safetensors"))
     stats = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(memo.read_text(encoding="utf-8"))
+    with contextlib.suppress(ModelError, KeyError):
+        kept = read_json(memo)
         if kept["files"] == stats:
             return str(kept["sha256"])
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -116,10 +115,10 @@ def saved_by(
     return found if found["made_by"] == made_by else None
 
 
-def writing(path: pathlib.Path, write: Callable[[], T]) -> T:
-    """Calls `write`, which writes a cache to `path`; what the disk refuses is the user's to put right."""
+def save_cache(path: pathlib.Path, content: Mapping[str, Any]) -> None:
+    """Writes a cache's file, at once or not at all. What the disk refuses is the user's to put right: ConfigError."""
     try:
-        return write()
+        write_pt(path, dict(content))
     except OSError as error:
         raise unwritable(str(path.parent.parent), path, error) from error
 

@@ -113,7 +113,7 @@ def already_done(
         return False
     console.say(f"{done}; {used_folder.TO_GO_ON}")
     for note in start.moved:
-        console.say(f"changed since, and not looked at, as there is nothing to do: {note}")
+        console.say(f"{used_folder.NOT_LOOKED_AT}: {note}")
     return True
 
 

@@ -287,5 +287,5 @@ def figures(rows: Sequence[Mapping[str, float]]) -> str:
     for name, short, form in _shown(rows):
         values = [form.format(row[name]) for row in rows if name in row]
         if name in FIGURES:
-            parts.append(f"{short} {' -> '.join([values[0], *values[1:][-1:]])}")
+            parts.append(f"{short} {values[0]}" if len(values) == 1 else f"{short} {values[0]} -> {values[-1]}")
     return ", ".join(parts)

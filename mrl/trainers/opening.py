@@ -54,17 +54,14 @@ def _parameters(config: RoleConfig) -> str:
     of_model = ""
     if (family := FAMILIES.get(hf["model_type"])) is not None:  # another one's shapes are known to transformers alone
         mtp = announced(hf) if config.mtp is not None else 0
-        of_model = f"{_total(expected_hf_names(family, hf, head=config.head, mtp=mtp)):,} "
+        shapes_of_model = expected_hf_names(family, hf, head=config.head, mtp=mtp).values()
+        of_model = f"{sum(map(math.prod, shapes_of_model)):,} "
     if config.model.lora is not None:
         shapes = adapters(config.model.path, config.model.lora, config.head).values()
         trained = sum(math.prod(shape.a_shape) + math.prod(shape.b_shape) for shape in shapes)
         of = f"adapters of rank {config.model.lora.rank} on {len(shapes)} weights"
         return f"{of}; their {trained:,} parameters train, and the model's {of_model}do not"
     return f"{of_model}parameters {'train' if config.optimizer is not None else 'are frozen'}"
-
-
-def _total(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return sum(map(math.prod, shapes.values()))
 
 
 def _layout(engine: BaseEngine) -> str:

@@ -19,7 +19,7 @@ from mrl import metrics
 from mrl.algorithms.recipes import in_words
 from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
-from mrl.convert.adapters import is_adapter
+from mrl.converters.adapter_folder import is_adapter
 from mrl.errors import TrainingError, UserError
 from mrl.rewards.scorer import faults_in_words
 from mrl.trainers.common import (

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from mrl.algorithms.preference import REFERENCE, answer_log_probs
 from mrl.batch import Batch
-from mrl.converters.pt_file import write_pt
 from mrl.engine.base import PLAIN_CTX, BaseEngine
 from mrl.roles.dispatch import mesh
-from mrl.trainers.caches import as_tensor, digests, from_tensor, saved_by, writing
+from mrl.trainers.caches import as_tensor, digests, from_tensor, save_cache, saved_by
 
 
 def answers_by(engine: BaseEngine, batch: Batch, *, base: bool = False) -> Tensor:
@@ -72,8 +71,7 @@ class AnswerCache:
         if not self.known:
             return None
         values = torch.tensor(list(self.known.values()), dtype=torch.float64)
-        content = {"made_by": self.made_by, "names": as_tensor(self.known), "log_probs": values}
-        writing(self.path, lambda: write_pt(self.path, content))
+        save_cache(self.path, {"made_by": self.made_by, "names": as_tensor(self.known), "log_probs": values})
         self._written_s = time.monotonic()
         return str(self.path)
 

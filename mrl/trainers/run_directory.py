@@ -23,9 +23,9 @@ from mrl.config.load import dump_config
 from mrl.config.resume import Change
 from mrl.config.schema import CheckpointConfig
 from mrl.config.urls import without_queries, write_text
+from mrl.converters.adapter_folder import CONFIG as ADAPTER_CONFIG
 from mrl.converters.pt_file import write_pt
 from mrl.engine import atomic_checkpoint, checkpoint_remote
-from mrl.engine.lora.shapes import CONFIG as ADAPTER_CONFIG
 from mrl.trainers import used_folder
 
 HEADER = "# Written by mrl: the resolved config of this run. `mrl {command}` takes this file.\n"
@@ -65,10 +65,6 @@ class RunDirectory:
         """The folder in which an export is written before it gets its name: beside what `hf` is, or leads to."""
         whole = self.hf.resolve()
         return whole.with_name(f".tmp-{whole.name}")
-
-    def present(self) -> list[str]:
-        """Returns names of what a run of mrl has left here."""
-        return used_folder.present(self.path)
 
     def contents(self) -> list[pathlib.Path]:
         """Everything that a person finds here."""
@@ -144,7 +140,7 @@ def choose_start(run: RunDirectory, config: OnRows, damaged: Mapping[str, str] =
     damaged: folders that were chosen before and found damaged when they were to be loaded, and the error of each. One
     of them is chosen again only where it was fetched again.
     """
-    refuse_foreign(run)
+    used_folder.refuse_foreign(run.path)
     moved: list[Change] = []
     fetched = ""
     resume, own = config.checkpoint.resume, atomic_checkpoint.find_checkpoint(str(run.checkpoints), but=damaged)
@@ -160,7 +156,7 @@ def choose_start(run: RunDirectory, config: OnRows, damaged: Mapping[str, str] =
         fetched = f", fetched from {config.checkpoint.remote}," if own is not None else ""
     if own is None:
         used_folder.refuse_damaged(run.path, damaged)
-        again = " again: it has no checkpoint yet" if run.present() else ""
+        again = " again: it has no checkpoint yet" if used_folder.present(run.path) else ""
         return Start(None, 0, f"starting in {run.path}{again}")
     step = atomic_checkpoint.validate(own).step
     return Start(own, step, f"resuming from {own}{fetched or ','} after step {step}", moved)
@@ -186,11 +182,6 @@ def copy_missed(run: RunDirectory, start: Start, config: CheckpointConfig) -> No
         return
     if used_folder.same_folder(os.path.dirname(start.checkpoint), str(run.checkpoints)):
         checkpoint_remote.ensure(start.checkpoint, config.remote, keep=config.keep, protect=run.best())
-
-
-def refuse_foreign(run: RunDirectory) -> None:
-    """Raises ConfigError for a config.yaml that is not ours: it would be overwritten."""
-    used_folder.refuse_foreign(run.path)
 
 
 def _elsewhere(run: RunDirectory, resume: str, damaged: Mapping[str, str]) -> str:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.converters.pt_file import write_pt
-from mrl.trainers.caches import as_tensor, digests, from_tensor, logger, saved_by, writing
+from mrl.trainers.caches import as_tensor, digests, from_tensor, logger, save_cache, saved_by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,15 +96,13 @@ class TopCache:
         known."""
         if self._waiting:
             parts = list(self._waiting.values())
-            file = self._next_file()
-            content = {
+            save_cache(self._next_file(), {
                 "made_by": self.made_by,
                 "names": as_tensor(self._waiting),
                 "counts": torch.tensor([len(part.ids) for part in parts]),
                 "ids": torch.cat([part.ids for part in parts]),
                 "log_probs": torch.cat([part.log_probs for part in parts]),
-            }
-            writing(file, lambda: write_pt(file, content))
+            })  # fmt: skip
             for path in self._unread:
                 path.unlink(missing_ok=True)
             self._unread = []

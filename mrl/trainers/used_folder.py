@@ -6,22 +6,22 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from mrl import metrics
 from mrl.config.command import OnRows
 from mrl.config.load import read_yaml, to_dict
 from mrl.config.resume import Change, check_resume, moving
+from mrl.converters.adapter_folder import CONFIG as ADAPTER_CONFIG
 from mrl.engine import atomic_checkpoint
 from mrl.errors import CheckpointError, ConfigError, Shown, quoted, shortened
 from mrl.words import counted
 
+NOT_LOOKED_AT = "changed since, and not looked at, as there is nothing to do"
 TO_GO_ON = "raise train.steps or train.epochs to train on, or give another output_dir"
-OURS = ("config.yaml", "metrics.jsonl", "checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending")
 FILES = ("config.yaml", "metrics.jsonl")
-FOLDERS = (
-    "checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending", "teacher", "reference", ".tmp-hf", "logs",
-    "merged",
-)  # fmt: skip
+RESULTS = ("checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending")
+FOLDERS = (*RESULTS, "teacher", "reference", ".tmp-hf", "logs", "merged")
 REPLACED = (f"checkpoints/{atomic_checkpoint.LATEST}", f"checkpoints/{atomic_checkpoint.BEST}")
 """Files that are written anew, as a link is that leads nowhere."""
 
@@ -35,8 +35,8 @@ class Saved:
     moved: Sequence[Change] = ()  # data or model that have another name than in config.yaml
 
     def __str__(self) -> str:
-        unread = "changed since, and not looked at, as there is nothing to do"
-        return "\n".join([self.message, *(f"{unread}: {change}" for change in self.moved if self.is_complete)])
+        changes = [f"{NOT_LOOKED_AT}: {change}" for change in self.moved] if self.is_complete else []
+        return "\n".join([self.message, *changes])
 
 
 def check(config: OnRows, lora_export: str | None) -> Saved | None:
@@ -61,7 +61,7 @@ def check(config: OnRows, lora_export: str | None) -> Saved | None:
     if own is None:
         return None
     step, steps, hf = atomic_checkpoint.validate(own).step, config.train.steps, path / "hf"
-    is_adapter = (hf / "adapter_config.json").exists()
+    is_adapter = (hf / ADAPTER_CONFIG).exists()
     exported = hf.exists() and (lora_export is None or is_adapter == (lora_export == "adapter"))
     if steps is not None and step >= steps and same_folder(os.path.dirname(own), str(path / "checkpoints")):
         if (exported or not config.checkpoint.export_hf) and last_is_logged(path, step):
@@ -90,7 +90,7 @@ def last_is_logged(path: pathlib.Path, step: int) -> bool:
 
 def present(path: pathlib.Path) -> list[str]:
     """Returns names of what a run of mrl has left in `path`."""
-    return [name for name in OURS if (path / name).exists()]
+    return [name for name in (*FILES, *RESULTS) if (path / name).exists()]
 
 
 def refuse_used(path: pathlib.Path) -> None:
@@ -104,10 +104,10 @@ def refuse_used(path: pathlib.Path) -> None:
         )
 
 
-def refuse_damaged(path: pathlib.Path, damaged: Mapping[str, str] | None = None) -> None:
+def refuse_damaged(path: pathlib.Path, damaged: Mapping[str, str] = MappingProxyType({})) -> None:
     """Checkpoints of which none is whole: a start from the beginning would overwrite them and metrics.jsonl."""
     checkpoints = path / "checkpoints"
-    if found := [*atomic_checkpoint.damage(str(checkpoints)), *(damaged or {}).values()]:
+    if found := [*atomic_checkpoint.damage(str(checkpoints)), *damaged.values()]:
         raise CheckpointError(
             f"{'; '.join(found)}; no checkpoint in {checkpoints} is whole: put one back, remove that folder to "
             "start from the beginning, or give another output_dir"
@@ -163,11 +163,11 @@ def check_same_run(path: pathlib.Path, config: OnRows, newest: str) -> list[Chan
     return [change for change in changes if change.key in moving(type(config))]
 
 
-def elsewhere(resume: str, damaged: Mapping[str, str] | None = None) -> str:
+def elsewhere(resume: str, damaged: Mapping[str, str] = MappingProxyType({})) -> str:
     """Returns the checkpoint that is in the folder `resume`, or that folder. Raises CheckpointError without one."""
-    found = atomic_checkpoint.find_checkpoint(resume, but=damaged or {})
+    found = atomic_checkpoint.find_checkpoint(resume, but=damaged)
     if found is None:
-        raise no_checkpoint(resume, [*atomic_checkpoint.damage(resume), *(damaged or {}).values()])
+        raise no_checkpoint(resume, [*atomic_checkpoint.damage(resume), *damaged.values()])
     return found
 
 

@@ -60,8 +60,8 @@ def fifo(workspace: Workspace) -> None:
 CASES = [
     # config.json.
     Case("no config.json", "model.path", ("has no config.json",), edit=remove("config.json")),
-    Case("cut config.json", "model/config.json", ("cannot be read as JSON",), edit=file("config.json", '{"model_type": ')),
-    Case("list in config.json", "model/config.json", ("holds list",), edit=file("config.json", "[]")),
+    Case("cut config.json", "model/config.json", ("not readable as JSON",), edit=file("config.json", '{"model_type": ')),
+    Case("list in config.json", "model/config.json", ("holds a JSON list",), edit=file("config.json", "[]")),
     Case("unknown family", "config.json", ("'gpt2' is not supported", "qwen3"), edit=fields(model_type="gpt2")),
     Case("unknown activation", "config.json", ("hidden_act = 'gelu'", "'silu'"), edit=fields(hidden_act="gelu")),
     Case("unknown field", "config.json", ("logit_scale = 3.0", "engine.backend=fsdp"), edit=fields(logit_scale=3.0)),
@@ -70,7 +70,7 @@ CASES = [
     Case("no layers", "model/config.json", ("num_hidden_layers", "at least 1"), edit=fields(num_hidden_layers=0)),
     Case("no theta", "model/config.json", ("rope_parameters.rope_theta = 0 is not a number above 1", "correct the field"), ("engine.backend=fsdp",), fields(rope_parameters={"rope_type": "default", "rope_theta": 0})),
     Case("no heads", "model/config.json", ("num_attention_heads = 0 is not a whole number",), edit=fields(num_attention_heads=0)),
-    Case("nested config.json", "model/config.json", ("cannot be read as JSON",), edit=lambda w: w.write("model/config.json", "[" * 30_000 + "]" * 30_000)),
+    Case("nested config.json", "model/config.json", ("not readable as JSON",), edit=lambda w: w.write("model/config.json", "[" * 30_000 + "]" * 30_000)),
     # Weights.
     Case("no weights", "model.path", ("*.safetensors",), edit=remove("model.safetensors")),
     Case("cut weights", "model/model.safetensors", ("header promises", "get the file again"), edit=lambda w: os.truncate(w.root / "model/model.safetensors", 5000)),

@@ -130,7 +130,7 @@ def test_an_argument_of_the_call_itself_is_no_variable(tmp_path):
     """`max_length` would cut the tokens, `chat_template` bring a template of the row's."""
     for name in ("max_length", "chat_template", "add_generation_prompt"):
         file = write_jsonl(tmp_path / "a.jsonl", [{**ROW, "chat_template_kwargs": {name: 5}}])
-        with pytest.raises(DataError, match=f"chat_template_kwargs.{name} is no variable"):
+        with pytest.raises(DataError, match=f"chat_template_kwargs.{name}: is no variable"):
             SFTDataset(config(file), make_tokenizer()).load(0)
 
 

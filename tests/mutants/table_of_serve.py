@@ -122,7 +122,7 @@ OF_SERVE = (
         ("            file.truncate(end)\n", ""),
         ("                with contextlib.suppress(OSError):\n", "                if True:\n"),
         ("        if self.sessions.get(id, ENDED) != ENDED:\n            self.sessions[id]", "        if True:\n            self.sessions[id]"),
-        ('self._write("finished", id=id)', "self.sessions[id] = ENDED"),
+        ('self._write("finished", _Finished(id))', "self.sessions[id] = ENDED"),
         ("        self.deleted.discard(self.folder_of(saved.run, saved.part, saved.name))\n", ""),
     ),
 )  # fmt: skip

@@ -103,7 +103,7 @@ def test_end_tokens(tmp_path, given_ids, expected):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [('{"eos_token_id": "a"}', "eos_token_id is 'a'; give a token id"), ("{", "is no JSON object"), ("[]", "is no JSON object")],
+    [('{"eos_token_id": "a"}', "eos_token_id is 'a'; give a token id"), ("{", "not readable as JSON"), ("[]", "holds a JSON list, not an object")],
 )  # fmt: skip
 def test_a_wrong_generation_config(tmp_path, text, message):
     (tmp_path / "generation_config.json").write_text(text)

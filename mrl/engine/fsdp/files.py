@@ -180,17 +180,21 @@ class Stored:
             output = [name for name in files._meta if name == files._score]
             unread |= {key for key in found if self._of_output(key, output)}
         left = [key for key in found if key not in expected and key not in unread]
-        taken = {key for sources in self._sources.values() for key, _ in sources}  # two names of one are no carrying
-        free = [key for key in left if key not in taken]
-        carried = _known_to(files.hf, free) | {key for key in free if follows_from_config(key)}
-        if carried != set(free):
-            carried |= self._of_text_and_more([key for key in free if key not in carried])
+        carried = self._carried(left)
         absent = account(found, expected, where=str(self.reader.path), may_lack=may_lack, may_have=unread | carried)
         odd = [key for key in carried if found[key].dtype not in DTYPES]
         if odd:
             why = f"{some(odd)} of dtype {found[odd[0]].dtype} cannot be carried over to an export"
             raise ModelError(self.reader.path, why=why, fix=f"store them in one of {', '.join(DTYPES)}")
         return FolderNames(whole, parts, copies, {key: found[key] for key in left}), absent
+
+    def _carried(self, keys: Sequence[str]) -> set[str]:
+        """Returns those of `keys`, which the model does not read, that an export holds unchanged."""
+        taken = {key for sources in self._sources.values() for key, _ in sources}  # two names of one are no carrying
+        free = [key for key in keys if key not in taken]
+        known = _known_to(self.files.hf, free) | {key for key in free if follows_from_config(key)}
+        others = [key for key in free if key not in known]
+        return known | self._of_text_and_more(others) if others else known
 
     def _of_text_and_more(self, keys: Sequence[str]) -> set[str]:
         """Returns those of `keys` that the class of the folder has and the model does not, which is its text part."""

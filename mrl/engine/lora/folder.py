@@ -16,9 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mrl.config.schema import LoraConfig
+from mrl.converters.adapter_folder import BASE, CONFIG, WEIGHTS
 from mrl.converters.companions import companion_files
+from mrl.converters.json_file import read_json
 from mrl.converters.safetensors_io import NAMES, TensorInfo, lay_out
-from mrl.engine.lora.shapes import CONFIG, WEIGHTS, AdapterShape, adapter_shapes, read_about
+from mrl.engine.lora.shapes import AdapterShape, adapter_shapes
 from mrl.engine.torch_dist.data_files import as_bytes
 from mrl.errors import ModelError
 
@@ -100,7 +102,7 @@ def write_adapter_files(
     os.replace(out / f".{WEIGHTS}.part", out / WEIGHTS)
     about = {
         key: sorted(value) if isinstance(value, set) else value for key, value in found.config.to_dict().items()
-    } | {"base_model_name_or_path": os.path.abspath(base_model_path), "inference_mode": True, "init_lora_weights": True}
+    } | {BASE: os.path.abspath(base_model_path), "inference_mode": True, "init_lora_weights": True}
     if head == "value":
         about["modules_to_save"] = ["score"]
     (out / f".{CONFIG}.part").write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -110,8 +112,8 @@ def write_adapter_files(
 def name_base(path: str | os.PathLike[str], name: str) -> None:
     """Makes the adapter folder `path` say that its base is `name`, a folder or hub id, where peft's users see it."""
     config = Path(path) / CONFIG
-    about = read_about(path)
-    about["base_model_name_or_path"] = os.path.abspath(name) if os.path.isdir(name) else name
+    about = read_json(config)
+    about[BASE] = os.path.abspath(name) if os.path.isdir(name) else name
     config.write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -122,7 +124,7 @@ def read_adapter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
     if lost:
         raise ModelError(folder, why=f"has no {lost[0]}", fix="give a folder that mrl or peft wrote")
     try:
-        return read_about(folder), load_file(folder / WEIGHTS)
+        return read_json(folder / CONFIG), load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(folder, why=f"is not a readable adapter ({error})", fix="get it again") from None
 

@@ -30,8 +30,10 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from mrl.config.schema import LoraConfig
+from mrl.converters.adapter_folder import CONFIG, MERGE
 from mrl.converters.hf_config import VISION_LANGUAGE
-from mrl.engine.lora.shapes import CONFIG, MERGE, AdapterShape, read_about
+from mrl.converters.json_file import read_json
+from mrl.engine.lora.shapes import AdapterShape
 from mrl.errors import ConfigError, ModelError
 
 _INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -131,7 +133,7 @@ def check_is_plain(path: str) -> None:
     a folder that peft converted (`path_initial_model_for_weight_conversion`) says true.
     """
     file = Path(path) / CONFIG
-    about = read_about(path)
+    about = read_json(file)
     kind, init = about.get("peft_type", "LORA"), about.get("init_lora_weights")
     if kind != "LORA":
         raise ModelError(file, why=f"peft_type {kind!r} is not supported", fix="give an adapter of peft_type 'LORA'")

@@ -8,22 +8,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import os
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrl.converters.json_file import read_json, shown
-from mrl.errors import ModelError
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-MERGE = "merge it with peft (merge_and_unload, then save_pretrained) and give that folder"
-"""What to do with an adapter that is more than B A."""
-
 SCORE = PREFIX + "score.weight"
 """Where an adapter folder has the head of a value model, which trains whole (peft's `modules_to_save`)."""
 
@@ -96,11 +86,3 @@ def adapter_shapes(shapes: Mapping[str, AdapterShape], head: str, hidden_size: i
     files: dict[str, tuple[int, ...]] = {shape.a_name: shape.a_shape for shape in shapes.values()}
     files |= {shape.b_name: shape.b_shape for shape in shapes.values()}
     return files | ({SCORE: (1, hidden_size)} if head == "value" else {})
-
-
-def read_about(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns adapter_config.json of a folder; ModelError where it is no JSON object."""
-    about = read_json(Path(path) / CONFIG)
-    if not isinstance(about, dict):
-        raise ModelError(Path(path) / CONFIG, why=f"holds {shown(about)}, not an object", fix="get the adapter again")
-    return about

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mrl import metrics
+from mrl.converters.json_file import parse_json
 from mrl.errors import ConfigError
 from mrl.launch.slurm import jobs
 from mrl.launch.slurm.checks import in_words, step_seconds
@@ -87,8 +88,8 @@ def _served(ledger: pathlib.Path) -> str:
     """Returns what a server has done, by its ledger."""
     events: dict[str, list[dict[str, Any]]] = {}
     for line in ledger.read_text(encoding="utf-8").splitlines() if ledger.exists() else ():
-        with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):  # as of a line that broke off
-            event = json.loads(line)
+        with contextlib.suppress(ValueError, LookupError, TypeError):  # as of a line that broke off
+            event = parse_json(line)
             events.setdefault(event["event"], []).append(event)
     models, saves = len(events.get("model", ())), events.get("saved", [])
     if not models and not saves:

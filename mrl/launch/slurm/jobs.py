@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mrl.converters.json_file import parse_json
 from mrl.errors import ConfigError
 
 ENDED = (
@@ -170,8 +171,8 @@ def records(slurm_dir: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _record(path: pathlib.Path, number: int, line: str) -> dict[str, Any]:
-    with contextlib.suppress(json.JSONDecodeError):
-        record = json.loads(line)
+    with contextlib.suppress(ValueError):
+        record = parse_json(line)
         if isinstance(record, dict) and isinstance(record.get("job"), str) and "array" in record:
             return record
     raise ConfigError(f"{path}:{number}", why="is no record of a job", fix="delete that line")

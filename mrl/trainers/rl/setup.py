@@ -33,8 +33,8 @@ from mrl.config.roles import (
     roles_of,
     teacher_names,
 )
-from mrl.convert.adapters import is_adapter
 from mrl.convert.exporting import merged_copy
+from mrl.converters.adapter_folder import is_adapter
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import model_fingerprint, model_folder
 from mrl.data.dataset import RowDataset
