@@ -55,7 +55,7 @@ TRL = Trainer(
         row("fsdp", "engine.backend", "give fsdp", values={"*": KeyError}),
         row("fsdp_config", "engine.fsdp", values={"*": KeyError}),
         row("parallelism_config", "engine.parallel", values={"*": KeyError}),
-        row("logging_steps", "log.console", "every step has its line here", values={"*": None}),
+        row("logging_steps", "log.every"),
         row("report_to", "log.wandb.project", "a project turns wandb on here; log.tensorboard", values={"none": None, "*": KeyError}),
         row("project", "log.wandb.project"),
         row("run_name", "log.wandb.name"),
