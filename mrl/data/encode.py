@@ -66,8 +66,8 @@ OF_THE_CALL = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_tem
 """Names that transformers takes for itself: a row would cut its tokens with them, or bring a template of its own."""
 
 NO_TEMPLATE = (
-    "the tokenizer has no chat template, which a conversation needs; name a Jinja file in data.chat_template, "
-    "or use the tokenizer of the model's instruct version"
+    "the tokenizer has no chat template, or data.chat_template: none took it away, and a conversation needs one; "
+    "leave none out, name a Jinja file there, or use the tokenizer of the model's instruct version"
 )
 
 
