@@ -48,7 +48,7 @@ test-slow: $(TE_STAMP) $(TEST_VLLM)
 	$(BIN)/python $(PYTEST) --no-loadscope-reorder -m "slow and not nightly" $(PYTEST_ARGS)
 
 test-nightly: $(TE_STAMP) $(TEST_VLLM)
-	$(BIN)/python $(PYTEST) --no-loadscope-reorder -m nightly $(PYTEST_ARGS)
+	$(BIN)/python $(PYTEST) --no-loadscope-reorder -m "nightly or hypothesis" --hypothesis-profile=nightly $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,14 +1,18 @@
 """The order of tests: those of a real Slurm wait for most of their time, and come first, so that others fill it. And none
 fails for being slow: hypothesis would end an example after 200 ms, which a machine with other work on it may take. Worlds of
-test processes end with the session."""
+test processes end with the session.
+
+What hypothesis draws is the same in each run, so that a change is not refused for an example that nobody had drawn before it.
+`make test-nightly` draws anew."""
 
 import sys
 
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("any machine", deadline=None)
-hypothesis.settings.load_profile("any machine")
+hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("nightly", deadline=None, derandomize=False, print_blob=True)
+hypothesis.settings.load_profile("repeat")
 
 TOGETHER = (
     ("tests/rollout/test_handover.py", "tests/rollout/test_vllm.py"),  # vLLM's servers

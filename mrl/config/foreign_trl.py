@@ -72,7 +72,7 @@ _ROWS = [
     row("fsdp", "engine.backend", "give fsdp", values=BY_HAND),
     row("fsdp_config", "engine.fsdp", values=BY_HAND),
     row("parallelism_config", "engine.parallel", values=BY_HAND),
-    row("logging_steps", "log.console", "every step has its line here", values=NEEDLESS),
+    row("logging_steps", "log.every"),
     row("report_to", "log.wandb.project", "a project turns wandb on here; log.tensorboard",
         values={"none": None} | BY_HAND),
     row("project", "log.wandb.project"),

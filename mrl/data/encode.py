@@ -67,8 +67,8 @@ OF_THE_CALL = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_tem
 own, which would be run."""
 
 NO_TEMPLATE = (
-    "the tokenizer has no chat template, which a conversation needs; name a Jinja file in data.chat_template, "
-    "or use the tokenizer of the model's instruct version"
+    "the tokenizer has no chat template, or data.chat_template: none took it away, and a conversation needs one; "
+    "leave none out, name a Jinja file there, or use the tokenizer of the model's instruct version"
 )
 
 

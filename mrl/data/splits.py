@@ -87,11 +87,10 @@ def _several(one: Named, held_out: str, other: str) -> DataError:
         names = [first, second]
     folder = os.path.commonprefix([first, second]).rpartition("/")[0]
     word = "train" if one.key.startswith("data.train") else sorted(_words(held_out))[0]
-    return DataError(
-        one.key,
-        why=f"{one.path}: stands for several splits ({names[0]}, {names[1]})",
-        fix=f"name the files that are meant, or give a glob with the word of their split, as {folder}/*{word}*",
-    )
+    fix = "name the files that are meant"
+    if any(word in file.removeprefix(folder) for file in (*one.files, first, second)):
+        fix += f", or give a glob with the word of their split, as {folder}/*{word}*"
+    return DataError(one.key, why=f"{one.path}: stands for several splits ({names[0]}, {names[1]})", fix=fix)
 
 
 def check_apart(train: Sequence[Named], evaluation: Sequence[Named]) -> list[str]:

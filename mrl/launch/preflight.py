@@ -247,7 +247,7 @@ def read_model_config(
             return read_model_config(_base_of(model, key, merges), key, weights=weights)
         if not path.is_file():
             hf = folder / "hf"
-            is_run = (hf / "config.json").is_file()
+            is_run = any((hf / name).is_file() for name in ("config.json", "adapter_config.json"))
             fix = f"it is the folder of a run: give {hf}" if is_run else "give a Hugging Face model folder"
             raise ModelError(f"{key}.path", quoted(model.path), "has no config.json", fix)
         if weights:

@@ -57,9 +57,15 @@ def fifo(workspace: Workspace) -> None:
     os.mkfifo(workspace.root / "model/chat_template.jinja")
 
 
+def run_of_adapters(workspace: Workspace) -> None:
+    remove("config.json")(workspace)
+    workspace.write("model/hf/adapter_config.json", "{}")
+
+
 CASES = [
     # config.json.
     Case("no config.json", "model.path", ("has no config.json",), edit=remove("config.json")),
+    Case("run of adapters", "model.path", ("has no config.json; it is the folder of a run: give ", "model/hf"), edit=run_of_adapters),
     Case("cut config.json", "model/config.json", ("not readable as JSON",), edit=file("config.json", '{"model_type": ')),
     Case("list in config.json", "model/config.json", ("holds a JSON list",), edit=file("config.json", "[]")),
     Case("unknown family", "config.json", ("'gpt2' is not supported", "qwen3"), edit=fields(model_type="gpt2")),

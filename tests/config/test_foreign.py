@@ -133,6 +133,7 @@ beta: 0.05
 max_steps: 100
 output_dir: out
 seed: 3
+logging_steps: 25
 """
 
 
@@ -176,7 +177,7 @@ def dotted(raw: dict, path: str = "") -> dict[str, object]:
             {
                 "model.path": "Qwen/Qwen3-0.6B", "data.train": "pairs", "optimizer.lr": 5e-7, "loss.beta": 0.05,
                 "train.steps": 100, "output_dir": "out", "seed": 3, "optimizer.schedule": "linear",
-                "data.max_length": 1024, "engine.recompute": "full",
+                "data.max_length": 1024, "engine.recompute": "full", "log.every": 25,
             },
             ("train.epochs",), ("train.global_batch_size: is missing",), {"train.global_batch_size": 8},
         ),

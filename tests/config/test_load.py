@@ -120,6 +120,8 @@ def values_of(annotation, bounds) -> st.SearchStrategy:
         return st.none()
     if origin is typing.Literal:
         return st.sampled_from(args)
+    if annotation == Mapping[str, str]:  # data.turns
+        return st.fixed_dictionaries({role: st.text() for role in ("user", "assistant")})
     if origin is tuple and dataclasses.is_dataclass(typing.get_args(args[0])[:1] and typing.get_args(args[0])[0]):
         return st.sampled_from(
             [[{"name": "math", "weight": 0.5}], [{"name": "code"}, {"function": "a/b.py:f", "label": "1e5"}]]

@@ -10,6 +10,7 @@ import pytest
 
 from mrl.data.batches import BatchSource
 from mrl.data.dataset import Example, SFTDataset
+from mrl.data.tokenizer import use_chat_template
 from mrl.errors import DataError
 from tests.data import tiny_tokenizers
 from tests.data.tiny_tokenizers import turns
@@ -224,6 +225,14 @@ def test_messages_without_a_chat_template_are_one_error_at_the_start(tmp_path):
         DataError, match=r"data.train: .*a.jsonl: the tokenizer has no chat template.*data.chat_template"
     ):
         SFTDataset(tiny_tokenizers.config(path, on_bad_row="skip"), tiny_tokenizers.make_tokenizer(None))
+
+
+def test_messages_with_the_template_turned_off_are_told_to_leave_that_out(tmp_path):
+    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [GOOD])
+    tokenizer = tiny_tokenizers.make_tokenizer()
+    use_chat_template(tokenizer, "none")
+    with pytest.raises(DataError, match=r"data.chat_template: none took it away, .* leave none out, "):
+        SFTDataset(tiny_tokenizers.config(path, chat_template="none"), tokenizer)
 
 
 def test_a_fault_of_the_template_is_not_the_rows_to_skip(tmp_path):

@@ -98,6 +98,15 @@ def test_whatever_names_several_files_names_one_split(tmp_path, monkeypatch, str
     assert tried == (27 if stream else 23)
 
 
+def test_a_glob_is_advised_where_it_names_a_file(tmp_path):
+    folder = write(tmp_path / "d", "gsm.jsonl", "gsm_test.jsonl")
+    with pytest.raises(DataError, match=r"\(gsm.jsonl, gsm_test.jsonl\); name the files that are meant$"):
+        opened(folder)
+    write(tmp_path / "d", "math_train.jsonl")
+    with pytest.raises(DataError, match=r"name the files that are meant, or give a glob .*/d/\*train\*$"):
+        opened(folder)
+
+
 def test_words_of_one_meaning_are_one_split(tmp_path):
     folder = write(tmp_path / "d", "a_val.jsonl", "b_validation.jsonl", "valid.jsonl")
     for path in (folder, f"{folder}/*val*"):
