@@ -2,7 +2,7 @@
 # make quickstart-ppo   PPO with a critic, from where the quickstart's GRPO starts: two to four minutes more
 # make test         the tests that run on every change
 # make test-slow    what CI runs beside them; `make test-nightly` runs every kill, layout, seed and mutant (docs/testing.md)
-# make lint         ruff and mypy, as CI runs them (and .pre-commit-config.yaml)
+# make lint         ruff, mypy and the ceilings of the prose, as CI runs them
 # make parity       the table of layouts against Hugging Face
 # make vllm-venv    .venv-vllm, with vLLM for the CPU: what the slow tests of rollout servers start (Python 3.11)
 # make bench-gpu    what a GPU does: numbers, training, decoding, checkpoints, hand-over (benchmarks/README.md); in the python that mrl is in
@@ -54,6 +54,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
+	$(BIN)/python tools/prose.py --check
 
 parity: $(STAMP)
 	$(BIN)/python -m tests.engine.parity

@@ -67,6 +67,7 @@ setup(
             "openai>=2",
             "build",
             "mypy",
+            "markdown-it-py",  # tools/prose.py reads pages with it
         ],
         "docs": ["mkdocs-material>=9"],
     },
