@@ -163,9 +163,9 @@ def _shared_messages(row: Row) -> list[dict[str, Any]]:
             fix += "{question: prompt}"
             if are_texts(row):
                 fix += (
-                    ", or set data.turns to the markers of turns in whole texts (docs/data.md), or data.prompt_end to "
+                    ", or set data.turns to the markers of turns in whole texts (docs/conversations.md), or "
+                    "data.prompt_end to what the prompt in raw ones ends with"
                 )
-                fix += "what the prompt in raw ones ends with"
             raise BadRow(f"{name} is no list of messages, and there is no prompt; {fix}")
         check_messages(row[name], name, parts=True)
     chosen, rejected = row["chosen"], row["rejected"]

@@ -89,7 +89,7 @@ def taken(made: BatchSource, batches: int) -> list[str]:
 
 
 def permutation(seed: int, what: str, epoch: int, count: int) -> list[int]:
-    """What docs/data.md says that an order is."""
+    """What docs/data-streams.md says that an order is."""
     number = (seed + int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "big")) % 2**64
     bits = np.random.Philox(key=np.array([number, epoch], dtype=np.uint64)).random_raw(count)
     return sorted(range(count), key=lambda i: (bits[i], i))
