@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Each number's source stands beside it: a paper, or a trainer with the file in which it was read; docs/rl.md has the
-# list. Those that no row sets (clips, gamma, lambda, the value's clip) are of openai/lm-human-preferences,
+# Each number's source stands beside it: a paper, or a trainer with the file in which it was read; docs/algorithms.md
+# has the list. Those that no row sets (clips, gamma, lambda, the value's clip) are of openai/lm-human-preferences,
 # lm_human_preferences/train_policy.py, PpoHParams. No row has a dual clip: no paper below has one, and it is off in TRL
 # (`delta`) and OpenRLHF (`--actor.dual_clip`).
 ROWS: Mapping[str, Mapping[str, Any]] = {

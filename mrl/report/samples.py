@@ -18,7 +18,7 @@ from mrl.report.runs import SAMPLES
 from mrl.report.token_text import TokenTexts
 
 SERIES = {"step": "before step", "eval": "held-out, after step", "baseline": "greedy answers before step"}
-"""The name that a file begins with -> what its samples are (docs/rl.md)."""
+"""The name that a file begins with -> what its samples are (docs/samples.md)."""
 
 MOST_FILES = 12
 """Files of a series that are read: evenly spaced, the first and the last among them."""

@@ -72,8 +72,8 @@ def test_what_the_papers_say():
 
 
 def test_the_docs_name_a_source_for_every_number():
-    """docs/rl.md: each number of each recipe stands in a line with a source, and is the one in the code."""
-    text = (REPO / "docs" / "rl.md").read_text()
+    """docs/algorithms.md: each number of each recipe stands in a line with a source, and is the one in the code."""
+    text = (REPO / "docs" / "algorithms.md").read_text()
     lines = re.findall(r"^\| (?:`(\w+)`|others) \| (`[^|]*\d) \| ([^|]{9,}) \|$", text, re.MULTILINE)
     stated: dict[str, dict[str, float]] = {}
     for name, defaults, _ in lines:

@@ -66,7 +66,7 @@ def make_sft(folder: pathlib.Path, steps: int = 20, **keys: Any) -> pathlib.Path
 
 
 def sample(index: int, number: int, **changes: Any) -> dict[str, Any]:
-    """A line of samples/, as docs/rl.md describes it: two tokens of prompt, three of the policy."""
+    """A line of samples/, as docs/samples.md describes it: two tokens of prompt, three of the policy."""
     reward = (index + number) % 4 / 4
     return {
         "step": 1, "row": f"rows.jsonl:{index + 1}", "index": index, "sample": number, "reward": reward,
