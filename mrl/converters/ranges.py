@@ -2,7 +2,7 @@
 
 `check_fields` reads a config.json as it is: a wrong value makes transformers endless, or fails far from the field.
 `check_settled` reads it completed, when fields can be held against one another. Whether mrl supports a value that is in
-range, the family's `fields` says. docs/families.md shows the tables, which `python -m mrl.converters.ranges` prints.
+range, the family's `fields` says. `python -m mrl.converters.ranges` prints the tables of docs/supported-models.md.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _check(name: str, value: Any, allowed: Range, where: str) -> None:
 
 
 def as_markdown() -> str:
-    """Returns the tables as docs/families.md shows them."""
+    """Returns the tables as docs/supported-models.md shows them."""
     lines = ["| field of config.json | what it may hold |", "|---|---|"]
     grouped: dict[str, list[str]] = {}
     for name, allowed in [*FIELDS.items(), *((f"rope_parameters.{name}", of) for name, of in ROPE.items())]:

@@ -169,5 +169,7 @@ def test_a_file_that_nests_deep_is_one_line(tmp_path, levels):
 
 
 def test_the_page_shows_the_table():
-    page = (Path(__file__).parents[2] / "docs/families.md").read_text(encoding="utf-8")
-    assert ranges.as_markdown() in page, "put what `python -m mrl.converters.ranges` prints into docs/families.md"
+    page = (Path(__file__).parents[2] / "docs/supported-models.md").read_text(encoding="utf-8")
+    assert ranges.as_markdown() in page, (
+        "put what `python -m mrl.converters.ranges` prints into docs/supported-models.md"
+    )
