@@ -43,7 +43,6 @@ setup(
         "zlib-ng>=1",  # checksums of large files at the speed of memory
     ],
     extras_require={
-        "gguf": ["gguf>=0.17"],  # MIT, pure Python; needs numpy, pyyaml, requests and tqdm, which are here anyway
         "gpu": ["transformer-engine[pytorch]>=2.20.2,<2.21"],  # pip compiles a part of it (docs/gpu.md)
         "math": ["math-verify>=0.9"],  # the reward of the same name
         "serve": ["starlette>=1", "uvicorn>=0.40", "protobuf>=5"],  # `mrl serve`; its clients install tinker
@@ -59,7 +58,6 @@ setup(
             "math-verify>=0.9",
             "mbridge>=0.15.1",  # the converters are compared with it; it needs einops
             "einops",
-            "gguf>=0.17",
             "pillow>=10",
             "starlette>=1",
             "uvicorn>=0.40",

@@ -17,7 +17,7 @@ FLOORS = [
     ("entry", "starts processes", "#dbe7f6", [
         ("mrl sft · ppo · serve", "the runs: local processes,", "torchrun, srun"),
         ("mrl slurm", "a job that starts again", "where it stopped"),
-        ("mrl convert · report", "HF, GGUF, mcore weights;", "runs as a page"),
+        ("mrl convert · report", "HF and mcore weights;", "runs as a page"),
         ("plan · doctor · check", "a run before it starts:", "fit, machine, layouts"),
         ("mrl generate · eval", "completions, a chat;", "accuracy with intervals"),
     ]),

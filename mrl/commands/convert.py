@@ -1,4 +1,4 @@
-"""`mrl convert`: weights between Hugging Face folders, GGUF files and mcore checkpoints."""
+"""`mrl convert`: weights between Hugging Face folders and mcore checkpoints."""
 
 from __future__ import annotations
 
@@ -48,16 +48,14 @@ def _on_files() -> Iterator[None]:
         raise UserError(name, why=str(error.strerror), fix="give another path, or put it right") from error
 
 
-def import_(
-    source: str, out: str, tokenizer: str | None, allow_pickle: bool, check: bool, no_logits: bool
-) -> None:  # fmt: skip
+def import_(source: str, out: str, allow_pickle: bool, check: bool, no_logits: bool) -> None:
     _check_flags(check, no_logits)
     with _conversion(out):
         from mrl.convert.importing import import_hf
         from mrl.convert.progress import ProgressBar
 
         with ProgressBar("imported") as bar:
-            done = import_hf(source, out, allow_pickle=allow_pickle, tokenizer=tokenizer, progress=bar)
+            done = import_hf(source, out, allow_pickle=allow_pickle, progress=bar)
     for note in done.notes:
         echo(note)
     echo(f"{out}: {done.tensors} tensors of {source} are {done.parameters} of the checkpoint, all accounted for")
@@ -175,23 +173,17 @@ def _conversion(out: str) -> Iterator[None]:
 
 
 IMPORT = Command(
-    help="""Make an mcore distributed checkpoint OUT of a Hugging Face folder, a hub id as in Qwen/Qwen3-0.6B, or a GGUF
-    file (pip install gguf).
+    help="""Make an mcore distributed checkpoint OUT of a Hugging Face folder or a hub id as in Qwen/Qwen3-0.6B.
 
     Any layout loads it: name it in model.path to train from it. One that was interrupted goes on where it was.
     """,
     examples="""
         mrl convert import path/to/hf-model model-mcore --verify
-        mrl convert import Qwen/Qwen3-0.6B model-mcore
-        mrl convert import model.gguf model-mcore""",
+        mrl convert import Qwen/Qwen3-0.6B model-mcore""",
     run=import_,
     params=(
-        Argument(name="source", metavar="HF|GGUF"),
+        Argument(name="source", metavar="HF"),
         Argument(name="out"),
-        Option(
-            names="--tokenizer", metavar="HF_DIR",
-            help="Folder with the tokenizer of a GGUF file; default: what transformers makes of the file.",
-        ),
         _ALLOW_PICKLE,
         _VERIFY,
         _NO_LOGITS,
@@ -226,7 +218,7 @@ EXPORT = Command(
 )  # fmt: skip
 
 VERIFY = Command(
-    help="""Compare A and B: Hugging Face folders or hub ids, GGUF files, checkpoints, or runs, in any combination.
+    help="""Compare A and B: Hugging Face folders or hub ids, checkpoints, or runs, in any combination.
 
     Tensors bit for bit, then logits on the CPU in fp32. Exit code 2 where something differs.
     """,

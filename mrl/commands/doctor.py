@@ -24,7 +24,7 @@ def run(collectives: bool, as_json: bool) -> int:
 COMMAND = Command(
     help="""Say what this machine has, what a run will use of it and why, and what to do about the rest.
 
-    Packages, GPUs, disks, limits, network, Slurm, containers, environment variables. Packages are imported in processes
+    Packages, GPUs, disks, limits, network, environment variables. Packages are imported in processes
     of their own: one that is broken is named, with what it costs, and the rest goes on. Nothing is changed.
 
     Exit code 2 where there is a fault: something that stops a run, or leaves a GPU unused. Warnings do not count.

@@ -1,4 +1,4 @@
-"""`mrl convert import`: a Hugging Face folder or a GGUF file becomes an mcore distributed checkpoint that any layout
+"""`mrl convert import`: a Hugging Face folder becomes an mcore distributed checkpoint that any layout
 loads.
 
     OUT/
@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 import mrl
-from mrl.convert.opening import open_model
-from mrl.convert.sources import SOURCE, Source, source_as_json
+from mrl.convert.sources import SOURCE, Source, open_hf, source_as_json
 from mrl.convert.workspace import FileSummary, Workspace, check_free, no_progress
 from mrl.converters.accounting import EMBEDDING
 from mrl.converters.checksums import crc32_of
@@ -83,19 +82,16 @@ def import_hf(
     out: str | Path,
     *,
     allow_pickle: bool = False,
-    tokenizer: str | None = None,
     file_bytes: int = FILE_BYTES,
     progress: Callable[[int], Callable[[int], None]] = lambda total: no_progress,
 ) -> Imported:
-    """Converts the Hugging Face folder or GGUF file `source` into the checkpoint folder `out`, which appears when it is
-    whole.
+    """Converts the Hugging Face folder `source` into the checkpoint folder `out`, which appears when it is whole.
 
-    tokenizer: a folder with the tokenizer for a GGUF file, where what the file has cannot be used. progress: gets the
-    bytes in all and returns a progress callback for bytes written. Raises ModelError before anything is written where
-    the folder is damaged, is not what its config.json says, or holds what cannot be converted; `out` is then not there.
+    progress: gets the bytes in all and returns a progress callback for bytes written. Raises ModelError before anything
+    is written if the folder is damaged, is not what its config.json says, or holds what cannot be converted.
     """
     check_free(Path(out))
-    with open_model(source, allow_pickle=allow_pickle, tokenizer=tokenizer) as model:
+    with open_hf(source, allow_pickle=allow_pickle) as model:
         fields_of(dict(model.hf_config))  # what the Megatron engine cannot compute is refused by its name
         rules = whole_rules(model.family, model.hf_config, head=model.head, mtp=model.mtp)
         parts = list(_parts(rules, model))

@@ -10,36 +10,15 @@ from mrl.converters.adapter_folder import MERGE, base_of, is_adapter
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.mcore_weights import MARKER
-from mrl.converters.safetensors_io import main_dtype, some
-from mrl.errors import ModelError, quoted
-
-
-def open_model(path: str | Path, *, allow_pickle: bool = False, tokenizer: str | None = None) -> Source:
-    """Opens the Hugging Face folder or the GGUF file `path`. tokenizer: of a GGUF file, as in `open_gguf`."""
-    if Path(path).is_file():
-        # here, because it imports transformers and datasets: two seconds that every other conversion is spared
-        from mrl.convert.gguf_source import open_gguf
-
-        return open_gguf(Path(path), tokenizer=tokenizer)
-    if tokenizer is not None:
-        raise ModelError("--tokenizer", quoted(tokenizer), f"has no effect: {path} is no GGUF file", "leave it out")
-    lone = sorted(file.name for file in Path(path).glob("*.gguf")) if not (Path(path) / "config.json").is_file() else []
-    if lone:
-        raise ModelError(path, why=f"is a folder of GGUF files ({some(lone)})", fix="give the one to convert")
-    if str(path).endswith(".gguf") and not Path(path).exists():
-        raise ModelError(path, why="no such file", fix="give a GGUF file, a Hugging Face model folder or a hub id")
-    return open_hf(path, allow_pickle=allow_pickle)
+from mrl.converters.safetensors_io import main_dtype
+from mrl.errors import ModelError
 
 
 def open_any(
     path: str | Path, *, model: str | None = None, role: str | None = None, allow_pickle: bool = False
 ) -> Source:
-    """Opens a Hugging Face folder, a GGUF file, an adapter folder over its base (or `model`), or what
-    `open_checkpoint` takes.
-    """
-    if Path(path).is_file():
-        return open_model(path)
-    place = local_folder(path, "a Hugging Face folder or hub id, a GGUF file, a checkpoint, or a run's output_dir")
+    """Opens a Hugging Face folder, an adapter folder over its base (or `model`), or what `open_checkpoint` takes."""
+    place = local_folder(path, "a Hugging Face folder or hub id, a checkpoint, or a run's output_dir")
     if (place / "config.json").is_file() and not (place / MARKER).is_file():
         return open_hf(place, allow_pickle=allow_pickle)
     if is_adapter(place):

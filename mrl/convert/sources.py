@@ -5,7 +5,6 @@ them.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import json
@@ -29,7 +28,7 @@ from mrl.converters.adapter_folder import is_adapter, merged_place
 from mrl.converters.companions import check_companions, companion_files
 from mrl.converters.families import FAMILIES, family_for
 from mrl.converters.fused import unstacked
-from mrl.converters.hf_config import read_hf_config
+from mrl.converters.hf_config import GGUF, read_hf_config
 from mrl.converters.json_file import read_json
 from mrl.converters.mcore_weights import DESCRIPTION, FOLDER, MARKER, read_description
 from mrl.converters.mtp import copies_in, layers_in, tensors_in
@@ -94,7 +93,7 @@ class Checksums:
 class Source:
     """A model that `mrl convert` reads, whatever format it is stored in."""
 
-    folder: Path  # a file where it is GGUF
+    folder: Path
     what: str  # in words, for people
     reader: WeightReader  # by Hugging Face name
     hf_config: dict[str, Any]
@@ -111,7 +110,6 @@ class Source:
     notes: list[str] = dataclasses.field(default_factory=list)  # what an import is to say, a line each
     end_tokens: dict[str, list[int]] | None = None  # of a run's completions: "own" and "added"
     adapters: SavedAdapters | None = None  # of a checkpoint of adapters; its `path` is what the run calls the base
-    ends: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)  # closed with the source
 
     @property
     def mtp(self) -> int:
@@ -132,7 +130,6 @@ class Source:
         if self.checksums is not None:
             self.checksums.close()
         self.reader.close()
-        self.ends.close()
 
     def __enter__(self) -> "Source":
         return self
@@ -191,7 +188,7 @@ def local_folder(path: str | Path, wanted: str) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ModelError(folder, why="is a file", fix=f"give {wanted}")
+        raise ModelError(folder, why="is a file", fix=GGUF if folder.suffix == ".gguf" else f"give {wanted}")
     if not _HUB_ID.fullmatch(str(path)):
         raise ModelError(folder, why="no such folder", fix=f"give {wanted}")
     from mrl.converters.hub import model_folder  # the hub's client is slow to import

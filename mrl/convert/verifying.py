@@ -1,7 +1,7 @@
 """`mrl convert verify`: two models compared, tensor by tensor and bit by bit, and then by what they compute.
 
 Logits are computed on the CPU in fp32: of a Hugging Face folder by transformers, of a checkpoint of the Megatron engine
-by megatron-core, of a GGUF file or a checkpoint of the FSDP engine by transformers on the tensors as read here. Two
+by megatron-core, of a checkpoint of the FSDP engine by transformers on the tensors as read here. Two
 engines round differently, so logits may differ a little where every bit of the weights is the same. Adapters on both
 sides are compared themselves, with what they are over: a folder that peft loads does not say which dtype they are added
 in.

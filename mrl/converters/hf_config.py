@@ -22,6 +22,8 @@ _MOST_WORDS = 250
 """Characters of what transformers says, which repeats values however long they are."""
 VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """The `model_type`s that train on rows with images."""
+GGUF = "make a Hugging Face folder of it with transformers (docs/convert.md#gguf)"
+"""The advice for a GGUF file."""
 
 
 def reads_images(hf_config: Mapping[str, Any]) -> bool:

@@ -14,8 +14,6 @@ from typing import Any
 
 import mrl
 from mrl.doctor import (
-    clocks,
-    cluster,
     collectives,
     compilers,
     disks,
@@ -81,9 +79,6 @@ def examine(*, with_collectives: bool = False) -> Report:
         asked_optional = pool.submit(imports, gpu_packages.steps(optional)) if optional else None
         smi = pool.submit(gpus.smi)
         c, cpp = pool.submit(compilers.c_compiler), pool.submit(compilers.cpp_compiler)
-        clock, slurm, containers = (
-            pool.submit(_all(look)) for look in (clocks.section, cluster.slurm, cluster.containers)
-        )
         imported, choices = asked_imports.result(), asked_choices.result()
         found, facts, torch = smi.result(), imported[FACTS], imported["torch"].works
         loaded = asked_optional.result() if asked_optional is not None else {}
@@ -104,18 +99,12 @@ def examine(*, with_collectives: bool = False) -> Report:
             _section(used.TITLE, lambda: used.section(choices, torch_works=torch), used.table(choices)),
             _section("Processors, memory and limits", lambda: limits.section(limits.control_group())),
             _section("Disks", disks.section),
-            _section("Clock and text", clock.result),
             _section("Network", network.section),
-            _section("Slurm and containers", lambda: [*slurm.result(), *containers.result()]),
             _section("Environment variables", lambda: variables.section(joined=choices.joined)),
         ]
         if with_collectives:
             sections.append(_section("Collectives", lambda: _collectives(facts, torch)))
     return Report(sections, time.monotonic() - begun, socket.gethostname())
-
-
-def _all(look: Callable[[], Iterable[Finding]]) -> Callable[[], list[Finding]]:
-    return lambda: list(look())
 
 
 def _for_gpus(

@@ -14,6 +14,7 @@ from mrl.convert.opening import open_any
 from mrl.convert.sources import Source, checkpoint_folder
 from mrl.converters.adapter_folder import CONFIG as ADAPTER_CONFIG
 from mrl.converters.adapter_folder import is_adapter
+from mrl.converters.hf_config import GGUF
 from mrl.converters.hub import model_folder
 from mrl.converters.json_file import read_json
 from mrl.converters.mcore_weights import MARKER, is_imported
@@ -35,8 +36,7 @@ def find(given: str, key: str = "MODEL") -> PlaceConfig:
     """
     path = os.path.expanduser(given)
     if os.path.isfile(path) and os.path.basename(path) != LATEST:
-        gguf = "make a model of it with `mrl convert import`" if path.endswith(".gguf") else f"give {FORMS}"
-        raise ModelError(key, quoted(given), "is a file", gguf)
+        raise ModelError(key, quoted(given), "is a file", GGUF if path.endswith(".gguf") else f"give {FORMS}")
     if not os.path.exists(path):
         _check_may_be_hub_id(given, key)
         return _of_folder(given, model_folder(given, key=key), f"{given} of the hub")

@@ -429,7 +429,7 @@ def _check_output_dir(output_dir: str) -> None:
 
 
 def _of_model(folder: pathlib.Path) -> str | None:
-    """Returns a file that only a model's folder has, of Hugging Face, imported, of adapters or of GGUF files."""
+    """Returns a file that only a model's folder has, of Hugging Face, imported, of adapters or GGUF."""
     with contextlib.suppress(ModelError):  # a config.json of something else, which mrl does not touch
         if "model_type" in read_json(folder / "config.json"):
             return "config.json"

@@ -16,7 +16,6 @@ import pytest
 
 from mrl import cli
 from mrl.config.command import record
-from tests.convert import gguf_files
 from tests.inference.cases import in_a_shell, mrl
 from tests.trainers import tiny_runs
 from tests.trainers.rl import tiny_policies
@@ -64,7 +63,6 @@ def ran(tmp_path_factory) -> Callable[[str], tuple[str, pathlib.Path]]:
     for name, make in (("sft", tiny_runs.make_inputs), ("ppo", tiny_policies.make_inputs)):
         (inputs / name).mkdir()
         make(inputs / name)
-    gguf_files.write(inputs / "sft" / "model", inputs / "model.gguf")
     sft = tiny_runs.make_config(
         inputs / "sft", pathlib.Path("runs/demo"), engine=tiny_policies.engine("megatron", size=2),
         train={"steps": STEPS, "global_batch_size": 8}, checkpoint={"every": STEPS},
@@ -83,7 +81,7 @@ def ran(tmp_path_factory) -> Callable[[str], tuple[str, pathlib.Path]]:
         tiny_runs.write_config(folder / "sft.yaml", sft)
         tiny_runs.write_config(folder / "grpo.yaml", grpo)
         tiny_runs.write_config(folder / "verl.yaml", VERL)
-        links = {"path/to/hf-model": "sft/model", "Qwen/Qwen3-0.6B": "sft/model", "model.gguf": "model.gguf"}
+        links = {"path/to/hf-model": "sft/model", "Qwen/Qwen3-0.6B": "sft/model"}
         if " verify " in line:
             links["exported"] = "sft/model"  # what a run has trained differs
         reads = {name: inputs / source for name, source in links.items()}

@@ -100,7 +100,11 @@ def test_what_is_no_hub_id_is_not_looked_for(tmp_path):
         code, said = run("import", name, tmp_path / "out")
         assert code == 2 and "no such folder; give a Hugging Face model folder or a hub id" in said
     (tmp_path / "file").touch()
-    assert "is no GGUF file; give" in run("verify", tmp_path / "file", tmp_path)[1]
+    assert "is a file; give a Hugging Face folder" in run("verify", tmp_path / "file", tmp_path)[1]
+    (tmp_path / "model.gguf").touch()
+    for command, other in (("import", tmp_path / "out"), ("verify", tmp_path)):
+        said = run(command, tmp_path / "model.gguf", other)[1]
+        assert "is a file; make a Hugging Face folder of it with transformers (docs/convert.md#gguf)" in said
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 TITLES = [
     "Python and packages", "GPUs", "Packages for GPUs and rollouts",
     "What a run will use: engine.layer_spec auto, bfloat16 (of your model: mrl sft CONFIG --dry-run)",
-    "Processors, memory and limits", "Disks", "Clock and text", "Network", "Slurm and containers", "Environment variables",
+    "Processors, memory and limits", "Disks", "Network", "Environment variables",
 ]  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def test_where_everything_is_broken(tmp_path):
     assert found["package.torch"]["level"] == "fault" and found["package.wandb"]["level"] == "warning"
     assert found["used"]["what"] == "nothing can be said without torch"
     assert "not NVIDIA's" in found["package.apex"]["what"]
-    assert {"disk.here", "cpu", "memory", "network.interfaces", "text"} <= found.keys(), "the rest goes on"
+    assert {"disk.here", "cpu", "memory", "network.interfaces"} <= found.keys(), "the rest goes on"
 
 
 def samples_of_docs():

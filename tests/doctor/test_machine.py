@@ -1,4 +1,4 @@
-"""Disks, limits, clocks, network, Slurm, containers: this machine's own, and others' by files and programs that answer as theirs."""
+"""Disks, limits, network: this machine's own, and others' by files and programs that answer as theirs."""
 
 import io
 import os
@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from mrl.doctor import ask, clocks, cluster, disks, limits, network
+from mrl.doctor import ask, disks, limits, network
 from mrl.doctor.limits import ControlGroup
 from tests.doctor.conftest import by_name
-from tests.doctor.machines import printing, program
+from tests.doctor.machines import program
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -206,57 +206,6 @@ def test_ulimits(monkeypatch):
         assert by_name(limits._ulimits(ControlGroup())).keys() - {"ulimit.memlock"} == {"ulimit"}
 
 
-# -- clocks --
-
-
-def test_this_machine_s_clocks_tick():
-    assert not list(clocks._ticking())
-
-
-def test_clocks_that_disagree(monkeypatch):
-    monkeypatch.setattr(clocks.time, "time", lambda: time.monotonic() * 2)
-    found = by_name(clocks._ticking())
-    assert found["clock.ticks"].level == "warning" and "the time of day moved by 0.1" in found["clock.ticks"].what
-    assert "certificates" in found["clock.day"].what, "and it is 1970"
-
-
-def test_a_file_server_with_another_clock(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert not list(clocks._files())
-    now = time.time
-    monkeypatch.setattr(clocks.time, "time", lambda: now() - 60)
-    [found] = clocks._files()
-    assert found.what == "files in the current folder are dated 60 s ahead of this machine's clock"
-
-
-CHRONY = "Reference ID    : A9FEA97B\nStratum         : 4\nSystem time     : {} seconds slow of NTP time\nLeap status     : {}"
-
-
-@pytest.mark.parametrize(
-    "name, script, level, says",
-    [
-        ("chronyc", printing(CHRONY.format("0.000004", "Normal")), "ok", "0.004 ms off"),
-        ("chronyc", printing(CHRONY.format("0.000000", "Not synchronised")), "warning", "is not synchronised (chrony)"),
-        ("chronyc", printing(CHRONY.format("42.5", "Normal")), "warning", "42.5 s off"),
-        ("timedatectl", "echo yes", "ok", "(timedatectl)"),
-        ("timedatectl", "echo no", "warning", "is not synchronised (timedatectl)"),
-        ("timedatectl", "echo 'System has not been booted with systemd' >&2; exit 1", "note", "cannot be seen"),
-        ("chronyc", "echo '506 Cannot talk to daemon'; exit 1", "note", "cannot be seen"),
-    ],
-)  # fmt: skip
-def test_who_synchronises_the_clock(programs, name, script, level, says):
-    program(programs, name, script)
-    found = clocks.synchronised()
-    assert (found.level, says in found.what) == (level, True), found
-
-
-def test_text_that_is_not_utf_8(monkeypatch):
-    assert clocks._text({}).level in ("ok", "warning")
-    monkeypatch.setattr(clocks.locale, "getpreferredencoding", lambda _: "ANSI_X3.4-1968")
-    found = clocks._text({"LC_ALL": "POSIX", "LANG": "en"})
-    assert found.level == "warning" and "(text: ANSI_X3.4-1968; LC_ALL=POSIX)" in found.what
-
-
 # -- network --
 
 
@@ -347,81 +296,3 @@ def test_infiniband(tmp_path):
     tree(tmp_path, {"sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN"})
     [down] = network._infiniband({}, root)
     assert down.level == "warning" and "no port is active" in down.what
-
-
-# -- Slurm and containers --
-
-
-def test_no_slurm(programs):
-    [found] = cluster.slurm({})
-    assert found.level == "note" and "mrl slurm render" in found.what
-
-
-def test_a_slurm_that_answers(programs):
-    program(
-        programs,
-        "sbatch",
-        'case "$*" in *--version*) echo "slurm 24.11.5";; *) test -z "$SBATCH_ACCOUNT" && echo ok;; esac',
-    )
-    program(programs, "sinfo", printing("batch*|up|12|2-00:00:00|gpu:h100:8\nold|down|1|infinite|(null)"))
-    program(programs, "srun", "echo '      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH'")
-    environment = {"SBATCH_ACCOUNT": "x", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "PATH": os.environ["PATH"]}
-    found = by_name(cluster.slurm(environment))
-    assert found["slurm"].what == "slurm 24.11.5; partitions: batch* (12 nodes with gpu:h100:8), old (1 node, down)"
-    assert found["slurm.sbatch"].level == "ok" and found["slurm.pyxis"].level == "ok"
-    assert found["slurm.job"].what == "inside of Slurm's job 7: tasks 8"
-
-
-def test_a_slurm_that_does_not_answer(programs, monkeypatch):
-    program(programs, "sbatch", 'echo "slurm 24.11.5"')
-    program(
-        programs,
-        "sinfo",
-        "echo 'slurm_load_partitions: Unable to contact slurm controller (connect failure)' >&2; exit 1",
-    )
-    [found] = cluster.slurm({})
-    assert (
-        found.level == "warning" and "Unable to contact slurm controller" in found.what and "scontrol ping" in found.fix
-    )
-    monkeypatch.setattr(cluster, "LIMIT_S", 0.3)
-    program(programs, "sinfo", "sleep 60")
-    assert "sinfo did not end within 0.3 s" in list(cluster.slurm({}))[0].what
-
-
-def test_a_slurm_that_refuses_jobs(programs):
-    program(
-        programs,
-        "sbatch",
-        'case "$*" in *--version*) echo "slurm 24.11.5";; *) echo "sbatch: error: no account" >&2; exit 1;; esac',
-    )
-    program(programs, "sinfo", printing("batch*|up|12|2-00:00:00|(null)"))
-    found = by_name(cluster.slurm({"PATH": os.environ["PATH"]}))["slurm.sbatch"]
-    assert found.level == "warning" and found.what.endswith("it ended with exit code 1: sbatch: error: no account")
-
-
-def test_container_engines(programs):
-    program(programs, "docker", "echo 'permission denied while trying to connect' >&2; exit 1")
-    program(programs, "apptainer", "echo 'apptainer version 1.4.1'")
-    found = by_name(cluster.containers({}))
-    assert found["container.engines"].what == "container engines: apptainer 1.4.1"
-    assert (
-        found["container.silent"].level == "note"
-        and "docker ended with exit code 1: permission denied" in found["container.silent"].what
-    )
-
-
-@pytest.mark.parametrize(
-    "environment, file, kind",
-    [
-        ({"APPTAINER_CONTAINER": "/x.sif"}, "x", "apptainer"),
-        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, ".dockerenv", "Kubernetes"),
-        ({}, ".dockerenv", "docker"),
-        ({}, "run/.containerenv", "podman"),
-        ({"container": "lxc"}, "x", "lxc"),
-        ({}, "x", None),
-    ],
-)
-def test_inside_of_a_container(tmp_path, environment, file, kind):
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).touch()
-    assert cluster.container(environment, str(tmp_path)) == kind

@@ -152,7 +152,7 @@ def test_folders_without_a_model(run, tmp_path):
     cases = {
         "empty": "MODEL: value '{}' holds no model; give a Hugging Face folder or hub id, a checkpoint, an adapter folder, or",
         "none": "MODEL: value '{}' does not exist",
-        "model.gguf": "MODEL: value '{}' is a file; make a model of it with `mrl convert import`",
+        "model.gguf": "MODEL: value '{}' is a file; make a Hugging Face folder of it with transformers",
         "started": "holds no whole checkpoint",
         "bare": "MODEL: value '{}' has a config.json and no *.safetensors weights; save the model",
     }

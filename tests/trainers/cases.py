@@ -154,7 +154,7 @@ def only_main_writes() -> Iterator[None]:
     def refuse(*_: Any, **__: Any) -> None:
         assert dist.get_rank() == 0, "a rank other than the main one writes into the run's directory"
 
-    names = ("prepare", "save_failed_batch", "forget_export", "publish_export", "present")
+    names = ("prepare", "save_failed_batch", "name_best", "forget_export", "publish_export")
     with contextlib.ExitStack() as stack:
         for name in names:
             stack.enter_context(before(sft.RunDirectory, name, refuse))
