@@ -105,7 +105,7 @@ SET_BY_MRL: Mapping[str, str] = {
     **_use("set engine.layer_spec", "transformer_impl"),
     **_use("set engine.moe.grouped_mm or engine.layer_spec", "moe_grouped_gemm", "moe_use_legacy_grouped_gemm"),
     **_use("set engine.attention", "attention_backend", "flash_attention_version"),
-    **_use("mrl chooses it by the model and engine.parallel (docs/gpu.md)", "cp_comm_type"),
+    **_use("mrl chooses it by the model and engine.parallel (docs/gpu-keys.md)", "cp_comm_type"),
     **_use("set optimizer.lr", "lr", "decoupled_lr"),
     **_use("set optimizer.min_lr", "min_lr", "decoupled_min_lr"),
     **_use("set optimizer.betas", "adam_beta1", "adam_beta2"),

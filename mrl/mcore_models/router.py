@@ -34,7 +34,7 @@ class Router(TopKRouter):
         """Logits [..., E] in fp32; with those of the router's adapter, where it has one.
 
         Where transformer-engine is installed megatron multiplies by that, under the local spec too. It rounds factors
-        of fp32 to TF32, which chose other experts (an H100, TE 2.20.2; docs/gpu.md), so torch multiplies where weights
+        of fp32 to TF32, which chose other experts (docs/evidence/h100.md), so torch multiplies where weights
         are of fp32. With weights of 16 bits factors stay whole, and what TF32 takes from gradients they do not show.
         There gpt-oss alone came out wrong, whose router alone has a bias: it is added behind, as TE is suspected.
         """

@@ -100,7 +100,7 @@ def as_shown(case: Case) -> Case:
 
 
 def row(case: Case, found: Result) -> str:
-    """Returns a line of the table that `python -m tests.cuda` prints and docs/gpu.md has some of."""
+    """Returns a line of the table that `python -m tests.cuda` prints and docs/developers/gpu.md has some of."""
     waits = sum(found.syncs.values())
     return f"| {case}, {case.layers} layers | {found.parameters / 2**30:.2f} | {found.peak / 2**30:.2f} | {waits:g} |"
 
@@ -172,7 +172,7 @@ def _product() -> list[Case]:
                 {"world": 32, "rank": 17, "tp": 2, "pp": 2, "cp": 2, "ep": 2},
             ]  # fmt: skip
         router = {"router_losses": not dense}
-        # what of the keys of docs/gpu.md needs no kernel of others, each with every model
+        # what of the keys of docs/gpu-keys.md needs no kernel of others, each with every model
         options: list[dict[str, Any]] = [
             {"recompute": "selective", "muon": True}, {"recompute": "full", "bf16_moments": True, **router},
             {"head": "value", "optimizer_on_host": True}, {"lora": True, **router}, {"offload": EVERYTHING},

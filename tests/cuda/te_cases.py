@@ -105,7 +105,7 @@ OTHERS = [
     ),
 ]
 
-UNDER_BOTH = [  # of which docs/gpu.md shows what an update takes under either spec
+UNDER_BOTH = [  # of which docs/developers/gpu.md shows what an update takes under either spec
     case for case in (*OF_EACH_FAMILY, *CORNERS)
     if case.rank == case.world - 1 and case.world > 100 or case.model.startswith(("mistralai/Mixtral", "Qwen/Qwen2.5"))
 ]  # fmt: skip

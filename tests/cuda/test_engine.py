@@ -83,7 +83,7 @@ def beyond(allowed: Mapping[str, float], counted: Mapping[str, float], when: str
     return found
 
 
-PAGE = Path(__file__).parents[2] / "docs/gpu.md"
+PAGE = Path(__file__).parents[2] / "docs/developers/gpu.md"
 SHOWN = [case for case in (*OF_EACH_FAMILY, *CORNERS) if f"| {case}, {case.layers} layers |" in PAGE.read_text()]
 
 

@@ -1,5 +1,5 @@
 """FP8 as transformer-engine's own Python has it, without its kernels: which GPUs have a recipe, what a model is built as, in which
-recipe a layer computes, and how far its linear layers come. No number is computed: docs/gpu.md."""
+recipe a layer computes, and how far its linear layers come. No number is computed: docs/fp8.md."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Published recipes, which run on the GPUs that they name, come out as fitting; what is reported not to fit does not.
 
 They are of other trainers on the same megatron-core, with transformer-engine's layers. A row has where it stands, and
-docs/plan.md has the table: what was planned of each, and what it takes. Recipes in FP8 and with what mrl has no key for
-(optimizer states in bf16, offload of activations) are left out.
+docs/evidence/plan.md has the table: what was planned of each, and what it takes. Recipes in FP8 and with what mrl has
+no key for (optimizer states in bf16, offload of activations) are left out.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def test_what_others_published(planner, recipe, tmp_path):
     )
     theirs = max(total - gradients / 2 if recipe.bf16_gradients else total for total, gradients in uses)
     assert (theirs <= room) is recipe.fits, f"{theirs:.1f} of {room:.1f} GiB"
-    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "evidence" / "plan.md").read_text()
     verdict = "yes" if recipe.fits else "no"
     gpus = f"{recipe.gpus:,}" + ("" if recipe.gpu == "h100-80gb" else f" {recipe.gpu}")
     row = f"| {recipe.name} | {gpus} | {theirs:.1f} | {verdict} | [source]({recipe.source}) |"
-    assert row in page, f"docs/plan.md has no such row: {row}"
+    assert row in page, f"docs/evidence/plan.md has no such row: {row}"

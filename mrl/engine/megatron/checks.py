@@ -97,12 +97,12 @@ def choices(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any]) ->
     if engine.megatron.get("fp8"):
         lines.append(
             f"engine.megatron.fp8: linear layers compute in FP8 ({engine.megatron['fp8_recipe']}), in evaluations and "
-            "log-probs too; decoding, weights, checkpoints and exports are bfloat16 (docs/gpu.md)"
+            "log-probs too; decoding, weights, checkpoints and exports are bfloat16 (docs/fp8.md)"
         )
     if userbuffers.is_on(engine.megatron):
         lines.append(
             f"engine.megatron.{userbuffers.FIELD}: every micro-batch is padded to engine.micro_batch.tokens "
-            f"({engine.micro_batch.tokens}), in evaluations and log-probs too; no GPU has run it (docs/gpu.md)"
+            f"({engine.micro_batch.tokens}), in evaluations and log-probs too; no GPU has run it (docs/tp-overlap.md)"
         )
     if engine.recompute == "selective":
         modules = chosen_modules(fields, engine.recompute_modules, layer_spec=spec.name)
