@@ -63,9 +63,7 @@ def test_a_field_that_changes_nothing_is_one_line_and_one_that_is_written_none(t
     others = [line for line in notes(tmp_path, LEFT[field], template=ALL) if "enable_thinking" in line]
     written = notes(tmp_path, LEFT[field], template=ALL)
     assert not others, "a variable that the template asks for may change nothing"
-    assert [line for line in written if field in line] == (
-        written if field.endswith(UNWRITTEN) else []
-    )
+    assert [line for line in written if field in line] == (written if field.endswith(UNWRITTEN) else [])
 
 
 def test_a_row_that_has_nothing_beside_its_content_says_nothing(tmp_path):
