@@ -6,6 +6,7 @@ from mrl.config.foreign_rows import (
     BY_HAND,
     DTYPE,
     FREQ,
+    INHERITED,
     JINJA,
     KWARGS,
     MICRO,
@@ -162,14 +163,14 @@ def _counts() -> list[Row]:
             row(f"{name}.num_prompts_per_step", "train.global_batch_size", PROMPTS, times=samples),
             row(samples, "rollout.samples_per_prompt"),
             row(f"{name}.max_num_steps", "train.steps", ROLLOUTS, values=BY_HAND),
-            row(f"{name}.val_period", "train.eval_every", ROLLOUTS, values=BY_HAND),
+            row(f"{name}.val_period", "train.eval_every", ROLLOUTS, values=FREQ | BY_HAND),
             row(f"{name}.max_rollout_turns", "rollout.max_turns"),
             row(f"{name}.max_val_samples", "train.eval_prompts"),
         ]  # fmt: skip
     for name in ("sft", "dpo", "rm"):
         rows += [
             row(f"{name}.max_num_steps", "train.steps", values=FREQ),
-            row(f"{name}.val_period", "train.eval_every"),
+            row(f"{name}.val_period", "train.eval_every", values=FREQ),
             row(f"{name}.val_batches", "train.eval_batches", values=FREQ),
             *none(f"{name}.", "val_global_batch_size val_micro_batch_size"),
         ]
@@ -187,6 +188,7 @@ _OWN = [
     row("grpo.normalize_rewards", "algorithm.advantage", values={True: None, False: "group_mean"}),
     row("grpo.use_leave_one_out_baseline", "algorithm.advantage", values={True: "rloo", False: None}),
     row("grpo.use_dynamic_sampling", "algorithm.dynamic_sampling"),
+    *none("", "defaults", INHERITED),
     *none("grpo.", "overlong_filtering async_grpo.enabled async_grpo.max_trajectory_age_steps"),
     row("distillation.topk_logits_k", "algorithm.distill.top_k"),
     row("dpo.reference_policy_kl_penalty", "loss.beta"),

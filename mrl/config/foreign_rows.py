@@ -51,6 +51,7 @@ def none(prefix: str, names: str, note: str = "") -> list[Row]:
     return [Row(f"{prefix}{name}", note=note) for name in names.split()]
 
 
+INHERITED = "it names files whose keys this one has, too; translate the whole config"
 PROMPTS = "counts prompts there; ours counts sequences: times the samples of a prompt"
 ROLLOUTS = "counts rollouts there; ours counts optimizer steps"
 ROW = "counts rows in both"

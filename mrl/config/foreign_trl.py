@@ -87,6 +87,7 @@ _ROWS = [
     row("eval_strategy", "train.eval_every", "counts steps here", values={"steps": None, "no": None} | BY_HAND),
     row("data_seed", "seed", "one seed for both here"),
     row("chat_template_path", "data.chat_template"),
+    row("chat_template", "data.chat_template", "a Jinja file here", values=BY_HAND),
     row("max_length", "data.max_length", of=NOT_PPO, default=1024),
     row("max_seq_length", "data.max_length", of=NOT_PPO),
     row("max_prompt_length", "data.max_prompt_length", of=PPO),
@@ -159,9 +160,9 @@ _ROWS = [
         bf16_full_eval fp16_full_eval tf32 activation_checkpointing_kwargs gradient_checkpointing_kwargs
         torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache
         neftune_noise_alpha torch_empty_cache_steps auto_find_batch_size logging_strategy logging_first_step
-        log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica
-        trackio_space_id trackio_bucket_id trackio_static_space_id eval_delay prediction_loss_only eval_on_start
-        eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics
+        log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen overwrite_output_dir log_level
+        log_level_replica trackio_space_id trackio_bucket_id trackio_static_space_id eval_delay prediction_loss_only
+        eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics
         batch_eval_metrics save_only_model save_on_each_node enable_jit_checkpoint load_best_model_at_end
         metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint
         full_determinism accelerator_config dataloader_drop_last dataloader_num_workers dataloader_pin_memory

@@ -7,6 +7,7 @@ from mrl.config.foreign_rows import (
     DTYPE,
     FREQ,
     FUNCTION,
+    INHERITED,
     JINJA,
     KWARGS,
     MICRO,
@@ -212,11 +213,13 @@ _ROLLOUT = [
 _OF_CRITIC = [
     row("critic.model.path", "critic.model.path"),
     *_role("critic", "critic"),
+    *_fsdp("critic.model.fsdp_config", "critic.engine"),
     *_lora("critic.model", "critic.model", flat="lora_alpha", nested="alpha dropout target_modules exclude_modules"),
     row("critic.ppo_mini_batch_size", "algorithm.mini_batch_size", PROMPTS + "; actor and critic have one here",
         values=NEEDLESS),
     row("critic.ppo_epochs", "algorithm.epochs", "actor and critic have one here", values=NEEDLESS),
     row("critic.cliprange_value", "algorithm.value_clip"),
+    *none("", "defaults hydra", INHERITED),
     *none("critic.", "enable forward_max_token_len_per_gpu forward_micro_batch_size "
           "forward_micro_batch_size_per_gpu loss_agg_mode loss_scale_factor"),
 ]  # fmt: skip

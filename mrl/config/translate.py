@@ -49,6 +49,8 @@ def advice(dotted: str, root: type) -> str | None:
     if f"actor.{dotted}" in known:
         return f"did you mean actor.{dotted}?"
     found = [(trainer, row) for trainer in TRAINERS for row in trainer.rows if row.theirs == dotted]
+    if not found:  # a key of a mapping that stands in the tables as a whole
+        found = [(one, row) for one in TRAINERS for row in one.rows if dotted.startswith(f"{row.theirs}.")]
     name = dotted.rpartition(".")[2]
     if not found and name not in {key.rpartition(".")[2] for key in known}:
         found = [(TRL, row) for row in TRL.rows if row.theirs == name]  # its keys have no sections to be in
@@ -92,7 +94,8 @@ class Translation:
 def trainer_of(raw: Mapping[Any, Any]) -> Trainer | None:
     """Returns the trainer whose keys a file has."""
     flat = {row.theirs for row in TRL.rows}
-    sections = (one for one in TRAINERS if raw.keys() & set(one.sections))
+    has = {name for name, value in raw.items() if isinstance(value, Mapping)}  # TRL has `optim`, which is text
+    sections = (one for one in TRAINERS if has & set(one.sections))
     return next(sections, TRL if raw.keys() & flat else None)
 
 

@@ -62,7 +62,7 @@ STAND_INS = ("a", "7")
 PROBES = 64
 """How many probes of turn ends are remembered: rows may have template arguments of their own."""
 
-OF_THE_CALL = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
+OF_THE_CALL = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 """Names that transformers takes for itself: a row would cut its tokens with them, or a request bring a template of its
 own, which would be run."""
 

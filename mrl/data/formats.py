@@ -362,6 +362,8 @@ def _message(message: Any, name: str, parts: bool) -> dict[str, Any]:
             return {**message, "content": content}
         content = content[0]["text"]
         message = {**message, "content": content}
+    if content is None and "function_call" in message:
+        raise BadRow(f"{name} has function_call (OpenAI's older form); write tool_calls, and its answer as role tool")
     says_more = bool(message.get("tool_calls") or message.get("reasoning_content"))
     _string(content, f"{name}.content", empty=role != "assistant" or says_more)
     return message

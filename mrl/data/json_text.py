@@ -72,9 +72,9 @@ def with_calls(message: dict[str, Any], name: str) -> dict[str, Any]:
         return message
     wanted = "a list of calls with name and arguments"
     calls = parsed(message.pop("tool_calls"), f"{name}.tool_calls", wanted)
-    calls = [calls] if isinstance(calls, dict) else calls
     if not calls:
         return message
+    calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list):
         raise BadRow(f"{name}.tool_calls is {calls!r:.40}; give {wanted}")
     found = []

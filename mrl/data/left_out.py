@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from mrl.data.encode import Encoder
-from mrl.data.formats import Chat
+from mrl.data.formats import SYSTEM_ROLES, Chat
 from mrl.data.messages import is_blank, nothing_left, said_beside
 from mrl.data.tokenizer import variables_of
 from mrl.errors import DataError
@@ -74,19 +74,26 @@ def _without_each(encoder: Encoder, chat: Chat) -> Iterator[tuple[str, Chat | No
         yield from ((f"chat_template_kwargs.{name}", None) for name in chat.template_kwargs if name not in variables)
     for name in dict.fromkeys(name for message in chat.messages for name in said_beside(message)):
         yield f"{name} of a message", dataclasses.replace(chat, messages=[_without(m, [name]) for m in chat.messages])
-    for role in dict.fromkeys(message["role"] for message in chat.messages):
-        messages = [{**m, "content": STAND_IN} if _is_text_of(m, role) else m for m in chat.messages]
-        if messages != chat.messages:
-            yield f"messages of the role {role}", dataclasses.replace(chat, messages=messages)
+    kinds = [_kind_of_text(message, i) for i, message in enumerate(chat.messages)]
+    for kind in dict.fromkeys(kind for kind in kinds if kind is not None):
+        messages = [{**m, "content": STAND_IN} if k == kind else m for m, k in zip(chat.messages, kinds, strict=True)]
+        yield kind, dataclasses.replace(chat, messages=messages)
 
 
 def _without(message: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key not in names}
 
 
-def _is_text_of(message: Mapping[str, Any], role: str) -> bool:
-    content = message["content"]
-    return message["role"] == role and isinstance(content, str) and not is_blank(content)
+def _kind_of_text(message: Mapping[str, Any], place: int) -> str | None:
+    """Returns what a template may leave out together: texts by their role, and those that some templates have no place
+    for (Llama 3.1: content beside a call; Qwen3-VL: a later system message)."""
+    content, role = message["content"], message["role"]
+    if not isinstance(content, str) or is_blank(content):
+        return None
+    if "tool_calls" in message:
+        return "content beside tool_calls"
+    is_later = role in SYSTEM_ROLES and place > 0
+    return f"messages of the role {role}" + " that are not the first message" * is_later
 
 
 def _check_turns(encoder: Encoder, chat: Chat, whole: str, where: str) -> None:

@@ -6,15 +6,12 @@ from typing import Any
 
 from mrl.errors import DataError
 
-KNOWN = ("role", "content", "weight", "tool_call_id")
-"""Fields of messages that a template need not write. An id connects messages, and few templates write it."""
+KNOWN = ("role", "content", "weight")
 
 
 def said_beside(message: dict[str, Any]) -> list[str]:
-    """Returns the fields of a message that a template may write beside its content. The name of a tool is in its
-    call."""
-    known = (*KNOWN, "name") if message["role"] == "tool" else KNOWN
-    return [name for name, value in message.items() if name not in known and value not in (None, "", [], {})]
+    """Returns the fields of a message that a template may write beside its content."""
+    return [name for name, value in message.items() if name not in KNOWN and value not in (None, "", [], {})]
 
 
 def is_blank(content: Any) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -174,10 +175,12 @@ def _data_files(path: str, part: Part, suffixes: tuple[str, ...] = SUFFIXES) -> 
 def _folder_files(path: str, part: Part, suffixes: tuple[str, ...]) -> list[str]:
     names = sorted(n for n in os.listdir(path) if n.endswith(suffixes) and not n.startswith("."))
     if not names:
+        below = (name for _, _, found in itertools.islice(os.walk(path), 100) for name in found)
+        suffix = next((s for name in below for s in suffixes if name.endswith(s)), ".jsonl")
         raise DataError(
             f"data.{part}",
             why=f"{path}: the folder holds no data file ({', '.join(suffixes)}) and no saved data set",
-            fix=f"for files in sub-folders give a glob, as {path.rstrip('/')}/**/*.jsonl",
+            fix=f"for files in sub-folders give a glob, as {path.rstrip('/')}/**/*{suffix}",
         )
     return [os.path.join(path, n) for n in names]
 

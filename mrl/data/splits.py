@@ -23,6 +23,8 @@ _HELD_OUT = re.compile(
     re.IGNORECASE,
 )
 
+_CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")  # trainData, GsmTest
+
 
 @dataclasses.dataclass(frozen=True)
 class Named:
@@ -63,7 +65,7 @@ def check_splits(every: Sequence[Named]) -> None:
 
 
 def _words(text: str) -> set[str]:
-    return {word.lower() for word in _HELD_OUT.findall(text)}
+    return {word.lower() for word in _HELD_OUT.findall(_CAMEL_CASE.sub("_", text))}
 
 
 def _kinds(text: str) -> frozenset[str]:
@@ -88,8 +90,10 @@ def _several(one: Named, held_out: str, other: str) -> DataError:
     folder = os.path.commonprefix([first, second]).rpartition("/")[0]
     word = "train" if one.key.startswith("data.train") else sorted(_words(held_out))[0]
     fix = "name the files that are meant"
-    if any(word in file.removeprefix(folder) for file in (*one.files, first, second)):
-        fix += f", or give a glob with the word of their split, as {folder}/*{word}*"
+    inside = [file.removeprefix(f"{folder}/") for file in (*one.files, first, second) if other in one.files]
+    if with_word := next((file for file in inside if word in file), None):
+        glob_of_word = "/".join(f"*{word}*" if word in part else "*" for part in with_word.split("/"))
+        fix += f", or give a glob with the word of their split, as {folder}/{glob_of_word}"
     return DataError(one.key, why=f"{one.path}: stands for several splits ({names[0]}, {names[1]})", fix=fix)
 
 

@@ -76,6 +76,9 @@ def test_every_row_names_keys_that_a_command_has():
         ("ppo", "grpo.num_prompts_per_step", "did you mean train.global_batch_size? (counts prompts there"),
         ("ppo", "policy.megatron_cfg.tensor_model_parallel_size", "did you mean actor.engine.parallel.tp?"),
         ("sft", "push_to_hub", "leave it out: checkpoint.export_hf"),
+        ("sft", "lr_scheduler_kwargs.min_lr_rate", "leave it out: it is TRL's"),  # below a key of the table
+        ("ppo", "critic.model.fsdp_config.param_offload", "did you mean critic.engine.offload?"),  # verl before 0.6
+        ("ppo", "defaults", "leave it out: it names files whose keys this one has"),
         ("sft", "optimizer.leaning_rate", None),
     ],
 )  # fmt: skip
@@ -134,6 +137,8 @@ max_steps: 100
 output_dir: out
 seed: 3
 logging_steps: 25
+optim: adamw_torch
+gradient_checkpointing_kwargs: {use_reentrant: false}
 """
 
 
@@ -179,7 +184,9 @@ def dotted(raw: dict, path: str = "") -> dict[str, object]:
                 "train.steps": 100, "output_dir": "out", "seed": 3, "optimizer.schedule": "linear",
                 "data.max_length": 1024, "engine.recompute": "full", "log.every": 25,
             },
-            ("train.epochs",), ("train.global_batch_size: is missing",), {"train.global_batch_size": 8},
+            ("train.epochs",),
+            ("train.global_batch_size: is missing", "gradient_checkpointing_kwargs.use_reentrant: false: leave it out"),
+            {"train.global_batch_size": 8},
         ),
         ("data: {train_batch_size: 8, train_files: a}\nmodel: {path: m}\noptim: {lr: 1e-5}\ntrainer: {default_local_dir: o}",
          "sft", {"train.global_batch_size": 8, "optimizer.lr": 1e-5, "model.path": "m"}, (), (), {}),

@@ -35,6 +35,8 @@ BAD_ROWS = [
     ("messages a string", {"messages": "hello"}, "messages is 'hello'", "give a list of at least one"),
     ("a message a string", messages("hello"), "messages[0] is 'hello'", "give an object with role and content"),
     ("no role", messages({"content": "x"}), "messages[0].role is missing or null", "give system, user, assistant or tool"),
+    ("older calls", messages({"role": "user", "content": "x"}, {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}),
+     "messages[1] has function_call (OpenAI's older form)", "write tool_calls"),
     ("ShareGPT", messages({"from": "human", "value": "x"}), "messages[0] has from and value (ShareGPT)", "write them as role"),
     ("role gpt", messages(USER, {"role": "gpt", "content": "x"}), "messages[1].role is 'gpt'", "write assistant"),
     ("role human", messages({"role": "human", "content": "x"}), "messages[0].role is 'human'", "write user"),

@@ -154,6 +154,7 @@ ROWS = {
     "an empty list of calls": ({"messages": [ASK, {**ANSWER, "tool_calls": []}]}, {"messages": [ASK, ANSWER]}),
     "null calls": ({"messages": [ASK, {**ANSWER, "tool_calls": None}]}, {"messages": [ASK, ANSWER]}),
     "no calls": ({"messages": [ASK, {**ANSWER, "tool_calls": "[]"}]}, {"messages": [ASK, ANSWER]}),
+    "an empty object of calls": ({"messages": [ASK, {**ANSWER, "tool_calls": {}}]}, {"messages": [ASK, ANSWER]}),
 }  # fmt: skip
 
 

@@ -50,7 +50,9 @@ LEFT = {
     "chat_template_kwargs.loud": {**ROW, "chat_template_kwargs": {"loud": 7, "enable_thinking": True}},
     "tool_calls of a message": {"messages": [USER, {**ANSWER, "tool_calls": CALL}]},
     "name of a message": {"messages": [{**USER, "name": "fox"}, ANSWER]},
+    "tool_call_id of a message": {"messages": [USER, {"role": "tool", "content": "4", "tool_call_id": "c1"}, ANSWER]},
 }
+UNWRITTEN = ("loud", "name of a message", "tool_call_id of a message")
 
 
 @pytest.mark.parametrize("field", LEFT)
@@ -61,9 +63,7 @@ def test_a_field_that_changes_nothing_is_one_line_and_one_that_is_written_none(t
     others = [line for line in notes(tmp_path, LEFT[field], template=ALL) if "enable_thinking" in line]
     written = notes(tmp_path, LEFT[field], template=ALL)
     assert not others, "a variable that the template asks for may change nothing"
-    assert [line for line in written if field in line] == (
-        written if field.endswith(("loud", "name of a message")) else []
-    )
+    assert [line for line in written if field in line] == (written if field.endswith(UNWRITTEN) else [])
 
 
 def test_a_row_that_has_nothing_beside_its_content_says_nothing(tmp_path):
@@ -74,6 +74,33 @@ def test_turns_of_a_role_that_is_left_out(tmp_path):
     row = {"messages": [USER, ANSWER, {"role": "tool", "content": "4"}, ANSWER]}
     [line] = notes(tmp_path, row, template=NO_TOOL_TURNS)
     assert "writes nothing of messages of the role tool" in line
+
+
+@pytest.mark.parametrize("field", ["tool_call_id", "name"])
+def test_a_field_of_a_tools_answer_that_is_written_is_no_line(tmp_path, field):
+    row = {"messages": [USER, {"role": "tool", "content": "4", field: "fox"}, ANSWER]}
+    template = CHATML.replace("{{ m.content }}", f"{{{{ m.{field} }}}}{{{{ m.content }}}}")
+    assert len(notes(tmp_path, row)) == 1 and notes(tmp_path, row, template=template) == []
+
+
+LATER = {  # a text that a template with one place for such texts leaves out, though it writes others of the role
+    "messages of the role system that are not the first message": (
+        turns("hello", "dog", system="quick") + [{"role": "system", "content": "lazy"}, USER, ANSWER],
+        CHATML.replace("in messages", "in messages if m.role != 'system' or m == messages[0]"),
+    ),
+    "content beside tool_calls": (
+        [USER, {**ANSWER, "tool_calls": CALL}, {"role": "tool", "content": "4"}, ANSWER],
+        ALL.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}"),
+    ),
+}
+
+
+@pytest.mark.parametrize("field", LATER)
+def test_a_text_that_is_left_out_where_others_of_its_role_are_not(tmp_path, field):
+    messages, template = LATER[field]
+    [line] = notes(tmp_path, {"messages": messages}, template=template)
+    assert f"writes nothing of {field};" in line
+    assert notes(tmp_path, {"messages": messages}, template=ALL) == []
 
 
 @pytest.mark.parametrize("reader", ["sft", "dpo", "rm", "ppo"])
@@ -128,7 +155,7 @@ def test_a_turn_of_which_nothing_is_left_is_an_error(tmp_path, more):
 
 def test_an_argument_of_the_call_itself_is_no_variable(tmp_path):
     """`max_length` would cut the tokens, `chat_template` bring a template of the row's."""
-    for name in ("max_length", "chat_template", "add_generation_prompt"):
+    for name in ("max_length", "chat_template", "add_generation_prompt", "messages"):
         file = write_jsonl(tmp_path / "a.jsonl", [{**ROW, "chat_template_kwargs": {name: 5}}])
         with pytest.raises(DataError, match=f"chat_template_kwargs.{name}: is no variable"):
             SFTDataset(config(file), make_tokenizer()).load(0)

@@ -15,6 +15,7 @@ from tests.data.test_rows import hub_in
 HELD_OUT = (
     "gsm_test", "test-00000-of-00001", "gsm.test.v2", "a-val_1", "Validation", "x_VALID", "dev", "my dev", "evals",
     "a.eval", "evaluation2", "testing", "test1", "testset", "gsm_held_out", "heldout-1", "hold-out", "a(test)",
+    "testData", "GsmTest", "heldOut",
 )  # fmt: skip
 TRAINS = ("latest", "contest", "evaluated", "invalid", "device", "validity", "attest_1", "developer", "gsm_train", "é1")
 
@@ -105,6 +106,27 @@ def test_a_glob_is_advised_where_it_names_a_file(tmp_path):
     write(tmp_path / "d", "math_train.jsonl")
     with pytest.raises(DataError, match=r"name the files that are meant, or give a glob .*/d/\*train\*$"):
         opened(folder)
+
+
+def test_the_glob_that_is_advised_is_taken(tmp_path):
+    for number, (names, taken) in enumerate([
+        (("train.jsonl", "test.jsonl"), 1), (("a/b/train/0.jsonl", "a/b/train/1.jsonl", "a/b/val/0.jsonl"), 2),
+        (("one/train.jsonl", "one/dev.jsonl"), 1), (("train/x/0.jsonl", "train/y/0.jsonl", "test/x/0.jsonl"), 2),
+    ]):  # fmt: skip
+        folder = write(tmp_path / str(number), *names)
+        with pytest.raises(DataError) as refused:
+            opened(f"{folder}/**/*.jsonl")
+        assert len(opened(str(refused.value).rpartition(" as ")[2])) == taken
+    alone = write(tmp_path / "alone", "test.jsonl")
+    with pytest.raises(DataError, match="name the files that are meant$"):  # no glob is of two paths
+        opened([f"{tmp_path}/1/a/b/train", alone])
+
+
+def test_a_folder_of_folders_is_told_the_suffix_of_its_files(tmp_path):
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    (tmp_path / "hub" / "data" / "train-00000-of-00001.parquet").touch()
+    with pytest.raises(DataError, match=r"give a glob, as .*/hub/\*\*/\*.parquet$"):
+        opened(str(tmp_path / "hub"))
 
 
 def test_words_of_one_meaning_are_one_split(tmp_path):
