@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 
 import pytest
@@ -125,6 +126,8 @@ def test_what_a_row_of_results_has(folder, tmp_path):
     for row in (first, second):
         assert row["completion"] == tokenizer.decode(row["tokens"], skip_special_tokens=True) != "taken away"
         assert len(row["log_probs"]) == len(row["tokens"]) and max(row["log_probs"]) < 0, "those of prompts are 0"
+        asked = [{"role": "user", "content": "hello"}], {"tools": row.get("tools"), "add_generation_prompt": True}
+        assert row["prompt_tokens"] == len(tokenizer.apply_chat_template(asked[0], **asked[1])["input_ids"])
         ended = (
             any(stop in tokenizer.decode(row["tokens"]) for stop in "ea") or row["tokens"][-1] == tokenizer.eos_token_id
         )
@@ -237,8 +240,10 @@ def test_scores_are_those_of_transformers(folder, tmp_path, layout):
         assert score["log_probs"] == pytest.approx(expected, abs=5e-5)
         assert score["sum"] == pytest.approx(sum(expected), abs=2e-4)
         assert score["mean"] == pytest.approx(sum(expected) / len(expected), abs=5e-5)
-    total = sum(score["sum"] for score in found)
-    assert f"{total:.3f}" in done.out.splitlines()[-1] and done.out.splitlines()[-1].startswith("3 rows")
+        assert score["prompt_tokens"] == len(before)
+    total, count = sum(score["sum"] for score in found), sum(len(score["tokens"]) for score in found)
+    shown = [str(count), f"{total:.3f}", f"{total / count:.4f}", f"{math.exp(-total / count):.4g}"]
+    assert done.out.splitlines()[-1].split() == ["3", "rows", *shown]
     listed = mrl("generate", model, *scored).out.splitlines()
     assert (
         len(listed) == 5

@@ -213,3 +213,11 @@ def test_accuracy_is_of_the_first_function_and_of_the_total_where_there_is_none(
     scores = Scores((0.5, 2.0), {"first": (1.0, 0.0), "second": (-0.5, 2.0)})
     assert tuple(Scoring.accuracy_of(SimpleNamespace(rewards=object()), scores)) == (1.0, 0.0)
     assert tuple(Scoring.accuracy_of(SimpleNamespace(rewards=None), scores)) == (0.5, 2.0)
+
+
+def test_a_reward_model_adds_its_weighted_score_and_the_environment_its_own():
+    model = SimpleNamespace(score=lambda trajectories: [4.0, -2.0])
+    made = Scoring(
+        None, reports=None, on_main=lambda fn: fn(), first=(), say=print, reward_model=model, weight=0.25
+    ).score([answer(0, 3, [1], reward=1.5), answer(0, 3, [1])], step=1, made=0)  # fmt: skip
+    assert made.totals == (2.5, -0.5) and made.parts == {"model": (4.0, -2.0), "environment": (1.5, 0.0)}
