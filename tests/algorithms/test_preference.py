@@ -194,6 +194,8 @@ def test_metrics_are_means_over_answers_pairs_and_tokens():
     )
     assert of_kto["rewards/margin"] == pytest.approx(expected["rewards/margin"], rel=1e-5)  # the answers taken apart
     assert 0 < found["rewards/accuracy"] < 1, "the numbers of the test tell nothing of the accuracy"
+    _, free = computed("dpo", Numbers(beta=0.7, reference_free=True), batch, torch.zeros(batch.num_tokens))
+    assert free.keys() == found.keys() - {"reference/kl"}, "a log-prob is no distance"
 
 
 @pytest.mark.parametrize("name", LOSSES)
