@@ -180,7 +180,7 @@ def test_the_seconds_of_a_save_are_said_once_by_the_step_after_it():
     saves, began_s = Saves(torch.device("cpu")), time.perf_counter()
     assert saves.now(lambda: str(sum(range(10**6)))) == "499999500000"
     took_s = time.perf_counter() - began_s
-    assert took_s / 2 < saves.metrics()["perf/save_held_s"] <= took_s and saves.metrics() == {}
+    assert 0 < saves.metrics()["perf/save_held_s"] <= took_s and saves.metrics() == {}
 
 
 STEP = {"step": 4, "train/loss": 1.0}
