@@ -39,7 +39,7 @@ class Scored:
     where: str
     tokens: list[int]  # ids of what is scored: all assistant turns, or the completion
     log_probs: list[float]  # of each of them
-    prompt_tokens: int  # that are not scored
+    prompt_tokens: int  # before the first that is scored
 
     @property
     def total(self) -> float:
@@ -150,7 +150,7 @@ def score(rows: list[tuple[str, Example]], model: Loaded, *, temperature: float)
         count = len(example.ids) - 1  # labels are shifted once, in the batch: place i has the token i + 1
         at = [i for i in range(count) if example.mask[i + 1]]
         tokens = [example.ids[i + 1] for i in at]
-        found.append(Scored(where, tokens, [log_probs_T[start + i] for i in at], len(example.ids) - len(at)))
+        found.append(Scored(where, tokens, [log_probs_T[start + i] for i in at], at[0] + 1))
         start += count
     return found
 

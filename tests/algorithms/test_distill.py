@@ -6,12 +6,14 @@ Not here: that layouts and micro-batches give the same (tests/trainers/test_dist
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
 from mrl.algorithms import distill
-from mrl.algorithms.distill import DIVERGENCES, TEACHER, DistillLoss, FromTeacher, divergence
+from mrl.algorithms.distill import DIVERGENCES, TEACHER, TEACHER_OF, DistillLoss, FromTeacher, divergence
 from mrl.algorithms.losses import ActorLoss
 from mrl.batch import Batch, make_batch
 
@@ -84,6 +86,8 @@ def test_a_tail_of_nothing_moves_with_nothing(kind):
     teacher, student = torch.tensor([[0.25, 0.25]]).log(), torch.tensor([[0.75, 0.25]]).log()
     slopes = [divergence(student, teacher, kind=kind, beta=BETA, tail=tail)[1] for tail in (True, False)]
     assert torch.equal(*slopes) and (slopes[0] != 0).any()
+    whole = divergence(teacher, student, kind=kind, beta=BETA, tail=True)[2]
+    assert whole.tolist() == [0.0], "what is reported is the teacher's own, not what keeps a logarithm finite"
 
 
 def test_an_id_that_the_student_lacks_is_of_the_tail():
@@ -136,6 +140,25 @@ def test_the_loss_is_a_sum_whatever_the_micro_batches(parts, chunk, monkeypatch)
     assert torch.allclose(gradient[trained, 0], (-0.25 * mask).float()) and (gradient[~trained] == 0).all()
 
 
+def test_each_teacher_has_the_mean_of_its_own_tokens():
+    """Its own weights too; a teacher without tokens has no metric. Once the engine has divided by all tokens, that is."""
+    teacher_NK, ids = logits(1).log_softmax(1).topk(3)
+    batch = batch_of(teacher_NK)
+    counts = {"tokens/a": 2.0 + 3.0, "tokens/b": 1.5, "tokens/idle": 0.0}  # by the masks of `batch_of`
+    own = {"denominators": {**batch.denominators, **counts}, "sequence_fields": {TEACHER_OF: torch.tensor([0, 1, 0])}}
+    batch = dataclasses.replace(batch, **own)
+    trained = batch.loss_mask != 0
+    log_probs = torch.zeros(batch.num_tokens, 4)
+    log_probs[trained, 1:] = logits(2).log_softmax(1).gather(1, ids).float()
+    loss_fn = DistillLoss(kind="forward_kl", temperature=2.0, names=("a", "b", "idle"))
+    metrics = loss_fn(batch, {"log_probs": log_probs}, {})[1]["metrics"]
+    student, teacher = log_probs[trained, 1:], teacher_NK.float()
+    each = divergence(student, teacher, kind="forward_kl", tail=True)[0] * batch.loss_mask[trained].double()
+    means = {"a": float(each[[0, 1, 4, 5]].sum()) / 5, "b": float(each[[2, 3]].sum()) / 1.5}
+    found = {name: float(value) / 6.5 for name, value in metrics.items() if name.startswith(distill.OF_EACH)}
+    assert found == pytest.approx({distill.OF_EACH + name: mean for name, mean in means.items()}, rel=1e-9)
+
+
 def test_the_policys_loss_and_the_divergence_are_added_with_the_coefficient():
     """Of mrl ppo, with rewards beside a teacher: each sampled token has both."""
     teacher_NK, ids = logits(1).log_softmax(1).topk(3)
@@ -148,10 +171,11 @@ def test_the_policys_loss_and_the_divergence_are_added_with_the_coefficient():
     batch = Batch(**{**vars(batch), "token_fields": fields})
     loss_fn = ActorLoss(kl_coef=0.25, distill=FromTeacher(kind="jsd", beta=BETA))
     total, ctx = loss_fn(batch, {"log_probs": log_probs}, {"metrics": {}})
-    mask, value = (
-        batch.loss_mask[trained].double(),
-        divergence(log_probs[trained, 1:], teacher_NK.float(), kind="jsd", beta=BETA, tail=True)[0],
-    )
+    mask = batch.loss_mask[trained].double()
+    value, _, tail = divergence(log_probs[trained, 1:], teacher_NK.float(), kind="jsd", beta=BETA, tail=True)
     by_policy = -(advantages[trained].double() * mask).sum()  # ratios of 1
     assert float(total) == pytest.approx(float(by_policy + 0.25 * (value * mask).sum()), rel=1e-6)
-    assert ctx["metrics"]["actor/divergence"] == pytest.approx(float((value * mask).sum()), rel=1e-6)
+    found = {name: float(ctx["metrics"][f"actor/{name}"]) for name in ("divergence", "teacher_tail")}
+    assert found == pytest.approx(
+        {"divergence": float((value * mask).sum()), "teacher_tail": float((tail * mask).sum())}, rel=1e-6
+    )

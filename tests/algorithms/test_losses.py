@@ -36,6 +36,7 @@ actor_losses = st.builds(
     fixed_length=st.just(test_aggregation.LONGEST),
     kl_coef=st.sampled_from([0.0, 0.3]),
     kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
+    kl_cap=st.sampled_from([0.0, 0.3]),
     entropy_coef=st.sampled_from([0.0, 0.1]),
     correction=st.sampled_from([None, *test_correction.CORRECTIONS]),
 )
@@ -88,16 +89,26 @@ def tokens_of(loss: ActorLoss, case: Ragged, rows: dict):
                 "cispo": lambda r=r, a=a, x=x: test_policy.cispo_oracle(r, a, loss.clip, x)[0],
                 "policy_gradient": lambda a=a, x=x: -a * x,
             }[loss.objective]()
+            clipped = {
+                "clip": test_policy.clip_oracle(r, a, loss.clip)[1] == 0.0,
+                "cispo": not 1 - loss.clip.low <= r <= 1 + loss.clip.high,
+                "policy_gradient": False,
+            }[loss.objective]
+            kl = test_kl.oracle(loss.kl_estimator, x, ref)
             tokens.append(
                 {
                     "loss": weights[t] * policy
-                    + loss.kl_coef * test_kl.oracle(loss.kl_estimator, x, ref)
+                    + loss.kl_coef * (min(kl, loss.kl_cap) if loss.kl_cap else kl)
                     - loss.entropy_coef * row["entropy"][t],
                     "actor/ratio": r,
                     "actor/kl": test_kl.oracle("k3", x, ref),
                     "actor/approx_kl": math.exp(x - old) - 1 - (x - old),
                     "actor/entropy": row["entropy"][t],
                     "actor/importance_weight": weights[t],
+                    "actor/importance_limited": weights[t] in (0.0, loss.correction and loss.correction.cap),
+                    "actor/clip_fraction": clipped,
+                    "actor/clip_fraction_low": clipped and r < 1,
+                    "actor/clip_fraction_high": clipped and r > 1,
                 }
             )
         result.append(tokens)
@@ -122,8 +133,8 @@ def test_traps_5_and_6_actor_loss_and_metrics_however_split(case, loss):
             mean = test_aggregation.oracle("token_mean", column(tokens, name), case.masks)
             assert metrics[name] == pytest.approx(mean, rel=1e-9, abs=1e-9), name
         assert metrics.keys() == whole[2].keys()
-    assert ("actor/importance_weight" in whole[2]) == (loss.correction is not None)
-    assert 0 <= whole[2]["actor/clip_fraction"] <= 1 and {"actor/kl", "actor/entropy"} <= whole[2].keys()
+    of_correction = {"actor/importance_weight", "actor/importance_limited"}
+    assert whole[2].keys() == tokens[0][0].keys() - {"loss"} - (set() if loss.correction else of_correction)
 
 
 @examples
@@ -134,6 +145,9 @@ def test_actor_gradient_is_the_slope_of_the_oracle(case, loss):
     rows = actor_rows(case)
     ratios = column(tokens_of(loss, case, rows), "actor/ratio")
     assume(all(abs(r - kink) > 1e-3 for row in ratios for r in row for kink in kinks(loss.clip)))
+    log_ratios_T = flat(rows["log_probs"]) - flat(rows["ref_log_probs"])
+    kls = [test_kl.oracle(loss.kl_estimator, d, 0.0) for d in log_ratios_T.tolist()]
+    assume(not loss.kl_cap or all(abs(kl - loss.kl_cap) > 1e-3 for kl in kls))
     gradient, step, at = run(loss, case, rows, "log_probs")[1], 1e-5, 0
 
     def value(i, t, shift):
@@ -177,11 +191,14 @@ def test_trap_5_the_critic_is_divided_as_the_actor_is(case, loss):
     rows = {name: case.rows(-1, 1) for name in ("values", "old_values", "returns")}
     whole, split = run(loss, case, rows, "values"), run(loss, case, rows, "values", case.split())
     of_row = [list(zip(*(rows[name][i] for name in rows), strict=True)) for i in range(len(case.masks))]
-    losses = [[test_value.oracle(v, old, r, loss.value_clip)[0] for v, old, r in row] for row in of_row]
+    of_value = [[test_value.oracle(v, old, r, loss.value_clip) for v, old, r in row] for row in of_row]
+    losses, clipped = ([[token[i] for token in row] for row in of_value] for i in (0, 2))
     mean = lambda f: test_aggregation.oracle("token_mean", [[f(*x) for x in row] for row in of_row], case.masks)  # noqa: E731
     for total, gradient, metrics in (whole, split):
         assert total == pytest.approx(test_aggregation.oracle(loss.aggregation, losses, case.masks), abs=1e-9)
         assert torch.allclose(gradient, whole[1], rtol=1e-12, atol=1e-12)
+        of_clip = test_aggregation.oracle("token_mean", clipped, case.masks)
+        assert metrics["critic/clip_fraction"] == pytest.approx(of_clip, abs=1e-9)
         assert metrics["critic/value"] == pytest.approx(mean(lambda v, old, r: v), abs=1e-9)
         assert metrics["critic/returns"] == pytest.approx(mean(lambda v, old, r: r), abs=1e-9)
         assert metrics["critic/returns_squared"] == pytest.approx(mean(lambda v, old, r: r * r), abs=1e-9)

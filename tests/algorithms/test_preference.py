@@ -6,6 +6,7 @@ Not here: that layouts and micro-batches give the same (tests/trainers/test_dpo.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -129,6 +130,47 @@ def test_micro_batches_change_neither_loss_nor_metrics(name, numbers):
     assert whole[1] == pytest.approx(split[1], rel=1e-12)
 
 
+def weighted(batch: Batch, weights: list[float], singles: set[int] = frozenset()) -> Batch:
+    """The batch with a weight for each answer, and without pairs where an answer is one of `singles`."""
+    of_pair = torch.tensor([float(i not in singles) for i in range(batch.num_sequences)])
+    own = {"weight": torch.tensor(weights), "of_pair": of_pair}
+    return dataclasses.replace(batch, sequence_fields={**batch.sequence_fields, **own})
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_metrics_are_means_weighted_by_rows(name):
+    """Of kto two pairs and a good answer more, so that no two of its counts are equal. A pair of equal rewards is not in order."""
+    batch, log_probs, reference = sequences(8)
+    lp, n = [sum(row) for row in answers_of(log_probs)], Numbers(beta=0.7)
+    reference[3] = lp[3] - (lp[2] - reference[2])
+    weights = [3.0, 3.0, 0.5, 0.5, 1.5, 1.5]
+    fields = {**batch.sequence_fields, "reference": torch.tensor(reference, dtype=torch.float64)}
+    batch, chosen, rejected, pairs = dataclasses.replace(batch, sequence_fields=fields), (0, 2, 4), (1, 3, 5), (0, 2, 4)
+    if name == "kto":
+        batch, rejected, pairs = weighted(batch, weights, {4, 5}).select([0, 1, 2, 3, 4]), (1, 3), (0, 2)
+        log_probs = log_probs[:5]
+    else:
+        batch = weighted(batch, weights)
+    batch = with_denominators(batch, group=1 if name == "kto" else 2)
+    flat_T = torch.tensor([x for row in log_probs for x in row], dtype=torch.float64)
+    _, found = computed(name, n, batch, flat_T, (range(batch.num_sequences),))
+    rewards = [0.7 * (a - b) for a, b in zip(lp, reference, strict=True)]
+    mean = lambda at, values: sum(weights[i] * values(i) for i in at) / sum(weights[i] for i in at)  # noqa: E731
+    tokens = sum(weights[i] * COUNTS[i][1] for i in chosen)
+    expected = {
+        "rewards/chosen": mean(chosen, lambda i: rewards[i]),
+        "rewards/rejected": mean(rejected, lambda i: rewards[i]),
+        "rewards/margin": mean(pairs, lambda i: rewards[i] - rewards[i + 1]),
+        "logps/chosen": mean(chosen, lambda i: lp[i]),
+        "logps/rejected": mean(rejected, lambda i: lp[i]),
+        "nll/chosen": -sum(weights[i] * lp[i] for i in chosen) / tokens,
+    }
+    if name == "dpo":
+        expected["rewards/accuracy"] = mean(pairs, lambda i: i != 2 and rewards[i] > rewards[i + 1])
+        expected["reference/kl"] = mean(range(6), lambda i: reference[i] - lp[i])
+    assert found == pytest.approx(expected, rel=1e-9) and len({round(x, 6) for x in expected.values()}) == len(expected)
+
+
 def test_metrics_are_means_over_answers_pairs_and_tokens():
     batch, log_probs, reference = sequences(7)
     n = Numbers(beta=0.7, sft_weight=0.5)
@@ -152,6 +194,8 @@ def test_metrics_are_means_over_answers_pairs_and_tokens():
     )
     assert of_kto["rewards/margin"] == pytest.approx(expected["rewards/margin"], rel=1e-5)  # the answers taken apart
     assert 0 < found["rewards/accuracy"] < 1, "the numbers of the test tell nothing of the accuracy"
+    _, free = computed("dpo", Numbers(beta=0.7, reference_free=True), batch, torch.zeros(batch.num_tokens))
+    assert free.keys() == found.keys() - {"reference/kl"}, "a log-prob is no distance"
 
 
 @pytest.mark.parametrize("name", LOSSES)

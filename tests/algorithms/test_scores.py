@@ -135,8 +135,11 @@ def test_metrics_are_of_scores():
     values[4], values[7], values[13], values[14] = 1.0, -2.5, 1.0, 2.0  # off by -0.5, -0.5, 1 and -1
     assert computed("regression", 0.0, values)[1] == {"rewards/mean": 0.375, "rewards/error": 0.75}
     values = torch.full((13,), -1.0, dtype=torch.float64)
-    values[1] = values[3] = 0.1  # right, wrong; the others say no, to 0.4, 1.0, 0.0 and 0.5
-    assert computed("steps", 0.0, values)[1] == {"steps/accuracy": pytest.approx(4 / 6), "steps/right": 2 / 6}
+    values[1] = values[3] = values[8] = (
+        0.1  # right, wrong, right; the others say no, to 0.4, 0.0 (by a score of 0) and 0.5
+    )
+    values[9] = 0.0
+    assert computed("steps", 0.0, values)[1] == {"steps/accuracy": pytest.approx(5 / 6), "steps/right": 3 / 6}
 
 
 def test_scores_that_are_not_read_change_nothing():

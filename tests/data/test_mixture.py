@@ -117,6 +117,21 @@ def test_shares_of_tokens(files):
     assert made.metrics["data/a/epochs"] == pytest.approx(made.metrics["data/a/rows"] / 7)
 
 
+def test_rows_tokens_and_passes_of_a_source_with_rows_left_out(files, tmp_path):
+    """Six rows of each: of `bad`, whose every other row is skipped, those are a pass of eight and three more."""
+    bad = write_jsonl(tmp_path / "bad.jsonl", [{"text": "fox " * (1 + i) if i % 2 == 0 else ""} for i in range(8)])
+    entries = [{"path": bad, "weight": 1}, *listed(files, c={"weight": 1})]
+    made = source(entries, size=3, shuffle=False, on_bad_row="skip")
+    tokens = {"bad": 0, "c": 0}
+    for _ in range(4):
+        lengths = made.next().lengths.tolist()
+        for row, length in zip(made.rows, lengths, strict=True):
+            tokens[made.dataset.shares[made.dataset.find(row)[0]].title] += length + 1
+    expected = {"bad/rows": 6, "bad/epochs": 1 + 3 / 8, "c/rows": 6, "c/epochs": 1 + 1 / 5}
+    expected |= {f"{name}/tokens": count for name, count in tokens.items()}
+    assert made.metrics == pytest.approx({f"data/{name}": value for name, value in expected.items()})
+
+
 def test_a_source_ends_with_its_epochs_and_the_others_go_on(files):
     order = taken(source(listed(files, a={"weight": 4, "epochs": 1.5}, b={"weight": 1})), 10)
     mine = [i for i, (name, _) in enumerate(order) if name == "a"]

@@ -32,6 +32,7 @@ def test_cosine():
 
 def test_wsd_is_flat_and_falls_over_the_last_tenth():
     assert rates(100, schedule="wsd", steps=[0, 50, 90, 95, 100]) == pytest.approx([1.0, 1.0, 1.0, 0.55, 0.1])
+    assert rates(15, schedule="wsd", steps=[13, 14, 15]) == pytest.approx([1.0, 0.55, 0.1]), "a tenth is rounded up"
     assert rates(100, schedule="wsd", decay_steps=50, steps=[50, 75]) == pytest.approx([1.0, 0.55])
     assert rates(10, schedule="wsd", decay_steps=50, warmup_steps=5, steps=[5, 10]) == pytest.approx([1.0, 0.1])
 

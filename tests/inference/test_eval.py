@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 from statistics import fmean
@@ -11,10 +12,13 @@ import yaml
 
 from mrl import metrics
 from mrl.config.rewards import FunctionReward, RewardsConfig
+from mrl.data.prompts import Prompt
 from mrl.errors import ConfigError
 from mrl.inference import results
-from mrl.inference.statistics import mcnemar, wilson
+from mrl.inference.statistics import binary_difference, interval, mcnemar, sign_flips, student, wilson
 from mrl.inference.tasks import merged, read_task
+from mrl.rewards.scorer import Scores
+from mrl.rollout.base import Trajectory
 from tests.data.tiny_tokenizers import write_jsonl
 from tests.engine.harness import run_case
 from tests.inference.cases import line_of, mrl, refusal
@@ -201,6 +205,59 @@ def test_rows_are_paired_by_what_is_in_them():
     alike = result([[1.0, 1.0], [0.0, 0.0]], 2), result([[0.0, 0.0]] * 2, 2)
     tests = {measure["test"] for measure in results.compare(*alike)["measures"].values()}
     assert tests == {"paired permutation of signs"}, "McNemar's test is of greedy answers, not of samples that agree"
+
+
+def test_what_became_of_a_prompt_is_of_its_own_samples():
+    """Lengths of what was sampled, not of prompts; values are those of accuracy, which need not be the totals."""
+    masks = [[[1, 1, 1], [1]], [[1, 0, 1, 1, 1], [1, 1]]]  # of the tokens after prompts of four and of seven
+    prompts = [Prompt(i, f"rows.jsonl:{i + 1}", {"answer": i}, "", list(range(n))) for i, n in enumerate((4, 7))]
+    trajectories = [
+        Trajectory(
+            prompt,
+            i,
+            [0] * (len(prompt.tokens) + len(mask)),
+            [0] * len(prompt.tokens) + mask,
+            [],
+            f"{prompt.index}{i}",
+            i == 0,
+        )
+        for prompt, of in zip(prompts, masks, strict=True)
+        for i, mask in enumerate(of)
+    ]
+    trajectories[1] = dataclasses.replace(trajectories[1], finished=True)
+    scores = Scores((9.0, 8.0, 7.0, 6.0), {"a": (1.0, 0.0, 0.25, 0.5), "b": (4.0, 3.0, 2.0, 1.0)})
+    rows = results.rows_of(trajectories, scores, scores.parts["a"], 2)
+    assert [{name: value for name, value in row.items() if name != "row"} for row in rows] == [
+        {"where": "rows.jsonl:1", "values": [1.0, 0.0], "rewards": {"a": [1.0, 0.0], "b": [4.0, 3.0]}, "tokens": [3, 1],
+         "finished": [True, True], "completions": ["00", "01"]},
+        {"where": "rows.jsonl:2", "values": [0.25, 0.5], "rewards": {"a": [0.25, 0.5], "b": [2.0, 1.0]}, "tokens": [4, 2],
+         "finished": [True, False], "completions": ["10", "11"]},
+    ]  # fmt: skip
+    assert [row["row"] for row in rows] == [results.row_key({"answer": i}) for i in (0, 1)] and rows[0]["row"] != rows[
+        1
+    ]["row"]
+    assert results.totals_of(rows) == {"length": 10 / 4, "truncated": 1 / 4}
+    measures = results.measures_of(rows)
+    assert {name: measure["value"] for name, measure in measures.items()} == {"pass@1": 1.75 / 4, "pass@2": 1.5 / 2}
+    assert measures["pass@1"] == {"value": 1.75 / 4, **dict(zip(("low", "high"), interval([0.5, 0.375]), strict=True))}
+
+
+def test_a_difference_is_of_the_first_less_the_second():
+    """Of greedy answers the first model's three against one; of numbers a share of the prompts, each by its own."""
+    first, second = result([[1.0]] * 4 + [[0.0]] * 3), result([[0.0]] * 3 + [[1.0]] * 2 + [[0.0]] * 2)
+    measure = results.compare(first, second)["measures"]["pass@1"]
+    assert (measure["only_first"], measure["only_second"]) == (3, 1) and measure["p"] == mcnemar(
+        *([1, 1, 1, 0], [0, 0, 0, 1])
+    )
+    assert measure["difference"] == pytest.approx(2 / 7) and measure["test"] == "McNemar's exact test"
+    assert (measure["low"], measure["high"]) == binary_difference(3, 1, 7)
+    values = [[0.5, 1.0], [0.0, 0.5], [1.0, 1.0]], [[0.0, 0.0], [0.25, 0.75], [0.0, 3.0]]
+    found = results.compare(*(result(of, 2) for of in values))["measures"]
+    gaps = {"pass@1": [0.75, -0.25, -0.5], "pass@2": [1.0, -0.25, -2.0]}
+    for name, of in gaps.items():
+        assert found[name]["difference"] == pytest.approx(fmean(of)) and found[name]["p"] == sign_flips(of)
+        assert (found[name]["low"], found[name]["high"]) == pytest.approx(student(of)), "not cut: the second has a 3"
+        assert (found[name]["only_first"], found[name]["only_second"]) == (1, 2)
 
 
 def test_a_result_with_other_values_than_it_says_is_none(tmp_path):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mrl.data.prompts import Prompt
+from mrl.inference.generate import row_of
+from mrl.rollout.base import Trajectory
 from tests.data.tiny_tokenizers import WITH_TOOLS, make_tokenizer, write_jsonl
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -125,6 +129,8 @@ def test_what_a_row_of_results_has(folder, tmp_path):
     for row in (first, second):
         assert row["completion"] == tokenizer.decode(row["tokens"], skip_special_tokens=True) != "taken away"
         assert len(row["log_probs"]) == len(row["tokens"]) and max(row["log_probs"]) < 0, "those of prompts are 0"
+        asked = [{"role": "user", "content": "hello"}], {"tools": row.get("tools"), "add_generation_prompt": True}
+        assert row["prompt_tokens"] == len(tokenizer.apply_chat_template(asked[0], **asked[1])["input_ids"])
         ended = (
             any(stop in tokenizer.decode(row["tokens"]) for stop in "ea") or row["tokens"][-1] == tokenizer.eos_token_id
         )
@@ -132,6 +138,25 @@ def test_what_a_row_of_results_has(folder, tmp_path):
     assert {first["finish_reason"], second["finish_reason"]} & {"stop"}
     again = completions(model, tmp_path, "--stop", "e", "--stop", "a", "--seed", "1", rows=rows)
     assert [row["tokens"] for row in again] != [first["tokens"], second["tokens"]]
+
+
+@pytest.mark.parametrize(("cut_by", "reason"), [(None, "stop"), ("tokens", "length"), ("turns", "turns")])
+def test_a_row_of_a_conversation_has_what_came_after_the_prompt(cut_by, reason):
+    said = [
+        {"role": "assistant", "content": "3"},
+        {"role": "user", "content": "no"},
+        {"role": "assistant", "content": "4"},
+    ]
+    prompt = Prompt(2, "rows.jsonl:3", {"prompt": "2+2", "answer": "4", "sample": 9}, "2+2", [5, 6, 7])
+    made = Trajectory(
+        prompt, 1, [5, 6, 7, 8, 9, 10, 11], [0, 0, 0, 1, 0, 0, 1], [0.0, 0.0, 0.0, -0.5, 0.0, 0.0, -0.25], "3\n\n4",
+        cut_by is None, turns=2, conversation=said, cut_by=cut_by,
+    )  # fmt: skip
+    assert row_of(made) == {
+        "where": "rows.jsonl:3", "prompt": "2+2", "sample": 1, "completion": "3\n\n4", "tokens": [8, 9, 10, 11],
+        "log_probs": [-0.5, 0.0, 0.0, -0.25], "finish_reason": reason, "prompt_tokens": 3, "mask": [1, 0, 0, 1],
+        "conversation": said, "answer": "4",
+    }  # fmt: skip
 
 
 def test_text_on_the_terminal(folder, tmp_path):
@@ -237,8 +262,10 @@ def test_scores_are_those_of_transformers(folder, tmp_path, layout):
         assert score["log_probs"] == pytest.approx(expected, abs=5e-5)
         assert score["sum"] == pytest.approx(sum(expected), abs=2e-4)
         assert score["mean"] == pytest.approx(sum(expected) / len(expected), abs=5e-5)
-    total = sum(score["sum"] for score in found)
-    assert f"{total:.3f}" in done.out.splitlines()[-1] and done.out.splitlines()[-1].startswith("3 rows")
+        assert score["prompt_tokens"] == len(before)
+    total, count = sum(score["sum"] for score in found), sum(len(score["tokens"]) for score in found)
+    shown = [str(count), f"{total:.3f}", f"{total / count:.4f}", f"{math.exp(-total / count):.4g}"]
+    assert done.out.splitlines()[-1].split() == ["3", "rows", *shown]
     listed = mrl("generate", model, *scored).out.splitlines()
     assert (
         len(listed) == 5

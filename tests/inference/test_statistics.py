@@ -47,6 +47,7 @@ def test_wilsons_interval():
     )  # Brown et al. 2001's formula by hand
     assert statistics.wilson(0.0, 20)[0] == 0 and 0.1 < statistics.wilson(0.0, 20)[1] < 0.2
     assert statistics.wilson(1.0, 20)[1] == 1
+    assert statistics.interval([1.0, 0.0, 0.0, 1.0, 0.0]) == statistics.wilson(0.4, 5), "of single answers, as they are"
 
 
 @pytest.mark.parametrize("samples", [1, 4])
@@ -97,6 +98,9 @@ def test_an_interval_of_equal_differences_has_a_width():
     assert statistics.difference([0.0] * 5, bounded=False) == (-math.inf, math.inf)
     assert statistics.difference([1.0, 0.0, 0.5], bounded=False) == statistics.student([1.0, 0.0, 0.5])
     assert statistics.difference([1.0, 0.0, 0.5], bounded=True)[1] == 1
+    low, high = statistics.difference([-0.1, 0.0, 0.1, 0.3], bounded=True)
+    assert (low, high) == statistics.student([-0.1, 0.0, 0.1, 0.3]) and low < 0
+    assert statistics.difference([-1.0, 0.0, -0.5], bounded=True)[0] == -1
 
 
 def test_an_interval_of_few_pairs_that_differ_agrees_with_the_exact_test():
@@ -135,6 +139,10 @@ def test_mcnemar_is_a_sum_over_all_outcomes(only_first, only_second):
 def test_signs_are_flipped_in_every_way():
     assert statistics.sign_flips([1, 1, 1, 1, 1, -1, 0, 0]) == pytest.approx(2 * (1 + 6) / 2**6)  # as a sign test
     assert statistics.sign_flips([0.1, 0.2, 0.3]) == 2 / 8, "sums in another order are as far"
+    assert statistics.sign_flips([-0.1, -0.2, -0.3]) == 2 / 8 and statistics.sign_flips([-1, -0.75, 0.5]) == 4 / 8
+    assert statistics.sign_flips([0.1, 0.2, 0.3] + [0.0] * statistics.EXACT_SIGNS) == 2 / 8, (
+        "exact, of those that differ"
+    )
     assert statistics.sign_flips([0.0, 0.0]) == 1.0
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from tests.mutants.mutant import of as _of
 from tests.mutants.table_of_commands import OF_COMMANDS
 from tests.mutants.table_of_data import OF_DATA
+from tests.mutants.table_of_metrics import OF_METRICS
 from tests.mutants.table_of_rollouts import OF_ROLLOUTS
 from tests.mutants.table_of_serve import OF_SERVE
 
@@ -486,6 +487,7 @@ MUTANTS = (
     *LOSSES, *KL, *ADVANTAGES, *BATCHES, *SCALING_AND_OPTIMIZER, *MODELS, *CONVERTERS, *CHECKPOINTS, *ON_GPUS, *PLANS,
     *OF_COMMANDS,
     *OF_DATA,
+    *OF_METRICS,
     *OF_ROLLOUTS,
     *OF_SERVE,
 )  # fmt: skip

@@ -32,7 +32,7 @@ def saved(tmp_path, prompts):
     folder = str(tmp_path / "samples")
     numbers = [0.1 * i for i in range(4)]
     write_samples(
-        folder, 12, trajectories, rewards=numbers, parts={"gsm8k": [1.0] * 4}, advantages=[-x for x in numbers],
+        folder, 12, trajectories, rewards=numbers, parts={"gsm8k": [0.0, 0.25, 0.5, 1.0]}, advantages=[-x for x in numbers],
         token_advantages=[None, None, None, [0.5 * m for m in trajectories[3].mask]],
     )  # fmt: skip
     return folder, trajectories

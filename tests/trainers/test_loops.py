@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import time
 import types
 
 import pytest
@@ -19,6 +21,7 @@ from mrl.errors import DamagedCheckpoint, TrainingError
 from mrl.roles.dispatch import StepResult
 from mrl.rollout.stops import EndTokens
 from mrl.trainers import common, ppo, sft
+from mrl.trainers.evaluation import Evaluation
 from mrl.trainers.rl import prepare, state
 from mrl.trainers.rl.experience import epoch_order
 from mrl.trainers.rl.role_guard import RoleGuard
@@ -146,6 +149,38 @@ def test_scores_are_shown_in_the_order_of_their_sequences():
     collected = there(scores_S=torch.arange(6.0), trajectories=[])
     prepare.check_rollout(trainer, state.Progress(step=1), collected, there(iteration=3, batch=there(num_sequences=6)))
     assert seen == [list(map(float, order))] and list(order) != sorted(order)
+
+
+def test_an_evaluation_divides_the_sums_of_all_batches_once_by_what_each_mean_is_of(tmp_path):
+    """Two sets; batches of other sizes, one of which has no rejected answer and so no mean of them."""
+    batches = {
+        "a": [(2.0, 5.0, {"x": 1.0, "y": 7.0}, {"tokens": 3, "n": 1, "m": 2}), (1.0, 0.0, {"x": 4.0}, {"tokens": 1, "n": 5, "m": 0})],
+        "b": [(8.0, 1.0, {"x": -2.0, "y": 1.0}, {"tokens": 6, "n": 2, "m": 4})],
+    }  # fmt: skip
+    task = there(
+        denominator="tokens", means={"x": "n", "y": "m"}, config=there(train=there(eval_batches=None)),
+        eval_batches=lambda rows, report: (there(found=found, loss=loss, denominators=of) for loss, _, found, of in rows),
+        prepare=lambda engine, batch: (batch, {}), means_of=lambda made, ctx: made.found,
+    )  # fmt: skip
+    engine = there(
+        max_over_ranks=lambda requested: [requested], eval_mode=contextlib.nullcontext, shard_data=lambda made: made,
+        forward_backward_step=lambda share, ctx, forward_only: (None, {"loss": share.loss}),
+    )  # fmt: skip
+    shown = there(doing=lambda what: None, detail=lambda what: None, say=lambda what: None)
+    made = Evaluation(task, batches, engine, RunDirectory(tmp_path), shown, there(requested=False))
+    assert made.run(3) == pytest.approx(
+        {
+            "eval/loss": (2 * 3 + 1 * 1 + 8 * 6) / 10, "eval/x": (1 + 4 * 5 - 2 * 2) / 8, "eval/y": (7 * 2 + 1 * 4) / 6,
+            "eval/a/loss": 7 / 4, "eval/a/x": 21 / 6, "eval/a/y": 7.0, "eval/b/loss": 8.0, "eval/b/x": -2.0, "eval/b/y": 1.0,
+        }
+    )  # fmt: skip
+
+
+def test_the_seconds_of_a_save_are_said_once_by_the_step_after_it():
+    saves, began_s = Saves(torch.device("cpu")), time.perf_counter()
+    assert saves.now(lambda: str(sum(range(10**6)))) == "499999500000"
+    took_s = time.perf_counter() - began_s
+    assert 0 < saves.metrics()["perf/save_held_s"] <= took_s and saves.metrics() == {}
 
 
 STEP = {"step": 4, "train/loss": 1.0}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pathlib
 import re
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import mrl
+from mrl.batch import make_batch
 from mrl.config.load import from_dict, load_config
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
@@ -313,6 +316,20 @@ def test_flops_of_latent_attention_and_shared_experts():
     )  # one dense layer; router, chosen and shared experts
     scores = 2 * 4 * 4 * 4 * ((3 + 2) + 4)  # 2 layers, 4 x 4 tokens, 4 heads
     assert flops(MLA) == 3 * (2 * weights * 4 + 2 * 8 * 16 * 4 + scores)
+
+
+def test_speed_is_of_all_tokens_and_utilization_of_all_gpus(tmp_path, monkeypatch):
+    """Of seven places three train, one of them with weight 2; a value head has one output."""
+    (tmp_path / "config.json").write_text(json.dumps(DENSE | {"head_dim": 4, "architectures": ["LlamaForCausalLM"]}))
+    batch = make_batch([[1, 2, 3, 4], [5, 6, 7, 8, 9]], [[0, 0, 2, 1], [0, 0, 0, 0, 1]])
+    monkeypatch.setattr(throughput, "peak_flops", lambda device: 1e6)
+    for head, outputs in (("lm", 16), ("value", 1)):
+        role = SimpleNamespace(model=SimpleNamespace(path=str(tmp_path), lora=None), head=head)
+        measured = throughput.Throughput(SimpleNamespace(device=None, config=role, world_size=4))
+        row = measured.metrics(batch, step_s=0.25)
+        weights, scores = 2 * (8 * 16 + 2 * (8 * 8) + 16 * 8 + 3 * 8 * 10), 2 * (3 * 3 + 4 * 4) * 4 * 4 * 2
+        work = 3 * (2 * weights * 7 + 2 * 8 * outputs * 3 + scores)
+        assert row == {"perf/step_s": 0.25, "perf/tokens_per_s": 28, "perf/mfu": pytest.approx(work / 0.25 / 4e6)}
 
 
 @pytest.mark.parametrize(

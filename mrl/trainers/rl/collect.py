@@ -80,6 +80,7 @@ class Collected:
             "rollout/tokens_per_s": (sum(lengths) + sum(beside)) / self.rollout_s,
             "rollout/prompts_rejected": rejected,
         }
+        row["reward/faults"] += len(self.greedy[1].faults)
         if finished:
             row["rollout/response_length_finished"] = sum(finished) / len(finished)
         if len(lengths) > groups:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from mrl import metrics
 from mrl.config.schema import OptimizerConfig
 from tests.engine.harness import run_case
 from tests.trainers.rl import tiny_policies
@@ -68,9 +69,10 @@ def by_hand(name, rows, folder):
         step = {}
         if name == "ppo":
             loss, found = critic_loss(critic, rows, returns)
-            step |= found | {"critic/loss": loss.item(), "critic/grad_norm": update_critic(loss)}
+            step |= found | {"critic/loss": loss.item(), "critic/grad_norm": update_critic(loss), "critic/lr": 1e-2}
         loss, found = actor_loss(name, actor, rows, hand.old, advantages)
         step |= found | {"actor/loss": loss.item(), "train/loss": loss.item(), "train/grad_norm": update_actor(loss)}
+        step["train/lr"] = 1e-3
         hand.steps.append(step)
     return hand
 
@@ -120,7 +122,7 @@ def ppo_advantages(rows):
 
 def actor_loss(name, actor, rows, old, advantages):
     """The clipped surrogate, with grpo's k3 to the first weights, less the entropy bonus; and its metrics."""
-    per_sequence, ratios, kls, entropies, low, high = [], [], [], [], 0, 0
+    per_sequence, ratios, kls, sampled_kls, entropies, low, high = [], [], [], [], [], 0, 0
     for row, old_log_probs, advantage in zip(rows, old, advantages, strict=True):
         log_probs, entropy = log_probs_and_entropy(actor, row)
         ratio = (log_probs - old_log_probs).exp()
@@ -131,11 +133,12 @@ def actor_loss(name, actor, rows, old, advantages):
         low += int(((ratio < 1 - CLIP) & (advantage < 0)).sum())
         high += int(((ratio > 1 + CLIP) & (advantage > 0)).sum())
         ratios.append(ratio), kls.append(kl), entropies.append(entropy)
+        sampled_kls.append(ratio - 1 - ratio.log())
     tokens = sum(len(ratio) for ratio in ratios)
     loss = torch.stack([loss.mean() for loss in per_sequence]).mean()
     if name == "ppo":
         loss = torch.cat(per_sequence).mean()
-    metrics = {"actor/ratio": ratios, "actor/kl": kls, "actor/entropy": entropies}
+    metrics = {"actor/ratio": ratios, "actor/kl": kls, "actor/approx_kl": sampled_kls, "actor/entropy": entropies}
     found = {name: torch.cat(values).mean().item() for name, values in metrics.items()}
     found |= {"actor/clip_fraction_low": low / tokens, "actor/clip_fraction_high": high / tokens}
     return loss, found | {
@@ -150,7 +153,9 @@ def critic_loss(critic, rows, returns):
     near = values.clamp(-CLIP, CLIP)
     loss = torch.maximum((values - wanted) ** 2, (near - wanted) ** 2).mean() / 2
     explained = 1 - (wanted - values).var() / wanted.var()
-    return loss, {"critic/value": values.mean().item(), "critic/explained_variance": explained.item()}
+    clipped = ((near - wanted).abs() > (values - wanted).abs()).float().mean().item()
+    found = {"critic/value": values.mean().item(), "critic/explained_variance": explained.item()}
+    return loss, found | {"critic/clip_fraction": clipped}
 
 
 def adamw(model, lr, decay):
@@ -216,6 +221,13 @@ def test_what_is_said_of_the_rollout_is_counted_from_its_samples(made):
     } | ({"rollout/response_length_finished": sum(finished) / len(finished)} if finished else {})  # fmt: skip
     assert {name: made.steps[0].get(name) for name in expected} == pytest.approx(expected)
     assert min(lengths) < max(lengths) and min(rewards) < max(rewards) and finished
+    first, second = metrics.read(made.folder / "metrics.jsonl")
+    assert first["perf/tokens_per_s"] * first["perf/update_s"] == pytest.approx(
+        sum(len(r["tokens"]) - 1 for r in made.rows)
+    )
+    assert first["rollout/tokens_per_s"] * first["perf/rollout_s"] == pytest.approx(sum(lengths))
+    phases = sum(first[f"perf/{phase}_s"] for phase in ("rollout", "reward", "log_probs", "update"))
+    assert (first["perf/step_s"], second["perf/step_s"]) == pytest.approx((phases, second["perf/update_s"]))
 
 
 def test_advantages(made):
