@@ -114,7 +114,7 @@ def heading_of(section: Section, found: Iterable[list[Section]]) -> str:
 
 
 def _table(heading: str, alike: Sequence[tuple[str, Section]]) -> str:
-    """Returns one table for sections that are alike. A row that not all of them have says which do."""
+    """Returns one table for sections that are alike. A row says where it holds, unless that is everywhere."""
     rows: dict[tuple[str, ...], list[str]] = collections.defaultdict(list)
     for command, section in alike:
         for key in section.keys:
