@@ -25,7 +25,7 @@ def open_log(folder: pathlib.Path, log: LogConfig | None = None, *, step: int = 
 
 
 def test_the_docs_say_what_each_metric_means():
-    text = (pathlib.Path(__file__).parents[1] / "docs" / "runs.md").read_text(encoding="utf-8")
+    text = (pathlib.Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
     for name, meaning in METRICS.items():
         assert f"| `{name}` | {meaning} |" in text, name
 

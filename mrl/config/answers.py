@@ -37,8 +37,8 @@ class AnswerRowsConfig(StreamedRowsConfig):
     max_length: int = key(2048, "longest sequence in tokens, prompt and answer", minimum=2)
     truncation: Literal["error", "drop"] = key(
         "error",
-        "what happens to a row with a longer sequence: stop, or leave the row out, counted and reported; none is cut, "
-        "as an answer would lose its end, or a pair the prompt that it shares",
+        "a row with a longer sequence stops the run, or is skipped, counted and reported (drop). None is cut, "
+        "because an answer would lose its end, or a pair its shared prompt",
     )
     system: str | None = key(None, "text of a system message before conversations that have none")
     prompt_end: str | None = key(None, PROMPT_END_HELP)
@@ -62,7 +62,7 @@ class AnswersConfig:
     seed: int = key(0, "seed of initialisation, dropout and data order", minimum=0, maximum=2**32 - 1)
     model: ModelConfig = key(REQUIRED, "the model")
     engine: EngineConfig = key(EngineConfig, "the engine and its layout")
-    optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule")
+    optimizer: OptimizerConfig = key(OptimizerConfig, "the optimizer and its schedule")
     loss: AnswerLossConfig = key(REQUIRED, "the loss")
     data: AnswerRowsConfig = key(REQUIRED, "the data")
     train: AnswersTrainConfig = key(REQUIRED, "length of the run")

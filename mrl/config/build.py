@@ -21,7 +21,7 @@ from mrl.config.translate import in_root, known_keys, leaves
 from mrl.errors import ConfigError, Mistakes, shortened, show
 
 _DEFAULT = object()
-_LEAVE = "leave it out: nothing here stands for it"
+_LEAVE = "leave it out: mrl has nothing for it"
 
 
 def build_section(section: type, raw: Any, path: str, root: type) -> Any:

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from mrl.config import command as commands
 from mrl.config.keys import Key, expected, section_keys, walk
@@ -19,20 +21,27 @@ from mrl.errors import ConfigError
 _HEADER = """\
 # Config keys
 
-    mrl sft config.yaml train.steps=10 data.columns='{{question: prompt}}'   # any key over the file's, in YAML
-    mrl config ppo rollout                # the keys of a command, or of a section, on the terminal
-    mrl config --grep clip                # those whose name or meaning has a text
-    mrl sft config.yaml --dry-run         # check them all, start nothing
+This page has every key of {commands}: its values, default and meaning.
+Read it to write a config, or when a message names a key that you do not know.
 
-Keys of {commands}, made from {files} by `make docs`.
-Where no bound is given, a whole number may be up to 2147483647 and a number up to 1e9, and as far below
-zero. An unknown key, a wrong type or keys that contradict each other stop the run before it starts, and so do missing
-files, a layout that does not fit, an output_dir that is a model's folder, and an architecture in config.json that the
-engine does not know: `--dry-run` checks these and starts nothing. So does what output_dir holds of another run. Weights
-and what a checkpoint holds are read by the run, before its first step. A message names up to ten mistakes at once.
-Keys of verl, NeMo-RL and TRL are told ours: [coming-from.md](coming-from.md).
+    mrl sft config.yaml train.steps=10 data.columns='{{question: prompt}}'   # override any key of the file, in YAML
+    mrl config ppo rollout                # print the keys of a command, or of one section
+    mrl config --grep clip                # print the keys whose name or meaning has a text
+    mrl sft config.yaml --dry-run         # check all keys, start nothing
 
-Learning rates where a config gives none; a run prints them at its start and writes them to config.yaml:
+Each section has one table, because commands and roles share them. To find `actor.engine.recompute`, search for
+`engine.recompute`. A meaning that begins with "In `mrl ppo`:" holds there alone. Each command also has the keys of
+[Top level](#top-level).
+
+- A number without a bound goes up to 1e9, a whole number up to 2147483647, and as far below zero.
+- An unknown key, a wrong type or keys that contradict each other stop the run before it starts. One message names up
+  to ten mistakes.
+- `--dry-run` also finds missing files, a layout that does not fit, an unknown architecture in config.json, and an
+  `output_dir` that is a model's folder or holds another run.
+- The run itself reads weights and checkpoints, before its first step.
+- Keys of verl, NeMo-RL and TRL: [coming-from.md](coming-from.md).
+
+The default learning rate depends on the command. A run prints it at its start and writes it to config.yaml:
 
 {rates}
 """
@@ -57,46 +66,73 @@ def _yaml(value: Any) -> str:
     return json.dumps(value) if value == "\n" else str(value)  # a line break would end a table's row
 
 
-def sections(section: type, path: str = "", help: str = "") -> Iterator[tuple[str, str, list[Key]]]:
-    """(dotted path, meaning, keys that hold a value) of `section` and each section below it, also where it is null."""
-    keys = list(section_keys(section, path))
-    yield path, help, [key for key in keys if key.section is None]
+class Section(NamedTuple):
+    """A section of a command's config."""
+
+    path: str  # dotted; "" at the top
+    help: str
+    of: type
+    keys: list[Key]  # those that hold a value
+
+
+def sections(section: type, path: str = "", help: str = "keys outside of any section") -> Iterator[Section]:
+    """Yields `section` and each section below it that has keys, also where it is null."""
+    keys = section_keys(section, path)
+    if plain := [key for key in keys if key.section is None]:
+        yield Section(path, help, section, plain)
     for key in keys:
         if key.section is not None:
             yield from sections(key.section, key.path, f"{key.help} (default null)" if key.nullable else key.help)
 
 
 def markdown() -> str:
-    """docs/config.md: the keys of mrl's own commands."""
-    own = commands.training(commands.own_names())
-    header = _HEADER.format(
-        files=" and ".join(f"`{command.root.__module__.replace('.', '/')}.py`" for command in own),
-        rates=table(),
-        commands=" and of ".join(f"[mrl {command.name}](#mrl-{command.name})" for command in own),
-    )
-    return header + "".join(f"\n# mrl {command.name}\n\n{tables(command.root)}" for command in own)
+    """Returns docs/config.md: a list of sections for each of mrl's own commands, and one table for sections alike."""
+    found = {command.name: list(sections(command.root)) for command in commands.training(commands.own_names())}
+    lists = ""
+    tables: dict[str, list[tuple[str, Section]]] = collections.defaultdict(list)  # by heading, with the command
+    for command, own in found.items():
+        lists += f"\n## mrl {command}\n\n| section | table | meaning |\n|---|---|---|\n"
+        headings = {section.path: heading_of(section, found.values()) for section in own}
+        for section in own:
+            heading = headings[section.path]
+            tables[heading].append((command, section))
+            above, _, name = section.path.rpartition(".")
+            if section.path and (not above or heading != f"{headings.get(above)}.{name}"):  # else it is below `above`
+                lists += f"| `{section.path}` | [{heading}](#{heading.replace('.', '')}) | {_cell(section.help)} |\n"
+    names = ", ".join(f"[mrl {command}](#mrl-{command})" for command in found)
+    return _HEADER.format(commands=names, rates=table()) + lists + "".join(map(_table, tables, tables.values()))
 
 
-def tables(root: type) -> str:
-    """Returns the keys of one command, a table a section."""
-    lines: list[str] = []
-    for path, help, keys in sections(root):
-        if not keys:
-            continue
-        lines += [f"## {path or 'Top level'}", ""]
-        if help:
-            lines += [_linked(help), ""]
-        lines += ["| key | accepts | default | meaning |", "|---|---|---|---|"]
-        for key in keys:
-            cells = (f"`{key.path}`", expected(key.annotation, key.stated), f"`{default_text(key)}`", _linked(key.help))
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+def heading_of(section: Section, found: Iterable[list[Section]]) -> str:
+    """Returns the shortest path of a section alike, by default its own: `engine` for `critic.engine`.
+
+    Sections are alike if their classes have a base in common.
+    """
+    bases = set(filter(dataclasses.is_dataclass, section.of.__mro__))
+    alike = [other.path for own in found for other in own if bases & {*other.of.__mro__}]
+    return min([section.path, *alike], key=lambda path: path.count("."))
 
 
-def _linked(help: str) -> str:
-    """Returns a key's meaning with links to the pages that it names."""
-    return re.sub(r"\(docs/([\w-]+\.md)\)", r"([\1](\1))", help)
+def _table(heading: str, alike: Sequence[tuple[str, Section]]) -> str:
+    """Returns one table for sections that are alike. A row says where it holds, unless that is everywhere."""
+    rows: dict[tuple[str, ...], list[str]] = collections.defaultdict(list)
+    for command, section in alike:
+        for key in section.keys:
+            path = f"{heading}.{key.path.rpartition('.')[2]}".lstrip(".")
+            cells = path, expected(key.annotation, key.stated), default_text(key), _cell(key.help)
+            rows[cells].append(f"mrl {command}" if section.path == heading else section.path)
+    text = f"\n## {heading or 'Top level'}\n\n{_cell(alike[0][1].help)}\n\n"
+    text += "| key | accepts | default | meaning |\n|---|---|---|---|\n"
+    order = list(dict.fromkeys(path for path, *_ in rows))
+    for (path, accepts, default, help), places in sorted(rows.items(), key=lambda row: order.index(row[0][0])):
+        only = "" if len(places) == len(alike) else f"In `{'`, `'.join(dict.fromkeys(places))}`: "
+        text += f"| `{path}` | {accepts} | `{default}` | {only}{help} |\n"
+    return text
+
+
+def _cell(help: str) -> str:
+    """Returns a key's meaning for a table, with links to the pages that it names."""
+    return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", help).replace("|", "\\|")
 
 
 def asked(names: Sequence[str], wanted: str | None) -> str:
@@ -136,7 +172,7 @@ def text(root: type, part: str = "", wanted: str | None = None) -> str:
 
     part: only the section or key of that dotted name. wanted: only keys with that text in name or meaning."""
     lines: list[str] = []
-    for path, help, keys in sections(root):
+    for path, help, _, keys in sections(root):
         if part:
             keys = [key for key in keys if f"{key.path}.".startswith(f"{part}.")]
         if wanted is not None:

@@ -20,24 +20,24 @@ class LossConfig(AnswerLossConfig):
     name: Literal["dpo", "ipo", "kto", "orpo", "simpo"] = key("dpo", "the loss (docs/dpo.md)")
     beta: float | None = key(
         None,
-        "strength of the pull to the reference: factor of log-ratios; of orpo the weight of its odds ratio, of simpo "
-        "the factor of mean log-probs; null is 0.1, of simpo 2",
+        "strength of the pull to the reference: the factor of log-ratios. For orpo the weight of its odds ratio, for "
+        "simpo the factor of mean log-probs. null is 0.1, for simpo 2",
         above=0,
         maximum=1000,
     )
     label_smoothing: float | None = key(
-        None, "of dpo: the share of pairs whose labels are taken to be wrong (cDPO); null is 0", minimum=0, maximum=0.5
+        None, "for dpo: the assumed share of pairs with wrong labels (cDPO). null is 0", minimum=0, maximum=0.5
     )
-    reference_free: bool | None = key(None, "of dpo: take the reference's log-ratio as 0; null is false")
+    reference_free: bool | None = key(None, "for dpo: take the reference's log-ratio as 0. null is false")
     length_normalized: bool | None = key(
-        None, "of dpo and ipo: mean log-probs of an answer's tokens in place of sums; null is false"
+        None, "for dpo and ipo: use the mean log-prob of an answer's tokens, not the sum. null is false"
     )
-    gamma: float | None = key(None, "of simpo: the margin that pairs are to have; null is 1", minimum=0, maximum=1000)
-    desirable_weight: float | None = key(None, "of kto: weight of good answers; null is 1", minimum=0)
-    undesirable_weight: float | None = key(None, "of kto: weight of bad answers; null is 1", minimum=0)
+    gamma: float | None = key(None, "for simpo: the target margin of a pair. null is 1", minimum=0, maximum=1000)
+    desirable_weight: float | None = key(None, "for kto: weight of good answers. null is 1", minimum=0)
+    undesirable_weight: float | None = key(None, "for kto: weight of bad answers. null is 1", minimum=0)
     sft_weight: float | None = key(
         None,
-        "weight of the mean negative log-likelihood of chosen answers' tokens beside the loss; null is 0, of orpo 1",
+        "weight of an added loss: the mean negative log-likelihood of chosen answers' tokens. null is 0, for orpo 1",
         minimum=0,
     )
 
@@ -69,14 +69,14 @@ class ReferenceModelConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceReferenceConfig:
     model: ReferenceModelConfig = key(
-        ReferenceModelConfig, "the policy that log-ratios are taken to; with model.lora, by default, the model without "
-        "its adapters"
-    )  # fmt: skip
+        ReferenceModelConfig,
+        "the reference policy of the log-ratios. Default with model.lora: the model without its adapters",
+    )
     engine: EngineConfig | None = key(None, "its engine and layout; null is the model's", may_change=True)
     cache: bool = key(
         False,
-        "compute its log-probs of all rows before the first step, and keep them in output_dir/reference; it then takes "
-        "no memory while training",
+        "compute its log-probs of all rows before the first step and keep them in output_dir/reference. It then "
+        "takes no memory while training",
         may_change=True,
     )
 
@@ -90,8 +90,8 @@ class PreferenceDataConfig(AnswerRowsConfig):
     mix_by: Literal["rows", "tokens"] = key("rows", MIX_BY_HELP, may_change=True)
     format: Literal["auto", "preference", "unpaired"] = key(
         "auto",
-        "form of a row: preference (prompt, chosen, rejected; or chosen and rejected as whole conversations), or "
-        "unpaired (prompt, completion, label: true for a good one), for kto; auto detects it by the first row's fields",
+        "form of a row: preference (prompt, chosen, rejected; or chosen and rejected as whole conversations), or for "
+        "kto unpaired (prompt, completion, label: true if good). auto detects it from the first row's fields",
     )
 
 

@@ -21,31 +21,36 @@ def page() -> str:
         lines += [
             f"## {trainer.name}",
             "",
-            f"Read from {trainer.source}.",
+            f"The keys are those of {trainer.source}.",
             "",
-            "| theirs | ours | what differs |",
+            "| theirs | ours | note |",
             "|---|---|---|",
         ]
         for row in trainer.rows:
             if row.ours:
-                notes = [row.note, _values_in_words(row), f"of {', '.join(row.of)}" if row.of else ""]
+                notes = [row.note, _values_in_words(row), f"for {', '.join(row.of)}" if row.of else ""]
                 ours = ", ".join(f"`{key}`" for key in row.ours)
                 lines.append(f"| `{row.theirs}` | {ours} | {'; '.join(note for note in notes if note)} |")
         nowhere = ", ".join(f"`{row.theirs}`" for row in trainer.rows if not row.ours)
-        lines += ["", f"Nothing here stands for {nowhere}.", ""]
+        lines += ["", f"mrl has nothing for these keys: {nowhere}.", ""]
     return "\n".join(lines)
 
 
 _HEADER = """\
 # Coming from verl, NeMo-RL or TRL
 
-    mrl config translate FILE > ours.yaml     # what can be told, in our keys; the rest is listed, with exit code 2
-    mrl config translate FILE --as dpo        # where it is not plain of which command the file is
+This page lists the keys of these trainers next to the keys of mrl. You need it to bring a config of theirs.
 
-A key of another trainer stays an error, which names ours. `model`, `engine` and `optimizer` of `mrl ppo` are in
-`actor`.
-Numbers that a file leaves to the other trainer's defaults are written out where ours differ.
-Made from `mrl/config/foreign_*.py` by `make docs`.
+    mrl config translate FILE > ours.yaml     # prints what it can translate; lists the rest and exits with 2
+    mrl config translate FILE --as dpo        # names the command, if the file does not show it
+
+- mrl does not read their keys. If you write one, the error names ours.
+- For `mrl ppo`, keys of `model`, `engine` and `optimizer` begin with `actor.`.
+- The translation writes out their defaults if ours differ.
+- In the notes, "there" is the other trainer and "here" is mrl.
+- Keys that mrl has nothing for are listed at the end of each section.
+
+`make docs` makes this page from `mrl/config/foreign_*.py`.
 """
 
 

@@ -42,7 +42,7 @@ _POLICY = [
     row(f"{PACKING}.train_mb_tokens", "engine.micro_batch.tokens", TOKENS, when=f"{PACKING}.enabled"),
     row("policy.max_total_sequence_length", "data.max_length", of=NOT_PPO),
     row("policy.max_total_sequence_length", "data.max_prompt_length rollout.max_new_tokens",
-        "prompt and answer together there; ours are two", of=PPO, values=BY_HAND),
+        "prompt and answer together there; two keys here", of=PPO, values=BY_HAND),
     row("policy.precision", "model.dtype", values=DTYPE | {"float16": KeyError}),
     row("policy.max_grad_norm", "optimizer.clip_grad"),
     row("policy.tokenizer.name", "model.path", "the model's own tokenizer here", values=NEEDLESS),
@@ -59,7 +59,7 @@ _POLICY = [
     row(f"{DTENSOR}.enabled", "engine.backend", values={True: "fsdp", False: None}),
     *each(
         [
-            row(f"{DTENSOR}.tensor_parallel_size", "engine.parallel.tp", "of backend megatron alone here",
+            row(f"{DTENSOR}.tensor_parallel_size", "engine.parallel.tp", "here for the megatron backend alone",
                 values={1: None} | BY_HAND),
             row(f"{DTENSOR}.context_parallel_size", "engine.parallel.cp"),
             row(f"{DTENSOR}.activation_checkpointing", "engine.recompute", values=RECOMPUTE),
@@ -80,7 +80,7 @@ _POLICY = [
             row(f"{MEGATRON}.optimizer.adam_beta2", "optimizer.betas", "a list of both here", values=BY_HAND),
             row(f"{MEGATRON}.scheduler.lr_decay_style", "optimizer.schedule"),
             row(f"{MEGATRON}.scheduler.lr_warmup_iters", "optimizer.warmup_steps"),
-            row(f"{MEGATRON}.scheduler.lr_decay_iters", "optimizer.decay_steps", "with the warm-up there",
+            row(f"{MEGATRON}.scheduler.lr_decay_iters", "optimizer.decay_steps", "includes the warm-up there",
                 values=BY_HAND),
         ],
         when=f"{MEGATRON}.enabled",
@@ -176,7 +176,7 @@ def _counts() -> list[Row]:
         ]
     for name in ("grpo", "distillation", "sft", "dpo", "rm"):
         rows += [
-            row(f"{name}.max_num_epochs", "train.epochs", "the shorter of both counts there; ours takes one of them",
+            row(f"{name}.max_num_epochs", "train.epochs", "the shorter of both counts there; give one of them here",
                 when=f"not {name}.max_num_steps"),
             row(f"{name}.seed", "seed"),
             *none(f"{name}.", "val_at_start val_at_end val_batch_size"),

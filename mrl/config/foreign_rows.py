@@ -52,13 +52,13 @@ def none(prefix: str, names: str, note: str = "") -> list[Row]:
 
 
 INHERITED = "it names files whose keys this one has, too; translate the whole config"
-PROMPTS = "counts prompts there; ours counts sequences: times the samples of a prompt"
-ROLLOUTS = "counts rollouts there; ours counts optimizer steps"
+PROMPTS = "counts prompts there; ours counts sequences, so multiply by the samples of a prompt"
+ROLLOUTS = "counts rollouts there; optimizer steps here"
 ROW = "counts rows in both"
-SHARE = "a share of the run there; ours counts steps"
+SHARE = "a share of the run there; steps here"
 MICRO = "sequences of a micro-batch on each device"
 TOKENS = "tokens of a micro-batch on each device"
-ONE_SIZE = "one size for both here"
+ONE_SIZE = "here one size for both"
 JINJA = "a Jinja file here"
 KWARGS = "a row's chat_template_kwargs here"
 FUNCTION = "{function: path.py:name} here"

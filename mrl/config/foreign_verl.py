@@ -38,7 +38,7 @@ ROLLOUT, N = "actor_rollout_ref.rollout", "actor_rollout_ref.rollout.n"
 KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 SCHEDULE = same("constant cosine")
 BACKEND = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
-GROUP = "ranks of a shard group there; ours counts the groups"
+GROUP = "ranks of a shard group there; the number of groups here"
 ESTIMATORS = same("grpo remax rloo gspo") | {
     "gae": "ppo", "reinforce_plus_plus": "reinforce_pp", "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }  # fmt: skip
@@ -62,7 +62,7 @@ def _role(theirs: str, ours: str) -> list[Row]:
     """Returns the rows of a role that trains: the actor, or the critic."""
     optim, optimizer, engine = f"{theirs}.optim", f"{ours}.optimizer", f"{ours}.engine"
     size, tokens, dynamic = f"{engine}.micro_batch.size", f"{engine}.micro_batch.tokens", f"{theirs}.use_dynamic_bsz"
-    lengths = "ours is dynamic where micro_batch.tokens is set"
+    lengths = "ours is dynamic if micro_batch.tokens is set"
     return [
         row(f"{optim}.lr", f"{optimizer}.lr"),
         row(f"{optim}.weight_decay", f"{optimizer}.weight_decay", default=0.01),
@@ -115,7 +115,7 @@ _DATA = [
     row("data.max_response_length", "rollout.max_new_tokens", default=512),
     row("data.max_length", "data.max_length", of=NOT_PPO, default=1024),
     row("data.truncation", "data.truncation", values=same("error left right")),
-    row("data.filter_overlong_prompts", "data.truncation", "drop leaves out longer ones",
+    row("data.filter_overlong_prompts", "data.truncation", "drop skips longer rows",
         values={True: "drop", False: None}),
     row("data.prompt_key", "data.columns", "a mapping here: {their name: prompt}", values={"prompt": None} | BY_HAND),
     row("data.messages_key", "data.columns", "a mapping here: {their name: messages}",
@@ -167,7 +167,7 @@ _ALGORITHM = [
         ],
         when="algorithm.use_kl_in_reward",
     ),
-    *none("algorithm.kl_ctrl.", "type horizon", "algorithm.kl_target steers the coefficient here, 0 keeps it"),
+    *none("algorithm.kl_ctrl.", "type horizon", "set algorithm.kl_target to steer the coefficient; 0 keeps it"),
     row(f"{ACTOR}.use_kl_loss", "algorithm.kl_in", values={True: "loss", False: None}),
     *each(
         [
@@ -261,7 +261,7 @@ _NOWHERE = """
 _OF_MODELS = [
     *(row for model in (f"{MODEL}.", "critic.model.", "model.") for row in none(model, _NOWHERE)),
     *none("critic.model.", "trust_remote_code custom_chat_template enable_gradient_checkpointing "
-          "enable_activation_offload use_remove_padding", "the actor's serves for the critic"),
+          "enable_activation_offload use_remove_padding", "the critic uses the actor's"),
     *none("critic.model.", "target_modules exclude_modules",
           "give critic.model.lora.target_modules with our names"),
     *none("engine.", "offload_policy forward_prefetch model_dtype use_orig_params seed forward_only "

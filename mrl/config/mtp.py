@@ -7,8 +7,8 @@ import dataclasses
 from mrl.config.fields import key
 
 _DETACH = (
-    "keep the gradient of their loss within them: hidden states, embedding and output layer of the model get none of "
-    "it, and they are clipped by a norm of their own"
+    "keep the gradient of the MTP loss inside the MTP layers. The model's hidden states, embedding and output layer "
+    "get none of it, and MTP gradients are clipped by their own norm"
 )
 
 
@@ -16,9 +16,7 @@ _DETACH = (
 class MTPConfig:
     """Training of MTP layers, which predict further tokens."""
 
-    loss_weight: float = key(
-        0.1, "what their loss, a mean over the layers, is multiplied with before it is added to the loss", above=0
-    )
+    loss_weight: float = key(0.1, "factor of the MTP loss, a mean over the layers, in the whole loss", above=0)
     detach: bool = key(False, _DETACH)
 
 

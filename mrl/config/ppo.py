@@ -39,7 +39,7 @@ from mrl.config.sources import PromptShare, Source, eval_of, train_of
 class ActorConfig:
     model: PolicyModelConfig = key(REQUIRED, "the policy that is trained")
     engine: EngineConfig = key(EngineConfig, "its engine and layout")
-    optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule, over the steps that the actor makes")
+    optimizer: OptimizerConfig = key(OptimizerConfig, "the optimizer and its schedule, over the steps of the actor")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,10 @@ class CriticModelConfig(RoleModelConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     model: CriticModelConfig = key(
-        CriticModelConfig, "what the critic starts from: a language model, or a sequence classifier with one label"
+        CriticModelConfig, "the critic's starting model: a language model, or a sequence classifier with one label"
     )
     engine: EngineConfig | None = key(None, "its engine and layout; null is the actor's")
-    optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule, over the steps of the run")
+    optimizer: OptimizerConfig = key(OptimizerConfig, "the optimizer and its schedule, over the steps of the run")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,18 +68,18 @@ class ReferenceConfig:
     engine: EngineConfig | None = key(None, "its engine and layout; null is the actor's")
     update_every: int | None = key(
         None,
-        "take the actor's weights at the end of an iteration in which N more steps were made; null for never",
+        "copy the actor's weights every N steps, at the end of the iteration; null is never",
         minimum=1,
     )
     server: TeacherServerConfig | None = key(
         None,
-        "with algorithm opd, a server that has the teacher, in place of an engine: vLLM, or mrl serve",
+        "with algorithm opd, a server with the teacher instead of an engine: vLLM, or mrl serve",
         may_change=True,
     )
     others: Mapping[str, OneTeacherConfig] = key(
         dict,
-        "with algorithm opd, further teachers by name, each with `model`, `engine` and `server` of its own; rows whose "
-        "`teacher`, or that of their source, names one learn from it, and all other rows from reference.model",
+        "with algorithm opd, more teachers by name, each with its own `model`, `engine` and `server`. A row learns "
+        "from the one that its `teacher`, or that of its source, names; else from reference.model",
         parse=other_teachers,
     )
 
@@ -89,7 +89,7 @@ class RewardModelConfig:
     model: RoleModelConfig = key(
         RoleModelConfig,
         "a sequence classifier with one label, or a critic that mrl exported, with its own tokenizer and chat "
-        "template (docs/rl.md); a null path means no reward model",
+        "template (docs/rl.md). A null path means no reward model",
     )
     engine: EngineConfig | None = key(None, "its engine and layout; null is the actor's")
     weight: float = key(1.0, "factor of its score in the total")
@@ -99,26 +99,28 @@ class RewardModelConfig:
 class ServerConfig:
     urls: tuple[str, ...] = key((), "servers, as http://host:8000; none means engines inside the trainer's processes")
     weights_dir: str | None = key(
-        None, "folder that trainer and servers share, for new weights; null is one in output_dir"
+        None, "folder for new weights that trainer and servers share; null is one in output_dir"
     )
     handover: Literal["auto", "disk", "broadcast", "ipc"] = key(
         "auto",
-        "how weights come to the servers: files in weights_dir, a broadcast over NCCL (gloo on CPUs), or memory of a "
-        "machine that both are on; auto is ipc or broadcast where the actor is on a GPU and all servers take it, "
-        "else disk",
+        "how new weights reach the servers: disk (files in weights_dir), broadcast (over NCCL, or gloo on CPUs) or "
+        "ipc (memory of a machine that both are on). auto is ipc or broadcast if the actor is on a GPU and all "
+        "servers take it, else disk",
     )
     lora: Literal["merged", "adapter"] = key(
         "merged",
-        "what servers get of an actor that trains adapters: all weights with the adapters added in, or the adapters "
-        "alone, as files in weights_dir, where servers have its base and were started to take them",
+        "what servers get from an actor with adapters. merged: all weights, with the adapters added in. adapter: the "
+        "adapters alone, as files in weights_dir; servers must have the base and be started for adapters",
     )
-    bucket_mb: int = key(512, "weights that are handed over at once: a file, or a message", minimum=1, maximum=10**6)
+    bucket_mb: int = key(
+        512, "megabytes of weights that are sent at once, in a file or a message", minimum=1, maximum=10**6
+    )
     concurrency: int = key(128, "requests at a time at each server", minimum=1, maximum=MOST_WAYS)
     timeout_s: float = key(600.0, "longest wait for an answer", above=0, maximum=MOST_SECONDS)
     sleep: bool = key(False, "servers give their GPU memory back while the trainer trains (docs/rollout-servers.md)")
     memory_fraction: float = key(
         0.5,
-        "of a GPU's memory, for weights, activations and KV cache of an engine inside the trainer, while it samples",
+        "share of a GPU's memory for an engine inside the trainer while it samples: weights, activations and KV cache",
         above=0,
         maximum=1,
     )
@@ -130,7 +132,9 @@ class ServerConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     backend: Literal["native", "vllm", "sglang", "recorded"] = key(
-        "native", "what samples: the actor's own engine, a server or engine of that name, or rollouts that were saved"
+        "native",
+        "what samples: native is the actor's own engine, vllm and sglang are servers or engines, recorded "
+        "replays saved rollouts",
     )
     samples_per_prompt: int = key(8, "completions of each prompt: a group", minimum=1)
     max_new_tokens: int = key(
@@ -142,31 +146,30 @@ class RolloutConfig:
     min_p: float = key(
         0.0, "sample from tokens of at least this fraction of the largest probability", minimum=0, maximum=1
     )
-    stop: tuple[str, ...] = key((), "texts that end a completion, beside the model's own end tokens")
-    stop_tokens: tuple[int, ...] = key((), "token ids that end a completion, beside the model's own", minimum=0)
+    stop: tuple[str, ...] = key((), "texts that end a completion, next to the model's own end tokens")
+    stop_tokens: tuple[int, ...] = key((), "token ids that end a completion, next to the model's own", minimum=0)
     cache_tokens: int = key(
         65536,
-        "tokens whose keys and values a replica of the model keeps at once; up to half of conversations between "
-        "their turns",
+        "tokens in the KV cache of a replica of the model. Conversations between turns may take half of it",
         minimum=1,
         may_change=True,
     )
-    prefill_tokens: int = key(4096, "prompt tokens in one forward at most", minimum=1, may_change=True)
+    prefill_tokens: int = key(4096, "most prompt tokens in one forward", minimum=1, may_change=True)
     cuda_graphs: bool = key(
         False,
-        "steps that feed one token of each sequence have fixed shapes, which a GPU replays as CUDA graphs; engine "
-        "backend megatron (docs/gpu.md)",
+        "decode one token of each sequence in fixed shapes, which a GPU replays as CUDA graphs (megatron backend, "
+        "docs/gpu.md)",
         may_change=True,
     )
     path: str | None = key(None, "folder of samples/ files to replay, for backend recorded")
     environment: str | None = key(None, "path.py:Class for conversations of several turns (docs/rl.md)")
     max_turns: int = key(8, "turns of the model in a conversation with an environment", minimum=1)
     max_turn_tokens: int | None = key(
-        None, "tokens of one such turn at most; null is as many as max_new_tokens leaves", minimum=1
+        None, "most tokens of one such turn; null is as many as max_new_tokens leaves", minimum=1
     )
     environment_parts: int = key(
         2,
-        "parts that conversations are sampled in: while the environments of one answer, another generates",
+        "groups of conversations: while the environments of one answer, another generates",
         minimum=1,
         maximum=1024,
         may_change=True,
@@ -186,14 +189,14 @@ class DistillConfig:
     )
     beta: float | None = key(
         None,
-        "of jsd: the teacher's share of the mixture that both are compared with; null is 0.5",
+        "for jsd: the teacher's share of the mixture that both are compared with. null is 0.5",
         above=0,
         maximum=0.999,
     )
     top_k: int | None = key(
         64,
-        "token ids at which both are compared, the teacher's likeliest, beside one bucket for all others; null, or so "
-        "many as there are, is the whole vocabulary, exactly, in memory for that many numbers a token",
+        "compare both at the teacher's k likeliest token ids, with one bucket for all others. null, or as many as "
+        "there are, compares the whole vocabulary exactly, and needs memory for that many numbers a token",
         minimum=1,
     )
 
@@ -216,34 +219,36 @@ class AlgorithmConfig:
     objective: str | None = key(None, "clip, cispo or policy_gradient")
     ratio: str | None = key(None, "token, sequence or sequence_token")
     aggregation: str | None = key(None, "token_mean, sequence_mean or fixed_length")
-    whiten: bool | None = key(None, "advantages of the rollout to mean 0 and variance 1")
+    whiten: bool | None = key(None, "shift and scale the rollout's advantages to mean 0 and variance 1")
     gamma: float | None = key(None, "discount per token, with advantage gae, returns or remax", minimum=0, maximum=1)
     lam: float | None = key(None, "GAE's lambda", minimum=0, maximum=1)
     clip_low: float | None = key(None, "the ratio is clipped below 1 - this", minimum=0)
     clip_high: float | None = key(None, "the ratio is clipped above 1 + this", minimum=0)
-    dual_clip: float | None = key(None, "bound of the ratio where the advantage is negative; 0 for none", minimum=0)
-    value_clip: float | None = key(None, "how far a value may move from the old one; 0 for no bound", minimum=0)
+    dual_clip: float | None = key(None, "bound of the ratio if the advantage is negative; 0 is none", minimum=0)
+    value_clip: float | None = key(None, "how far a value may move from the old one; 0 is no bound", minimum=0)
     kl_in: str | None = key(None, "what the KL to the reference is taken from: none, reward or loss")
     distill: DistillConfig | None = key(
         None,
-        "with opd, the divergence from the teacher's distribution at each sampled token is minimized itself; null: the "
-        "sampled tokens' KL is their reward (docs/distill.md)",
+        "with opd: minimize the divergence from the teacher's distribution at each sampled token. null: the KL of "
+        "the sampled tokens is their reward (docs/distill.md)",
     )
     kl_estimator: str | None = key(None, "k1, k2 or k3")
-    kl_cap: float | None = key(None, "largest k3 of a token, as 10 in verl; 0 for none", minimum=0)
-    kl_coef: float | None = key(None, "coefficient of the KL, the first one where kl_target steers it", minimum=0)
-    kl_target: float | None = key(None, "nats per sequence that the coefficient is steered to; 0 keeps it", minimum=0)
-    kl_gain: float | None = key(None, "how fast the coefficient is steered", minimum=0)
+    kl_cap: float | None = key(None, "largest k3 of a token (10 in verl); 0 is none", minimum=0)
+    kl_coef: float | None = key(None, "coefficient of the KL; with kl_target, its first value", minimum=0)
+    kl_target: float | None = key(
+        None, "KL in nats per sequence that kl_coef is steered to; 0 keeps kl_coef", minimum=0
+    )
+    kl_gain: float | None = key(None, "how fast kl_coef is steered to kl_target", minimum=0)
     entropy_coef: float | None = key(None, "coefficient of the entropy bonus")
     correction: str | None = key(None, "importance correction between rollout and trainer: none, truncate or mask")
     correction_level: str | None = key(None, "token or sequence")
     correction_cap: float | None = key(None, "largest importance weight", above=0)
     correction_floor: float | None = key(None, "smallest importance weight, for mask", minimum=0)
-    dynamic_sampling: bool | None = key(None, "sample prompts anew whose completions all have one reward")
+    dynamic_sampling: bool | None = key(None, "sample again for prompts whose completions all have the same reward")
     max_sampling_rounds: int = key(10, "rounds of dynamic sampling before the run stops", minimum=1, may_change=True)
     overlong_fraction: float | None = key(
         None,
-        "last part of max_new_tokens, counted as there, over which a punishment of length grows; 0 for none",
+        "last share of max_new_tokens, counted as there, over which a length penalty grows; 0 is none",
         minimum=0,
         maximum=1,
     )
@@ -255,17 +260,17 @@ class PromptsConfig(RowsConfig):
     mix_by: Literal["rows", "tokens"] = key("rows", MIX_BY_HELP, may_change=True)
     eval: str | dict[str, Source] | None = key(
         None,
-        "evaluation rows, in the same forms; or a mapping of names to sources, each with metrics of its own",
+        "evaluation rows in the same forms, or a mapping of names to sources, each with its own metrics",
         may_change=True,
         parse=eval_of(Source),
     )
     system: str | None = key(None, "a system message before every prompt")
     teacher: str | None = key(
-        None, "name in reference.others of the teacher of rows that name none; null is reference.model"
+        None, "teacher of rows that name none, by its name in reference.others; null is reference.model"
     )
     max_prompt_length: int = key(1024, "longest prompt in tokens", minimum=1)
     truncation: Literal["error", "left", "drop"] = key(
-        "error", "what happens to a longer prompt: stop, cut its start, or leave it out; counted and reported"
+        "error", "a longer prompt stops the run, loses its start (left), or is skipped (drop); counted and reported"
     )
 
 
@@ -274,8 +279,8 @@ class PPOTrainConfig:
     steps: int | None = key(None, "optimizer steps, in whole iterations; excludes `epochs`", minimum=1, may_change=True)
     epochs: float | None = key(
         None,
-        "passes over the prompts, in whole iterations (at least: dynamic sampling takes more); excludes `steps`; "
-        "neither means one",
+        "passes over the prompts, in whole iterations; dynamic sampling may take more. Excludes `steps`; neither "
+        "means one",
         above=0,
         maximum=1e6,
         may_change=True,
@@ -288,7 +293,7 @@ class PPOTrainConfig:
     )
     eval_every: int | None = key(
         None,
-        "evaluate before training, every N steps and at the end; null: at the end, where data.eval is set",
+        "evaluate before training, every N steps and at the end. null: at the end only, if data.eval is set",
         minimum=1,
         may_change=True,
     )
@@ -300,7 +305,7 @@ class PPOTrainConfig:
     )
     offload_idle: Literal["auto", "always", "never"] = key(
         "auto",
-        "what roles keep on the device while another works: auto is nothing on a GPU, everything on a CPU",
+        "move the state of idle roles to host memory. auto does on a GPU, and does not on a CPU",
         may_change=True,
     )
     guards: bool = key(
@@ -314,8 +319,8 @@ class PPOTrainConfig:
 class PPOCheckpointConfig(CheckpointConfig):
     best: str | None = key(
         None,
-        "metric whose best checkpoint is kept too, as eval/accuracy; those of a rollout or a step are of the weights "
-        "before it",
+        "metric whose best checkpoint is kept too, such as eval/accuracy. Metrics of a rollout or a step are of the "
+        "weights before it",
     )
     best_is: Literal["highest", "lowest"] = key("highest", "what is best")
 
@@ -323,17 +328,20 @@ class PPOCheckpointConfig(CheckpointConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplesConfig:
     every: int | None = key(
-        1, "write the first rollout and one every N steps, and evaluations; null for none", minimum=1, maximum=10**9
+        1, "write the first rollout, one every N steps, and evaluations; null is none", minimum=1, maximum=10**9
     )
     keep: int | None = key(
         None, "newest rollouts and newest evaluations that are kept; null for all", minimum=1, maximum=10**9
     )
     max_mb: int | None = key(
-        1024, "size of the folder above which the oldest files are removed; null for no limit", minimum=1, maximum=10**9
+        1024,
+        "largest size of the folder; above it the oldest files are removed. null is no limit",
+        minimum=1,
+        maximum=10**9,
     )
     tokens: bool = key(
         True,
-        "write tokens, mask, log-probs and advantages of tokens too; a replay (rollout.path) needs the first three",
+        "also write tokens, mask, log-probs and advantages; a replay (rollout.path) needs the first three",
     )
     compress: bool = key(False, "write .jsonl.gz")
 
@@ -349,12 +357,12 @@ def parse_samples(raw: Any, path: str) -> SamplesConfig:
 class PPOLogConfig(LogConfig):
     samples: SamplesConfig = key(
         SamplesConfig,
-        "rollouts that are written to output_dir/samples as JSONL; true and false are every 1 and none",
+        "rollouts that are written to output_dir/samples as JSONL. true is every step, false none",
         parse=parse_samples,
     )
     table: int = key(3, "samples of a rollout shown on the console; 0 for none", minimum=0)
     table_every: int = key(
-        20, "show them of the first rollout and once every N steps, on the console, in wandb and in tensorboard",
+        20, "show samples of the first rollout and once every N steps, on the console, in wandb and in tensorboard",
         minimum=1, maximum=10**9,
     )  # fmt: skip
 
@@ -366,7 +374,7 @@ class PPOConfig:
     actor: ActorConfig = key(REQUIRED, "the policy")
     critic: CriticConfig = key(CriticConfig, "the value function, for algorithms that have one")
     reference: ReferenceConfig = key(ReferenceConfig, "the reference policy, for algorithms with a KL penalty")
-    reward: RewardModelConfig = key(RewardModelConfig, "a reward model, beside or instead of functions")
+    reward: RewardModelConfig = key(RewardModelConfig, "a reward model, with or instead of functions")
     rewards: RewardsConfig | None = key(None, "functions that score completions (docs/rewards.md)", parse=parse_rewards)
     rollout: RolloutConfig = key(RolloutConfig, "how completions are sampled")
     algorithm: AlgorithmConfig = key(REQUIRED, "what is learned from them")

@@ -139,21 +139,21 @@ class RewardPoolConfig:
     )
     retries: int = key(
         0,
-        "how often a call of your own function that failed is made again; for judges that may be busy",
+        "how often a failed call of your own function is repeated, for judges that may be busy",
         minimum=0,
         maximum=100,
         may_change=True,
     )
     retry_wait_s: float = key(
         1.0,
-        "wait before the first retry; twice as long before each one after it, at most 60 s",
+        "wait before the first retry; it doubles for each next one, up to 60 s",
         above=0,
         maximum=60,
         may_change=True,
     )
     on_error: Literal["stop", "zero"] = key(
         "stop",
-        "an exception, a timeout or a value that is no finite number: stop with function and row, or count as 0",
+        "on an exception, a timeout or a value that is not finite: stop with function and row, or count it as 0",
         may_change=True,
     )
 

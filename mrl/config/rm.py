@@ -22,12 +22,12 @@ CENTERING = 0.0
 class ScoreLossConfig(AnswerLossConfig):
     name: Literal["bradley_terry", "regression", "steps"] = key(
         REQUIRED,
-        "the loss (docs/rm.md): bradley_terry on pairs of answers, regression on graded answers, steps on answers of "
-        "which every step has a label",
+        "the loss (docs/rm.md): bradley_terry on pairs of answers, regression on graded answers, steps on answers "
+        "with a label for each step",
     )
     centering: float | None = key(
         None,
-        "of bradley_terry: weight of the squared sum of a pair's scores, which keeps scores around 0; null is 0",
+        "for bradley_terry: weight of the squared sum of a pair's scores, to keep scores around 0. null is 0",
         minimum=0,
         maximum=1000,
     )
@@ -49,15 +49,16 @@ class ScoredDataConfig(AnswerRowsConfig):
     format: Literal["auto", "preference", "graded", "steps"] = key(
         "auto",
         "form of a row: preference (prompt, chosen, rejected; or chosen and rejected as whole conversations), graded "
-        "(prompt, completion, score) or steps (prompt, completions, labels); auto detects it by the first row's fields",
+        "(prompt, completion, score) or steps (prompt, completions, labels). auto detects it from the first row's "
+        "fields",
     )
-    step_separator: str = key("\n", "of format steps: what joins the steps of an answer, and ends each but the last")
+    step_separator: str = key(
+        "\n", "with format steps: the text between the steps of an answer, which ends each step but the last"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMConfig(AnswersConfig):
-    model: ModelConfig = key(
-        REQUIRED, "what the reward model starts from: a language model, or a sequence classifier of one label"
-    )
+    model: ModelConfig = key(REQUIRED, "the starting model: a language model, or a sequence classifier with one label")
     loss: ScoreLossConfig = key(REQUIRED, "the loss on scores")
     data: ScoredDataConfig = key(REQUIRED, "the data")

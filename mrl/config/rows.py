@@ -22,9 +22,9 @@ from mrl.config.sources import (
     train_of,
 )
 
-TRAIN_HELP = f"training rows: {FORMS}; or a list of sources that are mixed (docs/data.md)"
-EVAL_HELP = "evaluation rows, in the same forms; or a mapping of names to sources, each with a loss of its own"
-MIX_BY_HELP = "what weights of the sources of data.train are shares of"
+TRAIN_HELP = f"training rows: {FORMS}; or a list of sources to mix (docs/data.md)"
+EVAL_HELP = "evaluation rows in the same forms, or a mapping of names to sources, each with its own loss"
+MIX_BY_HELP = "what the weights of data.train's sources are shares of"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,13 @@ class RowsConfig:
     turns: Mapping[str, str] = key(dict, TURNS_HELP, parse=markers)
     chat_template: str | None = key(None, TEMPLATE_HELP)
     packing: bool = key(
-        True, "lay sequences end to end without padding (best fit under the micro-batch's token budget); false pads"
+        True, "pack sequences end to end without padding (best fit under the micro-batch's token budget); false pads"
     )
     shuffle: bool = key(True, "a new order each epoch, a function of (seed, epoch)")
     on_bad_row: Literal["stop", "skip"] = key(
-        "stop", "a row that cannot be read: stop with file and line, or skip, count and report", may_change=True
+        "stop",
+        "a row that cannot be read stops the run with file and line, or is skipped, counted and reported",
+        may_change=True,
     )
 
 

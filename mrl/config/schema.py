@@ -35,22 +35,23 @@ class LoraConfig:
     dropout: float = key(0.0, "dropout of what goes into an adapter, while training", minimum=0, maximum=0.99)
     target_modules: str | tuple[str, ...] = key(
         "all-linear",
-        "modules that get an adapter, as peft takes them: all-linear, a list of ends of names, or a regular expression",
+        "modules that get an adapter, as in peft: all-linear, a list of ends of names, or a regular expression",
     )
-    exclude_modules: str | tuple[str, ...] | None = key(None, "modules among these that get none, in the same forms")
+    exclude_modules: str | tuple[str, ...] | None = key(
+        None, "modules among these without an adapter, in the same forms"
+    )
     rslora: bool = key(False, "scale by alpha / sqrt(rank) instead (rank-stabilised LoRA)")
     export: Literal["adapter", "merged"] = key(
         "adapter",
-        "what an export writes: a folder that peft loads over the model, or the model with the adapters added in",
+        "what an export writes. adapter: a folder that peft loads over the model. merged: the model with the "
+        "adapters added in",
         may_change=True,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    path: str = key(
-        REQUIRED, "Hugging Face model folder, or a hub id that is in the local cache or can be downloaded", moves=True
-    )
+    path: str = key(REQUIRED, "Hugging Face model folder, or a hub id, from the local cache or by download", moves=True)
     init: Literal["pretrained", "random"] = key(
         "pretrained", "start from the folder's weights, or from scratch (config.json and tokenizer suffice)"
     )
@@ -60,10 +61,10 @@ class ModelConfig:
     )
     trust_remote_code: bool = key(
         False,
-        "let transformers run Python code that comes with the tokenizer; the model is never built by code of its own",
+        "let transformers run Python code of the tokenizer. The model's own code never runs",
         may_change=True,
     )
-    lora: LoraConfig | None = key(None, "low-rank adapters, which train in place of the weights (docs/lora.md)")
+    lora: LoraConfig | None = key(None, "low-rank adapters, which train instead of the weights (docs/lora.md)")
 
 
 JSD_BETA = 0.5
@@ -71,7 +72,7 @@ JSD_BETA = 0.5
 
 _MTP = (
     "train the model's MTP layers (DeepSeek-V3, GLM-4.5), all that its config.json announces (megatron backend, "
-    "docs/layouts.md); null leaves them out"
+    "docs/layouts.md). null skips them"
 )
 
 
@@ -115,7 +116,7 @@ class ParallelConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MicroBatchConfig:
     tokens: int | None = key(
-        None, "token budget of a micro-batch (of the whole sequence when cp splits it); excludes `size`", minimum=1
+        None, "token budget of a micro-batch, counted before cp splits sequences; excludes `size`", minimum=1
     )
     size: int | None = key(None, "sequences in a micro-batch; excludes `tokens`", minimum=1)
 
@@ -126,7 +127,7 @@ class MoEConfig:
     z_loss: float = key(0.0, "coefficient of the router z-loss (megatron backend)", minimum=0)
     grouped_mm: bool | Literal["auto"] = key(
         "auto",
-        "multiply all experts of a layer by one kernel, torch's grouped_mm (megatron backend); auto is true under the "
+        "multiply all experts of a layer in one kernel, torch's grouped_mm (megatron backend). auto is true for the "
         "local layer spec in bfloat16 on GPUs of compute capability 9 and 10 (H100, B200)",
         may_change=True,
     )
@@ -136,19 +137,18 @@ class MoEConfig:
 class FSDPConfig:
     replicate: int = key(
         1,
-        "copies of the weights, each sharded over processes / replicate neighbours (HSDP); 1 shards over all",
+        "copies of the weights, each sharded over processes / replicate neighbouring ranks (HSDP); 1 shards over all",
         minimum=1,
         maximum=MOST_WAYS,
     )
     reshard_after_forward: bool = key(
         True,
-        "free a layer's gathered weights after its forward and gather them again for its backward pass; false keeps "
-        "them",
+        "free a layer's gathered weights after its forward, and gather them again for its backward. false keeps them",
     )
     defer_sync: bool = key(
         False,
-        "gather weights and reduce gradients once a mini-batch, not in each of its micro-batches; every rank then "
-        "holds the whole model's weights and gradients",
+        "gather weights and reduce gradients once a mini-batch, not once a micro-batch. Every rank then holds the "
+        "whole model's weights and gradients",
     )
     compile: bool = key(False, "torch.compile each layer; needs a C++ compiler, and time at the first steps")
 
@@ -159,65 +159,66 @@ RecomputeModule = Literal["layernorm", "mlp", "moe", "shared_experts", "moe_act"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     backend: str = key(
-        "megatron", "which engine runs the model: megatron, fsdp, or one that an installed package registers"
+        "megatron", "engine that runs the model: megatron, fsdp, or one that an installed package registers"
     )
     options: dict[str, Any] = key(
-        dict, "options of an engine that an installed package registers, which says what it has", may_change=True
+        dict, "options of an engine from an installed package, which documents them", may_change=True
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto is cuda where there is a GPU", may_change=True)
     layer_spec: Literal["auto", "te", "local"] = key(
         "auto",
-        "modules of the layers (megatron backend): transformer-engine's (te), or those of any machine (local); auto is "
-        "te where that is installed, there is a GPU, and it has more than an unfused attention for model and layout",
+        "modules of the layers (megatron backend): te is transformer-engine's, local runs on any machine. auto is te "
+        "if transformer-engine is installed, there is a GPU, and te has more than unfused attention for this model "
+        "and layout",
         may_change=True,
     )
     attention: Literal["auto", "flash", "fused", "unfused"] = key(
         "auto",
-        "which of transformer-engine's attention kernels computes (megatron backend, docs/gpu.md): flash-attn's, "
-        "cuDNN's (fused) or the unfused one; auto is what transformer-engine takes. Another one asks for its layers",
+        "transformer-engine's attention kernel (megatron backend, docs/gpu.md): flash is flash-attn's, fused is "
+        "cuDNN's. auto is what transformer-engine chooses; any other value requires its layers",
         may_change=True,
     )
     recompute: Literal["none", "selective", "full"] = key(
         "none",
-        "activations computed again in the backward pass: none, those of recompute_modules, every layer",
+        "what the backward pass computes again: none, selective (recompute_modules) or full (every layer)",
         may_change=True,
     )
     recompute_modules: tuple[RecomputeModule, ...] | None = key(
         None,
-        "with recompute selective, what is computed again (megatron backend, docs/layouts.md); null is all of a layer "
-        "but its attention: layernorm, mla_up_proj, and mlp or moe, as the model has them",
+        "what recompute selective computes again (megatron backend, docs/layouts.md). null is all of a layer but its "
+        "attention: layernorm, mla_up_proj, and mlp or moe, if the model has them",
         may_change=True,
     )
     recompute_every: int = key(
         1,
-        "with recompute full, of every how many layers one is computed again (fsdp backend)",
+        "with recompute full, compute one of every N layers again (fsdp backend)",
         minimum=1,
         may_change=True,
     )
     offload: tuple[Literal["parameters", "gradients", "optimizer", "activations"], ...] = key(
         (),
-        "state that waits in host memory between uses; activations from a layer's forward to its backward",
+        "state to keep in host memory between uses; activations stay there from a layer's forward to its backward",
         may_change=True,
     )
     parallel: ParallelConfig = key(
-        ParallelConfig, "degrees of parallelism; data parallel is what is left of the processes", may_change=True
+        ParallelConfig, "degrees of parallelism; the rest of the processes is data parallel", may_change=True
     )
     micro_batch: MicroBatchConfig = key(
         MicroBatchConfig,
-        "how a mini-batch is cut; default: tokens = 4096, or the longest sequence where that is more",
+        "how a mini-batch is split. Default: tokens = 4096, or the longest sequence if that is more",
         may_change=True,
     )
     batch_invariant: bool = key(
         False,
-        "what is computed of a sequence (its log-probs, values and sampled tokens) does not depend on what shares its "
-        "batch, to the bit (megatron backend, docs/gpu.md): needs micro_batch.size 1, and samples one token at a time",
+        "a sequence's log-probs, values and sampled tokens do not depend on the rest of its batch, to the bit "
+        "(megatron backend, docs/gpu.md). Needs micro_batch.size 1, and samples one token at a time",
         may_change=True,
     )
     moe: MoEConfig = key(MoEConfig, "mixture-of-experts models: router losses, and how experts multiply")
-    fsdp: FSDPConfig = key(FSDPConfig, "what only backend fsdp has", may_change=True)
+    fsdp: FSDPConfig = key(FSDPConfig, "keys of the fsdp backend alone", may_change=True)
     megatron: dict[str, Any] = key(
         dict,
-        "further fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, by "
+        "more fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, by "
         "their names there, as {overlap_grad_reduce: true} (megatron backend, docs/gpu.md)",
         may_change=ROUNDING | GONE,
     )
@@ -228,22 +229,21 @@ class MuonConfig:
     """Muon's own keys, by the names and meanings of megatron-core's `muon_*`."""
 
     momentum: float = key(0.95, "decay rate of the running average of gradients", minimum=0, maximum=0.9999)
-    use_nesterov: bool = key(True, "the update is of the average moved on by the gradient itself (Nesterov)")
+    use_nesterov: bool = key(True, "Nesterov momentum: the update adds the gradient itself to the average")
     num_ns_steps: int = key(5, "Newton-Schulz steps that orthogonalise an update", minimum=1, maximum=99)
     scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = key(
         "spectral",
-        "what an update of R rows and C columns is multiplied with: sqrt(max(R, C)), sqrt(R / C) or "
-        "sqrt(max(1, R / C))",
+        "factor of an update of R rows and C columns, in this order: sqrt(max(R, C)), sqrt(R / C), sqrt(max(1, R / C))",
     )
     extra_scale_factor: float = key(
         0.2,
-        "what it is multiplied with beside that; 0.2 with spectral makes updates as large as AdamW's, so that lr and "
-        "weight_decay are too",
+        "extra factor of an update. With spectral, 0.2 makes updates as large as AdamW's, so AdamW's lr and "
+        "weight_decay fit",
         above=0,
         maximum=1000,
     )
     dtype: Literal["auto", "bfloat16", "float32"] = key(
-        "auto", "what Newton-Schulz steps are computed in; auto is model.dtype", may_change=True
+        "auto", "dtype of the Newton-Schulz steps; auto is model.dtype", may_change=True
     )
 
 
@@ -251,14 +251,14 @@ class MuonConfig:
 class OptimizerConfig:
     name: Literal["adamw", "muon"] = key(
         "adamw",
-        "adamw, or muon for the matrices of layers (backend megatron) and adamw for embedding, head, norms and biases "
-        "(docs/muon.md)",
+        "adamw for all parameters; or muon for the matrices of layers (megatron backend), with adamw for embedding, "
+        "head, norms and biases (docs/muon.md)",
     )
-    muon: MuonConfig = key(MuonConfig, "what only muon has")
+    muon: MuonConfig = key(MuonConfig, "keys of muon alone")
     lr: float = key(
         1e-5,
-        "peak learning rate; by default that of the run that is resumed, else of the command and its adapters: the "
-        "table at the top of docs/config.md",
+        "peak learning rate. Default: that of the resumed run, else of the command, with or without adapters (the "
+        "table at the top of docs/config.md)",
         above=0,
         maximum=10,
     )
@@ -270,7 +270,7 @@ class OptimizerConfig:
     schedule: Literal["constant", "linear", "cosine", "wsd"] = key("cosine", "learning-rate schedule after the warm-up")
     warmup_steps: int = key(0, "steps over which the learning rate rises linearly from 0", minimum=0)
     decay_steps: int | None = key(
-        None, "steps of the decay: the whole run after warm-up by default; for wsd the last 10 % of it", minimum=1
+        None, "steps of the decay. null is all steps after the warm-up; for wsd the last 10 % of the run", minimum=1
     )
 
 
@@ -284,16 +284,16 @@ class DataConfig(StreamedRowsConfig):
     )
     loss_on: LossOn = key(
         "assistant",
-        "tokens that train: every assistant turn, the last one, everything, or the turns of a list of roles, as in "
-        "[assistant, tool]",
+        "tokens that train: every assistant turn, the last one, all, or the turns of listed roles, as in [assistant, "
+        "tool]",
     )
     system: str | None = key(None, "text of a system message before conversations that have none")
     teacher: str | None = key(
-        None, "name in teacher.others of the teacher of rows that name none; null is teacher.model"
+        None, "teacher of rows that name none, by its name in teacher.others; null is teacher.model"
     )
     max_length: int = key(2048, "longest sequence in tokens", minimum=2)
     truncation: Literal["error", "right", "left", "drop"] = key(
-        "error", "what happens to a longer row: stop, cut an end, or leave it out; counted and reported"
+        "error", "a longer row stops the run, loses its right or left end, or is skipped (drop); counted and reported"
     )
 
 
@@ -302,8 +302,8 @@ class TrainConfig:
     steps: int | None = key(None, "optimizer steps; excludes `epochs`", minimum=1, may_change=True)
     epochs: float | None = key(
         None,
-        "passes over the rows that can be used, which are counted first where some may be left out; excludes `steps`; "
-        "neither means one epoch",
+        "passes over the usable rows, which are counted first if some may be skipped. Excludes `steps`; neither "
+        "means one epoch",
         above=0,
         maximum=1e6,
         may_change=True,
@@ -313,7 +313,7 @@ class TrainConfig:
     )
     eval_every: int | None = key(
         None,
-        "evaluate before training, every N steps and at the end; null: at the end, where data.eval is set",
+        "evaluate before training, every N steps and at the end. null: at the end only, if data.eval is set",
         minimum=1,
         may_change=True,
     )
@@ -340,7 +340,7 @@ class CheckpointConfig:
     remote: str | None = key(None, "fsspec URL that checkpoints are copied to")
     background: bool = key(
         False,
-        "copy what is saved to host memory and write it while training goes on; saves at the end and on signals wait",
+        "copy a save to host memory and write it while training goes on. Saves at the end and on signals wait",
     )
     export_hf: bool = key(True, "write the final model to output_dir/hf, loadable with transformers")
 
@@ -357,9 +357,9 @@ class WandbConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogConfig:
     console: Literal["rich", "plain", "none"] = key(
-        "rich", "live progress bar, a line per step, or nothing; rich falls back to plain where there is no terminal"
+        "rich", "rich: a live progress bar, or plain without a terminal. plain: a line per step. none: nothing"
     )
-    every: int = key(1, "show one step of N, the first, the last and those with an evaluation", minimum=1)
+    every: int = key(1, "show every Nth step, the first, the last and those with an evaluation", minimum=1)
     wandb: WandbConfig = key(WandbConfig, "Weights & Biases")
     tensorboard: bool = key(False, "write event files to output_dir/tb")
 
@@ -368,8 +368,8 @@ class LogConfig:
 class TeacherModelConfig:
     path: str = key(
         REQUIRED,
-        "Hugging Face model folder or hub id, with the tokenizer of model.path; of a server, what it serves: its "
-        "tokenizer alone is read",
+        "Hugging Face model folder or hub id, with the same tokenizer as model.path. With a server, the model that "
+        "it serves; only its tokenizer is read here",
         moves=True,
     )
     dtype: Literal["bfloat16", "float32"] | None = key(None, "as model.dtype, which null is")
@@ -381,9 +381,7 @@ class TeacherServerConfig:
     name: str | None = key(None, "name of the model there; null is the only one that it serves")
     concurrency: int = key(32, "requests at a time", minimum=1, maximum=MOST_WAYS)
     timeout_s: float = key(600.0, "longest wait for an answer", above=0, maximum=MOST_SECONDS)
-    key_variable: str | None = key(
-        None, "environment variable with the key that the server asks for, sent as Authorization: Bearer"
-    )
+    key_variable: str | None = key(None, "environment variable with the server's key, sent as Authorization: Bearer")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -393,7 +391,7 @@ class OneTeacherConfig:
     model: TeacherModelConfig = key(REQUIRED, "the teacher")
     engine: EngineConfig | None = key(None, "its engine and layout; null is the model's", may_change=True)
     server: TeacherServerConfig | None = key(
-        None, "a server that has the teacher, in place of an engine: vLLM, or mrl serve", may_change=True
+        None, "a server with the teacher instead of an engine: vLLM, or mrl serve", may_change=True
     )
 
 
@@ -420,8 +418,8 @@ class TeacherConfig(OneTeacherConfig):
 
     others: Mapping[str, OneTeacherConfig] = key(
         dict,
-        "further teachers by name, each with `model`, `engine` and `server` of its own; rows whose `teacher`, or that "
-        "of their source, names one learn from it, and all other rows from teacher.model",
+        "more teachers by name, each with its own `model`, `engine` and `server`. A row learns from the one that its "
+        "`teacher`, or that of its source, names; else from teacher.model",
         parse=other_teachers,
     )
     loss: Literal["forward_kl", "reverse_kl", "jsd"] = key(
@@ -429,23 +427,23 @@ class TeacherConfig(OneTeacherConfig):
     )
     beta: float | None = key(
         None,
-        "of jsd: the teacher's share of the mixture that both are compared with; null is 0.5",
+        "for jsd: the teacher's share of the mixture that both are compared with. null is 0.5",
         above=0,
         maximum=0.999,
     )
     temperature: float = key(1.0, "divides the logits of both in the divergence", minimum=0.01, maximum=100)
     top_k: int | None = key(
         64,
-        "token ids at which both are compared, the teacher's likeliest, beside one bucket for all others; null, or so "
-        "many as there are, is the whole vocabulary, exactly, in memory for that many numbers a token",
+        "compare both at the teacher's k likeliest token ids, with one bucket for all others. null, or as many as "
+        "there are, compares the whole vocabulary exactly, and needs memory for that many numbers a token",
         minimum=1,
     )
     weight: float = key(
-        1.0, "share of the divergence in the loss; the rest is the loss of fine-tuning", above=0, maximum=1
+        1.0, "share of the divergence in the loss; the rest is the fine-tuning loss", above=0, maximum=1
     )
     cache: bool = key(
         False,
-        "compute its log-probs of all rows before the first step, and keep them in output_dir/teacher; it then takes "
+        "compute its log-probs of all rows before the first step and keep them in output_dir/teacher. It then takes "
         "no memory while training",
         may_change=True,
     )
@@ -466,7 +464,7 @@ class SFTConfig:
     seed: int = key(0, "seed of initialisation, dropout and data order", minimum=0, maximum=2**32 - 1)
     model: TrainedModelConfig = key(REQUIRED, "the model")
     engine: EngineConfig = key(EngineConfig, "the engine and its layout")
-    optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule")
+    optimizer: OptimizerConfig = key(OptimizerConfig, "the optimizer and its schedule")
     teacher: TeacherConfig | None = key(None, "a model that is distilled into this one (docs/distill.md)")
     data: DataConfig = key(REQUIRED, "the data")
     train: TrainConfig = key(REQUIRED, "length of the run")

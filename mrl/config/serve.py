@@ -13,7 +13,7 @@ ROOM = 2**31 - 1
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServersConfig:
     kind: Literal["vllm", "sglang"] | None = key(
-        None, "what the servers are that samples are drawn by; null draws them with the model's own engine"
+        None, "kind of the servers that draw samples; null draws them with the model's own engine"
     )
     urls: tuple[str, ...] = key((), "servers, as http://host:8000, that see output_dir under the same path")
     concurrency: int = key(128, "requests at a time at each server", minimum=1, maximum=MOST_WAYS)
@@ -22,31 +22,27 @@ class ServersConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeKeys:
-    host: str = key("127.0.0.1", "address that is listened on; one that others reach needs a key in MRL_SERVE_KEY")
-    port: int = key(8000, "port that is listened on; 0 takes a free one", minimum=0, maximum=65535)
-    name: str | None = key(None, "what clients call the model; null is model.path as it stands")
-    max_length: int = key(4096, "longest sequence in tokens, of a datum or of a prompt with its completion", minimum=2)
-    packing: bool = key(True, "lay sequences end to end without padding; false pads")
-    max_models: int = key(
-        64, "models that train at once, held in host memory while they wait; more are refused", minimum=1
-    )
+    host: str = key("127.0.0.1", "address to listen on; one that others reach needs a key in MRL_SERVE_KEY")
+    port: int = key(8000, "port to listen on; 0 takes a free one", minimum=0, maximum=65535)
+    name: str | None = key(None, "name of the model for clients; null is model.path as written")
+    max_length: int = key(4096, "longest sequence in tokens: a datum, or a prompt with its completion", minimum=2)
+    packing: bool = key(True, "pack sequences end to end without padding; false pads")
+    max_models: int = key(64, "models that train at once; waiting ones are in host memory. More are refused", minimum=1)
     max_waiting: int = key(
-        2000, "samples, and calls of models, that wait at once; more are told to come again", minimum=1
+        2000, "samples and model calls that wait at once; above it clients are told to retry", minimum=1
     )
     max_body_mb: int = key(64, "longest body of a request, in megabytes", minimum=1, maximum=2048)
     silent_s: float = key(
-        600.0, "models of a client that has not been heard of for so long are let go, but for what was saved", above=0
+        600.0, "a client that is silent for this long loses its models, except what was saved", above=0
     )
     guards: bool = key(
-        True, "check at the first step of each model that gradients are there and finite, and that replicas agree"
+        True, "check at each model's first step that gradients exist and are finite, and that replicas agree"
     )
-    snapshots: int = key(4, "newest snapshots of each model that stay, of those that were given no name", minimum=1)
-    cache_tokens: int = key(
-        65536, "tokens whose keys and values a replica of the model keeps at once, while it samples", minimum=1
-    )
-    prefill_tokens: int = key(4096, "prompt tokens in one forward at most", minimum=1)
+    snapshots: int = key(4, "newest unnamed snapshots that are kept for each model", minimum=1)
+    cache_tokens: int = key(65536, "tokens in the KV cache of a replica of the model while it samples", minimum=1)
+    prefill_tokens: int = key(4096, "most prompt tokens in one forward", minimum=1)
     servers: ServersConfig = key(
-        ServersConfig, "inference servers that draw samples beside the training, with model.lora (docs/serve.md)"
+        ServersConfig, "inference servers that draw samples while models train, with model.lora (docs/serve.md)"
     )
 
 
@@ -55,7 +51,7 @@ class ServeConfig:
     output_dir: str = key("runs/serve", "the server's directory, with all that is saved", may_change=True)
     seed: int = key(0, "seed of dropout", minimum=0, maximum=2**32 - 1)
     model: ModelConfig = key(
-        REQUIRED, "the base model; with model.lora clients train adapters over it, else all its weights"
+        REQUIRED, "the base model. With model.lora clients train adapters over it, else all its weights"
     )
     engine: EngineConfig = key(EngineConfig, "the engine and its layout")
     serve: ServeKeys = key(ServeKeys, "the server", may_change=True)

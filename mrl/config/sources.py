@@ -30,20 +30,20 @@ LossOn = Literal["assistant", "last", "all"] | tuple[Role, ...]
 FORMS = ".jsonl[.gz|.zst], .parquet, a folder or glob of them, a saved `datasets` folder, or a hub id"
 NAME = r"[\w.-]+"
 STREAM_HELP = (
-    "read the rows while training, forwards, from where they lie: a URL (https, hf, and others that fsspec has), a hub "
-    "id, or files here; nothing is copied, and train.steps is needed (docs/data.md)"
+    "read the rows while training, in order, from a URL (https, hf, or another of fsspec), a hub id or local files. "
+    "Nothing is copied, and train.steps is needed (docs/data.md)"
 )
-BUFFER_HELP = "of stream: rows that are shuffled together, in memory; 0 is the order of the files; null is 10000"
+BUFFER_HELP = "with stream: rows that are shuffled together in memory. 0 keeps the order of the files; null is 10000"
 PROMPT_END_HELP = (
-    "of pairs in which chosen and rejected are whole texts and there is no prompt: what the prompt ends with, as in "
-    '"\\n\\nAssistant:"; it ends with the last that lies in what both texts begin with'
+    'for pairs of whole texts without a prompt: the text that ends the prompt, as in "\\n\\nAssistant:". Its last '
+    "occurrence in the common beginning of chosen and rejected counts"
 )
 TURNS_HELP = (
-    "what begins a turn in rows that hold a conversation in one text, by role, as in "
-    '{user: "\\n\\nHuman:", assistant: "\\n\\nAssistant:"}; such texts become messages'
+    'for conversations in one text: the text that begins a turn, by role, as in {user: "\\n\\nHuman:", assistant: '
+    '"\\n\\nAssistant:"}. Such texts become messages'
 )
 RAW_TEXT = "none"
-TEMPLATE_HELP = "file with a Jinja chat template to use instead of the tokenizer's; none is raw text without one"
+TEMPLATE_HELP = "file with a Jinja chat template that replaces the tokenizer's. none is raw text without a template"
 SHUFFLE_BUFFER, MOST_BUFFERED = 10_000, 10_000_000
 
 
@@ -94,11 +94,11 @@ class Share(Source):
 
     name: str | None = key(None, "its name in metrics and messages; default the last part of its path")
     weight: float | None = key(
-        None, "its share of the mixture is weight over the sum of weights; null for all is their numbers of rows",
+        None, "its share of the mixture: weight over the sum of weights. null for all sources: their numbers of rows",
         above=0,
     )  # fmt: skip
     epochs: float | None = key(
-        None, "passes over its rows, after which the others go on without it", above=0, maximum=1e6
+        None, "passes over its rows; after them the other sources continue without it", above=0, maximum=1e6
     )
     split: str | None = key(None, "split of a `datasets` folder or hub id")
 

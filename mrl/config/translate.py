@@ -70,7 +70,7 @@ def advice(dotted: str, root: type) -> str | None:
 
 
 def _nowhere(trainer: Trainer) -> str:
-    return f"it is {trainer.name}'s, and nothing here stands for it"
+    return f"it is {trainer.name}'s, and mrl has nothing for it"
 
 
 def in_root(keys: Sequence[str], root: type) -> tuple[str, ...] | None:
@@ -140,7 +140,7 @@ def translate(raw: Mapping[Any, Any], trainer: Trainer, command: str, root: type
         if key in known_keys(root):
             _put(made.ours, key, value)
         else:
-            made.rest.append(f"{key}: {show(value)}: {advice(key, root) or 'nothing here stands for it'}")
+            made.rest.append(f"{key}: {show(value)}: {advice(key, root) or 'mrl has nothing for it'}")
     return made
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
-from mrl.config.command import roots
-from mrl.config.docs import markdown, tables, text
-from mrl.config.keys import walk
+from mrl.config.command import own_names, roots
+from mrl.config.docs import default_text, markdown, sections, text
+from mrl.config.keys import expected, walk
 
 
 def test_the_file_is_current():
@@ -14,11 +15,34 @@ def test_the_file_is_current():
     assert path.read_text(encoding="utf-8") == markdown(), "run `make docs`"
 
 
-def test_every_key_is_in_both():
+def test_every_key_is_on_the_terminal():
     for root in roots().values():
-        table, lines = tables(root), text(root)
+        lines = text(root)
         for key in walk(root):
-            assert f"| `{key.path}` |" in table
             assert f"\n  {key.path}  (" in lines
             assert key.help in lines
-        assert table in markdown()
+
+
+def test_the_page_has_each_key_of_each_command_in_the_table_that_its_section_is_linked_to():
+    page = markdown()
+    tables = dict(re.findall(r"^## ([^\n]+)\n\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    for command in own_names():
+        if command not in roots():
+            continue
+        linked = dict(re.findall(r"^\| `([\w.]+)` \| \[([\w.]+)\]", tables[f"mrl {command}"], re.MULTILINE))
+        headings = {"": "Top level"}
+        for path, _, _, keys in sections(roots()[command]):
+            above, _, name = path.rpartition(".")
+            heading = headings.setdefault(path, linked.get(path) or f"{headings[above]}.{name}")
+            for key in keys:
+                row = key.path if not path else f"{heading}.{key.path.rpartition('.')[2]}"
+                start = f"| `{row}` | {expected(key.annotation, key.stated)} | `{default_text(key)}` | "
+                own = [line for line in tables[heading].splitlines() if line.startswith(start)]
+                places = [re.match(r"In (`.*?`): ", line.removeprefix(start)) for line in own]
+                here = f"`mrl {command}`" if path in ("", heading) else f"`{path}`"
+                assert any(place is None or here in place[1].split(", ") for place in places), (command, key.path)
+
+
+def test_no_row_stands_twice():
+    rows = [line for line in markdown().split("\n## Top level\n")[1].splitlines() if line.startswith("| `")]
+    assert len(rows) == len(set(rows))
