@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,7 +56,6 @@ class Measured:
     weights: TensorErrors  # what the step made of them
     weights_share: float  # of the elements with a gradient, those whose update could be compared
     bounds: Bounds
-    step_s: float | None = None  # of a later optimizer step
 
     @property
     def loss_error(self) -> float:
@@ -83,7 +80,6 @@ class Work:
     reference: str  # a folder of `write`
     bounds: Bounds
     undecided: Tensor | None = None  # [T], of `mrl.check.routers`
-    timed_steps: int = 0
     writes: bool = False  # whether this layout is what others are compared with
 
 
@@ -138,7 +134,6 @@ def measure(work: Work) -> Measured | None:
     )
     grad_norm = float(engine.optimizer_step())
     weights, weights_share = _weight_errors(engine, work, store, before, bounds)
-    step_s = step_seconds(engine, work) if work.timed_steps else None
     if not engine.is_main:
         return None
     gap = (log_probs - expected.log_probs).abs().nan_to_num(nan=torch.inf)
@@ -149,18 +144,11 @@ def measure(work: Work) -> Measured | None:
         loss=loss, expected_loss=expected.loss, grad_norm=grad_norm, expected_grad_norm=expected.grad_norm,
         log_probs=float(gap.max()), log_probs_at=int(gap.argmax()), decided_log_probs=decided,
         decided_labels=int(labels.sum()), start=start, gradients=gradients, weights=weights,
-        weights_share=weights_share, bounds=bounds, step_s=step_s,
+        weights_share=weights_share, bounds=bounds,
     )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Written:
-    """A layout's numbers are the reference."""
-
-    step_s: float | None  # as in `Measured`
-
-
-def write(work: Work) -> Written | None:
+def write(work: Work) -> None:
     """Makes one optimizer step, whose numbers become the reference: for layouts that are compared with this one."""
     engine = make_engine(work.config, work.loss_fn, work.denominator)
     start = {name: tensor.cpu() for name, tensor in engine.hf_weights()}
@@ -170,12 +158,10 @@ def write(work: Work) -> Written | None:
     gradients = {name: tensor.cpu() for name, tensor in engine.hf_gradients()}
     grad_norm = float(engine.optimizer_step())
     weights = {name: tensor.cpu() for name, tensor in trained_weights(engine)}
-    step_s = step_seconds(engine, work) if work.timed_steps else None
     if not engine.is_main:
-        return None
+        return
     numbers = Numbers(loss, grad_norm, log_probs)
     Store(work.reference).write(numbers, start=start, gradients=gradients, weights=weights)
-    return Written(step_s)
 
 
 def make_engine(config: RoleConfig, loss_fn: LossFn, denominator: str = "tokens") -> BaseEngine:
@@ -227,14 +213,3 @@ def _weight_errors(
         trained_weights(engine), store.reader("weights"), store.names("weights"), bound=bounds.weights, error=error
     )
     return errors, compared / max(elements, 1)
-
-
-def step_seconds(engine: BaseEngine, work: Work) -> float:
-    """Returns the seconds of an optimizer step: the median of `timed_steps`, after one that warms up."""
-    seconds = []
-    for _ in range(work.timed_steps + 1):
-        began_s = time.perf_counter()
-        forward_backward(engine, work.batch, work.ctx)
-        engine.optimizer_step()
-        seconds.append(time.perf_counter() - began_s)
-    return engine.max_over_ranks(statistics.median(seconds[1:]))[0]

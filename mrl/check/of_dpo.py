@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mrl.check import reference
-from mrl.check.command import Checked, TwoSteps
+from mrl.check.command import Checked
 from mrl.check.folder import CheckedModel
 from mrl.check.rows import SHORTEST, Rows, counted, first_items, shortened
 from mrl.check.subject import Subject
@@ -26,8 +26,6 @@ KL = 1.0
 
 
 class CheckedDPO(Checked[DPOConfig]):
-    resumes_without = "evaluation, guards and the batch size"
-
     def subjects(self, config: DPOConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         [part] = parts
         task = DPOTask(config)
@@ -69,15 +67,6 @@ class CheckedDPO(Checked[DPOConfig]):
             for weight, answer, ref in zip(weights, answers, log_probs_S.tolist(), strict=True)
         ]
         return Rows(examples, fields, batch, counted(words, batch), ctx)
-
-    def two_steps(self, config: DPOConfig, small: TwoSteps) -> DPOConfig:
-        """Returns a config on the user's own rows."""
-        own = config.reference
-        model = dataclasses.replace(
-            own.model, path=own.model.path and small.models[""].path, dtype=own.model.dtype and small.dtype
-        )
-        own = dataclasses.replace(own, model=model, engine=own.engine and small.engine(own.engine, ""))
-        return dataclasses.replace(small.of_answers(config), reference=own)
 
 
 def _cut(answer: Answer, length: int) -> Answer:

@@ -12,14 +12,13 @@ import torch
 from mrl.algorithms.configured import check_algorithm
 from mrl.algorithms.losses import ActorLoss, CriticLoss
 from mrl.check import reference
-from mrl.check.command import Checked, TwoSteps
+from mrl.check.command import Checked
 from mrl.check.folder import CheckedModel
 from mrl.check.reference import TokenWeights
 from mrl.check.rows import Rows, counted
 from mrl.check.subject import Subject
 from mrl.config.command import Part
-from mrl.config.ppo import PPOConfig, RewardModelConfig, SamplesConfig, ServerConfig
-from mrl.config.rewards import FunctionReward, RewardsConfig
+from mrl.config.ppo import PPOConfig
 from mrl.config.roles import role_configs
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.data.dataset import Example
@@ -30,22 +29,9 @@ from mrl.rollout.base import Trajectory, trajectories_to_batch
 
 NEW_TOKENS = 24
 """Tokens that the actor samples after each prompt, or rollout.max_new_tokens where that is less."""
-NEW_TOKENS_OF_RESUME = 12
-REWARD = '''"""A reward that is noise: what a check resumes with, in place of the user's."""
-import hashlib
-
-
-def score(completion):
-    return hashlib.sha256(completion.encode()).digest()[0] / 255
-'''
 
 
 class CheckedPPO(Checked[PPOConfig]):
-    resumes_without = (
-        "evaluation, guards, batch sizes, the reward model, your rewards and environment, rollout servers, dynamic "
-        "sampling, corrections, critic warm-up and further epochs of a batch"
-    )
-
     def subjects(self, config: PPOConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         by_role = {part.role: part for part in parts}
         recipe = check_algorithm(config)
@@ -70,71 +56,6 @@ class CheckedPPO(Checked[PPOConfig]):
     ) -> Rows:
         actor = reference.load(model.path).to(device).eval()
         return _completions(config, subject.config.model.path, actor, sequences=sequences, length=length)
-
-    def two_steps(self, config: PPOConfig, small: TwoSteps) -> PPOConfig:
-        """Returns a config whose actor samples a few tokens itself, which the user's functions do not score: where they
-        score all alike, nothing would train."""
-        (small.place / "reward.py").write_text(REWARD, encoding="utf-8")
-        noise = FunctionReward(function=f"{small.place / 'reward.py'}:score")
-        samples = min(config.rollout.samples_per_prompt, 2)
-        rollout = dataclasses.replace(
-            config.rollout, backend="native", samples_per_prompt=samples, environment=None, path=None,
-            max_new_tokens=min(config.rollout.max_new_tokens, NEW_TOKENS_OF_RESUME), server=ServerConfig(),
-        )  # fmt: skip
-        algorithm = dataclasses.replace(
-            config.algorithm, mini_batch_size=None, epochs=1, critic_warmup=0, dynamic_sampling=None, correction=None
-        )
-        train = dataclasses.replace(
-            config.train, steps=2, epochs=None, eval_every=None, eval_prompts=None, guards=False,
-            global_batch_size=samples * max(4, small.processes),
-        )  # fmt: skip
-        config = dataclasses.replace(
-            config,
-            reward=RewardModelConfig(),
-            rewards=RewardsConfig(functions=(noise,), workers=1),
-            rollout=rollout,
-            algorithm=algorithm,
-            train=train,
-            data=dataclasses.replace(config.data, eval=None),
-            checkpoint=dataclasses.replace(config.checkpoint, best=None),
-            log=dataclasses.replace(config.log, samples=SamplesConfig(every=None), table=0),
-        )
-        return _with_models(config, small)
-
-
-def _with_models(config: PPOConfig, small: TwoSteps) -> PPOConfig:
-    """Returns the config with the folders and layouts of the check in its roles."""
-    actor, critic, ref = config.actor, config.critic, config.reference
-    own_engine = critic.engine or actor.engine
-    if "critic" in small.models:
-        critic = dataclasses.replace(
-            critic,
-            model=dataclasses.replace(critic.model, path=small.models["critic"].path, dtype=small.dtype),
-            engine=small.engine(own_engine, "critic"),
-            optimizer=small.optimizer(critic.optimizer),
-        )
-    ref = dataclasses.replace(
-        ref,
-        model=dataclasses.replace(
-            ref.model, path=ref.model.path and small.models["actor"].path, dtype=ref.model.dtype and small.dtype
-        ),
-        engine=ref.engine and small.engine(ref.engine, "actor"),
-        server=None,
-        others={
-            name: dataclasses.replace(
-                other, model=dataclasses.replace(other.model, path=small.models["actor"].path, dtype=small.dtype),
-                engine=other.engine and small.engine(other.engine, "actor"), server=None,
-            )
-            for name, other in ref.others.items()
-        },
-    )  # fmt: skip
-    actor = dataclasses.replace(
-        actor,
-        model=small.model(actor.model, "actor"),
-        engine=small.engine(actor.engine, "actor"),
-        optimizer=small.optimizer(actor.optimizer),
-    )
-    return dataclasses.replace(config, actor=actor, critic=critic, reference=ref)
 
 
 def _completions(

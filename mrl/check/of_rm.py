@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mrl.check import reference
-from mrl.check.command import Checked, TwoSteps
+from mrl.check.command import Checked
 from mrl.check.folder import CheckedModel
 from mrl.check.rows import SHORTEST, Rows, counted, first_items
 from mrl.check.subject import Subject
@@ -22,8 +22,6 @@ from mrl.trainers.rm import RMTask
 
 
 class CheckedRM(Checked[RMConfig]):
-    resumes_without = "evaluation, guards and the batch size"
-
     def subjects(self, config: RMConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         [part] = parts
         task = RMTask(config)
@@ -52,10 +50,6 @@ class CheckedRM(Checked[RMConfig]):
                 numbers = {"margin": row.margin, "weight": row.weight, "units": units}
                 fields.append({"targets": targets, **{name: torch.tensor(value) for name, value in numbers.items()}})
         return Rows(examples, fields, batch, counted(words, batch))
-
-    def two_steps(self, config: RMConfig, small: TwoSteps) -> RMConfig:
-        """Returns a config on the user's own rows."""
-        return small.of_answers(config)
 
 
 def _cut(sequence: Scored, length: int) -> Scored:

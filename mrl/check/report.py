@@ -26,13 +26,12 @@ def echo(text: str) -> None:
 
 
 class Terminal(Listener):
-    """Prints as the check goes. speed: whether steps are timed. shows: False prints what goes on alone, to stderr."""
+    """Prints as the check goes. shows: False prints what goes on alone, to stderr."""
 
-    def __init__(self, *, dtype: str, against: str, speed: bool, shows: bool) -> None:
+    def __init__(self, *, dtype: str, against: str, shows: bool) -> None:
         self._watch = Watch(lambda line: print(f"mrl: {line}", file=sys.stderr, flush=True))
-        self._dtype, self._against, self._speed, self._shows = dtype, against, speed, shows
+        self._dtype, self._against, self._shows = dtype, against, shows
         self._began = False
-        self._first_step_s: dict[str, float] = {}  # of each role
 
     def header(self, name: str, text: str) -> None:
         if self._shows:
@@ -72,7 +71,7 @@ class Terminal(Listener):
         self.header("bounds", f"{bounds}")
         echo("")
         head = f"{'layout':22}{'procs':>5}{'loss':>9}{'norm':>9}{'log-probs':>10}{'gradients':>10}{'weights':>9}"
-        echo(head + ("   s/step  speed" if self._speed else "") + "  verdict")
+        echo(head + "  verdict")
 
     def _line(self, row: Row) -> str:
         line, found = f"{row.name:22}{row.processes:5}", row.measured
@@ -82,19 +81,12 @@ class Terminal(Listener):
             )  # fmt: skip
             line += "".join(f"{number:{width}.1e}" for number, width in numbers)
             line += f"{'-':>9}" if found.weights_share < LEAST_SHARE else f"{found.weights.error:9.1e}"
-        elif row.resumed and row.failed is None:
-            line += f"{'save, load in new processes, go on':>47}"
         elif row.failed is None:
             line += f"{'the others are compared with it':>47}"
         else:
             line += " " * 47
-        if row.step_s is not None:
-            first = self._first_step_s.setdefault(row.role, row.step_s)
-            line += f"{row.step_s:9.3g}{first / row.step_s:6.2f}x"
-        elif self._speed:
-            line += " " * 16
         verdict = row.verdict.upper() if row.verdict in ("failed", "different") else row.verdict
-        is_first = found is None and row.failed is None and not row.resumed
+        is_first = found is None and row.failed is None
         return f"{line}  {'first' if is_first else verdict}"
 
 
@@ -102,7 +94,7 @@ def run_and_show(*, as_json: bool, **given: Any) -> bool:
     """Checks and prints. Returns whether something was compared and nothing differs."""
     asked = Asked(**given)
     transformers.utils.logging.disable_progress_bar()
-    terminal = Terminal(dtype=asked.dtype, against=asked.against, speed=asked.speed, shows=not as_json)
+    terminal = Terminal(dtype=asked.dtype, against=asked.against, shows=not as_json)
     try:
         with quiet():
             report = check(asked, terminal)
@@ -133,9 +125,9 @@ def as_data(report: Report, asked: Asked) -> dict[str, Any]:
     """Returns a report as plain data."""
     rows = [
         {
-            "role": row.role, "layout": row.layout, "processes": row.processes, "resumed": row.resumed,
-            "verdict": row.verdict, "problems": [plain(problem) for problem in row.problems], "clue": row.clue,
-            "failed": row.failed, "step_s": row.step_s, "numbers": _numbers(row),
+            "role": row.role, "layout": row.layout, "processes": row.processes, "verdict": row.verdict,
+            "problems": [plain(problem) for problem in row.problems], "clue": row.clue,
+            "failed": row.failed, "numbers": _numbers(row),
         }
         for row in report.rows
     ]  # fmt: skip

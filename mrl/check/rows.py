@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -39,21 +37,6 @@ class Rows:
     words: str
     ctx: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """What the loss function reads of its `ctx`."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(len(example.ids) for example in self.examples)
-
-    def as_data(self, own: DataConfig, place: Path) -> DataConfig:
-        """Returns `data` on these rows in tokens, in a file that is written to the folder `place`."""
-        path = place / "rows.jsonl"
-        lines = [json.dumps({"input_ids": e.ids, "weights": e.mask}) for e in self.examples]
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        return dataclasses.replace(
-            own, train=str(path), eval=None, split=None, columns={}, format="tokenized", truncation="error",
-            loss_on="all", system=None, teacher=None, mix_by="rows", max_length=self.longest,
-        )  # fmt: skip
 
     def problems(self) -> list[str]:
         """Returns how the batch differs from its rows, whose labels are shifted here anew."""

@@ -18,12 +18,11 @@ from mrl.check import cut as cuts
 from mrl.check import layouts as words
 from mrl.check import reference
 from mrl.check.bounds import BOUNDS
-from mrl.check.command import Checked, TwoSteps, checked_of
+from mrl.check.command import Checked, checked_of
 from mrl.check.folder import CheckedModel, make_folder
 from mrl.check.layouts import Layout
 from mrl.check.machine import Machine, choose_cut, machine, size_of_batch
-from mrl.check.measure import Measured, Numbers, Store, Work, Written
-from mrl.check.resume import resume_problems
+from mrl.check.measure import Measured, Numbers, Store, Work
 from mrl.check.routers import has_experts, undecided_tokens
 from mrl.check.rows import Rows
 from mrl.check.subject import Subject
@@ -44,9 +43,6 @@ from mrl.launch.local import RankFailed, launch
 
 B_SCALE = 0.05
 """Deviation of what adapters start from: with B at zero, A would have no gradient."""
-TIMED_STEPS = 5
-WITHOUT = "warm-up and decay of the rate, your micro-batches, fsdp.replicate, remote checkpoints"
-"""What a resume leaves out of every command's config (see `TwoSteps`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,8 +55,6 @@ class Asked:
     against: Literal["hf", "first"] = "hf"
     cut: str = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    resume: bool = False
-    speed: bool = False
     nproc: int | None = None
     tokens: int | None = None
 
@@ -78,12 +72,10 @@ class Row:
     measured: Measured | None = None  # None of the one that others are compared with
     problems: Sequence[Problem] = ()
     failed: str | None = None  # what ended it before it had numbers
-    resumed: bool = False  # of a run that was resumed, not of a step
-    step_s: float | None = None  # of an optimizer step, where that is timed
 
     @property
     def name(self) -> str:
-        return " ".join(word for word in ("resume" if self.resumed else "", self.role, self.layout) if word)
+        return f"{self.role} {self.layout}".strip()
 
     @property
     def verdict(self) -> Verdict:
@@ -125,8 +117,7 @@ class Report:
     @property
     def same(self) -> list[str]:
         """What was compared and is the same; the one that others are compared with is not."""
-        rows = [row for row in self.rows if row.measured is not None or row.resumed]
-        return [row.name for row in rows if row.verdict == "same"]
+        return [row.name for row in self.rows if row.measured is not None and row.verdict == "same"]
 
     @property
     def nothing(self) -> list[str]:
@@ -169,8 +160,6 @@ def check(asked: Asked, listener: Listener) -> Report:
     if "cpu" in preflight.devices(command, config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
     checked = checked_of(command)
-    if asked.resume and not checked.resumes:
-        raise UserError("--resume", why=f"is not known of mrl {command.name}", fix="leave it out")
     listener.doing("reading the config and the models' folders")
     parts = [part for part in preflight.check_files(command, config) if part.optimizer is not None]
     paths = {part.role: model_folder(part.model.path, weights=part.model.init == "pretrained") for part in parts}
@@ -183,8 +172,6 @@ def check(asked: Asked, listener: Listener) -> Report:
         for subject in subjects:
             session.prepare(subject)
         session.run()
-        if asked.resume:
-            session.resume()
     finally:
         shutil.rmtree(place, ignore_errors=True)
     return session.report
@@ -265,28 +252,6 @@ class Session:
         for layout in layouts:
             work = self._work(subject, model, layout, rows=rows, store=store, adapter=adapter, layouts=layouts)
             self.items.append(Item(len(self.items), subject, layout, dataclasses.replace(work, undecided=narrow)))
-
-    def resume(self) -> None:
-        """Resumes a run of all roles, on each layout that was asked for, or on the last of auto."""
-        assert self.rows is not None
-        count, is_auto = len(next(iter(self.layouts.values()))), self.asked.layouts == "auto"
-        without = ", ".join(filter(None, (WITHOUT, self.checked.resumes_without)))
-        self.header("resume", f"two small steps without {without}" + "; of auto the last layout alone" * is_auto)
-        for number in [-1] if is_auto else range(count):
-            layouts = {role: of_role[number] for role, of_role in self.layouts.items()}
-            shown = " + ".join(dict.fromkeys(map(str, layouts.values())))
-            small = TwoSteps(
-                models=self.models, layouts=layouts, rows=self.rows, place=self.place / f"resume-{number}",
-                dtype=self.asked.dtype,
-            )  # fmt: skip
-            row = Row("", shown, small.processes, resumed=True)
-            self.listener.doing(f"training two steps on {shown}, and the second again from the checkpoint of the first")
-            try:
-                differ = resume_problems(self.command, self.checked, self.config, small)
-                row = dataclasses.replace(row, problems=differ)
-            except (UserError, RankFailed) as error:
-                row = dataclasses.replace(row, failed=str(error))
-            self.note(row)
 
     # -- what is checked ----------------------------------------------------------------------------------------------
 
@@ -404,7 +369,6 @@ class Session:
         return Work(
             config=config, batch=rows.batch, loss_fn=subject.loss_fn, denominator=subject.denominator,
             ctx=ctx, adapter=adapter, reference=str(store), bounds=BOUNDS[dtype],
-            timed_steps=TIMED_STEPS if self.asked.speed else 0,
             writes=self.asked.against == "first" and layout == layouts[0],
         )  # fmt: skip
 
@@ -446,12 +410,10 @@ class Session:
             file = result_file(str(self.place), item.number)
             row = item.row
             if file.exists():
-                found: Measured | Written = torch.load(file, weights_only=False)  # made by this command
-                row = dataclasses.replace(row, step_s=found.step_s)
-                if isinstance(found, Measured):
-                    differ = problems(found, head=item.subject.config.head, lengths=lengths)
-                    row = dataclasses.replace(row, measured=found, problems=differ)
-            else:
+                found: Measured = torch.load(file, weights_only=False)  # made by this command
+                differ = problems(found, head=item.subject.config.head, lengths=lengths)
+                row = dataclasses.replace(row, measured=found, problems=differ)
+            elif not (item.work.writes and Store(item.work.reference).is_written):
                 row = dataclasses.replace(row, failed=failed or "it left no numbers")
             if position == len(group) - 1:  # a rank may end badly after the main one has left its numbers
                 row = dataclasses.replace(row, failed=row.failed or failed)

@@ -61,8 +61,6 @@ def clue(found: Sequence[Problem]) -> str | None:
         return "weights are the same and the forward pass is not: look at the first parameters below"
     if first == "loss":
         return "gradients are right and the loss that is reported is not: look at how it is summed over ranks"
-    if first.endswith("after a resume"):
-        return "the run that went on is another one: look at what is saved, and at how it is loaded"
     if first in ("gradients", "gradient norm"):
         return "the forward pass is right: look at the backward pass and at how gradients are summed over ranks"
     return "gradients are right: look at the optimizer"

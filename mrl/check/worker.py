@@ -32,7 +32,8 @@ def run(task: Task, command_line: str) -> None:
     """Called on every rank."""
     for number in task.numbers:
         work: measure.Work = torch.load(work_file(task.folder, number), weights_only=False)  # made by this command
-        found = measure.write(work) if work.writes else measure.measure(work)
-        if found is not None:
+        if work.writes:
+            measure.write(work)
+        elif (found := measure.measure(work)) is not None:
             torch.save(found, result_file(task.folder, number))
         gc.collect()

@@ -26,8 +26,7 @@ COMMAND = Command(
     """,
     examples="""
         mrl check sft.yaml
-        mrl check sft.yaml --layouts tp2,pp2xvpp2,dp2 --speed
-        mrl check sft.yaml --layouts pp2 --resume
+        mrl check sft.yaml --layouts tp2,pp2xvpp2,dp2
         mrl check dpo.yaml --layouts tp2,dp2
         mrl check grpo.yaml --layouts tp2 --cut layers=4,width=256
         mrl check sft.yaml engine.backend=fsdp --against first --json""",
@@ -53,12 +52,6 @@ COMMAND = Command(
             "--dtype", "float32", "bfloat16",
             "What layouts compute in, whatever the config says; bounds of bfloat16 are wide.",
         ),
-        Option(
-            names="--resume", kind="flag",
-            help="Also train two steps, and the second again from the checkpoint of the first in new processes: are "
-            "they the same bits? On each layout of --layouts, or the last of auto.",
-        ),
-        Option(names="--speed", kind="flag", help="Also time an optimizer step of each layout here."),
         Option(
             names="--nproc", kind="number", minimum=1,
             help="Processes at a time, at most; default: the GPUs, else 8.",

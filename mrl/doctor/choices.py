@@ -8,7 +8,6 @@ answer is a line of JSON, so that what was known before the process ended is not
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -51,7 +50,6 @@ CPS = (1, 2)
 
 def answers() -> Iterator[Mapping[str, Any]]:
     """Yields what is known, the cheap parts first."""
-    yield {"joined": _joined()}
     from mrl.mcore_models.platform import device_type
 
     yield {"device": device_type()}
@@ -66,17 +64,6 @@ def answers() -> Iterator[Mapping[str, Any]]:
     from mrl.engine.megatron import optim
 
     yield {"optimizer": optim.chosen()}
-
-
-def _joined() -> Mapping[str, Any] | None:
-    """What a command would take its environment for."""
-    from mrl.launch.environment import joined_world
-
-    try:
-        joined = joined_world(os.environ)
-    except UserError as error:
-        return {"error": str(error)}
-    return None if joined is None else {"launcher": joined.launcher, "rank": joined.rank, "world": joined.world_size}
 
 
 def rows() -> list[dict[str, Any]]:

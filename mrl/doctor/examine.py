@@ -8,8 +8,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mrl
@@ -78,7 +77,6 @@ def examine(*, with_collectives: bool = False) -> Report:
         optional = gpu_packages.present()
         asked_optional = pool.submit(imports, gpu_packages.steps(optional)) if optional else None
         smi = pool.submit(gpus.smi)
-        c, cpp = pool.submit(compilers.c_compiler), pool.submit(compilers.cpp_compiler)
         imported, choices = asked_imports.result(), asked_choices.result()
         found, facts, torch = smi.result(), imported[FACTS], imported["torch"].works
         loaded = asked_optional.result() if asked_optional is not None else {}
@@ -94,25 +92,17 @@ def examine(*, with_collectives: bool = False) -> Report:
             _section("GPUs", lambda: gpus.section(found, facts, os.environ)),
             _section(
                 "Packages for GPUs and rollouts",
-                lambda: _for_gpus(loaded, c, cpp, gpu=gpu, capability=gpus.capability(facts)),
+                lambda: [*gpu_packages.section(loaded, gpu=gpu), compilers.c_compiler(gpu=gpu)],
             ),
             _section(used.TITLE, lambda: used.section(choices, torch_works=torch), used.table(choices)),
             _section("Processors, memory and limits", lambda: limits.section(limits.control_group())),
             _section("Disks", disks.section),
             _section("Network", network.section),
-            _section("Environment variables", lambda: variables.section(joined=choices.joined)),
+            _section("Environment variables", lambda: variables.section()),
         ]
         if with_collectives:
             sections.append(_section("Collectives", lambda: _collectives(facts, torch)))
     return Report(sections, time.monotonic() - begun, socket.gethostname())
-
-
-def _for_gpus(
-    loaded: Mapping[str, Imported], c: Future[compilers.Compiler], cpp: Future[compilers.Compiler], *, gpu: bool,
-    capability: tuple[int, int] | None,
-) -> Iterator[Finding]:  # fmt: skip
-    yield from gpu_packages.section(loaded, gpu=gpu, capability=capability)
-    yield from compilers.section(c.result(), cpp.result(), gpu=gpu)
 
 
 def _collectives(facts: Imported, torch: bool) -> Iterable[Finding]:

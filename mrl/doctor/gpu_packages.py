@@ -6,9 +6,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
-import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from mrl.doctor import known
 from mrl.doctor.findings import Finding, fault, note, ok, warning
@@ -39,12 +38,6 @@ PACKAGES: Sequence[OptionalPackage] = (
 )
 
 
-OF_GENERATIONS: Mapping[str, Callable[[tuple[int, int]], bool]] = {
-    "flash_attn_interface": lambda capability: capability == (9, 0),
-    "flash_attn.cute": lambda capability: capability >= (9, 0),
-}
-"""Whether transformer-engine calls a flash-attn on a GPU of that compute capability."""
-
 OF_MEGATRON = ("flash_attn", "deep_ep")
 """Those that megatron-core imports by itself, a GPU or not, and does without where that is an ImportError alone."""
 
@@ -58,19 +51,12 @@ def present() -> list[OptionalPackage]:
     Of one inside another package, which would be imported to find it, it is those that pip knows: transformer-engine
     asks for flash-attn 4 so, too."""
     return [
-        package
-        for package in PACKAGES
-        if (
-            _version(package) if "." in package.module else is_found(package.module) and _folder(package.module) is None
-        )
+        package for package in PACKAGES if (_version(package) if "." in package.module else _is_package(package.module))
     ]
 
 
-def _folder(module: str) -> pathlib.Path | None:
-    """Returns the folder of that name on the import path that is no package."""
-    if "." in module:
-        return None
-    return optional.mere_folder(module) if is_found(module) else None
+def _is_package(module: str) -> bool:
+    return is_found(module) and optional.mere_folder(module) is None
 
 
 def steps(here: Sequence[OptionalPackage]) -> list[Step]:
@@ -79,18 +65,14 @@ def steps(here: Sequence[OptionalPackage]) -> list[Step]:
     return [Step("torch", ("torch",)), *(Step(package.module, package.modules, needs="torch") for package in here)]
 
 
-def section(
-    imported: Mapping[str, Imported], *, gpu: bool, capability: tuple[int, int] | None = None
-) -> Iterator[Finding]:
-    """imported: of the packages that are present, by module. gpu: whether there is one. capability: of it, where torch
-    sees it."""
+def section(imported: Mapping[str, Imported], *, gpu: bool) -> Iterator[Finding]:
+    """imported: of the packages that are present, by module. gpu: whether there is one."""
     te = "transformer_engine" in imported and imported["transformer_engine"].works
     for package in PACKAGES:
         name, found = f"package.{package.name.replace(' ', '-').lower()}", imported.get(package.module)
         have = f"{package.name} {_version(package)}".strip()
         if found is None:
-            absent = _absent(package.module, name, gpu=gpu, te=te)
-            yield dataclasses.replace(absent, what=absent.what + _of_folder(package.module))
+            yield _absent(package.module, name, gpu=gpu, te=te)
         elif package.module == "apex" and (whose := optional.whose_apex()) != "NVIDIA's":
             yield _other_apex(name, have, whose)
         elif found.blocked_by is not None:
@@ -112,7 +94,7 @@ def section(
             else:
                 yield _broken(package.module, name, what, gpu=gpu, te=te if "transformer_engine" in imported else None)
         else:
-            yield _works(package.module, name, have, _version(package), te=te, gpu=gpu, capability=capability)
+            yield _works(package.module, name, have, _version(package), te=te, gpu=gpu)
 
 
 def _is_import_error(error: str) -> bool:
@@ -127,18 +109,6 @@ def _version(package: OptionalPackage) -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return ""
-
-
-def _of_folder(module: str) -> str:
-    """Returns what is to be said of a folder that has a package's name and is none; mostly nothing."""
-    folder = _folder(module)
-    if folder is None:
-        return ""
-    if module == "flash_attn" and (folder / "cute").is_dir():
-        return f" ({folder} is flash-attn 4's)"
-    if (folder / module / "__init__.py").exists():
-        return f" ({folder} is its source, which is not installed)"
-    return f" ({folder} is a folder of that name and no package)"
 
 
 def _other_apex(name: str, have: str, whose: optional.Apex) -> Finding:
@@ -198,9 +168,7 @@ def _broken(module: str, name: str, what: str, *, gpu: bool, te: bool | None) ->
     return warning(name, f"{what}: transformer-engine, which alone calls it, {does}", REINSTALL)
 
 
-def _works(
-    module: str, name: str, have: str, version: str, *, te: bool, gpu: bool, capability: tuple[int, int] | None
-) -> Finding:
+def _works(module: str, name: str, have: str, version: str, *, te: bool, gpu: bool) -> Finding:
     what = f"{have} loads"
     if module == "transformer_engine":
         tried = known.versions(known.this_python()).get("transformer-engine", version)
@@ -215,16 +183,6 @@ def _works(
         if version.partition("+")[0] != known.VLLM:
             what += f"; mrl was tried with {known.VLLM}, and older ones cannot take new weights"
             return note(name, what, version=version)
-    elif module == "flash_attn" and te:
-        from mrl.mcore_models import versions  # needs packaging, as transformer-engine does, which loads here
-
-        blackwell = capability is not None and capability >= (10, 0)
-        bounds = versions.flash_attn_bounds(versions.version_of("transformer-engine"), blackwell=blackwell)
-        if not bounds.take(versions.version_of("flash-attn")):
-            what += f", and this transformer-engine leaves it out: it takes {bounds}"
-            return warning(name, what, "install one of these", version=version)
-    elif module in OF_GENERATIONS and te and capability is not None and not OF_GENERATIONS[module](capability):
-        what += ", and transformer-engine leaves it out on this GPU"
     elif not te:
         what += ", and is not used without transformer-engine"
     return ok(name, what, version=version)

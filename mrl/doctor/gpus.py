@@ -11,17 +11,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mrl.doctor.ask import Answer, program
+from mrl.doctor.ask import program
 from mrl.doctor.findings import Finding, count, fault, gib, note, ok, warning
 from mrl.doctor.imports import Imported
 
 LIMIT_S = 30.0
 """nvidia-smi takes seconds where the driver is not kept loaded (persistence mode)."""
 
-FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used")
-EXTRA = ("mig.mode.current", "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.hw_slowdown")
-"""What not every driver and GPU has: asked apart, as one unknown field fails the whole question."""
-
+FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used", "mig.mode.current")
 MOST_IN_USE = 2 * 2**30
 """Bytes of a GPU's memory that a driver and a desktop may hold."""
 
@@ -31,7 +28,7 @@ class Smi:
     """What nvidia-smi says."""
 
     error: str | None = None  # in words, where it fails
-    gpus: Sequence[Mapping[str, str]] = ()  # by FIELDS and, where they are known, EXTRA
+    gpus: Sequence[Mapping[str, str]] = ()  # by FIELDS
     cuda: str | None = None  # the newest CUDA that the driver serves
     links: Sequence[Sequence[str]] = ()  # row i, column j: the link between GPUs, as in NV18, PIX, SYS; X with itself
 
@@ -42,28 +39,17 @@ class Smi:
 
 def smi() -> Smi | None:
     """Asks nvidia-smi; None where there is none."""
-    answer = _smi(FIELDS)
+    answer = program("nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits", limit_s=LIMIT_S)
     if answer is None:
         return None
     if not answer.ok:
         return Smi(error=answer.said)
-    gpus = _rows(answer.out, FIELDS)
-    extra = _smi(EXTRA)
-    if extra is not None and extra.ok:
-        gpus = [{**gpu, **more} for gpu, more in zip(gpus, _rows(extra.out, EXTRA), strict=False)]
+    lines = [[cell.strip() for cell in line.split(",")] for line in answer.out.splitlines()]
+    gpus = [dict(zip(FIELDS, line, strict=True)) for line in lines if len(line) == len(FIELDS)]
     plain, topology = program("nvidia-smi", limit_s=LIMIT_S), program("nvidia-smi", "topo", "-m", limit_s=LIMIT_S)
     cuda = re.search(r"CUDA Version:\s*([\d.]+)", plain.out) if plain is not None else None
     links = _links(topology.out) if topology is not None and topology.ok else ()
     return Smi(gpus=gpus, cuda=cuda[1] if cuda else None, links=links)
-
-
-def _smi(fields: Sequence[str]) -> Answer | None:
-    return program("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", limit_s=LIMIT_S)
-
-
-def _rows(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
-    lines = [line.split(",") for line in text.splitlines() if line.strip()]
-    return [dict(zip(fields, map(str.strip, line), strict=True)) for line in lines if len(line) == len(fields)]
 
 
 def _links(text: str) -> list[list[str]]:
@@ -159,7 +145,7 @@ def _seen(found: Smi, torch: Mapping[str, Any], environment: Mapping[str, str]) 
 
 
 def _has_mig(gpu: Mapping[str, str]) -> bool:
-    return gpu.get("mig.mode.current") == "Enabled"
+    return gpu["mig.mode.current"] == "Enabled"
 
 
 def _health(gpu: Mapping[str, str]) -> Iterator[Finding]:
@@ -169,43 +155,24 @@ def _health(gpu: Mapping[str, str]) -> Iterator[Finding]:
         what = f"GPU {number}: {_memory(used)} of {_memory(gpu['memory.total'])} are in use by other programs"
         fix = "`nvidia-smi` lists them: end what is left over, or leave this GPU out of CUDA_VISIBLE_DEVICES"
         yield warning(f"{name}.used", what, fix)
-    errors = gpu.get("ecc.errors.uncorrected.volatile.total", "")
-    if errors.isdigit() and int(errors):
-        what = f"GPU {number}: {count(int(errors), 'memory error')} that ECC could not correct"
-        yield warning(f"{name}.ecc", what, "reset or replace it: a run may crash on it or compute wrongly")
-    if gpu.get("clocks_throttle_reasons.hw_slowdown") == "Active":
-        what = f"GPU {number}: its clocks are slowed down for heat or power, and every run on it"
-        yield warning(f"{name}.clocks", what, "see `nvidia-smi -q -d PERFORMANCE`; look after its cooling and power")
     if _has_mig(gpu):
         what = f"GPU {number} is cut into MIG instances, between which NCCL does not work"
         fix = "run one process on an instance, or have an administrator switch MIG off (`nvidia-smi -mig 0`)"
         yield warning(f"{name}.mig", what, fix)
 
 
-WORDS: Mapping[str, str] = {
-    "NV": "NVLink",
-    "PIX": "one PCIe switch",
-    "PXB": "several PCIe switches",
-    "PHB": "the PCIe host bridge",
-    "NODE": "several PCIe host bridges",
-    "SYS": "the link between processors",
-}
-"""What nvidia-smi calls a link, without the number of lanes, best first."""
-
-
 def _topology(links: Sequence[Sequence[str]]) -> Iterator[Finding]:
     if len(links) < 2:
         return
-    pairs = collections.Counter(links[i][j] for i in range(len(links)) for j in range(min(i, len(links[i]))))
-    kinds = {kind: kind.rstrip("0123456789") for kind in pairs}
-    parts = [f"{kind} ({WORDS.get(kinds[kind], 'of unknown kind')}) x {n}" for kind, n in pairs.most_common()]
-    what, data = f"links between pairs of GPUs: {', '.join(parts)}", {"links": [list(row) for row in links]}
-    if set(kinds.values()) == {"NV"}:
-        yield ok("gpu.links", what, **data)
-    elif "NV" in kinds.values():
-        yield note("gpu.links", f"{what}; tp and ep want GPUs with NVLink between them", **data)
+    kinds = {links[i][j].rstrip("0123456789") for i in range(len(links)) for j in range(min(i, len(links[i])))}
+    data = {"links": [list(row) for row in links]}
+    if kinds == {"NV"}:
+        yield ok("gpu.links", "NVLink between all pairs of GPUs", **data)
+    elif "NV" in kinds:
+        what = "NVLink between some pairs of GPUs (nvidia-smi topo -m): tp and ep want GPUs with NVLink between them"
+        yield note("gpu.links", what, **data)
     else:
-        yield note("gpu.links", f"{what}; without NVLink tp and ep are slow: prefer pp and dp", **data)
+        yield note("gpu.links", "no NVLink between GPUs: tp and ep are slow: prefer pp and dp", **data)
 
 
 def _computing(torch: Mapping[str, Any]) -> Iterator[Finding]:
@@ -220,20 +187,8 @@ def _computing(torch: Mapping[str, Any]) -> Iterator[Finding]:
     for name, (major, minor) in old.items():
         what = f"{name} (compute capability {major}.{minor}) has no bfloat16, which model.dtype is by default"
         yield warning("gpu.bfloat16", what, "set model.dtype=float32, or take GPUs since A100")
-    if torch["peers"]:
-        pairs = ", ".join(f"{i}-{j}" for i, j in torch["peers"][:8])
-        what = f"GPUs that cannot read each other's memory ({pairs}): NCCL goes through the host between them"
-        yield note("gpu.peers", what, pairs=torch["peers"])
 
 
 def has_gpu(found: Smi | None, facts: Imported) -> bool:
     """Returns whether a GPU is here, seen by torch or not."""
     return bool(found is not None and found.gpus) or bool(facts.works and facts.facts["count"])
-
-
-def capability(facts: Imported) -> tuple[int, int] | None:
-    """Returns the compute capability of the first GPU that torch sees; None where it sees none."""
-    if not facts.works or not facts.facts["gpus"]:
-        return None
-    major, minor = facts.facts["gpus"][0]["capability"]
-    return major, minor

@@ -117,13 +117,10 @@ HINTS: Sequence[tuple[str, str]] = (
         r"GLIBCXX_|CXXABI_",
         "the C++ library that is found first is too old for it (LD_LIBRARY_PATH, conda's libstdcxx-ng)",
     ),
-    (r"GLIBC_", "it is built for a newer Linux"),
     (
         r"_ARRAY_API|numpy\.core\.multiarray|numpy\.dtype size changed|compiled using NumPy",
         "it is built for another numpy",
     ),
-    (r"SIGILL", "it is built for a newer processor"),
-    (r"static TLS block", "import it first, or put its library into LD_PRELOAD"),
     (r"cannot open shared object file", "a library that it links to is missing"),
     (
         r"partially initialized module|circular import",

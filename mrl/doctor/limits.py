@@ -23,73 +23,46 @@ class ControlGroup:
 
     cpus: float | None = None
     memory: int | None = None  # bytes
-    pids: int | None = None  # processes and threads
 
 
 def control_group(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> ControlGroup:
-    """Reads the limits, of version 1 or 2. root: where control groups are mounted. own: the file that names ours."""
+    """Reads the limits, of version 2. root: where control groups are mounted. own: the file that names ours."""
     try:
-        lines = [line.split(":", 2) for line in pathlib.Path(own).read_text().splitlines()]
+        lines = pathlib.Path(own).read_text().splitlines()
     except OSError:
         return ControlGroup()
+    path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    mount = pathlib.Path(root)
     cpus: list[float] = []
     memory: list[int] = []
-    pids: list[int] = []
-    for _, controllers, path in (line for line in lines if len(line) == 3):
-        for name in controllers.split(","):
-            for folder in _up(pathlib.Path(root, name), path):
-                if (quota := _number(folder / "cpu.cfs_quota_us")) and (
-                    period := _number(folder / "cpu.cfs_period_us")
-                ):
-                    cpus.append(quota / period)
-                cpus += _quota(folder / "cpu.max")
-                memory += filter(None, (_number(folder / file) for file in ("memory.max", "memory.limit_in_bytes")))
-                pids += filter(None, [_number(folder / "pids.max")])
-    return ControlGroup(min(cpus, default=None), min(memory, default=None), min(pids, default=None))
+    # in a container the group's own folder may not be there, and the mount is the container's group
+    for folder in (mount / path, *(mount / parent for parent in pathlib.PurePath(path).parents)):
+        quota, _, period = _text(folder / "cpu.max").partition(" ")
+        if quota.isdigit():
+            cpus.append(int(quota) / int(period))
+        limit = _text(folder / "memory.max")
+        if limit.isdigit():
+            memory.append(int(limit))
+    return ControlGroup(min(cpus, default=None), min(memory, default=None))
 
 
-def _up(mount: pathlib.Path, path: str) -> Iterator[pathlib.Path]:
-    """Yields the group's folder and those above it; in a container the host's path of it may not be there."""
-    folder = mount / path.strip("/")
-    while folder != mount and folder.is_relative_to(mount):
-        yield folder
-        folder = folder.parent
-    yield mount
-
-
-def _number(file: pathlib.Path) -> int | None:
-    """Returns a limit; None for `max`, for -1, and for the numbers that version 1 writes where there is none."""
+def _text(file: pathlib.Path) -> str:
     try:
-        text = file.read_text().strip()
+        return file.read_text().strip()
     except OSError:
-        return None
-    return int(text) if text.isdigit() and int(text) < 2**60 else None
-
-
-def _quota(file: pathlib.Path) -> list[float]:
-    """Of version 2: `QUOTA PERIOD`, or `max PERIOD`."""
-    try:
-        quota, period = file.read_text().split()
-    except (OSError, ValueError):
-        return []
-    return [int(quota) / int(period)] if quota.isdigit() else []
+        return ""
 
 
 def section(group: ControlGroup, environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     yield from _processors(group, environment)
     yield from _memory(group)
-    yield from _ulimits(group)
-
-
-def usable(group: ControlGroup) -> int:
-    """Returns how many processors this process has for itself."""
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return here if group.cpus is None else max(1, min(here, math.ceil(group.cpus)))
+    yield from _ulimits()
 
 
 def _processors(group: ControlGroup, environment: Mapping[str, str]) -> Iterator[Finding]:
-    total, mine = os.cpu_count() or 1, usable(group)
-    allowed = usable(ControlGroup())
+    total = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    mine = allowed if group.cpus is None else max(1, min(allowed, math.ceil(group.cpus)))
     what = count(total, "processor")
     if allowed < total:
         what += f", of which this process may run on {allowed} (affinity: taskset, Slurm or a container)"
@@ -104,9 +77,6 @@ def _processors(group: ControlGroup, environment: Mapping[str, str]) -> Iterator
     elif not threads and mine < allowed:
         what = f"torch starts {allowed} threads for the time of {mine}: they slow a run of one process down"
         yield warning("cpu.threads", what, f"export OMP_NUM_THREADS={mine}")
-    load = os.getloadavg()[0]
-    if load > total * 1.5:
-        yield note("cpu.load", f"{load:.0f} processes want to run at once: this machine is busy", load=load)
 
 
 def _memory(group: ControlGroup) -> Iterator[Finding]:
@@ -120,7 +90,7 @@ def _memory(group: ControlGroup) -> Iterator[Finding]:
     what = f"memory: {gib(free)} of {gib(total)} are available"
     if group.memory is not None and limited:
         what += f"; the control group ends processes above {gib(group.memory)}"
-    data = {"total": total, "available": free, "limit": group.memory, "swap": sizes.get("SwapTotal", 0)}
+    data = {"total": total, "available": free, "limit": group.memory}
     if min(free, group.memory or free) < LITTLE_MEMORY:
         fix = "end other programs, raise the container's limit, or ask the scheduler for more (--mem)"
         yield warning("memory", f"{what}: little for a model", fix, **data)
@@ -128,41 +98,12 @@ def _memory(group: ControlGroup) -> Iterator[Finding]:
         yield (note if limited else ok)("memory", what, **data)
 
 
-def _ulimits(group: ControlGroup) -> Iterator[Finding]:
+def _ulimits() -> Iterator[Finding]:
     """A limit is negative where there is none."""
-    (files, most), (processes, _), (locked, _), (cores, _), (space, _) = (
-        resource.getrlimit(getattr(resource, f"RLIMIT_{name}")) for name in ("NOFILE", "NPROC", "MEMLOCK", "CORE", "AS")
-    )
-    data = {"nofile": files, "nproc": processes, "memlock": locked, "core": cores, "as": space, "pids": group.pids}
-    words = {"open files": files, "processes": processes, "locked memory": locked}
-    shown = [f"{name} {'unlimited' if n < 0 else gib(n) if 'memory' in name else n}" for name, n in words.items()]
-    yield ok("ulimit", f"limits: {', '.join(shown)}", **data)
+    files, processes = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
     if 0 <= files < FEW_FILES:
         what = f"{files} files may be open at once: sockets between processes and shards of models are more"
-        raised = f"ulimit -n {most if most >= 0 else 65536}"
-        yield warning(
-            "ulimit.nofile",
-            what,
-            raised if most < 0 or most >= FEW_FILES else f"{raised}; administrators can raise it further",
-        )
-    least = min((n for n in (processes, group.pids) if n is not None and n >= 0), default=FEW_PROCESSES)
-    if least < FEW_PROCESSES:
-        by = "the control group" if least == group.pids else "ulimit -u"
-        what = f"{least} processes and threads may run ({by}): a rank has tens, and its data and rewards have more"
-        yield warning("ulimit.nproc", what, "docker run --pids-limit=-1, or ulimit -u 65536")
-    if locked >= 0 and any(pathlib.Path("/sys/class/infiniband").glob("*")):
-        what = f"{gib(locked)} of memory may be locked, and InfiniBand locks what it sends: NCCL fails over it"
-        yield warning("ulimit.memlock", what, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
-    if space >= 0:
-        what = f"{gib(space)} of addresses may be used (ulimit -v): CUDA reserves far more than it uses, and fails"
-        yield warning("ulimit.as", what, "ulimit -v unlimited")
-    if cores != 0:
-        size = "" if cores < 0 else f" of up to {gib(cores)}"
-        yield note("ulimit.core", f"a process that crashes leaves its memory in a core file{size} ({_core_pattern()})")
-
-
-def _core_pattern() -> str:
-    try:
-        return pathlib.Path("/proc/sys/kernel/core_pattern").read_text().strip()
-    except OSError:
-        return "core"
+        yield warning("ulimit.nofile", what, "ulimit -n 65536; administrators can raise a hard limit that is lower")
+    if 0 <= processes < FEW_PROCESSES:
+        what = f"{processes} processes and threads may run (ulimit -u): a rank has tens, and its data and rewards more"
+        yield warning("ulimit.nproc", what, "ulimit -u 65536")

@@ -7,7 +7,6 @@ import os
 import pathlib
 import platform
 import re
-import site
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -25,9 +24,6 @@ MANY = 3
 """Packages that are not installed: of more, what each costs is not said."""
 
 UNKNOWN = "of an unknown version"
-
-SLOW_S = 60.0
-"""Seconds that imports take on a cold file server; a few are usual."""
 
 
 def steps() -> list[Step]:
@@ -71,10 +67,7 @@ def section(imported: Mapping[str, Imported], megatron: Imported) -> Iterator[Fi
     without_torch = [name for name, found in imported.items() if found.blocked_by == "torch" and name != FACTS]
     if without_torch:
         yield note("packages.without_torch", f"not looked at, as torch does not load: {', '.join(without_torch)}")
-    yield from _slow(imported)
     yield from _versions(loaded, wanted)
-    yield from _requirements(have)
-    yield from _twice()
 
 
 def _python() -> Finding:
@@ -168,10 +161,6 @@ def _misplaced(package: known.Package, found: Imported, have: Mapping[str, str])
         what = f"{package.name} is a folder of that name without code: {package.without}"
         yield fault(at, what, f"pip install {package.name}, and rename that folder", file=found.file)
         return
-    user = site.getusersitepackages() if site.ENABLE_USER_SITE else None
-    if user and found.file and found.file.startswith(user + os.sep):
-        what = f"{package.name} comes from {user}, which all of this user's Pythons share"
-        yield warning(at, what, "set PYTHONNOUSERSITE=1, and install it into this environment", file=found.file)
     whole = "." not in package.modules[0]  # a module of a package may have a version of its own
     if whole and found.version and version and _public(found.version) != _public(version):
         what = f"{package.name} is {found.version} at {found.file}, and pip has installed {version}"
@@ -191,26 +180,8 @@ def _torch(facts: Imported) -> Iterator[Finding]:
         parts.append(f"NCCL {'.'.join(map(str, found['nccl']))}")
     if found["cudnn"]:
         parts.append(f"cuDNN {found['cudnn'] // 10_000}.{found['cudnn'] // 100 % 100}.{found['cudnn'] % 100}")
-    data = {key: found[key] for key in ("version", "cuda", "hip", "cudnn", "nccl", "threads")}
+    data = {key: found[key] for key in ("version", "cuda", "hip", "cudnn", "nccl")}
     yield ok("torch.build", ", ".join(parts), **data)
-    if not found["numpy"]:
-        why = found["errors"].get("numpy", "numbers come out wrong")
-        what = f"torch and numpy cannot exchange arrays ({why}): no data is read"
-        yield fault("torch.numpy", what, "install a torch and a numpy that are built for each other")
-    if not found["gloo"]:
-        what = "this torch has no gloo: no run of several processes starts"
-        yield fault("torch.gloo", what, "install PyTorch's own build of torch")
-
-
-def _slow(imported: Mapping[str, Imported]) -> Iterator[Finding]:
-    seconds = sum(one.seconds for one in imported.values())
-    if seconds > SLOW_S:
-        slowest = max(imported, key=lambda name: imported[name].seconds)
-        longest = f"{slowest} {imported[slowest].seconds:.0f} s"
-        what = (
-            f"imports took {seconds:.0f} s ({longest}), in every process of a run: a slow file system or a busy machine"
-        )
-        yield note("packages.slow", what, seconds=seconds)
 
 
 def _versions(loaded: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[Finding]:
@@ -246,57 +217,3 @@ def _public(version: str) -> str:
 
 def _series(version: str) -> list[str]:
     return re.findall(r"\d+", version)[:2]
-
-
-def _requirements(have: Mapping[str, str]) -> Iterator[Finding]:
-    """What `pip check` says, of mrl and of what it needs, directly or not."""
-    try:
-        from packaging.requirements import InvalidRequirement, Requirement
-    except ImportError as error:
-        yield note("packages.requirements", f"whether packages go together is not known without packaging ({error})")
-        return
-    seen, queue = set(), ["mrl"]
-    while queue:
-        name = queue.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        for text in _requires(name):
-            try:
-                needs = Requirement(text)
-            except InvalidRequirement:
-                continue
-            if needs.marker is not None and not needs.marker.evaluate({"extra": ""}):
-                continue
-            below = canonical(needs.name)
-            queue.append(below)
-            version, wants = have.get(below), f"{needs.name}{needs.specifier}"
-            if version is None and name != "mrl":  # what mrl itself needs was imported
-                what = f"{name} needs {wants}, which is not installed"
-                yield warning(f"requirement.{name}.{below}", what, f"pip install '{wants}'")
-            elif version is not None and not needs.specifier.contains(version, prereleases=True):
-                say = fault if name == "mrl" else warning
-                what = f"{name} needs {wants}, and {version} is installed"
-                yield say(f"requirement.{name}.{below}", what, f"pip install '{wants}'")
-
-
-def _requires(name: str) -> Sequence[str]:
-    try:
-        return importlib.metadata.requires(name) or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
-
-
-def _twice() -> Iterator[Finding]:
-    """Names that are in one folder in two versions: an installation that broke off, or one laid over another."""
-    names = {canonical(package.name) for package in known.NEEDED} | {known.MEGATRON}
-    places: dict[tuple[str, str], set[str]] = {}
-    for one in importlib.metadata.distributions():
-        name = canonical(one.metadata["Name"] or "")
-        if name in names:
-            folder = str(pathlib.Path(str(one.locate_file(""))).resolve())
-            places.setdefault((name, folder), set()).add(one.metadata["Version"] or "?")
-    for (name, folder), versions in places.items():
-        if len(versions) > 1:
-            what = f"{name} is in {folder} as {' and as '.join(sorted(versions))}: files of both may be mixed"
-            yield warning(f"package.{name}.twice", what, f"pip uninstall {name} until it is gone, and install it anew")

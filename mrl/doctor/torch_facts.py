@@ -34,13 +34,8 @@ def facts() -> Mapping[str, Any]:
         "sees_gpu": asked("cuda", torch.cuda.is_available, False),
         "count": count,
         "gpus": [gpu for gpu in gpus if gpu is not None],
-        "architectures": asked("architectures", torch.cuda.get_arch_list, []) if count else [],
-        "peers": asked("peers", lambda: _without_peers(count), []) if count > 1 else [],
         "cudnn": asked("cudnn", torch.backends.cudnn.version) if torch.version.cuda else None,
         "nccl": asked("nccl", lambda: list(torch.cuda.nccl.version())) if torch.version.cuda else None,
-        "gloo": asked("gloo", torch.distributed.is_gloo_available, False),
-        "threads": torch.get_num_threads(),
-        "numpy": asked("numpy", _numpy_works, False),
         "warnings": [one_line(warning.message, 300) for warning in caught],
     }
     if torch.version.cuda and not found["sees_gpu"]:
@@ -56,16 +51,3 @@ def _gpu(index: int) -> Mapping[str, Any]:
     assert float((ones @ ones).sum()) == 256.0**3, "a matrix product on it is wrong"
     capability = torch.cuda.get_device_capability(index)
     return {"name": of.name, "capability": list(capability), "free": free, "total": total}
-
-
-def _without_peers(count: int) -> list[list[int]]:
-    """Returns the pairs of GPUs that cannot read each other's memory."""
-    pairs = ((i, j) for i in range(count) for j in range(count) if i < j)
-    return [[i, j] for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
-
-
-def _numpy_works() -> bool:
-    """torch built for another generation of numpy is imported, with a warning, and cannot exchange arrays with it."""
-    import numpy
-
-    return bool(torch.from_numpy(numpy.ones(2)).numpy().sum() == 2)

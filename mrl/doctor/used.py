@@ -23,7 +23,6 @@ KERNELS: Mapping[str, Mapping[str, str]] = {
 class Choices:
     """What choices.py answered."""
 
-    joined: Mapping[str, Any] | None = None
     device: str | None = None
     rows: Sequence[Mapping[str, Any]] = ()
     megatron: Literal["begun", "loads"] | None = None  # how far its import is; None where it was not come to

@@ -77,19 +77,6 @@ PLANTED = {
         ),
         "--layouts tp2", "tp2+sp", "initial weights", "down_proj.weight",
     ),
-    "sharded parameter not saved": Planted(
-        "engine/megatron/dist_checkpoint.py",
-        (
-            ("itertools.chain(boxes, moments)", "(box for box in itertools.chain(boxes, moments) if _is_saved(box))"),
-            ("            check(reader, boxes)\n", "            check(reader, boxes := [b for b in boxes if _is_saved(b)])\n"),
-            (
-                "def _sharded(",
-                'def _is_saved(box: Box) -> bool:\n    return "linear_fc2" not in box.key or "exp_avg" in box.key\n\n\n'
-                "def _sharded(",
-            ),
-        ),
-        "--layouts tp2 --resume", "resume tp2+sp", "weights after a resume", "down_proj.weight", same=("tp2+sp",),
-    ),
 }  # fmt: skip
 
 

@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 
 from mrl import cli
-from mrl.check.of_sft import CheckedSFT
 from mrl.commands.check import COMMAND
 from mrl.commands.sft import SFT
 from tests.check.works import make_configs
@@ -38,11 +37,9 @@ def test_the_first_example_is_the_plain_command():
 
 OTHERS = [
     "mrl check lora.yaml --layouts dp1,tp2,pp2",  # whose adapters have dropout
-    "mrl check ppo.yaml --layouts dp1 --resume",
-    "mrl check dpo.yaml --layouts tp2,dp2 --resume",
     "mrl check dpo.yaml --layouts dp1 loss.name=orpo engine.backend=fsdp",
-    "mrl check kto.yaml --layouts dp1,pp2 --resume",
-    "mrl check rm.yaml --layouts tp2,dp2 --resume",
+    "mrl check kto.yaml --layouts dp1,pp2",
+    "mrl check rm.yaml --layouts tp2,dp2",
 ]
 
 
@@ -116,9 +113,6 @@ def test_mistakes_are_one_line(place, monkeypatch, line, says):
 
 
 def test_a_command_brings_what_is_checked(place, monkeypatch):
-    monkeypatch.delattr(CheckedSFT, "two_steps")
-    done = mrl(place, "mrl check sft.yaml --resume", monkeypatch)
-    assert (done.exit_code, done.stderr) == (2, "mrl: --resume: is not known of mrl sft; leave it out\n")
     monkeypatch.setattr(SFT, "checked", None)
     done = mrl(place, "mrl check sft.yaml", monkeypatch)
     assert done.exit_code == 2

@@ -189,7 +189,7 @@ def test_a_model_that_is_certain_of_its_labels_lets_no_gradient_of_zeros_pass():
 
 
 def test_a_column_that_compares_nothing_is_empty(capsys):
-    terminal = Terminal(dtype="bfloat16", against="hf", speed=False, shows=True)
+    terminal = Terminal(dtype="bfloat16", against="hf", shows=True)
     terminal.row(row_of(weights_share=0.01, bounds=BOUNDS["bfloat16"]))
     terminal.row(row_of(bounds=dataclasses.replace(BOUNDS["bfloat16"], gradients=0.42)))
     terminal.close()

@@ -44,7 +44,7 @@ def test_a_planted_fault_is_found_by_name(place, tmp_path, name):
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     found = json.loads(done.stdout)
-    verdicts = {" ".join(["resume"] * row["resumed"] + [row["layout"]]): row for row in found["rows"]}
+    verdicts = {row["layout"]: row for row in found["rows"]}
     assert [row for row in fault.same if verdicts[row]["verdict"] != "same"] == []
     if fault.row:
         assert fault.row in found["different"]

@@ -7,14 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from mrl.check.command import TwoSteps, checked_of
+from mrl.check.command import checked_of
 from mrl.check.folder import CheckedModel
-from mrl.check.layouts import Layout
 from mrl.check.of_sft import CHECKED
 from mrl.check.rows import Rows, first_rows, shortened
 from mrl.check.run import read_config
 from mrl.config.command import Part
-from mrl.config.load import from_dict, to_dict
+from mrl.config.load import from_dict
 from mrl.config.schema import OneTeacherConfig, TeacherConfig, TeacherModelConfig
 from mrl.data.batches import BatchSource, batch_of
 from mrl.data.dataset import Example, SFTDataset
@@ -91,8 +90,7 @@ def test_a_batch_that_is_not_its_rows_is_found():
     assert "lengths: the sequences have [2, 5]" in problems(lengths=lambda lengths: lengths.flip(0))[0]
 
 
-def test_a_teacher_is_left_out_and_that_is_said(config, tmp_path):
-    """Of the step in a line, and of the two steps of --resume: a name in data.teacher once ended these."""
+def test_a_teacher_is_left_out_and_that_is_said(config):
     one = OneTeacherConfig(model=TeacherModelConfig(path=config.model.path))
     own = dataclasses.replace(
         config, teacher=TeacherConfig(model=one.model, others={"math": one}),
@@ -102,9 +100,6 @@ def test_a_teacher_is_left_out_and_that_is_said(config, tmp_path):
     made = CheckedModel(own.model.path, 0, "pretrained", "")
     rows = CHECKED.rows(own, subject, made, sequences=2, length=64, device="cpu")
     assert rows.words.endswith("; the loss is that of labels alone, without the teacher")
-    layout = Layout(own.engine.parallel, 1)
-    small = TwoSteps(models={"": made}, layouts={"": layout}, rows=rows, place=tmp_path, dtype="float32")
-    assert from_dict(to_dict(CHECKED.two_steps(own, small))).teacher is None
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto", "rm"])

@@ -49,10 +49,8 @@ def test_folders_of_a_packages_name_are_no_packages(site, torch):
     (site / "transformer_engine" / "pytorch").mkdir(parents=True)
     found = look()
     assert found["apex"].level == "note"
-    assert found["apex"].what.startswith("apex (NVIDIA's) is not installed") and "PyPI" not in found["apex"].what
-    assert found["apex"].what.endswith(f"({site}/apex is its source, which is not installed)")
-    assert found["vllm"].what.endswith(f"({site}/vllm is a folder of that name and no package)")
-    assert found["transformer-engine"].level == "warning" and "no package)" in found["transformer-engine"].what
+    assert found["apex"].what.startswith("apex (NVIDIA's) is not installed") and found["vllm"].level == "note"
+    assert found["transformer-engine"].level == "warning"
     assert optional.fault_of("apex") == optional.fault_of("transformer_engine") == optional.ABSENT
 
 
@@ -191,12 +189,8 @@ def test_whole_ones(site, torch):
     assert found["flash-attn-2"].what == "flash-attn 2 2.8.3 loads"
     assert found["vllm"].level == "note" and "tried with 0.32.0" in found["vllm"].what
     distribution(site, "transformer_engine", "2.17.0")
-    distribution(site, "flash_attn", "2.8.3.post1")
-    for old in ("transformer_engine-2.20.9", "flash_attn-2.8.3"):
-        shutil.rmtree(site / f"{old}.dist-info")
-    found = look()
-    assert found["transformer-engine"].level == "note" and found["flash-attn-2"].level == "warning"
-    assert "leaves it out: it takes 2.1.1 to 2.8.3, which" in found["flash-attn-2"].what
+    shutil.rmtree(site / "transformer_engine-2.20.9.dist-info")
+    assert look()["transformer-engine"].level == "note"
 
 
 def test_flash_attn_4_lies_in_a_folder_without_flash_attn_2(site, torch):
@@ -207,7 +201,7 @@ def test_flash_attn_4_lies_in_a_folder_without_flash_attn_2(site, torch):
     package(site / "flash_attn", "cute", interface="raise OSError('libcute.so')")
     found = look()
     assert found["flash-attn-4"].level == "fault" and "where that is an ImportError alone" in found["flash-attn-4"].what
-    assert found["flash-attn-2"].what.endswith(f"({site}/flash_attn is flash-attn 4's)")
+    assert "flash-attn 2 is not installed" in found["flash-attn-2"].what
     package(site / "flash_attn", "cute", interface="raise ImportError('cutlass')")
     assert look()["flash-attn-4"].level == "warning" and look(gpu=False)["flash-attn-4"].level == "note"
     package(site / "flash_attn", "cute", interface="")
@@ -228,46 +222,6 @@ def test_a_broken_flash_attn_costs_what_transformer_engine_makes_of_it(beside, l
     broken = {"flash_attn_interface": Imported(error="OSError: y.so"), **beside}
     found = by_name(gpu_packages.section(broken, gpu=True))["package.flash-attn-3"]
     assert found.level == level and found.what.endswith(says) is (level == "warning") and says in found.what
-
-
-@pytest.mark.parametrize(
-    ("module", "capability", "used"),
-    [
-        ("flash_attn.cute", (8, 0), False),
-        ("flash_attn.cute", (10, 0), True),
-        ("flash_attn_interface", (9, 0), True),
-        ("flash_attn_interface", (10, 0), False),
-    ],
-)
-def test_newer_flash_attns_are_of_some_gpus(module, capability, used):
-    loaded = {"transformer_engine": Imported(), module: Imported()}
-    names = {"flash_attn.cute": "flash-attn-4", "flash_attn_interface": "flash-attn-3"}
-    found = by_name(gpu_packages.section(loaded, gpu=True, capability=capability))[f"package.{names[module]}"]
-    assert ("leaves it out on this GPU" in found.what) is not used
-
-
-@pytest.mark.parametrize(
-    "engine, flash_attn, capability, level",
-    [
-        ("2.20.2", "2.7.2", (9, 0), "ok"),
-        ("2.20.2", "2.7.2", (10, 0), "warning"),
-        ("2.20.2", "2.7.3", (10, 0), "ok"),
-        (None, "2.8.3.post1", None, "ok"),  # a transformer-engine that pip does not know is taken for the newest
-        ("2.20.2", "2.8.3-dirty", None, "ok"),
-        ("2.20.2", "unknown", None, "warning"),
-    ],
-)
-def test_flash_attn_goes_by_transformer_engine_and_the_gpu(monkeypatch, engine, flash_attn, capability, level):
-    def version(package):
-        found = {"transformer-engine": engine, "flash-attn": flash_attn}.get(package)
-        if found is None:
-            raise importlib.metadata.PackageNotFoundError(package)
-        return found
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    loaded = {"transformer_engine": Imported(), "flash_attn": Imported()}
-    found = by_name(gpu_packages.section(loaded, gpu=True, capability=capability))["package.flash-attn-2"]
-    assert found.level == level, found.what
 
 
 def test_nothing_is_looked_at_without_torch(site):

@@ -4,7 +4,6 @@ import io
 import os
 import resource
 import socket
-import time
 
 import pytest
 
@@ -13,26 +12,7 @@ from mrl.doctor.limits import ControlGroup
 from tests.doctor.conftest import by_name
 from tests.doctor.machines import program
 
-MOUNTS = """\
-22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
-30 22 0:40 / /tmp rw,nosuid,noexec - tmpfs tmpfs rw
-31 22 0:41 / /mnt/my\\040disk rw - nfs4 server:/export rw
-32 22 0:42 / /mnt/my\\040disk/inner rw shared:9 master:1 - xfs /dev/sdb rw
-33 22 0:43 / /tmpfoo rw - btrfs /dev/sdc rw
-"""
-
-
 # -- disks --
-
-
-def test_mounts_are_read():
-    among = disks.mounts(MOUNTS)
-    kinds = {
-        path: disks.mount_of(path, among).kind
-        for path in ("/x", "/tmp/a", "/mnt/my disk/a", "/mnt/my disk/inner", "/tmpfoo/a")
-    }
-    assert list(kinds.values()) == ["ext4", "tmpfs", "nfs4", "xfs", "btrfs"]
-    assert disks.mount_of("/x", []) is None and "noexec" in disks.mount_of("/tmp", among).options
 
 
 def test_this_machine_s_disks(tmp_path, monkeypatch):
@@ -73,35 +53,31 @@ def test_the_hub_s_cache_is_huggingface_hub_s(environment, folder, monkeypatch):
 
 
 def test_little_room(tmp_path, monkeypatch):
-    def with_free(free, files=10**6):
-        size = os.statvfs_result((4096, 4096, 10**9, free // 4096, free // 4096, 10**7, files, files, 0, 255))
+    def with_free(free):
+        size = os.statvfs_result((4096, 4096, 10**9, free // 4096, free // 4096, 10**7, 10**6, 10**6, 0, 255))
         monkeypatch.setattr(disks.os, "statvfs", lambda _: size)
-        return disks.folder("disk.here", "it", str(tmp_path), [], "move")
+        return disks.folder("disk.here", "it", str(tmp_path), "move")
 
     assert [with_free(free).level for free in (2**29, 5 * 2**30, 2**40)] == ["fault", "warning", "ok"]
     assert with_free(5 * 2**30).fix == "make room, or move" and "5.0 GiB of" in with_free(5 * 2**30).what
-    assert with_free(2**40, files=12).level == "warning" and "12 more files fit" in with_free(2**40, files=12).what
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     full = tmp_path / "full"
     full.mkdir()
     monkeypatch.setattr(disks.tempfile, "NamedTemporaryFile", lambda **_: io.FileIO("/dev/full", "w"))
-    found = disks.folder("disk.here", "it", str(full), [], "move")
+    found = disks.folder("disk.here", "it", str(full), "move")
     assert (
         found.level == "fault" and "cannot be written (No space left on device)" in found.what and found.fix == "move"
     )
-    assert disks.folder("disk.hub", "it", str(full), [], "move").level == "warning"
+    assert disks.folder("disk.hub", "it", str(full), "move").level == "warning"
 
 
-def test_a_tmpdir_that_is_not_there_or_not_fit(tmp_path):
-    among = disks.mounts(MOUNTS)
-    found = by_name(disks._of_tmp("/no/such", "/tmp", disks.mount_of("/tmp", among)))
-    assert found.keys() == {"disk.tmp.named", "disk.tmp.noexec", "disk.tmp.kind"}
-    assert "TMPDIR is /no/such, which cannot be used: /tmp is taken" in found["disk.tmp.named"].what
-    assert found["disk.tmp.kind"].level == "note"
-    [remote] = disks._of_tmp(None, "/mnt/my disk/x", disks.mount_of("/mnt/my disk/x", among))
-    assert remote.level == "warning" and "nfs4" in remote.what
+def test_temporary_files_where_nothing_is_loaded_from(tmp_path, monkeypatch):
+    size = os.statvfs_result((4096, 4096, 10**9, 10**8, 10**8, 10**7, 10**6, 10**6, os.ST_NOEXEC, 255))
+    monkeypatch.setattr(disks.os, "statvfs", lambda _: size)
+    found = by_name(disks._tmp())
+    assert found["disk.tmp"].level == "ok" and found["disk.tmp.noexec"].level == "warning"
 
 
 def test_little_shared_memory(monkeypatch):
@@ -121,25 +97,24 @@ def tree(root, files):
     return str(root)
 
 
-def test_control_groups_of_version_2(tmp_path):
+def test_control_groups(tmp_path):
     own = tmp_path / "own"
     own.write_text("0::/slurm/job_1/step\n")
     root = tree(tmp_path / "cgroup", {
         "slurm/cpu.max": "max 100000", "slurm/job_1/cpu.max": "350000 100000", "slurm/job_1/step/cpu.max": "800000 100000",
-        "slurm/memory.max": str(2**34), "slurm/job_1/memory.max": "max", "slurm/job_1/step/pids.max": "512", "pids.max": "100",
+        "slurm/memory.max": str(2**34), "slurm/job_1/memory.max": "max", 
     })  # fmt: skip
-    assert limits.control_group(root, str(own)) == ControlGroup(cpus=3.5, memory=2**34, pids=100)
+    assert limits.control_group(root, str(own)) == ControlGroup(cpus=3.5, memory=2**34)
 
 
-def test_control_groups_of_version_1(tmp_path):
-    """In a container the paths are those of the host, and what is mounted is the container's own group."""
+def test_the_control_group_of_a_container(tmp_path):
+    """The path is that of the host, and what is mounted is the container's own group."""
     own = tmp_path / "own"
-    own.write_text("9:name=systemd:/\n4:memory:/docker/abc\n1:cpu,cpuacct:/docker/abc\n")
-    root = tree(tmp_path / "cgroup", {
-        "memory/memory.limit_in_bytes": str(2**33), "cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000",
-    })  # fmt: skip
+    own.write_text("0::/docker/abc\n")
+    root = tree(tmp_path / "cgroup", {"memory.max": str(2**33), "cpu.max": "150000 100000"})
     assert limits.control_group(root, str(own)) == ControlGroup(cpus=1.5, memory=2**33)
-    tree(tmp_path / "cgroup", {"memory/memory.limit_in_bytes": "9223372036854771712", "cpu/cpu.cfs_quota_us": "-1"})
+    own.write_text("4:memory:/docker/abc\n")  # of version 1
+    tree(tmp_path / "cgroup", {"memory.max": "max", "cpu.max": "max 100000"})
     assert limits.control_group(root, str(own)) == ControlGroup()
     assert limits.control_group(root, str(tmp_path / "none")) == ControlGroup()
 
@@ -147,7 +122,6 @@ def test_control_groups_of_version_1(tmp_path):
 def processors(monkeypatch, total, allowed, environment=None, **group):
     monkeypatch.setattr(limits.os, "cpu_count", lambda: total)
     monkeypatch.setattr(limits.os, "sched_getaffinity", lambda _: set(range(allowed)))
-    monkeypatch.setattr(limits.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     return by_name(limits._processors(ControlGroup(**group), environment or {}))
 
 
@@ -167,12 +141,6 @@ def test_processors(monkeypatch):
     assert processors(monkeypatch, 64, 16, {"OMP_NUM_THREADS": "32"})["cpu.threads"].fix.endswith("at most 16")
 
 
-def test_a_busy_machine(monkeypatch):
-    processors(monkeypatch, 2, 2)
-    monkeypatch.setattr(limits.os, "getloadavg", lambda: (14.0, 1.0, 1.0))
-    assert "14 processes" in by_name(limits._processors(ControlGroup(), {}))["cpu.load"].what
-
-
 def test_memory():
     [whole] = limits._memory(ControlGroup())
     assert whole.data["total"] > whole.data["available"] > 0 and whole.level in ("ok", "warning")
@@ -181,29 +149,13 @@ def test_memory():
 
 
 def test_ulimits(monkeypatch):
-    values = {
-        "NOFILE": (1024, 8192),
-        "NPROC": (100, 100),
-        "MEMLOCK": (65536, 65536),
-        "CORE": (-1, -1),
-        "AS": (2**32, -1),
-    }
-    by_number = {getattr(resource, f"RLIMIT_{name}"): value for name, value in values.items()}
-    monkeypatch.setattr(limits.resource, "getrlimit", by_number.__getitem__)
-    found = by_name(limits._ulimits(ControlGroup(pids=4000)))
-    assert found["ulimit.nofile"].fix == "ulimit -n 8192" and "100 processes" in found["ulimit.nproc"].what
-    assert found["ulimit.as"].level == "warning" and found["ulimit.core"].level == "note"
-    values |= {"NOFILE": (1024, 1024), "NPROC": (-1, -1), "CORE": (0, 0), "AS": (-1, -1)}
-    by_number |= {getattr(resource, f"RLIMIT_{name}"): value for name, value in values.items()}
-    found = by_name(limits._ulimits(ControlGroup(pids=300)))
-    assert (
-        "administrators" in found["ulimit.nofile"].fix
-        and "300 processes and threads may run (the control group)" in found["ulimit.nproc"].what
-    )
-    assert not {"ulimit.as", "ulimit.core"} & found.keys()
+    values = {resource.RLIMIT_NOFILE: (1024, 8192), resource.RLIMIT_NPROC: (100, 100)}
+    monkeypatch.setattr(limits.resource, "getrlimit", values.__getitem__)
+    found = by_name(limits._ulimits())
+    assert found["ulimit.nofile"].fix.startswith("ulimit -n 65536") and "100 processes" in found["ulimit.nproc"].what
     for enough in ((65536, 65536), (-1, -1)):
-        by_number[resource.RLIMIT_NOFILE] = enough
-        assert by_name(limits._ulimits(ControlGroup())).keys() - {"ulimit.memlock"} == {"ulimit"}
+        values |= dict.fromkeys(values, enough)
+        assert not list(limits._ulimits())
 
 
 # -- network --
@@ -245,34 +197,6 @@ def test_variables_that_choose_an_interface(environment, name, level):
     assert not list(network.chosen({}, ["lo"]))
 
 
-@pytest.mark.parametrize(
-    "addresses, level, says",
-    [
-        (["127.0.1.1"], "note", "which other machines cannot reach"),
-        (["10.9.9.9"], "warning", "an address that no interface here has"),
-        ([], "note", "does not resolve"),
-    ],
-)
-def test_what_the_host_is_called(monkeypatch, addresses, level, says):
-    def look(name, port):
-        if not addresses:
-            raise socket.gaierror("Name or service not known")
-        return [(2, 1, 6, "", (address, 0)) for address in addresses]
-
-    monkeypatch.setattr(network.socket, "getaddrinfo", look)
-    [found] = network._own_name({"10.0.0.1"})
-    assert (found.level, says in found.what) == (level, True), found
-    addresses[:] = ["10.0.0.1"]
-    assert not list(network._own_name({"10.0.0.1"}))
-
-
-def test_a_name_server_that_is_gone(monkeypatch):
-    monkeypatch.setattr(network, "NAME_S", 0.05)
-    monkeypatch.setattr(network.socket, "getaddrinfo", lambda *_: time.sleep(0.5) or [])
-    [found] = network._own_name(set())
-    assert "takes more than 0.05 s to resolve" in found.what
-
-
 def test_no_loopback(monkeypatch):
     def refuse(*_):
         raise OSError(99, "Cannot assign requested address")
@@ -280,19 +204,3 @@ def test_no_loopback(monkeypatch):
     monkeypatch.setattr(network.socket, "create_server", refuse)
     [found] = network._loopback()
     assert found.level == "fault" and "Cannot assign requested address" in found.what
-
-
-def test_infiniband(tmp_path):
-    port = {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}
-    root = tree(tmp_path, {f"sys/class/infiniband/mlx5_0/ports/1/{name}": text for name, text in port.items()})
-    assert not list(network._infiniband({}, str(tmp_path / "none")))
-    [unmapped] = network._infiniband({}, root)
-    assert unmapped.level == "warning" and "without /dev/infiniband/uverbs*" in unmapped.what
-    tree(tmp_path, {"dev/infiniband/uverbs0": ""})
-    [whole] = network._infiniband({}, root)
-    assert whole.what == "RDMA devices: mlx5_0:1 400 Gb/sec (4X NDR) InfiniBand"
-    [unused] = network._infiniband({"NCCL_IB_DISABLE": "1"}, root)
-    assert unused.level == "warning"
-    tree(tmp_path, {"sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN"})
-    [down] = network._infiniband({}, root)
-    assert down.level == "warning" and "no port is active" in down.what

@@ -1,8 +1,6 @@
 """Versions against those that are known to work, and installations that are mixed up."""
 
-import dataclasses
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +9,12 @@ from mrl.doctor import known, packages
 from mrl.doctor.imports import Imported
 from mrl.doctor.probe import FACTS as FACTS_STEP
 from tests.doctor.conftest import by_name
-from tests.doctor.machines import distribution, package
+from tests.doctor.machines import distribution
 
 ROOT = Path(__file__).parents[2]
 HERE = known.versions(known.this_python())
 FACTS = {
-    "version": "2.13.0", "cuda": None, "hip": None, "cudnn": None, "nccl": None, "threads": 1, "numpy": True, "gloo": True,
+    "version": "2.13.0", "cuda": None, "hip": None, "cudnn": None, "nccl": None,
     "errors": {},
 }  # fmt: skip
 
@@ -29,13 +27,6 @@ def imported(**changes):
         | {FACTS_STEP: Imported(facts=FACTS)}
         | {name.replace("torch_facts", FACTS_STEP): one for name, one in changes.items()}
     )
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch, request):
-    """Packages of this machine are looked at by the tests of requirements alone."""
-    if "requirements" not in request.node.name:
-        monkeypatch.setattr(packages, "_requires", lambda name: [])
 
 
 LOADS = Imported()
@@ -157,14 +148,11 @@ def test_a_python_that_nothing_is_known_of(monkeypatch):
     assert found["packages"].what.startswith("these load: ")
 
 
-def test_torch_that_does_not_go_with_numpy_or_has_no_gloo(monkeypatch):
+def test_what_torch_is_built_for(monkeypatch):
     monkeypatch.setattr(packages, "installed", lambda: HERE)
-    facts = FACTS | {"numpy": False, "gloo": False, "errors": {"numpy": "RuntimeError: Numpy is not available"}}
-    facts |= {"cuda": "13.0", "nccl": [2, 27, 3], "cudnn": 92501}
+    facts = FACTS | {"cuda": "13.0", "nccl": [2, 27, 3], "cudnn": 92501}
     found = said(torch_facts=Imported(facts=facts))
     assert found["torch.build"].what == "torch 2.13.0 is built for CUDA 13.0, NCCL 2.27.3, cuDNN 9.25.1"
-    assert found["torch.numpy"].level == found["torch.gloo"].level == "fault"
-    assert "Numpy is not available" in found["torch.numpy"].what
 
 
 def test_torch_that_cannot_be_asked(monkeypatch):
@@ -175,55 +163,12 @@ def test_torch_that_cannot_be_asked(monkeypatch):
 
 def test_places_that_are_wrong(monkeypatch):
     monkeypatch.setattr(packages, "installed", lambda: HERE)
-    monkeypatch.setattr(packages.site, "ENABLE_USER_SITE", True)
-    monkeypatch.setattr(packages.site, "getusersitepackages", lambda: "/home/me/.local/lib/python3.11/site-packages")
-    theirs = Imported(version=HERE["rich"], file="/home/me/.local/lib/python3.11/site-packages/rich/__init__.py")
-    found = said(
-        rich=theirs, fsspec=Imported(version="1.0", file="/mine/fsspec.py"), datasets=Imported(is_package=False)
-    )
-    assert "PYTHONNOUSERSITE=1" in found["package.rich.place"].fix
+    found = said(fsspec=Imported(version="1.0", file="/mine/fsspec.py"), datasets=Imported(is_package=False))
     assert (
         found["package.fsspec.place"].what
         == f"fsspec is 1.0 at /mine/fsspec.py, and pip has installed {HERE['fsspec']}"
     )
     assert found["package.datasets.place"].level == "fault"
-
-
-def test_imports_of_a_minute_are_noted(monkeypatch):
-    monkeypatch.setattr(packages, "installed", lambda: HERE)
-    slow = dataclasses.replace(Imported(version=HERE["torch"]), seconds=61.0)
-    assert "torch 61 s" in said(torch=slow)["packages.slow"].what and "packages.slow" not in said()
-
-
-def test_requirements_that_are_not_met(site):
-    """As `pip check`, of what mrl needs, and of what that needs."""
-    distribution(
-        site,
-        "mrl",
-        "0.1",
-        ("rich>=99", "Other.Name", "early>=2.10", "only-windows ; sys_platform == 'win32'", "in-extra ; extra == 'x'"),
-    )
-    distribution(site, "early", "2.13.0a0")  # as NVIDIA's torch is
-    distribution(site, "other-name", "1.0", ("gone>=2", "rich<1000", "other_name", "not a requirement ==="))
-    found = by_name(packages._requirements(packages.installed()))
-    assert found.keys() == {"requirement.mrl.rich", "requirement.other-name.gone"}
-    assert found["requirement.mrl.rich"].level == "fault" and "rich>=99, and " in found["requirement.mrl.rich"].what
-    assert found["requirement.other-name.gone"].what == "other-name needs gone>=2, which is not installed"
-
-
-def test_requirements_are_not_compared_without_packaging(site):
-    package(site, "packaging", "raise ImportError('half of it')")
-    for name in [name for name in sys.modules if name.split(".")[0] == "packaging"]:
-        sys.modules.pop(name)
-    [found] = packages._requirements({})
-    assert found.level == "note" and "half of it" in found.what
-
-
-def test_two_versions_in_one_folder(site):
-    distribution(site, "torch", "2.1.0")
-    distribution(site, "torch", "2.2.0")
-    found = by_name(packages._twice())["package.torch.twice"]
-    assert found.what.startswith(f"torch is in {site.resolve()} as 2.1.0 and as 2.2.0")
 
 
 def test_mrl_that_is_installed_in_another_version(site):

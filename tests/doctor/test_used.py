@@ -217,17 +217,6 @@ def test_a_megatron_that_does_not_load_is_blamed(site, kind):
     assert by_name(used.section(whole, torch_works=True))["used.modules"].level == "warning"
 
 
-def test_the_launchers_variables_are_read_by_the_run_s_own_function(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    assert choices._joined() is None
-    monkeypatch.setenv("RANK", "3")
-    assert "RANK=3 is set but WORLD_SIZE" in choices._joined()["error"]
-    for name, value in (("WORLD_SIZE", "8"), ("MASTER_ADDR", "n1"), ("MASTER_PORT", "29500")):
-        monkeypatch.setenv(name, value)
-    assert choices._joined() == {"launcher": "torchrun", "rank": 3, "world": 8}
-
-
 def test_kernels_have_words():
     """A kernel that is added to the tables is shown as it is, and shall have words."""
     from typing import get_args

@@ -9,8 +9,8 @@ from mrl.doctor.variables import RULES
 from tests.doctor.conftest import by_name
 
 
-def look(joined=None, **environment):
-    return by_name(variables.section(environment, joined))
+def look(**environment):
+    return by_name(variables.section(environment))
 
 
 def test_what_is_set_is_shown_and_others_variables_are_not():
@@ -55,19 +55,3 @@ def test_rules_are_about_names_that_are_looked_at():
             assert name.startswith(variables.PREFIXES) or (
                 whole and whole[1].split("|")[0].startswith(variables.PREFIXES)
             ), rule.names
-
-
-def test_variables_of_launchers():
-    wrong = look({"error": "environment: RANK=3 is set but WORLD_SIZE is not; start through torchrun"})[
-        "variable.launcher"
-    ]
-    assert wrong.level == "fault" and "unset RANK" in wrong.fix
-    found = look({"launcher": "srun", "rank": 1, "world": 16})["variable.launcher"]
-    assert found.level == "note" and "is rank 1 of 16" in found.what
-
-
-def test_libraries_that_are_found_before_torch_s(tmp_path):
-    for name in ("libnccl.so.2", "libcudnn.so.9", "libother.so"):
-        (tmp_path / name).touch()
-    found = look(LD_LIBRARY_PATH=f"/no/such:{tmp_path}:")["variable.libraries"]
-    assert found.level == "note" and found.data["found"] == [f"{tmp_path}/libcudnn.so.9", f"{tmp_path}/libnccl.so.2"]
