@@ -50,7 +50,7 @@ OF_METRICS = (
     ),
     *_of(
         "trainers/throughput.py",
-        "trainers/test_parts.py::test_speed_is_of_all_tokens_and_utilization_of_all_gpus",
+        "trainers/test_throughput.py::test_speed_is_of_all_tokens_and_utilization_of_all_gpus",
         ("self.peak = peak * engine.world_size if", "self.peak = peak if"),
         ("labels = int((batch.loss_mask != 0).sum())", "labels = int(batch.loss_mask.sum())"),
     ),
