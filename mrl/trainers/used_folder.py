@@ -15,6 +15,7 @@ from mrl.config.resume import Change, check_resume, moving
 from mrl.converters.adapter_folder import CONFIG as ADAPTER_CONFIG
 from mrl.engine import atomic_checkpoint
 from mrl.errors import CheckpointError, ConfigError, Shown, quoted, shortened
+from mrl.trainers import run_lock
 from mrl.words import counted
 
 NOT_LOOKED_AT = "changed since, and not looked at, as there is nothing to do"
@@ -119,7 +120,8 @@ def check_kinds(folder: pathlib.Path) -> None:
 
     A link to what is there is followed: checkpoints may be on another disk.
     """
-    for name in (*FILES, *FOLDERS, *REPLACED):
+    logs = sorted(f"logs/{path.name}" for path in (folder / "logs").glob("rank_*.log"))
+    for name in (*FILES, *FOLDERS, *REPLACED, *logs, run_lock.NAME):
         path, why = folder / name, ""
         if path.is_symlink() and not path.exists() and name not in REPLACED:
             why = f"has a link {name} to {shortened(os.readlink(path), 80)}, which is not there"

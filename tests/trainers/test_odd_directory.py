@@ -20,10 +20,10 @@ def start(tmp_path):
     return choose_start(RunDirectory(tmp_path / "run"), from_dict(config))
 
 
-@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS, "logs/rank_1.log", ".lock"])
 def test_another_kind_of_thing_is_named(tmp_path, name):
     path = tmp_path / "run" / name
-    path.parent.mkdir()
+    path.parent.mkdir(parents=True)
     path.touch() if name in FOLDERS else path.mkdir()
     with pytest.raises(ConfigError, match=f"output_dir: value .*run' has a (file|folder) {name}, where a run has"):
         start(tmp_path)
