@@ -62,15 +62,15 @@ class Key:
     def section(self) -> type | None:
         """The dataclass of a key that holds other keys, also where it may be null; None for other keys."""
         return next(
-            (arm for arm in _arms(self.annotation) if isinstance(arm, type) and dataclasses.is_dataclass(arm)), None
+            (arm for arm in arms_of(self.annotation) if isinstance(arm, type) and dataclasses.is_dataclass(arm)), None
         )
 
     @property
     def nullable(self) -> bool:
-        return type(None) in _arms(self.annotation)
+        return type(None) in arms_of(self.annotation)
 
 
-def _arms(annotation: Any) -> tuple[Any, ...]:
+def arms_of(annotation: Any) -> tuple[Any, ...]:
     """Returns the types of a union; of another type, itself."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)

@@ -6,7 +6,7 @@ What the families share: fields of a pre-norm, gated, rotary decoder, and the fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -161,9 +161,12 @@ def window_fields(hf: dict[str, Any], types: list[str] | None = None) -> dict[st
 
 
 def moe_fields(
-    hf: dict[str, Any], *, expert_ffn: int, sparse: list[int], normalise: bool, shared_ffn: int = 0
-) -> dict[str, Any]:
-    """Fields of a top-k router over SwiGLU experts; `sparse` has 1 for each MoE layer. The router computes in fp32.
+    hf: dict[str, Any], is_sparse: Callable[[dict[str, Any], int], bool], *, normalise: bool,
+    ffn: str = "moe_intermediate_size", shared_ffn: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the fields of a top-k router over SwiGLU experts. The router computes in fp32.
+
+    `is_sparse`: whether a layer has experts. `ffn`: the key with the channels of an expert.
 
     `normalise`: the weights of the chosen experts sum to 1, which is a softmax over the chosen logits alone.
     `shared_ffn`: channels of an expert that every token visits; 0 for none.
@@ -178,8 +181,8 @@ def moe_fields(
     return {
         "num_moe_experts": experts,
         "moe_router_topk": topk,
-        "moe_ffn_hidden_size": expert_ffn,
-        "moe_layer_freq": sparse,
+        "moe_ffn_hidden_size": hf[ffn],
+        "moe_layer_freq": [int(is_sparse(hf, layer)) for layer in range(hf["num_hidden_layers"])],
         # a softmax over all experts before the choice puts Mixtral's logits off by 0.99
         "moe_router_pre_softmax": not normalise,
         "moe_router_dtype": "fp32",

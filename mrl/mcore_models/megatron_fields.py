@@ -19,7 +19,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from mrl.config.keys import listed
+from mrl.config.keys import arms_of, listed
 from mrl.config.megatron_speed import MOMENTS
 from mrl.errors import ConfigError, one_line
 
@@ -337,14 +337,9 @@ def _version() -> str:
         return "the installed megatron-core"
 
 
-def _arms(annotation: Any) -> tuple[Any, ...]:
-    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    return typing.get_args(annotation) if union else (annotation,)
-
-
 def _takes_any(annotation: Any) -> bool:
     """Returns whether YAML has a value of this type other than null."""
-    return any(arm not in (_NotInYaml, type(None)) for arm in _arms(annotation))
+    return any(arm not in (_NotInYaml, type(None)) for arm in arms_of(annotation))
 
 
 def _is(value: Any, annotation: Any) -> bool:
@@ -377,7 +372,7 @@ def _words(field: Field) -> str:
             return f"one of {', '.join(map(str, typing.get_args(arm)))}"
         return words.get(arm, "a list")
 
-    arms = [arm for arm in _arms(field.annotation) if arm is not _NotInYaml]
+    arms = [arm for arm in arms_of(field.annotation) if arm is not _NotInYaml]
     nullable = [type(None)] if field.nullable and type(None) not in arms else []
     return ", or ".join(dict.fromkeys(of(arm) for arm in [*arms, *nullable]))
 
@@ -391,7 +386,7 @@ def of_kind(given: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     for name, value in given.items():
         field = fields()[name]
         if kind in field.kinds:
-            arms = _arms(field.annotation)
+            arms = arms_of(field.annotation)
             if DType in arms and isinstance(value, str):
                 value = getattr(torch, value)
             elif isinstance(value, list) and any(typing.get_origin(arm) is tuple for arm in arms):

@@ -120,7 +120,7 @@ def _ground_truth(sample: Sample) -> Any:
 def _extra_info(sample: Sample) -> dict[str, Any]:
     info = sample.row.get("extra_info")
     if info is not None and not isinstance(info, Mapping):
-        raise ValueError(f"extra_info of the row is {_shown(info)}, which is no mapping")
+        raise ValueError(f"extra_info of the row is {with_type(info)}, which is no mapping")
     return {**(info or {}), "num_turns": sample.turns, "rollout_reward_scores": {}}
 
 
@@ -271,7 +271,7 @@ class RewardCall:
         given = returned.tolist() if hasattr(returned, "tolist") else returned
         if not isinstance(given, list | tuple):
             raise ValueError(
-                f"returned {_shown(returned)}, which is no list of numbers, one for each of {count} completions"
+                f"returned {with_type(returned)}, which is no list of numbers, one for each of {count} completions"
             )
         if len(given) != count:
             raise ValueError(f"returned {len(given)} values for {count} completions")
@@ -291,13 +291,14 @@ def as_float(value: Any, what: str = "") -> float:
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise ValueError(f"returned {_shown(value)}{what}, which is no number")
+        raise ValueError(f"returned {with_type(value)}{what}, which is no number")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"returned {number}{what}, which is not finite")
     return number
 
 
-def _shown(value: Any) -> str:
+def with_type(value: Any) -> str:
+    """Returns a value, shortened, with the name of its type."""
     shown = repr(value)
     return f"{shown if len(shown) <= 60 else shown[:57] + '...'} ({type(value).__name__})"

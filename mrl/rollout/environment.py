@@ -25,7 +25,7 @@ from mrl.data.files import BadRow
 from mrl.data.formats import check_messages
 from mrl.data.prompts import Prompt
 from mrl.errors import ConfigError, RewardError
-from mrl.rewards.calls import as_float
+from mrl.rewards.calls import as_float, with_type
 from mrl.rewards.functions import describe, is_async, load_named
 
 THREADS = 256
@@ -229,13 +229,13 @@ class Environments:
 
     def _step_of(self, value: Any) -> Step:
         if not isinstance(value, tuple | list) or len(value) != 3:
-            raise ValueError(f"returned {_shown(value)}, which is not (observation, reward, done)")
+            raise ValueError(f"returned {with_type(value)}, which is not (observation, reward, done)")
         observation, reward, done = value
         reward = as_float(reward, " as the reward")
         if hasattr(done, "item"):  # NumPy's
             done = done.item()
         if not isinstance(done, bool):
-            raise ValueError(f"returned {_shown(done)} as done, which is not True or False")
+            raise ValueError(f"returned {with_type(done)} as done, which is not True or False")
         if observation is None and not done:
             raise ValueError("returned no observation, and done is False")
         return Step(None if observation is None else _content_of(observation, "the observation"), reward, done)
@@ -259,14 +259,9 @@ def _content_of(value: Any, what: str) -> Content:
     if isinstance(value, str):
         return value
     if not isinstance(value, dict | list):
-        raise ValueError(f"returned {_shown(value)} as {what}; give text, a message or a list of messages")
+        raise ValueError(f"returned {with_type(value)} as {what}; give text, a message or a list of messages")
     try:
         messages = json.loads(json.dumps(value if isinstance(value, list) else [value]))
     except (TypeError, ValueError) as error:
         raise ValueError(f"returned {what} with something that is no plain data ({error})") from None
     return check_messages(messages, what)
-
-
-def _shown(value: Any) -> str:
-    shown = repr(value)
-    return f"{shown if len(shown) <= 60 else shown[:57] + '...'} ({type(value).__name__})"

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,6 +113,22 @@ class AdapterServer(Server):
 def seed_of(request: SampleRequest) -> int:
     """63 bits that follow from the request's key and length, so that each sample and each turn has noise of its own."""
     return noise_key(request.key, len(request.tokens)) >> 1
+
+
+def common_fields(request: SampleRequest) -> dict[str, Any]:
+    """Returns a request's parameters that vLLM and SGLang call the same."""
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_p": 1.0 if sampling.greedy else sampling.top_p,
+        "min_p": 0.0 if sampling.greedy else sampling.min_p,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop": list(request.stop),
+        "stop_token_ids": list(request.stop_tokens),
+        "skip_special_tokens": False,
+    }
 
 
 @contextlib.contextmanager

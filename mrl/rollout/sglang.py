@@ -22,7 +22,7 @@ from mrl.errors import ServerError
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.handover import INCOMPLETE, Together
 from mrl.rollout.http import TRIES
-from mrl.rollout.servers import AdapterServer, ServerSampler, answers_of, seed_of
+from mrl.rollout.servers import AdapterServer, ServerSampler, answers_of, common_fields, seed_of
 from mrl.rollout.sglang_link import PickledLink
 
 
@@ -34,19 +34,11 @@ def sampling_fields(request: SampleRequest) -> dict[str, Any]:
     sampling = request.sampling
     return {
         "max_new_tokens": request.max_new_tokens,
-        "temperature": sampling.temperature,
         "top_k": -1 if sampling.greedy or sampling.top_k == 0 else sampling.top_k,
-        "top_p": 1.0 if sampling.greedy else sampling.top_p,
-        "min_p": 0.0 if sampling.greedy else sampling.min_p,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
         "sampling_seed": seed_of(request),
-        "stop": list(request.stop),
-        "stop_token_ids": list(request.stop_tokens),
         "ignore_eos": not request.stop_tokens,
         "no_stop_trim": True,
-        "skip_special_tokens": False,
+        **common_fields(request),
     }
 
 

@@ -21,7 +21,7 @@ from mrl.errors import ConfigError, ServerError, Shown
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.handover import INCOMPLETE
 from mrl.rollout.http import Http
-from mrl.rollout.servers import AdapterServer, ServerSampler, answers_of, seed_of
+from mrl.rollout.servers import AdapterServer, ServerSampler, answers_of, common_fields, seed_of
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 LINKS = frozenset({"broadcast", "ipc"})
@@ -69,20 +69,12 @@ def sampling_fields(request: SampleRequest) -> dict[str, Any]:
     sampling = request.sampling
     return {
         "max_tokens": request.max_new_tokens,
-        "temperature": sampling.temperature,
         "top_k": 0 if sampling.greedy else sampling.top_k,
-        "top_p": 1.0 if sampling.greedy else sampling.top_p,
-        "min_p": 0.0 if sampling.greedy else sampling.min_p,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
         "seed": seed_of(request),
         "logprobs": 0,  # of the sampled token alone
-        "stop": list(request.stop),
-        "stop_token_ids": list(request.stop_tokens),
         "ignore_eos": True,
         "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
+        **common_fields(request),
     }
 
 

@@ -53,13 +53,7 @@ def fields(hf: dict[str, Any]) -> dict[str, Any]:
     require(hf, "head_dim", (hf["qk_rope_head_dim"],))
     require(hf, "ep_size", (1, None))
     require(hf, "moe_layer_freq", (1, None))
-    moe = moe_fields(
-        hf,
-        expert_ffn=hf["moe_intermediate_size"],
-        sparse=[int(is_sparse(hf, layer)) for layer in range(hf["num_hidden_layers"])],
-        normalise=True,
-        shared_ffn=sizes(hf)["shared_ffn"],
-    )
+    moe = moe_fields(hf, is_sparse, normalise=True, shared_ffn=sizes(hf)["shared_ffn"])
     latent = {
         "multi_latent_attention": True,
         "q_lora_rank": hf["q_lora_rank"],

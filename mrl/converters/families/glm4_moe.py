@@ -37,13 +37,7 @@ def sizes(hf: HFConfig) -> dict[str, int]:
 
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
-    moe = moe_fields(
-        hf,
-        expert_ffn=hf["moe_intermediate_size"],
-        sparse=[int(is_sparse(hf, layer)) for layer in range(hf["num_hidden_layers"])],
-        normalise=True,
-        shared_ffn=sizes(hf)["shared_ffn"],
-    )
+    moe = moe_fields(hf, is_sparse, normalise=True, shared_ffn=sizes(hf)["shared_ffn"])
     dense = dense_fields(hf, qkv_bias=bool(hf["attention_bias"]), qk_norm=bool(hf["use_qk_norm"]), partial_rotary=True)
     return dense | {"rotary_percent": rotary_percent(hf)} | moe | sigmoid_router_fields(hf)
 

@@ -28,9 +28,7 @@ def fields(hf: dict[str, Any]) -> dict[str, Any]:
     require(hf, "experts_per_token", (None, hf["num_experts_per_tok"]))
     if hf["rope_scaling"] is not None:
         require(hf["rope_scaling"], "attention_factor", (None,))
-    moe = moe_fields(
-        hf, expert_ffn=hf["intermediate_size"], sparse=[1] * hf["num_hidden_layers"], normalise=True
-    )  # fmt: skip
+    moe = moe_fields(hf, every_layer, ffn="intermediate_size", normalise=True)
     return dense_fields(hf, qkv_bias=True, yarn=True) | window_fields(hf, hf["layer_types"]) | moe | {
         "add_bias_linear": True,
         "softmax_type": "learnable",

@@ -11,8 +11,7 @@ from mrl.converters.table import ATTENTION, Family, every_layer, sparse_mlp
 
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
-    sparse = [1] * hf["num_hidden_layers"]
-    moe = moe_fields(hf, expert_ffn=hf["intermediate_size"], sparse=sparse, normalise=True)
+    moe = moe_fields(hf, every_layer, ffn="intermediate_size", normalise=True)
     return dense_fields(hf) | window_fields(hf) | moe
 
 

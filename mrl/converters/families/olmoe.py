@@ -9,12 +9,7 @@ from mrl.converters.table import ATTENTION, QK_NORM_OVER_HEADS, Family, every_la
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
     require(hf, "clip_qkv", (None,))
     require(hf, "head_dim", (hf["hidden_size"] // hf["num_attention_heads"],))  # transformers sizes the norms by it
-    moe = moe_fields(
-        hf,
-        expert_ffn=hf["intermediate_size"],
-        sparse=[1] * hf["num_hidden_layers"],
-        normalise=bool(hf["norm_topk_prob"]),
-    )
+    moe = moe_fields(hf, every_layer, ffn="intermediate_size", normalise=bool(hf["norm_topk_prob"]))
     return dense_fields(hf, qk_norm=True) | {"qk_norm_over_heads": True} | moe
 
 

@@ -24,11 +24,7 @@ def sizes(hf: HFConfig) -> dict[str, int]:
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
     moe = moe_fields(
-        hf,
-        expert_ffn=hf["moe_intermediate_size"],
-        sparse=[int(is_sparse(hf, layer)) for layer in range(hf["num_hidden_layers"])],
-        normalise=bool(hf["norm_topk_prob"]),
-        shared_ffn=hf["shared_expert_intermediate_size"],
+        hf, is_sparse, normalise=bool(hf["norm_topk_prob"]), shared_ffn=hf["shared_expert_intermediate_size"]
     )
     gate = {"moe_shared_expert_gate": True}
     return dense_fields(hf, qkv_bias=bool(hf["qkv_bias"])) | window_fields(hf, hf["layer_types"]) | moe | gate

@@ -15,12 +15,7 @@ def is_sparse(config: HFConfig, layer: int) -> bool:
 
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
-    moe = moe_fields(
-        hf,
-        expert_ffn=hf["moe_intermediate_size"],
-        sparse=[int(is_sparse(hf, layer)) for layer in range(hf["num_hidden_layers"])],
-        normalise=bool(hf.get("norm_topk_prob", False)),
-    )
+    moe = moe_fields(hf, is_sparse, normalise=bool(hf.get("norm_topk_prob", False)))
     return dense_fields(hf, qk_norm=True) | window_fields(hf) | moe
 
 
