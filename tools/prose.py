@@ -7,7 +7,7 @@
 
 A line has the number of sentences, the mean and the 90th percentile of their words, and how many are tangled.
 A tangled sentence begins with Of, What, Where or As, or has two of which, that, where and whose.
-A page without a ceiling has that of CONTRIBUTING.md's rule, and one tangled sentence in twenty.
+The rule of CONTRIBUTING.md is the ceiling of all but those that tools/prose.json lists, which are above it still.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ CEILINGS = ROOT / "tools" / "prose.json"
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "benchmarks/*.md", "examples/**/*.md")
 GENERATED = ("docs/config.md", "docs/coming-from.md")  # their sentences are docstrings and messages
 RULE = (16, 28)  # mean and 90th percentile of words (CONTRIBUTING.md)
+SHARE = 20  # one sentence in so many may be tangled
 TANGLED = re.compile(r"^(Of|What|Where|As)\b|\b(which|that|where|whose)\b.*\b(which|that|where|whose)\b")
 WORST = 10
 CELLS, LABEL = ("td_open", "th_open"), 8  # a cell of fewer words is a label, no sentence
@@ -125,10 +126,13 @@ def main() -> int:
     failed = False
     for name, sentences in measured().items():
         now = figures(sentences)
-        ceiling = ceilings.get(name, [*RULE, len(sentences) // 20])
+        rule = [*RULE, max(1, len(sentences) // SHARE)]
+        ceiling = ceilings.get(name, rule)
         above = any(figure > limit for figure, limit in zip(now, ceiling, strict=True))
         failed |= above
-        lowered[name] = [min(pair) for pair in zip(now, ceiling, strict=True)] if name in ceilings else now
+        lower = [max(least, min(pair)) for least, *pair in zip(rule, now, ceiling, strict=True)]
+        if lower != rule:
+            lowered[name] = lower
         wanted = not options.names or name.removesuffix(" docstrings").removesuffix(" messages") in options.names
         if wanted and (above or not options.check):
             print(
