@@ -76,7 +76,7 @@ class Section(NamedTuple):
 
 
 def sections(section: type, path: str = "", help: str = "keys outside of any section") -> Iterator[Section]:
-    """Yields `section` and each section below it that has keys, also where it is null."""
+    """Yields `section` and the sections below it, null ones included. Those without keys of their own are skipped."""
     keys = section_keys(section, path)
     if plain := [key for key in keys if key.section is None]:
         yield Section(path, help, section, plain)
@@ -138,7 +138,7 @@ def _cell(help: str) -> str:
 def asked(names: Sequence[str], wanted: str | None) -> str:
     """Returns what `mrl config NAMES --grep WANTED` prints. names: a command, a section or key, both, or none.
 
-    Raises ConfigError where nothing is of that name or has that text.
+    Raises ConfigError if nothing has that name or text.
     """
     roots = commands.roots()
     looked = list(roots) if names or wanted else ["sft"]

@@ -29,7 +29,7 @@ MIX_BY_HELP = "what the weights of data.train's sources are shares of"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsConfig:
-    """Where rows come from and in which order: what `data` of both commands has."""
+    """The source of rows and their order: keys of `data` in every command on rows."""
 
     train: str | tuple[Share, ...] = key(REQUIRED, f"training rows: {FORMS}", moves=True, parse=train_of(Share))
     eval: str | Mapping[str, Source] | None = key(

@@ -78,7 +78,7 @@ _MTP = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedModelConfig(ModelConfig):
-    """A language model that trains, with its MTP layers where that is asked for."""
+    """A language model that trains, with its MTP layers if `mtp` is given."""
 
     mtp: MTPConfig | None = key(None, _MTP)
 

@@ -6,7 +6,7 @@
         - {path: openai/gsm8k:main, weight: 0.3, columns: {question: prompt, answer: completion}}
       eval: {math: math-test.jsonl, gsm8k: {path: openai/gsm8k:main, columns: {question: prompt, answer: completion}}}
 
-What a source leaves out is as `data` has it.
+A source takes from `data` what it does not give itself.
 """
 
 from __future__ import annotations
