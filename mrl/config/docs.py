@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import difflib
 import json
 import re
@@ -106,10 +105,10 @@ def markdown() -> str:
 def heading_of(section: Section, found: Iterable[list[Section]]) -> str:
     """Returns the shortest path of a section alike, by default its own: `engine` for `critic.engine`.
 
-    Sections are alike if their classes have a base in common.
+    Sections are alike if the class of one is that of the other, or its base.
     """
-    bases = set(filter(dataclasses.is_dataclass, section.of.__mro__))
-    alike = [other.path for own in found for other in own if bases & {*other.of.__mro__}]
+    every = [other for own in found for other in own]
+    alike = [one.path for one in every if issubclass(one.of, section.of) or issubclass(section.of, one.of)]
     return min([section.path, *alike], key=lambda path: path.count("."))
 
 
