@@ -40,7 +40,6 @@ class AnswerRowsConfig(StreamedRowsConfig):
         "a row with a longer sequence stops the run, or is skipped, counted and reported (drop). None is cut, "
         "because an answer would lose its end, or a pair its shared prompt",
     )
-    system: str | None = key(None, "text of a system message before conversations that have none")
     prompt_end: str | None = key(None, PROMPT_END_HELP)
 
 

@@ -55,7 +55,7 @@ class Length(Protocol):
 
 
 class Config(Protocol):
-    """What the config of every command of this kind has; its root has more sections."""
+    """Sections that the config of every command has; its root has more."""
 
     @property
     def output_dir(self) -> str: ...
@@ -65,7 +65,7 @@ class Config(Protocol):
 
 
 class OnRows(Config, Protocol):
-    """What the config of a command has that trains on rows for a number of steps: all but `mrl serve`."""
+    """Sections in the config of a command that trains on rows: all but `mrl serve`."""
 
     @property
     def seed(self) -> int: ...

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import difflib
 import json
 import re
@@ -76,7 +75,7 @@ class Section(NamedTuple):
 
 
 def sections(section: type, path: str = "", help: str = "keys outside of any section") -> Iterator[Section]:
-    """Yields `section` and each section below it that has keys, also where it is null."""
+    """Yields `section` and the sections below it, null ones included. Those without keys of their own are skipped."""
     keys = section_keys(section, path)
     if plain := [key for key in keys if key.section is None]:
         yield Section(path, help, section, plain)
@@ -106,10 +105,10 @@ def markdown() -> str:
 def heading_of(section: Section, found: Iterable[list[Section]]) -> str:
     """Returns the shortest path of a section alike, by default its own: `engine` for `critic.engine`.
 
-    Sections are alike if their classes have a base in common.
+    Sections are alike if the class of one is that of the other, or its base.
     """
-    bases = set(filter(dataclasses.is_dataclass, section.of.__mro__))
-    alike = [other.path for own in found for other in own if bases & {*other.of.__mro__}]
+    every = [other for own in found for other in own]
+    alike = [one.path for one in every if issubclass(one.of, section.of) or issubclass(section.of, one.of)]
     return min([section.path, *alike], key=lambda path: path.count("."))
 
 
@@ -138,7 +137,7 @@ def _cell(help: str) -> str:
 def asked(names: Sequence[str], wanted: str | None) -> str:
     """Returns what `mrl config NAMES --grep WANTED` prints. names: a command, a section or key, both, or none.
 
-    Raises ConfigError where nothing is of that name or has that text.
+    Raises ConfigError if nothing has that name or text.
     """
     roots = commands.roots()
     looked = list(roots) if names or wanted else ["sft"]

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from mrl.config.answers import AnswerLossConfig, AnswerRowsConfig, AnswersConfig
 from mrl.config.preference_losses import NO_REFERENCE, OF_SINGLE_ROWS, ROWS
-from mrl.config.rows import EVAL_HELP, MIX_BY_HELP, TRAIN_HELP
-from mrl.config.schema import REQUIRED, EngineConfig, ModelConfig, PolicyModelConfig, key
+from mrl.config.rows import EVAL_HELP, TRAIN_HELP
+from mrl.config.schema import REQUIRED, EngineConfig, ModelConfig, PolicyModelConfig, RoleModelConfig, key
 from mrl.config.sources import PreferenceShare, PreferenceSource, eval_of, train_of
 
 
@@ -61,15 +61,9 @@ class LossConfig(AnswerLossConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReferenceModelConfig:
-    path: str | None = key(None, "Hugging Face model folder or hub id; null is model.path", moves=True)
-    dtype: Literal["bfloat16", "float32"] | None = key(None, "as model.dtype, which null is")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceReferenceConfig:
-    model: ReferenceModelConfig = key(
-        ReferenceModelConfig,
+    model: RoleModelConfig = key(
+        RoleModelConfig,
         "the reference policy of the log-ratios. Default with model.lora: the model without its adapters",
     )
     engine: EngineConfig | None = key(None, "its engine and layout; null is the model's", may_change=True)
@@ -87,7 +81,6 @@ class PreferenceDataConfig(AnswerRowsConfig):
     eval: str | Mapping[str, PreferenceSource] | None = key(
         None, EVAL_HELP, may_change=True, parse=eval_of(PreferenceSource)
     )
-    mix_by: Literal["rows", "tokens"] = key("rows", MIX_BY_HELP, may_change=True)
     format: Literal["auto", "preference", "unpaired"] = key(
         "auto",
         "form of a row: preference (prompt, chosen, rejected; or chosen and rejected as whole conversations), or for "

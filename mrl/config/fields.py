@@ -1,4 +1,4 @@
-"""What a key of the schema is declared with: its default, meaning and bounds."""
+"""Declares a key of the schema: its default, meaning and bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a key of another trainer is here: the parts of the tables of verl, NeMo-RL and TRL."""
+"""Rows of the tables of verl, NeMo-RL and TRL: a key of another trainer, and ours for it."""
 
 from __future__ import annotations
 

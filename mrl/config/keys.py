@@ -1,4 +1,4 @@
-"""What the schema says about each key, read from its annotations: for error messages, docs and checks.
+"""Reads from the schema what it says about each key, for error messages, docs and checks.
 
 Nothing here knows any particular key.
 """

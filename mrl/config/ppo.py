@@ -14,20 +14,21 @@ from typing import Any, Literal
 from mrl.config.build import build_section
 from mrl.config.recipes import ALGORITHMS
 from mrl.config.rewards import RewardsConfig, parse_rewards
-from mrl.config.rows import MIX_BY_HELP, TRAIN_HELP, RowsConfig
+from mrl.config.rows import TRAIN_HELP, RowsConfig
 from mrl.config.schema import (
-    JSD_BETA,
     MOST_SECONDS,
     MOST_SEQUENCES,
     MOST_WAYS,
     REQUIRED,
     CheckpointConfig,
+    DivergenceConfig,
     EngineConfig,
     LogConfig,
     LoraConfig,
     OneTeacherConfig,
     OptimizerConfig,
     PolicyModelConfig,
+    RoleModelConfig,
     TeacherServerConfig,
     key,
     other_teachers,
@@ -40,12 +41,6 @@ class ActorConfig:
     model: PolicyModelConfig = key(REQUIRED, "the policy that is trained")
     engine: EngineConfig = key(EngineConfig, "its engine and layout")
     optimizer: OptimizerConfig = key(OptimizerConfig, "the optimizer and its schedule, over the steps of the actor")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RoleModelConfig:
-    path: str | None = key(None, "Hugging Face model folder or hub id; null is the actor's", moves=True)
-    dtype: Literal["bfloat16", "float32"] | None = key(None, "as actor.model.dtype; null is the actor's")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,28 +176,12 @@ class RolloutConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DistillConfig:
+class DistillConfig(DivergenceConfig):
     """What algorithm opd minimizes over distributions, as `teacher` has it of `mrl sft`."""
 
     loss: Literal["forward_kl", "reverse_kl", "jsd"] = key(
         "reverse_kl", "the divergence of the student's distributions from the teacher's"
     )
-    beta: float | None = key(
-        None,
-        "for jsd: the teacher's share of the mixture that both are compared with. null is 0.5",
-        above=0,
-        maximum=0.999,
-    )
-    top_k: int | None = key(
-        64,
-        "compare both at the teacher's k likeliest token ids, with one bucket for all others. null, or as many as "
-        "there are, compares the whole vocabulary exactly, and needs memory for that many numbers a token",
-        minimum=1,
-    )
-
-    @property
-    def resolved_beta(self) -> float:
-        return JSD_BETA if self.beta is None else self.beta
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,7 +236,6 @@ class AlgorithmConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptsConfig(RowsConfig):
     train: str | tuple[PromptShare, ...] = key(REQUIRED, TRAIN_HELP, moves=True, parse=train_of(PromptShare))
-    mix_by: Literal["rows", "tokens"] = key("rows", MIX_BY_HELP, may_change=True)
     eval: str | dict[str, Source] | None = key(
         None,
         "evaluation rows in the same forms, or a mapping of names to sources, each with its own metrics",

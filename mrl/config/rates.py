@@ -1,4 +1,4 @@
-"""The learning rates that runs have where their config gives none: by command, and by whether adapters train."""
+"""The default learning rates, by command and by whether adapters train."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from mrl.config.answers import AnswerLossConfig, AnswerRowsConfig, AnswersConfig
-from mrl.config.rows import EVAL_HELP, MIX_BY_HELP, TRAIN_HELP
+from mrl.config.rows import EVAL_HELP, TRAIN_HELP
 from mrl.config.schema import REQUIRED, ModelConfig, key
 from mrl.config.sources import ScoredShare, ScoredSource, eval_of, train_of
 
@@ -45,7 +45,6 @@ class ScoreLossConfig(AnswerLossConfig):
 class ScoredDataConfig(AnswerRowsConfig):
     train: str | tuple[ScoredShare, ...] = key(REQUIRED, TRAIN_HELP, moves=True, parse=train_of(ScoredShare))
     eval: str | Mapping[str, ScoredSource] | None = key(None, EVAL_HELP, may_change=True, parse=eval_of(ScoredSource))
-    mix_by: Literal["rows", "tokens"] = key("rows", MIX_BY_HELP, may_change=True)
     format: Literal["auto", "preference", "graded", "steps"] = key(
         "auto",
         "form of a row: preference (prompt, chosen, rejected; or chosen and rejected as whole conversations), graded "

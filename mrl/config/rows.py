@@ -24,16 +24,18 @@ from mrl.config.sources import (
 
 TRAIN_HELP = f"training rows: {FORMS}; or a list of sources to mix (docs/data.md)"
 EVAL_HELP = "evaluation rows in the same forms, or a mapping of names to sources, each with its own loss"
-MIX_BY_HELP = "what the weights of data.train's sources are shares of"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsConfig:
-    """Where rows come from and in which order: what `data` of both commands has."""
+    """The source of rows and their order: keys of `data` in every command on rows."""
 
     train: str | tuple[Share, ...] = key(REQUIRED, f"training rows: {FORMS}", moves=True, parse=train_of(Share))
     eval: str | Mapping[str, Source] | None = key(
         None, "evaluation rows, in the same forms", may_change=True, parse=eval_of(Source)
+    )
+    mix_by: Literal["rows", "tokens"] = key(
+        "rows", "what the weights of data.train's sources are shares of", may_change=True
     )
     split: str | None = key(
         None, "split of a `datasets` folder or hub id; default train (and test or validation for eval)"
@@ -54,10 +56,11 @@ class RowsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamedRowsConfig(RowsConfig):
-    """Rows that may be read while training."""
+    """Rows that may be read while training, and conversations with a system message."""
 
     stream: bool = key(False, STREAM_HELP)
     shuffle_buffer: int | None = key(None, BUFFER_HELP, minimum=0, maximum=MOST_BUFFERED)
+    system: str | None = key(None, "text of a system message before conversations that have none")
 
     @property
     def resolved_shuffle_buffer(self) -> int:

@@ -18,7 +18,7 @@ from mrl.config.keys import kind
 from mrl.config.megatron_speed import GONE, ROUNDING
 from mrl.config.mtp import MTPConfig as MTPConfig
 from mrl.config.mtp import PolicyMTPConfig
-from mrl.config.rows import EVAL_HELP, MIX_BY_HELP, TRAIN_HELP, StreamedRowsConfig
+from mrl.config.rows import EVAL_HELP, TRAIN_HELP, StreamedRowsConfig
 from mrl.config.sources import LossOn, SFTShare, SFTSource, eval_of, train_of
 from mrl.errors import ConfigError, Mistakes
 
@@ -78,7 +78,7 @@ _MTP = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedModelConfig(ModelConfig):
-    """A language model that trains, with its MTP layers where that is asked for."""
+    """A language model that trains, with its MTP layers if `mtp` is given."""
 
     mtp: MTPConfig | None = key(None, _MTP)
 
@@ -86,6 +86,14 @@ class TrainedModelConfig(ModelConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyModelConfig(TrainedModelConfig):
     mtp: PolicyMTPConfig | None = key(None, _MTP)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoleModelConfig:
+    """The model of a role next to the policy."""
+
+    path: str | None = key(None, "Hugging Face model folder or hub id; null is the policy's", moves=True)
+    dtype: Literal["bfloat16", "float32"] | None = key(None, "as model.dtype; null is the policy's")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -278,7 +286,6 @@ class OptimizerConfig:
 class DataConfig(StreamedRowsConfig):
     train: str | tuple[SFTShare, ...] = key(REQUIRED, TRAIN_HELP, moves=True, parse=train_of(SFTShare))
     eval: str | Mapping[str, SFTSource] | None = key(None, EVAL_HELP, may_change=True, parse=eval_of(SFTSource))
-    mix_by: Literal["rows", "tokens"] = key("rows", MIX_BY_HELP, may_change=True)
     format: Literal["auto", "messages", "prompt_completion", "alpaca", "text", "tokenized"] = key(
         "auto", "form of a row; auto detects it from the first row's fields"
     )
@@ -287,7 +294,6 @@ class DataConfig(StreamedRowsConfig):
         "tokens that train: every assistant turn, the last one, all, or the turns of listed roles, as in [assistant, "
         "tool]",
     )
-    system: str | None = key(None, "text of a system message before conversations that have none")
     teacher: str | None = key(
         None, "teacher of rows that name none, by its name in teacher.others; null is teacher.model"
     )
@@ -413,15 +419,9 @@ def other_teachers(raw: Any, path: str) -> dict[str, OneTeacherConfig]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TeacherConfig(OneTeacherConfig):
-    """Models whose next-token distributions are learned (docs/distill.md): one, or several by row."""
+class DivergenceConfig:
+    """How a student's next-token distributions are compared with a teacher's."""
 
-    others: Mapping[str, OneTeacherConfig] = key(
-        dict,
-        "more teachers by name, each with its own `model`, `engine` and `server`. A row learns from the one that its "
-        "`teacher`, or that of its source, names; else from teacher.model",
-        parse=other_teachers,
-    )
     loss: Literal["forward_kl", "reverse_kl", "jsd"] = key(
         "forward_kl", "the divergence of the student's distributions from the teacher's"
     )
@@ -431,13 +431,29 @@ class TeacherConfig(OneTeacherConfig):
         above=0,
         maximum=0.999,
     )
-    temperature: float = key(1.0, "divides the logits of both in the divergence", minimum=0.01, maximum=100)
     top_k: int | None = key(
         64,
         "compare both at the teacher's k likeliest token ids, with one bucket for all others. null, or as many as "
         "there are, compares the whole vocabulary exactly, and needs memory for that many numbers a token",
         minimum=1,
     )
+
+    @property
+    def resolved_beta(self) -> float:
+        return JSD_BETA if self.beta is None else self.beta
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TeacherConfig(DivergenceConfig, OneTeacherConfig):
+    """Models whose next-token distributions are learned (docs/distill.md): one, or several by row."""
+
+    others: Mapping[str, OneTeacherConfig] = key(
+        dict,
+        "more teachers by name, each with its own `model`, `engine` and `server`. A row learns from the one that its "
+        "`teacher`, or that of its source, names; else from teacher.model",
+        parse=other_teachers,
+    )
+    temperature: float = key(1.0, "divides the logits of both in the divergence", minimum=0.01, maximum=100)
     weight: float = key(
         1.0, "share of the divergence in the loss; the rest is the fine-tuning loss", above=0, maximum=1
     )
@@ -452,10 +468,6 @@ class TeacherConfig(OneTeacherConfig):
     def by_key(self) -> dict[str, OneTeacherConfig]:
         """The teachers by the keys of their sections, that of all other rows first."""
         return {"teacher": self} | {f"teacher.others.{name}": other for name, other in self.others.items()}
-
-    @property
-    def resolved_beta(self) -> float:
-        return JSD_BETA if self.beta is None else self.beta
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@
         - {path: openai/gsm8k:main, weight: 0.3, columns: {question: prompt, answer: completion}}
       eval: {math: math-test.jsonl, gsm8k: {path: openai/gsm8k:main, columns: {question: prompt, answer: completion}}}
 
-What a source leaves out is as `data` has it.
+A source takes from `data` what it does not give itself.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class RenderedSource(Source):
     """Rows whose conversations no part of a run renders but the one that reads them."""
 
     chat_template: str | None = key(None, "file with a Jinja chat template, or none")
+    system: str | None = key(None, "text of a system message before conversations that have none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +131,6 @@ class SFTSource(RenderedSource):
         None, "form of a row"
     )
     loss_on: LossOn | None = key(None, "tokens that train")
-    system: str | None = key(None, "text of a system message before conversations that have none")
     teacher: str | None = key(None, "name in teacher.others of the teacher of its rows")
 
 
@@ -139,7 +139,6 @@ class PreferenceSource(RenderedSource):
     """A source of `mrl dpo`."""
 
     format: Literal["auto", "preference", "unpaired"] | None = key(None, "form of a row")
-    system: str | None = key(None, "text of a system message before conversations that have none")
     prompt_end: str | None = key(None, PROMPT_END_HELP)
 
 
@@ -148,7 +147,6 @@ class ScoredSource(RenderedSource):
     """A source of `mrl rm`."""
 
     format: Literal["auto", "preference", "graded", "steps"] | None = key(None, "form of a row")
-    system: str | None = key(None, "text of a system message before conversations that have none")
     prompt_end: str | None = key(None, PROMPT_END_HELP)
 
 

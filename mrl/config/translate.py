@@ -44,7 +44,7 @@ def leaves(raw: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def advice(dotted: str, root: type) -> str | None:
-    """Returns what to do about an unknown key that another trainer has; None where none has it."""
+    """Returns advice about an unknown key of another trainer; None if none has it."""
     known = known_keys(root)
     if f"actor.{dotted}" in known:
         return f"did you mean actor.{dotted}?"
