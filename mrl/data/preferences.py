@@ -34,7 +34,6 @@ from mrl.algorithms.ragged import sum_per_sequence
 from mrl.batch import MTP_MASK, Batch, make_batch
 from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.keys import listed
-from mrl.data.batches import Batches
 from mrl.data.dataset import Rejected, RowDataset, check_text_alone
 from mrl.data.encode import Encoder, check_system
 from mrl.data.files import BadRow
@@ -406,14 +405,3 @@ def _next_that_differs(prompts: Sequence[list[int]]) -> list[int]:
         elif is_known:
             found[place] = found[after]
     return found
-
-
-class PreferenceSource(Batches[Preference]):
-    """An endless source of global mini-batches of preferences (see `mrl.data.batches.Batches`)."""
-
-    def __init__(self, dataset: RowDataset[Preference], *, group: int, **options: Any) -> None:
-        super().__init__(dataset, **options)
-        self.group = group
-
-    def _batch(self, items: Sequence[Preference]) -> Batch:
-        return batch_of(items, group=self.group)

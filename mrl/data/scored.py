@@ -34,7 +34,6 @@ from mrl.batch import Batch, make_batch
 from mrl.config.keys import listed
 from mrl.config.rm import FORMAT_OF, ScoredDataConfig
 from mrl.converters.hf_config import pad_token_of
-from mrl.data.batches import Batches
 from mrl.data.dataset import Rejected, RowDataset, check_text_alone
 from mrl.data.encode import Encoder, check_system
 from mrl.data.files import BadRow
@@ -281,14 +280,3 @@ def scored_batch(rows: Sequence[ScoredRow], *, group: int) -> Batch:
     scores_S = sum_per_sequence(batch.loss_mask.double(), batch.lengths)
     units = float((weights_of(batch) * scores_S).sum()) / group
     return dataclasses.replace(batch, denominators={**batch.denominators, "units": units}, group=group)
-
-
-class ScoredSource(Batches[ScoredRow]):
-    """An endless source of global mini-batches (see `mrl.data.batches.Batches`)."""
-
-    def __init__(self, dataset: RowDataset[ScoredRow], *, group: int, **options: Any) -> None:
-        super().__init__(dataset, **options)
-        self.group = group
-
-    def _batch(self, items: Sequence[ScoredRow]) -> Batch:
-        return scored_batch(items, group=self.group)

@@ -293,7 +293,7 @@ class Read:
         """Returns how the first global batch is laid into micro-batches, where one replica has it all."""
         from mrl.engine.microbatch import plan_micro_batches
 
-        batch = self.task.source(self.dataset).batch_of(items)
+        batch = self.task.batch_of(items)
         part = next(part for part in self.command.parts(self.config) if part.optimizer is not None)
         role = self.command.engine_config(self.config, part)
         limit, lengths = role.engine.micro_batch, batch.lengths.tolist()
