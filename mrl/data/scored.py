@@ -40,7 +40,7 @@ from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Row, Text, check_plain, parse_prompt, question, row_weight
 from mrl.data.json_text import decoded
 from mrl.data.left_out import left_out
-from mrl.data.preferences import answer_of, are_texts, check_fields, parse, weight_field
+from mrl.data.preferences import answer_of, are_texts, check_fields, parse, too_long, weight_field
 from mrl.data.steps import encode_steps
 from mrl.errors import DataError, ModelError
 from mrl.words import counted
@@ -178,12 +178,8 @@ class ScoredDataset(RowDataset[ScoredRow]):
         row = decoded(row)
         check_fields(row, FIELDS[self.format], self.format, LIKE)
         made = {"preference": self._pair, "graded": self._graded, "steps": self._with_steps}[self.format](row)
-        longest = max(len(sequence.ids) for sequence in made.sequences)
-        if longest > self.config.max_length:
-            what = f"the row has a sequence of {longest} tokens and data.max_length is {self.config.max_length}"
-            if self.config.truncation == "drop":
-                return Rejected("dropped", f"{self.where(index)}: {what}")
-            raise DataError(f"{what}; raise data.max_length, or set data.truncation to drop")
+        if (rejected := too_long(self.config, self.where(index), made.sequences)) is not None:
+            return rejected
         for sequence in made.sequences:
             self._check_vocabulary(sequence.ids)
         return dataclasses.replace(made, weight=row_weight(row))

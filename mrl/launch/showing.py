@@ -49,7 +49,7 @@ def run(
         why = f"reads every row, and those of {streamed[0]} are streamed: their number is not known"
         raise ConfigError("--count", why=why, fix="leave it out: lengths are of the first rows, of more with --rows")
     with preflight.quiet():
-        preflight.check_rows_files(config)
+        preflight.check_data(config.data)
         found = _read(command, config, part, has_batch="train.global_batch_size" not in stand_ins)
     for number, read in enumerate(found):
         for line in ["", *read.lines(rows=rows, count=count, by_token=by_token, coloured=coloured)][number == 0 :]:
