@@ -68,8 +68,8 @@ bench-gpu:
 	$(BENCH_PYTHON) benchmarks/gpu.py --result benchmarks/results/gpu-NAME.md
 
 docs: $(DOCS_STAMP)
-	$(BIN)/python -m mrl.config.docs > docs/config.md
-	$(BIN)/python -m mrl.config.foreign > docs/coming-from.md
+	$(BIN)/python tools/pages.py config > docs/config.md
+	$(BIN)/python tools/pages.py coming_from > docs/coming-from.md
 	$(BIN)/python docs/images/architecture.py > docs/images/architecture.svg
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 

@@ -111,7 +111,7 @@ def first_items(make: Callable[[C], Task[C]], config: C, folder: str, *, rows: i
     source = task.source(dataset)
     try:
         found = [taken.items[0] for taken in itertools.islice(source.walk(), rows)]
-        source.batch_of(found)  # which refuses rows that make none
+        task.batch_of(found)  # which refuses rows that make none
     finally:
         source.close()
     return found, f"data.train: the first {rows} of the {of_batch} rows of the first batch"

@@ -37,11 +37,11 @@ def with_rates(raw: Mapping[str, Any], command: str) -> dict[str, Any]:
     made = dict(raw)
     for role in (role for of, role, adapters in RATES if of == command and not adapters):
         sections = [role, "optimizer"] if role else ["optimizer"]
-        if value_at(raw, _key(role)) is not None or not _may_hold(raw, sections):
+        if value_at(raw, key_of(role)) is not None or not _may_hold(raw, sections):
             continue
         is_used = role != "critic" or "critic" in raw  # that of an algorithm without one is another run's
-        saved = value_at(_saved(raw), _key(role)) if is_used else None
-        own, _ = RATES[command, role, value_at(raw, _key(role, "model.lora")) is not None]
+        saved = value_at(_saved(raw), key_of(role)) if is_used else None
+        own, _ = RATES[command, role, value_at(raw, key_of(role, "model.lora")) is not None]
         node = made
         for name in sections:
             node[name] = dict(node.get(name) or {})
@@ -50,7 +50,7 @@ def with_rates(raw: Mapping[str, Any], command: str) -> dict[str, Any]:
     return made
 
 
-def _key(role: str, name: str = "optimizer.lr") -> str:
+def key_of(role: str, name: str = "optimizer.lr") -> str:
     return f"{role}.{name}" if role else name
 
 
@@ -84,16 +84,5 @@ def notes(command: str, rates: Mapping[str, tuple[float, bool]]) -> list[str]:
         own, source = RATES.get((command, role, adapters), (None, ""))
         if lr == own:
             what = " with adapters" if adapters else ""
-            found.append(f"{_key(role)} {lr:g} is the default of mrl {command}{what} ({source})")
+            found.append(f"{key_of(role)} {lr:g} is the default of mrl {command}{what} ({source})")
     return found
-
-
-def table() -> str:
-    """Returns the rates as markdown, for docs/config.md."""
-    lines = ["| command | key | all weights | adapters | from |", "|---|---|---|---|---|"]
-    for (command, role, adapters), (rate, source) in RATES.items():
-        if not adapters:
-            of_adapters, of = RATES[command, role, True]
-            where = f"{source}; adapters: {of}"
-            lines.append(f"| `mrl {command}` | `{_key(role)}` | {rate:g} | {of_adapters:g} | {where} |")
-    return "\n".join(lines)

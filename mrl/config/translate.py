@@ -8,13 +8,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from mrl.config.foreign import TRAINERS
+from mrl.config.foreign_nemo_rl import NEMO_RL
 from mrl.config.foreign_rows import Row, Trainer
 from mrl.config.foreign_trl import TRL
 from mrl.config.foreign_verl import VERL
 from mrl.config.keys import value_at, walk
 from mrl.errors import show
 
+TRAINERS = (VERL, NEMO_RL, TRL)
 DEEPEST = 16
 """Sections inside one another that `leaves` looks into."""
 _MOST = 8  # `${...}` in others

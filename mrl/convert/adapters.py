@@ -57,16 +57,6 @@ def saved_adapters(description: Mapping[str, Any]) -> SavedAdapters | None:
     return SavedAdapters(LoraConfig(**fields), saved["head"], saved["base"], saved["path"])
 
 
-def check_base(saved: SavedAdapters, companions: Path, family: Family, hf_config: HFConfig) -> None:
-    """Raises CheckpointError where the model in `companions` is not the one that the adapters are over."""
-    if identity.fingerprint(str(companions), family, hf_config, saved.head) != saved.base:
-        raise CheckpointError(
-            companions,
-            why=f"its weights are not those of {saved.path}, which the adapters were trained over",
-            fix="give the base with --model",
-        )
-
-
 def tensors_of(
     folder: Path, shapes: Mapping[str, AdapterShape], family: Family, *, head: str, hidden: int
 ) -> dict[str, Tensor]:
@@ -193,8 +183,13 @@ def merged(
     hf_config: HFConfig,
     dtype: torch.dtype,
 ) -> MergedReader:
-    """Returns the checkpoint's adapters over the base in `companions`."""
-    check_base(saved, companions, family, hf_config)
+    """Returns the checkpoint's adapters over the base in `companions`. Raises CheckpointError where it is another."""
+    if identity.fingerprint(str(companions), family, hf_config, saved.head) != saved.base:
+        raise CheckpointError(
+            companions,
+            why=f"its weights are not those of {saved.path}, which the adapters were trained over",
+            fix="give the base with --model",
+        )
     shapes = adapters(str(companions), saved.lora, saved.head)
     found = tensors_of(folder, shapes, family, head=saved.head, hidden=hf_config["hidden_size"])
     return MergedReader(

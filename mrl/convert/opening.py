@@ -35,7 +35,7 @@ def open_adapter(folder: Path, *, model: str | None = None) -> Source:
         raise ModelError(
             folder, why=f"is over {base}, which is an adapter itself", fix=f"give its model with --model, or {MERGE}"
         )
-    kind = read_hf_config(base, quick=True)["model_type"] if (base / "config.json").is_file() else None
+    kind = read_hf_config(base)["model_type"] if (base / "config.json").is_file() else None
     if kind is not None and kind not in FAMILIES:
         why = f"is over a {kind!r} model, of which mrl has no table to merge by"
         raise ModelError(folder, why=why, fix=f"set model.lora.export to merged in the run that made it, or {MERGE}")

@@ -142,7 +142,7 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
     """Opens the Hugging Face folder or hub id `path`, every tensor of it accounted for."""
     folder = local_folder(path, "a Hugging Face model folder or a hub id")
     _check_is_model(folder)
-    hf_config = read_hf_config(folder, quick=True)
+    hf_config = read_hf_config(folder)
     family = family_for(hf_config)
     check_readable(hf_config.get("quantization_config"), str(folder / "config.json"))
     pickled = not any((folder / name).is_file() for name in (SINGLE, INDEX)) and any(
@@ -360,7 +360,7 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     )
     dtype = DTYPES[config.dtype if config is not None else "float32"]
     _check_beside(companions)
-    hf_config = read_hf_config(companions, quick=True)  # first: what is wrong with config.json is then one line
+    hf_config = read_hf_config(companions)  # first: what is wrong with config.json is then one line
     state = {} if imported else _state(folder, saved, role)
     notes = _check_tokenizer(state, companions, given=model is not None)
     if not mcore and hf_config["model_type"] not in FAMILIES:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from mrl.converters.json_file import read_json, shown
-from mrl.converters.plain_config import completed
 from mrl.converters.ranges import check_fields, check_settled
 from mrl.errors import ModelError
 
@@ -41,31 +40,28 @@ def pad_token_of(hf_config: dict[str, Any]) -> int | None:
     return (hf_config.get("text_config") or hf_config).get("pad_token_id")
 
 
-def read_hf_config(path: str | Path, *, quick: bool = False) -> dict[str, Any]:
+def read_hf_config(path: str | Path) -> dict[str, Any]:
     """Returns the config of the model folder `path`, with both spellings resolved; see `normalize`."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ModelError(file, why="no such file", fix="a Hugging Face model folder has a config.json")
-    return normalize(read_json(file), where=str(file), quick=quick)
+    return normalize(read_json(file), where=str(file))
 
 
-def normalize(raw: Mapping[str, Any], where: str = "config.json", *, quick: bool = False) -> dict[str, Any]:
+def normalize(raw: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
     """Returns `raw` completed with transformers' defaults, and with one meaning for each of these keys.
 
     rope_theta: float. rope_scaling: dict with `rope_type`, or None for plain RoPE. head_dim: int. num_key_value_heads:
     int. num_experts: int (0 where there are none). dtype: name such as "bfloat16", or None. tie_word_embeddings: bool.
-    A `model_type` that transformers does not know is returned as it is: `family_for` refuses it by name. quick: without
-    transformers where the file is plain; fields that no family reads may then be missing. A value that is out of its
-    range (mrl.converters.ranges) is refused by the field's name.
+    A `model_type` that transformers does not know is returned as it is: `family_for` refuses it by name.
+    A value that is out of its range (mrl.converters.ranges) is refused by the field's name.
     """
     if not isinstance(raw.get("model_type"), str):
         raise ModelError(
             where, why=f"model_type {shown(raw.get('model_type'))} is not a name", fix="it says which family this is"
         )
     check_fields(raw, where)
-    config = completed(raw) if quick else None
-    if config is None:
-        config = _of_transformers(raw, where)
+    config = _of_transformers(raw, where)
     if config is None:
         return dict(raw)
     rope = dict(config.get("rope_parameters") or {})

@@ -252,18 +252,3 @@ def _check(name: str, value: Any, allowed: Range, where: str) -> None:
         raise ModelError(
             where, why=f"{name} = {shown(value)} is not {allowed.words}", fix="correct the field, or get the file again"
         )
-
-
-def as_markdown() -> str:
-    """Returns the tables as docs/supported-models.md shows them."""
-    lines = ["| field of config.json | what it may hold |", "|---|---|"]
-    grouped: dict[str, list[str]] = {}
-    for name, allowed in [*FIELDS.items(), *((f"rope_parameters.{name}", of) for name, of in ROPE.items())]:
-        grouped.setdefault(allowed.words, []).append(f"`{name}`")
-    lines += [f"| {', '.join(names)} | {words} |" for words, names in grouped.items()]
-    lines += [f"| {', '.join(f'`{name}`' for name in of.fields)} | {of.words} |" for of in RELATIONS]
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(as_markdown(), end="")

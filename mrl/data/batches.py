@@ -7,34 +7,19 @@ its share of it.
 
 from __future__ import annotations
 
-import abc
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from fractions import Fraction
-from typing import Any, Generic
+from typing import Any
 
 import torch
 
 from mrl.algorithms.distill import TEACHER_OF
 from mrl.batch import Batch, make_batch
 from mrl.data.dataset import Example, RowDataset, T
-from mrl.data.order import row_order
-from mrl.data.stream import Progress, Report, RowStream, Taken, count_usable, may_leave_out
+from mrl.data.stream import Progress, Report, RowStream, Taken
 from mrl.errors import DataError, UserError
-
-__all__ = [
-    "BatchSource",
-    "Report",
-    "batch_of",
-    "count_usable",
-    "eval_batches",
-    "in_order",
-    "may_leave_out",
-    "row_order",
-    "steps_for_epochs",
-]
 
 
 def steps_for_epochs(epochs: float, rows: int, global_batch_size: int) -> int:
@@ -42,13 +27,21 @@ def steps_for_epochs(epochs: float, rows: int, global_batch_size: int) -> int:
     return max(1, math.ceil(Fraction(str(epochs)) * rows / global_batch_size))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Built(Generic[T]):
-    batch: Batch
-    taken: Taken[T]
+def batch_of(examples: Sequence[Example]) -> Batch:
+    """Returns the global mini-batch of some rows."""
+    inputs = [e.multi_modal_inputs for e in examples]
+    teachers = torch.tensor([e.teacher for e in examples])
+    batch = make_batch(
+        [e.ids for e in examples], [e.mask for e in examples], multi_modal_inputs=inputs,
+        sequence_fields={TEACHER_OF: teachers} if teachers.any() else {},
+    )  # fmt: skip
+    if not batch.denominators["tokens"]:
+        why = f"all {len(examples)} rows of a batch have weight 0, so there is nothing to divide by"
+        raise DataError("data", why=why, fix="leave out rows of weight 0, or raise train.global_batch_size")
+    return batch
 
 
-class Batches(RowStream[T]):
+class BatchSource(RowStream[T]):
     """An endless source of global mini-batches that can be saved and continued exactly.
 
     With `prefetch`, a thread makes one batch ahead. `state_dict`, `counts`, `rows` and `take_notes` speak of batches
@@ -56,21 +49,23 @@ class Batches(RowStream[T]):
     """
 
     def __init__(
-        self, dataset: RowDataset[T], *, global_batch_size: int, seed: int, shuffle: bool = True, prefetch: bool = True
-    ) -> None:
+        self, dataset: RowDataset[T], *, global_batch_size: int, seed: int, shuffle: bool = True, prefetch: bool = True,
+        batch_of: Callable[[Sequence[Any]], Batch] = batch_of,
+    ) -> None:  # fmt: skip
+        """batch_of: makes the global mini-batch of some rows."""
         super().__init__(dataset, seed=seed, shuffle=shuffle)
-        self.global_batch_size = global_batch_size
+        self.global_batch_size, self.batch_of = global_batch_size, batch_of
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mrl-data") if prefetch else None
-        self._ahead: Future[_Built[T]] | None = None
+        self._ahead: Future[tuple[Batch, Taken[T]]] | None = None
 
     def next(self) -> Batch:
         """Returns the next `global_batch_size` usable rows, with denominators. DataError: as `RowDataset.load`."""
         ahead, self._ahead = self._ahead, None
-        built = ahead.result() if ahead is not None else self._build(self._progress)
-        self._moved(built.taken)
+        batch, taken = ahead.result() if ahead is not None else self._build(self._progress)
+        self._moved(taken)
         if self._thread is not None:
-            self._ahead = self._thread.submit(self._build, built.taken.progress)
-        return built.batch
+            self._ahead = self._thread.submit(self._build, taken.progress)
+        return batch
 
     def peek(self) -> None:
         """Raises what `next` would raise, and changes nothing: the batch is kept for it."""
@@ -102,45 +97,16 @@ class Batches(RowStream[T]):
             self._ahead.cancel()
             self._ahead = None
 
-    def batch_of(self, items: Sequence[T]) -> Batch:
-        """Returns the global mini-batch of some rows."""
-        return self._batch(items)
-
-    def _build(self, start: Progress) -> _Built[T]:
+    def _build(self, start: Progress) -> tuple[Batch, Taken[T]]:
         built, wrong = None, None
         try:
             taken = self._after(start, self.global_batch_size)
-            built = _Built(self._batch(taken.items), taken)
+            built = self.batch_of(taken.items), taken
         except UserError as error:
             wrong = error
         self.dataset.agree(wrong)
         assert built is not None, "an error is raised by those who agree on it"
         return built
-
-    @abc.abstractmethod
-    def _batch(self, items: Sequence[T]) -> Batch:
-        """Returns the global mini-batch of some rows."""
-
-
-class BatchSource(Batches[Example]):
-    """The batches of `mrl sft`."""
-
-    def _batch(self, items: Sequence[Example]) -> Batch:
-        return batch_of(items)
-
-
-def batch_of(examples: Sequence[Example]) -> Batch:
-    """Returns the global mini-batch of some rows."""
-    inputs = [e.multi_modal_inputs for e in examples]
-    teachers = torch.tensor([e.teacher for e in examples])
-    batch = make_batch(
-        [e.ids for e in examples], [e.mask for e in examples], multi_modal_inputs=inputs,
-        sequence_fields={TEACHER_OF: teachers} if teachers.any() else {},
-    )  # fmt: skip
-    if not batch.denominators["tokens"]:
-        why = f"all {len(examples)} rows of a batch have weight 0, so there is nothing to divide by"
-        raise DataError("data", why=why, fix="leave out rows of weight 0, or raise train.global_batch_size")
-    return batch
 
 
 def eval_batches(dataset: RowDataset[Example], global_batch_size: int, report: Report | None = None) -> Iterator[Batch]:

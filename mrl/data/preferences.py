@@ -32,9 +32,9 @@ from transformers import PreTrainedTokenizerBase
 from mrl.algorithms.preference import CHOSEN, OF_PAIR, WEIGHT, of_pairs, weights_of
 from mrl.algorithms.ragged import sum_per_sequence
 from mrl.batch import MTP_MASK, Batch, make_batch
+from mrl.config.answers import AnswerRowsConfig
 from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.keys import listed
-from mrl.data.batches import Batches
 from mrl.data.dataset import Rejected, RowDataset, check_text_alone
 from mrl.data.encode import Encoder, check_system
 from mrl.data.files import BadRow
@@ -219,6 +219,17 @@ def _untrained(content: Chat | Pair) -> list[dict[str, Any]]:
     return content.messages[: next(trains, None)]
 
 
+def too_long(config: AnswerRowsConfig, where: str, sequences: Sequence[Any]) -> Rejected | None:
+    """Returns why a row is left out whose longest sequence does not fit. Raises DataError where it may not be."""
+    longest = max(len(sequence.ids) for sequence in sequences)
+    if longest <= config.max_length:
+        return None
+    what = f"the row has a sequence of {longest} tokens and data.max_length is {config.max_length}"
+    if config.truncation == "drop":
+        return Rejected("dropped", f"{where}: {what}")
+    raise DataError(f"{what}; raise data.max_length, or set data.truncation to drop")
+
+
 class PreferenceDataset(RowDataset[Preference]):
     """Rows of preferences, as `Preference`s.
 
@@ -254,12 +265,8 @@ class PreferenceDataset(RowDataset[Preference]):
         answers = tuple(self._encode(index, content, chosen) for content, chosen in contents)
         if len(answers) == 2:
             self._check_pair(*answers, same_turns=_untrained(contents[0][0]) == _untrained(contents[1][0]))
-        longest = max(len(answer.ids) for answer in answers)
-        if longest > self.config.max_length:
-            what = f"the row has a sequence of {longest} tokens and data.max_length is {self.config.max_length}"
-            if self.config.truncation == "drop":
-                return Rejected("dropped", f"{self.where(index)}: {what}")
-            raise DataError(f"{what}; raise data.max_length, or set data.truncation to drop")
+        if (rejected := too_long(self.config, self.where(index), answers)) is not None:
+            return rejected
         return Preference(answers, row_weight(row))
 
     def encoders(self) -> list[Encoder]:
@@ -406,14 +413,3 @@ def _next_that_differs(prompts: Sequence[list[int]]) -> list[int]:
         elif is_known:
             found[place] = found[after]
     return found
-
-
-class PreferenceSource(Batches[Preference]):
-    """An endless source of global mini-batches of preferences (see `mrl.data.batches.Batches`)."""
-
-    def __init__(self, dataset: RowDataset[Preference], *, group: int, **options: Any) -> None:
-        super().__init__(dataset, **options)
-        self.group = group
-
-    def _batch(self, items: Sequence[Preference]) -> Batch:
-        return batch_of(items, group=self.group)

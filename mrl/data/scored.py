@@ -34,14 +34,13 @@ from mrl.batch import Batch, make_batch
 from mrl.config.keys import listed
 from mrl.config.rm import FORMAT_OF, ScoredDataConfig
 from mrl.converters.hf_config import pad_token_of
-from mrl.data.batches import Batches
 from mrl.data.dataset import Rejected, RowDataset, check_text_alone
 from mrl.data.encode import Encoder, check_system
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Row, Text, check_plain, parse_prompt, question, row_weight
 from mrl.data.json_text import decoded
 from mrl.data.left_out import left_out
-from mrl.data.preferences import answer_of, are_texts, check_fields, parse, weight_field
+from mrl.data.preferences import answer_of, are_texts, check_fields, parse, too_long, weight_field
 from mrl.data.steps import encode_steps
 from mrl.errors import DataError, ModelError
 from mrl.words import counted
@@ -179,12 +178,8 @@ class ScoredDataset(RowDataset[ScoredRow]):
         row = decoded(row)
         check_fields(row, FIELDS[self.format], self.format, LIKE)
         made = {"preference": self._pair, "graded": self._graded, "steps": self._with_steps}[self.format](row)
-        longest = max(len(sequence.ids) for sequence in made.sequences)
-        if longest > self.config.max_length:
-            what = f"the row has a sequence of {longest} tokens and data.max_length is {self.config.max_length}"
-            if self.config.truncation == "drop":
-                return Rejected("dropped", f"{self.where(index)}: {what}")
-            raise DataError(f"{what}; raise data.max_length, or set data.truncation to drop")
+        if (rejected := too_long(self.config, self.where(index), made.sequences)) is not None:
+            return rejected
         for sequence in made.sequences:
             self._check_vocabulary(sequence.ids)
         return dataclasses.replace(made, weight=row_weight(row))
@@ -281,14 +276,3 @@ def scored_batch(rows: Sequence[ScoredRow], *, group: int) -> Batch:
     scores_S = sum_per_sequence(batch.loss_mask.double(), batch.lengths)
     units = float((weights_of(batch) * scores_S).sum()) / group
     return dataclasses.replace(batch, denominators={**batch.denominators, "units": units}, group=group)
-
-
-class ScoredSource(Batches[ScoredRow]):
-    """An endless source of global mini-batches (see `mrl.data.batches.Batches`)."""
-
-    def __init__(self, dataset: RowDataset[ScoredRow], *, group: int, **options: Any) -> None:
-        super().__init__(dataset, **options)
-        self.group = group
-
-    def _batch(self, items: Sequence[ScoredRow]) -> Batch:
-        return scored_batch(items, group=self.group)

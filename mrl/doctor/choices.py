@@ -78,7 +78,7 @@ def rows() -> list[dict[str, Any]]:
 
     found = []
     for model, hf in MODELS.items():
-        fields = fields_of(normalize({**_COMMON, **hf}, quick=True))
+        fields = fields_of(normalize({**_COMMON, **hf}))
         for cp in CPS:
             dims, row = ParallelDims(world_size=cp, cp=cp), {"model": model, "cp": cp}
             found.append(row)
@@ -136,7 +136,7 @@ def modules(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any] | None
         if "spec" not in row:
             made.append(None)
             continue
-        hf = normalize({**_COMMON, **MODELS[row["model"]]}, quick=True)
+        hf = normalize({**_COMMON, **MODELS[row["model"]]})
         dims = ParallelDims(world_size=row["cp"], cp=row["cp"])
         config = transformer_config(hf, dims, dtype=torch.bfloat16, layer_spec=row["spec"])
         made.append(dataclasses.asdict(modules_of(config, hf["num_hidden_layers"] - 1)))

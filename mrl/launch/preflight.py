@@ -67,7 +67,7 @@ def check_files(command: TrainingCommand, config: Config, *, there: bool = True)
     ]
     command.check_files(config)
     if rows is not None and there:
-        _check_data(rows.data)
+        check_data(rows.data)
         _check_rows(rows, command.rows_of_batch(config))
     return parts
 
@@ -82,11 +82,6 @@ def check_used(command: TrainingCommand, config: Config) -> used_folder.Saved | 
             return None
         lora = next((part.model.lora for part in command.parts(config) if part.optimizer is not None), None)
         return used_folder.check(rows, None if lora is None else lora.export)
-
-
-def check_rows_files(config: OnRows) -> None:
-    """Raises a UserError where a file of rows that `config` names is missing."""
-    _check_data(config.data)
 
 
 def check_code(command: TrainingCommand, config: Config) -> None:
@@ -314,7 +309,7 @@ def _from_hub(hub_id: str, key: str) -> pathlib.Path:
         ) from None
 
 
-def _check_data(data: RowsConfig) -> None:
+def check_data(data: RowsConfig) -> None:
     streamed = streamed_keys(data)
     for key, value in paths_of(data):
         if "://" in value:

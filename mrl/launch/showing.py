@@ -49,7 +49,7 @@ def run(
         why = f"reads every row, and those of {streamed[0]} are streamed: their number is not known"
         raise ConfigError("--count", why=why, fix="leave it out: lengths are of the first rows, of more with --rows")
     with preflight.quiet():
-        preflight.check_rows_files(config)
+        preflight.check_data(config.data)
         found = _read(command, config, part, has_batch="train.global_batch_size" not in stand_ins)
     for number, read in enumerate(found):
         for line in ["", *read.lines(rows=rows, count=count, by_token=by_token, coloured=coloured)][number == 0 :]:
@@ -293,7 +293,7 @@ class Read:
         """Returns how the first global batch is laid into micro-batches, where one replica has it all."""
         from mrl.engine.microbatch import plan_micro_batches
 
-        batch = self.task.source(self.dataset).batch_of(items)
+        batch = self.task.batch_of(items)
         part = next(part for part in self.command.parts(self.config) if part.optimizer is not None)
         role = self.command.engine_config(self.config, part)
         limit, lengths = role.engine.micro_batch, batch.lengths.tolist()

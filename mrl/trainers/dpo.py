@@ -29,7 +29,6 @@ from mrl.data.dataset import Part, RowDataset
 from mrl.data.mixture import MixedDataset
 from mrl.data.preferences import (
     PreferenceDataset,
-    PreferenceSource,
     batch_of,
     with_mtp_mask,
     with_other_answers,
@@ -96,13 +95,8 @@ class DPOTask(Task[DPOConfig]):
             vision=load_vision(folder, hf_config), exchange=self.exchange,
         )  # fmt: skip
 
-    def source(self, dataset: RowDataset[Any]) -> PreferenceSource:
-        assert isinstance(dataset, PreferenceDataset | MixedDataset)
-        config = self.config
-        return PreferenceSource(
-            dataset, group=config.group, global_batch_size=config.train.global_batch_size, seed=config.seed,
-            shuffle=config.data.shuffle,
-        )  # fmt: skip
+    def batch_of(self, rows: Sequence[Any]) -> Batch:
+        return batch_of(rows, group=self.config.group)
 
     def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
         assert isinstance(dataset, PreferenceDataset | MixedDataset)
@@ -111,7 +105,7 @@ class DPOTask(Task[DPOConfig]):
             if len(rows) < least:  # kto's, as the only one
                 why = f"{dataset.path}: has one row that can be used, and kto's KL takes the answer to another"
                 raise DataError(f"data.{dataset.part}", why=why, fix="give two rows at least")
-            yield batch_of(rows, group=self.config.group)
+            yield self.batch_of(rows)
 
     # -- the reference ------------------------------------------------------------------------------------------------
 

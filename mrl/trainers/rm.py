@@ -23,7 +23,7 @@ from mrl.converters.tokenizer_files import write_pad_token
 from mrl.data.batches import in_order
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.mixture import MixedDataset
-from mrl.data.scored import ScoredDataset, ScoredSource, padding, scored_batch
+from mrl.data.scored import ScoredDataset, padding, scored_batch
 from mrl.data.stream import Report
 from mrl.engine.base import BaseEngine
 from mrl.trainers.console import Console
@@ -65,19 +65,14 @@ class RMTask(Task[RMConfig]):
             pad_token_id=padding(hf_config, tokenizer), exchange=self.exchange,
         )  # fmt: skip
 
-    def source(self, dataset: RowDataset[Any]) -> ScoredSource:
-        assert isinstance(dataset, ScoredDataset | MixedDataset)
-        config = self.config
-        return ScoredSource(
-            dataset, group=config.group, global_batch_size=config.train.global_batch_size, seed=config.seed,
-            shuffle=config.data.shuffle,
-        )  # fmt: skip
+    def batch_of(self, rows: Sequence[Any]) -> Batch:
+        return scored_batch(rows, group=self.config.group)
 
     def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
         assert isinstance(dataset, ScoredDataset | MixedDataset)
         size = self.config.train.global_batch_size
         for _, rows in in_order(dataset, size, report, weighs=lambda row: row.weight):
-            yield scored_batch(rows, group=self.config.group)
+            yield self.batch_of(rows)
 
     def begin(
         self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console,

@@ -31,9 +31,10 @@ from mrl.config.stream_checks import streamed_keys
 from mrl.config.urls import without_signatures
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import check_same_model, model_fingerprint, model_folder
-from mrl.data.batches import Batches, BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
+from mrl.data.batches import BatchSource, batch_of, eval_batches, steps_for_epochs
 from mrl.data.dataset import Part, RowDataset, SFTDataset
 from mrl.data.mixture import MixedDataset, eval_rows, notes_of_rows, train_rows
+from mrl.data.stream import Report, count_usable, may_leave_out
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine.base import PLAIN_CTX, BaseEngine, Ctx
@@ -81,7 +82,7 @@ class Trainer:
 
     task: Task[Any]
     total_steps: int
-    source: Batches[Any]
+    source: BatchSource[Any]
     evaluation: Evaluation | None  # None without data.eval
     engine: BaseEngine
     directory: RunDirectory
@@ -127,9 +128,8 @@ class SFTTask(Task[SFTConfig]):
             exchange=self.exchange,
         )  # fmt: skip
 
-    def source(self, dataset: RowDataset[Any]) -> BatchSource:
-        size, data = self.config.train.global_batch_size, self.config.data
-        return BatchSource(dataset, global_batch_size=size, seed=self.config.seed, shuffle=data.shuffle)
+    def batch_of(self, rows: Sequence[Any]) -> Batch:
+        return batch_of(rows)
 
     def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
         return eval_batches(dataset, self.config.train.global_batch_size, report)

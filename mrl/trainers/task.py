@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from mrl.batch import Batch
 from mrl.config.checks import micro_batch_tokens
-from mrl.config.command import command_of
+from mrl.config.command import OnRows, command_of
 from mrl.config.load import to_dict
 from mrl.config.resume import check_resume, spell_out
 from mrl.config.schema import EngineConfig, RoleConfig
 from mrl.converters.hub import WEIGHTS, check_same_model, model_fingerprint
-from mrl.data.batches import Batches
+from mrl.data.batches import BatchSource
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.stream import Report
 from mrl.data.streamed import Exchange, alone
@@ -29,7 +29,7 @@ from mrl.engine.lora.identity import weights_fingerprint
 from mrl.trainers.console import Console
 from mrl.trainers.signals import StopSignal
 
-C = TypeVar("C")
+C = TypeVar("C", bound=OnRows)
 HFConfig = dict[str, Any]
 
 
@@ -108,8 +108,16 @@ class Task(abc.ABC, Generic[C]):
         """Returns the rows of data.train or data.eval."""
 
     @abc.abstractmethod
-    def source(self, dataset: RowDataset[Any]) -> Batches[Any]:
+    def batch_of(self, rows: Sequence[Any]) -> Batch:
+        """Returns the global mini-batch of some rows."""
+
+    def source(self, dataset: RowDataset[Any]) -> BatchSource[Any]:
         """Returns the endless batches of data.train."""
+        config = self.config
+        return BatchSource(
+            dataset, global_batch_size=config.train.global_batch_size, seed=config.seed, shuffle=config.data.shuffle,
+            batch_of=self.batch_of,
+        )  # fmt: skip
 
     @abc.abstractmethod
     def eval_batches(self, dataset: RowDataset[Any], report: Report | None) -> Iterator[Batch]:
@@ -142,7 +150,7 @@ class Task(abc.ABC, Generic[C]):
         cannot be read has to be passed over, or to end the run, before that."""
         return any(one.is_cached for one in self.frozen_models(engine.config.model.path).values())
 
-    def refuse_other_run(self, engine: BaseEngine, source: Batches[Any], state: Mapping[str, Any] | None) -> None:
+    def refuse_other_run(self, engine: BaseEngine, source: BatchSource[Any], state: Mapping[str, Any] | None) -> None:
         """Raises what a resume will where config, models or data are not the checkpoint's, so that it is raised before
         `begin`. state: the trainer's in the checkpoint. Collective."""
         if state:  # an import has none

@@ -38,9 +38,9 @@ from mrl.config.rm import FORMAT_OF, ScoredDataConfig
 from mrl.config.schema import DataConfig
 from mrl.data.batches import BatchSource
 from mrl.data.dataset import SFTDataset
-from mrl.data.preferences import PreferenceDataset, PreferenceSource
+from mrl.data.preferences import PreferenceDataset, batch_of
 from mrl.data.prompts import PromptDataset, PromptSource
-from mrl.data.scored import ScoredDataset, ScoredSource, detect
+from mrl.data.scored import ScoredDataset, detect, scored_batch
 from mrl.errors import MOST_MISTAKES, UserError
 from tests.bad_input.mistakes import CONFIG, DPO_CONFIG, PPO_CONFIG, RM_CONFIG, SERVE_CONFIG, Workspace
 from tests.trainers.tiny_runs import load_example
@@ -382,10 +382,9 @@ def read_rows(
                 rows = SFTDataset(DataConfig(**data, max_length=64), tokenizer(), vocab_size=len(tokenizer()))
                 BatchSource(rows, global_batch_size=4, seed=0, prefetch=False).next()
             elif command == "dpo":
-                pairs = PreferenceDataset(
-                    PreferenceDataConfig(**data, max_length=64), tokenizer(), vocab_size=len(tokenizer()), paired=False
-                )
-                PreferenceSource(pairs, group=1, global_batch_size=4, seed=0, prefetch=False).next()
+                of_pairs, config = functools.partial(batch_of, group=1), PreferenceDataConfig(**data, max_length=64)
+                pairs = PreferenceDataset(config, tokenizer(), vocab_size=len(tokenizer()), paired=False)
+                BatchSource(pairs, global_batch_size=4, seed=0, prefetch=False, batch_of=of_pairs).next()
             elif command == "rm":
                 scored(data)
             else:
@@ -406,7 +405,8 @@ def scored(data: dict[str, str]) -> None:
         format = detect(json.loads(pathlib.Path(data["train"]).read_text().splitlines()[0]))
     loss, size = next(loss for loss in FORMAT_OF if FORMAT_OF[loss] == format), len(tokenizer())
     rows = ScoredDataset(ScoredDataConfig(**data), tokenizer(), vocab_size=size, loss=loss, pad_token_id=0)
-    ScoredSource(rows, group=1 + (format == "preference"), global_batch_size=4, seed=0, prefetch=False).next()
+    of_rows = functools.partial(scored_batch, group=1 + (format == "preference"))
+    BatchSource(rows, global_batch_size=4, seed=0, prefetch=False, batch_of=of_rows).next()
 
 
 @functools.cache

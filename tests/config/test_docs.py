@@ -6,13 +6,14 @@ import pathlib
 import re
 
 from mrl.config.command import own_names, roots
-from mrl.config.docs import default_text, markdown, sections, text
+from mrl.config.docs import default_text, sections, text
 from mrl.config.keys import expected, walk
+from tools import pages
 
 
 def test_the_file_is_current():
     path = pathlib.Path(__file__).parents[2] / "docs" / "config.md"
-    assert path.read_text(encoding="utf-8") == markdown(), "run `make docs`"
+    assert path.read_text(encoding="utf-8") == pages.config(), "run `make docs`"
 
 
 def test_every_key_is_on_the_terminal():
@@ -24,7 +25,7 @@ def test_every_key_is_on_the_terminal():
 
 
 def test_the_page_has_each_key_of_each_command_in_the_table_that_its_section_is_linked_to():
-    page = markdown()
+    page = pages.config()
     tables = dict(re.findall(r"^## ([^\n]+)\n\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
     for command in own_names():
         if command not in roots():
@@ -44,5 +45,5 @@ def test_the_page_has_each_key_of_each_command_in_the_table_that_its_section_is_
 
 
 def test_no_row_stands_twice():
-    rows = [line for line in markdown().split("\n## Top level\n")[1].splitlines() if line.startswith("| `")]
+    rows = [line for line in pages.config().split("\n## Top level\n")[1].splitlines() if line.startswith("| `")]
     assert len(rows) == len(set(rows))

@@ -11,11 +11,11 @@ from click.testing import CliRunner
 
 from mrl import cli
 from mrl.config.command import roots
-from mrl.config.foreign import TRAINERS, page
 from mrl.config.keys import nearest
 from mrl.config.load import from_dict
-from mrl.config.translate import advice, known_keys
+from mrl.config.translate import TRAINERS, advice, known_keys
 from mrl.errors import ConfigError, shortened
+from tools import pages
 
 LISTS = sorted((pathlib.Path(__file__).parent / "foreign").glob("*.txt"))
 NAMED = {"verl": 100, "nemo": 55, "trl": 55}
@@ -228,4 +228,4 @@ def test_what_is_no_config_of_theirs_is_said(tmp_path):
 
 def test_the_page_is_current():
     path = pathlib.Path(__file__).parents[2] / "docs" / "coming-from.md"
-    assert path.read_text(encoding="utf-8") == page(), "run `make docs`"
+    assert path.read_text(encoding="utf-8") == pages.coming_from(), "run `make docs`"

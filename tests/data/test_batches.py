@@ -8,8 +8,10 @@ import datasets
 import pytest
 import torch
 
-from mrl.data.batches import BatchSource, Report, count_usable, eval_batches, may_leave_out, row_order, steps_for_epochs
+from mrl.data.batches import BatchSource, eval_batches, steps_for_epochs
 from mrl.data.dataset import Example, SFTDataset
+from mrl.data.order import row_order
+from mrl.data.stream import Report, count_usable, may_leave_out
 from mrl.errors import CheckpointError, DataError
 from tests.data import tiny_tokenizers
 

@@ -13,11 +13,11 @@ from mrl.config.dpo import DPOConfig
 from mrl.config.load import from_dict
 from mrl.config.schema import DataConfig, SFTConfig
 from mrl.config.sources import SFTShare, SFTSource, eval_of, train_of
-from mrl.data.batches import BatchSource, Report, eval_batches
+from mrl.data.batches import BatchSource, eval_batches
 from mrl.data.dataset import SFTDataset
 from mrl.data.mixture import eval_rows, train_rows
 from mrl.data.mixture_shares import Supply, shares_of_run
-from mrl.data.stream import usable_of_mixture
+from mrl.data.stream import Report, usable_of_mixture
 from mrl.errors import CheckpointError, ConfigError, DataError
 from tests.config.test_load import BASE
 from tests.data.test_batches import make, rows, same

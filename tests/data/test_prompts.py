@@ -5,8 +5,8 @@ import json
 import pytest
 
 from mrl.config.ppo import PromptsConfig
-from mrl.data.batches import row_order
 from mrl.data.dataset import Rejected
+from mrl.data.order import row_order
 from mrl.data.prompts import PromptDataset, PromptSource, first_prompts
 from mrl.data.stream import Report
 from mrl.errors import CheckpointError, DataError

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from mrl.config.load import from_dict
-from mrl.data.batches import row_order
+from mrl.data.order import row_order
 from mrl.engine.schedule import learning_rate
 from tests.engine.harness import run_case
 from tests.engine.tiny import FAMILIES

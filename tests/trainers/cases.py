@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from mrl.config.load import from_dict
 from mrl.data import remote
-from mrl.data.batches import Batches
+from mrl.data.batches import BatchSource
 from mrl.data.dataset import SFTDataset
 from mrl.data.files import BadRow
 from mrl.engine import checkpoint_remote
@@ -170,10 +170,10 @@ def before_step(first: Callable[[sft.Trainer, int], Any]) -> Iterator[None]:
     def note_loop(trainer: sft.Trainer, progress: Any, *_: Any) -> None:
         now.update(trainer=trainer, progress=progress)
 
-    def note_batch(_: Batches) -> None:
+    def note_batch(_: BatchSource) -> None:
         first(now["trainer"], now["progress"].step + 1)
 
-    with before(sft, "loop", note_loop), before(Batches, "next", note_batch):
+    with before(sft, "loop", note_loop), before(BatchSource, "next", note_batch):
         yield
 
 

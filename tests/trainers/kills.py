@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from mrl.data.batches import Batches
+from mrl.data.batches import BatchSource
 from mrl.engine.megatron import dist_checkpoint
 from mrl.metrics import MetricsLog
 from mrl.trainers import sft
@@ -30,7 +30,7 @@ from tests.trainers import cases, dpo_cases, rm_cases
 from tests.trainers.cases import before
 
 EVENTS = (
-    (Batches, "next"), (sft, "save"), (MetricsLog, "write"), (MetricsLog, "sync"), (torch, "save"), (dcp, "save"),
+    (BatchSource, "next"), (sft, "save"), (MetricsLog, "write"), (MetricsLog, "sync"), (torch, "save"), (dcp, "save"),
     (dist_checkpoint, "write"), (os, "fsync"), (os, "replace"), (os, "rename"), (os, "mkdir"), (os, "makedirs"),
     (shutil, "rmtree"),
 )  # fmt: skip

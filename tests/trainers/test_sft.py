@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.config.load import from_dict, load_config
-from mrl.data.batches import row_order
+from mrl.data.order import row_order
 from mrl.metric_names import SFT_METRICS
 from mrl.metrics import read
 from tests.engine.harness import run_case

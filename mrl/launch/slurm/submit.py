@@ -67,18 +67,15 @@ def check(
     server = record.server(config)
     check_template(config, options, given, server=server)
     if options.servers.nodes:
-        urls = f"{server.urls}=[{','.join(_server_urls(options))}]"
-        config = load_config(config_path, [*_for_first(overrides, options.array), urls], record.root)
+        # as many as there will be; their names are known when the job starts
+        urls = [f"http://server{i}:{options.servers.port or 8000}" for i in range(options.servers.nodes)]
+        added = f"{server.urls}=[{','.join(urls)}]"
+        config = load_config(config_path, [*_for_first(overrides, options.array), added], record.root)
     warnings = check_job(record, config, options, there=there)
     output_dir = os.path.abspath(config.output_dir)
     servers = server_command(server, options) if options.servers.nodes else ""
     job = Job(command, os.path.abspath(config_path), tuple(overrides), output_dir, os.getcwd(), servers)
     return Checked(config, job, options, warnings)
-
-
-def _server_urls(options: SlurmConfig) -> list[str]:
-    """As many servers as there will be; their names are known when the job starts."""
-    return [f"http://server{i}:{options.servers.port or 8000}" for i in range(options.servers.nodes)]
 
 
 def _of_first_task(root: type, config_path: str, overrides: Sequence[str], array: str) -> Config:
