@@ -18,6 +18,7 @@ from mrl.config.keys import kind
 from mrl.config.megatron_speed import GONE, ROUNDING
 from mrl.config.mtp import MTPConfig as MTPConfig
 from mrl.config.mtp import PolicyMTPConfig
+from mrl.config.muon import MuonConfig
 from mrl.config.rows import EVAL_HELP, TRAIN_HELP, StreamedRowsConfig
 from mrl.config.sources import LossOn, SFTShare, SFTSource, eval_of, train_of
 from mrl.errors import ConfigError, Mistakes
@@ -229,29 +230,6 @@ class EngineConfig:
         "more fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, by "
         "their names there, as {overlap_grad_reduce: true} (megatron backend, docs/gpu.md)",
         may_change=ROUNDING | GONE,
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MuonConfig:
-    """Muon's own keys, by the names and meanings of megatron-core's `muon_*`."""
-
-    momentum: float = key(0.95, "decay rate of the running average of gradients", minimum=0, maximum=0.9999)
-    use_nesterov: bool = key(True, "Nesterov momentum: the update adds the gradient itself to the average")
-    num_ns_steps: int = key(5, "Newton-Schulz steps that orthogonalise an update", minimum=1, maximum=99)
-    scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = key(
-        "spectral",
-        "factor of an update of R rows and C columns, in this order: sqrt(max(R, C)), sqrt(R / C), sqrt(max(1, R / C))",
-    )
-    extra_scale_factor: float = key(
-        0.2,
-        "extra factor of an update. With spectral, 0.2 makes updates as large as AdamW's, so AdamW's lr and "
-        "weight_decay fit",
-        above=0,
-        maximum=1000,
-    )
-    dtype: Literal["auto", "bfloat16", "float32"] = key(
-        "auto", "dtype of the Newton-Schulz steps; auto is model.dtype", may_change=True
     )
 
 

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mrl.config.schema import MuonConfig, OptimizerConfig
+from mrl.config.muon import MuonConfig
+from mrl.config.schema import OptimizerConfig
 from tests.config.reach import DEFAULT, Run
 from tests.engine import tiny
 from tests.engine.parity import Row as Layout

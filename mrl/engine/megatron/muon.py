@@ -26,7 +26,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from mrl.config.schema import MuonConfig
+from mrl.config.muon import MuonConfig
 from mrl.converters.rules import Rule
 from mrl.engine.megatron.buckets import ranges_of_ranks
 
