@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 END_S = 2.0
@@ -106,18 +106,12 @@ def json_lines(text: str) -> Iterator[dict[str, Any]]:
 
 
 def python(*arguments: str, limit_s: float, variables: Mapping[str, str] | None = None) -> Answer:
-    """Runs this Python, with the import path of this process, which may be more than its environment says."""
-    answer = program(*python_command(*arguments), limit_s=limit_s, environment=python_environment(variables))
+    """Runs this Python, with the import path of this process, which may be more than its environment says.
+
+    -P: the folder of the script, or the current one, is no part of the import path by itself.
+    """
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    environment = {**os.environ, "PYTHONPATH": path, **(variables or {})}
+    answer = program(sys.executable, "-P", *arguments, limit_s=limit_s, environment=environment)
     assert answer is not None, sys.executable
     return answer
-
-
-def python_command(*arguments: str) -> Sequence[str]:
-    """-P: the folder of the script, or the current one, is no part of the import path by itself."""
-    return [sys.executable, "-P", *arguments]
-
-
-def python_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns this process's variables with its import path, and `variables` over them."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return {**os.environ, "PYTHONPATH": path, **(variables or {})}
