@@ -1,4 +1,5 @@
-"""Packages that a run imports, and the versions of them that mrl's tests run with.
+"""Packages that a run imports, and the versions that mrl's tests run with of those whose next release may compute
+something else.
 
 These are lines of constraints-3.11.txt and constraints-3.12.txt, which a wheel does not have; a test compares them.
 """
@@ -51,35 +52,10 @@ NEEDED: Sequence[Package] = (
 
 MEGATRON = "megatron-core"
 
-KEY = ("torch", MEGATRON, "transformers")
-"""Of these another release may compute something else."""
-
-_ON_ALL: Mapping[str, str] = {
-    "torch": "2.13.0",
-    "transformers": "5.23.0",
-    "transformer-engine": "2.20.2",
-    "safetensors": "0.8.0",
-    "click": "8.5.1",
-    "packaging": "26.3",
-    "pyyaml": "6.0.3",
-    "jinja2": "3.1.6",
-    "psutil": "7.2.2",
-    "filelock": "4.2.11",
-    "fsspec": "2026.9.0",
-    "huggingface_hub": "2.4.0",
-    "zlib-ng": "1.1.0",
-    "rich": "15.0.0",
-    "pyarrow": "26.0.1",
-    "datasets": "5.2.0",
-    "wandb": "0.31.0",
-    "peft": "0.21.2",
-    "tokenizers": "0.23.3",
-    "plotly": "7.1.0",
-    "matplotlib": "3.11.2",
-}
+_ON_ALL: Mapping[str, str] = {"torch": "2.13.0", "transformers": "5.23.0", "transformer-engine": "2.20.2"}
 _BY_PYTHON: Mapping[str, Mapping[str, str]] = {
-    "3.11": {MEGATRON: "0.16.1", "numpy": "2.4.6"},
-    "3.12": {MEGATRON: "0.19.2", "numpy": "2.5.5"},
+    "3.11": {MEGATRON: "0.16.1"},
+    "3.12": {MEGATRON: "0.19.2"},
 }
 PYTHONS = tuple(_BY_PYTHON)
 VLLM = "0.32.0"

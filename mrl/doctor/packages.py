@@ -185,29 +185,15 @@ def _torch(facts: Imported) -> Iterator[Finding]:
 
 
 def _versions(loaded: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[Finding]:
-    """Compares what loads with the set that is known to work."""
-    same, near = [], []
+    """Compares what loads with the versions that are known to work."""
     for name, version in loaded.items():
-        if name not in wanted or _public(version) in (wanted[name], UNKNOWN):
-            same.append(f"{name} {version}")
-        elif name not in known.KEY or _series(version) == _series(wanted[name]):
-            near.append(f"{name} {version} ({wanted[name]})")
-        else:
+        if name in wanted and version != UNKNOWN and _series(version) != _series(wanted[name]):
             what = f"{name} {version} is untried with this mrl; {wanted[name]} is known to work"
-            yield warning(
-                f"package.{name}.version",
-                what,
-                f"pip install '{name}=={wanted[name]}' if something fails",
-                version=version,
-            )
-    if same:
-        are_known = wanted and UNKNOWN not in loaded.values()
-        of = f", in the versions of constraints-{known.this_python()}.txt" if are_known else ""
-        yield ok("packages", f"these load{of}: {', '.join(same)}", **loaded)
-    if near:
-        yield note(
-            "packages.other", f"these load, in other versions than the tried ones (in brackets): {', '.join(near)}"
-        )
+            fix = f"pip install '{name}=={wanted[name]}' if something fails"
+            yield warning(f"package.{name}.version", what, fix, version=version)
+    if loaded:
+        named = ", ".join(f"{name} {version}" for name, version in loaded.items())
+        yield ok("packages", f"these load: {named}", **loaded)
 
 
 def _public(version: str) -> str:
