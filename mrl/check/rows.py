@@ -114,7 +114,7 @@ def first_items(make: Callable[[C], Task[C]], config: C, folder: str, *, rows: i
         task.batch_of(found)  # which refuses rows that make none
     finally:
         source.close()
-    return items, f"data.train: the first {rows} of the {of_batch} rows of the first batch"
+    return found, f"data.train: the first {rows} of the {of_batch} rows of the first batch"
 
 
 def shortened(example: Example, length: int) -> Example:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from mrl.config.answers import AnswerLossConfig, AnswerRowsConfig, AnswersConfig
-from mrl.config.preference_losses import NO_REFERENCE, SINGLE_ROW_LOSSES, ROWS
+from mrl.config.preference_losses import NO_REFERENCE, ROWS, SINGLE_ROW_LOSSES
 from mrl.config.rows import EVAL_HELP, TRAIN_HELP
 from mrl.config.schema import REQUIRED, EngineConfig, ModelConfig, PolicyModelConfig, RoleModelConfig, key
 from mrl.config.sources import PreferenceShare, PreferenceSource, eval_of, train_of

@@ -16,9 +16,9 @@ from mrl.config.recipes import ALGORITHMS
 from mrl.config.rewards import RewardsConfig, parse_rewards
 from mrl.config.rows import TRAIN_HELP, RowsConfig
 from mrl.config.schema import (
+    MAX_DEGREE,
     MAX_SECONDS,
     MAX_SEQUENCES,
-    MAX_DEGREE,
     REQUIRED,
     CheckpointConfig,
     DivergenceConfig,

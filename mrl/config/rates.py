@@ -84,5 +84,5 @@ def notes(command: str, rates: Mapping[str, tuple[float, bool]]) -> list[str]:
         own, source = RATES.get((command, role, adapters), (None, ""))
         if lr == own:
             what = " with adapters" if adapters else ""
-            found.append(f"{key_of(role)} {lr:g} is the default of mrl {command}{what} ({source})")
-    return found
+            lines.append(f"{key_of(role)} {lr:g} is the default of mrl {command}{what} ({source})")
+    return lines

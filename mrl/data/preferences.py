@@ -219,14 +219,14 @@ def _untrained(content: Chat | Pair) -> list[dict[str, Any]]:
     return content.messages[: next(trains, None)]
 
 
-def too_long(config: AnswerRowsConfig, where: str, sequences: Sequence[Any]) -> Rejected | None:
+def too_long(config: AnswerRowsConfig, where: str, sequences: Sequence[Any]) -> RejectedRow | None:
     """Returns why a row is left out whose longest sequence does not fit. Raises DataError where it may not be."""
     longest = max(len(sequence.ids) for sequence in sequences)
     if longest <= config.max_length:
         return None
     what = f"the row has a sequence of {longest} tokens and data.max_length is {config.max_length}"
     if config.truncation == "drop":
-        return Rejected("dropped", f"{where}: {what}")
+        return RejectedRow("dropped", f"{where}: {what}")
     raise DataError(f"{what}; raise data.max_length, or set data.truncation to drop")
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mrl.batch import Batch
 from mrl.config.checks import micro_batch_tokens
-from mrl.config.command import OnRows, command_of
+from mrl.config.command import RowsRunConfig, command_of
 from mrl.config.load import to_dict
 from mrl.config.resume import check_resume, expand_nulls
 from mrl.config.schema import EngineConfig, RoleConfig
@@ -29,7 +29,7 @@ from mrl.engine.lora.identity import weights_fingerprint
 from mrl.trainers.console import Console
 from mrl.trainers.signals import StopSignal
 
-C = TypeVar("C", bound=OnRows)
+C = TypeVar("C", bound=RowsRunConfig)
 HFConfig = dict[str, Any]
 
 
