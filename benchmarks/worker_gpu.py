@@ -259,9 +259,9 @@ def checkpoint(spec: dict[str, Any], out: str) -> None:
 
 def begin_save(engine: Any, folder: pathlib.Path, step: int, then: Callable[[], None]) -> Any:
     """Returns as soon as training may go on; `then` is called when the checkpoint is whole."""
-    from mrl.trainers.saves import Saves
+    from mrl.trainers.saves import CheckpointSaver
 
-    saves = Saves(engine.device)
+    saves = CheckpointSaver(engine.device)
     saves.begin(
         str(folder), step, lambda: engine.stage_state({}), backend=engine.backend, remote=None, keep=None, then=then
     )  # fmt: skip

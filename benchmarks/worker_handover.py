@@ -29,7 +29,7 @@ from mrl.engine import links
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
 from mrl.rollout import handover, vllm, weights
-from mrl.rollout.adapters import Adapted
+from mrl.rollout.adapters import AdapterTraining
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.1}  # mean difference of log-probs, engine and server
 TEXT = [random.Random(0).randrange(5, 800) for _ in range(48)]
@@ -68,7 +68,7 @@ def hook() -> None:
     """Times the parts of a hand-over where they are called."""
     make: Callable[..., Iterator[Any]] = links.buckets
     links.buckets = lambda *args: timed_items(make(*args), "packing")
-    timed(handover.LinkHandover, "_send_one", "under way")
+    timed(handover.LinkWeightSync, "_send_one", "under way")
     timed(weights.WeightFolders, "write", "packing")
     for name in ("pause", "begin", "finish", "resume"):
         timed(vllm.VLLMServer, name, "around")
@@ -175,7 +175,7 @@ def adapters_turn(spec: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
     lora = LoraConfig(rank=keys["rank"])
     engine = engine_of(spec, lora)
     server, generator = psutil.Process(spec["server_pid"]), torch.Generator().manual_seed(0)
-    adapted = Adapted(spec["model"], lora)
+    adapted = AdapterTraining(spec["model"], lora)
     with tempfile.TemporaryDirectory(prefix=spec["prefix"], dir=keys["folder"]) as folder:
         config = ServerConfig(urls=(spec["url"],), lora="adapter")
         sampler = vllm.VLLMServerSampler(

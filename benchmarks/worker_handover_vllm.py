@@ -37,7 +37,7 @@ class Worker(vllm_worker.Worker):
         return found
 
 
-for end in (links._BroadcastEnd, links._SharedMemoryEnd):
+for end in (links._BroadcastReceiver, links._SharedMemoryReceiver):
     timed(end, "receive")
 for part in ("start_weight_update", "update_weights", "finish_weight_update"):
     timed(vllm_worker.Engine, part)

@@ -13,7 +13,7 @@ def main() -> None:
     from mrl.config.load import load_config
     from mrl.config.serve import ServeConfig
     from mrl.engine.registry import build_engine
-    from mrl.engine.trained_state import Update
+    from mrl.engine.trained_state import UpdateSettings
     from mrl.serve import datums
     from mrl.serve.server import role_config
 
@@ -27,7 +27,7 @@ def main() -> None:
     else:
         body = pathlib.Path(spec["request"]).read_bytes()
         engine.set_loss_fn(SummedLoss("cross_entropy", {}), DENOMINATOR)
-        update = Update(spec["lr"], (0.9, 0.95), 1e-12, 0.0, 0.0)
+        update = UpdateSettings(spec["lr"], (0.9, 0.95), 1e-12, 0.0, 0.0)
         for _ in range(spec["steps"]):
             meter.mark()
             batch = datums.batch_of(datums.read_call(body), datums.Limits(spec["vocabulary"], config.serve.max_length))

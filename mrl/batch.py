@@ -26,7 +26,7 @@ MTP_MASK = "mtp_mask"
 over the global mini-batch is the denominator of the same name."""
 
 
-PINNED_AT_MOST = 2**26
+MAX_PINNED_BYTES = 2**26
 """Bytes of a tensor that goes to a GPU through pinned memory: 8 M tokens."""
 
 
@@ -34,7 +34,7 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Returns the tensor on `device`. To a GPU it goes through pinned memory: for other memory the host would wait
     until all that the GPU was given before has ended. What is large (images) is waited for, as torch keeps pinned
     memory for good."""
-    small = tensor.numel() * tensor.element_size() <= PINNED_AT_MOST
+    small = tensor.numel() * tensor.element_size() <= MAX_PINNED_BYTES
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda" and small:
         # a copy of our own, which nobody writes over
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)

@@ -26,7 +26,7 @@ from mrl.commands import (
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
     EXIT_USER_ERROR,
-    OF_TRAINING,
+    TRAINING_ARGUMENTS,
     Argument,
     Command,
     Group,
@@ -34,7 +34,7 @@ from mrl.commands import (
     say,
 )
 from mrl.config.command import TrainingCommand, all_training, names, record
-from mrl.config.keys import walk
+from mrl.config.keys import walk_keys
 from mrl.errors import ConfigError, Shown, Stopped, UserError
 from mrl.launch.slurm import ending
 
@@ -48,7 +48,7 @@ EXAMPLES = """
     mrl config ppo rollout               what the keys of a section mean"""
 
 
-MEANT = {
+FOREIGN_COMMANDS = {
     "train": "mrl sft CONFIG fine-tunes, mrl dpo and mrl rm learn from preferences, mrl ppo is reinforcement learning",
     "export": "mrl convert export RUN OUT writes a Hugging Face folder",
     "merge": "mrl convert export RUN OUT merges adapters into the model",
@@ -60,7 +60,7 @@ MEANT = {
 """Words of other trainers that are no command here -> what to write."""
 
 
-class _Records(Mapping[str, click.Command]):
+class _LazyCommands(Mapping[str, click.Command]):
     """Name -> command, each made when it is asked for."""
 
     def __getitem__(self, name: str) -> click.Command:
@@ -86,8 +86,8 @@ class _Main(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Names what another trainer's command is here."""
         if self.get_command(ctx, args[0]) is None:
-            if args[0] in MEANT:
-                raise UserError(f"mrl {args[0]}: is no command; {MEANT[args[0]]}")
+            if args[0] in FOREIGN_COMMANDS:
+                raise UserError(f"mrl {args[0]}: is no command; {FOREIGN_COMMANDS[args[0]]}")
             for command in all_training():
                 if (advice := command.meant_by(args[0])) is not None:
                     raise UserError(f"mrl {args[0]}: {advice}")
@@ -103,9 +103,9 @@ class _Main(click.Group):
             ctx.exit(EXIT_USER_ERROR)
         except Stopped as stop:
             say(str(stop) or "stopped after saving a checkpoint; run the same command again to go on")
-            told = ending.record(os.environ, EXIT_STOPPED, str(stop))
+            notice = ending.record(os.environ, EXIT_STOPPED, str(stop))
             # the job's script knows then; srun and torchrun would make a failure of 75, and kill ranks that are leaving
-            ctx.exit(0 if told and "RANK" in os.environ else EXIT_STOPPED)
+            ctx.exit(0 if notice and "RANK" in os.environ else EXIT_STOPPED)
         except KeyboardInterrupt as interrupt:
             say(str(interrupt) or INTERRUPTED)
             ctx.exit(EXIT_INTERRUPTED)
@@ -166,7 +166,7 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
             from mrl.launch.start import start
 
             given = {key: words.pop(option.strip("-")) for option, key in of.options.items()}
-            texts = {key.path for key in walk(of.root) if key.annotation is str}
+            texts = {key.path for key in walk_keys(of.root) if key.annotation is str}
             overrides = (  # quoted: `::` is an address, and a mapping in YAML
                 f"{key}={json.dumps(value) if key in texts else value}"
                 for key, value in given.items()
@@ -178,13 +178,13 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
         if code:
             click.get_current_context().exit(code)
 
-    params = of.params if isinstance(of, Command) else [*OF_TRAINING, *_of_keys(of)]
+    params = of.params if isinstance(of, Command) else [*TRAINING_ARGUMENTS, *_of_keys(of)]
     return click.Command(params=[_parameter(one) for one in params], callback=run, **given)
 
 
 def _of_keys(of: TrainingCommand) -> list[Option]:
     """Returns the options of a command that trains which set keys of its config."""
-    keys = {key.path: key for key in walk(of.root)}
+    keys = {key.path: key for key in walk_keys(of.root)}
     return [
         Option(names=option, metavar=option.strip("-").upper(), help=f"{path}: {keys[path].help}.")
         for option, path in of.options.items()
@@ -223,7 +223,7 @@ def _complete_override(ctx: click.Context, param: click.Parameter, incomplete: s
     """Returns keys of the command's config that begin with what was typed; after `KEY=` the choices of the key."""
     command = record(ctx.params.get("command") or ctx.info_name)
     roots = [command.root] if command.root is not None else [one.root for one in all_training()]
-    keys = {key.path: key for root in roots for key in walk(root)}
+    keys = {key.path: key for root in roots for key in walk_keys(root)}
     path, equals, begun = incomplete.partition("=")
     if not equals:
         return [CompletionItem(f"{name}=", help=key.help) for name, key in keys.items() if name.startswith(path)]
@@ -247,7 +247,7 @@ def _choices(annotation: Any) -> list[str]:
 
 @click.group(
     cls=_Main,
-    commands=_Records(),
+    commands=_LazyCommands(),
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=_epilog(EXAMPLES),
 )

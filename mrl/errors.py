@@ -17,13 +17,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-LONGEST = 400
+MAX_LINE = 400
 """Characters of the message of an error about keys, rows or a model: values that users write may be of any length."""
 
-SHOWN = 80
+MAX_SHOWN = 80
 """Characters of a value in a message."""
 
-MOST_MISTAKES = 10
+MAX_MISTAKES = 10
 """Lines of the message of a config with several mistakes."""
 
 
@@ -36,7 +36,7 @@ def one_line(text: object, longest: int | None = None) -> str:
         return line
     longest += max(0, min(len(line.partition(" ")[0]), 160) - 60)
     for most in (160, 100, 60, 40):
-        if len(line) > min(longest, LONGEST):
+        if len(line) > min(longest, MAX_LINE):
             line = " ".join(w if "/" in w and most < 100 else shortened(w, most) for w in line.split(" "))
     if len(line) <= longest:
         return line
@@ -79,8 +79,8 @@ def show(value: Any) -> str:
     text = ""
     for piece in _pieces(value):
         text += piece
-        if len(text) > SHOWN:  # nor is more of it looked at
-            return text[: SHOWN - 3] + "..."
+        if len(text) > MAX_SHOWN:  # nor is more of it looked at
+            return text[: MAX_SHOWN - 3] + "..."
     return text
 
 
@@ -105,7 +105,7 @@ def _pieces(value: Any) -> Iterator[str]:
     elif isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to write very long ones
         yield f"(a number of {int(value.bit_length() * math.log10(2)) + 1} digits)"
     elif isinstance(value, str):
-        yield json.dumps(value[: SHOWN + 1], ensure_ascii=False)
+        yield json.dumps(value[: MAX_SHOWN + 1], ensure_ascii=False)
     elif value is None or isinstance(value, int | float):
         yield json.dumps(value)
     else:
@@ -165,11 +165,11 @@ def _remade(kind: type[UserError], args: tuple[Any, ...], fields: Mapping[str, A
 class ConfigError(UserError):
     """A config key is unknown, has a wrong value, or does not fit the others: `dotted.key: value ...; fix`."""
 
-    longest = LONGEST
+    longest = MAX_LINE
     others: tuple[ConfigError, ...] = ()  # mistakes of the same parse, each with a line of its own in `str`
 
 
-class Mistakes:
+class MistakeCollector:
     """A context that collects the mistakes of one parse, and raises them as one error at its end."""
 
     def __init__(self) -> None:
@@ -192,13 +192,13 @@ class Mistakes:
             self.found += [error, *others]
 
     def _joined(self) -> ConfigError:
-        """Returns the first mistake, with the lines of the next ones in its text, up to `MOST_MISTAKES`."""
+        """Returns the first mistake, with the lines of the next ones in its text, up to `MAX_MISTAKES`."""
         self.found.sort(key=lambda one: one.why.startswith("is missing"))  # a name with a typo may be what is missing
         first, *others = self.found
         first.others = tuple(others)
-        lines = [one.line for one in self.found[:MOST_MISTAKES]]
-        if len(self.found) > MOST_MISTAKES:
-            left = len(self.found) - MOST_MISTAKES
+        lines = [one.line for one in self.found[:MAX_MISTAKES]]
+        if len(self.found) > MAX_MISTAKES:
+            left = len(self.found) - MAX_MISTAKES
             lines.append(
                 f"{left} more mistakes; correct these first (of verl, NeMo-RL, TRL: mrl config translate FILE)"
             )
@@ -216,7 +216,7 @@ def unwritable(output_dir: str, at: object, error: OSError) -> ConfigError:
 class DataError(UserError):
     """A data file or row is wrong: `file:line: what is wrong; what would work`."""
 
-    longest = LONGEST
+    longest = MAX_LINE
     may_be_skipped = False  # `data.on_bad_row: skip` would leave the row out
 
 

@@ -7,10 +7,10 @@ import pickle
 import pytest
 
 from mrl.errors import (
-    LONGEST,
+    MAX_LINE,
     CheckpointError,
     ConfigError,
-    Mistakes,
+    MistakeCollector,
     ModelError,
     ServerError,
     UserError,
@@ -40,7 +40,7 @@ def test_the_line_of_an_error(error, line):
 @pytest.mark.parametrize("kind", [ConfigError, ModelError])
 def test_a_value_of_any_length_leaves_room_for_what_would_work(kind):
     error = kind(KEY, {"a": ["x" * 9999] * 99}, "is " + "very " * 200 + "long", "give a number")
-    assert len(str(error)) <= kind.longest >= LONGEST and str(error).endswith("give a number")
+    assert len(str(error)) <= kind.longest >= MAX_LINE and str(error).endswith("give a number")
 
 
 def test_the_first_line_of_another_programs_error():
@@ -86,7 +86,7 @@ def test_fields_come_through_to_other_processes(error):
 
 
 def test_all_mistakes_come_through_to_other_processes():
-    with pytest.raises(ConfigError) as raised, Mistakes() as mistakes:
+    with pytest.raises(ConfigError) as raised, MistakeCollector() as mistakes:
         for key in ("a", "b", "c"):
             with mistakes.noted():
                 raise ConfigError(key, 1, "is wrong", "give 2")

@@ -17,7 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from mrl.config import command as commands
 from mrl.config.docs import Section, default_text, sections
 from mrl.config.foreign_rows import Row
-from mrl.config.keys import expected
+from mrl.config.keys import accepted_values
 from mrl.config.rates import RATES, key_of
 from mrl.config.translate import TRAINERS
 from mrl.converters import ranges as ranges_of
@@ -103,7 +103,7 @@ def _table(heading: str, alike: Sequence[tuple[str, Section]]) -> str:
     for command, section in alike:
         for key in section.keys:
             path = f"{heading}.{key.path.rpartition('.')[2]}".lstrip(".")
-            cells = path, expected(key.annotation, key.stated), default_text(key), _cell(key.help)
+            cells = path, accepted_values(key.annotation, key.stated), default_text(key), _cell(key.help)
             rows[cells].append(f"mrl {command}" if section.path == heading else section.path)
     text = f"\n## {heading or 'Top level'}\n\n{_cell(alike[0][1].help)}\n\n"
     text += "| key | accepts | default | meaning |\n|---|---|---|---|\n"

@@ -22,11 +22,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mrl.algorithms.ragged import from_trained_columns, last_trained, sum_per_sequence, to_tokens, trained_columns
+from mrl.algorithms.ragged import (
+    from_trained_columns,
+    last_trained_position,
+    sum_per_sequence,
+    to_tokens,
+    trained_columns,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rollout:
+class AdvantageInputs:
     """The rollout that advantages are made from. A field that the estimator does not need may be None."""
 
     rewards_T: Tensor  # of each action (see `shaping.token_rewards`), 0 outside the mask
@@ -86,7 +92,7 @@ def remax(rewards_T: Tensor, baselines_S: Tensor, mask_T: Tensor, lengths_S: Ten
     step3_rlhf_finetuning/remax_trainer.py, compute_returns); there the last action is discounted once already.
     """
     above_T = rewards_T.clone()
-    last_S = last_trained(mask_T, lengths_S)
+    last_S = last_trained_position(mask_T, lengths_S)
     above_T[last_S[last_S >= 0]] -= baselines_S[last_S >= 0].to(rewards_T.dtype)
     return discounted_returns(above_T, mask_T, lengths_S, gamma=gamma)
 
@@ -153,13 +159,13 @@ def whiten(values_T: Tensor, mask_T: Tensor, *, eps: float = 1e-8) -> Tensor:
 class Estimator:
     """A way to compute advantages."""
 
-    compute: Callable[[Rollout, float, float], tuple[Tensor, Tensor | None]]
+    compute: Callable[[AdvantageInputs, float, float], tuple[Tensor, Tensor | None]]
     """(rollout, gamma, lam) -> advantages [T] and, with a critic, its targets [T]."""
-    needs: Literal["values_T", "groups_S", "baselines_S"] | None = None  # the field of `Rollout`
+    needs: Literal["values_T", "groups_S", "baselines_S"] | None = None  # the field of `AdvantageInputs`
 
 
 def _of_group(estimate: Callable[[Tensor, Tensor], Tensor]) -> Estimator:
-    def compute(rollout: Rollout, gamma: float, lam: float) -> tuple[Tensor, None]:
+    def compute(rollout: AdvantageInputs, gamma: float, lam: float) -> tuple[Tensor, None]:
         advantages_T = to_tokens(estimate(rollout.scores_S, rollout.groups_S), rollout.lengths_S)
         return advantages_T.masked_fill(rollout.mask_T == 0, 0.0), None
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 from mrl.algorithms.recipes import Recipe, recipe
-from mrl.config.keys import changed
+from mrl.config.keys import non_default_keys
 from mrl.config.ppo import AlgorithmConfig, PPOConfig
-from mrl.config.ppo_checks import OF_REWARDS, is_rewarded, refuse_unread
-from mrl.config.recipes import OF_A_TEACHER
+from mrl.config.ppo_checks import REWARD_METRICS, is_rewarded, refuse_unread
+from mrl.config.recipes import OPD_NAMES
 from mrl.errors import ConfigError, Shown
 
 PARTS = tuple(field.name for field in dataclasses.fields(Recipe))
 """The keys of `algorithm` that replace a part of the recipe; null leaves it as the recipe has it."""
 
 
-OF_THE_POLICY = (
+POLICY_KEYS = (
     "advantage", "objective", "ratio", "whiten", "gamma", "lam", "clip_low", "clip_high", "dual_clip", "value_clip",
     "correction", "correction_level", "correction_cap", "correction_floor",
 )  # fmt: skip
@@ -53,14 +53,16 @@ def check_algorithm(config: PPOConfig) -> Recipe:
     advice = f"leave it out, or choose another algorithm than {algorithm.name}"
     if not made.needs_critic:
         no_critic = f"without a critic, and algorithm.advantage {made.advantage} needs none"
-        own = (pair for pair in changed(algorithm, "algorithm") if pair[0].path == "algorithm.critic_warmup")
+        own = (pair for pair in non_default_keys(algorithm, "algorithm") if pair[0].path == "algorithm.critic_warmup")
         refuse_unread(own, no_critic, advice)
-        refuse_unread(changed(config.critic, "critic"), no_critic, advice)
+        refuse_unread(non_default_keys(config.critic, "critic"), no_critic, advice)
     if not made.needs_reference:
         no_kl = "without a reference, and algorithm.kl_in none needs none"
-        refuse_unread(changed(config.reference, "reference"), no_kl, "leave it out, or set algorithm.kl_in")
+        refuse_unread(non_default_keys(config.reference, "reference"), no_kl, "leave it out, or set algorithm.kl_in")
     if not made.dynamic_sampling:
-        own = (pair for pair in changed(algorithm, "algorithm") if pair[0].path == "algorithm.max_sampling_rounds")
+        own = (
+            pair for pair in non_default_keys(algorithm, "algorithm") if pair[0].path == "algorithm.max_sampling_rounds"
+        )
         refuse_unread(own, "without algorithm.dynamic_sampling", "leave it out, or set algorithm.dynamic_sampling")
     _check_best(config, made)
     return made
@@ -86,7 +88,7 @@ def _check_parts(made: Recipe) -> None:
 
 def _check_unrewarded(config: PPOConfig, made: Recipe) -> None:
     """Keys that only rewards give something to do, where a teacher is all there is to learn from."""
-    if is_rewarded(config) or config.algorithm.name not in OF_A_TEACHER:
+    if is_rewarded(config) or config.algorithm.name not in OPD_NAMES:
         return
     give = "leave it out, or give rewards.functions with a weight"
     if made.dynamic_sampling:
@@ -99,7 +101,7 @@ def _check_unrewarded(config: PPOConfig, made: Recipe) -> None:
         raise ConfigError("algorithm.kl_coef", Shown("0"), why, f"give one above 0, {give}")
     if config.algorithm.distill is None:
         return
-    for name in OF_THE_POLICY:
+    for name in POLICY_KEYS:
         value = getattr(config.algorithm, name)
         if value is not None:
             shown = Shown(f"{value:g}") if isinstance(value, float) else value
@@ -114,7 +116,7 @@ def _check_best(config: PPOConfig, made: Recipe) -> None:
         return
     scored = is_rewarded(config) or config.rewards is not None or config.reward.model.path is not None
     of_eval = best.startswith("eval/") and best.endswith(("/accuracy", "/reward"))
-    if (best in OF_REWARDS and not is_rewarded(config)) or (of_eval and not scored):
+    if (best in REWARD_METRICS and not is_rewarded(config)) or (of_eval and not scored):
         fix = "choose another metric, as actor/sequence_kl with checkpoint.best_is lowest"
         raise ConfigError("checkpoint.best", best, "is not measured where nothing is rewarded", fix)
     absent = (

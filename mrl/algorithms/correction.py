@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from mrl.algorithms.log_ratio import bounded
+from mrl.algorithms.log_ratio import clamped_log_ratio
 from mrl.algorithms.ragged import sum_per_sequence, to_tokens
 
 
@@ -35,7 +35,7 @@ class Correction:
     floor: float = 0.0
 
 
-class Weights(NamedTuple):
+class CorrectionWeights(NamedTuple):
     """Weights that correct for the sampler's probabilities."""
 
     weight_T: Tensor  # [T], without gradient
@@ -49,7 +49,7 @@ def importance_weights(
     lengths_S: Tensor,
     *,
     correction: Correction,
-) -> Weights:
+) -> CorrectionWeights:
     """Returns the weights of the table above; 1 outside the mask at the token level.
 
     trainer_log_probs_T: of the weights that sampled, before any update ("old"). rollout_log_probs_T: as the sampler
@@ -58,8 +58,8 @@ def importance_weights(
     gap_T = (trainer_log_probs_T - rollout_log_probs_T).detach().masked_fill(mask_T == 0, 0.0)
     if correction.level == "sequence":
         gap_T = to_tokens(sum_per_sequence(gap_T, lengths_S), lengths_S)
-    ratio_T = bounded(gap_T).exp()
+    ratio_T = clamped_log_ratio(gap_T).exp()
     if correction.mode == "truncate":
-        return Weights(ratio_T.clamp(max=correction.cap), ratio_T > correction.cap)
+        return CorrectionWeights(ratio_T.clamp(max=correction.cap), ratio_T > correction.cap)
     rejected_T = (ratio_T > correction.cap) | (ratio_T < correction.floor)
-    return Weights(ratio_T.masked_fill(rejected_T, 0.0), rejected_T)
+    return CorrectionWeights(ratio_T.masked_fill(rejected_T, 0.0), rejected_T)

@@ -42,17 +42,17 @@ without has those of all ids, in their order."""
 TEACHER_OF = "teacher"
 """Sequence field [S] int64: the number of each sequence's teacher; a batch that has none is of the first alone."""
 
-LEAST_TAIL = 2.0**-23
+MIN_TAIL = 2.0**-23
 """The probability that the last bucket has at least: in fp32 log-probs a smaller one is their rounding."""
 
-WEIGHED_BY: Mapping[str, str] = {
+METRIC_DENOMINATORS: Mapping[str, str] = {
     "distill/divergence": "tokens",
     "distill/nll": "tokens",
     "distill/teacher_tail": "tokens",
 }
 """Metric -> the denominator whose mean it is."""
 
-OF_EACH = "distill/divergence/"
+PER_TEACHER_METRIC = "distill/divergence/"
 """Begins the metric of one of several teachers, which ends with its name."""
 
 
@@ -61,14 +61,14 @@ def teacher_numbers(batch: Batch) -> Tensor:
     return batch.sequence_fields.get(TEACHER_OF, torch.zeros_like(batch.lengths))
 
 
-def tokens_of(name: str) -> str:
+def tokens_denominator(name: str) -> str:
     """Returns the name of the denominator that counts the trained tokens of one of several teachers."""
     return f"tokens/{name}"
 
 
-def weighed_by(names: Sequence[str]) -> Mapping[str, str]:
-    """Returns `WEIGHED_BY` with the metrics of several teachers. names: theirs; () where there is one."""
-    return {**WEIGHED_BY, **{OF_EACH + name: tokens_of(name) for name in names}}
+def metric_denominators(names: Sequence[str]) -> Mapping[str, str]:
+    """Returns `METRIC_DENOMINATORS` with the metrics of several teachers. names: theirs; () where there is one."""
+    return {**METRIC_DENOMINATORS, **{PER_TEACHER_METRIC + name: tokens_denominator(name) for name in names}}
 
 
 _CHUNK = 2**22  # log-probs that are worked on at once
@@ -114,10 +114,10 @@ def divergence(
     rest_p, rest_q = (1 - (log_probs.exp() * here).sum(1) for log_probs in (lp, lq))
     if not tail:
         return value, slope, torch.zeros_like(rest_p)
-    tail_p, tail_q = (rest.clamp(min=LEAST_TAIL) for rest in (rest_p, rest_q))
+    tail_p, tail_q = (rest.clamp(min=MIN_TAIL) for rest in (rest_p, rest_q))
     share, of_tail = DIVERGENCES[kind](tail_p.log(), tail_q.log(), beta)
     # d log(1 - sum q) / d log q_k = -q_k / (1 - sum q); a tail at its least moves with nothing
-    moves = (of_tail / tail_q).where(rest_q > LEAST_TAIL, torch.zeros_like(of_tail))
+    moves = (of_tail / tail_q).where(rest_q > MIN_TAIL, torch.zeros_like(of_tail))
     return value + share, slope - moves[:, None] * lq.exp() * here, rest_p.clamp(min=0)
 
 
@@ -152,7 +152,7 @@ class _Divergence(torch.autograd.Function):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FromTeacher:
+class TeacherDivergence:
     """The divergence of the student from the teacher at each token that trains, and the teacher's tail there."""
 
     kind: str  # of `DIVERGENCES`
@@ -176,8 +176,8 @@ class DistillLoss:
 
     predictions["log_probs"]: [T, 1 + K] of `data.labels`, the first column at temperature 1 and the others at
     `temperature`, which divides the logits of both models. The factor temperature^2 keeps the size of the gradient
-    (Hinton et al., 2015, section 2). Metrics are those of `weighed_by(names)`, as means that the engine's one division
-    by "tokens" gives; the divergence is without that factor.
+    (Hinton et al., 2015, section 2). Metrics are those of `metric_denominators(names)`, as means that the engine's one
+    division by "tokens" gives; the divergence is without that factor.
     """
 
     kind: str  # of `DIVERGENCES`
@@ -215,6 +215,6 @@ class DistillLoss:
         """
         sums = {}
         for number, name in enumerate(self.names):
-            if count := data.denominators[tokens_of(name)]:
-                sums[OF_EACH + name] = found_N[of_N == number].sum() * (data.denominators["tokens"] / count)
+            if count := data.denominators[tokens_denominator(name)]:
+                sums[PER_TEACHER_METRIC + name] = found_N[of_N == number].sum() * (data.denominators["tokens"] / count)
         return sums

@@ -28,13 +28,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from mrl.algorithms.log_ratio import bounded
+from mrl.algorithms.log_ratio import clamped_log_ratio
 from mrl.algorithms.ragged import sum_per_sequence
 
 KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d_T: d_T,
     "k2": lambda d_T: d_T.square() / 2,
-    "k3": lambda d_T: torch.expm1(-bounded(d_T)) + bounded(d_T),
+    "k3": lambda d_T: torch.expm1(-clamped_log_ratio(d_T)) + clamped_log_ratio(d_T),
 }
 """`algorithm.kl_estimator` -> the estimate, from `log p - log q`."""
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mrl.algorithms.aggregation import DENOMINATORS, token_weights
 from mrl.algorithms.correction import Correction, importance_weights
-from mrl.algorithms.distill import FromTeacher
+from mrl.algorithms.distill import TeacherDivergence
 from mrl.algorithms.kl import kl_estimate
 from mrl.algorithms.policy import OBJECTIVES, RATIOS, Clip
 from mrl.algorithms.value import value_loss
@@ -79,7 +79,9 @@ class ActorLoss(_Aggregated):
     kl_cap: float = 0.0
     entropy_coef: float = 0.0  # other than 0, predictions hold an entropy with gradient (`ctx["entropy"]`)
     correction: Correction | None = None  # None: c = 1
-    distill: FromTeacher | None = None  # with it, predicted log-probs are [T, 1 + K], the first of the sampled token
+    distill: TeacherDivergence | None = (
+        None  # with it, predicted log-probs are [T, 1 + K], the first of the sampled token
+    )
 
     def __call__(self, data: Batch, predictions: Mapping[str, Tensor], ctx: Ctx) -> tuple[Tensor, Ctx]:
         log_probs = predictions["log_probs"]

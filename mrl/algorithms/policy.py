@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mrl.algorithms.log_ratio import bounded
+from mrl.algorithms.log_ratio import clamped_log_ratio
 from mrl.algorithms.ragged import sum_per_sequence, to_tokens
 
 
@@ -42,13 +42,13 @@ class PolicyLoss(NamedTuple):
 
 def token_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
     """[T]: `p(token) / p_old(token)` (PPO, Schulman 2017, section 3)."""
-    return bounded(log_probs_T - old_log_probs_T).exp()
+    return clamped_log_ratio(log_probs_T - old_log_probs_T).exp()
 
 
 def sequence_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
     """[T]: at each token `s = (p(y) / p_old(y))^(1/|y|)` of its sequence's trained tokens (GSPO, Zheng 2025, eq. 7)."""
     log_ratio_S = _mean_log_ratio(log_probs_T - old_log_probs_T, mask_T, lengths_S)
-    return to_tokens(bounded(log_ratio_S), lengths_S).exp()
+    return to_tokens(clamped_log_ratio(log_ratio_S), lengths_S).exp()
 
 
 def sequence_token_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def sequence_token_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: T
     The same loss and gradient as `sequence_ratio` where all tokens of a sequence have one advantage and one weight.
     """
     log_ratio_S = _mean_log_ratio((log_probs_T - old_log_probs_T).detach(), mask_T, lengths_S)
-    return bounded(to_tokens(log_ratio_S, lengths_S) + log_probs_T - log_probs_T.detach()).exp()
+    return clamped_log_ratio(to_tokens(log_ratio_S, lengths_S) + log_probs_T - log_probs_T.detach()).exp()
 
 
 def _mean_log_ratio(log_ratio_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
@@ -126,5 +126,5 @@ def largest_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor) 
     From what a whole mini-batch's forward gave: a maximum is no sum, so no loss function can report it.
     """
     trained_T = mask_T != 0
-    gaps = bounded(log_probs_T[trained_T] - old_log_probs_T[trained_T]).detach().abs()
+    gaps = clamped_log_ratio(log_probs_T[trained_T] - old_log_probs_T[trained_T]).detach().abs()
     return float(gaps.max().exp()) if gaps.numel() else 1.0

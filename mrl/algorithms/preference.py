@@ -62,7 +62,7 @@ class Answers:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Numbers:
+class LossSettings:
     """What the losses are set by; see the module. One reads its own."""
 
     beta: float
@@ -75,40 +75,40 @@ class Numbers:
     sft_weight: float = 0.0
 
 
-def _log_ratios(of: Answers, by: Numbers) -> Tensor:
+def _log_ratios(of: Answers, by: LossSettings) -> Tensor:
     reference_S = torch.zeros_like(of.reference_S) if by.reference_free else of.reference_S
     ratios_S = of.log_probs_S - reference_S
     return ratios_S / of.tokens_S if by.length_normalized else ratios_S
 
 
-def _mean_log_probs(of: Answers, by: Numbers) -> Tensor:
+def _mean_log_probs(of: Answers, by: LossSettings) -> Tensor:
     return of.log_probs_S / of.tokens_S
 
 
-def _log_odds(of: Answers, by: Numbers) -> Tensor:
+def _log_odds(of: Answers, by: LossSettings) -> Tensor:
     means_S = _mean_log_probs(of, by)
     # an answer that is certain has infinite odds; 1 - exp(-eps) of float64 is the nearest that has a gradient
     return means_S - torch.log(-torch.expm1(means_S.clamp(max=-torch.finfo(torch.float64).eps)))
 
 
-def _dpo(margins_N: Tensor, by: Numbers) -> Tensor:
+def _dpo(margins_N: Tensor, by: LossSettings) -> Tensor:
     sure = -logsigmoid(by.beta * margins_N)
     return (1 - by.label_smoothing) * sure - by.label_smoothing * logsigmoid(-by.beta * margins_N)
 
 
-def _ipo(margins_N: Tensor, by: Numbers) -> Tensor:
+def _ipo(margins_N: Tensor, by: LossSettings) -> Tensor:
     return (margins_N - 1 / (2 * by.beta)).square()
 
 
-def _orpo(margins_N: Tensor, by: Numbers) -> Tensor:
+def _orpo(margins_N: Tensor, by: LossSettings) -> Tensor:
     return -by.beta * logsigmoid(margins_N)
 
 
-def _simpo(margins_N: Tensor, by: Numbers) -> Tensor:
+def _simpo(margins_N: Tensor, by: LossSettings) -> Tensor:
     return -logsigmoid(by.beta * margins_N - by.gamma)
 
 
-def _kto(ratios_S: Tensor, chosen_S: Tensor, kl: float, by: Numbers) -> Tensor:
+def _kto(ratios_S: Tensor, chosen_S: Tensor, kl: float, by: LossSettings) -> Tensor:
     good_S = by.desirable_weight * (1 - torch.sigmoid(by.beta * (ratios_S - kl)))
     bad_S = by.undesirable_weight * (1 - torch.sigmoid(by.beta * (kl - ratios_S)))
     return torch.where(chosen_S, good_S, bad_S)
@@ -118,9 +118,11 @@ def _kto(ratios_S: Tensor, chosen_S: Tensor, kl: float, by: Numbers) -> Tensor:
 class Loss:
     """One of the losses: what it measures of an answer, and what it makes of a pair's difference of that."""
 
-    score: Callable[[Answers, Numbers], Tensor]  # [S]
-    of_margin: Callable[[Tensor, Numbers], Tensor] | None  # of chosen less rejected [N]; None: of single answers, kto
-    reward: Callable[[Answers, Numbers], Tensor]  # [S], what metrics call the reward, before the factor beta
+    score: Callable[[Answers, LossSettings], Tensor]  # [S]
+    of_margin: (
+        Callable[[Tensor, LossSettings], Tensor] | None
+    )  # of chosen less rejected [N]; None: of single answers, kto
+    reward: Callable[[Answers, LossSettings], Tensor]  # [S], what metrics call the reward, before the factor beta
 
 
 LOSSES: Mapping[str, Loss] = {
@@ -131,7 +133,7 @@ LOSSES: Mapping[str, Loss] = {
     "simpo": Loss(_mean_log_probs, _simpo, _mean_log_probs),
 }
 
-WEIGHED_BY: Mapping[str, str] = {
+METRIC_DENOMINATORS: Mapping[str, str] = {
     "rewards/chosen": "chosen",
     "rewards/rejected": "rejected",
     "rewards/margin": "pairs",
@@ -149,18 +151,18 @@ is a difference of sums, and no accuracy, which compares the two."""
 @dataclasses.dataclass(frozen=True)
 class PreferenceLoss:
     """A loss of `LOSSES` as engines take it, divided by `DENOMINATOR`. Sequences of a pair are neighbours, the chosen
-    one first. Metrics are those of `WEIGHED_BY`, as means that the engine's one division gives."""
+    one first. Metrics are those of `METRIC_DENOMINATORS`, as means that the engine's one division gives."""
 
     name: str
-    numbers: Numbers
+    numbers: LossSettings
 
     def __call__(self, data: Batch, predictions: Mapping[str, Tensor], ctx: Ctx) -> tuple[Tensor, Ctx]:
         loss, of, by = LOSSES[self.name], _answers(data, predictions["log_probs"]), self.numbers
         scores_S, rewards_S = loss.score(of, by), by.beta * loss.reward(of, by).detach()
-        weights_S = weights_of(data)
+        weights_S = answer_weights(data)
         if loss.of_margin is None:
             total = (weights_S * _kto(scores_S, of.chosen_S, float(ctx["kl"]), by)).sum()
-            signs_S = torch.where(of.chosen_S, 1.0, -1.0) * of_pairs(data)
+            signs_S = torch.where(of.chosen_S, 1.0, -1.0) * is_paired_S(data)
             sums = {"rewards/margin": (weights_S * signs_S * rewards_S).sum()}
         else:
             weights_N, margins_N = weights_S[0::2], rewards_S[0::2] - rewards_S[1::2]
@@ -181,7 +183,7 @@ class PreferenceLoss:
             "logps/rejected": log_probs_S[~of.chosen_S].detach().sum(),
             "nll/chosen": -chosen.detach(),
         }
-        means = {name: value * _scale(data, WEIGHED_BY[name]) for name, value in sums.items()}
+        means = {name: value * _scale(data, METRIC_DENOMINATORS[name]) for name, value in sums.items()}
         return total, {**ctx, "metrics": {**ctx.get("metrics", {}), **means}}
 
 
@@ -199,14 +201,14 @@ def _answers(data: Batch, log_probs_T: Tensor) -> Answers:
     )
 
 
-def weights_of(data: Batch) -> Tensor:
+def answer_weights(data: Batch) -> Tensor:
     """[S] float64: what each answer counts."""
     if WEIGHT in data.sequence_fields:
         return data.sequence_fields[WEIGHT].double()
     return torch.ones(data.num_sequences, dtype=torch.float64, device=data.lengths.device)
 
 
-def of_pairs(data: Batch) -> Tensor:
+def is_paired_S(data: Batch) -> Tensor:
     """[S] float64: 1 for each answer of a pair, 0 for a single one."""
     if OF_PAIR in data.sequence_fields:
         return data.sequence_fields[OF_PAIR].double()

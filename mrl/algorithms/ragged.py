@@ -25,7 +25,7 @@ def to_tokens(values_S: Tensor, lengths_S: Tensor) -> Tensor:
     return torch.cat(parts) if parts else values_S.new_zeros(0)
 
 
-def last_trained(mask_T: Tensor, lengths_S: Tensor) -> Tensor:
+def last_trained_position(mask_T: Tensor, lengths_S: Tensor) -> Tensor:
     """[S] int64: where in [T] each sequence's last token with a mask other than 0 is; -1 where it has none."""
     places_T = torch.arange(mask_T.numel(), device=mask_T.device).masked_fill(mask_T == 0, -1)
     parts = places_T.split(lengths_S.tolist())

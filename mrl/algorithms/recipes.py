@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from mrl.algorithms.advantages import ESTIMATORS, Rollout, whiten
+from mrl.algorithms.advantages import ESTIMATORS, AdvantageInputs, whiten
 from mrl.algorithms.aggregation import DENOMINATORS
 from mrl.algorithms.correction import Correction
 from mrl.algorithms.kl import KL_ESTIMATORS, KLController
@@ -88,7 +88,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 """What each named part may be."""
 
-READ_WITH: Mapping[str, tuple[str, Callable[[Recipe], bool]]] = {
+KEY_READERS: Mapping[str, tuple[str, Callable[[Recipe], bool]]] = {
     "gamma": ("algorithm.advantage: gae, returns or remax", lambda r: r.advantage in ("gae", "returns", "remax")),
     "lam": ("algorithm.advantage: gae", lambda r: r.advantage == "gae"),
     "clip_low": ("algorithm.objective: clip or cispo", lambda r: r.objective in ("clip", "cispo")),
@@ -125,7 +125,7 @@ def recipe(name: str, overrides: Mapping[str, Any] | None = None, *, distill: bo
         if getattr(made, key) not in choices and not (distill and key == "kl_in"):
             raise _unknown(f"algorithm.{key}", getattr(made, key), choices)
     for key, value in given.items():
-        needed, is_read = READ_WITH.get(key, ("", lambda _: True))
+        needed, is_read = KEY_READERS.get(key, ("", lambda _: True))
         if not is_read(made):
             why = f"would not be read by this {name}; it goes with {needed}"
             raise ConfigError(f"algorithm.{key}", value, why, "leave it out")
@@ -136,7 +136,7 @@ def recipe(name: str, overrides: Mapping[str, Any] | None = None, *, distill: bo
 
 def in_words(recipe: Recipe) -> str:
     """Returns every part that is read, as "advantage=grpo, objective=clip, ...": what a name and null keys come to."""
-    unread = {key for key, (_, is_read) in READ_WITH.items() if not is_read(recipe)}
+    unread = {key for key, (_, is_read) in KEY_READERS.items() if not is_read(recipe)}
     parts = ((name, value) for name, value in dataclasses.asdict(recipe).items() if name not in unread)
     return ", ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in parts)
 
@@ -147,7 +147,7 @@ def _unknown(key: str, value: Any, choices: tuple[str, ...]) -> ConfigError:
     return ConfigError(key, value, "is not known", f"{advice}use one of {', '.join(choices)}")
 
 
-def advantages(recipe: Recipe, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
+def advantages(recipe: Recipe, rollout: AdvantageInputs) -> tuple[Tensor, Tensor | None]:
     """Advantages [T], and with a critic the returns [T] that it is trained on, of a whole rollout."""
     estimator = ESTIMATORS[recipe.advantage]
     assert estimator.needs is None or getattr(rollout, estimator.needs) is not None, f"without {estimator.needs}"

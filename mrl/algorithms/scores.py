@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from mrl.algorithms.preference import weights_of
+from mrl.algorithms.preference import answer_weights
 from mrl.algorithms.ragged import to_tokens
 from mrl.batch import Batch
 
@@ -62,7 +62,7 @@ class ScoreLoss:
     def __call__(self, data: Batch, predictions: Mapping[str, Tensor], ctx: Ctx) -> tuple[Tensor, Ctx]:
         values_T, read_T = predictions["values"], data.loss_mask != 0
         assert values_T.shape == read_T.shape, f"values {tuple(values_T.shape)}, mask {tuple(read_T.shape)}"
-        weights_N = to_tokens(weights_of(data), data.lengths)[read_T]
+        weights_N = to_tokens(answer_weights(data), data.lengths)[read_T]
         total, sums = _LOSSES[self.name](self, data, values_T[read_T].double(), read_T, weights_N)
         return total, {**ctx, "metrics": {**ctx.get("metrics", {}), **sums}}
 

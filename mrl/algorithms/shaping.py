@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mrl.algorithms.ragged import last_trained
+from mrl.algorithms.ragged import last_trained_position
 
 
 def token_rewards(
@@ -29,7 +29,7 @@ def token_rewards(
     """
     trained_T = mask_T != 0
     rewards_T = scores_S.new_zeros(mask_T.numel())
-    last_S = last_trained(mask_T, lengths_S)
+    last_S = last_trained_position(mask_T, lengths_S)
     rewards_T[last_S[last_S >= 0]] = scores_S[last_S >= 0]
     if token_scores_T is not None:
         stray = int(((token_scores_T != 0) & ~trained_T).sum())

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.algorithms.log_ratio import bounded
+from mrl.algorithms.log_ratio import clamped_log_ratio
 from mrl.algorithms.ragged import sum_per_sequence, to_tokens
 from mrl.batch import Batch
 
@@ -74,12 +74,12 @@ def _gspo(lp: Tensor, fields: Fields, options: Options, lengths: Tensor) -> Tens
     mask = fields["sequence_ratio_mask"]
     counts = sum_per_sequence(mask, lengths).clamp(min=1.0)
     mean = sum_per_sequence((lp.detach() - fields["logprobs"]).masked_fill(mask == 0, 0.0) * mask, lengths) / counts
-    ratio = to_tokens(bounded(mean).exp(), lengths) * (lp - lp.detach()).exp()
+    ratio = to_tokens(clamped_log_ratio(mean).exp(), lengths) * (lp - lp.detach()).exp()
     return _clipped(ratio, fields["advantages"], options)
 
 
 def _ratio(lp: Tensor, fields: Fields) -> Tensor:
-    return bounded(lp - fields["logprobs"]).exp()
+    return clamped_log_ratio(lp - fields["logprobs"]).exp()
 
 
 def _clip(ratio: Tensor, options: Options) -> Tensor:
@@ -90,16 +90,16 @@ def _clipped(ratio: Tensor, advantages: Tensor, options: Options) -> Tensor:
     return -torch.minimum(ratio * advantages, _clip(ratio, options) * advantages)
 
 
-_OF_A_SAMPLER = ("logprobs", "advantages")
+_SAMPLER_FIELDS = ("logprobs", "advantages")
 _NEAR_1 = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 LOSSES: Mapping[str, Loss] = {
     "cross_entropy": Loss(("weights",), {}, _cross_entropy),
-    "importance_sampling": Loss(_OF_A_SAMPLER, {}, _importance_sampling),
-    "ppo": Loss(_OF_A_SAMPLER, _NEAR_1, _ppo),
-    "cispo": Loss(_OF_A_SAMPLER, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, _cispo),
-    "dro": Loss(_OF_A_SAMPLER, {"beta": 0.05}, _dro),
-    "gspo": Loss((*_OF_A_SAMPLER, "sequence_ratio_mask"), _NEAR_1, _gspo),
+    "importance_sampling": Loss(_SAMPLER_FIELDS, {}, _importance_sampling),
+    "ppo": Loss(_SAMPLER_FIELDS, _NEAR_1, _ppo),
+    "cispo": Loss(_SAMPLER_FIELDS, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, _cispo),
+    "dro": Loss(_SAMPLER_FIELDS, {"beta": 0.05}, _dro),
+    "gspo": Loss((*_SAMPLER_FIELDS, "sequence_ratio_mask"), _NEAR_1, _gspo),
 }
 
 

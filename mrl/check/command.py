@@ -15,7 +15,7 @@ from mrl.config.command import Config, Part, TrainingCommand
 C = TypeVar("C", bound=Config)
 
 
-class Checked(abc.ABC, Generic[C]):
+class CommandCheck(abc.ABC, Generic[C]):
     """How the step of one command that trains is checked."""
 
     @abc.abstractmethod
@@ -31,8 +31,8 @@ class Checked(abc.ABC, Generic[C]):
         length: how many, and tokens of one, at most. device: where the model may be run to make them."""
 
 
-def checked_of(command: TrainingCommand) -> Checked[Any]:
+def checked_of(command: TrainingCommand) -> CommandCheck[Any]:
     """Returns what a command brings. command: one whose `checked` is set."""
     assert command.checked is not None, command.name
     module, _, name = command.checked.partition(":")
-    return cast(Checked[Any], getattr(importlib.import_module(module), name))
+    return cast(CommandCheck[Any], getattr(importlib.import_module(module), name))

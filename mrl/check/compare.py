@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TOP = 3
+MAX_SHOWN = 3
 """Tensors that are named of each quantity, the worst first."""
 SAME_FACTOR = 0.02
 """Relative error that is left of a tensor once it is divided by a factor, where the factor is all that is wrong."""
@@ -34,7 +34,7 @@ def is_known(gradient: Tensor, norm: float) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Off:
+class TensorMismatch:
     """A tensor that is not as the reference has it."""
 
     name: str  # in the model's files, or peft's
@@ -53,7 +53,7 @@ class TensorErrors:
     """How the tensors of one kind compare."""
 
     compared: int
-    worst: Sequence[Off]  # the `TOP` ones
+    worst: Sequence[TensorMismatch]  # the `MAX_SHOWN` ones
     over: int  # how many are off by more than the bound
     factor: float | None = None  # the one factor of all that are over, where they have one
     missing: Sequence[str] = ()  # tensors that the reference has and the layout has not
@@ -88,10 +88,12 @@ def tensor_errors(
             continue
         of_tensor = relative_l2(tensor, right) if error is None else error(name, tensor, right)
         has_factor = error is None and of_tensor > bound
-        found.append(Off(name, of_tensor, factor_of(tensor, right) if has_factor else None))
+        found.append(TensorMismatch(name, of_tensor, factor_of(tensor, right) if has_factor else None))
     found.sort(key=lambda off: -off.error)
     over = [off for off in found if off.error > bound]
-    return TensorErrors(len(found), found[:TOP], len(over), common_factor(over), sorted(waiting), sorted(unexpected))
+    return TensorErrors(
+        len(found), found[:MAX_SHOWN], len(over), common_factor(over), sorted(waiting), sorted(unexpected)
+    )
 
 
 def factor_of(actual: Tensor, expected: Tensor) -> float | None:
@@ -106,7 +108,7 @@ def factor_of(actual: Tensor, expected: Tensor) -> float | None:
     return factor if fits else None
 
 
-def common_factor(over: Sequence[Off]) -> float | None:
+def common_factor(over: Sequence[TensorMismatch]) -> float | None:
     """Returns the factor that all of some tensors have, where they have one; of a few it may be chance."""
     factors = [off.factor for off in over]
     if len(factors) < 2 or None in factors:

@@ -22,7 +22,7 @@ _FACTORS = ("short_factor", "long_factor")
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class ModelCut:
     """What a model is cut to; None leaves it as it is."""
 
     layers: int | None = None
@@ -37,23 +37,23 @@ class Cut:
         return bool(str(self))
 
 
-def parse(text: str) -> Cut | None:
+def parse(text: str) -> ModelCut | None:
     """Returns what `--cut` asks for; None for auto. Raises UserError."""
     if text == "auto":
         return None
     if text == "none":
-        return Cut()
-    found: dict[str, int] = {}
+        return ModelCut()
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*(layers|width|experts)=([1-9]\d{0,6})\s*", part)
-        if match is None or match[1] in found:
+        if match is None or match[1] in sizes:
             fix = "write layers=N, width=N, experts=N, or some of them with commas; or auto, or none"
             raise UserError("--cut", quoted(text), "is no cut", fix)
-        found[match[1]] = int(match[2])
-    return Cut(**found)
+        sizes[match[1]] = int(match[2])
+    return ModelCut(**sizes)
 
 
-def cut_config(raw: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
+def cut_config(raw: Mapping[str, Any], cut: ModelCut) -> dict[str, Any]:
     """Returns the content of a config.json with fewer layers, a smaller width, fewer experts. raw: as its file has it.
 
     Heads stay as many as they are, so that a layout splits what it splits of the whole model; they get smaller. Raises

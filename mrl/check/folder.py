@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from mrl.check.cut import Cut, cut_config, without_dropout
+from mrl.check.cut import ModelCut, cut_config, without_dropout
 from mrl.check.reference import HEADS
 from mrl.converters.accounting import SCORE
 from mrl.converters.companions import companion_files
@@ -60,7 +60,7 @@ def count_parameters(raw: Mapping[str, Any], head: Head) -> int:
 
 
 def make_folder(
-    source: str, out: str, *, cut: Cut, head: Head, init: Literal["pretrained", "random"], seed: int
+    source: str, out: str, *, cut: ModelCut, head: Head, init: Literal["pretrained", "random"], seed: int
 ) -> CheckedModel:
     """Makes the folder `out` of the model in the folder `source`.
 

@@ -41,8 +41,8 @@ ONE = Layout(ParallelConfig(sp=False), 1)
 def named(words: str, own: ParallelConfig) -> list[Layout]:
     """Returns the layouts that a list as "tp2,pp2xvpp2" stands for. own: of the config, which says whether tp comes
     with sequence parallelism where the word does not."""
-    found = [_named(word.strip(), own) for word in words.split(",")]
-    return list(dict.fromkeys(found))
+    layouts = [_named(word.strip(), own) for word in words.split(",")]
+    return list(dict.fromkeys(layouts))
 
 
 def _named(word: str, own: ParallelConfig) -> Layout:
@@ -82,14 +82,14 @@ def of_config(own: ParallelConfig, *, most: int, fits: Callable[[Layout], bool])
     """
     axes = _reduced(own, fits)
     alone = [axes[name] for name in axes]
-    found = [ONE, *(_layout(degrees, own.sp) for degrees in alone), _layout({"dp": 2}, own.sp)]
-    found.append(_together(alone, own, most=most, fits=fits))
-    return list(dict.fromkeys(layout for layout in found if layout.processes <= most and fits(layout)))
+    layouts = [ONE, *(_layout(degrees, own.sp) for degrees in alone), _layout({"dp": 2}, own.sp)]
+    layouts.append(_together(alone, own, most=most, fits=fits))
+    return list(dict.fromkeys(layout for layout in layouts if layout.processes <= most and fits(layout)))
 
 
 def _reduced(own: ParallelConfig, fits: Callable[[Layout], bool]) -> dict[str, dict[str, int]]:
     """Returns the smallest degrees of each axis that a config uses, by the axis that they are there for."""
-    found: dict[str, dict[str, int]] = {}
+    layouts: dict[str, dict[str, int]] = {}
     for name in ("tp", "cp", "pp", "ep"):
         for degree in _divisors(getattr(own, name)):
             degrees = {name: degree}
@@ -98,13 +98,13 @@ def _reduced(own: ParallelConfig, fits: Callable[[Layout], bool]) -> dict[str, d
             if name == "tp" and own.etp in (1, own.tp):
                 degrees["etp"] = 1 if own.etp == 1 else degree
             if fits(_layout(degrees, own.sp)):
-                found[name] = degrees
+                layouts[name] = degrees
                 break
     if own.etp is not None and own.etp not in (1, own.tp):
         degree = _divisors(own.etp)[0]
         if fits(_layout({"etp": degree}, own.sp)):
-            found["etp"] = {"etp": degree}
-    return found
+            layouts["etp"] = {"etp": degree}
+    return layouts
 
 
 def _together(

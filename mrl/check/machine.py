@@ -13,12 +13,12 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from mrl.check.cut import LAYERS, WIDTH, Cut, cut_config
+from mrl.check.cut import LAYERS, WIDTH, ModelCut, cut_config
 from mrl.check.folder import Head, count_parameters
 from mrl.check.layouts import Layout
 from mrl.errors import ConfigError, UserError
 
-MOST_PROCESSES = 8
+MAX_PROCESSES = 8
 """Processes at a time on a machine without GPUs, where --nproc says nothing."""
 SEQUENCES, SHORTEST, LONGEST = 8, 32, 512
 """Sequences of the batch that is checked, and tokens of one, at least and at most, where --tokens says nothing."""
@@ -29,7 +29,7 @@ BYTES_PER_PARAMETER = 24
 DISK_BYTES_PER_PARAMETER = 12
 """Of the reference's start, gradients and weights, in the temporary folder."""
 BYTES_PER_PROCESS = 700e6
-OF_MEMORY = 0.7
+MEMORY_SHARE = 0.7
 """The part of the free memory that a check may take."""
 
 
@@ -53,7 +53,7 @@ def machine(wanted: str, asked: int | None) -> Machine:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the processes that are started
         gpus = 0
     if not gpus:
-        return Machine("cpu", asked or MOST_PROCESSES, note)
+        return Machine("cpu", asked or MAX_PROCESSES, note)
     if asked is not None and asked > gpus:
         raise UserError("--nproc", asked, f"is above the {gpus} GPUs of this machine", f"give at most {gpus}")
     return Machine("cuda", asked or gpus)
@@ -66,7 +66,7 @@ def free_bytes(on: Machine) -> float:
     return on.processes * min(torch.cuda.mem_get_info(i)[0] for i in range(on.processes))
 
 
-def choose_cut(raw: Mapping[str, Any], head: Head, layouts: Sequence[Layout] | None, on: Machine) -> Cut:
+def choose_cut(raw: Mapping[str, Any], head: Head, layouts: Sequence[Layout] | None, on: Machine) -> ModelCut:
     """Returns the least that the model of a config.json has to be cut by. layouts: None where they are not chosen yet.
 
     First all layers but a few go, then the width. One that is quantised is cut in any case: its own weights are
@@ -75,8 +75,8 @@ def choose_cut(raw: Mapping[str, Any], head: Head, layouts: Sequence[Layout] | N
     layers = max([LAYERS, *(layout.parallel.pp * layout.parallel.vpp for layout in layouts or ())])
     copies = max([layout.dims.dp * layout.dims.cp for layout in layouts], default=1) if layouts else 2
     disk = shutil.disk_usage(tempfile.gettempdir()).free * copies / DISK_BYTES_PER_PARAMETER * BYTES_PER_PARAMETER
-    room = OF_MEMORY * min(free_bytes(on), disk)
-    choices = [Cut(), Cut(layers=layers), Cut(layers=layers, width=WIDTH)]
+    room = MEMORY_SHARE * min(free_bytes(on), disk)
+    choices = [ModelCut(), ModelCut(layers=layers), ModelCut(layers=layers, width=WIDTH)]
     for cut in choices[bool(raw.get("quantization_config")) :]:
         if BYTES_PER_PARAMETER * copies * count_parameters(cut_config(raw, cut), head) <= room:
             return cut

@@ -31,7 +31,7 @@ NUMBERS = "numbers.pt"
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers:
+class StepNumbers:
     """What one way of computing the step gave, beside its tensors."""
 
     loss: float
@@ -40,7 +40,7 @@ class Numbers:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class LayoutComparison:
     """How a layout compares with the reference."""
 
     loss: float
@@ -68,7 +68,7 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class LayoutWork:
     """The work of a layout."""
 
     config: RoleConfig
@@ -89,7 +89,7 @@ class Store:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
-    def write(self, numbers: Numbers, **tensors: Mapping[str, Tensor]) -> None:
+    def write(self, numbers: StepNumbers, **tensors: Mapping[str, Tensor]) -> None:
         """tensors: of each of `KINDS`, by name."""
         for kind in KINDS:
             whole = {name: t.detach().cpu().float().contiguous() for name, t in tensors[kind].items()}
@@ -101,8 +101,8 @@ class Store:
         return (self.folder / NUMBERS).exists()
 
     @functools.cached_property
-    def numbers(self) -> Numbers:
-        return Numbers(**load_pt(self.folder / NUMBERS))
+    def numbers(self) -> StepNumbers:
+        return StepNumbers(**load_pt(self.folder / NUMBERS))
 
     @functools.cache  # noqa: B019 - one for each layout
     def _file(self, kind: str) -> Any:
@@ -118,7 +118,7 @@ class Store:
         return functools.partial(self.tensor, kind)
 
 
-def measure(work: Work) -> Measured | None:
+def measure(work: LayoutWork) -> LayoutComparison | None:
     """Makes one optimizer step. Returns what it gave against the reference, on the main process."""
     engine, store = make_engine(work.config, work.loss_fn, work.denominator), Store(work.reference)
     expected, head = store.numbers, work.config.head
@@ -140,7 +140,7 @@ def measure(work: Work) -> Measured | None:
     decided, labels = None, expected.log_probs != 0
     if work.undecided is not None:
         decided, labels = float(gap.masked_fill(work.undecided, 0.0).max()), labels & ~work.undecided
-    return Measured(
+    return LayoutComparison(
         loss=loss, expected_loss=expected.loss, grad_norm=grad_norm, expected_grad_norm=expected.grad_norm,
         log_probs=float(gap.max()), log_probs_at=int(gap.argmax()), decided_log_probs=decided,
         decided_labels=int(labels.sum()), start=start, gradients=gradients, weights=weights,
@@ -148,7 +148,7 @@ def measure(work: Work) -> Measured | None:
     )  # fmt: skip
 
 
-def write(work: Work) -> None:
+def write(work: LayoutWork) -> None:
     """Makes one optimizer step, whose numbers become the reference: for layouts that are compared with this one."""
     engine = make_engine(work.config, work.loss_fn, work.denominator)
     start = {name: tensor.cpu() for name, tensor in engine.hf_weights()}
@@ -160,7 +160,7 @@ def write(work: Work) -> None:
     weights = {name: tensor.cpu() for name, tensor in trained_weights(engine)}
     if not engine.is_main:
         return
-    numbers = Numbers(loss, grad_norm, log_probs)
+    numbers = StepNumbers(loss, grad_norm, log_probs)
     Store(work.reference).write(numbers, start=start, gradients=gradients, weights=weights)
 
 
@@ -188,7 +188,7 @@ def trained_weights(engine: BaseEngine) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weight_errors(
-    engine: BaseEngine, work: Work, store: Store, before: Callable[[str], Tensor | None], bounds: Bounds
+    engine: BaseEngine, work: LayoutWork, store: Store, before: Callable[[str], Tensor | None], bounds: Bounds
 ) -> tuple[TensorErrors, float]:  # fmt: skip
     """Compares what the step made of weights. Returns the share of elements with a gradient that this says something
     of, too."""

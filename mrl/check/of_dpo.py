@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mrl.check import reference
-from mrl.check.command import Checked
+from mrl.check.command import CommandCheck
 from mrl.check.folder import CheckedModel
-from mrl.check.rows import SHORTEST, Rows, counted, first_items, shortened
+from mrl.check.rows import MIN_TOKENS, Rows, counted, first_items, shortened
 from mrl.check.subject import Subject
 from mrl.config.command import Part
 from mrl.config.dpo import DPOConfig
@@ -25,7 +25,7 @@ KL = 1.0
 """What stands for kto's estimate of the KL, in units of 1 / beta."""
 
 
-class CheckedDPO(Checked[DPOConfig]):
+class CheckedDPO(CommandCheck[DPOConfig]):
     def subjects(self, config: DPOConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         [part] = parts
         task = DPOTask(config)
@@ -36,7 +36,7 @@ class CheckedDPO(Checked[DPOConfig]):
         self, config: DPOConfig, subject: Subject, model: CheckedModel, *, sequences: int, length: int, device: str
     ) -> Rows:
         found, words = first_items(DPOTask, config, subject.config.model.path, rows=sequences)
-        length = max(length // max(len(row.answers) for row in found), SHORTEST)
+        length = max(length // max(len(row.answers) for row in found), MIN_TOKENS)
         shown = [
             dataclasses.replace(row, answers=tuple(_cut(answer, length) for answer in row.answers)) for row in found
         ]

@@ -12,7 +12,7 @@ import torch
 from mrl.algorithms.configured import check_algorithm
 from mrl.algorithms.losses import ActorLoss, CriticLoss
 from mrl.check import reference
-from mrl.check.command import Checked
+from mrl.check.command import CommandCheck
 from mrl.check.folder import CheckedModel
 from mrl.check.reference import TokenWeights
 from mrl.check.rows import Rows, counted
@@ -31,7 +31,7 @@ NEW_TOKENS = 24
 """Tokens that the actor samples after each prompt, or rollout.max_new_tokens where that is less."""
 
 
-class CheckedPPO(Checked[PPOConfig]):
+class CheckedPPO(CommandCheck[PPOConfig]):
     def subjects(self, config: PPOConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         by_role = {part.role: part for part in parts}
         recipe = check_algorithm(config)
@@ -44,12 +44,12 @@ class CheckedPPO(Checked[PPOConfig]):
         }
         actor = ActorLoss(aggregation=how, fixed_length=length, objective="policy_gradient")
         loss = reference.Loss(reference.policy_gradient, weights[how], temperature=config.rollout.temperature)
-        found = [Subject(by_role["actor"], configs["actor"], actor, actor.denominator, loss)]
+        subjects = [Subject(by_role["actor"], configs["actor"], actor, actor.denominator, loss)]
         if "critic" in by_role:
             critic = CriticLoss(aggregation=how, fixed_length=length)
             loss = reference.Loss(reference.squared_error, weights[how], head="value")
-            found.append(Subject(by_role["critic"], configs["critic"], critic, critic.denominator, loss))
-        return found
+            subjects.append(Subject(by_role["critic"], configs["critic"], critic, critic.denominator, loss))
+        return subjects
 
     def rows(
         self, config: PPOConfig, subject: Subject, model: CheckedModel, *, sequences: int, length: int, device: str

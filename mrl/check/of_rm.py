@@ -10,18 +10,18 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mrl.check import reference
-from mrl.check.command import Checked
+from mrl.check.command import CommandCheck
 from mrl.check.folder import CheckedModel
-from mrl.check.rows import SHORTEST, Rows, counted, first_items
+from mrl.check.rows import MIN_TOKENS, Rows, counted, first_items
 from mrl.check.subject import Subject
 from mrl.config.command import Part
 from mrl.config.rm import RMConfig
 from mrl.data.dataset import Example
-from mrl.data.scored import Scored, scored_batch
+from mrl.data.scored import ScoredSequence, scored_batch
 from mrl.trainers.rm import RMTask
 
 
-class CheckedRM(Checked[RMConfig]):
+class CheckedRM(CommandCheck[RMConfig]):
     def subjects(self, config: RMConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         [part] = parts
         task = RMTask(config)
@@ -33,7 +33,7 @@ class CheckedRM(Checked[RMConfig]):
         self, config: RMConfig, subject: Subject, model: CheckedModel, *, sequences: int, length: int, device: str
     ) -> Rows:
         found, words = first_items(RMTask, config, subject.config.model.path, rows=sequences)
-        length = max(length // config.group, SHORTEST)
+        length = max(length // config.group, MIN_TOKENS)
         shown = [dataclasses.replace(row, sequences=tuple(_cut(one, length) for one in row.sequences)) for row in found]
         if shown != found:
             words += f", of each sequence at most {length} tokens up to the first that is scored, or from the start"
@@ -52,14 +52,14 @@ class CheckedRM(Checked[RMConfig]):
         return Rows(examples, fields, batch, counted(words, batch))
 
 
-def _cut(sequence: Scored, length: int) -> Scored:
+def _cut(sequence: ScoredSequence, length: int) -> ScoredSequence:
     """Returns at most `length` tokens of a sequence, of which one is scored at least: from its start, or, where the
     first that is scored comes later, up to that."""
     stop = max(length, sequence.places[0] + 1)
     start = stop - length
     kept = [(at, target) for at, target in zip(sequence.places, sequence.targets, strict=True) if at < stop]
     places, targets = zip(*((at - start, target) for at, target in kept), strict=True)
-    return Scored(sequence.ids[start:stop], places, targets)
+    return ScoredSequence(sequence.ids[start:stop], places, targets)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from mrl.algorithms.sft import sft_loss
 from mrl.check import reference
-from mrl.check.command import Checked
+from mrl.check.command import CommandCheck
 from mrl.check.folder import CheckedModel
 from mrl.check.rows import Rows, first_rows
 from mrl.check.subject import Subject
@@ -16,7 +16,7 @@ from mrl.config.schema import SFTConfig
 from mrl.trainers import sft
 
 
-class CheckedSFT(Checked[SFTConfig]):
+class CheckedSFT(CommandCheck[SFTConfig]):
     def subjects(self, config: SFTConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         [part] = parts
         return [Subject(part, sft.role_config(config, folders[part.role]), sft_loss, "tokens", reference.Loss())]
@@ -24,13 +24,13 @@ class CheckedSFT(Checked[SFTConfig]):
     def rows(
         self, config: SFTConfig, subject: Subject, model: CheckedModel, *, sequences: int, length: int, device: str
     ) -> Rows:
-        found = first_rows(
+        rows = first_rows(
             config.data, subject.config.model, of_batch=config.train.global_batch_size, seed=config.seed,
             sequences=sequences, length=length,
         )  # fmt: skip
         if config.teacher is None:
-            return found
-        return dataclasses.replace(found, words=f"{found.words}; the loss is that of labels alone, without the teacher")
+            return rows
+        return dataclasses.replace(rows, words=f"{rows.words}; the loss is that of labels alone, without the teacher")
 
 
 CHECKED = CheckedSFT()

@@ -11,12 +11,12 @@ import transformers
 
 from mrl.check.bounds import BOUNDS
 from mrl.check.compare import as_json as plain
-from mrl.check.run import Asked, Listener, Report, Row, check
+from mrl.check.run import CheckOptions, CheckRow, Listener, Report, check
 from mrl.launch.preflight import quiet
-from mrl.trainers.waits import Watch
+from mrl.trainers.waits import WaitWatch
 
 WIDTH = 100
-LEAST_SHARE = 0.05
+MIN_SHARE = 0.05
 """Of the elements of weights, the share whose update can be compared, below which the column says nothing."""
 
 
@@ -29,7 +29,7 @@ class Terminal(Listener):
     """Prints as the check goes. shows: False prints what goes on alone, to stderr."""
 
     def __init__(self, *, dtype: str, against: str, shows: bool) -> None:
-        self._watch = Watch(lambda line: print(f"mrl: {line}", file=sys.stderr, flush=True))
+        self._watch = WaitWatch(lambda line: print(f"mrl: {line}", file=sys.stderr, flush=True))
         self._dtype, self._against, self._shows = dtype, against, shows
         self._began = False
 
@@ -41,7 +41,7 @@ class Terminal(Listener):
     def doing(self, what: str) -> None:
         self._watch.doing(what)
 
-    def row(self, row: Row) -> None:
+    def row(self, row: CheckRow) -> None:
         if not self._shows:
             return
         if not self._began:
@@ -52,13 +52,15 @@ class Terminal(Listener):
             echo(textwrap.indent(row.failed.strip(), "    "))
         for problem in row.problems:
             echo(textwrap.fill(str(problem), WIDTH, initial_indent="    ", subsequent_indent="      "))
-        found = row.measured
-        if found is not None and found.bounds != BOUNDS[self._dtype]:
+        measured = row.measured
+        if measured is not None and measured.bounds != BOUNDS[self._dtype]:
             echo(
-                textwrap.fill(f"bounds here: {found.bounds}", WIDTH, initial_indent="    ", subsequent_indent="      ")
+                textwrap.fill(
+                    f"bounds here: {measured.bounds}", WIDTH, initial_indent="    ", subsequent_indent="      "
+                )
             )
-        if found is not None and found.weights_share < LEAST_SHARE:
-            echo(f"    weights: not compared, as the direction of {found.weights_share:.2%} of the updates is known")
+        if measured is not None and measured.weights_share < MIN_SHARE:
+            echo(f"    weights: not compared, as the direction of {measured.weights_share:.2%} of the updates is known")
         if row.clue is not None:
             echo(textwrap.fill(row.clue, WIDTH, initial_indent="    -> ", subsequent_indent="       "))
         self._watch.reset()
@@ -73,14 +75,14 @@ class Terminal(Listener):
         head = f"{'layout':22}{'procs':>5}{'loss':>9}{'norm':>9}{'log-probs':>10}{'gradients':>10}{'weights':>9}"
         echo(head + "  verdict")
 
-    def _line(self, row: Row) -> str:
+    def _line(self, row: CheckRow) -> str:
         line, found = f"{row.name:22}{row.processes:5}", row.measured
         if found is not None:
             numbers = (
                 (found.loss_error, 9), (found.grad_norm_error, 9), (found.log_probs, 10), (found.gradients.error, 10),
             )  # fmt: skip
             line += "".join(f"{number:{width}.1e}" for number, width in numbers)
-            line += f"{'-':>9}" if found.weights_share < LEAST_SHARE else f"{found.weights.error:9.1e}"
+            line += f"{'-':>9}" if found.weights_share < MIN_SHARE else f"{found.weights.error:9.1e}"
         elif row.failed is None:
             line += f"{'the others are compared with it':>47}"
         else:
@@ -92,7 +94,7 @@ class Terminal(Listener):
 
 def run_and_show(*, as_json: bool, **given: Any) -> bool:
     """Checks and prints. Returns whether something was compared and nothing differs."""
-    asked = Asked(**given)
+    asked = CheckOptions(**given)
     transformers.utils.logging.disable_progress_bar()
     terminal = Terminal(dtype=asked.dtype, against=asked.against, shows=not as_json)
     try:
@@ -121,7 +123,7 @@ def summary(report: Report) -> str:
     return "; ".join(parts)
 
 
-def as_data(report: Report, asked: Asked) -> dict[str, Any]:
+def as_data(report: Report, asked: CheckOptions) -> dict[str, Any]:
     """Returns a report as plain data."""
     rows = [
         {
@@ -139,9 +141,9 @@ def as_data(report: Report, asked: Asked) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _numbers(row: Row) -> dict[str, Any] | None:
-    found = row.measured
-    if found is None:
+def _numbers(row: CheckRow) -> dict[str, Any] | None:
+    measured = row.measured
+    if measured is None:
         return None
-    errors = {"loss_error": found.loss_error, "grad_norm_error": found.grad_norm_error}
-    return plain({**plain(found), **errors})
+    errors = {"loss_error": measured.loss_error, "grad_norm_error": measured.grad_norm_error}
+    return plain({**plain(measured), **errors})

@@ -23,7 +23,7 @@ from mrl.trainers.task import Task
 
 C = TypeVar("C", bound=AnswersConfig)
 
-SHORTEST = 16
+MIN_TOKENS = 16
 """Tokens of an answer with its prompt, at least."""
 
 
@@ -44,7 +44,7 @@ class Rows:
         if batch.lengths.tolist() != lengths:
             return [f"lengths: the sequences have {batch.lengths.tolist()} tokens, and should have {lengths}"]
         masks = [[float(trains) for trains in example.mask[1:]] for example in self.examples]
-        found = [
+        problems = [
             _wrong("tokens", batch.tokens, [example.ids[:-1] for example in self.examples]),
             _wrong("labels", batch.labels, [example.ids[1:] for example in self.examples]),
             _wrong("loss mask", batch.loss_mask, masks),
@@ -52,8 +52,8 @@ class Rows:
         counts = {"tokens": sum(map(sum, masks)), "sequences": sum(any(mask) for mask in masks)}
         for name, count in counts.items():
             if (was := batch.denominators.get(name)) != count:
-                found.append(f"denominators: {name} is {was}, and the rows have {count:g}")
-        return [text for text in found if text is not None]
+                problems.append(f"denominators: {name} is {was}, and the rows have {count:g}")
+        return [text for text in problems if text is not None]
 
 
 def _wrong(name: str, actual: Tensor, expected: Sequence[Sequence[float]]) -> str | None:

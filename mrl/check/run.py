@@ -18,11 +18,11 @@ from mrl.check import cut as cuts
 from mrl.check import layouts as words
 from mrl.check import reference
 from mrl.check.bounds import BOUNDS
-from mrl.check.command import Checked, checked_of
+from mrl.check.command import CommandCheck, checked_of
 from mrl.check.folder import CheckedModel, make_folder
 from mrl.check.layouts import Layout
 from mrl.check.machine import Machine, choose_cut, machine, size_of_batch
-from mrl.check.measure import Measured, Numbers, Store, Work
+from mrl.check.measure import LayoutComparison, LayoutWork, StepNumbers, Store
 from mrl.check.routers import has_experts, undecided_tokens
 from mrl.check.rows import Rows
 from mrl.check.subject import Subject
@@ -46,7 +46,7 @@ B_SCALE = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class CheckOptions:
     """The words of the command line."""
 
     config_path: str
@@ -63,13 +63,13 @@ Verdict = Literal["same", "different", "undecided", "failed"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class CheckRow:
     """A verdict."""
 
     role: str  # "" where the config has one model alone
     layout: str
     processes: int
-    measured: Measured | None = None  # None of the one that others are compared with
+    measured: LayoutComparison | None = None  # None of the one that others are compared with
     problems: Sequence[Problem] = ()
     failed: str | None = None  # what ended it before it had numbers
 
@@ -102,7 +102,7 @@ class Report:
 
     header: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # what of, in words
     batch: list[str] = dataclasses.field(default_factory=list)  # how the batch differs from its rows
-    rows: list[Row] = dataclasses.field(default_factory=list)
+    rows: list[CheckRow] = dataclasses.field(default_factory=list)
 
     @property
     def wrong(self) -> list[str]:
@@ -136,7 +136,7 @@ class Listener:
     def doing(self, what: str) -> None:
         """What begins now."""
 
-    def row(self, row: Row) -> None:
+    def row(self, row: CheckRow) -> None:
         """A layout is done."""
 
 
@@ -154,7 +154,7 @@ def read_config(path: str, overrides: Sequence[str]) -> tuple[TrainingCommand, A
     return command, load_config(path, overrides, command.root)
 
 
-def check(asked: Asked, listener: Listener) -> Report:
+def check(asked: CheckOptions, listener: Listener) -> Report:
     """Runs every layout on its own processes. Raises UserError for what the user can put right."""
     command, config = read_config(asked.config_path, asked.overrides)
     if "cpu" in preflight.devices(command, config):
@@ -184,25 +184,25 @@ class Item:
     number: int
     subject: Subject
     layout: Layout
-    work: Work
+    work: LayoutWork
 
     @property
     def name(self) -> str:
         return f"{self.subject.part.role} {self.layout}".strip()
 
     @property
-    def row(self) -> Row:
-        return Row(self.subject.part.role, str(self.layout), self.layout.processes)
+    def row(self) -> CheckRow:
+        return CheckRow(self.subject.part.role, str(self.layout), self.layout.processes)
 
 
 class Session:
     """One check. place: the folder of its files."""
 
     def __init__(
-        self, asked: Asked, command: TrainingCommand, config: Any, place: Path, listener: Listener
+        self, asked: CheckOptions, command: TrainingCommand, config: Any, place: Path, listener: Listener
     ) -> None:  # fmt: skip
         self.asked, self.command, self.config, self.place, self.listener = asked, command, config, place, listener
-        self.checked: Checked[Any] = checked_of(command)
+        self.checked: CommandCheck[Any] = checked_of(command)
         self.report = Report()
         self.rows: Rows | None = None  # which all roles share
         self.models: dict[str, CheckedModel] = {}  # of each role
@@ -233,7 +233,7 @@ class Session:
             self.header(
                 "dtype", f"the step of the {subject.name} is compared in float32: in bfloat16 routers are undecided"
             )
-        with self.command.keys_of(self.config, subject.part.role):
+        with self.command.rewrite_error_keys(self.config, subject.part.role):
             layouts = self._layouts(subject, model, named, on)
         self.models[subject.part.role], self.layouts[subject.part.role] = model, layouts
 
@@ -349,7 +349,7 @@ class Session:
             made = reference.run(
                 loaded, rows.examples, subject.loss, optimizer=optimizer, rates=[optimizer.lr], fields=rows.fields
             )  # fmt: skip
-            numbers = Numbers(made.loss, made.grad_norm, made.log_probs)
+            numbers = StepNumbers(made.loss, made.grad_norm, made.log_probs)
             Store(store).write(numbers, start=start, gradients=made.gradients, weights=made.weights)
         return narrow
 
@@ -361,12 +361,12 @@ class Session:
     def _work(
         self, subject: Subject, model: CheckedModel, layout: Layout, *, rows: Rows, store: Path, adapter: str | None,
         layouts: list[Layout],
-    ) -> Work:  # fmt: skip
+    ) -> LayoutWork:  # fmt: skip
         dtype = self._dtype(model)
         micro_batch = micro_batch_of(subject, rows, layouts)
         config = subject.on(layout, path=model.path, init=model.init, dtype=dtype, micro_batch=micro_batch)
         ctx = {"temperature": subject.loss.temperature, **rows.ctx}
-        return Work(
+        return LayoutWork(
             config=config, batch=rows.batch, loss_fn=subject.loss_fn, denominator=subject.denominator,
             ctx=ctx, adapter=adapter, reference=str(store), bounds=BOUNDS[dtype],
             writes=self.asked.against == "first" and layout == layouts[0],
@@ -410,7 +410,7 @@ class Session:
             file = result_file(str(self.place), item.number)
             row = item.row
             if file.exists():
-                found: Measured = torch.load(file, weights_only=False)  # made by this command
+                found: LayoutComparison = torch.load(file, weights_only=False)  # made by this command
                 differ = problems(found, head=item.subject.config.head, lengths=lengths)
                 row = dataclasses.replace(row, measured=found, problems=differ)
             elif not (item.work.writes and Store(item.work.reference).is_written):
@@ -422,7 +422,7 @@ class Session:
                 return group[position + 1 :]
         return []
 
-    def note(self, row: Row) -> None:
+    def note(self, row: CheckRow) -> None:
         self.report.rows.append(row)
         self.listener.row(row)
 

@@ -7,13 +7,13 @@ import math
 from collections.abc import Sequence
 
 from mrl.check.compare import TensorErrors
-from mrl.check.measure import Measured
+from mrl.check.measure import LayoutComparison
 
 UNDECIDED = (
     "a router scores two experts alike for some tokens, and may have chosen the other one, from where on all differs"
 )
 OTHER_BATCH = "take another batch with --tokens or seed, or other weights with --cut"
-CERTAIN = (
+NOTHING_COMPARED = (
     "nothing could be compared of gradients: the model is certain of its labels, so that rounding alone may change "
     "them as much as a fault; take other rows"
 )
@@ -33,7 +33,7 @@ class Problem:
         return f"{self.quantity}: {self.text}"
 
 
-def problems(found: Measured, *, head: str, lengths: Sequence[int]) -> list[Problem]:
+def problems(found: LayoutComparison, *, head: str, lengths: Sequence[int]) -> list[Problem]:
     """Returns what differs, what comes first in a step first. lengths: tokens of each sequence of the batch."""
     named, bounds = "log-probs" if head == "lm" else "values", found.bounds
     made: list[Problem | None] = [
@@ -74,7 +74,7 @@ class Undecided:
     compared: bool  # whether some numbers that such a difference cannot touch are the same
 
 
-def undecided(found: Measured, differ: Sequence[Problem]) -> Undecided | None:
+def undecided(found: LayoutComparison, differ: Sequence[Problem]) -> Undecided | None:
     """Returns why what differs may be no fault; None where it is one, or nothing differs.
 
     Another choice of experts explains it where log-probs differ after undecided routers alone. It is no excuse for a
@@ -84,7 +84,7 @@ def undecided(found: Measured, differ: Sequence[Problem]) -> Undecided | None:
     if not quantities or "initial weights" in quantities:
         return None
     if found.bounds.certain and quantities <= {"gradients", "gradient norm", "weights after a step"}:
-        return Undecided(CERTAIN, compared=False)
+        return Undecided(NOTHING_COMPARED, compared=False)
     decided, bound, labels = found.decided_log_probs, found.bounds.log_probs, found.decided_labels
     if decided is None or decided > bound:
         return None
@@ -123,7 +123,7 @@ def _number(quantity: str, actual: float, expected: float, error: float, bound: 
     return Problem(quantity, f"{actual:.7g}, not {expected:.7g} ({ratio:.5g} times it; bound {bound:g})")
 
 
-def _log_probs(name: str, found: Measured, bound: float, lengths: Sequence[int]) -> Problem | None:
+def _log_probs(name: str, found: LayoutComparison, bound: float, lengths: Sequence[int]) -> Problem | None:
     if found.log_probs <= bound:
         return None
     sequence, place = 0, found.log_probs_at

@@ -31,7 +31,9 @@ def result_file(folder: str, number: int) -> Path:
 def run(task: Task, command_line: str) -> None:
     """Called on every rank."""
     for number in task.numbers:
-        work: measure.Work = torch.load(work_file(task.folder, number), weights_only=False)  # made by this command
+        work: measure.LayoutWork = torch.load(
+            work_file(task.folder, number), weights_only=False
+        )  # made by this command
         if work.writes:
             measure.write(work)
         elif (found := measure.measure(work)) is not None:

@@ -89,7 +89,7 @@ NPROC = Option(
     help="Processes to start; default: the GPUs, else what the layout needs.",
 )  # fmt: skip
 
-OF_TRAINING: Sequence[Argument | Option] = (
+TRAINING_ARGUMENTS: Sequence[Argument | Option] = (
     CONFIG,
     OVERRIDES,
     NPROC,

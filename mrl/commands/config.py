@@ -8,11 +8,11 @@ from mrl.errors import ConfigError
 
 
 def show(names: tuple[str, ...], wanted: str | None, of: str | None) -> int | None:
-    from mrl.config.docs import asked
+    from mrl.config.docs import config_text
 
     if names[:1] == ("translate",):
         return _translate(names[1:], of)
-    echo(asked(names, wanted), end="")
+    echo(config_text(names, wanted), end="")
     return None
 
 

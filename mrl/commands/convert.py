@@ -96,9 +96,9 @@ def export(
 
 
 def verify(a: str, b: str, prompts: tuple[str, ...], no_logits: bool, as_json: bool, **given: Any) -> int:
-    found = _compare(a, b, prompts=prompts, logits=not no_logits, **given)
-    _show(found, as_json=as_json)
-    return 0 if found.same else EXIT_USER_ERROR
+    comparison = _compare(a, b, prompts=prompts, logits=not no_logits, **given)
+    _show(comparison, as_json=as_json)
+    return 0 if comparison.same else EXIT_USER_ERROR
 
 
 def _compare(
@@ -139,14 +139,14 @@ def _check_flags(check: bool, no_logits: bool) -> None:
 def _verify_result(source: str, out: str, **given: Any) -> None:
     """What `--verify` does: a result that differs loses its name, and so does one that could not be compared."""
     try:
-        found = _compare(source, out, **given)
+        comparison = _compare(source, out, **given)
     except UserError as error:
         raise error.going_on(f"nothing was compared, and {out} is now {_renamed(out, 'unverified')}") from None
     except Exception:
         say(f"{out}: could not be compared with {source}; it is now {_renamed(out, 'unverified')}")
         raise
-    _show(found)
-    if not found.same:
+    _show(comparison)
+    if not comparison.same:
         fix = f"it is now {_renamed(out, 'different')}, and not to be used"
         raise UserError(out, why=f"differs from {source}", fix=fix)
 

@@ -34,7 +34,7 @@ class DPO(TrainingCommand[DPOConfig]):
     checked = "mrl.check.of_dpo:CHECKED"
     order = 3
     losses = LOSSES
-    null_is = {
+    null_fallbacks = {
         "reference.engine": "engine",
         "reference.model.path": "model.path",
         "reference.model.dtype": "model.dtype",
@@ -45,7 +45,7 @@ class DPO(TrainingCommand[DPOConfig]):
 
         check_dpo(config)
 
-    def null_stands_for(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    def null_values(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         return {f"loss.{name}": value for name, value in ROWS[data["loss"]["name"]].items()}
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
@@ -74,12 +74,12 @@ class DPO(TrainingCommand[DPOConfig]):
         cached_by_model = config.reference.cache and config.reference_is_start
         return ["", "reference"] if config.reference_has_own_model and not cached_by_model else [""]
 
-    def keys_of(self, config: DPOConfig, role: str) -> contextlib.AbstractContextManager[None]:
-        from mrl.config.roles import own_keys
+    def rewrite_error_keys(self, config: DPOConfig, role: str) -> contextlib.AbstractContextManager[None]:
+        from mrl.config.roles import rewrite_error_keys
 
         if not role:
             return contextlib.nullcontext()
-        return own_keys(role, has_engine=config.reference.engine is not None, of="model")
+        return rewrite_error_keys(role, has_engine=config.reference.engine is not None, of="model")
 
     def longest(self, config: DPOConfig) -> tuple[int, str]:
         return config.data.max_length, "data.max_length"

@@ -14,9 +14,9 @@ from mrl.config.phases import Phases
 from mrl.config.ppo import ALGORITHMS, PPOConfig
 from mrl.config.schema import JSD_BETA, RoleConfig
 from mrl.parallel import ParallelDims
-from mrl.words import counted
+from mrl.words import pluralize
 
-NULL_IS_ACTORS = (
+ACTOR_FALLBACKS = (
     *(f"{role}.{key}" for role in ("critic", "reference", "reward") for key in ("engine", "model.dtype")),
     "critic.model.path", "reference.model.path",
 )  # fmt: skip
@@ -40,7 +40,7 @@ class PPO(TrainingCommand[PPOConfig]):
     checked = "mrl.check.of_ppo:CHECKED"
     order = 2
     generates = merges_adapters = True
-    null_is = {key: f"actor.{key.partition('.')[2]}" for key in NULL_IS_ACTORS}
+    null_fallbacks = {key: f"actor.{key.partition('.')[2]}" for key in ACTOR_FALLBACKS}
 
     def check(self, config: PPOConfig) -> None:
         from mrl.config.ppo_checks import check_ppo
@@ -49,7 +49,7 @@ class PPO(TrainingCommand[PPOConfig]):
         check_ppo(config)
         check_opd(config)
 
-    def null_stands_for(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    def null_values(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         from mrl.algorithms.recipes import RECIPES
 
         parts = dataclasses.asdict(RECIPES[data["algorithm"]["name"]])
@@ -83,10 +83,10 @@ class PPO(TrainingCommand[PPOConfig]):
 
         return roles_of(config, check_algorithm(config))
 
-    def keys_of(self, config: PPOConfig, role: str) -> contextlib.AbstractContextManager[None]:
-        from mrl.config.roles import keys_of
+    def rewrite_error_keys(self, config: PPOConfig, role: str) -> contextlib.AbstractContextManager[None]:
+        from mrl.config.roles import rewrite_role_error_keys
 
-        return keys_of(config, role)
+        return rewrite_role_error_keys(config, role)
 
     def longest(self, config: PPOConfig) -> tuple[int, str]:
         prompt, new = config.data.max_prompt_length, config.rollout.max_new_tokens
@@ -110,9 +110,9 @@ class PPO(TrainingCommand[PPOConfig]):
         check_inside(config.rollout, world_size, actor.hf)
         lora = config.actor.model.lora
         if config.rollout.server.lora == "adapter" and lora is not None and os.path.isdir(actor.model.path):
-            from mrl.rollout.adapters import Adapted, check_adapted
+            from mrl.rollout.adapters import AdapterTraining, check_adapter_training
 
-            check_adapted(Adapted(actor.model.path, lora))  # of a hub id, the run looks
+            check_adapter_training(AdapterTraining(actor.model.path, lora))  # of a hub id, the run looks
 
     def check_files(self, config: PPOConfig) -> None:
         """Files with the user's code, and rollouts to replay."""
@@ -176,7 +176,7 @@ class PPO(TrainingCommand[PPOConfig]):
             length = f"{train.steps} steps, {train.steps // per_iteration} iterations"
         else:
             length = (
-                f"{counted(1 if train.epochs is None else train.epochs, 'epoch')} of the prompts, in whole iterations"
+                f"{pluralize(1 if train.epochs is None else train.epochs, 'epoch')} of the prompts, in whole iterations"
             )
         lines.append(f"length: {length}")
         rollout, server = config.rollout, config.rollout.server

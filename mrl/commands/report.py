@@ -33,13 +33,13 @@ def run(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nothing here is large enough to share
     import pathlib
 
-    from mrl.report.make import Report, Wanted
-    from mrl.report.page import Look
+    from mrl.report.make import Report, ReportOptions
+    from mrl.report.page import InitialView
     from mrl.report.runs import readers
 
     found = readers(runs, may_be_empty=watching)
     folder = pathlib.Path(out) if out is not None else found[0].path / "report" / ("compared" * (len(found) > 1))
-    report = Report(found, Wanted(None if no_page else folder, Look(axis, weight), samples, every_metric))
+    report = Report(found, ReportOptions(None if no_page else folder, InitialView(axis, weight), samples, every_metric))
     if watching:
         _watch(report, found, EVERY_S if every_s is None else every_s)
         return

@@ -36,7 +36,7 @@ class RM(TrainingCommand[RMConfig]):
 
         check_rm(config)
 
-    def null_stands_for(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    def null_values(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"loss.centering": CENTERING}
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrl.config.command import OnRows, Part, TrainingCommand
+from mrl.config.command import Part, RowsRunConfig, TrainingCommand
 from mrl.config.phases import Phases
 from mrl.config.schema import OptimizerConfig
 from mrl.config.serve import ServeConfig
@@ -52,7 +52,7 @@ class Serve(TrainingCommand[ServeConfig]):
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
         return "a server (it has the section serve)" if "serve" in raw else None
 
-    def on_rows(self, config: ServeConfig) -> OnRows | None:
+    def on_rows(self, config: ServeConfig) -> RowsRunConfig | None:
         return None
 
     def packing(self, config: ServeConfig) -> bool:

@@ -28,7 +28,7 @@ class SFT(TrainingCommand[SFTConfig]):
     task = "mrl.trainers.sft:SFTTask"
     checked = "mrl.check.of_sft:CHECKED"
     order = 1
-    null_is = {"teacher.engine": "engine", "teacher.model.dtype": "model.dtype"}
+    null_fallbacks = {"teacher.engine": "engine", "teacher.model.dtype": "model.dtype"}
 
     def check(self, config: SFTConfig) -> None:
         from mrl.config.checks import check_config
@@ -37,7 +37,7 @@ class SFT(TrainingCommand[SFTConfig]):
         check_config(config)
         check_teacher(config)
 
-    def null_stands_for(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    def null_values(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"teacher.beta": JSD_BETA}
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
@@ -46,19 +46,19 @@ class SFT(TrainingCommand[SFTConfig]):
         return None
 
     def parts(self, config: SFTConfig) -> list[Part]:
-        found = [Part("", config.model, config.engine, optimizer=config.optimizer)]
+        parts = [Part("", config.model, config.engine, optimizer=config.optimizer)]
         for key, teacher in config.teacher.by_key.items() if config.teacher is not None else ():
             if teacher.server is None:
-                found.append(Part(key, config.teacher_model(teacher.model), teacher.engine or config.engine))
-        return found
+                parts.append(Part(key, config.teacher_model(teacher.model), teacher.engine or config.engine))
+        return parts
 
-    def keys_of(self, config: SFTConfig, role: str) -> contextlib.AbstractContextManager[None]:
-        from mrl.config.roles import own_keys
+    def rewrite_error_keys(self, config: SFTConfig, role: str) -> contextlib.AbstractContextManager[None]:
+        from mrl.config.roles import rewrite_error_keys
 
         if not role:
             return contextlib.nullcontext()
         assert config.teacher is not None, "no teacher"
-        return own_keys(role, has_engine=config.teacher.by_key[role].engine is not None, of="model")
+        return rewrite_error_keys(role, has_engine=config.teacher.by_key[role].engine is not None, of="model")
 
     def longest(self, config: SFTConfig) -> tuple[int, str]:
         return config.data.max_length, "data.max_length"

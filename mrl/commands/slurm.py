@@ -147,10 +147,10 @@ def template(name: str) -> None:
 def status(target: str | None) -> None:
     from mrl.launch.slurm import follow, jobs
 
-    found = jobs.targets(target)
-    if not found:
+    targets = jobs.targets(target)
+    if not targets:
         echo("no job of yours that `mrl slurm submit` has submitted is in the queue")
-    for one in found:
+    for one in targets:
         for line in follow.status(one):
             echo(line)
 
@@ -171,14 +171,14 @@ def cancel(target: str | None, save: bool, timeout_s: int) -> None:
 def _one(what: str | None) -> Any:
     from mrl.launch.slurm import jobs
 
-    found = jobs.targets(what)
-    if len(found) != 1:
-        ids = ", ".join(target.job_id for target in found)
-        there = f"there are several ({ids})" if found else "you have none in the queue"
+    targets = jobs.targets(what)
+    if len(targets) != 1:
+        ids = ", ".join(target.job_id for target in targets)
+        there = f"there are several ({ids})" if targets else "you have none in the queue"
         raise ConfigError(
             "JOBID", why=f"is missing, and {there}", fix="give the id of a job, or the output_dir of its run"
         )
-    return found[0]
+    return targets[0]
 
 
 _TARGET = Argument(name="target", metavar="[RUN_DIR|JOBID]", required=False)

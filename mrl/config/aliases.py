@@ -70,7 +70,7 @@ has them in the section `actor`."""
 VALUES: Mapping[tuple[str, str], str] = {("loss.name", "sigmoid"): "dpo"}
 """(key, a choice that it has elsewhere: TRL's `loss_type`) -> the choice that is meant."""
 
-NOWHERE: Mapping[str, str] = {
+NO_EQUIVALENT: Mapping[str, str] = {
     f"{role}model.mtp": "leave it out: MTP layers train with a language model that trains, and no other has them"
     for role in ("", "critic.", "reference.", "reward.", "teacher.")
 }

@@ -8,7 +8,7 @@ from typing import Literal
 
 from mrl.config.rows import StreamedRowsConfig
 from mrl.config.schema import (
-    MOST_SEQUENCES,
+    MAX_SEQUENCES,
     REQUIRED,
     CheckpointConfig,
     EngineConfig,
@@ -49,7 +49,7 @@ class AnswersTrainConfig(TrainConfig):
         REQUIRED,
         "rows per optimizer step over all ranks, a pair as one",
         minimum=1,
-        maximum=MOST_SEQUENCES,
+        maximum=MAX_SEQUENCES,
     )
 
 

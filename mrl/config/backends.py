@@ -10,7 +10,7 @@ from mrl.errors import ConfigError
 GROUP = "mrl.engines"
 """The entry-point group of engines: `name = "package.module:EngineClass"` (see docs/backends.md)."""
 
-OWN: dict[str, tuple[str, ...]] = {
+OWN_KEYS: dict[str, tuple[str, ...]] = {
     "megatron": (
         "model.lora", "model.mtp", "engine.parallel", "engine.recompute", "engine.recompute_modules", "engine.moe",
         "engine.offload", "engine.layer_spec", "engine.attention", "engine.megatron", "engine.batch_invariant",
@@ -23,12 +23,12 @@ OWN: dict[str, tuple[str, ...]] = {
 """mrl's own engines and what each supports (`mrl.engine.checks.EngineChecks.supports`)."""
 
 
-def registered() -> dict[str, list[metadata.EntryPoint]]:
+def registered_engines() -> dict[str, list[metadata.EntryPoint]]:
     """Returns what installed packages register as engines, by name."""
-    found: dict[str, list[metadata.EntryPoint]] = {}
+    entry_points: dict[str, list[metadata.EntryPoint]] = {}
     for entry in metadata.entry_points(group=GROUP):
-        found.setdefault(entry.name, []).append(entry)
-    return found
+        entry_points.setdefault(entry.name, []).append(entry)
+    return entry_points
 
 
 def package_of(entry: metadata.EntryPoint) -> str:
@@ -39,8 +39,8 @@ def package_of(entry: metadata.EntryPoint) -> str:
 def entry_point(name: str, path: str = "engine") -> metadata.EntryPoint:
     """Returns the one engine of an installed package with this name. Raises ConfigError where there are none or
     several."""
-    found = registered()
-    entries = found.get(name, [])
+    engines = registered_engines()
+    entries = engines.get(name, [])
     if len(entries) == 1:
         return entries[0]
     if entries:
@@ -48,7 +48,7 @@ def entry_point(name: str, path: str = "engine") -> metadata.EntryPoint:
         raise ConfigError(
             f"{path}.backend", name, f"is registered by {len(entries)} packages, {packages}", "uninstall all but one"
         )
-    names = [*OWN, *sorted(set(found) - set(OWN))]
+    names = [*OWN_KEYS, *sorted(set(engines) - set(OWN_KEYS))]
     close = difflib.get_close_matches(name, names, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise ConfigError(

@@ -14,11 +14,11 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from mrl.config.aliases import ALIASES, NOWHERE, VALUES
-from mrl.config.keys import Key, expected, kind, listed, nearest, section_keys
+from mrl.config.aliases import ALIASES, NO_EQUIVALENT, VALUES
+from mrl.config.keys import Key, accepted_values, join_names, nearest_key, section_keys, value_kind
 from mrl.config.translate import advice as advice_on
-from mrl.config.translate import in_root, known_keys, leaves
-from mrl.errors import ConfigError, Mistakes, shortened, show
+from mrl.config.translate import known_keys, leaf_keys, translate_key
+from mrl.errors import ConfigError, MistakeCollector, shortened, show
 
 _DEFAULT = object()
 _LEAVE = "leave it out: mrl has nothing for it"
@@ -34,14 +34,14 @@ def build_section(section: type, raw: Any, path: str, root: type) -> Any:
         raise ConfigError(
             path,
             raw,
-            f"is {kind(raw)}",
+            f"is {value_kind(raw)}",
             (
-                f"give a mapping with any of the keys {listed(keys)}, or one of them, as in {first.path}=VALUE "
+                f"give a mapping with any of the keys {join_names(keys)}, or one of them, as in {first.path}=VALUE "
                 f"({first.help})"
             ),
         )
     values: dict[str, Any] = {}
-    with Mistakes() as mistakes:
+    with MistakeCollector() as mistakes:
         for name in raw:
             if name not in keys:
                 mistakes.found += _unknown(name, raw[name], section, path, root)
@@ -62,7 +62,7 @@ def _value(key: Key, name: str, raw: Mapping[Any, Any], root: type) -> Any:
     if name in raw:
         return _coerce(key.annotation, raw[name], key)
     if key.required:
-        fix = f"give {expected(key.annotation)} ({key.help})"
+        fix = f"give {accepted_values(key.annotation)} ({key.help})"
         raise ConfigError(key.path, why="is missing and has no default", fix=fix)
     return _DEFAULT
 
@@ -72,33 +72,33 @@ def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> lis
     name = name if isinstance(name, str) else show(name)
     dotted = f"{path}.{name}" if path else name
     why = "is given to an unknown key"
-    below = list(leaves(value, dotted)) if isinstance(value, Mapping) and value else [(dotted, value)]
+    below = list(leaf_keys(value, dotted)) if isinstance(value, Mapping) and value else [(dotted, value)]
     advices = [_known_elsewhere(key, root) for key, _ in below]
     if any(advices):
-        found = []
+        errors = []
         for (key, one), advice in zip(below, advices, strict=True):
-            guess = nearest(key.rpartition(".")[2], section, root, path)
+            guess = nearest_key(key.rpartition(".")[2], section, root, path)
             fix = advice or (f"did you mean {guess}?" if guess else _LEAVE)
-            found.append(ConfigError(shortened(key), one, why, fix))
-        return found
-    guess = nearest(name, section, root, path)
+            errors.append(ConfigError(shortened(key), one, why, fix))
+        return errors
+    guess = nearest_key(name, section, root, path)
     if isinstance(value, Mapping) and len(value) == 1:  # `trian.steps=10`: the section is what is not known
         (inner, value), *_ = value.items()
         inner = inner if isinstance(inner, str) else show(inner)
         dotted = f"{dotted}.{inner}"
         if f"{guess}.{inner}" in known_keys(root):
             guess = f"{guess}.{inner}"
-    known = listed(key.path.rsplit(".", 1)[-1] for key in section_keys(section, path))
+    known = join_names(key.path.rsplit(".", 1)[-1] for key in section_keys(section, path))
     advice = f"did you mean {guess}?" if guess else f"the keys {f'of {path} ' if path else ''}are {known}"
     return [ConfigError(shortened(dotted), value, why, advice)]
 
 
 def _known_elsewhere(dotted: str, root: type) -> str | None:
     """Returns what to do about a key that another trainer, or another command of ours, has; None where none has it."""
-    nowhere = next((what for key, what in NOWHERE.items() if f"{dotted}.".startswith(f"{key}.")), None)
+    nowhere = next((what for key, what in NO_EQUIVALENT.items() if f"{dotted}.".startswith(f"{key}.")), None)
     if nowhere is not None:
         return nowhere
-    ours = in_root(ALIASES.get(dotted, ()), root)
+    ours = translate_key(ALIASES.get(dotted, ()), root)
     return advice_on(dotted, root) if ours is None else f"did you mean {' and '.join(ours)}?"
 
 
@@ -167,7 +167,7 @@ def _in_bounds(value: float, written: Any, key: Key) -> float:
         return value
     bounds = key.bounds if finite and _is_within(value, key.stated) else key.stated
     reason = "out of range" if finite else "not finite"
-    raise ConfigError(key.path, written, f"is {reason}", f"give {expected(key.annotation, bounds)}")
+    raise ConfigError(key.path, written, f"is {reason}", f"give {accepted_values(key.annotation, bounds)}")
 
 
 def _is_within(value: float, bounds: Mapping[str, float | None]) -> bool:
@@ -181,14 +181,16 @@ def _refuse(value: Any, key: Key) -> typing.NoReturn:
     choices = [c for c in _choices(key.annotation) if isinstance(value, str)]
     elsewhere = VALUES.get((key.path, str(value)))
     close = [elsewhere] if elsewhere in choices else difflib.get_close_matches(str(value), choices, n=1)
-    what = "not one of the choices" if choices else kind(value)
+    what = "not one of the choices" if choices else value_kind(value)
     texts = () if typing.get_origin(key.annotation) is dict else typing.get_args(key.annotation)
     if isinstance(value, bool | int | float) and str in (key.annotation, *texts):
         what += " (quote it to make it text)"
     elif isinstance(value, dict) and len(value) == 1 and str in (key.annotation, *texts):
         what += ", as text with a colon is in YAML (quote it to make it text)"
     hint = f" (did you mean {close[0]}?)" if close else ""
-    raise ConfigError(key.path, value, f"is {what}{hint}", f"give {expected(key.annotation, key.stated)}") from None
+    raise ConfigError(
+        key.path, value, f"is {what}{hint}", f"give {accepted_values(key.annotation, key.stated)}"
+    ) from None
 
 
 def _choices(annotation: Any) -> list[str]:

@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from mrl.config.answers import AnswersConfig
-from mrl.config.backends import OWN, entry_point
+from mrl.config.backends import OWN_KEYS, entry_point
 from mrl.config.dpo import PreferenceDataConfig
-from mrl.config.keys import changed
-from mrl.config.megatron_speed import ON_HOST, PRECISION_AWARE
+from mrl.config.keys import non_default_keys
+from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, PRECISION_AWARE
 from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import (
     EngineConfig,
@@ -31,7 +31,7 @@ from mrl.config.supported import check_supported
 from mrl.errors import ConfigError, Shown
 from mrl.parallel import ParallelDims, divisors_near
 
-MOST_PASSES = 1000
+MAX_PASSES = 1000
 """How often one batch may have each row, which a run on a handful of rows does on purpose."""
 
 
@@ -78,7 +78,7 @@ def check_batch(global_batch_size: int, rows_of_batch: int, rows: int) -> None:
 
     rows_of_batch: rows that are read for it; of `mrl ppo` one for each prompt. rows: of data.train.
     """
-    if rows_of_batch > MOST_PASSES * rows:
+    if rows_of_batch > MAX_PASSES * rows:
         raise ConfigError(
             "train.global_batch_size",
             global_batch_size,
@@ -256,11 +256,11 @@ def check_muon(optimizer: OptimizerConfig, model: ModelConfig, engine: EngineCon
     """What muon goes with; its keys, where it is not chosen. role: whose sections these are."""
     path = f"{role}." if role else ""
     if optimizer.name != "muon":
-        for key, value in changed(optimizer.muon, f"{path}optimizer.muon"):
+        for key, value in non_default_keys(optimizer.muon, f"{path}optimizer.muon"):
             fix = f"set {path}optimizer.name to muon, or leave it out"
             raise ConfigError(key.path, value, f"is not used by {path}optimizer.name {optimizer.name}", fix)
         return
-    against = [f"{path}engine.megatron.{field}, which is of AdamW" for field in (ON_HOST, PRECISION_AWARE)
+    against = [f"{path}engine.megatron.{field}, which is of AdamW" for field in (CPU_OFFLOAD_FIELD, PRECISION_AWARE)
                if engine.megatron.get(field)]  # fmt: skip
     if model.lora is not None:
         against.append(f"{path}model.lora: an adapter is no matrix of the model")
@@ -288,10 +288,10 @@ def check_schedule(optimizer: OptimizerConfig, steps: int, length: str, path: st
 
 def check_backend(model: ModelConfig, engine: EngineConfig, role: str = "") -> None:
     """Keys that the backend does not have: errors, not ignored. Those of another package's engine, its class knows."""
-    if engine.backend not in OWN:
+    if engine.backend not in OWN_KEYS:
         entry_point(engine.backend, f"{role}.engine" if role else "engine")
         return
-    check_supported(engine.backend, OWN[engine.backend], model, engine, role)
+    check_supported(engine.backend, OWN_KEYS[engine.backend], model, engine, role)
     check_host_optimizer(engine, role)
     check_recompute_every(engine, role)
     check_recompute_modules(engine, role)
@@ -300,8 +300,8 @@ def check_backend(model: ModelConfig, engine: EngineConfig, role: str = "") -> N
 def check_host_optimizer(engine: EngineConfig, role: str = "") -> None:
     """An optimizer that lives on the host is not moved there between steps."""
     path = f"{role}.engine" if role else "engine"
-    if engine.megatron.get(ON_HOST) and "optimizer" in engine.offload:
-        why = f"is of what {path}.megatron.{ON_HOST} keeps on the host always"
+    if engine.megatron.get(CPU_OFFLOAD_FIELD) and "optimizer" in engine.offload:
+        why = f"is of what {path}.megatron.{CPU_OFFLOAD_FIELD} keeps on the host always"
         raise ConfigError(f"{path}.offload", "optimizer", why, "leave out one of them")
 
 

@@ -18,7 +18,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import mrl
 from mrl.config.checks import micro_batch_tokens
-from mrl.config.keys import types_of, value_at, walk
+from mrl.config.keys import types_of, value_at, walk_keys
 from mrl.config.phases import Phase, Phases
 from mrl.config.rates import notes
 from mrl.config.rows import RowsConfig
@@ -41,7 +41,7 @@ GROUP = "mrl.commands"
 """The entry-point group of commands: `NAME = "package.module:COMMAND"`."""
 
 
-class Length(Protocol):
+class TrainLength(Protocol):
     """The section `train`."""
 
     @property
@@ -64,7 +64,7 @@ class Config(Protocol):
     def log(self) -> LogConfig: ...
 
 
-class OnRows(Config, Protocol):
+class RowsRunConfig(Config, Protocol):
     """Sections in the config of a command that trains on rows: all but `mrl serve`."""
 
     @property
@@ -74,7 +74,7 @@ class OnRows(Config, Protocol):
     def data(self) -> RowsConfig: ...
 
     @property
-    def train(self) -> Length: ...
+    def train(self) -> TrainLength: ...
 
     @property
     def checkpoint(self) -> CheckpointConfig: ...
@@ -130,10 +130,10 @@ class TrainingCommand(abc.ABC, Generic[C]):
     generates: bool = False  # whether its models sample text
     merges_adapters: bool = False  # whether the path of a model may be an adapter folder
     options: Mapping[str, str] = {}  # option of the command line -> the key that it sets, as "--port": "serve.port"
-    null_is: Mapping[str, str] = {}  # key -> the key whose value it takes where it is null
+    null_fallbacks: Mapping[str, str] = {}  # key -> the key whose value it takes where it is null
     losses: Collection[str] = ()  # values of its loss.name, where it has that key
 
-    def null_stands_for(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    def null_values(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns key -> the value that null means there, by other keys of a resolved config, as plain data."""
         return {}
 
@@ -158,7 +158,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
         """Returns the roles of the parts that the run builds. Raises ConfigError where keys do not go with them."""
         return [part.role for part in self.parts(config)]
 
-    def keys_of(self, config: C, role: str) -> contextlib.AbstractContextManager[None]:
+    def rewrite_error_keys(self, config: C, role: str) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which what is said of `engine.x` or `model.x` is said of the role's own key."""
         return contextlib.nullcontext()
 
@@ -166,9 +166,9 @@ class TrainingCommand(abc.ABC, Generic[C]):
     def longest(self, config: C) -> tuple[int, str]:
         """Returns tokens of the longest sequence, and the key that sets it, or the keys with their values."""
 
-    def on_rows(self, config: C) -> OnRows | None:
+    def on_rows(self, config: C) -> RowsRunConfig | None:
         """Returns the config with the sections of a run on rows; None where it has none of them."""
-        return typing.cast(OnRows, config)
+        return typing.cast(RowsRunConfig, config)
 
     def packing(self, config: C) -> bool:
         """Returns whether micro-batches hold sequences end to end."""
@@ -228,10 +228,10 @@ class TrainingCommand(abc.ABC, Generic[C]):
         return None
 
 
-def _rows(command: TrainingCommand[Any], config: Any) -> OnRows:
-    found = command.on_rows(config)
-    assert found is not None, f"mrl {command.name} trains on no rows"
-    return found
+def _rows(command: TrainingCommand[Any], config: Any) -> RowsRunConfig:
+    section = command.on_rows(config)
+    assert section is not None, f"mrl {command.name} trains on no rows"
+    return section
 
 
 def own_names() -> list[str]:
@@ -241,19 +241,19 @@ def own_names() -> list[str]:
 
 
 @functools.cache
-def registered() -> Mapping[str, Sequence[EntryPoint]]:
+def registered_commands() -> Mapping[str, Sequence[EntryPoint]]:
     """Returns what installed packages register as commands, by name."""
     from importlib import metadata
 
-    found: dict[str, list[EntryPoint]] = {}
+    entry_points: dict[str, list[EntryPoint]] = {}
     for entry in metadata.entry_points(group=GROUP):
-        found.setdefault(entry.name, []).append(entry)
-    return found
+        entry_points.setdefault(entry.name, []).append(entry)
+    return entry_points
 
 
 def names() -> list[str]:
     """Returns the names of all commands."""
-    return sorted({*own_names(), *registered()})
+    return sorted({*own_names(), *registered_commands()})
 
 
 def record(name: str) -> Any:
@@ -261,7 +261,7 @@ def record(name: str) -> Any:
     none."""
     if name in own_names():
         return importlib.import_module(f"mrl.commands.{name}").COMMAND
-    first, *others = registered()[name]
+    first, *others = registered_commands()[name]
     key = f"mrl {name}"
     if others:
         raise ConfigError(key, why=f"is registered by {1 + len(others)} packages", fix="uninstall all but one")
@@ -286,12 +286,12 @@ def training(command_names: Collection[str]) -> list[TrainingCommand]:
 
     One of a package that is broken is left out: `mrl NAME` says what is wrong there, and no other command fails by it.
     """
-    found = []
+    commands = []
     for name in command_names:
         with contextlib.suppress(ConfigError):
             if isinstance(made := record(name), TrainingCommand):
-                found.append(made)
-    return sorted(found, key=lambda command: (command.order, command.name))
+                commands.append(made)
+    return sorted(commands, key=lambda command: (command.order, command.name))
 
 
 def all_training() -> list[TrainingCommand]:
@@ -305,7 +305,7 @@ def roots() -> dict[str, type]:
 
 def command_of(root: type) -> TrainingCommand:
     """Returns the command whose config is a `root`."""
-    for command_names in (own_names(), registered()):
+    for command_names in (own_names(), registered_commands()):
         for command in training(command_names):
             if command.root is root:
                 return command
@@ -316,7 +316,7 @@ def command_of_data(data: Mapping[str, Any]) -> TrainingCommand:
     """Returns the command whose resolved config `data` is, as plain data of this or an older version, by its keys."""
 
     def distance(command: TrainingCommand) -> tuple[int, int, int]:
-        keys = [key for key in walk(command.root, sections=True) if key.path.count(".") < 2]
+        keys = [key for key in walk_keys(command.root, sections=True) if key.path.count(".") < 2]
         known, required = {key.path for key in keys}, {key.path for key in keys if key.required and "." not in key.path}
         return len(given - known), len(required - given), len(known - given)
 
@@ -329,7 +329,7 @@ def command_of_data(data: Mapping[str, Any]) -> TrainingCommand:
 
 def command_of_yaml(raw: Mapping[str, Any]) -> TrainingCommand:
     """Returns the command that a user's YAML is of: the one that has all its sections, else one that recognises it."""
-    has_all = having_all(raw)
+    has_all = commands_with_sections(raw)
     form = value_at(raw, "data.format")
     if form is not None and "loss" not in raw:
         has_all = [command for command in has_all if form in _formats(command.root)][:1] or has_all
@@ -339,7 +339,7 @@ def command_of_yaml(raw: Mapping[str, Any]) -> TrainingCommand:
     return next(recognised, None) or command_of_data(raw)
 
 
-def having_all(raw: Mapping[str, Any]) -> list[TrainingCommand]:
+def commands_with_sections(raw: Mapping[str, Any]) -> list[TrainingCommand]:
     """Returns the commands that have all sections of a user's YAML."""
     return [command for command in all_training() if raw.keys() <= types_of(command.root).keys()]  # type: ignore[arg-type]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mrl.config import command as commands
-from mrl.config.keys import Key, expected, section_keys, walk
+from mrl.config.keys import Key, accepted_values, section_keys, walk_keys
 from mrl.errors import ConfigError
 
 
@@ -50,7 +50,7 @@ def sections(section: type, path: str = "", help: str = "keys outside of any sec
             yield from sections(key.section, key.path, f"{key.help} (default null)" if key.nullable else key.help)
 
 
-def asked(names: Sequence[str], wanted: str | None) -> str:
+def config_text(names: Sequence[str], wanted: str | None) -> str:
     """Returns what `mrl config NAMES --grep WANTED` prints. names: a command, a section or key, both, or none.
 
     Raises ConfigError where nothing is of that name or has that text.
@@ -71,8 +71,8 @@ def asked(names: Sequence[str], wanted: str | None) -> str:
         return "\n".join(f"== mrl {command} ==\n\n{keys}" for command, keys in found.items())
     if found:
         return next(iter(found.values()))
-    there = dict.fromkeys(key.path for command in looked for key in walk(roots[command], sections=True))
-    others = [c for c in roots if c not in looked and part in {key.path for key in walk(roots[c], sections=True)}]
+    there = dict.fromkeys(key.path for command in looked for key in walk_keys(roots[command], sections=True))
+    others = [c for c in roots if c not in looked and part in {key.path for key in walk_keys(roots[c], sections=True)}]
     if part and part not in there and others:
         raise ConfigError("mrl config", why=f"{part} is of mrl {others[0]}", fix=f"write mrl config {others[0]} {part}")
     if part and part not in there:
@@ -97,6 +97,6 @@ def text(root: type, part: str = "", wanted: str | None = None) -> str:
         lines += [f"{path}: {help}" if path else "top level", ""]
         for key in keys:
             default = "required" if key.required else f"default {default_text(key)}"
-            lines += [f"  {key.path}  ({default}; {expected(key.annotation, key.stated)})", f"      {key.help}"]
+            lines += [f"  {key.path}  ({default}; {accepted_values(key.annotation, key.stated)})", f"      {key.help}"]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"

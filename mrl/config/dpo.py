@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from mrl.config.answers import AnswerLossConfig, AnswerRowsConfig, AnswersConfig
-from mrl.config.preference_losses import NO_REFERENCE, OF_SINGLE_ROWS, ROWS
+from mrl.config.preference_losses import NO_REFERENCE, ROWS, SINGLE_ROW_LOSSES
 from mrl.config.rows import EVAL_HELP, TRAIN_HELP
 from mrl.config.schema import REQUIRED, EngineConfig, ModelConfig, PolicyModelConfig, RoleModelConfig, key
 from mrl.config.sources import PreferenceShare, PreferenceSource, eval_of, train_of
@@ -57,7 +57,7 @@ class LossConfig(AnswerLossConfig):
 
     @property
     def is_paired(self) -> bool:
-        return self.name not in OF_SINGLE_ROWS
+        return self.name not in SINGLE_ROW_LOSSES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

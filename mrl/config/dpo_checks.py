@@ -12,7 +12,7 @@ from mrl.config.checks import (
     formats_of,
 )
 from mrl.config.dpo import DPOConfig
-from mrl.config.keys import changed
+from mrl.config.keys import non_default_keys
 from mrl.config.ppo_checks import check_never_trains, refuse_unread
 from mrl.config.preference_losses import ROWS
 from mrl.config.stream_checks import check_cache, check_stream
@@ -64,7 +64,7 @@ def _check_reference(config: DPOConfig) -> None:
         why = f"by loss {loss.name}, which needs no reference"
         if loss.name == "dpo":
             why = "with loss.reference_free"
-        refuse_unread(changed(reference, "reference"), why, "leave it out")
+        refuse_unread(non_default_keys(reference, "reference"), why, "leave it out")
         return
     if reference.cache and not loss.is_paired:
         why = "cannot be true with kto, whose KL pairs prompts with other rows' answers in each batch"

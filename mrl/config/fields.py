@@ -8,13 +8,13 @@ from typing import Any
 
 REQUIRED: Any = dataclasses.MISSING
 
-MOST_WAYS = 2**16
+MAX_DEGREE = 2**16
 """Ranks that one degree of parallelism may have, and ranks of an adapter: more than any machine or matrix has."""
 
-MOST_SEQUENCES = 10**7
+MAX_SEQUENCES = 10**7
 """Sequences of a batch: what a run holds of it on the host would take hundreds of gigabytes with more."""
 
-MOST_SECONDS = 1e6
+MAX_SECONDS = 1e6
 """Longest wait, some eleven days: the system calls that wait take milliseconds as a 32-bit number."""
 
 

@@ -22,11 +22,11 @@ from mrl.config.foreign_rows import (
     TOKENS,
     Row,
     Trainer,
-    each,
-    none,
     offload,
     row,
-    same,
+    rows_with,
+    same_values,
+    unsupported_rows,
 )
 
 MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
@@ -49,15 +49,15 @@ _POLICY = [
     row("policy.tokenizer.chat_template", "data.chat_template", JINJA, values=BY_HAND),
     row("policy.tokenizer.chat_template_kwargs", "data.chat_template", KWARGS, values=BY_HAND),
     row("policy.optimizer.name", "optimizer.name", values={"torch.optim.AdamW": "adamw"}),
-    *each(
+    *rows_with(
         (row(f"policy.optimizer.kwargs.{one}", f"optimizer.{one}") for one in ("lr", "weight_decay", "betas", "eps")),
         when=f"not {MEGATRON}.enabled",
     ),
-    *none("policy.optimizer.kwargs.", "foreach fused"),
+    *unsupported_rows("policy.optimizer.kwargs.", "foreach fused"),
     row("policy.scheduler", "optimizer.schedule", "a list of torch's schedulers there", values=BY_HAND),
     row(f"{MEGATRON}.enabled", "engine.backend", values={True: "megatron", False: None}),
     row(f"{DTENSOR}.enabled", "engine.backend", values={True: "fsdp", False: None}),
-    *each(
+    *rows_with(
         [
             row(f"{DTENSOR}.tensor_parallel_size", "engine.parallel.tp", "here for the megatron backend alone",
                 values={1: None} | BY_HAND),
@@ -69,7 +69,7 @@ _POLICY = [
         ],
         when=f"{DTENSOR}.enabled",
     ),
-    *each(
+    *rows_with(
         [
             row(f"{MEGATRON}.activation_checkpointing", "engine.recompute", values=RECOMPUTE),
             *(row(f"{MEGATRON}.{name}", f"engine.parallel.{ours}") for name, ours in PARALLEL),
@@ -93,7 +93,7 @@ _POLICY = [
         for name in ("alpha", "dropout")
     ),
     row("policy.generation.backend", "rollout.backend",
-        values=same("vllm sglang") | {"megatron": "native", "hf": "native"}),
+        values=same_values("vllm sglang") | {"megatron": "native", "hf": "native"}),
     row("policy.generation.max_new_tokens", "rollout.max_new_tokens", "prompt and answer together there",
         values=BY_HAND),
     row("policy.generation.temperature", "rollout.temperature"),
@@ -118,14 +118,14 @@ _RUN = [
     row("loss_fn.use_importance_sampling_correction", "algorithm.correction", values={True: "truncate", False: "none"}),
     row("loss_fn.kl_type", "algorithm.distill.loss",
         values={"forward": "forward_kl", "reverse": "reverse_kl", "mixed": KeyError}),
-    *none("loss_fn.", "use_on_policy_kl_approximation mixed_kl_weight zero_outside_topk"),
+    *unsupported_rows("loss_fn.", "use_on_policy_kl_approximation mixed_kl_weight zero_outside_topk"),
     row("checkpointing.checkpoint_dir", "output_dir", "checkpoints are in output_dir/checkpoints here"),
     row("checkpointing.save_period", "checkpoint.every", ROLLOUTS, of=PPO, values=BY_HAND),
     row("checkpointing.save_period", "checkpoint.every", of=NOT_PPO),
     row("checkpointing.keep_top_k", "checkpoint.keep", "the best there, the newest here"),
     row("checkpointing.metric_name", "checkpoint.best", of=PPO, values=BY_HAND),
-    *none("checkpointing.", "enabled higher_is_better checkpoint_must_save_by model_save_format save_consolidated "
-          "save_optimizer metric_name"),
+    *unsupported_rows("checkpointing.", "enabled higher_is_better checkpoint_must_save_by model_save_format "
+                      "save_consolidated save_optimizer metric_name"),
     row("data.max_input_seq_length", "data.max_length", of=NOT_PPO),
     row("data.max_input_seq_length", "data.max_prompt_length", of=PPO),
     row("data.dataset_name", "data.train", DATASET, values=BY_HAND),
@@ -142,7 +142,7 @@ _RUN = [
         for key in ("input_key", "output_key", "prompt_key", "chosen_key", "rejected_key", "chat_key")
     ),
     row("data.system_prompt_file", "data.system", "the text itself here", values=BY_HAND),
-    *none("data.", """
+    *unsupported_rows("data.", """
         prompt_file num_workers add_bos add_eos add_generation_prompt validation.split validation.repeat
         default.prompt_file default.system_prompt_file default.processor default.env_name"""),
     row("logger.log_dir", "output_dir", "logs are in output_dir here", values=NEEDLESS),
@@ -150,7 +150,7 @@ _RUN = [
     row("logger.wandb.project", "log.wandb.project", when="logger.wandb_enabled"),
     row("logger.wandb.name", "log.wandb.name", when="logger.wandb_enabled"),
     row("logger.tensorboard_enabled", "log.tensorboard"),
-    *none("cluster.", "gpus_per_node num_nodes", "a run has a process for each GPU, or as many as --nproc"),
+    *unsupported_rows("cluster.", "gpus_per_node num_nodes", "a run has a process for each GPU, or as many as --nproc"),
 ]  # fmt: skip
 
 
@@ -172,14 +172,14 @@ def _counts() -> list[Row]:
             row(f"{name}.max_num_steps", "train.steps", values=FREQ),
             row(f"{name}.val_period", "train.eval_every", values=FREQ),
             row(f"{name}.val_batches", "train.eval_batches", values=FREQ),
-            *none(f"{name}.", "val_global_batch_size val_micro_batch_size"),
+            *unsupported_rows(f"{name}.", "val_global_batch_size val_micro_batch_size"),
         ]
     for name in ("grpo", "distillation", "sft", "dpo", "rm"):
         rows += [
             row(f"{name}.max_num_epochs", "train.epochs", "the shorter of both counts there; give one of them here",
                 when=f"not {name}.max_num_steps"),
             row(f"{name}.seed", "seed"),
-            *none(f"{name}.", "val_at_start val_at_end val_batch_size"),
+            *unsupported_rows(f"{name}.", "val_at_start val_at_end val_batch_size"),
         ]  # fmt: skip
     return rows
 
@@ -188,14 +188,14 @@ _OWN = [
     row("grpo.normalize_rewards", "algorithm.advantage", values={True: None, False: "group_mean"}),
     row("grpo.use_leave_one_out_baseline", "algorithm.advantage", values={True: "rloo", False: None}),
     row("grpo.use_dynamic_sampling", "algorithm.dynamic_sampling"),
-    *none("", "defaults", INHERITED),
-    *none("grpo.", "overlong_filtering async_grpo.enabled async_grpo.max_trajectory_age_steps"),
+    *unsupported_rows("", "defaults", INHERITED),
+    *unsupported_rows("grpo.", "overlong_filtering async_grpo.enabled async_grpo.max_trajectory_age_steps"),
     row("distillation.topk_logits_k", "algorithm.distill.top_k"),
     row("dpo.reference_policy_kl_penalty", "loss.beta"),
     row("dpo.preference_average_log_probs", "loss.length_normalized"),
     row("dpo.sft_loss_weight", "loss.sft_weight"),
-    row("dpo.preference_loss", "loss.name", values=same("dpo ipo")),
-    *none("dpo.", "preference_loss_weight sft_average_log_probs gt_reward_scale"),
+    row("dpo.preference_loss", "loss.name", values=same_values("dpo ipo")),
+    *unsupported_rows("dpo.", "preference_loss_weight sft_average_log_probs gt_reward_scale"),
 ]
 
 NEMO_RL = Trainer(

@@ -36,17 +36,17 @@ def row(theirs: str, ours: str = "", note: str = "", **more: Any) -> Row:
     return Row(theirs, tuple(ours.split()), note, **more)
 
 
-def each(rows: Iterable[Row], **more: Any) -> list[Row]:
+def rows_with(rows: Iterable[Row], **more: Any) -> list[Row]:
     """Returns rows that have something more in common, as their `of` or `when`."""
     return [dataclasses.replace(one, **more) for one in rows]
 
 
-def same(values: str) -> dict[str, str]:
+def same_values(values: str) -> dict[str, str]:
     """Returns the `values` of a row whose names both have."""
     return {value: value for value in values.split()}
 
 
-def none(prefix: str, names: str, note: str = "") -> list[Row]:
+def unsupported_rows(prefix: str, names: str, note: str = "") -> list[Row]:
     """Returns rows of keys that nothing here stands for."""
     return [Row(f"{prefix}{name}", note=note) for name in names.split()]
 
@@ -68,7 +68,7 @@ NEEDLESS = {"*": None}
 FREQ = {-1: None, "*": ...}
 OFF = {0: None, -1: None, "*": ...}
 RECOMPUTE = {True: "full", False: "none"}
-DTYPE = same("float32 bfloat16") | {"fp32": "float32", "bf16": "bfloat16"}
+DTYPE = same_values("float32 bfloat16") | {"fp32": "float32", "bf16": "bfloat16"}
 
 PPO, SFT, NOT_PPO = ("ppo",), ("sft",), ("sft", "dpo", "rm")
 PARALLEL = (

@@ -14,10 +14,10 @@ from mrl.config.foreign_rows import (
     SFT,
     SHARE,
     Trainer,
-    none,
     offload,
     row,
-    same,
+    same_values,
+    unsupported_rows,
 )
 
 LOSS_ON = {True: "assistant", False: "all"}
@@ -32,7 +32,8 @@ _ROWS = [
     row("dataset_text_field", "data.columns", "a mapping here: {their name: text}", values={"text": None} | BY_HAND),
     row("learning_rate", "optimizer.lr"),
     row("lr_scheduler_type", "optimizer.schedule", default="linear",
-        values=same("linear cosine constant") | {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}),
+        values=same_values("linear cosine constant")
+        | {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}),
     row("warmup_steps", "optimizer.warmup_steps"),
     row("warmup_ratio", "optimizer.warmup_steps", SHARE, values={0: None} | BY_HAND),
     row("weight_decay", "optimizer.weight_decay"),
@@ -40,7 +41,8 @@ _ROWS = [
     row("adam_beta2", "optimizer.betas", "a list of both here; 0.999 by default there", values=BY_HAND),
     row("adam_epsilon", "optimizer.eps"),
     row("max_grad_norm", "optimizer.clip_grad"),
-    row("optim", "optimizer.name", values=same("adamw muon") | {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"}),
+    row("optim", "optimizer.name",
+        values=same_values("adamw muon") | {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"}),
     row("num_train_epochs", "train.epochs", default=3, when="not max_steps"),
     row("max_steps", "train.steps", values=FREQ),
     row("per_device_train_batch_size", "engine.micro_batch.size train.global_batch_size",
@@ -54,8 +56,8 @@ _ROWS = [
     row("torch_compile", "engine.fsdp.compile"),
     row("bf16", "model.dtype", values={True: "bfloat16", False: None}),
     row("fp16", "model.dtype", "bfloat16 or float32 here", values={False: None, True: KeyError}),
-    row("dtype", "model.dtype", values=same("bfloat16 float32") | {"auto": None}),
-    row("torch_dtype", "model.dtype", values=same("bfloat16 float32") | {"auto": None}),
+    row("dtype", "model.dtype", values=same_values("bfloat16 float32") | {"auto": None}),
+    row("torch_dtype", "model.dtype", values=same_values("bfloat16 float32") | {"auto": None}),
     row("attn_implementation", "engine.attention",
         values={"flash_attention_2": "flash", "sdpa": None, "eager": "unfused"}),
     row("trust_remote_code", "model.trust_remote_code"),
@@ -98,7 +100,7 @@ _ROWS = [
         values={True: True, False: None}),
     row("assistant_only_loss", "data.loss_on", "assistant is the default here", values=LOSS_ON, of=SFT),
     row("completion_only_loss", "data.loss_on", values=LOSS_ON, of=SFT),
-    row("loss_type", "loss.name", values={"sigmoid": "dpo"} | same("ipo kto"), of=("dpo",)),
+    row("loss_type", "loss.name", values={"sigmoid": "dpo"} | same_values("ipo kto"), of=("dpo",)),
     row("loss_type", "algorithm.aggregation", "it sets the denominator", of=PPO, default="dapo",
         values={"grpo": "sequence_mean", "bnpo": "token_mean", "dapo": "token_mean", "dr_grpo": "fixed_length"}),
     row("beta", "loss.beta", of=("dpo",), default=0.1),
@@ -133,7 +135,7 @@ _ROWS = [
     row("epsilon", "algorithm.clip_low algorithm.clip_high"),
     row("epsilon_high", "algorithm.clip_high"),
     row("delta", "algorithm.dual_clip"),
-    row("importance_sampling_level", "algorithm.ratio", values=same("token sequence")),
+    row("importance_sampling_level", "algorithm.ratio", values=same_values("token sequence")),
     row("scale_rewards", "algorithm.advantage",
         values={"group": None, True: None, "none": "group_mean", False: "group_mean"}),
     row("reward_weights", "rewards.functions", "a weight at each function here", values=BY_HAND),
@@ -148,14 +150,14 @@ _ROWS = [
     row("num_completions_to_print", "log.table"),
     row("sync_ref_model", "reference.update_every", "steps here", of=PPO, values={False: None, True: KeyError}),
     row("ref_model_sync_steps", "reference.update_every", of=PPO, when="sync_ref_model"),
-    *none("", "do_train do_eval do_predict", "a command trains; data.eval is evaluated"),
-    *none("", """
+    *unsupported_rows("", "do_train do_eval do_predict", "a command trains; data.eval is evaluated"),
+    *unsupported_rows("", """
         push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
         log_completions_hub_repo""", "checkpoint.export_hf writes a folder that can be uploaded"),
-    *none("", """
+    *unsupported_rows("", """
         load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage use_dora""",
         "no quantized base, no DoRA"),
-    *none("", """
+    *unsupported_rows("", """
         lr_scheduler_kwargs optim_args optim_target_modules average_tokens_across_devices label_smoothing_factor
         bf16_full_eval fp16_full_eval tf32 activation_checkpointing_kwargs gradient_checkpointing_kwargs
         torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache

@@ -26,20 +26,20 @@ from mrl.config.foreign_rows import (
     TOKENS,
     Row,
     Trainer,
-    each,
-    none,
     offload,
     row,
-    same,
+    rows_with,
+    same_values,
+    unsupported_rows,
 )
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 ROLLOUT, N = "actor_rollout_ref.rollout", "actor_rollout_ref.rollout.n"
 KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-SCHEDULE = same("constant cosine")
+SCHEDULE = same_values("constant cosine")
 BACKEND = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 GROUP = "ranks of a shard group there; the number of groups here"
-ESTIMATORS = same("grpo remax rloo gspo") | {
+ESTIMATORS = same_values("grpo remax rloo gspo") | {
     "gae": "ppo", "reinforce_plus_plus": "reinforce_pp", "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }  # fmt: skip
 AGGREGATION = {
@@ -77,7 +77,7 @@ def _role(theirs: str, ours: str) -> list[Row]:
         row(f"{optim}.clip_grad", f"{optimizer}.clip_grad"),
         row(f"{theirs}.grad_clip", f"{optimizer}.clip_grad"),
         row(f"{optim}.optimizer", f"{optimizer}.name", values={"AdamW": "adamw", "adam": "adamw", "muon": "muon"}),
-        *none(f"{optim}.", "optimizer_impl total_training_steps min_lr_ratio num_cycles zero_indexed_step "
+        *unsupported_rows(f"{optim}.", "optimizer_impl total_training_steps min_lr_ratio num_cycles zero_indexed_step "
               "override_optimizer_config lr_warmup_init"),
         row(f"{theirs}.strategy", f"{engine}.backend", values=BACKEND, default="fsdp"),
         row(f"{theirs}.ppo_micro_batch_size_per_gpu", size, MICRO, when=f"not {dynamic}"),
@@ -88,7 +88,7 @@ def _role(theirs: str, ours: str) -> list[Row]:
         *(row(f"{theirs}.megatron.{name}", f"{engine}.parallel.{ours_}") for name, ours_ in PARALLEL),
         *_fsdp(f"{theirs}.fsdp_config", engine),
         *_fsdp(f"{theirs}.fsdp", engine),
-        *none(f"{theirs}.", "shuffle data_loader_seed rollout_n calculate_entropy use_fused_kernels "
+        *unsupported_rows(f"{theirs}.", "shuffle data_loader_seed rollout_n calculate_entropy use_fused_kernels "
               "use_remove_padding"),
     ]  # fmt: skip
 
@@ -114,7 +114,7 @@ _DATA = [
     row("data.max_prompt_length", "data.max_prompt_length", default=512),
     row("data.max_response_length", "rollout.max_new_tokens", default=512),
     row("data.max_length", "data.max_length", of=NOT_PPO, default=1024),
-    row("data.truncation", "data.truncation", values=same("error left right")),
+    row("data.truncation", "data.truncation", values=same_values("error left right")),
     row("data.filter_overlong_prompts", "data.truncation", "drop skips longer rows",
         values={True: "drop", False: None}),
     row("data.prompt_key", "data.columns", "a mapping here: {their name: prompt}", values={"prompt": None} | BY_HAND),
@@ -126,7 +126,7 @@ _DATA = [
     row("data.max_token_len_per_gpu", "engine.micro_batch.tokens", TOKENS),
     row("data.use_dynamic_bsz", "engine.micro_batch.tokens", values={True: None, False: None}),
     row("data.apply_chat_template_kwargs", "data.chat_template", KWARGS, values=BY_HAND),
-    *none("data.", """
+    *unsupported_rows("data.", """
         tokenizer use_shm train_max_samples val_max_samples gen_batch_size val_batch_size tool_config_path
         function_tool_path return_raw_input_ids return_raw_chat return_full_prompt dataloader_num_workers
         image_patch_size validation_shuffle filter_overlong_prompts_workers image_key video_key audio_key
@@ -135,7 +135,7 @@ _DATA = [
         custom_cls datagen sampler"""),
 ]  # fmt: skip
 
-_OF_ACTOR = [
+_ACTOR_ROWS = [
     row(f"{MODEL}.path", "actor.model.path"),
     row(f"{MODEL}.trust_remote_code", "actor.model.trust_remote_code"),
     row(f"{MODEL}.custom_chat_template", "data.chat_template", JINJA, values=BY_HAND),
@@ -158,7 +158,7 @@ _OF_ACTOR = [
 
 _ALGORITHM = [
     row("algorithm.use_kl_in_reward", "algorithm.kl_in", values={True: "reward", False: "none"}, default=False),
-    *each(
+    *rows_with(
         [
             row("algorithm.kl_penalty", "algorithm.kl_estimator", values=KL),
             row("algorithm.kl_ctrl.kl_coef", "algorithm.kl_coef", default=0.001),
@@ -167,9 +167,10 @@ _ALGORITHM = [
         ],
         when="algorithm.use_kl_in_reward",
     ),
-    *none("algorithm.kl_ctrl.", "type horizon", "set algorithm.kl_target to steer the coefficient; 0 keeps it"),
+    *unsupported_rows("algorithm.kl_ctrl.", "type horizon",
+                      "set algorithm.kl_target to steer the coefficient; 0 keeps it"),
     row(f"{ACTOR}.use_kl_loss", "algorithm.kl_in", values={True: "loss", False: None}),
-    *each(
+    *rows_with(
         [
             row(f"{ACTOR}.kl_loss_coef", "algorithm.kl_coef", default=0.001),
             row(f"{ACTOR}.kl_loss_type", "algorithm.kl_estimator", values=KL, default="low_var_kl"),
@@ -182,10 +183,10 @@ _ALGORITHM = [
         values={True: None, False: "group_mean"}),
     row("algorithm.filter_groups.enable", "algorithm.dynamic_sampling"),
     row("algorithm.filter_groups.max_num_gen_batches", "algorithm.max_sampling_rounds", values=OFF),
-    row("algorithm.rollout_correction.rollout_is", "algorithm.correction_level", values=same("token sequence")),
+    row("algorithm.rollout_correction.rollout_is", "algorithm.correction_level", values=same_values("token sequence")),
     row("algorithm.rollout_correction.rollout_is_threshold", "algorithm.correction_cap",
         when="algorithm.rollout_correction.rollout_is"),
-    *none("algorithm.", """
+    *unsupported_rows("algorithm.", """
         filter_groups.metric filter_groups.max_inflight_gen_batches use_pf_ppo pf_ppo.reweight_method
         pf_ppo.weight_pow rollout_correction.rollout_rs rollout_correction.rollout_rs_threshold
         rollout_correction.bypass_mode rollout_correction.loss_type
@@ -196,7 +197,7 @@ _ROLLOUT = [
     row(N, "rollout.samples_per_prompt", default=1),
     row(f"{ROLLOUT}.name", "rollout.backend",
         "native samples with the actor's own engine; vllm and sglang are servers, or engines in the trainer",
-        values=same("vllm sglang") | {"hf": "native"}),
+        values=same_values("vllm sglang") | {"hf": "native"}),
     *(row(f"{ROLLOUT}.{name}", f"rollout.{name}") for name in ("temperature", "top_p")),
     row(f"{ROLLOUT}.top_k", "rollout.top_k", "-1 there, 0 here, is all tokens", values={-1: 0, "*": ...}),
     row(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.server.tp"),
@@ -210,7 +211,7 @@ _ROLLOUT = [
         "the actor's unless reference.engine is set", values=NEEDLESS),
 ]  # fmt: skip
 
-_OF_CRITIC = [
+_CRITIC_ROWS = [
     row("critic.model.path", "critic.model.path"),
     *_role("critic", "critic"),
     *_fsdp("critic.model.fsdp_config", "critic.engine"),
@@ -219,8 +220,8 @@ _OF_CRITIC = [
         values=NEEDLESS),
     row("critic.ppo_epochs", "algorithm.epochs", "actor and critic have one here", values=NEEDLESS),
     row("critic.cliprange_value", "algorithm.value_clip"),
-    *none("", "defaults hydra", INHERITED),
-    *none("critic.", "enable forward_max_token_len_per_gpu forward_micro_batch_size "
+    *unsupported_rows("", "defaults hydra", INHERITED),
+    *unsupported_rows("critic.", "enable forward_max_token_len_per_gpu forward_micro_batch_size "
           "forward_micro_batch_size_per_gpu loss_agg_mode loss_scale_factor"),
 ]  # fmt: skip
 
@@ -253,23 +254,23 @@ _TRAINER = [
     row("trainer.seed", "seed"),
     row("trainer.device", "engine.device", values={"cuda": None, "cpu": "cpu"}),
     row("trainer.rollout_data_dir", "log.samples.every", "samples are in output_dir/samples here", values=NEEDLESS),
-    *none("trainer.", "n_gpus_per_node nnodes", "a run has a process for each GPU, or as many as --nproc"),
+    *unsupported_rows("trainer.", "n_gpus_per_node nnodes", "a run has a process for each GPU, or as many as --nproc"),
 ]
 
 _NOWHERE = """
     hf_config_path tokenizer_path use_shm external_lib override_config lora_adapter_path use_liger use_fused_kernels"""
-_OF_MODELS = [
-    *(row for model in (f"{MODEL}.", "critic.model.", "model.") for row in none(model, _NOWHERE)),
-    *none("critic.model.", "trust_remote_code custom_chat_template enable_gradient_checkpointing "
+_MODEL_ROWS = [
+    *(row for model in (f"{MODEL}.", "critic.model.", "model.") for row in unsupported_rows(model, _NOWHERE)),
+    *unsupported_rows("critic.model.", "trust_remote_code custom_chat_template enable_gradient_checkpointing "
           "enable_activation_offload use_remove_padding", "the critic uses the actor's"),
-    *none("critic.model.", "target_modules exclude_modules",
+    *unsupported_rows("critic.model.", "target_modules exclude_modules",
           "give critic.model.lora.target_modules with our names"),
-    *none("engine.", "offload_policy forward_prefetch model_dtype use_orig_params seed forward_only "
+    *unsupported_rows("engine.", "offload_policy forward_prefetch model_dtype use_orig_params seed forward_only "
           "full_determinism"),
 ]  # fmt: skip
 
-_OF_SFT = [
-    *each(
+_SFT_ROWS = [
+    *rows_with(
         [
             row("model.custom_chat_template", "data.chat_template", JINJA, values=BY_HAND),
             row("model.enable_gradient_checkpointing", "engine.recompute", values=RECOMPUTE, default=True),
@@ -280,11 +281,11 @@ _OF_SFT = [
         ],
         of=NOT_PPO,
     ),
-    *none("model.lora.", "type merge dropout_position lora_A_init_method lora_B_init_method a2a_experimental dtype "
-          "adapter_path"),
-    *none("model.mtp.", "enable enable_train enable_rollout detach_encoder mtp_loss_scaling_factor method "
+    *unsupported_rows("model.lora.", "type merge dropout_position lora_A_init_method lora_B_init_method "
+                      "a2a_experimental dtype adapter_path"),
+    *unsupported_rows("model.mtp.", "enable enable_train enable_rollout detach_encoder mtp_loss_scaling_factor method "
           "num_speculative_tokens", "model.mtp: {} trains MTP layers here"),
-    *each(
+    *rows_with(
         [
             row("engine.strategy", "engine.backend", values=BACKEND),
             row("engine.ulysses_sequence_parallel_size", "engine.parallel.cp"),
@@ -298,7 +299,7 @@ _OF_SFT = [
     ),
     row("model.partial_pretrain", "model.path", of=SFT),
     row("model.path", "model.path", of=SFT),
-    *each(
+    *rows_with(
         [
             row("optim.lr", "optimizer.lr"),
             row("optim.weight_decay", "optimizer.weight_decay"),
@@ -327,5 +328,5 @@ VERL = Trainer(
         "reward.sandbox_fusion", "checkpoint.save_contents", "checkpoint.load_contents", "engine.entropy_",
         "engine.pad_to_length", "engine.use_", "engine.wrap_policy",
     ),
-    (*_DATA, *_OF_ACTOR, *_ALGORITHM, *_ROLLOUT, *_OF_CRITIC, *_REWARDS, *_TRAINER, *_OF_MODELS, *_OF_SFT),
+    (*_DATA, *_ACTOR_ROWS, *_ALGORITHM, *_ROLLOUT, *_CRITIC_ROWS, *_REWARDS, *_TRAINER, *_MODEL_ROWS, *_SFT_ROWS),
 )  # fmt: skip

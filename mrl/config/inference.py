@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from mrl.config.checks import check_backend, check_micro_batch
-from mrl.config.keys import changed
+from mrl.config.keys import non_default_keys
 from mrl.config.ppo import PromptsConfig, RolloutConfig
 from mrl.config.ppo_checks import (
     check_batch_invariant,
@@ -21,7 +21,7 @@ from mrl.config.schema import REQUIRED, EngineConfig, ModelConfig, key
 from mrl.errors import ConfigError
 
 DEFAULT_NEW_TOKENS = 512
-LONGEST = 65536
+MAX_POSITIONS = 65536
 """Tokens of the longest sequence of a sampler with memory of its own: some models have a million positions."""
 
 
@@ -105,13 +105,15 @@ class EvalConfig(EvalKeys):
 def check_inference(config: InferenceConfig) -> None:
     """Raises ConfigError where keys contradict each other or one would be left unread. It reads no file."""
     advice = "leave it out"
-    own = (pair for pair in changed(config.model, "model") if pair[0].path in ("model.init", "model.lora"))
+    own = (pair for pair in non_default_keys(config.model, "model") if pair[0].path in ("model.init", "model.lora"))
     refuse_unread(own, "by a command that trains nothing", advice)
-    adapters = (p for p in changed(config.rollout.server, "rollout.server") if p[0].path == "rollout.server.lora")
+    adapters = (
+        p for p in non_default_keys(config.rollout.server, "rollout.server") if p[0].path == "rollout.server.lora"
+    )
     refuse_unread(adapters, "by a command that trains nothing", advice)
-    order = (pair for pair in changed(config.data, "data") if pair[0].path == "data.shuffle")
+    order = (pair for pair in non_default_keys(config.data, "data") if pair[0].path == "data.shuffle")
     refuse_unread(order, "here: rows are taken in their order", advice)
-    learned = (pair for pair in changed(config.data, "data") if pair[0].path == "data.teacher")
+    learned = (pair for pair in non_default_keys(config.data, "data") if pair[0].path == "data.teacher")
     refuse_unread(learned, "by a command that trains nothing", advice)
     if isinstance(config.data.eval, Mapping):
         why = "names several sets of rows, and here they are one"
@@ -129,9 +131,11 @@ def check_inference(config: InferenceConfig) -> None:
     check_batch_invariant(config.rollout, config.engine, "engine")
 
 
-def unread_of_texts(data: PromptsConfig) -> None:
+def refuse_row_keys(data: PromptsConfig) -> None:
     """Raises ConfigError for keys of rows where prompts are texts: they would do nothing."""
     of_rows = ("data.columns", "data.split", "data.on_bad_row", "data.truncation")
     refuse_unread(
-        (pair for pair in changed(data, "data") if pair[0].path in of_rows), "without a file of rows", "leave it out"
+        (pair for pair in non_default_keys(data, "data") if pair[0].path in of_rows),
+        "without a file of rows",
+        "leave it out",
     )

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from mrl.errors import shortened
 
 NUMBERS = (int, float)
-MOST = {int: 2**31 - 1, float: 1e9}
+MAX_VALUES = {int: 2**31 - 1, float: 1e9}
 """The largest value of a numeric key that states none, by its type; the smallest is the negative of it. A count that is
 larger does not fit the 32-bit integers that kernels and files hold it in, and a number does not survive float32
 arithmetic."""
@@ -27,7 +27,7 @@ arithmetic."""
 class Key:
     """One key. path: dotted. annotation: its type. default: MISSING where the user must give it.
 
-    stated: the bounds that the schema gives a number. bounds: these, and `MOST` where it gives none.
+    stated: the bounds that the schema gives a number. bounds: these, and `MAX_VALUES` where it gives none.
     parse: `(plain data, path) -> value`, for a section with entries of several forms; else None.
     may_change, moves: as in `mrl.config.schema.key`.
     """
@@ -46,7 +46,7 @@ class Key:
         numbers = numbers_in(self.annotation)
         if not numbers:
             return self.stated
-        most = MOST[int if int in numbers else float]
+        most = MAX_VALUES[int if int in numbers else float]
         low, above, high = (self.stated[name] for name in ("minimum", "above", "maximum"))
         return {
             "minimum": -most if low is None and above is None else low,
@@ -93,7 +93,7 @@ def types_of(section: type) -> dict[str, Any]:
 def section_keys(section: type, path: str = "") -> tuple[Key, ...]:
     """Returns the keys directly in `section`, subsections among them; `path` is the section's own dotted path."""
     hints = types_of(section)
-    found: list[Key] = []
+    keys: list[Key] = []
     for field in dataclasses.fields(section):
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
@@ -101,11 +101,11 @@ def section_keys(section: type, path: str = "") -> tuple[Key, ...]:
         dotted = f"{path}.{field.name}" if path else field.name
         stated = {name: field.metadata[name] for name in ("minimum", "above", "maximum")}
         about = {name: field.metadata[name] for name in ("help", "parse", "may_change", "moves")}
-        found.append(Key(path=dotted, annotation=hints[field.name], default=default, stated=stated, **about))
-    return tuple(found)
+        keys.append(Key(path=dotted, annotation=hints[field.name], default=default, stated=stated, **about))
+    return tuple(keys)
 
 
-def walk(section: type, path: str = "", *, sections: bool = False) -> Iterator[Key]:
+def walk_keys(section: type, path: str = "", *, sections: bool = False) -> Iterator[Key]:
     """Yields every key below `section` that holds a value, in the schema's order, also in sections that may be null.
 
     sections: the keys of sections too, each before what it holds.
@@ -114,7 +114,7 @@ def walk(section: type, path: str = "", *, sections: bool = False) -> Iterator[K
         if key.section is None or sections:
             yield key
         if key.section is not None:
-            yield from walk(key.section, key.path, sections=sections)
+            yield from walk_keys(key.section, key.path, sections=sections)
 
 
 def value_at(raw: Any, dotted: str) -> Any:
@@ -124,7 +124,7 @@ def value_at(raw: Any, dotted: str) -> Any:
     return raw
 
 
-def changed(section: Any, path: str) -> Iterator[tuple[Key, Any]]:
+def non_default_keys(section: Any, path: str) -> Iterator[tuple[Key, Any]]:
     """Yields keys below `section`, an object written at `path`, that do not hold their default, with what they hold.
 
     A section that is null by default and is not here is one key.
@@ -132,19 +132,19 @@ def changed(section: Any, path: str) -> Iterator[tuple[Key, Any]]:
     for key in section_keys(type(section), path):  # type: ignore[arg-type]  # mypy takes no class for hashable
         value = getattr(section, key.path.rsplit(".", 1)[-1])
         if key.section is not None and not key.nullable:
-            yield from changed(value, key.path)
+            yield from non_default_keys(value, key.path)
         elif value != key.default:
             yield key, value
 
 
-def nearest(unknown: str, section: type, root: type, path: str) -> str | None:
+def nearest_key(unknown: str, section: type, root: type, path: str) -> str | None:
     """Returns the dotted key that `unknown`, a name written in `section` at `path`, was most likely meant to be."""
     here = {key.path.rsplit(".", 1)[-1]: key.path for key in section_keys(section, path)}
     close = difflib.get_close_matches(unknown, here, n=1)
     if close:
         return here[close[0]]
     inside = f"{path}." if root is section and path else ""  # an entry of a list or mapping, which knows its own keys
-    everywhere = [inside + key.path for key in walk(root, sections=True)]
+    everywhere = [inside + key.path for key in walk_keys(root, sections=True)]
     same_name = [p for p in everywhere if p.rsplit(".", 1)[-1] == unknown]
     same_name.sort(
         key=lambda p: not p.startswith(f"{path}.")
@@ -154,7 +154,7 @@ def nearest(unknown: str, section: type, root: type, path: str) -> str | None:
     return next(iter([*same_name, *similar]), None)
 
 
-def listed(names: Iterable[str], room: int = 200) -> str:
+def join_names(names: Iterable[str], room: int = 200) -> str:
     """Returns names with commas between them; where they are too many for a message, how many more there are."""
     names = [shortened(name, 60) for name in names]
     fit = list(itertools.takewhile(lambda n: len(", ".join(names[:n])) <= room, range(1, len(names) + 1)))
@@ -162,7 +162,7 @@ def listed(names: Iterable[str], room: int = 200) -> str:
     return ", ".join(names[: len(fit)]) + (f" and {more} more" if more else "")
 
 
-def kind(value: Any) -> str:
+def value_kind(value: Any) -> str:
     """Returns what a value read from YAML is, in words."""
     for type_, words in (
         (type(None), "null"), (bool, "true or false"), (int, "a whole number"), (float, "a number"), (str, "text"),
@@ -197,7 +197,7 @@ def _list_in_words(element: Any) -> str:
     return f"a list of { ({str: 'texts', int: 'whole numbers'}.get(element, 'mappings')) }"
 
 
-def expected(annotation: Any, bounds: Mapping[str, float | None] | None = None) -> str:
+def accepted_values(annotation: Any, bounds: Mapping[str, float | None] | None = None) -> str:
     """Returns what a key accepts, in words: `a whole number of at least 1, or null`."""
     bounds = bounds or {}
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
@@ -206,7 +206,7 @@ def expected(annotation: Any, bounds: Mapping[str, float | None] | None = None) 
     if origin is Literal:
         return args[0] if len(args) == 1 else "one of " + ", ".join(map(str, args))
     if origin in (typing.Union, types.UnionType):
-        return ", or ".join(expected(arm, bounds) for arm in args)
+        return ", or ".join(accepted_values(arm, bounds) for arm in args)
     if origin is tuple and args[-1] is Ellipsis:
         return _list_in_words(args[0])
     if origin is tuple:

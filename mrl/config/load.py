@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 from mrl.config import yaml_text
 from mrl.config.build import build_section
 from mrl.config.command import check_recognised, command_of
-from mrl.config.keys import kind
-from mrl.config.rates import with_rates
+from mrl.config.keys import value_kind
+from mrl.config.rates import fill_rates
 from mrl.config.schema import SFTConfig
-from mrl.errors import ConfigError, Mistakes
+from mrl.errors import ConfigError, MistakeCollector
 
 Root = TypeVar("Root")
 _SFT: Any = SFTConfig  # a default that a type variable cannot have
@@ -31,7 +31,7 @@ def load_config(path: str | pathlib.Path, overrides: Sequence[str] = (), root: t
     checked."""
     raw = read_yaml(path)
     in_file = copy.deepcopy(raw)
-    with Mistakes() as mistakes:
+    with MistakeCollector() as mistakes:
         for override in overrides:
             with mistakes.noted():
                 apply_override(raw, override)
@@ -45,7 +45,7 @@ def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
         raise ConfigError(path, why="the config file does not exist", fix="give the path of a YAML file")
     try:
         with open(path, encoding="utf-8") as file:
-            text = file.read(yaml_text.LONGEST + 1)  # it may be a file of rows by mistake
+            text = file.read(yaml_text.MAX_LENGTH + 1)  # it may be a file of rows by mistake
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(path, why=f"the config file cannot be read: {reason}", fix="give a YAML file") from None
@@ -53,7 +53,7 @@ def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
     if raw is None:
         return {}
     if not isinstance(raw, dict):
-        why = f"the config file holds {kind(raw)}"
+        why = f"the config file holds {value_kind(raw)}"
         raise ConfigError(path, why=why, fix="give a mapping such as `output_dir: runs/demo`")
     return raw
 
@@ -74,7 +74,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
             node[name] = {}
         if not isinstance(node[name], dict):
             section = ".".join(names[:depth])
-            raise ConfigError(section, node[name], f"is {kind(node[name])}", f"{dotted} needs a mapping here")
+            raise ConfigError(section, node[name], f"is {value_kind(node[name])}", f"{dotted} needs a mapping here")
         node = node[name]
     node[names[-1]] = value
 
@@ -82,7 +82,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 def from_dict(raw: Mapping[str, Any], root: type[Root] = _SFT) -> Root:
     """Returns a checked config from plain data, as YAML gives it."""
     command = command_of(root)
-    config = build_section(root, with_rates(raw, command.name), "", root)
+    config = build_section(root, fill_rates(raw, command.name), "", root)
     command.check(config)
     return config
 

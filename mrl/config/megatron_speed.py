@@ -21,7 +21,7 @@ ROUNDING = frozenset("""
 """Fields that a resumed run may change: the same sums in another order or by another kernel, as another layout has
 them. A run that is resumed has any other as it was saved."""
 
-GONE = frozenset("""
+REMOVED_FIELDS = frozenset("""
     nccl_ub disable_symmetric_registration config_logger_dir moe_hybridep_num_sms moe_hybridep_num_blocks_permute
     moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs
     moe_permute_fusion_into_hybridep
@@ -39,7 +39,7 @@ PRECISION_AWARE = "use_precision_aware_optimizer"
 MOMENTS = {"exp_avg": "exp_avg_dtype", "exp_avg_sq": "exp_avg_sq_dtype"}
 """AdamW's moments, and the field that has the dtype of each where `use_precision_aware_optimizer` is true."""
 
-ON_HOST = "optimizer_cpu_offload"
+CPU_OFFLOAD_FIELD = "optimizer_cpu_offload"
 """The field that keeps masters and moments in host memory, where updates are made too."""
 
 

@@ -16,9 +16,9 @@ from mrl.config.recipes import ALGORITHMS
 from mrl.config.rewards import RewardsConfig, parse_rewards
 from mrl.config.rows import TRAIN_HELP, RowsConfig
 from mrl.config.schema import (
-    MOST_SECONDS,
-    MOST_SEQUENCES,
-    MOST_WAYS,
+    MAX_DEGREE,
+    MAX_SECONDS,
+    MAX_SEQUENCES,
     REQUIRED,
     CheckpointConfig,
     DivergenceConfig,
@@ -110,8 +110,8 @@ class ServerConfig:
     bucket_mb: int = key(
         512, "megabytes of weights that are sent at once, in a file or a message", minimum=1, maximum=10**6
     )
-    concurrency: int = key(128, "requests at a time at each server", minimum=1, maximum=MOST_WAYS)
-    timeout_s: float = key(600.0, "longest wait for an answer", above=0, maximum=MOST_SECONDS)
+    concurrency: int = key(128, "requests at a time at each server", minimum=1, maximum=MAX_DEGREE)
+    timeout_s: float = key(600.0, "longest wait for an answer", above=0, maximum=MAX_SECONDS)
     sleep: bool = key(False, "servers give their GPU memory back while the trainer trains (docs/rollout-servers.md)")
     memory_fraction: float = key(
         0.5,
@@ -120,7 +120,7 @@ class ServerConfig:
         maximum=1,
     )
     tp: int = key(
-        1, "processes that share one engine inside the trainer (tensor parallel)", minimum=1, maximum=MOST_WAYS
+        1, "processes that share one engine inside the trainer (tensor parallel)", minimum=1, maximum=MAX_DEGREE
     )
 
 
@@ -170,7 +170,7 @@ class RolloutConfig:
         may_change=True,
     )
     environment_timeout_s: float = key(
-        60.0, "longest wait for one reset or step of an environment", above=0, maximum=MOST_SECONDS, may_change=True
+        60.0, "longest wait for one reset or step of an environment", above=0, maximum=MAX_SECONDS, may_change=True
     )
     server: ServerConfig = key(ServerConfig, "for the backends vllm and sglang", may_change=True)
 
@@ -267,7 +267,7 @@ class PPOTrainConfig:
         REQUIRED,
         "sequences of an iteration: prompts times rollout.samples_per_prompt",
         minimum=1,
-        maximum=MOST_SEQUENCES,
+        maximum=MAX_SEQUENCES,
     )
     eval_every: int | None = key(
         None,

@@ -20,9 +20,9 @@ from mrl.config.checks import (
     check_optimizer,
     check_schedule,
 )
-from mrl.config.keys import Key, changed, listed
+from mrl.config.keys import Key, join_names, non_default_keys
 from mrl.config.ppo import PPOConfig, PromptsConfig, RolloutConfig
-from mrl.config.recipes import OF_A_TEACHER
+from mrl.config.recipes import OPD_NAMES
 from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, check_spec, label_of
 from mrl.config.roles import TRAINED, engine_of, has_own_engine, is_served, model_of, possible_roles
 from mrl.config.schema import EngineConfig
@@ -34,12 +34,12 @@ SERVERS = ("vllm", "sglang")
 IN_PROCESS_ONLY = ("memory_fraction", "tp")
 SERVERS_ONLY = ("weights_dir", "handover", "lora", "bucket_mb", "concurrency", "timeout_s", "sleep")
 NATIVE_ONLY = ("cache_tokens", "prefill_tokens", "cuda_graphs")
-OF_ENVIRONMENTS = ("max_turns", "max_turn_tokens", "environment_parts", "environment_timeout_s")
+ENVIRONMENT_KEYS = ("max_turns", "max_turn_tokens", "environment_parts", "environment_timeout_s")
 SAMPLING = ("top_k", "top_p", "min_p", "stop", "stop_tokens")
 """Keys that only decide what is sampled; the temperature is the trainer's too."""
 
 
-class Samples(Protocol):
+class SamplingRunConfig(Protocol):
     """A config whose model samples."""
 
     @property
@@ -183,9 +183,11 @@ def _check_rewards(config: PPOConfig) -> None:
     """Something is rewarded, and no key of a reward model stands alone."""
     if config.reward.model.path is None:
         refuse_unread(
-            changed(config.reward, "reward"), "without reward.model.path", "set reward.model.path, or leave it out"
+            non_default_keys(config.reward, "reward"),
+            "without reward.model.path",
+            "set reward.model.path, or leave it out",
         )
-    if config.algorithm.name in OF_A_TEACHER or is_rewarded(config):
+    if config.algorithm.name in OPD_NAMES or is_rewarded(config):
         return
     functions = config.rewards.functions if config.rewards is not None else ()
     if config.reward.model.path is not None:
@@ -198,7 +200,7 @@ def _check_rewards(config: PPOConfig) -> None:
     raise ConfigError(key, value, "leaves nothing to learn from", fix)
 
 
-OF_REWARDS = ("reward/mean", "reward/std", "reward/min", "reward/max", "reward/equal_groups")
+REWARD_METRICS = ("reward/mean", "reward/std", "reward/min", "reward/max", "reward/equal_groups")
 """Metrics that there are where something is rewarded."""
 
 
@@ -209,7 +211,7 @@ def is_rewarded(config: PPOConfig) -> bool:
     return config.rollout.environment is not None or by_model or any(function.weight for function in functions)
 
 
-def check_rollout(config: Samples) -> None:
+def check_rollout(config: SamplingRunConfig) -> None:
     """Raises ConfigError where keys of `rollout` contradict each other, or one would be left unread."""
     rollout = config.rollout
     if "" in rollout.stop:
@@ -258,9 +260,9 @@ def check_batch_invariant(rollout: RolloutConfig, engine: EngineConfig, path: st
         raise ConfigError(key, True, why, "leave out one of them")
 
 
-def _check_server(config: Samples) -> None:
+def _check_server(config: SamplingRunConfig) -> None:
     backend, server = config.rollout.backend, config.rollout.server
-    given = changed(server, "rollout.server")
+    given = non_default_keys(server, "rollout.server")
     if backend not in SERVERS:
         advice = f"set it to {' or '.join(SERVERS)}, or leave this out"
         refuse_unread(given, f"by rollout.backend {backend}", advice)
@@ -324,14 +326,14 @@ def check_inside(rollout: RolloutConfig, world_size: int, hf: Mapping[str, Any])
 
 def _refuse(section: object, names: tuple[str, ...], reason: str, instead: str, path: str = "rollout") -> None:
     """Raises where the section at `path` sets one of the keys `names`, which nothing reads."""
-    given = (pair for pair in changed(section, path) if pair[0].path.removeprefix(f"{path}.") in names)
+    given = (pair for pair in non_default_keys(section, path) if pair[0].path.removeprefix(f"{path}.") in names)
     refuse_unread(given, reason, f"leave it out, or {instead}")
 
 
-def _check_environment(config: Samples) -> None:
+def _check_environment(config: SamplingRunConfig) -> None:
     rollout = config.rollout
     if rollout.environment is None:
-        _refuse(rollout, OF_ENVIRONMENTS, "without rollout.environment", "set rollout.environment")
+        _refuse(rollout, ENVIRONMENT_KEYS, "without rollout.environment", "set rollout.environment")
         return
     if rollout.max_turn_tokens is not None and rollout.max_turn_tokens > rollout.max_new_tokens:
         raise ConfigError(
@@ -352,14 +354,14 @@ def _check_environment(config: Samples) -> None:
 
 def _check_eval(config: PPOConfig) -> None:
     if config.data.eval is None:
-        own = (pair for pair in changed(config.train, "train") if pair[0].path.startswith("train.eval_"))
+        own = (pair for pair in non_default_keys(config.train, "train") if pair[0].path.startswith("train.eval_"))
         refuse_unread(own, "without data.eval", "set data.eval, or leave it out")
 
 
 def _check_best(config: PPOConfig) -> None:
     checkpoint = config.checkpoint
     if checkpoint.best is None:
-        own = (pair for pair in changed(checkpoint, "checkpoint") if pair[0].path == "checkpoint.best_is")
+        own = (pair for pair in non_default_keys(checkpoint, "checkpoint") if pair[0].path == "checkpoint.best_is")
         refuse_unread(own, "without checkpoint.best", "set checkpoint.best, or leave it out")
         return
     if checkpoint.best.startswith("eval/") and checkpoint.best in PPO_METRICS and config.data.eval is None:
@@ -373,7 +375,7 @@ def _check_best(config: PPOConfig) -> None:
     if checkpoint.best not in written:
         same_name = [name for name in written if name.rsplit("/", 1)[-1] == checkpoint.best.rsplit("/", 1)[-1]]
         close = same_name if len(same_name) == 1 else difflib.get_close_matches(checkpoint.best, written, n=1)
-        advice = f"did you mean {close[0]}?" if close else f"give one of {listed(written)}"
+        advice = f"did you mean {close[0]}?" if close else f"give one of {join_names(written)}"
         raise ConfigError("checkpoint.best", checkpoint.best, "is no metric that the run can be best at", advice)
 
 
@@ -404,7 +406,7 @@ def written_metrics(config: PPOConfig) -> list[str]:
 
 
 def refuse_unread(keys: Iterator[tuple[Key, object]], reason: str, advice: str) -> None:
-    """Raises for the first of `keys`, (Key, value) pairs as `changed` gives them, which would do nothing."""
+    """Raises for the first of `keys`, (Key, value) pairs as `non_default_keys` gives them, which would do nothing."""
     for key, value in keys:
         if key.section is not None:
             raise ConfigError(key.path, why=f"is given and not used {reason}", fix=advice)

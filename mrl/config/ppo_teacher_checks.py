@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mrl.config.ppo import PPOConfig
-from mrl.config.recipes import OF_A_TEACHER
+from mrl.config.recipes import OPD_NAMES
 from mrl.config.roles import is_served, section_of, teachers_of
 from mrl.config.teacher_checks import check_names, check_server
 from mrl.errors import ConfigError, Shown
@@ -15,7 +15,7 @@ def check_opd(config: PPOConfig) -> None:
     The teacher is the reference, beside which others may stand; all stay what they are.
     """
     name, algorithm, reference = config.algorithm.name, config.algorithm, config.reference
-    if name not in OF_A_TEACHER:
+    if name not in OPD_NAMES:
         own = {
             "algorithm.distill": algorithm.distill,
             "reference.server": reference.server,
@@ -25,7 +25,7 @@ def check_opd(config: PPOConfig) -> None:
             why = f"is given, and algorithm.name {name} has no teacher"
             raise ConfigError(key, why=why, fix="leave it out, or set algorithm.name to opd")
     check_names(config.data, reference.others, "reference.others")
-    if name not in OF_A_TEACHER:
+    if name not in OPD_NAMES:
         return
     allowed = (None,) if algorithm.distill is not None else (None, "reward")
     if algorithm.kl_in not in allowed:

@@ -25,5 +25,5 @@ LOSSES = tuple(ROWS)
 NO_REFERENCE = ("orpo", "simpo")
 """Losses of the policy alone; so is dpo where it is reference-free."""
 
-OF_SINGLE_ROWS = ("kto",)
+SINGLE_ROW_LOSSES = ("kto",)
 """Losses of single answers, each good or bad; of a pair they take both answers apart."""

@@ -31,7 +31,7 @@ RATES: Mapping[tuple[str, str, bool], tuple[float, str]] = {
 """(command, role, whether adapters train) -> the peak learning rate, and where it is from."""
 
 
-def with_rates(raw: Mapping[str, Any], command: str) -> dict[str, Any]:
+def fill_rates(raw: Mapping[str, Any], command: str) -> dict[str, Any]:
     """Returns the config as plain data with a rate for each optimizer that has none: that of the run which it resumes,
     else the table's."""
     made = dict(raw)
@@ -79,10 +79,10 @@ def _saved(raw: Mapping[str, Any]) -> Any:
 
 def notes(command: str, rates: Mapping[str, tuple[float, bool]]) -> list[str]:
     """Returns a line for each role whose rate is the table's. rates: role -> its rate, whether adapters train."""
-    found = []
+    lines = []
     for role, (lr, adapters) in rates.items():
         own, source = RATES.get((command, role, adapters), (None, ""))
         if lr == own:
             what = " with adapters" if adapters else ""
-            found.append(f"{key_of(role)} {lr:g} is the default of mrl {command}{what} ({source})")
-    return found
+            lines.append(f"{key_of(role)} {lr:g} is the default of mrl {command}{what} ({source})")
+    return lines

@@ -50,7 +50,7 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
     "opd": dict(advantage="returns", gamma=0.0, kl_in="reward", kl_estimator="k1", kl_coef=1.0),
 }
 
-OF_A_TEACHER = ("opd",)
+OPD_NAMES = ("opd",)
 """Algorithms whose reward is the distance to a teacher, which is the reference: they need no other reward."""
 
 ALGORITHMS = tuple(ROWS)

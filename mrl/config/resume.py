@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mrl.config.command import TrainingCommand, command_of_data
-from mrl.config.keys import walk
+from mrl.config.keys import walk_keys
 from mrl.config.urls import without_signatures
 from mrl.errors import ConfigError, Shown, show
 
@@ -20,15 +20,18 @@ CHANGES_SCHEDULE = ("train.steps", "train.epochs")
 def may_change(root: type) -> tuple[str, ...]:
     """Returns keys and sections of the config that a resumed run may change: the same models go on with the same
     data. Of mappings, the entries."""
-    return tuple(key.path for key in walk(root, sections=True) if key.may_change is True) + tuple(
-        f"{key.path}.{name}" for key in walk(root) if isinstance(key.may_change, frozenset) for name in key.may_change
+    return tuple(key.path for key in walk_keys(root, sections=True) if key.may_change is True) + tuple(
+        f"{key.path}.{name}"
+        for key in walk_keys(root)
+        if isinstance(key.may_change, frozenset)
+        for name in key.may_change
     )
 
 
-def moving(root: type) -> tuple[str, ...]:
+def path_keys(root: type) -> tuple[str, ...]:
     """Returns those of them that name what must be the same wherever it lies now; the run compares its content with the
     checkpoint's."""
-    return tuple(key.path for key in walk(root) if key.moves)
+    return tuple(key.path for key in walk_keys(root) if key.moves)
 
 
 def changed_keys(
@@ -39,17 +42,17 @@ def changed_keys(
     A section that is null in one of them is one key, and so is a mapping that is the value of one of the keys `whole`,
     such as data.columns.
     """
-    found: dict[str, tuple[Any, Any]] = {}
+    changes: dict[str, tuple[Any, Any]] = {}
     for name in [*old, *(name for name in new if name not in old)]:
         dotted = f"{path}.{name}" if path else str(name)
         before, after = (_plain(data.get(name, ABSENT)) for data in (old, new))
         kinds = [isinstance(value, Mapping) for value in (before, after)]
         if any(kinds) and (all(kinds) or ABSENT in (before, after)) and dotted not in whole:
             inner = [value if isinstance(value, Mapping) else {} for value in (before, after)]
-            found |= changed_keys(inner[0], inner[1], dotted, whole)
+            changes |= changed_keys(inner[0], inner[1], dotted, whole)
         elif before != after:
-            found[dotted] = (before, after)
-    return found
+            changes[dotted] = (before, after)
+    return changes
 
 
 def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
@@ -64,8 +67,8 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
         raise ConfigError("output_dir", new.get("output_dir"), why, "give another output_dir")
     root = command.root
     old, new = without_signatures(old), without_signatures(new)  # they are renewed, and are nobody's to read
-    old, new = spell_out(old, new, command)
-    keys = {key.path: key for key in walk(root)}
+    old, new = expand_nulls(old, new, command)
+    keys = {key.path: key for key in walk_keys(root)}
     defaults = {path: _plain(key.default) for path, key in keys.items() if not key.required}
     whole = [path for path, key in keys.items() if not isinstance(key.may_change, frozenset)]
     differing = {
@@ -132,25 +135,25 @@ class Change:
 
 
 def _may_change(key: str, pair: tuple[Any, Any], root: type) -> bool:
-    if key in moving(root) and None in pair:
+    if key in path_keys(root) and None in pair:
         return False  # there was no such model, or there is none now
     return any(key == allowed or key.startswith(allowed + ".") for allowed in may_change(root))
 
 
-def spell_out(
+def expand_nulls(
     old: Mapping[str, Any], new: Mapping[str, Any], command: TrainingCommand[Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns both configs, where a key is null in one of them alone, with the value that null stands for."""
     both = copy.deepcopy(dict(old)), copy.deepcopy(dict(new))
-    meant = [command.null_stands_for(data) for data in both]
-    for dotted in dict.fromkeys([*command.null_is, *meant[0], *meant[1]]):
+    meant = [command.null_values(data) for data in both]
+    for dotted in dict.fromkeys([*command.null_fallbacks, *meant[0], *meant[1]]):
         *sections, name = dotted.split(".")
         held = [_at(data, *sections) for data in both]
         if any(section is None for section in held) or (held[0].get(name) is None) == (held[1].get(name) is None):
             continue
         for data, section, values in zip(both, held, meant, strict=True):
-            if section.get(name) is None and dotted in command.null_is:
-                *others, other = command.null_is[dotted].split(".")
+            if section.get(name) is None and dotted in command.null_fallbacks:
+                *others, other = command.null_fallbacks[dotted].split(".")
                 section[name] = copy.deepcopy(_at(data, *others)[other])
             elif section.get(name) is None:
                 section[name] = values.get(dotted)

@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from mrl.config.build import build_section
-from mrl.config.keys import kind, section_keys
-from mrl.config.schema import MOST_SECONDS, MOST_WAYS, REQUIRED, key
-from mrl.errors import ConfigError, Mistakes, show
+from mrl.config.keys import section_keys, value_kind
+from mrl.config.schema import MAX_DEGREE, MAX_SECONDS, REQUIRED, key
+from mrl.errors import ConfigError, MistakeCollector, show
 
 
 def _weight() -> Any:
@@ -90,9 +90,9 @@ class CodeReward:
     label: str | None = _label()
     field: str = key("tests", "the row's field: Python text, a list of Python texts, or a list of {input, output}")
     score: Literal["fraction", "all"] = key("fraction", "the fraction of tests that pass, or 1 only if all do")
-    time_s: float = key(2.0, "wall and CPU time of one test", above=0, maximum=MOST_SECONDS)
+    time_s: float = key(2.0, "wall and CPU time of one test", above=0, maximum=MAX_SECONDS)
     total_s: float = key(
-        8.0, "wall time of all tests of a completion; tests not reached fail", above=0, maximum=MOST_SECONDS
+        8.0, "wall time of all tests of a completion; tests not reached fail", above=0, maximum=MAX_SECONDS
     )
     memory_mb: int = key(1024, "address space of a test", minimum=64)
     file_mb: int = key(16, "size of a file that a test writes, its output among them", minimum=1)
@@ -128,14 +128,12 @@ NAMED: Mapping[str, type] = {
 class RewardPoolConfig:
     """How rewards are run: the keys of `rewards` beside `functions`."""
 
-    timeout_s: float = key(
-        10.0, "wall time of one call of one function", above=0, maximum=MOST_SECONDS, may_change=True
-    )
+    timeout_s: float = key(10.0, "wall time of one call of one function", above=0, maximum=MAX_SECONDS, may_change=True)
     workers: int = key(
         4, "processes that call the functions, on each rank that scores", minimum=1, maximum=1024, may_change=True
     )
     concurrency: int = key(
-        16, "calls of async functions in flight in a process", minimum=1, maximum=MOST_WAYS, may_change=True
+        16, "calls of async functions in flight in a process", minimum=1, maximum=MAX_DEGREE, may_change=True
     )
     retries: int = key(
         0,
@@ -175,10 +173,10 @@ def label_of(reward: Reward) -> str:
 def parse_rewards(raw: Any, path: str = "rewards") -> RewardsConfig:
     """Returns the section written at `path`, from plain data as YAML gives it. Raises ConfigError."""
     if not isinstance(raw, Mapping):
-        raise ConfigError(path, raw, f"is {kind(raw)}", "give a mapping, as {functions: [{name: gsm8k}]}")
+        raise ConfigError(path, raw, f"is {value_kind(raw)}", "give a mapping, as {functions: [{name: gsm8k}]}")
     entries, functions = raw.get("functions"), []
     rest = {name: value for name, value in raw.items() if name != "functions"}
-    with Mistakes() as mistakes:
+    with MistakeCollector() as mistakes:
         with mistakes.noted():
             pool = build_section(RewardPoolConfig, rest, path, RewardPoolConfig)
         with mistakes.noted():
@@ -215,7 +213,7 @@ def _parse_reward(raw: Any, path: str) -> Reward:
 def _build(section: type, raw: Mapping[str, Any], path: str) -> Any:
     """As `build_section`, where the options that are known are this reward's own."""
     known = [k.path for k in section_keys(section)]
-    with Mistakes() as mistakes:
+    with MistakeCollector() as mistakes:
         for name, value in raw.items():
             if name not in known:
                 close = difflib.get_close_matches(str(name), known, n=1)

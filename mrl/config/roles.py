@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.ppo import PPOConfig
-from mrl.config.recipes import OF_A_TEACHER
+from mrl.config.recipes import OPD_NAMES
 from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
 from mrl.errors import ConfigError, ModelError
 
@@ -22,7 +22,7 @@ ROLES = ("actor", "critic", "reference", "reward")
 TRAINED = ("actor", "critic")
 
 
-class Needs(Protocol):
+class AlgorithmNeeds(Protocol):
     """What an algorithm needs beside the actor; `mrl.algorithms.recipes.Recipe` is one."""
 
     @property
@@ -40,7 +40,7 @@ def teachers_of(config: PPOConfig) -> tuple[str, ...]:
 
 def teacher_names(config: PPOConfig) -> list[str] | None:
     """Returns the names of teachers beside the first, which rows may give; None where the algorithm has none."""
-    return list(config.reference.others) if config.algorithm.name in OF_A_TEACHER else None
+    return list(config.reference.others) if config.algorithm.name in OPD_NAMES else None
 
 
 def frozen_roles(config: PPOConfig) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ def is_served(config: PPOConfig, role: str) -> bool:
     return role.startswith("reference") and section_of(config, role).server is not None
 
 
-def roles_of(config: PPOConfig, needs: Needs) -> tuple[str, ...]:
+def roles_of(config: PPOConfig, needs: AlgorithmNeeds) -> tuple[str, ...]:
     """Returns the roles that the run has, in the order of `possible_roles`, also those that servers have."""
     has = {
         "actor": True,
@@ -107,7 +107,7 @@ def reference_is_base(config: PPOConfig) -> bool:
     return config.actor.model.lora is not None and same_model and own.engine is None and own.update_every is None
 
 
-def role_configs(config: PPOConfig, folders: Mapping[str, str], needs: Needs) -> dict[str, RoleConfig]:
+def role_configs(config: PPOConfig, folders: Mapping[str, str], needs: AlgorithmNeeds) -> dict[str, RoleConfig]:
     """Returns what each engine of the run is built from, by role. folders: the folder that each role's model path
     stands for.
 
@@ -131,13 +131,13 @@ def role_configs(config: PPOConfig, folders: Mapping[str, str], needs: Needs) ->
     return made
 
 
-def keys_of(config: PPOConfig, role: str) -> contextlib.AbstractContextManager[None]:
-    """Inside, what is said of a key of an engine or a model is said of the role's own key (`own_keys`)."""
-    return own_keys(role, has_engine=has_own_engine(config, role), of="actor")
+def rewrite_role_error_keys(config: PPOConfig, role: str) -> contextlib.AbstractContextManager[None]:
+    """Inside, what is said of a key of an engine or a model is said of the role's own key (`rewrite_error_keys`)."""
+    return rewrite_error_keys(role, has_engine=has_own_engine(config, role), of="actor")
 
 
 @contextlib.contextmanager
-def own_keys(role: str, *, has_engine: bool, of: str) -> Iterator[None]:
+def rewrite_error_keys(role: str, *, has_engine: bool, of: str) -> Iterator[None]:
     """Inside, what is said of a key of an engine or a model is said of the role's own key.
 
     has_engine: the role's section names one; otherwise that of the role `of` serves for it. An error without a key, as

@@ -12,18 +12,18 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from mrl.config.build import build_section
-from mrl.config.fields import MOST_SECONDS as MOST_SECONDS
-from mrl.config.fields import MOST_SEQUENCES, MOST_WAYS, REQUIRED, key
-from mrl.config.keys import kind
-from mrl.config.megatron_speed import GONE, ROUNDING
+from mrl.config.fields import MAX_DEGREE, MAX_SEQUENCES, REQUIRED, key
+from mrl.config.fields import MAX_SECONDS as MAX_SECONDS
+from mrl.config.keys import value_kind
+from mrl.config.megatron_speed import REMOVED_FIELDS, ROUNDING
 from mrl.config.mtp import MTPConfig as MTPConfig
 from mrl.config.mtp import PolicyMTPConfig
 from mrl.config.muon import MuonConfig
 from mrl.config.rows import EVAL_HELP, TRAIN_HELP, StreamedRowsConfig
 from mrl.config.sources import LossOn, SFTShare, SFTSource, eval_of, train_of
-from mrl.errors import ConfigError, Mistakes
+from mrl.errors import ConfigError, MistakeCollector
 
-__all__ = ["MOST_SECONDS", "MOST_SEQUENCES", "MOST_WAYS", "REQUIRED", "key"]
+__all__ = ["MAX_SECONDS", "MAX_SEQUENCES", "MAX_DEGREE", "REQUIRED", "key"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class LoraConfig:
     """Low-rank adapters, with peft's names and meanings: a weight `W` acts as `W + scale * B A`, and only A and B
     train."""
 
-    rank: int = key(16, "rank of each adapter", minimum=1, maximum=MOST_WAYS)
+    rank: int = key(16, "rank of each adapter", minimum=1, maximum=MAX_DEGREE)
     alpha: float = key(32.0, "adapters are scaled by alpha / rank", above=0)
     dropout: float = key(0.0, "dropout of what goes into an adapter, while training", minimum=0, maximum=0.99)
     target_modules: str | tuple[str, ...] = key(
@@ -99,15 +99,18 @@ class RoleModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    tp: int = key(1, "tensor parallel: ranks that share each weight matrix", minimum=1, maximum=MOST_WAYS)
-    pp: int = key(1, "pipeline parallel: ranks that share the layers", minimum=1, maximum=MOST_WAYS)
-    vpp: int = key(1, "virtual pipeline: model chunks per pipeline rank", minimum=1, maximum=MOST_WAYS)
+    tp: int = key(1, "tensor parallel: ranks that share each weight matrix", minimum=1, maximum=MAX_DEGREE)
+    pp: int = key(1, "pipeline parallel: ranks that share the layers", minimum=1, maximum=MAX_DEGREE)
+    vpp: int = key(1, "virtual pipeline: model chunks per pipeline rank", minimum=1, maximum=MAX_DEGREE)
     cp: int = key(
-        1, "context parallel: ranks that share each sequence (by Ulysses on backend fsdp)", minimum=1, maximum=MOST_WAYS
+        1,
+        "context parallel: ranks that share each sequence (by Ulysses on backend fsdp)",
+        minimum=1,
+        maximum=MAX_DEGREE,
     )
-    ep: int = key(1, "expert parallel: ranks that share the experts", minimum=1, maximum=MOST_WAYS)
+    ep: int = key(1, "expert parallel: ranks that share the experts", minimum=1, maximum=MAX_DEGREE)
     etp: int | None = key(
-        None, "tensor parallel of the experts; null is 1 where ep is above 1, else tp", minimum=1, maximum=MOST_WAYS
+        None, "tensor parallel of the experts; null is 1 where ep is above 1, else tp", minimum=1, maximum=MAX_DEGREE
     )
     sp: bool | Literal["auto"] = key(
         "auto", "sequence parallel; auto is true where tp is above 1 (MoE with tp needs it)"
@@ -148,7 +151,7 @@ class FSDPConfig:
         1,
         "copies of the weights, each sharded over processes / replicate neighbouring ranks (HSDP); 1 shards over all",
         minimum=1,
-        maximum=MOST_WAYS,
+        maximum=MAX_DEGREE,
     )
     reshard_after_forward: bool = key(
         True,
@@ -229,7 +232,7 @@ class EngineConfig:
         dict,
         "more fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, by "
         "their names there, as {overlap_grad_reduce: true} (megatron backend, docs/gpu.md)",
-        may_change=ROUNDING | GONE,
+        may_change=ROUNDING | REMOVED_FIELDS,
     )
 
 
@@ -293,7 +296,7 @@ class TrainConfig:
         may_change=True,
     )
     global_batch_size: int = key(
-        REQUIRED, "sequences per optimizer step over all ranks", minimum=1, maximum=MOST_SEQUENCES
+        REQUIRED, "sequences per optimizer step over all ranks", minimum=1, maximum=MAX_SEQUENCES
     )
     eval_every: int | None = key(
         None,
@@ -363,8 +366,8 @@ class TeacherModelConfig:
 class TeacherServerConfig:
     url: str = key(REQUIRED, "the server, as http://host:8000")
     name: str | None = key(None, "name of the model there; null is the only one that it serves")
-    concurrency: int = key(32, "requests at a time", minimum=1, maximum=MOST_WAYS)
-    timeout_s: float = key(600.0, "longest wait for an answer", above=0, maximum=MOST_SECONDS)
+    concurrency: int = key(32, "requests at a time", minimum=1, maximum=MAX_DEGREE)
+    timeout_s: float = key(600.0, "longest wait for an answer", above=0, maximum=MAX_SECONDS)
     key_variable: str | None = key(None, "environment variable with the server's key, sent as Authorization: Bearer")
 
 
@@ -385,9 +388,9 @@ def other_teachers(raw: Any, path: str) -> dict[str, OneTeacherConfig]:
         return {}
     if not isinstance(raw, Mapping):
         fix = "give names with a model each, as in {math: {model: {path: DIR}}}"
-        raise ConfigError(path, raw, f"is {kind(raw)}", fix)
+        raise ConfigError(path, raw, f"is {value_kind(raw)}", fix)
     made = {}
-    with Mistakes() as mistakes:
+    with MistakeCollector() as mistakes:
         for name, of in raw.items():
             with mistakes.noted():
                 if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):

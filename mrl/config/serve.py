@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from mrl.config.schema import MOST_SECONDS, MOST_WAYS, REQUIRED, EngineConfig, LogConfig, ModelConfig, key
+from mrl.config.schema import MAX_DEGREE, MAX_SECONDS, REQUIRED, EngineConfig, LogConfig, ModelConfig, key
 
 ROOM = 2**31 - 1
 
@@ -16,8 +16,8 @@ class ServersConfig:
         None, "kind of the servers that draw samples; null draws them with the model's own engine"
     )
     urls: tuple[str, ...] = key((), "servers, as http://host:8000, that see output_dir under the same path")
-    concurrency: int = key(128, "requests at a time at each server", minimum=1, maximum=MOST_WAYS)
-    timeout_s: float = key(600.0, "longest wait for an answer", above=0, maximum=MOST_SECONDS)
+    concurrency: int = key(128, "requests at a time at each server", minimum=1, maximum=MAX_DEGREE)
+    timeout_s: float = key(600.0, "longest wait for an answer", above=0, maximum=MAX_SECONDS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ KEY = "MRL_SERVE_KEY"
 PREFIX = "tml-"
 """What the client of tinker asks a key to begin with."""
 
-SHORTEST_KEY = 16
+MIN_KEY_LENGTH = 16
 
 
 def check_serve(config: ServeConfig) -> None:
@@ -35,9 +35,9 @@ def check_serve(config: ServeConfig) -> None:
         raise ConfigError("serve.host", keys.host, "is reached by others, who would need no key", fix)
     if secret is not None and not (secret.startswith(PREFIX) and secret.isascii()):
         raise ConfigError(KEY, why=f"does not begin with {PREFIX}, or is not ASCII", fix=f"begin it with {PREFIX}")
-    if secret is not None and len(secret) < SHORTEST_KEY:
+    if secret is not None and len(secret) < MIN_KEY_LENGTH:
         why = f"has {len(secret)} characters, which can be guessed"
-        raise ConfigError(KEY, why=why, fix=f"give at least {SHORTEST_KEY}")
+        raise ConfigError(KEY, why=why, fix=f"give at least {MIN_KEY_LENGTH}")
     if keys.cache_tokens < keys.max_length:
         why = f"is less than the {keys.max_length} tokens of serve.max_length"
         raise ConfigError("serve.cache_tokens", keys.cache_tokens, why, "raise it, or lower serve.max_length")

@@ -20,8 +20,8 @@ from typing import Any, Literal, TypeVar
 
 from mrl.config.build import build_section, checked_text
 from mrl.config.fields import REQUIRED, key
-from mrl.config.keys import kind
-from mrl.errors import ConfigError, Mistakes
+from mrl.config.keys import value_kind
+from mrl.errors import ConfigError, MistakeCollector
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function", "ipython"]
 LossOn = Literal["assistant", "last", "all"] | tuple[Role, ...]
@@ -58,7 +58,7 @@ def markers(raw: Any, path: str) -> dict[str, str]:
         return {}
     example = 'give {user: "\\n\\nHuman:", assistant: "\\n\\nAssistant:"} or such'
     if not isinstance(raw, Mapping):
-        raise ConfigError(path, raw, f"is {kind(raw)}", example)
+        raise ConfigError(path, raw, f"is {value_kind(raw)}", example)
     for role, marker in raw.items():
         if role not in typing.get_args(Role):
             raise ConfigError(f"{path}.{role}", why="is no role of a message", fix=example)
@@ -188,11 +188,11 @@ def train_of(of: type[S]) -> Callable[[Any, str], str | tuple[S, ...]]:
         if not isinstance(raw, list | tuple):
             quote = " (quote it to make it text)" if isinstance(raw, bool | int | float) else ""
             fix = "give text, or a list of sources, as in [{path: a.jsonl, weight: 0.7}, {path: b.jsonl, weight: 0.3}]"
-            raise ConfigError(path, raw, f"is {kind(raw)}{quote}", fix)
+            raise ConfigError(path, raw, f"is {value_kind(raw)}{quote}", fix)
         if not raw:
             raise ConfigError(path, [], "names no source", "give a path, or a list of sources")
         sources = []
-        with Mistakes() as mistakes:
+        with MistakeCollector() as mistakes:
             for i, entry in enumerate(raw):
                 with mistakes.noted():
                     sources.append(_source(of, entry, f"{path}[{i}]"))
@@ -210,11 +210,11 @@ def eval_of(of: type[E]) -> Callable[[Any, str], str | dict[str, E] | None]:
             return raw if raw is None else checked_text(raw, path)
         if not isinstance(raw, Mapping) or not raw:
             quote = " (quote it to make it text)" if isinstance(raw, bool | int | float) else ""
-            what = "names no source" if isinstance(raw, Mapping) else f"is {kind(raw)}{quote}"
+            what = "names no source" if isinstance(raw, Mapping) else f"is {value_kind(raw)}{quote}"
             fix = "give text, a mapping of names to sources, as in {math: math.jsonl}, or null"
             raise ConfigError(path, raw, what, fix)
         sources = {}
-        with Mistakes() as mistakes:
+        with MistakeCollector() as mistakes:
             for name, entry in raw.items():
                 with mistakes.noted():
                     _check_name(name, path)

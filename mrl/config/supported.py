@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mrl.config.backends import OWN
-from mrl.config.keys import changed
+from mrl.config.backends import OWN_KEYS
+from mrl.config.keys import non_default_keys
 from mrl.config.schema import EngineConfig, ModelConfig
 from mrl.errors import ConfigError
 
@@ -35,7 +35,7 @@ def check_supported(
     mapping, as "engine.recompute.full", "engine.offload.optimizer" and "engine.options.bucket_mb". role: whose sections
     these are."""
     known, of_role = (*ALWAYS, *supports), f"{role}." if role else ""
-    for key, value in itertools.chain(changed(model, "model"), changed(engine, "engine")):
+    for key, value in itertools.chain(non_default_keys(model, "model"), non_default_keys(engine, "engine")):
         if _within(key.path, known) or (key.path, value) in SAME_AS_LEFT_OUT:
             continue
         below = [name.removeprefix(key.path + ".") for name in supports if name.startswith(key.path + ".")]
@@ -58,7 +58,7 @@ def check_supported(
 
 def _other_backends(backend: str, choice: str) -> list[str]:
     """Returns those of mrl's own that support what another of them does not."""
-    return [name for name, supports in OWN.items() if backend in OWN and _within(choice, supports)]
+    return [name for name, supports in OWN_KEYS.items() if backend in OWN_KEYS and _within(choice, supports)]
 
 
 def _within(path: str, names: Collection[str]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from mrl.config.checks import check_backend, check_micro_batch
-from mrl.config.keys import changed
+from mrl.config.keys import non_default_keys
 from mrl.config.ppo import PromptsConfig, ReferenceConfig
 from mrl.config.ppo_checks import check_never_trains, refuse_unread
 from mrl.config.schema import DataConfig, OneTeacherConfig, SFTConfig
@@ -62,7 +62,7 @@ def check_names(data: DataConfig | PromptsConfig, others: Collection[str], of: s
             raise ConfigError(key, name, f"is no teacher of {of}", known)
 
 
-def unnamed(config: SFTConfig) -> list[str]:
+def unused_teacher_lines(config: SFTConfig) -> list[str]:
     """Returns a line on each of several teachers that no row has by its source or by data.teacher. Rows may still name
     one that is in teacher.others; whether some do only reading all of them would tell."""
     teacher, data = config.teacher, config.data
@@ -91,7 +91,7 @@ def check_server(
     temperature: likewise."""
     server = teacher.server
     assert server is not None, "no server"
-    unread = (pair for pair in changed(teacher, key) if pair[0].path == f"{key}.engine")
+    unread = (pair for pair in non_default_keys(teacher, key) if pair[0].path == f"{key}.engine")
     refuse_unread(unread, f"beside {key}.server", "leave one of them out")
     if teacher.model.dtype is not None:
         why = f"is not used beside {key}.server, which has its own"

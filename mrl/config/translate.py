@@ -12,12 +12,12 @@ from mrl.config.foreign_nemo_rl import NEMO_RL
 from mrl.config.foreign_rows import Row, Trainer
 from mrl.config.foreign_trl import TRL
 from mrl.config.foreign_verl import VERL
-from mrl.config.keys import value_at, walk
+from mrl.config.keys import value_at, walk_keys
 from mrl.errors import show
 
 TRAINERS = (VERL, NEMO_RL, TRL)
-DEEPEST = 16
-"""Sections inside one another that `leaves` looks into."""
+MAX_DEPTH = 16
+"""Sections inside one another that `leaf_keys` looks into."""
 _MOST = 8  # `${...}` in others
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*(\.*)([\w.]+)(?:,\s*([^{}]*))?\}")
 
@@ -31,15 +31,15 @@ _TRL_SIGNS = (
 
 @functools.cache
 def known_keys(root: type) -> frozenset[str]:
-    return frozenset(key.path for key in walk(root, sections=True))
+    return frozenset(key.path for key in walk_keys(root, sections=True))
 
 
-def leaves(raw: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def leaf_keys(raw: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the dotted keys below `path` that hold a value, with it."""
     for name, value in raw.items():
         dotted = f"{path}.{name}" if path else str(name)
-        if isinstance(value, Mapping) and value and dotted.count(".") < DEEPEST:
-            yield from leaves(value, dotted)
+        if isinstance(value, Mapping) and value and dotted.count(".") < MAX_DEPTH:
+            yield from leaf_keys(value, dotted)
         else:
             yield dotted, value
 
@@ -49,19 +49,19 @@ def advice(dotted: str, root: type) -> str | None:
     known = known_keys(root)
     if f"actor.{dotted}" in known:
         return f"did you mean actor.{dotted}?"
-    found = [(trainer, row) for trainer in TRAINERS for row in trainer.rows if row.theirs == dotted]
-    if not found:  # a key of a mapping that stands in the tables as a whole
-        found = [(one, row) for one in TRAINERS for row in one.rows if dotted.startswith(f"{row.theirs}.")]
+    matches = [(trainer, row) for trainer in TRAINERS for row in trainer.rows if row.theirs == dotted]
+    if not matches:  # a key of a mapping that stands in the tables as a whole
+        matches = [(one, row) for one in TRAINERS for row in one.rows if dotted.startswith(f"{row.theirs}.")]
     name = dotted.rpartition(".")[2]
-    if not found and name not in {key.rpartition(".")[2] for key in known}:
-        found = [(TRL, row) for row in TRL.rows if row.theirs == name]  # its keys have no sections to be in
+    if not matches and name not in {key.rpartition(".")[2] for key in known}:
+        matches = [(TRL, row) for row in TRL.rows if row.theirs == name]  # its keys have no sections to be in
     commands = {"ppo"} if "algorithm.name" in known else {"sft", "dpo", "rm"}
-    for _, row in found:
+    for _, row in matches:
         ours = _resolved(row, root, commands)
         if ours is not None:
             return f"did you mean {' and '.join(ours)}?" + (f" ({row.note})" if row.note else "")
-    if found:
-        trainer, row = found[0]
+    if matches:
+        trainer, row = matches[0]
         if row.ours:
             return f"it is {trainer.name}'s for {' and '.join(row.ours)}, which this command lacks"
         return f"leave it out: {row.note or _nowhere(trainer)}"
@@ -74,7 +74,7 @@ def _nowhere(trainer: Trainer) -> str:
     return f"it is {trainer.name}'s, and mrl has nothing for it"
 
 
-def in_root(keys: Sequence[str], root: type) -> tuple[str, ...] | None:
+def translate_key(keys: Sequence[str], root: type) -> tuple[str, ...] | None:
     """Returns keys as `root` has them, those of a role in `actor`; None where it lacks one, or there are none."""
     known = known_keys(root)
     ours = tuple(key if key in known else f"actor.{key}" for key in keys)
@@ -82,8 +82,8 @@ def in_root(keys: Sequence[str], root: type) -> tuple[str, ...] | None:
 
 
 def _resolved(row: Row, root: type, commands: Set[str]) -> tuple[str, ...] | None:
-    """As `in_root`, of a row; None where it is of none of these commands."""
-    return None if row.of and commands.isdisjoint(row.of) else in_root(row.ours, root)
+    """As `translate_key`, of a row; None where it is of none of these commands."""
+    return None if row.of and commands.isdisjoint(row.of) else translate_key(row.ours, root)
 
 
 @dataclasses.dataclass
@@ -111,7 +111,7 @@ def command_for(raw: Mapping[Any, Any], trainer: Trainer) -> str:
 
 def translate(raw: Mapping[Any, Any], trainer: Trainer, command: str, root: type) -> Translation:
     """Returns what can be told of another trainer's config in the keys of `root`, the config of `command`."""
-    given = {key: _interpolated(value, key, raw) for key, value in leaves(raw)}
+    given = {key: _interpolated(value, key, raw) for key, value in leaf_keys(raw)}
     made = Translation(_beside(raw, trainer, command), [])
     used = {key for key, value in given.items() if value is None or key.endswith("_target_")}
     has_critic = given.get("algorithm.adv_estimator", "gae") == "gae"
@@ -167,10 +167,10 @@ def _value(row: Row, value: Any, given: Mapping[str, Any], trainer: Trainer) -> 
         raise KeyError(value)
     if row.values:
         plain = value if isinstance(value, str | int | float | bool) else None
-        told = row.values[plain] if plain in row.values else row.values["*"]
-        if told is KeyError:
+        translated = row.values[plain] if plain in row.values else row.values["*"]
+        if translated is KeyError:
             raise KeyError(value)
-        value = value if told is ... else told
+        value = value if translated is ... else translated
     if row.times:
         default = next(one.default for one in trainer.rows if one.theirs == row.times)
         times = given.get(row.times, default)

@@ -10,13 +10,13 @@ import yaml
 
 from mrl.errors import ConfigError, quoted
 
-LONGEST = 100_000
+MAX_LENGTH = 100_000
 """Characters of a config, which PyYAML reads in about a second and a half; a file of rows has more."""
 
-_DEEPEST = 100
+_MAX_DEPTH = 100
 """Levels of lists and mappings in a config: the schema has fewer than ten."""
 
-_MOST_DIGITS = 300
+_MAX_DIGITS = 300
 """Of a whole number: no key takes more, and Python refuses to read or write far longer ones, in words of its own."""
 
 _KINDS = {"int": "whole number", "float": "number", "bool": "true or false", "timestamp": "date", "binary": "base64"}
@@ -49,9 +49,9 @@ def parse(text: str, source: str, path: str = "") -> Any:
 
     source: a file name or an override, and path: the dotted key that the value is for, in a ConfigError's message.
     """
-    if len(text) > LONGEST:
+    if len(text) > MAX_LENGTH:
         raise ConfigError(
-            source, why=f"has more than {LONGEST} characters, which is no config", fix="give a YAML file of keys"
+            source, why=f"has more than {MAX_LENGTH} characters, which is no config", fix="give a YAML file of keys"
         )
     try:
         loader = _Loader(text)  # reads the first characters already
@@ -92,8 +92,8 @@ def _construct(loader: _Loader, node: yaml.Node) -> Any:
     except (ValueError, LookupError, AttributeError, OverflowError):
         value = None
     problem = None if value is not None else f"is no {_KINDS[name]}"
-    if name == "int" and (len(node.value) > 4000 if value is None else abs(value) >= 10**_MOST_DIGITS):
-        problem = f"is a number of more than {_MOST_DIGITS} digits"
+    if name == "int" and (len(node.value) > 4000 if value is None else abs(value) >= 10**_MAX_DIGITS):
+        problem = f"is a number of more than {_MAX_DIGITS} digits"
     if problem is not None:
         where = f"{quoted(str(node.value), 40)} {problem}"
         raise yaml.constructor.ConstructorError(None, None, where, node.start_mark)
@@ -118,16 +118,18 @@ def _check_nodes(root: yaml.Node, source: str) -> None:
             raise ConfigError(
                 f"{source}:{line}", why="is not valid YAML: the value holds itself by an alias", fix="write it out"
             )
-        if len(above) > _DEEPEST:
+        if len(above) > _MAX_DEPTH:
             raise _too_deep(source)
         if id(node) not in sizes:
             inner = [] if isinstance(node, yaml.ScalarNode) else node.value
             if isinstance(node, yaml.MappingNode):
                 inner = itertools.chain.from_iterable(inner)
             sizes[id(node)] = 1 + sum(size(child, (*above, id(node))) for child in inner)
-        if sizes[id(node)] > LONGEST:
+        if sizes[id(node)] > MAX_LENGTH:
             raise ConfigError(
-                source, why=f"its aliases stand for more than {LONGEST} values, which is no config", fix="write fewer"
+                source,
+                why=f"its aliases stand for more than {MAX_LENGTH} values, which is no config",
+                fix="write fewer",
             )
         return sizes[id(node)]
 
@@ -136,7 +138,9 @@ def _check_nodes(root: yaml.Node, source: str) -> None:
 
 def _too_deep(source: str) -> ConfigError:
     return ConfigError(
-        source, why=f"has lists or mappings in more than {_DEEPEST} others, which is no config", fix="write it flatter"
+        source,
+        why=f"has lists or mappings in more than {_MAX_DEPTH} others, which is no config",
+        fix="write it flatter",
     )
 
 

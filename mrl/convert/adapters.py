@@ -68,7 +68,7 @@ def tensors_of(
     stored, prefix = (TorchDistReader(mcore), "") if mcore.is_dir() else (TorchDistReader(folder), "model.")
     interleaved = {shape.b_name: interleaved_rows(family, name) for name, shape in shapes.items()}
     try:
-        found = {}
+        tensors = {}
         for name, shape in adapter_shapes(shapes, head, hidden).items():
             key = prefix + name
             if key not in stored.tensors:
@@ -87,8 +87,8 @@ def tensors_of(
                 raise CheckpointError(
                     folder, why=f"{name} is {list(tensor.shape)}, and model.lora makes it {list(shape)}"
                 )
-            found[name] = tensor.contiguous()
-        return found
+            tensors[name] = tensor.contiguous()
+        return tensors
     finally:
         stored.close()
 
@@ -175,7 +175,7 @@ def _places(
             yield tensor.name, (shape, tensor)
 
 
-def merged(
+def merge_checkpoint_adapters(
     folder: Path,
     saved: SavedAdapters,
     companions: Path,
@@ -191,28 +191,30 @@ def merged(
             fix="give the base with --model",
         )
     shapes = adapters(str(companions), saved.lora, saved.head)
-    found = tensors_of(folder, shapes, family, head=saved.head, hidden=hf_config["hidden_size"])
+    tensors = tensors_of(folder, shapes, family, head=saved.head, hidden=hf_config["hidden_size"])
     return MergedReader(
-        str(companions), family, hf_config, head=saved.head, dtype=dtype, shapes=shapes, adapter=found
+        str(companions), family, hf_config, head=saved.head, dtype=dtype, shapes=shapes, adapter=tensors
     )  # fmt: skip
 
 
-def merged_folder(folder: Path, base: str, family: Family, hf_config: HFConfig, dtype: torch.dtype) -> MergedReader:
+def merge_adapter_folder(
+    folder: Path, base: str, family: Family, hf_config: HFConfig, dtype: torch.dtype
+) -> MergedReader:
     """Returns the adapters of a folder that peft or mrl wrote, over the base in the folder `base`."""
     from mrl.engine.lora.selection import shapes_of_folder  # peft is slow to import
 
     _, adapter = read_adapter(folder)
     shapes, head = shapes_of_folder(str(folder), base)
     expected = adapter_shapes(shapes, head, hf_config["hidden_size"])
-    found = {name: tuple(tensor.shape) for name, tensor in adapter.items()}
-    whole = sorted(name for name in found if name not in expected and ".lora_" not in name)
+    shapes_found = {name: tuple(tensor.shape) for name, tensor in adapter.items()}
+    whole = sorted(name for name in shapes_found if name not in expected and ".lora_" not in name)
     if whole:
         raise ModelError(folder, why=f"holds {whole[0]} whole, beside adapters ({len(whole)} such tensors)", fix=MERGE)
-    odd = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    odd = sorted(name for name in expected.keys() | shapes_found.keys() if expected.get(name) != shapes_found.get(name))
     if odd:
         raise ModelError(
             folder,
-            why=f"{odd[0]} is {found.get(odd[0], 'absent')}, and its {CONFIG} over {base} makes "
+            why=f"{odd[0]} is {shapes_found.get(odd[0], 'absent')}, and its {CONFIG} over {base} makes "
             f"it {expected.get(odd[0], 'absent')} ({len(odd)} tensors differ)",
             fix="give the base with --model",
         )

@@ -34,7 +34,7 @@ from mrl.converters.safetensors_io import (
     lay_out,
     main_dtype,
     parse_size,
-    some,
+    shorten_list,
     split_into_shards,
     tensor_bytes,
 )
@@ -47,7 +47,7 @@ _METADATA = {"format": "pt"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """What an export did."""
 
     out: Path
@@ -66,7 +66,7 @@ def export_hf(
     role: str | None = None,
     max_shard_size: str | int | None = None,
     progress: Callable[[int], Callable[[int], None]] = lambda total: no_progress,
-) -> Exported:
+) -> ExportResult:
     """Converts the checkpoint, run or adapter at `path` into the Hugging Face folder `out`, which appears when it is
     whole.
 
@@ -109,10 +109,10 @@ def export_hf(
                 raise
             with work.finishing() as folder:
                 _finish(folder, source, files)
-        return Exported(Path(out), source.what, len(files.tensors), len(shards), total, _notes(source))
+        return ExportResult(Path(out), source.what, len(files.tensors), len(shards), total, _notes(source))
 
 
-def merged_copy(adapter: Path, root: Path) -> str:
+def write_merged_copy(adapter: Path, root: Path) -> str:
     """Returns a folder below `root` that holds the model which an adapter folder makes of its base. It is made once."""
     read_adapter(adapter)  # for what it refuses
     out = merged_place(adapter, root)
@@ -122,7 +122,9 @@ def merged_copy(adapter: Path, root: Path) -> str:
     return str(out)
 
 
-def export_adapter(path: str | Path, out: str | Path, *, model: str | None = None, role: str | None = None) -> Exported:
+def export_adapter(
+    path: str | Path, out: str | Path, *, model: str | None = None, role: str | None = None
+) -> ExportResult:
     """Writes the adapters of the checkpoint or run at `path` as the folder `out`, which peft loads over the base, and
     which appears when it is whole.
 
@@ -144,7 +146,7 @@ def export_adapter(path: str | Path, out: str | Path, *, model: str | None = Non
             write_adapter(folder, adapters.lora, str(source.companion_folder), tensors.items(), head=adapters.head)
             name_base(folder, adapters.path)
             _write_template(folder, source)
-        return Exported(Path(out), source.what, len(tensors), 1, size, [])
+        return ExportResult(Path(out), source.what, len(tensors), 1, size, [])
 
 
 def _files(source: Source, limit: int | None) -> HFFiles:
@@ -180,13 +182,15 @@ def _account(source: Source, files: HFFiles) -> None:
 def _notes(source: Source) -> list[str]:
     notes = list(source.notes)
     if added := added_companions(source.companion_folder):
-        notes.append(f"{some(added)}: copied as found in {source.companion_folder}, where the import did not write it")
+        notes.append(
+            f"{shorten_list(added)}: copied as found in {source.companion_folder}, where the import did not write it"
+        )
     if not source.skipped_tensors:
         return notes
     return [
         *notes,
         f"{COUNT} is 0 in config.json: the layers of {source.companion_folder} that predict further tokens "
-        f"({some(source.skipped_tensors, 1)}) were not trained, and are not here",
+        f"({shorten_list(source.skipped_tensors, 1)}) were not trained, and are not here",
     ]
 
 

@@ -42,7 +42,7 @@ from mrl.converters.mcore_weights import (
     whole_rules,
 )
 from mrl.converters.rules import Rule, expected_hf_names
-from mrl.converters.safetensors_io import DTYPES, some
+from mrl.converters.safetensors_io import DTYPES, shorten_list
 from mrl.engine import atomic_checkpoint
 from mrl.engine.torch_dist.data_files import Item, ItemFile, extra_state_keys, saved_bytes
 from mrl.errors import ModelError
@@ -52,7 +52,7 @@ FILE_BYTES = 2**29
 
 
 @dataclasses.dataclass(frozen=True)
-class Imported:
+class ImportResult:
     """The result of an import."""
 
     out: Path
@@ -84,7 +84,7 @@ def import_hf(
     allow_pickle: bool = False,
     file_bytes: int = FILE_BYTES,
     progress: Callable[[int], Callable[[int], None]] = lambda total: no_progress,
-) -> Imported:
+) -> ImportResult:
     """Converts the Hugging Face folder `source` into the checkpoint folder `out`, which appears when it is whole.
 
     progress: gets the bytes in all and returns a progress callback for bytes written. Raises ModelError before anything
@@ -112,7 +112,7 @@ def import_hf(
             with work.finishing() as folder:
                 tensors = {part.key: (part.dtype, shapes[part.key]) for part in parts}
                 _finish(folder, model, done, tensors, extra)
-        return Imported(Path(out), len(model.reader.tensors), len(shapes), total, _notes(model))
+        return ImportResult(Path(out), len(model.reader.tensors), len(shapes), total, _notes(model))
 
 
 def _parts(rules: Mapping[str, Rule], model: Source) -> Iterator[_Part]:
@@ -163,7 +163,7 @@ def _write_nothing(keys: list[str], path: Path) -> FileSummary:
     import mrl.engine.torch_dist.metadata  # noqa: F401
 
     file = ItemFile(path)
-    items = [file.nothing(key) for key in keys]
+    items = [file.add_empty(key) for key in keys]
     file.close()
     return {"size": file.size, "crc32": file.crc32, "items": [dataclasses.astuple(item) for item in items]}
 
@@ -225,8 +225,8 @@ def _notes(model: Source) -> list[str]:
     notes = list(model.notes)
     if model.copies:
         notes.append(
-            f"{some(list(model.copies))}: not stored, being {some(sorted(set(model.copies.values())))} again; an "
-            "export has them"
+            f"{shorten_list(list(model.copies))}: not stored, being "
+            f"{shorten_list(sorted(set(model.copies.values())))} again; an export has them"
         )
     if model.quantised:
         method = model.hf_config["quantization_config"].get("quant_method")
@@ -237,5 +237,5 @@ def _notes(model: Source) -> list[str]:
     expected = expected_hf_names(model.family, model.hf_config, head=model.head, mtp=model.mtp)
     follow = [name for name in model.reader.tensors if name not in expected and name not in model.copies]
     if follow:
-        notes.append(f"{some(follow)}: not stored, as it follows from the rest")
+        notes.append(f"{shorten_list(follow)}: not stored, as it follows from the rest")
     return notes

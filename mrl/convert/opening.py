@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mrl.convert.adapters import merged_folder
+from mrl.convert.adapters import merge_adapter_folder
 from mrl.convert.sources import Source, local_folder, open_checkpoint, open_hf
 from mrl.converters.adapter_folder import MERGE, base_of, is_adapter
 from mrl.converters.families import FAMILIES
@@ -42,6 +42,6 @@ def open_adapter(folder: Path, *, model: str | None = None) -> Source:
     with open_any(base) as plain:
         dtype = main_dtype(plain.reader.tensors)
         hf_config, family = plain.hf_config, plain.family
-    reader = merged_folder(folder, str(base), family, hf_config, dtype)
+    reader = merge_adapter_folder(folder, str(base), family, hf_config, dtype)
     what = f"adapters over {base}"
     return Source(folder, what, reader, hf_config, family, reader.head, base, None, {})

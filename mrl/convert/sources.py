@@ -17,21 +17,21 @@ from typing import Any
 
 import torch
 
-from mrl.config.backends import OWN
+from mrl.config.backends import OWN_KEYS
 from mrl.config.command import command_of_data
 from mrl.config.load import from_dict, read_yaml
 from mrl.config.schema import ModelConfig
 from mrl.config.sources import RAW_TEXT
-from mrl.convert.adapters import SavedAdapters, merged, saved_adapters
+from mrl.convert.adapters import SavedAdapters, merge_checkpoint_adapters, saved_adapters
 from mrl.converters.accounting import LM_HEAD, SCORE, check_model, copies_of
 from mrl.converters.adapter_folder import is_adapter, merged_place
 from mrl.converters.companions import check_companions, companion_files
 from mrl.converters.families import FAMILIES, family_for
-from mrl.converters.fused import unstacked
+from mrl.converters.fused import unstack_experts
 from mrl.converters.hf_config import GGUF, read_hf_config
 from mrl.converters.json_file import read_json
 from mrl.converters.mcore_weights import DESCRIPTION, FOLDER, MARKER, read_description
-from mrl.converters.mtp import copies_in, layers_in, tensors_in
+from mrl.converters.mtp import mtp_layers, mtp_tensors, shared_tensors
 from mrl.converters.pickled import PICKLE, PICKLE_INDEX, PickleReader
 from mrl.converters.pt_file import load_pt
 from mrl.converters.quantized import check_readable
@@ -114,7 +114,7 @@ class Source:
     @property
     def mtp(self) -> int:
         """Returns how many MTP layers the reader has."""
-        return layers_in(self.reader.tensors, self.hf_config)
+        return mtp_layers(self.reader.tensors, self.hf_config)
 
     @property
     def quantised(self) -> bool:
@@ -161,7 +161,7 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
             why=f"num_hidden_layers {layers} cannot be: the folder has {len(stored.tensors)} tensors in all",
         )
     files = None if pickled else hf_files(stored)
-    reader = unstacked(stored, family)
+    reader = unstack_experts(stored, family)
     if reader.tensors is not stored.tensors:
         files = None  # what is written is not what the folder holds: it is not quantised, and has one tensor an expert
     if {SCORE, LM_HEAD} <= reader.tensors.keys():
@@ -178,8 +178,8 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
 
 def _copies(names: Iterable[str], reader: WeightReader, hf_config: Mapping[str, Any], head: str) -> dict[str, str]:
     """Returns those of `names` under which a folder holds a tensor of `reader` again, and that tensor's name."""
-    found = copies_of(hf_config, head=head, mtp=layers_in(reader.tensors, hf_config))
-    return {name: found[name] for name in names if name in found and found[name] in reader.tensors}
+    copies = copies_of(hf_config, head=head, mtp=mtp_layers(reader.tensors, hf_config))
+    return {name: copies[name] for name in names if name in copies and copies[name] in reader.tensors}
 
 
 def local_folder(path: str | Path, wanted: str) -> Path:
@@ -338,7 +338,7 @@ def _inside(folder: Path, marker: atomic_checkpoint.Marker, role: str | None) ->
         inside, backend = folder / role, roles[role]
     elif role is not None:
         raise CheckpointError("--role", quoted(role), f"has no effect: {folder} holds one model", "leave it out")
-    if backend not in OWN:
+    if backend not in OWN_KEYS:
         raise CheckpointError(
             folder,
             why=f"was saved by the engine {backend!r} of another package, whose files only that engine reads",
@@ -375,7 +375,7 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     what = "imported mcore checkpoint" if imported else of_run
     reader: WeightReader
     if adapters is not None:
-        reader = merged(inside, adapters, companions, family, hf_config, dtype)
+        reader = merge_checkpoint_adapters(inside, adapters, companions, family, hf_config, dtype)
         head, what = adapters.head, f"adapters over {companions}, {what}"
         adapters = dataclasses.replace(adapters, path=model or (config.path if config else adapters.path))
     elif mcore:
@@ -384,10 +384,10 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     else:
         reader = FSDPReader(inside, family, hf_config, dtype, companions)
         head = reader.head
-    mtp = layers_in(reader.tensors, hf_config)
+    mtp = mtp_layers(reader.tensors, hf_config)
     if files is None and head == "lm" and not imported:
         files = _files_of(companions, reader, hf_config, head)
-        names = [n for n in copies_in(hf_config, mtp) if files is None or n in files.tensors]
+        names = [n for n in shared_tensors(hf_config, mtp) if files is None or n in files.tensors]
     skipped = [] if imported or mtp else mtp_tensors_of_folder(companions, family, hf_config)
     return Source(
         inside, what, reader, hf_config, family, head, companions, files,
@@ -409,8 +409,8 @@ def checkpoint_folder(path: str | Path) -> Path:
     if (path / MARKER).is_file():
         return path
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = atomic_checkpoint.find_checkpoint(str(root))
-    if found is None:
+    checkpoint = atomic_checkpoint.find_checkpoint(str(root))
+    if checkpoint is None:
         wrong = atomic_checkpoint.damage(str(root))
         if wrong:
             raise CheckpointError(f"{'; '.join(wrong)}; no checkpoint in {root} is whole")
@@ -424,7 +424,7 @@ def checkpoint_folder(path: str | Path) -> Path:
             raise CheckpointError(path, why=f"is a part of the checkpoint {path.parent}", fix="give that")
         fix = f"give one such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
         raise CheckpointError(path, why="holds no whole checkpoint of mrl", fix=fix)
-    return Path(found)
+    return Path(checkpoint)
 
 
 def _model_of(
@@ -482,10 +482,10 @@ def _files_of(companions: Path, reader: WeightReader, hf_config: Mapping[str, An
     if found is None:
         return None
     copies = _copies(found.tensors, reader, hf_config, head)
-    besides = {*copies, *tensors_in(found.tensors, hf_config)}
+    besides = {*copies, *mtp_tensors(found.tensors, hf_config)}
     if found.tensors.keys() - (besides - reader.tensors.keys()) != reader.tensors.keys():
         return None
-    again = copies_in(hf_config, layers_in(reader.tensors, hf_config))  # of MTP layers that trained
+    again = shared_tensors(hf_config, mtp_layers(reader.tensors, hf_config))  # of MTP layers that trained
     of = {n: n for n in reader.tensors} | {n: copies[n] for n in again if n in copies}
     # the dtype is the run's, the files and their order those of the folder it began with
     files = {

@@ -28,12 +28,12 @@ from mrl.converters.mcore_weights import (
     McoreReader,
     architecture,
     blocks_of_rows,
-    differing,
+    differing_fields,
     file_name,
     stored_dtypes,
     stored_key,
 )
-from mrl.converters.safetensors_io import DTYPES, some, tensor_bytes
+from mrl.converters.safetensors_io import DTYPES, shorten_list, tensor_bytes
 from mrl.converters.tokenizer_files import TOKENIZER_FILES
 from mrl.errors import DataError, quoted
 
@@ -160,7 +160,7 @@ def _configs(a: Source, b: Source) -> list[str]:
     of_a, of_b = (architecture(source.family, source.hf_config) for source in (a, b))
     if "value" in (a.head, b.head):  # it is never tied, and config.json says so where one was exported
         del of_a["tie_word_embeddings"], of_b["tie_word_embeddings"]
-    return differing(of_a, of_b, f"in {a.companion_folder}", f"in {b.companion_folder}")
+    return differing_fields(of_a, of_b, f"in {a.companion_folder}", f"in {b.companion_folder}")
 
 
 def _no_room(source: Source) -> str | None:
@@ -387,10 +387,10 @@ def table(found: Comparison, most: int = 20) -> str:
         lines.append(f"  and {len(found.differences) - most} more (--json lists all)")
     if found.widened:
         lines.append(
-            f"  of these {len(found.widened)} in the dtype of the tensor that holds them: {some(found.widened)}"
+            f"  of these {len(found.widened)} in the dtype of the tensor that holds them: {shorten_list(found.widened)}"
         )
     if found.not_compared:
-        lines.append(f"  not compared, as they follow from config.json: {some(found.not_compared)}")
+        lines.append(f"  not compared, as they follow from config.json: {shorten_list(found.not_compared)}")
     if found.config:
         lines += ["config   another model:", *(f"  {line}" for line in found.config)]
     if found.no_logits is not None:

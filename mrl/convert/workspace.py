@@ -111,8 +111,8 @@ class Workspace:
                 path = Path(folder, name)
                 if str(path.relative_to(self.folder)) not in done and path.name != LOCK:
                     path.unlink()
-        put(plan, self._plan.encode())
-        put(self.folder / DONE, "".join(json.dumps(summary) + "\n" for summary in done.values()).encode())
+        write_file(plan, self._plan.encode())
+        write_file(self.folder / DONE, "".join(json.dumps(summary) + "\n" for summary in done.values()).encode())
         return done
 
     def _check_disk(self) -> None:
@@ -163,7 +163,7 @@ class Workspace:
     def _record(self, file: str, summary: FileSummary) -> None:
         summary = {"file": file, **summary}
         with self._journal:
-            sync(Path(self.folder / file).parent)
+            fsync_path(Path(self.folder / file).parent)
             with (self.folder / DONE).open("a", encoding="utf-8") as journal:
                 journal.write(json.dumps(summary) + "\n")
                 journal.flush()
@@ -192,11 +192,11 @@ class Workspace:
             yield self.folder
             for folder, _, names in os.walk(self.folder):
                 for name in names:
-                    sync(Path(folder, name))
-                sync(Path(folder))
+                    fsync_path(Path(folder, name))
+                fsync_path(Path(folder))
             check_free(self.out)
             os.rename(self.folder, self.out)
-            sync(self.out.parent)
+            fsync_path(self.out.parent)
             for name in (PLAN, DONE, LOCK):
                 (self.out / name).unlink()
 
@@ -211,7 +211,7 @@ def _is_as_written(path: Path, summary: FileSummary) -> bool:
     return path.is_file() and path.stat().st_size == summary["size"] and crc32_of(path) == summary["crc32"]
 
 
-def put(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes) -> None:
     """Writes a small file and puts it on disk."""
     with path.open("wb") as out:
         out.write(content)
@@ -219,7 +219,7 @@ def put(path: Path, content: bytes) -> None:
         os.fsync(out.fileno())
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Puts a file's content, or a folder's list of names, on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 import torch
 
 from mrl.converters.algebra import Shape
-from mrl.converters.mtp import EMBEDDING, LM_HEAD, copies_in, layers_in
+from mrl.converters.mtp import EMBEDDING, LM_HEAD, mtp_layers, shared_tensors
 from mrl.converters.rules import expected_hf_names
-from mrl.converters.safetensors_io import TensorInfo, some
+from mrl.converters.safetensors_io import TensorInfo, shorten_list
 from mrl.converters.table import Family, HFConfig
 from mrl.converters.weights import WeightReader
 from mrl.errors import ModelError
@@ -63,14 +63,14 @@ def account(
     lost = [name for name in missing if name not in may_lack]
     parts = []
     if lost:
-        parts.append(f"{len(lost)} missing ({some(lost)})" + _hint(lost, found))
+        parts.append(f"{len(lost)} missing ({shorten_list(lost)})" + _hint(lost, found))
     if unexpected:
-        parts.append(f"{len(unexpected)} left over ({some(unexpected)})")
+        parts.append(f"{len(unexpected)} left over ({shorten_list(unexpected)})")
     if shapes:
-        parts.append(f"{len(shapes)} of another shape than config.json says ({some(shapes)})")
+        parts.append(f"{len(shapes)} of another shape than config.json says ({shorten_list(shapes)})")
     if dtypes:
         parts.append(
-            f"{len(dtypes)} of a dtype that cannot be read, use one of {', '.join(_READABLE)} ({some(dtypes)})"
+            f"{len(dtypes)} of a dtype that cannot be read, use one of {', '.join(_READABLE)} ({shorten_list(dtypes)})"
         )
     if parts and any(_PACKED.search(name) for name in found):
         parts.append("the weights are quantised in a way that cannot be read: give the model that they were made from")
@@ -113,7 +113,7 @@ def check_model(
     all. `lm_head.weight` beside tied embeddings is allowed where it equals them, bit for bit; so are what the further
     layers share with the model, where `carried`: they are going to be converted. An engine leaves them unread.
     """
-    mtp = layers_in(reader.tensors, hf_config)
+    mtp = mtp_layers(reader.tensors, hf_config)
     expected = expected_hf_names(family, hf_config, head=head, mtp=mtp)
     may_have = {LM_HEAD} if head == "value" else set()
     if head == "value" and SCORE in reader.tensors and reader.tensors[SCORE].shape[0] != 1:
@@ -137,7 +137,7 @@ def copies_of(hf_config: HFConfig, *, head: str, mtp: int) -> dict[str, str]:
     MTP layers share with the model.
     """
     tied = {LM_HEAD: EMBEDDING} if head == "lm" and hf_config["tie_word_embeddings"] else {}
-    return tied | copies_in(hf_config, mtp)
+    return tied | shared_tensors(hf_config, mtp)
 
 
 def equal_tensors(reader: WeightReader, a: str, b: str) -> bool:

@@ -30,7 +30,7 @@ def base_of(folder: Path) -> str:
 
 def merged_place(adapter: Path, root: Path) -> Path:
     """Returns the folder below `root` of the model that an adapter folder makes of its base."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in (CONFIG, WEIGHTS):
-        found.update((adapter / name).read_bytes())
-    return root / found.hexdigest()[:12]
+        digest.update((adapter / name).read_bytes())
+    return root / digest.hexdigest()[:12]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from mrl.converters.json_file import shown
+from mrl.converters.json_file import shorten_value
 from mrl.errors import ModelError
 
 NEUTRAL = frozenset(
@@ -100,7 +100,7 @@ LAYER_WINDOWS = frozenset(["sliding_window", "use_sliding_window", "max_window_l
 """Fields that say which layers have a sliding window; transformers makes `layer_types` of the others."""
 
 
-def harmless(value: Any) -> bool:
+def is_off(value: Any) -> bool:
     """Returns whether a field is off: None, False, 0, or empty."""
     return not value
 
@@ -153,7 +153,7 @@ def window_fields(hf: dict[str, Any], types: list[str] | None = None) -> dict[st
         raise ModelError(
             "config.json",
             why=f"layer_types must name full_attention or sliding_attention for each of the {layers} layers",
-            fix=f"got {shown(unknown or len(types))}",
+            fix=f"got {shorten_value(unknown or len(types))}",
         )
     if not window:
         return {}
@@ -246,7 +246,7 @@ ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 """Of each type of rotary embedding: keys of `rope_parameters` that it needs, and those that it may have."""
-ROPE_OF_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 """Keys that any may have: transformers writes the last one beside every scaling."""
 
 
@@ -264,28 +264,28 @@ def check_rope(hf: dict[str, Any], *, partial_supported: bool = False, yarn_supp
             why=f"partial_rotary_factor = {partial!r} is not supported by the megatron engine",
             fix="supported: 1",
         )
-    found = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})}
-    kind = found.get("rope_type", "default")
+    rope = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})}
+    kind = rope.get("rope_type", "default")
     supported = [name for name in ROPE_TYPES if name != "yarn" or yarn_supported]
     if kind not in supported:
         raise ModelError(
             "config.json",
-            why=f"rope_scaling type {shown(kind)} is not supported by the megatron engine",
+            why=f"rope_scaling type {shorten_value(kind)} is not supported by the megatron engine",
             fix=f"supported: {', '.join(supported)}",
         )
     needed, optional = ROPE_TYPES[kind]
-    missing = [name for name in needed if found.get(name) is None]
+    missing = [name for name in needed if rope.get(name) is None]
     if missing:
         raise ModelError(
             "config.json",
             why=f"rope_scaling of type {kind} lacks {', '.join(missing)}",
             fix="get the model's config.json again",
         )
-    for name, value in found.items():
-        if name not in needed + optional + ROPE_OF_ALL and value is not None:
+    for name, value in rope.items():
+        if name not in needed + optional + ROPE_FIELDS and value is not None:
             raise ModelError(
                 "config.json",
-                why=f"rope_parameters.{name} = {shown(value)} has no meaning in rotary embeddings "
+                why=f"rope_parameters.{name} = {shorten_value(value)} has no meaning in rotary embeddings "
                 f"of type {kind} to the megatron engine",
                 fix="remove it if it does not matter, or use engine.backend=fsdp",
             )
@@ -295,6 +295,6 @@ def require(hf: dict[str, Any], name: str, allowed: tuple) -> None:
     if name in hf and hf[name] not in allowed:
         raise ModelError(
             "config.json",
-            why=f"{name} = {shown(hf[name])} is not supported by the megatron engine",
+            why=f"{name} = {shorten_value(hf[name])} is not supported by the megatron engine",
             fix=f"supported: {', '.join(map(repr, allowed))}",
         )

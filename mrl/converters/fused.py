@@ -12,7 +12,7 @@ import re
 from torch import Tensor
 
 from mrl.converters.pread import LazySlice, Region
-from mrl.converters.quantized import dequantised
+from mrl.converters.quantized import dequantise
 from mrl.converters.safetensors_io import TensorInfo
 from mrl.converters.stacks import StackReader
 from mrl.converters.table import Family
@@ -68,13 +68,13 @@ class UnstackedReader:
         self._stored.close()
 
 
-def unstacked(reader: WeightReader, family: Family) -> WeightReader:
+def unstack_experts(reader: WeightReader, family: Family) -> WeightReader:
     """Returns `reader`, or a view of it under the names of the family's tables.
 
     A view has no quantisation (mrl.converters.quantized), and one tensor an expert where the files hold experts
     stacked.
     """
-    reader = dequantised(reader)
+    reader = dequantise(reader)
     if family.stacks:
         return StackReader(reader, family)
     if family.sparse and any(_STACKED.fullmatch(name) for name in reader.tensors):

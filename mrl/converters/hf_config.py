@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mrl.converters.json_file import read_json, shown
-from mrl.converters.ranges import check_fields, check_settled
+from mrl.converters.json_file import read_json, shorten_value
+from mrl.converters.ranges import check_fields, check_normalized
 from mrl.errors import ModelError
 
-MOST_THETA = 1e30
+MAX_THETA = 1e30
 """Of what rotary embeddings turn by: fp32, in which frequencies are computed, ends at 3e38."""
-_MOST_WORDS = 250
+_MAX_WORDS = 250
 """Characters of what transformers says, which repeats values however long they are."""
 VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """The `model_type`s that train on rows with images."""
@@ -58,7 +58,9 @@ def normalize(raw: Mapping[str, Any], where: str = "config.json") -> dict[str, A
     """
     if not isinstance(raw.get("model_type"), str):
         raise ModelError(
-            where, why=f"model_type {shown(raw.get('model_type'))} is not a name", fix="it says which family this is"
+            where,
+            why=f"model_type {shorten_value(raw.get('model_type'))} is not a name",
+            fix="it says which family this is",
         )
     check_fields(raw, where)
     config = _of_transformers(raw, where)
@@ -66,10 +68,10 @@ def normalize(raw: Mapping[str, Any], where: str = "config.json") -> dict[str, A
         return dict(raw)
     rope = dict(config.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", None)
-    if theta is not None and not (type(theta) in (int, float) and abs(theta) < MOST_THETA):
+    if theta is not None and not (type(theta) in (int, float) and abs(theta) < MAX_THETA):
         raise ModelError(
             where,
-            why=f"rope_theta {shown(theta)} is not a number below {MOST_THETA:g}",
+            why=f"rope_theta {shorten_value(theta)} is not a number below {MAX_THETA:g}",
             fix="correct the field, or get the file again",
         )
     config["rope_theta"] = float(theta) if theta is not None else None
@@ -83,7 +85,7 @@ def normalize(raw: Mapping[str, Any], where: str = "config.json") -> dict[str, A
     dtype = config.get("dtype") or config.get("torch_dtype")
     config["dtype"] = str(dtype).removeprefix("torch.") if dtype else None
     config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings"))
-    check_settled(config, where)
+    check_normalized(config, where)
     return config
 
 
@@ -98,6 +100,6 @@ def _of_transformers(raw: Mapping[str, Any], where: str) -> dict[str, Any] | Non
     except Exception as error:  # transformers has no common class for what a config can have wrong
         raise ModelError(
             where,
-            why=f"transformers refuses it: {' '.join(str(error).split())[:_MOST_WORDS]}",
+            why=f"transformers refuses it: {' '.join(str(error).split())[:_MAX_WORDS]}",
             fix="correct the field, or get the file again",
         ) from None

@@ -68,11 +68,11 @@ def model_fingerprint(folder: str) -> dict[str, str]:
     config = read_json(pathlib.Path(folder, "config.json"))
     fields = {name: value for name, value in config.items() if name not in NOTES}
     text = json.dumps(fields, sort_keys=True).encode()
-    found = {"config.json": hashlib.sha256(text).hexdigest()[:16]}
-    found["tokenizer"] = _hash_of(folder, (*TOKENIZER_FILES, "tokenizer_config.json", "chat_template.jinja"))
+    hashes = {"config.json": hashlib.sha256(text).hexdigest()[:16]}
+    hashes["tokenizer"] = _hash_of(folder, (*TOKENIZER_FILES, "tokenizer_config.json", "chat_template.jinja"))
     if reads_images(config):
-        found["image processor"] = _hash_of(folder, PROCESSOR_FILES)
-    return found
+        hashes["image processor"] = _hash_of(folder, PROCESSOR_FILES)
+    return hashes
 
 
 def _hash_of(folder: str, names: Sequence[str]) -> str:

@@ -8,13 +8,13 @@ from typing import Any
 
 from mrl.errors import ModelError
 
-MOST_LEVELS = 64
+MAX_DEPTH = 64
 """Of lists and objects inside one another. Python's own functions end in a RecursionError at some hundreds."""
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; ModelError where it cannot be read, is no object, or nests deeper than
-    MOST_LEVELS.
+    MAX_DEPTH.
     """
     try:
         content = parse_json(file.read_bytes())
@@ -26,17 +26,17 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Returns the value of a JSON text; ValueError where it is none, or nests deeper than MOST_LEVELS."""
+    """Returns the value of a JSON text; ValueError where it is none, or nests deeper than MAX_DEPTH."""
     try:
         content = json.loads(text.decode() if isinstance(text, bytes) else text)  # of bytes it would guess the encoding
     except RecursionError:
-        raise ValueError(f"it nests deeper than {MOST_LEVELS} levels") from None
-    if is_deeper(content, MOST_LEVELS):
-        raise ValueError(f"it nests deeper than {MOST_LEVELS} levels")
+        raise ValueError(f"it nests deeper than {MAX_DEPTH} levels") from None
+    if is_deeper_than(content, MAX_DEPTH):
+        raise ValueError(f"it nests deeper than {MAX_DEPTH} levels")
     return content
 
 
-def is_deeper(value: Any, levels: int) -> bool:
+def is_deeper_than(value: Any, levels: int) -> bool:
     """Returns whether a value of JSON has objects and lists in more than `levels` others."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(levels):
@@ -47,7 +47,7 @@ def is_deeper(value: Any, levels: int) -> bool:
     return True
 
 
-def shown(value: Any, most: int = 60) -> str:
+def shorten_value(value: Any, most: int = 60) -> str:
     """Returns a value for a message: its first characters, where it is a long one."""
     try:
         text = repr(value)

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from mrl.converters.algebra import Shape
 from mrl.converters.fields import HINTS, rotary_percent
-from mrl.converters.mtp import announced
+from mrl.converters.mtp import num_mtp_layers
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.pt_file import load_pt
 from mrl.converters.rules import ChunkPlan, Rule, param_map
-from mrl.converters.safetensors_io import DTYPES, NAMES, TensorInfo, listed
-from mrl.converters.stacks import place_of, stacking
+from mrl.converters.safetensors_io import DTYPES, NAMES, TensorInfo, count_groups
+from mrl.converters.stacks import place_of, stack_slice
 from mrl.converters.stacks import stored_shapes as files_shapes
 from mrl.converters.table import Family, HFConfig, Stack
 from mrl.errors import CheckpointError
@@ -33,7 +33,7 @@ from mrl.parallel import Coordinates, ParallelDims
 FOLDER = "mcore"
 MARKER = "COMPLETE"
 DESCRIPTION = "engine.pt"
-_OF_ALL_FAMILIES = (
+_COMMON_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "num_experts", "tie_word_embeddings",
 )  # fmt: skip
@@ -88,13 +88,13 @@ def stored_dtypes(rules: Iterable[Rule], family: Family, tensors: Mapping[str, T
 
     tensors: of a model, by the names of its files.
     """
-    found: dict[str, torch.dtype] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for rule in rules:
         key = stored_key(rule)
         for name in rule.hf:
             dtype = DTYPES[tensors[file_name(family, name)].dtype]
-            found[key] = torch.promote_types(dtype, found.get(key, dtype))
-    return found
+            dtypes[key] = torch.promote_types(dtype, dtypes.get(key, dtype))
+    return dtypes
 
 
 def file_name(family: Family, name: str) -> str:
@@ -133,7 +133,7 @@ def blocks_of_rows(source: Any, shape: Shape, first: int, last: int) -> Iterator
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _EntryRange:
     """Entries from `start` of dimension `dim` of an HF tensor are those from `at` of the mcore tensor; `length` of
     them.
     """
@@ -168,19 +168,19 @@ class McoreReader:
         self, stored: StoredTensors, family: Family, hf_config: HFConfig, *, spec: str = "local", head: str = "lm"
     ) -> None:
         self.path, self._stored = stored.path, stored
-        self.mtp = announced(hf_config) if any(key.startswith("mtp.") for key in stored.tensors) else 0
+        self.mtp = num_mtp_layers(hf_config) if any(key.startswith("mtp.") for key in stored.tensors) else 0
         self.rules = whole_rules(family, hf_config, spec=spec, head=head, mtp=self.mtp)
         _account(stored, self.rules)
-        self._where: dict[str, tuple[Rule, list[_Place]]] = {}
+        self._where: dict[str, tuple[Rule, list[_EntryRange]]] = {}
         self._stacks: dict[str, tuple[Stack, dict[tuple[int, int], str]]] = {}
         shapes: dict[str, Shape] = {}
         dtypes: dict[str, str] = {}
         for rule in self.rules.values():
-            places: list[list[_Place]] = [[] for _ in rule.hf]
+            places: list[list[_EntryRange]] = [[] for _ in rule.hf]
             at = 0
             for span in rule.spans(0):
                 if span.source is not None:
-                    places[span.source].append(_Place(span.dim, span.start, span.length, at))
+                    places[span.source].append(_EntryRange(span.dim, span.start, span.length, at))
                 at += span.length
             dtype = NAMES[stored.tensors[stored_key(rule)].dtype]
             for name, shape, of_name in zip(rule.hf, rule.hf_shapes, places, strict=True):
@@ -196,7 +196,7 @@ class McoreReader:
 
     def __call__(self, name: str) -> LazySlice:
         if name in self._stacks:
-            return stacking(self, *self._stacks[name], self.tensors[name].shape)
+            return stack_slice(self, *self._stacks[name], self.tensors[name].shape)
         return LazySlice(self._shapes[name], lambda region: self._read(name, region))
 
     def _read(self, name: str, region: Region) -> Tensor:
@@ -210,8 +210,8 @@ class McoreReader:
             if low < high:
                 shift = place.at - place.start
                 part = [*region[: place.dim], (low + shift, high + shift), *region[place.dim + 1 :]]
-                found = self._stored.read(key, [*lead, *part])
-                parts.append(found[0] if lead else found)
+                tensor = self._stored.read(key, [*lead, *part])
+                parts.append(tensor[0] if lead else tensor)
         if not parts:
             return torch.empty([stop - start for start, stop in region], dtype=self._stored.tensors[key].dtype)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=places[0].dim)
@@ -234,7 +234,7 @@ def _account(stored: StoredTensors, rules: dict[str, Rule]) -> None:
                 shapes.append(f"{key} is {list(found)}, not {list(shape)}")
     dtypes = [f"{key} is {stored.tensors[key].dtype}" for key in expected if key in stored.tensors
               and stored.tensors[key].dtype not in NAMES]  # fmt: skip
-    parts = listed(
+    parts = count_groups(
         {
             "missing": missing,
             "left over": unexpected,
@@ -265,9 +265,9 @@ def architecture(family: Family, hf_config: HFConfig) -> dict[str, Any]:
     """Returns what `engine.pt` tells a model by: the fields of config.json that its maths depends on, which are those
     the family reads.
     """
-    more = family.reads - HINTS - {_REDUNDANT, *_OF_ALL_FAMILIES}
-    found = {name: hf_config.get(name) for name in (*_OF_ALL_FAMILIES, *sorted(more))}
-    return found | {"partial_rotary_factor": rotary_percent(hf_config)}
+    more = family.reads - HINTS - {_REDUNDANT, *_COMMON_FIELDS}
+    fields = {name: hf_config.get(name) for name in (*_COMMON_FIELDS, *sorted(more))}
+    return fields | {"partial_rotary_factor": rotary_percent(hf_config)}
 
 
 def check_architecture(saved: Mapping[str, Any], family: Family, hf_config: HFConfig, where: str | Path) -> None:
@@ -275,14 +275,14 @@ def check_architecture(saved: Mapping[str, Any], family: Family, hf_config: HFCo
     perhaps by an older mrl, which saved fewer fields.
     """
     fields = {name: value for name, value in saved.items() if name not in _ENGINE}
-    differ = differing(fields, architecture(family, hf_config), "in the checkpoint", "in config.json")
+    differ = differing_fields(fields, architecture(family, hf_config), "in the checkpoint", "in config.json")
     if differ:
         raise CheckpointError(
             where, why=f"is another model: {'; '.join(differ)}", fix="give the model that was trained"
         )
 
 
-def differing(a: Mapping[str, Any], b: Mapping[str, Any], in_a: str, in_b: str) -> list[str]:
+def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any], in_a: str, in_b: str) -> list[str]:
     """In words, the fields of `a` that `b` has otherwise; between two families the family alone."""
     names = ["model_type"] if a["model_type"] != b["model_type"] else [name for name in a if a[name] != b.get(name)]
     return [f"{name} is {a[name]!r} {in_a} and {b.get(name)!r} {in_b}" for name in names]

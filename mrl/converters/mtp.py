@@ -18,23 +18,23 @@ LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def announced(hf_config: HFConfig) -> int:
+def num_mtp_layers(hf_config: HFConfig) -> int:
     """Returns how many such layers config.json says there are. What transformers saves says so and has none."""
     return hf_config.get(COUNT) or 0
 
 
-def tensors_in(names: Iterable[str], hf_config: HFConfig) -> list[str]:
+def mtp_tensors(names: Iterable[str], hf_config: HFConfig) -> list[str]:
     """Returns those of `names` that are of a layer past the last."""
-    layers = range(hf_config["num_hidden_layers"], hf_config["num_hidden_layers"] + announced(hf_config))
-    return [name for name in names if (found := _LAYER.match(name)) and int(found[1]) in layers]
+    layers = range(hf_config["num_hidden_layers"], hf_config["num_hidden_layers"] + num_mtp_layers(hf_config))
+    return [name for name in names if (match := _LAYER.match(name)) and int(match[1]) in layers]
 
 
-def layers_in(names: Iterable[str], hf_config: HFConfig) -> int:
+def mtp_layers(names: Iterable[str], hf_config: HFConfig) -> int:
     """Returns how many such layers a folder with tensors of these names has: as config.json announces, or none."""
-    return announced(hf_config) if tensors_in(names, hf_config) else 0
+    return num_mtp_layers(hf_config) if mtp_tensors(names, hf_config) else 0
 
 
-def copies_in(hf_config: HFConfig, layers: int) -> dict[str, str]:
+def shared_tensors(hf_config: HFConfig, layers: int) -> dict[str, str]:
     """Returns what `layers` such layers may hold of other tensors again: its name, and theirs."""
     head = EMBEDDING if hf_config["tie_word_embeddings"] else LM_HEAD
     own = [f"model.layers.{hf_config['num_hidden_layers'] + i}." for i in range(layers)]

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from mrl.converters.json_file import parse_json, shown
+from mrl.converters.json_file import parse_json, shorten_value
 from mrl.converters.pt_file import load_pt
-from mrl.converters.safetensors_io import NAMES, TensorInfo, some
+from mrl.converters.safetensors_io import NAMES, TensorInfo, shorten_list
 from mrl.errors import CheckpointError, ModelError
 
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -31,7 +31,7 @@ class PickleReader:
                 lost = [name for name in files if Path(name).name != name or not (self.path / name).is_file()]
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ModelError(
-                    index, why=f"not an index of weights ({shown(error, 200)})", fix="get the file again"
+                    index, why=f"not an index of weights ({shorten_value(error, 200)})", fix="get the file again"
                 ) from None
         elif single.is_file():
             files, weight_map, lost = [PICKLE], None, []
@@ -41,7 +41,9 @@ class PickleReader:
             )
         if lost:
             raise ModelError(
-                self.path, why=f"{PICKLE_INDEX} names {some(lost)}, not in the folder", fix="get the missing files"
+                self.path,
+                why=f"{PICKLE_INDEX} names {shorten_list(lost)}, not in the folder",
+                fix="get the missing files",
             )
         self.tensors: dict[str, TensorInfo] = {}
         self._weights: dict[str, Tensor] = {}
@@ -64,7 +66,7 @@ class PickleReader:
             odd = sorted(content.keys() ^ promised)
             raise ModelError(
                 self.path / PICKLE_INDEX,
-                why=f"does not agree with {name} about {some(odd)}",
+                why=f"does not agree with {name} about {shorten_list(odd)}",
                 fix="get both files again",
             )
         for key, tensor in content.items():

@@ -18,11 +18,11 @@ from mrl.converters.algebra import Shape
 
 Region = Sequence[tuple[int, int]]
 """From which entry to which, in each dimension."""
-FEWEST_BYTES = 1024
+MIN_BYTES = 1024
 """Of a row: shorter parts of rows cost more to read one by one than the rest of the rows does."""
 
 
-class ShortFile(Exception):
+class TruncatedFile(Exception):
     """The file ends before what was asked for."""
 
 
@@ -33,7 +33,7 @@ def read_bytes(file: int, at: int, count: int) -> bytearray:
     while done < count:
         got = os.preadv(file, [view[done:]], at + done)
         if not got:
-            raise ShortFile(f"ends before byte {at + count}")
+            raise TruncatedFile(f"ends before byte {at + count}")
         done += got
     return data
 
@@ -50,7 +50,7 @@ def read_region(file: int, at: int, *, dtype: torch.dtype, shape: Shape, region:
         at += part[0][0] * math.prod(sizes[1:]) * dtype.itemsize
         sizes, part = sizes[1:], part[1:]
     row, (first, last) = math.prod(sizes[1:]) * dtype.itemsize, part[0]
-    if len(sizes) == 2 and FEWEST_BYTES <= (part[1][1] - part[1][0]) * dtype.itemsize <= row // 2:
+    if len(sizes) == 2 and MIN_BYTES <= (part[1][1] - part[1][0]) * dtype.itemsize <= row // 2:
         # one rank's columns: to read whole rows would have each of eight ranks read eight times what it keeps
         (left, right), size = part[1], dtype.itemsize
         columns = [read_bytes(file, at + i * row + left * size, (right - left) * size) for i in range(first, last)]

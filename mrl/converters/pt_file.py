@@ -42,7 +42,7 @@ def load_pt(path: str | Path, *, fields: Collection[str] = (), mmap: bool = Fals
     except MemoryError:
         raise
     except Exception as error:  # torch has no common class for what a file can have wrong
-        raise _unreadable(path, reason(error)) from None
+        raise _unreadable(path, refusal_reason(error)) from None
     if fields and not (isinstance(content, dict) and content.keys() >= set(fields)):
         raise _unreadable(path, f"it has no {', '.join(fields)}")
     return content
@@ -122,7 +122,7 @@ def _is_checked(path: str | Path) -> bool:
         if whole and crc32(b"\0\0", crc32_of(path, size=size - _TAIL.size)) == _TAIL.unpack(tail)[3]:
             return True
     except OSError as error:
-        raise _unreadable(path, reason(error)) from None
+        raise _unreadable(path, refusal_reason(error)) from None
     raise _unreadable(path, "its content has changed since it was written, or it is cut off")
 
 
@@ -130,7 +130,7 @@ def _unreadable(path: str | Path, why: str) -> CheckpointError:
     return CheckpointError(path, why=f"cannot be read ({why})", fix="use another checkpoint")
 
 
-def reason(error: Exception) -> str:
+def refusal_reason(error: Exception) -> str:
     """Returns why a `.pt` was refused, in words of ours: torch advises to run the code that a file holds."""
     code = re.search(r"nsupported (?:GLOBAL|global: GLOBAL) (\S+)", str(error))
     if code is not None:

@@ -127,7 +127,7 @@ def _fp8_block(path: Path) -> tuple[int, int]:
 
 
 def check_readable(quantization: Any, where: str = "config.json") -> None:
-    """Refuses `quantization_config` of a config.json, found at `where`, unless `dequantised` undoes it."""
+    """Refuses `quantization_config` of a config.json, found at `where`, unless `dequantise` undoes it."""
     if not quantization:
         return
     method, fmt = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
@@ -144,7 +144,7 @@ def check_readable(quantization: Any, where: str = "config.json") -> None:
     )
 
 
-def dequantised(reader: WeightReader) -> WeightReader:
+def dequantise(reader: WeightReader) -> WeightReader:
     """Returns `reader`, or a view of it in bf16 where it holds block-fp8 or mxfp4 tensors."""
     quantised = any(name.endswith(("_scale_inv", "_blocks")) for name in reader.tensors)
     return DequantisedReader(reader) if quantised else reader

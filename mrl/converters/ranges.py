@@ -1,8 +1,8 @@
 """What the fields of config.json may hold: one table, for imports, engines and the checks before a run.
 
 `check_fields` reads a config.json as it is: a wrong value makes transformers endless, or fails far from the field.
-`check_settled` reads it completed, when fields can be held against one another. Whether mrl supports a value that is in
-range, the family's `fields` says. `python -m mrl.converters.ranges` prints the tables of docs/supported-models.md.
+`check_normalized` reads it completed, when fields can be held against one another. Whether mrl supports a value that is
+in range, the family's `fields` says. `python -m mrl.converters.ranges` prints the tables of docs/supported-models.md.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mrl.converters.families import FAMILIES
-from mrl.converters.json_file import shown
+from mrl.converters.json_file import shorten_value
 from mrl.errors import ModelError
 
-MOST = 2**31 - 1
+MAX_INT = 2**31 - 1
 _WORDS = {
     int: "a whole number",
     float: "a number",
@@ -58,7 +58,7 @@ class Range:
         parts = [_WORDS[self.kind] if self.of is None else f"a list, each entry {_WORDS[self.of]}"]
         if self.low is not None:
             parts.append(f"{'above' if self.above else 'of at least'} {self.low}")
-        if self.high is not None and self.high != MOST:
+        if self.high is not None and self.high != MAX_INT:
             parts.append(f"{'below' if self.below else 'of at most'} {self.high}")
         elif self.high is not None:
             parts.append("below 2**31")
@@ -66,10 +66,10 @@ class Range:
         return f"{text}, or null" if self.null else text
 
 
-_SIZE, _SWITCH = Range(int, 1, MOST, null=False), Range(bool)
+_SIZE, _SWITCH = Range(int, 1, MAX_INT, null=False), Range(bool)
 _MAYBE = dataclasses.replace(_SIZE, null=True)
 _EXPERTS = Range(int, 1, 4096)
-_COUNT = Range(int, 0, MOST)
+_COUNT = Range(int, 0, MAX_INT)
 _POSITIVE = Range(float, 0, above=True)
 _THETA, _PART = Range(float, 1, above=True), Range(float, 0, 1, above=True)
 
@@ -212,7 +212,7 @@ def check_fields(raw: Mapping[str, Any], where: str = "config.json") -> None:
             _check(name, value, allowed, where)
 
 
-def check_settled(config: Mapping[str, Any], where: str = "config.json") -> None:
+def check_normalized(config: Mapping[str, Any], where: str = "config.json") -> None:
     """Refuses the content of a config.json, completed by `normalize`, whose fields do not fit their ranges or each
     other.
     """
@@ -228,7 +228,9 @@ def check_settled(config: Mapping[str, Any], where: str = "config.json") -> None
     for relation in RELATIONS:
         values = [found.get(name) for name in relation.fields]
         if None not in values and not relation.holds(*values):
-            given = ", ".join(f"{name} = {shown(value)}" for name, value in zip(relation.fields, values, strict=True))
+            given = ", ".join(
+                f"{name} = {shorten_value(value)}" for name, value in zip(relation.fields, values, strict=True)
+            )
             raise ModelError(
                 where, why=f"{given} do not fit: {relation.words}", fix="correct them, or get the file again"
             )
@@ -250,5 +252,7 @@ def _ranges(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Range]]:
 def _check(name: str, value: Any, allowed: Range, where: str) -> None:
     if not allowed.holds(value):
         raise ModelError(
-            where, why=f"{name} = {shown(value)} is not {allowed.words}", fix="correct the field, or get the file again"
+            where,
+            why=f"{name} = {shorten_value(value)} is not {allowed.words}",
+            fix="correct the field, or get the file again",
         )

@@ -227,7 +227,7 @@ def _rule(
 
 
 @dataclasses.dataclass(frozen=True)
-class Owned:
+class OwnedRule:
     """One step of an export: the ranks at (pp_rank, ep_rank) hold the shards of `rule.mcore` in model chunk `chunk`.
 
     ep_rank is None for what is no expert: every EP rank holds it. `rule` is written for rank 0 of its axis.
@@ -248,7 +248,7 @@ def export_order(
     spec: str = "local",
     head: str = "lm",
     vocab_multiple: int = 1,
-) -> Iterator[Owned]:
+) -> Iterator[OwnedRule]:
     """Yields every parameter of the whole model once, in the same order on every rank; tied copies are left out.
 
     chunks: the plan of each (pp_rank, chunk), as from `chunk_plans`. The experts of all EP ranks are in it.
@@ -271,7 +271,7 @@ def export_order(
             if rule.copy:
                 continue
             for ep_rank in range(layout.ep) if rule.expert is not None else [None]:
-                yield Owned(pp_rank, chunk, ep_rank, of_ep[ep_rank or 0][name])
+                yield OwnedRule(pp_rank, chunk, ep_rank, of_ep[ep_rank or 0][name])
 
 
 def expected_hf_names(family: Family, hf_config: HFConfig, *, head: str = "lm", mtp: int = 0) -> dict[str, Shape]:

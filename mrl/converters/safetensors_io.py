@@ -23,13 +23,13 @@ from torch import Tensor
 
 from mrl.converters.algebra import Shape
 from mrl.converters.companions import LFS_POINTER, copy_companions
-from mrl.converters.json_file import parse_json, shown
-from mrl.converters.pread import LazySlice, Region, ShortFile, read_region
+from mrl.converters.json_file import parse_json, shorten_value
+from mrl.converters.pread import LazySlice, Region, TruncatedFile, read_region
 from mrl.errors import ConfigError, ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MOST_NAME = 255
+MAX_NAME_BYTES = 255
 """Bytes that a file's name may have, on every file system that matters."""
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -115,7 +115,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         raise ModelError(file, why=f"not a safetensors header ({str(error)[:200]})", fix="get the file again") from None
     if size != 8 + length + end:
         raise ModelError(
-            file, why=f"has {size} bytes, its header promises {shown(8 + length + end)}", fix="get the file again"
+            file,
+            why=f"has {size} bytes, its header promises {shorten_value(8 + length + end)}",
+            fix="get the file again",
         )
     return infos
 
@@ -125,12 +127,14 @@ def _read_index(file: Path) -> dict[str, str]:
     try:
         weight_map = parse_json(file.read_bytes())["weight_map"]
         shards = set(weight_map.values())
-        bad = [shard for shard in shards if Path(shard).name != shard or len(os.fsencode(shard)) > MOST_NAME]
+        bad = [shard for shard in shards if Path(shard).name != shard or len(os.fsencode(shard)) > MAX_NAME_BYTES]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(file, why=f"not a safetensors index ({shown(error, 200)})", fix="get the file again") from None
+        raise ModelError(
+            file, why=f"not a safetensors index ({shorten_value(error, 200)})", fix="get the file again"
+        ) from None
     if bad:
         raise ModelError(
-            file, why=f"names {shown(bad[0])}, which is not a file of this folder", fix="get the file again"
+            file, why=f"names {shorten_value(bad[0])}, which is not a file of this folder", fix="get the file again"
         )
     return weight_map
 
@@ -140,15 +144,15 @@ def tensor_bytes(info: TensorInfo) -> int:
     return math.prod(info.shape) * DTYPES[info.dtype].itemsize
 
 
-def some(names: list[str], limit: int = 3) -> str:
+def shorten_list(names: list[str], limit: int = 3) -> str:
     """Returns a list for a message: the first few, and how many more."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-def listed(groups: Mapping[str, list[str]]) -> list[str]:
+def count_groups(groups: Mapping[str, list[str]]) -> list[str]:
     """Returns those of each group that has any: how many, what they are, and the first few: `2 missing (a, b)`."""
-    return [f"{len(names)} {what} ({some(names)})" for what, names in groups.items() if names]
+    return [f"{len(names)} {what} ({shorten_list(names)})" for what, names in groups.items() if names]
 
 
 class SafetensorsReader:
@@ -175,12 +179,12 @@ class SafetensorsReader:
         names = sorted(file.name for file in self.path.iterdir())
         shards = [name for name in names if _SHARD.fullmatch(name)]
         if shards:
-            return f"{self.path}: has {some(shards)} and no {INDEX}; the folder is incomplete, get the index"
+            return f"{self.path}: has {shorten_list(shards)} and no {INDEX}; the folder is incomplete, get the index"
         pickles = sorted(file.name for pattern in _PICKLES for file in self.path.glob(pattern))
         if pickles:
             return (
-                f"{self.path}: has only pickle weights ({some(pickles)}), refused because loading them runs their "
-                "code; save the model as safetensors"
+                f"{self.path}: has only pickle weights ({shorten_list(pickles)}), refused because loading them runs "
+                "their code; save the model as safetensors"
             )
         return f"{self.path}: has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights"
 
@@ -191,7 +195,7 @@ class SafetensorsReader:
         lost = [shard for shard in shards if not (self.path / shard).is_file()]
         if lost:
             raise ModelError(
-                self.path, why=f"{INDEX} names {some(lost)}, not in the folder", fix="get the missing files"
+                self.path, why=f"{INDEX} names {shorten_list(lost)}, not in the folder", fix="get the missing files"
             )
         tensors: dict[str, TensorInfo] = {}
         for shard in shards:
@@ -200,7 +204,7 @@ class SafetensorsReader:
             if found.keys() != promised:
                 odd = sorted(found.keys() ^ promised)
                 raise ModelError(
-                    index, why=f"does not agree with {shard} about {some(odd)}", fix="get both files again"
+                    index, why=f"does not agree with {shard} about {shorten_list(odd)}", fix="get both files again"
                 )
             tensors |= found
         return tensors
@@ -214,7 +218,7 @@ class SafetensorsReader:
             try:
                 file = self._file(info.file)
                 return read_region(file, info.start, dtype=DTYPES[info.dtype], shape=info.shape, region=region)
-            except (ShortFile, OSError) as error:
+            except (TruncatedFile, OSError) as error:
                 raise ModelError(self.path / info.file, why=str(error), fix="get the file again") from error
 
         return LazySlice(info.shape, read)
@@ -416,7 +420,7 @@ class HFWriter:
     def close(self) -> None:
         """Make the folder whole."""
         if self._waiting:
-            missing = some(sorted(self._waiting))
+            missing = shorten_list(sorted(self._waiting))
             self.abort()
             raise AssertionError(f"{self.out}: closed before {missing} came")
         for descriptor in self._files.values():

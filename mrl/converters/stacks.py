@@ -3,7 +3,7 @@ the files'.
 
 A `Stack` says how a stored tensor is made: of each expert the rows of its parts in turn (gate 0, up 0, gate 1, ...), as
 rows or, transposed, as columns, and all experts stacked. `StackReader` answers for the tables' names from the stored
-tensors; `stacking` shows a stored tensor as a lazy slice of the tables'; `restacked` makes stored tensors of a stream
+tensors; `stack_slice` shows a stored tensor as a lazy slice of the tables'; `restack` makes stored tensors of a stream
 of the tables'.
 """
 
@@ -24,7 +24,7 @@ from mrl.converters.weights import Slice, WeightReader
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class StackPlace:
     """Where a tensor of the tables lies: part `part` of `expert` in the stored tensor `stored`."""
 
     stack: Stack
@@ -42,11 +42,11 @@ def _patterns(stacks: tuple[Stack, ...]) -> list[tuple[re.Pattern[str], Stack, i
     return [(pattern(name), stack, part) for stack in stacks for part, name in enumerate(stack.parts)]
 
 
-def place_of(family: Family, name: str) -> Place | None:
+def place_of(family: Family, name: str) -> StackPlace | None:
     """Returns where the tensor that the tables call `name` is stacked; None where files hold it by itself."""
     for pattern, stack, part in _patterns(family.stacks):
-        if found := pattern.fullmatch(name):
-            return Place(stack, stack.stored.format(l=found["l"]), int(found["e"]), part)
+        if match := pattern.fullmatch(name):
+            return StackPlace(stack, stack.stored.format(l=match["l"]), int(match["e"]), part)
     return None
 
 
@@ -76,7 +76,7 @@ def stored_shapes(family: Family, shapes: dict[str, Shape]) -> dict[str, Shape]:
     return stored
 
 
-def _part_of(source: Slice, place: Place) -> LazySlice:
+def _part_of(source: Slice, place: StackPlace) -> LazySlice:
     """Returns one part of one expert in the stored tensor `source`, with rows and columns of its own."""
     stack, count = place.stack, len(place.stack.parts)
     _, *sizes = source.shape
@@ -93,7 +93,7 @@ def _part_of(source: Slice, place: Place) -> LazySlice:
     return LazySlice((rows // count, *columns), read, whole_rows=not stack.transposed)
 
 
-def reading(read: Callable[[str], Slice], family: Family) -> Callable[[str], Slice]:
+def unstacking_read(read: Callable[[str], Slice], family: Family) -> Callable[[str], Slice]:
     """Returns `read`, which takes the files' names, for the tables' names too."""
 
     def read_either(name: str) -> Slice:
@@ -108,7 +108,7 @@ class StackReader:
 
     def __init__(self, reader: WeightReader, family: Family) -> None:
         self.path, self.tensors, self._stored = reader.path, reader.tensors, reader
-        self._read = reading(reader, family)
+        self._read = unstacking_read(reader, family)
 
     def __call__(self, name: str) -> Slice:
         return self._read(name)
@@ -117,8 +117,10 @@ class StackReader:
         self._stored.close()
 
 
-def stacking(read: Callable[[str], Any], stack: Stack, names: Mapping[tuple[int, int], str], shape: Shape) -> LazySlice:
-    """Returns the stored tensor of `shape` as a lazy slice: the way back from `reading`.
+def stack_slice(
+    read: Callable[[str], Any], stack: Stack, names: Mapping[tuple[int, int], str], shape: Shape
+) -> LazySlice:
+    """Returns the stored tensor of `shape` as a lazy slice: the way back from `unstacking_read`.
 
     names: what the tables call part `part` of `expert`, by (expert, part). read: gives slices under these names.
     """
@@ -134,14 +136,14 @@ def stacking(read: Callable[[str], Any], stack: Stack, names: Mapping[tuple[int,
             for part in range(count):
                 rows = slice(-((part - low) // count), -((part - high) // count))
                 if rows.start < rows.stop:
-                    found = read(names[expert, part])[(rows, *(slice(*span) for span in inside[1:]))]
-                    whole[expert - first, rows.start * count + part - low :: count] = found
+                    tensor = read(names[expert, part])[(rows, *(slice(*span) for span in inside[1:]))]
+                    whole[expert - first, rows.start * count + part - low :: count] = tensor
         return whole.transpose(1, 2) if stack.transposed else whole
 
     return LazySlice(shape, region)
 
 
-def restacked(pairs: Iterable[tuple[str, Tensor]], family: Family, hf_config: HFConfig) -> Iterator[tuple[str, Tensor]]:
+def restack(pairs: Iterable[tuple[str, Tensor]], family: Family, hf_config: HFConfig) -> Iterator[tuple[str, Tensor]]:
     """Yields (stored name, tensor) from (the tables' name, tensor) in any order; a stored tensor comes with its last
     part.
 
@@ -173,7 +175,7 @@ def _empty(part: Tensor, stack: Stack, experts: int) -> Tensor:
     return part.new_empty((experts, *columns, rows) if stack.transposed else (experts, rows, *columns))
 
 
-def _put(part: Tensor, whole: Tensor, place: Place) -> None:
+def _put(part: Tensor, whole: Tensor, place: StackPlace) -> None:
     count = len(place.stack.parts)
     if place.stack.transposed:
         whole[place.expert, :, place.part :: count] = part.t()

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.converters.mtp import announced, copies_in
+from mrl.converters.mtp import num_mtp_layers, shared_tensors
 from mrl.converters.rules import Rule, chunk_plans, expected_hf_names, export_order, param_map
-from mrl.converters.safetensors_io import some
-from mrl.converters.stacks import place_of, reading, restacked
+from mrl.converters.safetensors_io import shorten_list
+from mrl.converters.stacks import place_of, restack, unstacking_read
 from mrl.converters.table import Family, HFConfig
 from mrl.errors import ModelError
 from mrl.parallel import ParallelDims
@@ -54,9 +54,9 @@ def hf_to_mcore(
                 of_file = users.setdefault(name if place is None else place.stored, {})
                 of_file.setdefault(name, []).append((chunk, rule))
     shapes = expected_hf_names(family, hf_config, head=head)
-    mtp = announced(hf_config)
+    mtp = num_mtp_layers(hf_config)
     passed_over = expected_hf_names(family, hf_config, head=head, mtp=mtp).keys() - shapes.keys()
-    passed_over |= copies_in(hf_config, mtp).keys() | {"lm_head.weight"} - shapes.keys()
+    passed_over |= shared_tensors(hf_config, mtp).keys() | {"lm_head.weight"} - shapes.keys()
     waiting: dict[tuple[int, str], dict[str, Tensor]] = {}
     missing = set(shapes)
     for name, tensor in weights:
@@ -64,7 +64,7 @@ def hf_to_mcore(
             continue
         _check(name, tensor, shapes, missing)
         missing.remove(name)
-        read = reading({name: tensor}.__getitem__, family)
+        read = unstacking_read({name: tensor}.__getitem__, family)
         for part, of_part in users.get(name, {}).items():
             source = tensor if part == name else read(part)[:]
             for chunk, rule in of_part:
@@ -74,7 +74,8 @@ def hf_to_mcore(
                     yield chunk, rule.mcore, _assemble(rule, waiting.pop((chunk, rule.mcore)))
     if missing:
         raise ModelError(
-            f"the stream ended with {len(missing)} tensors missing ({some(sorted(missing))}); send the whole model"
+            f"the stream ended with {len(missing)} tensors missing ({shorten_list(sorted(missing))}); "
+            "send the whole model"
         )
 
 
@@ -100,7 +101,7 @@ def mcore_to_hf(
     pairs = _merged(
         shards, family, layout, hf_config, {"spec": spec, "head": head, "vocab_multiple": vocab_multiple}
     )  # fmt: skip
-    yield from restacked(pairs, family, hf_config)
+    yield from restack(pairs, family, hf_config)
 
 
 def _merged(
@@ -144,7 +145,7 @@ def _merged(
     if missing:
         names = sorted(name for key in missing for name in owned[key].hf)
         raise ModelError(
-            f"the stream ended with {len(names)} tensors missing ({some(names)}); send the shards of all ranks"
+            f"the stream ended with {len(names)} tensors missing ({shorten_list(names)}); send the shards of all ranks"
         )
 
 

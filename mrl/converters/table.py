@@ -92,7 +92,7 @@ class Family:
         """Returns what global layer number `layer`, past the last, holds; `{l}` of the mcore side counts from the first
         such layer.
         """
-        return self.mtp + tuple(map(in_mtp_block, self.layer_entries(config, layer)))
+        return self.mtp + tuple(map(as_mtp_entry, self.layer_entries(config, layer)))
 
 
 def sizes_of(config: HFConfig, padded: int) -> dict[str, int]:
@@ -125,7 +125,7 @@ _MTP_BLOCK = _MTP + "transformer_layer."
 _HF = "model.layers.{l}."
 
 
-def in_mtp_block(entry: Entry) -> Entry:
+def as_mtp_entry(entry: Entry) -> Entry:
     """Returns the entry of a layer as the block of an MTP layer has it."""
     te = entry.te and entry.te.replace(_MCORE, _MTP_BLOCK)
     return dataclasses.replace(entry, mcore=entry.mcore.replace(_MCORE, _MTP_BLOCK), te=te)
@@ -158,7 +158,7 @@ ATTENTION = (
 )
 
 
-def where(key: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+def only_where(key: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """Returns the same entries, which exist where the config key is true."""
     return tuple(dataclasses.replace(entry, needs=key) for entry in entries)
 

@@ -18,7 +18,7 @@ import torch
 from mrl.algorithms.distill import TEACHER_OF
 from mrl.batch import Batch, make_batch
 from mrl.data.dataset import Example, RowDataset, T
-from mrl.data.stream import Progress, Report, RowStream, Taken
+from mrl.data.stream import Progress, Report, RowStream, TakenRows
 from mrl.errors import DataError, UserError
 
 
@@ -56,7 +56,7 @@ class BatchSource(RowStream[T]):
         super().__init__(dataset, seed=seed, shuffle=shuffle)
         self.global_batch_size, self.batch_of = global_batch_size, batch_of
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mrl-data") if prefetch else None
-        self._ahead: Future[tuple[Batch, Taken[T]]] | None = None
+        self._ahead: Future[tuple[Batch, TakenRows[T]]] | None = None
 
     def next(self) -> Batch:
         """Returns the next `global_batch_size` usable rows, with denominators. DataError: as `RowDataset.load`."""
@@ -67,7 +67,7 @@ class BatchSource(RowStream[T]):
             self._ahead = self._thread.submit(self._build, taken.progress)
         return batch
 
-    def peek(self) -> None:
+    def prefetch(self) -> None:
         """Raises what `next` would raise, and changes nothing: the batch is kept for it."""
         if self._ahead is None:
             self._ahead = Future()
@@ -97,7 +97,7 @@ class BatchSource(RowStream[T]):
             self._ahead.cancel()
             self._ahead = None
 
-    def _build(self, start: Progress) -> tuple[Batch, Taken[T]]:
+    def _build(self, start: Progress) -> tuple[Batch, TakenRows[T]]:
         built, wrong = None, None
         try:
             taken = self._after(start, self.global_batch_size)
@@ -127,22 +127,22 @@ def in_order(
     """
     report = report if report is not None else Report()
     held: list[tuple[int, T]] = []  # a whole batch, until it is known that what follows makes one too
-    found: list[tuple[int, T]] = []
-    makes_batch = lambda: len(found) >= least and any(weighs(one) for _, one in found)  # noqa: E731
+    rows: list[tuple[int, T]] = []
+    makes_batch = lambda: len(rows) >= least and any(weighs(one) for _, one in rows)  # noqa: E731
     for row in range(len(dataset)):
         loaded = report.count(dataset, row)
         if loaded is not None:
-            found.append((row, loaded))
-        if len(found) >= rows_at_once and makes_batch():
+            rows.append((row, loaded))
+        if len(rows) >= rows_at_once and makes_batch():
             if held:
                 yield [index for index, _ in held], [one for _, one in held]
-            held, found = found, []
-    if found and not held and not any(weighs(one) for _, one in found):
+            held, rows = rows, []
+    if rows and not held and not any(weighs(one) for _, one in rows):
         why = f"{dataset.path}: all of its rows that can be used have weight 0, so there is nothing to divide by"
         raise DataError(f"data.{dataset.part}", why=why, fix="give one of them another weight")
-    parts = [held, found] if makes_batch() else [held + found]
+    parts = [held, rows] if makes_batch() else [held + rows]
     for part in parts:
         if part:
             yield [index for index, _ in part], [one for _, one in part]
-    if not held and not found:
-        raise report.of_which_none_is_left(dataset)
+    if not held and not rows:
+        raise report.no_rows_left(dataset)

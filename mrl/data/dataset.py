@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mrl.config.dpo import PreferenceDataConfig
-from mrl.config.keys import listed
+from mrl.config.keys import join_names
 from mrl.config.ppo import PromptsConfig
 from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
 from mrl.config.urls import shown_url
 from mrl.converters.hf_config import VISION_LANGUAGE
-from mrl.data.dialogue import looks_like_dialogue, with_turns
+from mrl.data.dialogue import looks_like_dialogue, split_turns
 from mrl.data.encode import NO_TEMPLATE, Encoder, check_system
 from mrl.data.files import BadRow, row_error
 from mrl.data.formats import (
@@ -36,27 +36,27 @@ from mrl.data.formats import (
     rename_fields,
     row_weight,
 )
-from mrl.data.json_text import AS_MESSAGES, decoded
+from mrl.data.json_text import AS_MESSAGES, decode_json_fields
 from mrl.data.left_out import left_out
-from mrl.data.noted import NotedRow
+from mrl.data.noted import TrackedRow
 from mrl.data.rows import Part, Rows, open_rows, open_stream
-from mrl.data.splits import Named
-from mrl.data.streamed import MOST_INDEX, Cursor, Exchange, Order, StreamedRows, alone
+from mrl.data.splits import NamedFiles
+from mrl.data.streamed import MAX_INDEX, Cursor, Exchange, Order, StreamedRows, one_process_exchange
 from mrl.data.tokenizer import use_chat_template
-from mrl.data.vision import Vision, WithImages
+from mrl.data.vision import ImageRow, Vision
 from mrl.errors import DataError, UserError, show
 
 
-class Loaded(Protocol):
+class LoadedRow(Protocol):
     """A row in tokens."""
 
     @property
     def truncated(self) -> bool: ...
 
 
-T = TypeVar("T", bound=Loaded)
+T = TypeVar("T", bound=LoadedRow)
 
-NOTED_ROWS = 64
+ROWS_WITH_NOTES = 64
 """The first rows, which are rendered with and without each field at the start."""
 
 
@@ -73,7 +73,7 @@ class Example:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rejected:
+class RejectedRow:
     """A row left out: a bad one under `on_bad_row: skip`, or a long one under `truncation: drop`."""
 
     outcome: Literal["skipped", "dropped"]
@@ -98,7 +98,7 @@ class RowDataset(abc.ABC, Generic[T]):
         *,
         part: Part = "train",
         vocab_size: int | None = None,
-        exchange: Exchange = alone,
+        exchange: Exchange = one_process_exchange,
     ) -> None:
         path = config.train if part == "train" else config.eval
         if path is None:
@@ -139,7 +139,7 @@ class RowDataset(abc.ABC, Generic[T]):
     @property
     def indices(self) -> int:
         """One more than the largest index of a row."""
-        return MOST_INDEX if self.is_streamed else len(self)
+        return MAX_INDEX if self.is_streamed else len(self)
 
     def take(self, at: Cursor, order: Order) -> tuple[int, Cursor]:
         """Returns the index of a streamed row, and the position after it; see `StreamedRows.take`."""
@@ -183,7 +183,7 @@ class RowDataset(abc.ABC, Generic[T]):
         return []
 
     @property
-    def named(self) -> list[Named]:
+    def named_files(self) -> list[NamedFiles]:
         """The files of the rows, by the path that stands for them."""
         return [self._rows.named]
 
@@ -191,14 +191,14 @@ class RowDataset(abc.ABC, Generic[T]):
         """Identifies the data by {"name", "rows", "size", "hash"} of each file."""
         return self._rows.fingerprint()
 
-    def load(self, index: int) -> T | Rejected:
+    def load(self, index: int) -> T | RejectedRow:
         """Returns the row in tokens. Raises DataError with file and line where `on_bad_row` or `truncation` say so."""
         try:
             with self._lock:
                 return self._make(index, self._row(index))
         except BadRow as e:
             if self.config.on_bad_row == "skip":
-                return Rejected("skipped", f"{self.where(index)}: {e}")
+                return RejectedRow("skipped", f"{self.where(index)}: {e}")
             raise row_error(self.where(index), e) from e
         except UserError as e:  # the template's or tokenizer's fault, or a row that is too long: not the row's to skip
             raise type(e)(self.where(index), why=str(e)) from e
@@ -213,7 +213,7 @@ class RowDataset(abc.ABC, Generic[T]):
         """The rest of the construction, with a tokenizer of its own and the rows open."""
 
     @abc.abstractmethod
-    def _make(self, index: int, row: dict[str, Any]) -> T | Rejected:
+    def _make(self, index: int, row: dict[str, Any]) -> T | RejectedRow:
         """Returns the example that a row becomes. Raises BadRow, or another UserError, without file and line."""
 
     def template_notes(self) -> list[str]:
@@ -229,13 +229,13 @@ class RowDataset(abc.ABC, Generic[T]):
         """Returns lines on the first rows. contents: what a row is. said_of: `left_out`, of conversations and their
         places."""
         chats, texts = list[tuple[str, Chat]](), dict[str, str]()
-        for index in itertools.islice(self._rows.head(), NOTED_ROWS):
+        for index in itertools.islice(self._rows.head(), ROWS_WITH_NOTES):
             try:
-                row = NotedRow(self._row(index))
+                row = TrackedRow(self._row(index))
                 found = [content.chat if isinstance(content, Question | Pair) else content for content in contents(row)]
             except UserError:
                 continue  # its own reading says so
-            place, read = self.where(index), decoded(row)
+            place, read = self.where(index), decode_json_fields(row)
             changed = {name for name, value in row.items() if dict.__getitem__(read, name) is not value}
             for name in [name for name in row if name in changed & row.read]:
                 texts.setdefault(name, f"{place}: {name}: {AS_MESSAGES}")
@@ -243,7 +243,7 @@ class RowDataset(abc.ABC, Generic[T]):
         return [*texts.values(), *said_of(chats)]
 
     def _row(self, index: int) -> dict[str, Any]:
-        return with_turns(rename_fields(self._rows[index], self.config.columns), self.config.turns)
+        return split_turns(rename_fields(self._rows[index], self.config.columns), self.config.turns)
 
     def _check_vocabulary(self, ids: list[int]) -> None:
         if self.vocab_size is not None and max(ids, default=0) >= self.vocab_size:
@@ -252,7 +252,7 @@ class RowDataset(abc.ABC, Generic[T]):
                 "use the tokenizer that belongs to the model"
             )
 
-    def detected(self) -> str:
+    def detected_form(self) -> str:
         """Returns the form of the first row that can be read, which data.format auto goes by."""
         row, where = self.first_row()
         try:
@@ -270,7 +270,7 @@ class RowDataset(abc.ABC, Generic[T]):
 
     def read_first(self) -> None:
         """Reads the first rows of each source as a run does. Raises DataError where one of them stops it."""
-        for index in itertools.islice(self._rows.head(), NOTED_ROWS):
+        for index in itertools.islice(self._rows.head(), ROWS_WITH_NOTES):
             self.load(index)
 
     def _dialogue(self) -> list[str]:
@@ -292,7 +292,7 @@ class RowDataset(abc.ABC, Generic[T]):
         """Returns a line on the fields that nothing reads, of the first row of each source. Raises as `first_row`."""
         where, row, read = self._fields_read()
         unread = [name for name in row if name not in read and not name.endswith("_unused")]
-        return [f"{where}: nothing reads its fields {listed(unread)}"] if read and unread else []
+        return [f"{where}: nothing reads its fields {join_names(unread)}"] if read and unread else []
 
     def newly_read(self) -> list[str]:
         """Returns a line on fields that an older mrl did not read, of the first row of each source."""
@@ -304,7 +304,7 @@ class RowDataset(abc.ABC, Generic[T]):
     def _fields_read(self) -> tuple[str, dict[str, Any], set[str]]:
         """Returns the place and fields of the first row, and which of them are read: none of a row that is not used."""
         index, row = self._first()
-        noted = NotedRow(row)
+        noted = TrackedRow(row)
         try:
             self._make(index, noted)
         except UserError:  # which is said where the row is used
@@ -318,14 +318,14 @@ class RowDataset(abc.ABC, Generic[T]):
         return row, self.where(index)
 
     def _first(self) -> tuple[int, dict[str, Any]]:
-        found, wrong = None, None
+        row, wrong = None, None
         try:
-            found = self._first_row()
+            row = self._first_row()
         except UserError as error:
             wrong = error
         self.agree(wrong)
-        assert found is not None, "an error is raised by those who agree on it"
-        return found
+        assert row is not None, "an error is raised by those who agree on it"
+        return row
 
     def _first_row(self) -> tuple[int, dict[str, Any]]:
         tried = []
@@ -360,7 +360,7 @@ class SFTDataset(RowDataset[Example]):
         vocab_size: int | None = None,
         vision: Vision | None = None,
         teachers: Sequence[str] | None = None,
-        exchange: Exchange = alone,
+        exchange: Exchange = one_process_exchange,
     ) -> None:
         self._teachers = None if teachers is None else list(teachers)
         self._vision = copy.deepcopy(vision)  # it has a tokenizer too
@@ -371,7 +371,7 @@ class SFTDataset(RowDataset[Example]):
         if self._vision is not None and self._vision.chat_template is not None and config.chat_template is None:
             tokenizer.chat_template = self._vision.chat_template  # the tokenizer's own may know nothing of images
         self._encoder = Encoder(tokenizer, config.loss_on, config.system)
-        self.format = config.format if config.format != "auto" else self.detected()
+        self.format = config.format if config.format != "auto" else self.detected_form()
         if self.format == "messages" and tokenizer.chat_template is None:
             raise DataError(f"data.{self.part}", why=f"{self.path}: {NO_TEMPLATE}")
         if self.format in ("text", "tokenized"):
@@ -383,16 +383,16 @@ class SFTDataset(RowDataset[Example]):
                 raise DataError("data.system", why=why, fix="leave it out")
         check_system(config.system, tokenizer)
 
-    def _make(self, index: int, row: dict[str, Any]) -> Example | Rejected:
+    def _make(self, index: int, row: dict[str, Any]) -> Example | RejectedRow:
         content, weight = parse_row(row, self.format), row_weight(row)
         if self._vision is None:
             check_text_alone(content)
-            fitted = self._fit(index, WithImages(self._encoder.encode(content), {}))
+            fitted = self._fit(index, ImageRow(self._encoder.encode(content), {}))
         else:
             images = content.images if isinstance(content, Chat) else ()
             expanded = self._vision.expand(self._encoder.encode(content), images, self._rows.folder(index))
             fitted = self._fit(index, expanded)
-        if isinstance(fitted, Rejected):
+        if isinstance(fitted, RejectedRow):
             return fitted
         if self._teachers is not None:
             teacher = teacher_of(row, self.config.teacher, self._teachers, "teacher.others")
@@ -423,7 +423,7 @@ class SFTDataset(RowDataset[Example]):
             "set data.truncation to right, left or drop"
         )
 
-    def _fit(self, index: int, row: WithImages) -> Example | Rejected:
+    def _fit(self, index: int, row: ImageRow) -> Example | RejectedRow:
         """Returns the sequence within max_length, by the truncation policy."""
         encoded = row.encoded
         ids, mask, limit = encoded.ids, encoded.mask, self.config.max_length
@@ -435,7 +435,7 @@ class SFTDataset(RowDataset[Example]):
                 case "error":
                     raise DataError(self.too_long(len(ids)))
                 case "drop":
-                    return Rejected("dropped", f"{self.where(index)}: {what}")
+                    return RejectedRow("dropped", f"{self.where(index)}: {what}")
                 case "right":
                     ids, mask = ids[:limit], mask[:limit]
                 case "left":

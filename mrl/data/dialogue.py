@@ -21,23 +21,23 @@ FIELDS = ("prompt", "text", "chosen", "rejected", "completion")
 LOOKS_LIKE = re.compile(r"(?m)^\s*(?:###\s*)?(?:Human|User)\s*:.*^\s*(?:###\s*)?(?:Assistant|AI|Bot)\s*:", re.DOTALL)
 
 
-def with_turns(row: dict[str, Any], markers: Mapping[str, str]) -> dict[str, Any]:
+def split_turns(row: dict[str, Any], markers: Mapping[str, str]) -> dict[str, Any]:
     """Returns the row with messages in place of its marked texts. markers: role -> what begins a turn; {}: as it is.
 
     Raises BadRow where a text does not begin with a marker, or has an empty turn.
     """
     if not markers:
         return row
-    found = dict(row)
+    fields = dict(row)
     texts = {name: row[name] for name in FIELDS if isinstance(row.get(name), str)}
     answers = ("completion",) if row.get("prompt") is None else ("completion", "chosen", "rejected")
     for name, text in texts.items():
         if name == "prompt":  # it may end with the marker of the answer that is asked for
             text = text.rstrip().removesuffix(markers["assistant"].rstrip())
-        found[name] = turns_of(text, markers, name, begins="assistant" if name in answers else None)
+        fields[name] = turns_of(text, markers, name, begins="assistant" if name in answers else None)
     if "text" in texts:
-        found["messages"] = found.pop("text")
-    return found
+        fields["messages"] = fields.pop("text")
+    return fields
 
 
 def turns_of(text: str, markers: Mapping[str, str], name: str, begins: str | None = None) -> list[dict[str, str]]:

@@ -44,25 +44,27 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from mrl.config.sources import LossOn
-from mrl.data.ends import Probe, TurnEnds, common
+from mrl.data.ends import Probe, TurnEnds, common_prefix_length
 from mrl.data.files import BadRow, one_line
 from mrl.data.formats import SYSTEM_ROLES, Chat, Pair, Text, Tokens, check_plain, with_system
-from mrl.data.messages import is_blank, nothing_left, said_beside
+from mrl.data.messages import empty_turn_error, extra_fields, is_blank
 from mrl.data.tokenizer import variables_of
-from mrl.data.tool_calls import with_fitting_arguments
+from mrl.data.tool_calls import fit_arguments
 from mrl.errors import DataError, ModelError
 
 # transformers compiles a chat template once per process and keeps the positions of its generation markers on the
 # compiled object while it renders, so two threads must not render at once.
 _RENDERING = threading.Lock()
 
-STAND_INS = ("a", "7")
+PROBE_CONTENTS = ("a", "7")
 """Contents that stand in for a message's own, and begin with different tokens."""
 
 PROBES = 64
 """How many probes of turn ends are remembered: rows may have template arguments of their own."""
 
-OF_THE_CALL = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
+TEMPLATE_ARGUMENTS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
+    "documents"
+}
 """Names that transformers takes for itself: a row would cut its tokens with them, or a request bring a template of its
 own, which would be run."""
 
@@ -118,10 +120,10 @@ class Encoder:
                 check_plain(content)
                 return self.pair(content)
             case Text():
-                found = self.tokenize(content.text)
-                if not found:
+                encoded = self.tokenize(content.text)
+                if not encoded:
                     raise BadRow(f"has a text of no tokens: {content.text!r:.40}; remove the row")
-                ids = self._end(self.begin(found))
+                ids = self._end(self.begin(encoded))
                 return Encoded(ids, [1] * len(ids))
             case Tokens():
                 return self.tokens(content)
@@ -192,7 +194,7 @@ class Encoder:
             self._turn_ends[key] = probe.find()
         return self._turn_ends[key]
 
-    def changed_ends(self) -> str | None:
+    def changed_ends_note(self) -> str | None:
         """Returns what is new of the ends of conversations, for the resume of a run from before it."""
         ends, name = self.turn_ends(), self.tokenizer.convert_ids_to_tokens
         if ends.kind == "next turn" and self.loss_on == "all":
@@ -205,7 +207,7 @@ class Encoder:
         """Returns a conversation through the chat template; see the top of this file for what trains."""
         if not self.has_template:
             raise DataError(NO_TEMPLATE)
-        chat = self.fitted(self.with_system(chat))
+        chat = self.fit_tool_arguments(self.with_system(chat))
         trained = self._trained(chat)
         ids, spans = self._spans(chat, [i for i, weight in trained.items() if weight])
         if self.loss_on == "all":
@@ -221,17 +223,17 @@ class Encoder:
             return chat
         return with_system(chat, self.system)
 
-    def fitted(self, chat: Chat) -> Chat:
+    def fit_tool_arguments(self, chat: Chat) -> Chat:
         """Returns a conversation with the arguments of its tool calls in the form that the template takes."""
-        return self.fitted_and_forms(chat)[0]
+        return self.fit_tool_arguments_and_forms(chat)[0]
 
-    def fitted_and_forms(self, chat: Chat) -> tuple[Chat, list[str]]:
-        """As `fitted`, with what that changed in words."""
-        other = sorted(OF_THE_CALL & chat.template_kwargs.keys())
+    def fit_tool_arguments_and_forms(self, chat: Chat) -> tuple[Chat, list[str]]:
+        """As `fit_tool_arguments`, with what that changed in words."""
+        other = sorted(TEMPLATE_ARGUMENTS & chat.template_kwargs.keys())
         if other:
             why = "is no variable of a chat template"
             raise BadRow(f"chat_template_kwargs.{other[0]}", why=why, fix="leave it out")
-        return with_fitting_arguments(chat, lambda messages: self.render_text(chat, messages))
+        return fit_arguments(chat, lambda messages: self.render_text(chat, messages))
 
     def _trained(self, chat: Chat) -> dict[int, float]:
         """Returns the weight of each message that trains by its role and place, 0 among them. Raises BadRow."""
@@ -281,10 +283,10 @@ class Encoder:
         spans = dict(zip(answers, of_answers, strict=True))
         for i, (start, end) in spans.items():
             message = chat.messages[i]
-            if not is_blank(message["content"]) or not said_beside(message):
+            if not is_blank(message["content"]) or not extra_fields(message):
                 continue
             if self._says_nothing(ids[start:end]):
-                raise nothing_left(f"messages[{i}]", message)
+                raise empty_turn_error(f"messages[{i}]", message)
         return ids, spans | {i: self._content_span(chat, i, ids) for i in wanted if i not in spans}
 
     def _ended(self, chat: Chat, ids: list[int]) -> list[int]:
@@ -293,7 +295,7 @@ class Encoder:
         last = chat.messages[-1]
         if self.as_rendered or last["role"] != "assistant":
             return ids
-        return ids + self.turn_ends(chat).lacking(calls=bool(last.get("tool_calls")))
+        return ids + self.turn_ends(chat).missing_end(calls=bool(last.get("tool_calls")))
 
     def _body(self, chat: Chat, whole: list[int]) -> int:
         """Returns how many tokens of a whole rendering are turns: what a template ends all with is no part of one."""
@@ -368,7 +370,7 @@ class Encoder:
             raise self._rewritten(chat, turn, "up to it, with the generation prompt,", before, whole)
         is_last = turn == len(chat.messages) - 1
         after = whole if is_last else self.render(chat, chat.messages[: turn + 1])[0]
-        same = min(common(after, whole), self._body(chat, whole))
+        same = min(common_prefix_length(after, whole), self._body(chat, whole))
         # Templates may end a rendering in their own way (Phi-3: EOS after the last turn): that is no part of the turn.
         if not self._says_nothing(after[same:]):
             raise self._rewritten(chat, turn, "to its end", after, whole)
@@ -410,10 +412,10 @@ class Encoder:
             )
         after = whole if number == len(chat.messages) - 1 else self.render(chat, chat.messages[: number + 1])[0]
         start = len(after)
-        for other in STAND_INS:  # one of them begins otherwise than the content
+        for other in PROBE_CONTENTS:  # one of them begins otherwise than the content
             stand_in = [*chat.messages[:number], {**message, "content": other}]
-            start = min(start, common(after, self.render(chat, stand_in)[0]))
-        end = min(common(after, whole), self._body(chat, whole))
+            start = min(start, common_prefix_length(after, self.render(chat, stand_in)[0]))
+        end = min(common_prefix_length(after, whole), self._body(chat, whole))
         if end < start or not self._says_nothing(after[end:]):
             raise self._rewritten(chat, number, "to its end", after, whole)
         end_of_turn = self._end_of_turn(whole, start, end)
@@ -440,7 +442,7 @@ class Encoder:
 
     def difference(self, part: list[int], whole: list[int]) -> tuple[str, str]:
         """Returns the texts around the first token in which two sequences differ."""
-        at = common(part, whole)
+        at = common_prefix_length(part, whole)
         return self._show(part[max(0, at - 4) : at + 6]), self._show(whole[max(0, at - 4) : at + 6])
 
     def _rewritten(self, chat: Chat, turn: int, extent: str, part: list[int], whole: list[int]) -> DataError:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from mrl.data.files import BadRow
 
-STAND_IN = "a-turn-of-the-assistant"
+PROBE_CONTENT = "a-turn-of-the-assistant"
 CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
 
 
@@ -36,7 +36,7 @@ class TurnEnds:
     def end_tokens(self) -> frozenset[int]:
         return frozenset(token for token in (self.last, self.call) if token is not None)
 
-    def lacking(self, *, calls: bool) -> list[int]:
+    def missing_end(self, *, calls: bool) -> list[int]:
         """Returns what a conversation lacks at its end, after an assistant's turn. calls: that turn calls tools."""
         end = self.call if calls and self.call is not None else self.last
         return [end] if self.kind == "next turn" and end is not None else []
@@ -56,13 +56,13 @@ class Probe:
         for begin, parts in itertools.product(begins, (False, True)):  # templates of models that read images want parts
             talk = [
                 {"role": role, "content": [{"type": "text", "text": text}] if parts else text}
-                for role, text in (*begin, ("assistant", STAND_IN), ("user", "7"))
+                for role, text in (*begin, ("assistant", PROBE_CONTENT), ("user", "7"))
             ]
-            _, found, rest = self._text(talk[:-1]).partition(STAND_IN)
+            _, found, rest = self._text(talk[:-1]).partition(PROBE_CONTENT)
             if not found:
                 continue
             alone = followed = self.tokenize(rest)
-            _, found, rest = self._text(talk).partition(STAND_IN)
+            _, found, rest = self._text(talk).partition(PROBE_CONTENT)
             if found:
                 followed = self.tokenize(rest)
             return self._compare(alone, followed, asked=talk[:-2])
@@ -70,7 +70,7 @@ class Probe:
 
     def _compare(self, alone: list[int], followed: list[int], asked: list[dict[str, Any]]) -> TurnEnds:
         """alone, followed: what is after the assistant's words, without and with another turn there."""
-        same = common(alone, followed)
+        same = common_prefix_length(alone, followed)
         own = [token for token in alone[:same] if token in self.special_ids]
         if own:
             ending = tuple(alone[same:]) if any(token in self.special_ids for token in alone[same:]) else ()
@@ -105,7 +105,7 @@ class Probe:
             return ""
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Returns how many tokens both sequences begin with alike."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

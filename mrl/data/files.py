@@ -27,7 +27,7 @@ import pyarrow
 import pyarrow.parquet
 from filelock import FileLock
 
-from mrl.converters.json_file import is_deeper
+from mrl.converters.json_file import is_deeper_than
 from mrl.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ JSONL_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".json") for packed 
 SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
 BLOCK = 8 << 20  # bytes read at a time while indexing
 ENDS = 1 << 20  # bytes hashed at each end of a file that is not read whole
-DEEPEST = 100  # levels of objects and lists in a row: templates and pickle walk it by recursion
+MAX_DEPTH = 100  # levels of objects and lists in a row: templates and pickle walk it by recursion
 ARROW_ROWS = 1024  # rows in a record batch of an Arrow copy
 LISTS = (
     pyarrow.ListType,
@@ -262,7 +262,7 @@ def parse_json(text: str) -> Any:
         raise
     except ValueError:  # Python reads no longer ones
         raise BadRow("holds a number of more than 4300 digits; write it as text, or remove the row") from None
-    if text.count("[") + text.count("{") > DEEPEST and is_deeper(value, DEEPEST):
+    if text.count("[") + text.count("{") > MAX_DEPTH and is_deeper_than(value, MAX_DEPTH):
         raise _too_deep()
     return value
 
@@ -277,7 +277,7 @@ def _why_not_json(head: bytes, problem: str) -> str:
 
 
 def _too_deep() -> BadRow:
-    return BadRow(f"has objects or lists in more than {DEEPEST} others; write it flatter, or remove the row")
+    return BadRow(f"has objects or lists in more than {MAX_DEPTH} others; write it flatter, or remove the row")
 
 
 def _identity(file: BinaryIO) -> tuple[int, int]:

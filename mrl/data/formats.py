@@ -34,10 +34,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrl.config.keys import listed
+from mrl.config.keys import join_names
 from mrl.data.files import BadRow, kind_of
 from mrl.data.images import Image, check_parts, image_of
-from mrl.data.json_text import decoded, template_kwargs_of, tools_of, with_calls
+from mrl.data.json_text import decode_json_fields, decode_tool_calls, template_kwargs_of, tools_of
 from mrl.errors import DataError
 
 Row = dict[str, Any]
@@ -56,7 +56,7 @@ PROMPT_FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 MASK_FIELDS = ("loss_mask", "assistant_masks", "completion_mask")
 WEIGHTS = "weights"
-LARGEST_WEIGHT = 1e6
+MAX_WEIGHT = 1e6
 SYSTEM_ROLES = ("system", "developer")
 RENAME_SYSTEM = "rename the field with data.columns={system: system_unused}"
 
@@ -186,7 +186,7 @@ def detect_prompt_form(row: Row) -> str:
 
 def parse_prompt(row: Row, form: str) -> Chat | Question:
     """Returns the prompt of a row that is in `form`. Raises BadRow."""
-    row, field = decoded(row), PROMPT_FIELDS[form][0]
+    row, field = decode_json_fields(row), PROMPT_FIELDS[form][0]
     if field not in row:
         raise BadRow(
             f"has no field {field!r}, which prompts have since the first row; it has {_fields(row)}: "
@@ -222,7 +222,7 @@ def parse_row(row: Row, format: str) -> Chat | Pair | Text | Tokens:
             f"has no field {missing[0]!r}, which the format {format} needs; it has {_fields(row)}: "
             "rename with data.columns, or set data.format"
         )
-    row = decoded(row)
+    row = decode_json_fields(row)
     match format:
         case "messages":
             return _chat_with_images(row, check_messages(row["messages"], "messages", parts=True), given=0)
@@ -244,14 +244,14 @@ def row_weight(row: Row) -> float:
 
 def _weight(value: Any, name: str, other: str | None = None) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= LARGEST_WEIGHT:  # nor NaN
+    if not is_number or not 0 <= value <= MAX_WEIGHT:  # nor NaN
         rename = f", or rename the field with {other} where it is no weight" if other is not None else ""
-        raise BadRow(f"{name} is {kind_of(value)}; give a number from 0 to {LARGEST_WEIGHT:g}{rename}")
+        raise BadRow(f"{name} is {kind_of(value)}; give a number from 0 to {MAX_WEIGHT:g}{rename}")
     return 1 if value == 1 else float(value)
 
 
 def _fields(row: Row) -> str:
-    return listed(row) or "none"
+    return join_names(row) or "none"
 
 
 # ---------------------------------------------------------------------------------------------------- conversations
@@ -346,7 +346,7 @@ def _message(message: Any, name: str, parts: bool) -> dict[str, Any]:
         raise BadRow(f"{name}.role is {kind_of(role)}; give system, user, assistant or tool")
     if role in ("human", "gpt", "bot", "model"):
         raise BadRow(f"{name}.role is {role!r}; write {'user' if role == 'human' else 'assistant'}")
-    message = with_calls(message, name)
+    message = decode_tool_calls(message, name)
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return {**message, "content": ""}

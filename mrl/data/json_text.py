@@ -15,20 +15,20 @@ AS_MESSAGES = "JSON text is read as a list of messages"
 CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
-def decoded(row: dict[str, Any]) -> dict[str, Any]:
+def decode_json_fields(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a row with lists of messages where its fields have them as JSON text."""
     values = {name: value for name, value in row.items() if name in CONVERSATIONS}  # looked at, which is no reading
-    found = {name: _conversation(value, name) for name, value in values.items()}
-    if isinstance(found.get("prompt"), str) and isinstance(values.get("completion"), str):
-        found["completion"] = values["completion"]
-    changed = {name: value for name, value in found.items() if value is not values[name]}
+    fields = {name: _conversation(value, name) for name, value in values.items()}
+    if isinstance(fields.get("prompt"), str) and isinstance(values.get("completion"), str):
+        fields["completion"] = values["completion"]
+    changed = {name: value for name, value in fields.items() if value is not values[name]}
     return row | changed if changed else row
 
 
 def tools_of(row: dict[str, Any]) -> list[Any] | None:
     """Returns the function schemas of a row, None where it has none. Raises BadRow."""
     wanted = "a list of function schemas"
-    tools = parsed(row.get("tools"), "tools", wanted)
+    tools = parse_json_text(row.get("tools"), "tools", wanted)
     if tools is not None and not isinstance(tools, list):
         raise BadRow(f"tools is {kind_of(tools)}; give {wanted}")
     return [_schema(tool, f"tools[{i}]") for i, tool in enumerate(tools)] if tools else None
@@ -37,13 +37,13 @@ def tools_of(row: dict[str, Any]) -> list[Any] | None:
 def template_kwargs_of(row: dict[str, Any]) -> dict[str, Any]:
     """Returns what a row gives to the variables of the chat template. Raises BadRow."""
     wanted = 'an object, as {"enable_thinking": false}'
-    kwargs = parsed(row.get("chat_template_kwargs"), "chat_template_kwargs", wanted) or {}
+    kwargs = parse_json_text(row.get("chat_template_kwargs"), "chat_template_kwargs", wanted) or {}
     if not isinstance(kwargs, dict):
         raise BadRow(f"chat_template_kwargs is {kind_of(kwargs)}; give {wanted}")
     return kwargs
 
 
-def parsed(value: Any, name: str, wanted: str) -> Any:
+def parse_json_text(value: Any, name: str, wanted: str) -> Any:
     """Returns the JSON value of a text, None of an empty one, and any other value as it is. Raises BadRow."""
     if not isinstance(value, str):
         return value
@@ -64,32 +64,32 @@ def json_object(text: Any) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def with_calls(message: dict[str, Any], name: str) -> dict[str, Any]:
+def decode_tool_calls(message: dict[str, Any], name: str) -> dict[str, Any]:
     """Returns a message whose tool calls are objects, also where they are JSON text, and which has no field that is
     null or an empty list of calls. Raises BadRow."""
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
     if "tool_calls" not in message:
         return message
     wanted = "a list of calls with name and arguments"
-    calls = parsed(message.pop("tool_calls"), f"{name}.tool_calls", wanted)
+    calls = parse_json_text(message.pop("tool_calls"), f"{name}.tool_calls", wanted)
     if not calls:
         return message
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list):
         raise BadRow(f"{name}.tool_calls is {calls!r:.40}; give {wanted}")
-    found = []
+    decoded = []
     for i, call in enumerate(calls):
-        call = parsed(call, f"{name}.tool_calls[{i}]", "a call with name and arguments")
+        call = parse_json_text(call, f"{name}.tool_calls[{i}]", "a call with name and arguments")
         if not isinstance(call, dict):
             raise BadRow(f"{name}.tool_calls[{i}] is {call!r:.40}; give a call with name and arguments")
         function = json_object(call.get("function"))
-        found.append(call if function is None else {**call, "function": function})
-    return {**message, "tool_calls": found}
+        decoded.append(call if function is None else {**call, "function": function})
+    return {**message, "tool_calls": decoded}
 
 
 def _schema(tool: Any, name: str) -> Any:
     """Returns a tool as an object, and its parameters as one."""
-    tool = parsed(tool, name, "a function schema")
+    tool = parse_json_text(tool, name, "a function schema")
     if not isinstance(tool, dict):
         raise BadRow(f"{name} is {tool!r:.40}; give a function schema")
     function = json_object(tool.get("function")) or tool.get("function")

@@ -13,12 +13,12 @@ from typing import Any
 
 from mrl.data.encode import Encoder
 from mrl.data.formats import SYSTEM_ROLES, Chat
-from mrl.data.messages import is_blank, nothing_left, said_beside
+from mrl.data.messages import empty_turn_error, extra_fields, is_blank
 from mrl.data.tokenizer import variables_of
 from mrl.errors import DataError
 
-STAND_IN = "a-text-that-stands-in"
-ROWS_OF_A_FIELD = 8
+PROBE_TEXT = "a-text-that-stands-in"
+MAX_ROWS_PER_FIELD = 8
 
 
 def left_out(encoder: Encoder, chats: Iterable[tuple[str, Chat]]) -> list[str]:
@@ -35,14 +35,14 @@ def left_out(encoder: Encoder, chats: Iterable[tuple[str, Chat]]) -> list[str]:
     rows = collections.Counter[str]()
     for where, chat in chats:
         try:
-            fitted, forms = encoder.fitted_and_forms(encoder.with_system(chat))
+            fitted, forms = encoder.fit_tool_arguments_and_forms(encoder.with_system(chat))
             whole = encoder.render_text(fitted, fitted.messages)
         except DataError:
             continue  # its own encoding says so
         for form in forms:
             lines.setdefault(form, f"{where}: {form}")
         for field, other in _without_each(encoder, fitted):
-            if field in written or rows[field] == ROWS_OF_A_FIELD:
+            if field in written or rows[field] == MAX_ROWS_PER_FIELD:
                 continue
             rows[field] += 1
             if _changes(encoder, other, whole):
@@ -51,8 +51,8 @@ def left_out(encoder: Encoder, chats: Iterable[tuple[str, Chat]]) -> list[str]:
                 missing.setdefault(field, where)
         _check_turns(encoder, fitted, whole, where)
     fix = "name another in data.chat_template where it counts"
-    told = [f"{at}: the chat template writes nothing of {f}; {fix}" for f, at in missing.items() if f not in written]
-    return [*lines.values(), *told]
+    notes = [f"{at}: the chat template writes nothing of {f}; {fix}" for f, at in missing.items() if f not in written]
+    return [*lines.values(), *notes]
 
 
 def _changes(encoder: Encoder, other: Chat | None, whole: str) -> bool:
@@ -72,11 +72,11 @@ def _without_each(encoder: Encoder, chat: Chat) -> Iterator[tuple[str, Chat | No
     if chat.template_kwargs:
         variables = variables_of(encoder.tokenizer.get_chat_template(None, chat.tools))
         yield from ((f"chat_template_kwargs.{name}", None) for name in chat.template_kwargs if name not in variables)
-    for name in dict.fromkeys(name for message in chat.messages for name in said_beside(message)):
+    for name in dict.fromkeys(name for message in chat.messages for name in extra_fields(message)):
         yield f"{name} of a message", dataclasses.replace(chat, messages=[_without(m, [name]) for m in chat.messages])
     kinds = [_kind_of_text(message, i) for i, message in enumerate(chat.messages)]
     for kind in dict.fromkeys(kind for kind in kinds if kind is not None):
-        messages = [{**m, "content": STAND_IN} if k == kind else m for m, k in zip(chat.messages, kinds, strict=True)]
+        messages = [{**m, "content": PROBE_TEXT} if k == kind else m for m, k in zip(chat.messages, kinds, strict=True)]
         yield kind, dataclasses.replace(chat, messages=messages)
 
 
@@ -99,9 +99,9 @@ def _kind_of_text(message: Mapping[str, Any], place: int) -> str | None:
 def _check_turns(encoder: Encoder, chat: Chat, whole: str, where: str) -> None:
     """Raises DataError where nothing is written of an assistant turn that has no content and says more."""
     for i, message in enumerate(chat.messages):
-        said = said_beside(message)
-        if message["role"] != "assistant" or not said or not is_blank(message["content"]):
+        extra = extra_fields(message)
+        if message["role"] != "assistant" or not extra or not is_blank(message["content"]):
             continue
-        messages = [*chat.messages[:i], _without(message, said), *chat.messages[i + 1 :]]
+        messages = [*chat.messages[:i], _without(message, extra), *chat.messages[i + 1 :]]
         if not _changes(encoder, dataclasses.replace(chat, messages=messages), whole):
-            raise nothing_left(f"{where}: messages[{i}]", message)
+            raise empty_turn_error(f"{where}: messages[{i}]", message)

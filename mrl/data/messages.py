@@ -6,22 +6,22 @@ from typing import Any
 
 from mrl.errors import DataError
 
-KNOWN = ("role", "content", "weight")
+KNOWN_FIELDS = ("role", "content", "weight")
 
 
-def said_beside(message: dict[str, Any]) -> list[str]:
+def extra_fields(message: dict[str, Any]) -> list[str]:
     """Returns the fields of a message that a template may write beside its content."""
-    return [name for name, value in message.items() if name not in KNOWN and value not in (None, "", [], {})]
+    return [name for name, value in message.items() if name not in KNOWN_FIELDS and value not in (None, "", [], {})]
 
 
 def is_blank(content: Any) -> bool:
     return isinstance(content, str) and not content.strip()
 
 
-def nothing_left(where: str, message: dict[str, Any]) -> DataError:
+def empty_turn_error(where: str, message: dict[str, Any]) -> DataError:
     """Returns the error of a turn that is nothing but its end, since the template leaves out what it says."""
     return DataError(
         where,
-        why=f"the chat template leaves out {' and '.join(said_beside(message))}, and only the turn's end is left",
+        why=f"the chat template leaves out {' and '.join(extra_fields(message))}, and only the turn's end is left",
         fix="name a template that writes it in data.chat_template, or remove the row",
     )

@@ -30,24 +30,24 @@ import numpy as np
 
 from mrl.config.ppo import PromptsConfig
 from mrl.config.sources import Share, Source
-from mrl.data.dataset import Loaded, Rejected, RowDataset
+from mrl.data.dataset import LoadedRow, RejectedRow, RowDataset
 from mrl.data.encode import Encoder
-from mrl.data.splits import Named, check_apart, check_splits
+from mrl.data.splits import NamedFiles, check_apart, check_splits
 from mrl.data.streamed import START, Cursor, Mark
 from mrl.errors import DataError, UserError
 
-T = TypeVar("T", bound=Loaded)
+T = TypeVar("T", bound=LoadedRow)
 D = TypeVar("D", bound=Any)
 
-BEFORE = ("columns", "turns", "chat_template", "format", "loss_on", "system", "prompt_end", "split", "teacher")
+ROW_KEYS = ("columns", "turns", "chat_template", "format", "loss_on", "system", "prompt_end", "split", "teacher")
 """Keys of a source that say what its rows become."""
-HOW = ("stream", "shuffle_buffer")
+READ_KEYS = ("stream", "shuffle_buffer")
 """Keys of a source that say how its rows are read."""
 
 
-def with_source(data: D, source: Source, part: Literal["train", "eval"]) -> D:
+def section_of_source(data: D, source: Source, part: Literal["train", "eval"]) -> D:
     """Returns a section `data` on the rows of one source alone."""
-    own = {name: getattr(source, name) for name in (*BEFORE, *HOW) if getattr(source, name, None) is not None}
+    own = {name: getattr(source, name) for name in (*ROW_KEYS, *READ_KEYS) if getattr(source, name, None) is not None}
     return dataclasses.replace(data, **{part: source.path}, **own)
 
 
@@ -71,11 +71,11 @@ def eval_rows(data: Any, make: Callable[[Any], RowDataset[T]]) -> dict[str, RowD
 def notes_of_rows(train: RowDataset[Any] | None, evaluation: Mapping[str, RowDataset[Any]]) -> list[str]:
     """Returns lines on files that both data.train and data.eval name, and on the first rows. Raises
     DataError where a folder or a glob brought a file into both."""
-    of_train = [] if train is None else train.named
+    of_train = [] if train is None else train.named_files
     of_eval = [
         dataclasses.replace(one, key=f"data.eval.{name}".rstrip("."))
         for name, rows in evaluation.items()
-        for one in rows.named
+        for one in rows.named_files
     ]
     noted = [line for rows in (train, *evaluation.values()) if rows is not None for line in rows.notes()]
     return [*check_apart(of_train, of_eval), *noted]
@@ -86,11 +86,11 @@ def _made(
 ) -> RowDataset[T]:
     """Returns the rows of a source. at: its key, of which is said what is wrong with a value of its own."""
     try:
-        return make(with_source(data, source, part))
+        return make(section_of_source(data, source, part))
     except DataError as error:
         key = error.key or ""
         name = key.removeprefix("data.")
-        if name not in BEFORE or getattr(source, name, None) is None:
+        if name not in ROW_KEYS or getattr(source, name, None) is None:
             raise
         why, fix = (text.replace(key, f"{at}.{name}") for text in (error.why, error.fix))
         raise type(error)(f"{at}.{name}", error.value, why, fix) from None
@@ -112,7 +112,7 @@ class MixedDataset(RowDataset[T]):
             source.end_after(share.epochs)
         self.starts = [0, *itertools.accumulate(source.indices for source in sources)]  # above 2**63 where streamed
         self.path = ", ".join(share.title for share in self.shares)
-        check_splits(self.named)
+        check_splits(self.named_files)
 
     def __len__(self) -> int:
         assert not self.is_streamed, "the number of rows that are streamed is not known"
@@ -150,8 +150,8 @@ class MixedDataset(RowDataset[T]):
         return [encoder for source in self.sources for encoder in source.encoders()]
 
     @property
-    def named(self) -> list[Named]:
-        keyed = enumerate(one for source in self.sources for one in source.named)
+    def named_files(self) -> list[NamedFiles]:
+        keyed = enumerate(one for source in self.sources for one in source.named_files)
         return [dataclasses.replace(one, key=f"data.train[{i}]") for i, one in keyed]
 
     def template_notes(self) -> list[str]:
@@ -160,7 +160,7 @@ class MixedDataset(RowDataset[T]):
     def fingerprint(self) -> list[dict[str, Any]]:
         return [file for source in self.sources for file in source.fingerprint()]
 
-    def load(self, index: int) -> T | Rejected:
+    def load(self, index: int) -> T | RejectedRow:
         number, row = self.find(index)
         return self.sources[number].load(row)
 
@@ -187,12 +187,12 @@ class MixedDataset(RowDataset[T]):
     def _begin(self, tokenizer: Any) -> None:
         raise AssertionError("each source has begun")
 
-    def _make(self, index: int, row: dict[str, Any]) -> T | Rejected:
+    def _make(self, index: int, row: dict[str, Any]) -> T | RejectedRow:
         raise AssertionError("each source makes its rows")
 
 
 @dataclasses.dataclass(frozen=True)
-class Read:
+class SourceProgress:
     """How far a source has been read (`position` rows of `epoch` are used up), and what it has given."""
 
     epoch: int = 0
@@ -233,7 +233,7 @@ class Mixer:
         """Returns an order of a source that is streamed; see `mrl.data.streamed.Order`."""
         return self._order(f"{name}/{what}", epoch, rows)
 
-    def is_over(self, number: int, read: Read) -> bool:
+    def is_over(self, number: int, read: SourceProgress) -> bool:
         """Returns whether the passes that a source may make are made."""
         if self.dataset.sources[number].is_streamed:
             epochs = self.dataset.shares[number].epochs
@@ -241,11 +241,11 @@ class Mixer:
         last = self.last[number]
         return last is not None and read.epoch * len(self.dataset.sources[number]) + read.position >= last
 
-    def all_over(self, reads: Sequence[Read]) -> bool:
+    def all_sources_over(self, reads: Sequence[SourceProgress]) -> bool:
         """Returns whether no source gives a row any more."""
         return all(self.is_over(number, read) for number, read in enumerate(reads))
 
-    def choose(self, reads: Sequence[Read]) -> int:
+    def choose(self, reads: Sequence[SourceProgress]) -> int:
         """Returns the number of the source that the next row is of. Raises DataError where all are over."""
         open_ = [i for i, read in enumerate(reads) if not self.is_over(i, read)]
         if not open_:
@@ -256,7 +256,7 @@ class Mixer:
         given, weight = sum(reads[i].given for i in open_), sum(self.weights[i] for i in open_)
         return max(open_, key=lambda i: (self.weights[i] * given - weight * reads[i].given, -i))
 
-    def row(self, number: int, read: Read) -> tuple[int, Cursor]:
+    def row(self, number: int, read: SourceProgress) -> tuple[int, Cursor]:
         """Returns the index, among the rows of all sources, of the next row of source `number`, and where that has been
         read up to then."""
         source, start = self.dataset.sources[number], self.dataset.starts[number]
@@ -272,14 +272,14 @@ class Mixer:
         after = Cursor(read.epoch + 1) if is_last else Cursor(read.epoch, read.position + 1)
         return start + int(cached[1][read.position]), after
 
-    def after(self, reads: list[Read], number: int, cursor: Cursor, item: Any | None) -> None:
+    def record_read(self, reads: list[SourceProgress], number: int, cursor: Cursor, item: Any | None) -> None:
         """Counts a row of source `number` that was read up to `cursor`, in `reads`. item: what the row became; None
         where left out."""
         read = reads[number]
         rows, tokens = 0, 0
         if item is not None:
             rows, tokens = 1, self.dataset.sources[number].tokens_of(item)
-        reads[number] = Read(
+        reads[number] = SourceProgress(
             cursor.epoch, cursor.position, read.rows + rows, read.tokens + tokens,
             read.given + (tokens if self.by_tokens else rows), cursor.mark,
         )  # fmt: skip
@@ -290,11 +290,11 @@ class Mixer:
         """Returns what the rows of a source become tokens by, as plain data."""
         source = self.dataset.sources[number]
         config = source.config
-        found = {name: getattr(config, name) for name in BEFORE if hasattr(config, name)}
+        settings = {name: getattr(config, name) for name in ROW_KEYS if hasattr(config, name)}
         if not isinstance(config, PromptsConfig):  # null where rows are not streamed, as in states of older versions
-            found |= {"stream": True if source.is_streamed else None}
-            found |= {"shuffle_buffer": config.resolved_shuffle_buffer if source.is_streamed else None}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+            settings |= {"stream": True if source.is_streamed else None}
+            settings |= {"shuffle_buffer": config.resolved_shuffle_buffer if source.is_streamed else None}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
 
 
 def usable_by_source(dataset: MixedDataset[Any], is_usable: Sequence[bool], order: Any) -> list[tuple[int, int | None]]:
@@ -314,7 +314,7 @@ def usable_by_source(dataset: MixedDataset[Any], is_usable: Sequence[bool], orde
     return found
 
 
-def differences(
+def mixture_changes(
     saved: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
 ) -> list[str]:  # fmt: skip
     """Returns in words what a resumed run mixes otherwise, from the entries of `sources` of two states; [] for

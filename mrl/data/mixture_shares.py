@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
-class Supply:
+class SourceSupply:
     """A source, as far as its share goes by it."""
 
     weight: float
@@ -21,7 +21,7 @@ class Supply:
 
 
 @dataclasses.dataclass(frozen=True)
-class OfRun:
+class SourceShare:
     """What a run takes of a source."""
 
     rows: float
@@ -29,7 +29,7 @@ class OfRun:
     ends_after: float | None  # rows of all sources after which it gives no more; None where it does not end
 
 
-def shares_of_run(supplies: Sequence[Supply], rows: int, *, by_tokens: bool) -> list[OfRun]:
+def shares_of_run(supplies: Sequence[SourceSupply], rows: int, *, by_tokens: bool) -> list[SourceShare]:
     """Returns what a run of `rows` rows takes of each source. by_tokens: whether weights are shares of tokens."""
     rates = [one.weight / (one.tokens if by_tokens else 1) for one in supplies]
     given, ends = [0.0] * len(supplies), [None] * len(supplies)  # type: list[float], list[float | None]
@@ -46,10 +46,10 @@ def shares_of_run(supplies: Sequence[Supply], rows: int, *, by_tokens: bool) -> 
             ends[i] = taken
         open_ = [i for i in open_ if i not in over]
     return [
-        OfRun(number, number / one.rows if one.rows else None, end)
+        SourceShare(number, number / one.rows if one.rows else None, end)
         for one, number, end in zip(supplies, given, ends, strict=True)
     ]
 
 
-def _left(supply: Supply, given: float) -> float:
+def _left(supply: SourceSupply, given: float) -> float:
     return float("inf") if supply.most is None else supply.most - given

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class NotedRow(dict[str, Any]):
+class TrackedRow(dict[str, Any]):
     """A row whose fields are read by name. `row | {...}` is a row that notes them in the same place."""
 
     def __init__(self, row: dict[str, Any], read: set[str] | None = None) -> None:
@@ -20,5 +20,5 @@ class NotedRow(dict[str, Any]):
         self.read.add(name)
         return super().get(name, default)
 
-    def __or__(self, other: Any) -> NotedRow:  # type: ignore[override]  # rows have one type of key
-        return NotedRow({**dict(self.items()), **other}, self.read)
+    def __or__(self, other: Any) -> TrackedRow:  # type: ignore[override]  # rows have one type of key
+        return TrackedRow({**dict(self.items()), **other}, self.read)

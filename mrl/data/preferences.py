@@ -29,23 +29,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mrl.algorithms.preference import CHOSEN, OF_PAIR, WEIGHT, of_pairs, weights_of
+from mrl.algorithms.preference import CHOSEN, OF_PAIR, WEIGHT, answer_weights, is_paired_S
 from mrl.algorithms.ragged import sum_per_sequence
 from mrl.batch import MTP_MASK, Batch, make_batch
 from mrl.config.answers import AnswerRowsConfig
 from mrl.config.dpo import PreferenceDataConfig
-from mrl.config.keys import listed
-from mrl.data.dataset import Rejected, RowDataset, check_text_alone
+from mrl.config.keys import join_names
+from mrl.data.dataset import RejectedRow, RowDataset, check_text_alone
 from mrl.data.encode import Encoder, check_system
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Row, check_messages, parse_row, row_weight
-from mrl.data.json_text import decoded
+from mrl.data.json_text import decode_json_fields
 from mrl.data.left_out import left_out
-from mrl.data.vision import Vision, WithImages
+from mrl.data.vision import ImageRow, Vision
 from mrl.errors import DataError
 
 FIELDS = {"preference": ("chosen", "rejected"), "unpaired": ("prompt", "completion", "label")}
-LIKE = "rename fields with data.columns, as {question: prompt, better: chosen, worse: rejected}"
+RENAME_HINT = "rename fields with data.columns, as {question: prompt, better: chosen, worse: rejected}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +81,8 @@ def detect(row: Row) -> str:
     if fits:
         raise DataError("has chosen and rejected, and completion and label; set data.format to preference or unpaired")
     raise DataError(
-        f"the fields {listed(row) or 'none'} are no preference: give prompt, chosen and rejected, chosen and rejected "
-        f"as conversations, or prompt, completion and label; {LIKE}"
+        f"the fields {join_names(row) or 'none'} are no preference: give prompt, chosen and rejected, chosen and "
+        f"rejected as conversations, or prompt, completion and label; {RENAME_HINT}"
     )
 
 
@@ -91,8 +91,8 @@ def parse(row: Row, format: str, prompt_end: str | None = None) -> list[tuple[Ch
 
     prompt_end: data.prompt_end.
     """
-    row = decoded(row)
-    check_fields(row, FIELDS[format], format, LIKE)
+    row = decode_json_fields(row)
+    check_fields(row, FIELDS[format], format, RENAME_HINT)
     if format == "unpaired":
         label = row["label"]
         if not isinstance(label, bool) and label not in (0, 1):
@@ -110,7 +110,7 @@ def check_fields(row: Row, fields: Sequence[str], format: str, like: str) -> Non
     """Raises BadRow where one of the fields is missing or null. like: how fields are renamed, in words."""
     for field in fields:
         if field not in row:
-            raise BadRow(f"has no field {field!r}, which the format {format} needs; it has {listed(row)}: {like}")
+            raise BadRow(f"has no field {field!r}, which the format {format} needs; it has {join_names(row)}: {like}")
         if row[field] is None:
             raise BadRow(f"{field} is null, and the format {format} needs it; give it, or remove the row")
 
@@ -184,8 +184,8 @@ def answer_of(row: Row, prompt: Any, name: str) -> Chat | Pair:
     """Returns the prompt with the answer in the field `name`. Raises BadRow."""
     answer = row[name]
     if isinstance(prompt, list) and isinstance(answer, list):
-        asked, said = check_messages(prompt, "prompt", parts=True), check_messages(answer, name, parts=True)
-        if said[: len(asked)] == asked:
+        asked, messages = check_messages(prompt, "prompt", parts=True), check_messages(answer, name, parts=True)
+        if messages[: len(asked)] == asked:
             raise BadRow(
                 f"{name} begins with the messages of prompt again; leave them out of it, or rename prompt with "
                 "data.columns, as {prompt: prompt_unused}, where it holds the whole conversation"
@@ -219,14 +219,14 @@ def _untrained(content: Chat | Pair) -> list[dict[str, Any]]:
     return content.messages[: next(trains, None)]
 
 
-def too_long(config: AnswerRowsConfig, where: str, sequences: Sequence[Any]) -> Rejected | None:
+def too_long(config: AnswerRowsConfig, where: str, sequences: Sequence[Any]) -> RejectedRow | None:
     """Returns why a row is left out whose longest sequence does not fit. Raises DataError where it may not be."""
     longest = max(len(sequence.ids) for sequence in sequences)
     if longest <= config.max_length:
         return None
     what = f"the row has a sequence of {longest} tokens and data.max_length is {config.max_length}"
     if config.truncation == "drop":
-        return Rejected("dropped", f"{where}: {what}")
+        return RejectedRow("dropped", f"{where}: {what}")
     raise DataError(f"{what}; raise data.max_length, or set data.truncation to drop")
 
 
@@ -252,7 +252,7 @@ class PreferenceDataset(RowDataset[Preference]):
             tokenizer.chat_template = self._vision.chat_template  # the tokenizer's own may know nothing of images
         check_system(self.config.system, tokenizer)
         self._encoder = Encoder(tokenizer, "assistant", self.config.system)
-        self.format = self.config.format if self.config.format != "auto" else self.detected()
+        self.format = self.config.format if self.config.format != "auto" else self.detected_form()
         if self.config.prompt_end is not None and self.format != "preference":
             why = f"is of the format preference, and the rows of {self.path} have the format {self.format}"
             raise DataError("data.prompt_end", why=why, fix="leave it out")
@@ -260,7 +260,7 @@ class PreferenceDataset(RowDataset[Preference]):
             why = f"{self.path}: has single answers with a label, and the loss is of pairs"
             raise DataError(f"data.{self.part}", why=why, fix="set loss.name to kto, or give chosen and rejected")
 
-    def _make(self, index: int, row: dict[str, Any]) -> Preference | Rejected:
+    def _make(self, index: int, row: dict[str, Any]) -> Preference | RejectedRow:
         contents = parse(row, self.format, self.config.prompt_end)
         answers = tuple(self._encode(index, content, chosen) for content, chosen in contents)
         if len(answers) == 2:
@@ -284,7 +284,7 @@ class PreferenceDataset(RowDataset[Preference]):
             raise BadRow(
                 "has a message with a weight other than 0 and 1; an answer's log-prob counts a token or does not"
             )
-        row = WithImages(self._encoder.encode(content), {})
+        row = ImageRow(self._encoder.encode(content), {})
         if self._vision is None:
             check_text_alone(content)
         else:
@@ -351,14 +351,14 @@ def weight_field(weights_S: Sequence[float], rows: int) -> dict[str, Tensor]:
 def with_denominators(batch: Batch, *, group: int) -> Batch:
     """Returns a whole global mini-batch with the counts that `mrl.algorithms.preference` divides by."""
     chosen_S = batch.sequence_fields[CHOSEN].bool()
-    weights_S = weights_of(batch)
+    weights_S = answer_weights(batch)
     tokens_S = sum_per_sequence((batch.loss_mask != 0).double(), batch.lengths)
     counts = {
         "units": float(weights_S.sum()) / group,
         "chosen": float(weights_S[chosen_S].sum()),
         "rejected": float(weights_S[~chosen_S].sum()),
         "chosen_tokens": float((weights_S * tokens_S)[chosen_S].sum()),
-        "pairs": float((weights_S * of_pairs(batch)).sum()) / 2,
+        "pairs": float((weights_S * is_paired_S(batch)).sum()) / 2,
     }
     return dataclasses.replace(batch, denominators={**batch.denominators, **counts}, group=group)
 
@@ -366,7 +366,7 @@ def with_denominators(batch: Batch, *, group: int) -> Batch:
 def with_mtp_mask(batch: Batch) -> Batch:
     """Returns a global mini-batch whose MTP layers learn chosen (or good) answers alone, each by its row's weight: they
     are to predict what the policy will say."""
-    counts_S = weights_of(batch) * batch.sequence_fields[CHOSEN]
+    counts_S = answer_weights(batch) * batch.sequence_fields[CHOSEN]
     mask_T = (batch.loss_mask != 0) * counts_S.repeat_interleave(batch.lengths)
     return dataclasses.replace(
         batch,

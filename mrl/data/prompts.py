@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mrl.config.ppo import PromptsConfig
-from mrl.data.dataset import Rejected, RowDataset, teacher_of
+from mrl.data.dataset import RejectedRow, RowDataset, teacher_of
 from mrl.data.encode import NO_TEMPLATE, Encoder
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Question, detect_prompt_form, parse_prompt
@@ -32,16 +32,16 @@ class Prompt:
     teacher: int = 0  # the number of the one that the policy learns from, of on-policy distillation
 
     @property
-    def asked(self) -> Chat | Question:
+    def conversation(self) -> Chat | Question:
         """The content with the row's tools and template arguments: a conversation, or a text and how it reads without a
         template."""
         if isinstance(self.content, str) and "prompt" not in self.row and "instruction" in self.row:
             asked = parse_prompt(self.row, "alpaca")
             if isinstance(asked, Question) and asked.text == self.content:  # it is not what an environment gave instead
                 return asked
-        return self.asked_with(self.content)
+        return self.with_conversation(self.content)
 
-    def asked_with(self, content: str | list[dict[str, Any]]) -> Chat | Question:
+    def with_conversation(self, content: str | list[dict[str, Any]]) -> Chat | Question:
         """Returns another prompt in its place, with the rest of the row. Raises BadRow."""
         row = {**self.row, "prompt": content}
         if not isinstance(content, str):
@@ -76,11 +76,11 @@ class PromptDataset(RowDataset[Prompt]):
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._encoder = TurnEncoder(tokenizer, self.config.system)
-        self.form = self.detected()
+        self.form = self.detected_form()
         if self.form == "messages" and tokenizer.chat_template is None:
             raise DataError(f"data.{self.part}", why=f"{self.path}: {NO_TEMPLATE}")
 
-    def _make(self, index: int, row: dict[str, Any]) -> Prompt | Rejected:
+    def _make(self, index: int, row: dict[str, Any]) -> Prompt | RejectedRow:
         asked = parse_prompt(row, self.form)
         ids = self._encoder.prompt(asked)
         if not ids:
@@ -94,7 +94,7 @@ class PromptDataset(RowDataset[Prompt]):
                     raise DataError(self.too_long(len(ids)))
                 case "drop":
                     what = f"the prompt has {len(ids)} tokens and data.max_prompt_length is {limit}"
-                    return Rejected("dropped", f"{self.where(index)}: {what}")
+                    return RejectedRow("dropped", f"{self.where(index)}: {what}")
                 case "left":
                     ids = ids[-limit:]
         content = asked.messages if isinstance(asked, Chat) else asked.text
@@ -154,5 +154,5 @@ def first_prompts(dataset: RowDataset[Prompt], count: int | None = None, report:
         if prompt is not None:
             prompts.append(prompt)
     if not prompts:
-        raise report.of_which_none_is_left(dataset)
+        raise report.no_rows_left(dataset)
     return prompts

@@ -70,10 +70,10 @@ class RemoteFile:
     def open(self, key: str, ended: threading.Event) -> io.BufferedReader:
         """Returns its bytes from the beginning. key: of the config, for errors. ended: once set, nothing is tried
         again."""
-        return io.BufferedReader(_Reopened(self, key, ended), 1 << 20)
+        return io.BufferedReader(_ReopeningFile(self, key, ended), 1 << 20)
 
 
-class _Reopened(io.RawIOBase):
+class _ReopeningFile(io.RawIOBase):
     """A file that is opened again, where it broke, as often as `WAITS_S` has waits. Raises SourceError."""
 
     def __init__(self, file: RemoteFile, key: str, ended: threading.Event) -> None:
@@ -105,8 +105,8 @@ class _Reopened(io.RawIOBase):
                 return len(data)
             except Exception as error:  # each library raises its own, and all mean that the bytes did not come
                 self._close()
-                if wait is None or not may_pass(error) or is_ending() or self._ended.wait(wait):
-                    raise failure(self.key, self.of.url, error) from error
+                if wait is None or not is_transient(error) or is_ending() or self._ended.wait(wait):
+                    raise read_failure(self.key, self.of.url, error) from error
         raise AssertionError("every try returns or raises")
 
     def _read(self, most: int) -> bytes:
@@ -144,7 +144,7 @@ def is_ending() -> bool:
     return not threading.main_thread().is_alive()
 
 
-def may_pass(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Returns whether the same request may succeed later."""
     if isinstance(error, OfflineModeIsEnabled | FileNotFoundError | PermissionError | ValueError | ImportError):
         return False
@@ -152,15 +152,15 @@ def may_pass(error: Exception) -> bool:
     return not (status in WRONG_STATUS and status not in TRY_AGAIN)
 
 
-def failure(key: str, url: str, error: Exception) -> SourceError:
+def read_failure(key: str, url: str, error: Exception) -> SourceError:
     """Returns the line on a file that cannot be read. key: of the config."""
     fix = "check the address and the network, and start the same command again"
     if is_signed(url) and getattr(error, "code", None) in (400, 401, 403):
         fix = f"if its signature is no longer valid, set {key} to a URL with a new one: the run goes on with it"
-    return SourceError(key, why=f"{shown_url(url)} cannot be read ({said(error)})", fix=fix)
+    return SourceError(key, why=f"{shown_url(url)} cannot be read ({error_text(error)})", fix=fix)
 
 
-def said(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Returns the kind and the text of an exception on one line, without what comes after `?` in addresses: libraries
     quote that of the file, the part after its host, or the signed one that a server has sent them on to."""
     text = _QUERY.sub(rf"\1{HIDDEN}", str(error))
@@ -174,9 +174,9 @@ def _tried(key: str, url: str, fn: Callable[[], Any]) -> Any:
             return fn()
         except DataError:
             raise
-        except Exception as error:  # as in `_Reopened.readinto`
-            if wait is None or not may_pass(error):
-                raise failure(key, url, error) from error
+        except Exception as error:  # as in `_ReopeningFile.readinto`
+            if wait is None or not is_transient(error):
+                raise read_failure(key, url, error) from error
             time.sleep(wait)
     raise AssertionError("every try returns or raises")
 
@@ -193,17 +193,17 @@ def find_files(path: str, *, split: str | None, key: str) -> list[RemoteFile]:
                 "give https://HOST/PATH without spaces and login",
             )
             raise DataError(key, why=why, fix=fix)
-        found = [_tried(key, path, lambda: http_file(path))]
+        files = [_tried(key, path, lambda: http_file(path))]
     elif "://" in path:
-        found = _tried(key, path, lambda: _fsspec_files(path, key))
+        files = _tried(key, path, lambda: _fsspec_files(path, key))
     else:
-        found = _tried(key, path, lambda: _hub_files(path, split, key))
+        files = _tried(key, path, lambda: _hub_files(path, split, key))
     if split is not None and "://" in path:
         why = f"{split!r}, but {shown_url(path)} names files, which have no splits"
         raise DataError(f"{key}, split", why=why, fix="leave split out and name the files of that split")
-    for file in found:
+    for file in files:
         check_suffix(file.name, key)
-    return found
+    return files
 
 
 def check_suffix(name: str, key: str) -> None:
@@ -270,7 +270,7 @@ def _fsspec_files(path: str, key: str) -> list[RemoteFile]:
     except (ValueError, ImportError) as error:
         fix = "give a URL of https or hf, or install the package that it names"
         raise DataError(
-            key, why=f"{shown_url(path)} is of no file system that fsspec has here ({said(error)})", fix=fix
+            key, why=f"{shown_url(path)} is of no file system that fsspec has here ({error_text(error)})", fix=fix
         ) from error
     root = _pinned(system, root)
     if any(c in root for c in "*?["):
@@ -321,16 +321,16 @@ def _hub_files(path: str, split: str | None, key: str) -> list[RemoteFile]:
     """Returns the files of one split of a hub id, as `datasets` finds them."""
     name, _, configuration = path.partition(":")
     try:
-        found = datasets.load_dataset_builder(name, configuration or None).config.data_files
+        files = datasets.load_dataset_builder(name, configuration or None).config.data_files
     except Exception as e:  # no network, no such id, a broken card: the library has no common error
-        why = f"{path}: is no URL, file or folder, and datasets cannot find it as a hub id ({said(e)})"
+        why = f"{path}: is no URL, file or folder, and datasets cannot find it as a hub id ({error_text(e)})"
         raise SourceError(key, why=why, fix="give a URL, a local glob, or a hub id, as openai/gsm8k:main") from e
     wanted = split or "train"
-    if not found or wanted not in found:
-        fix = "set split to one of them" if found else "name its files by hf://datasets/..."
-        has = ", ".join(map(str, found or ())) or "none"
+    if not files or wanted not in files:
+        fix = "set split to one of them" if files else "name its files by hf://datasets/..."
+        has = ", ".join(map(str, files or ())) or "none"
         raise DataError(key, why=f"{path} has no files of a split {wanted}; it has {has}", fix=fix)
-    return [file for url in found[wanted] for file in _files_at(url, key)]
+    return [file for url in files[wanted] for file in _files_at(url, key)]
 
 
 def _files_at(url: str, key: str) -> Sequence[RemoteFile]:

@@ -27,7 +27,7 @@ import numpy as np
 from mrl.config.urls import shown_url
 from mrl.data.files import SUFFIXES, BadRow, Source, arrow_row, one_line, open_file
 from mrl.data.remote import STREAMED_SUFFIXES, RemoteFile, find_files, local_file
-from mrl.data.splits import Named, check_splits, named
+from mrl.data.splits import NamedFiles, check_splits, files_of_path
 from mrl.data.streamed import Exchange, StreamedRows
 from mrl.errors import DataError
 
@@ -42,7 +42,7 @@ END_ROWS = 64  # rows hashed at each end of a `datasets` data set
 class Rows:
     """The rows of several sources, one after the other. Reads are not thread-safe."""
 
-    def __init__(self, sources: Sequence[Source], named: Named) -> None:
+    def __init__(self, sources: Sequence[Source], named: NamedFiles) -> None:
         """named: the files of the sources."""
         self.named = named
         self._sources = list(sources)
@@ -89,18 +89,18 @@ def open_stream(path: str, *, split: str | None, buffer: int, exchange: Exchange
     `StreamedRows`."""
     local = os.path.expanduser(path)
 
-    def find() -> tuple[list[RemoteFile], Named]:
+    def find() -> tuple[list[RemoteFile], NamedFiles]:
         if _is_saved_dataset(local):
             why = f"{path} is a saved data set, which lies on the disk and is read in place"
             raise DataError("data.train", why=why, fix="leave stream out")
         files = [] if "://" in path else _data_files(local, "train", STREAMED_SUFFIXES)
         if files and split is not None:
             raise _no_splits(path, split, "train")
-        found = [local_file(file) for file in files] or find_files(path, split=split, key="data.train")
-        names = [file.name for file in found]
+        files_found = [local_file(file) for file in files] or find_files(path, split=split, key="data.train")
+        names = [file.name for file in files_found]
         if files or "://" in path:
-            return found, named("data.train", path, names)
-        return found, Named("data.train", path, names, f"{path} {split or 'train'}", is_chosen=True)
+            return files_found, files_of_path("data.train", path, names)
+        return files_found, NamedFiles("data.train", path, names, f"{path} {split or 'train'}", is_chosen=True)
 
     return StreamedRows(find, buffer=buffer, key="data.train", what=shown_url(path), exchange=exchange)
 
@@ -113,7 +113,7 @@ def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
     elif files := _data_files(local, part):
         if split is not None:
             raise _no_splits(path, split, part)
-        of_files = named(f"data.{part}", path, files)
+        of_files = files_of_path(f"data.{part}", path, files)
         check_splits([of_files])
         sources = [open_file(file) for file in files]
         for source in sources:
@@ -147,20 +147,20 @@ def _data_files(path: str, part: Part, suffixes: tuple[str, ...] = SUFFIXES) -> 
             raise DataError(f"data.{part}", why=f"{path}: the suffix is not known", fix=f"use {', '.join(suffixes)}")
         return [path]
     if glob.has_magic(path):
-        found = sorted(f for f in glob.glob(path, recursive=True) if os.path.isfile(f))
-        if not found:
+        files = sorted(f for f in glob.glob(path, recursive=True) if os.path.isfile(f))
+        if not files:
             raise DataError(
                 f"data.{part}",
                 why=f"{path}: no file matches",
                 fix="a glob looks like data/*.jsonl or data/**/*.parquet",
             )
-        if other := [f for f in found if not f.endswith(suffixes)]:
+        if other := [f for f in files if not f.endswith(suffixes)]:
             raise DataError(
                 f"data.{part}",
                 why=f"{path}: matches {other[0]}, whose suffix is not known",
                 fix=f"use {', '.join(suffixes)}",
             )
-        return found
+        return files
     if (
         path.endswith(suffixes)
         or path.startswith(("/", ".", "~"))
@@ -287,4 +287,4 @@ def _choose_split(path: str, loaded: Any, split: str | None, part: Part, files: 
 
 def _rows_of(name: str, dataset: datasets.Dataset, part: Part, files: Sequence[str]) -> Rows:
     """Returns the rows of one data set. files: that it was made of, where they are known."""
-    return Rows([DatasetRows(name, dataset)], Named(f"data.{part}", name, files or (name,), name, is_chosen=True))
+    return Rows([DatasetRows(name, dataset)], NamedFiles(f"data.{part}", name, files or (name,), name, is_chosen=True))

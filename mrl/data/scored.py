@@ -27,36 +27,36 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mrl.algorithms.preference import weights_of
+from mrl.algorithms.preference import answer_weights
 from mrl.algorithms.ragged import sum_per_sequence
 from mrl.algorithms.scores import MARGIN, TARGETS
 from mrl.batch import Batch, make_batch
-from mrl.config.keys import listed
+from mrl.config.keys import join_names
 from mrl.config.rm import FORMAT_OF, ScoredDataConfig
 from mrl.converters.hf_config import pad_token_of
-from mrl.data.dataset import Rejected, RowDataset, check_text_alone
+from mrl.data.dataset import RejectedRow, RowDataset, check_text_alone
 from mrl.data.encode import Encoder, check_system
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Row, Text, check_plain, parse_prompt, question, row_weight
-from mrl.data.json_text import decoded
+from mrl.data.json_text import decode_json_fields
 from mrl.data.left_out import left_out
 from mrl.data.preferences import answer_of, are_texts, check_fields, parse, too_long, weight_field
 from mrl.data.steps import encode_steps
 from mrl.errors import DataError, ModelError
-from mrl.words import counted
+from mrl.words import pluralize
 
 FIELDS = {
     "preference": ("chosen", "rejected"),
     "graded": ("prompt", "completion", "score"),
     "steps": ("prompt", "completions", "labels"),
 }
-LIKE = "rename fields with data.columns, as {question: prompt, answer: completion, rating: score}"
-MOST = 1e9
+RENAME_HINT = "rename fields with data.columns, as {question: prompt, answer: completion, rating: score}"
+MAX_SCORE = 1e9
 """Of a score and a margin: what is larger does not survive float32 arithmetic."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored:
+class ScoredSequence:
     """A sequence, and what its scores should be."""
 
     ids: list[int]
@@ -69,7 +69,7 @@ class Scored:
 class ScoredRow:
     """A row in tokens."""
 
-    sequences: tuple[Scored, ...]  # the chosen one and the rejected one, or one alone
+    sequences: tuple[ScoredSequence, ...]  # the chosen one and the rejected one, or one alone
     margin: float = 0.0  # by which the chosen one should be better
     weight: float = 1  # in the loss
     truncated: bool = False  # none is
@@ -106,15 +106,15 @@ def detect(row: Row) -> str:
     if fits:
         raise DataError(f"has the fields of the formats {' and '.join(fits)}; set data.format to one of them")
     raise DataError(
-        f"the fields {listed(row) or 'none'} are of no known form: give prompt, chosen and rejected, prompt, "
-        f"completion and score, or prompt, completions and labels; {LIKE}"
+        f"the fields {join_names(row) or 'none'} are of no known form: give prompt, chosen and rejected, prompt, "
+        f"completion and score, or prompt, completions and labels; {RENAME_HINT}"
     )
 
 
 def _number(value: Any, name: str) -> float:
     """Returns the number in the field `name`. Raises BadRow."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MOST:
-        raise BadRow(f"{name} is {_shown(value)}; give a number from {-MOST:g} to {MOST:g}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MAX_SCORE:
+        raise BadRow(f"{name} is {_shown(value)}; give a number from {-MAX_SCORE:g} to {MAX_SCORE:g}")
     return float(value)
 
 
@@ -127,7 +127,7 @@ def _label(value: Any, name: str) -> float:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > MOST:
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > MAX_SCORE:
         return "a number of more than nine digits"  # Python refuses to write one of more than 4,300
     return f"{value!r:.40}"
 
@@ -139,7 +139,7 @@ def _steps(row: Row) -> tuple[list[str], list[float]]:
         if not isinstance(value, list) or not value:
             raise BadRow(f"{name} is {_shown(value)}; give a list with one entry for each step")
     if len(steps) != len(labels):
-        both = f"{counted(len(steps), 'completion')} and {counted(len(labels), 'label')}"
+        both = f"{pluralize(len(steps), 'completion')} and {pluralize(len(labels), 'label')}"
         raise BadRow(f"has {both}; give one label for each step")
     for number, step in enumerate(steps):
         if not isinstance(step, str) or not step.strip():
@@ -167,16 +167,16 @@ class ScoredDataset(RowDataset[ScoredRow]):
         self.padding = self._pad, str(tokenizer.convert_ids_to_tokens(self._pad))
         check_system(self.config.system, tokenizer)
         self._encoder = Encoder(tokenizer, "all", self.config.system, as_rendered=True)
-        self.format = self.config.format if self.config.format != "auto" else self.detected()
+        self.format = self.config.format if self.config.format != "auto" else self.detected_form()
         if self.format != FORMAT_OF[self._loss]:
             right = next(name for name, format in FORMAT_OF.items() if format == self.format)
             why = f"{self.path}: has rows of the format {self.format}, and loss.name {self._loss} is of others"
             fix = f"set loss.name to {right}, or give {', '.join(FIELDS[FORMAT_OF[self._loss]])}"
             raise DataError(f"data.{self.part}", why=why, fix=fix)
 
-    def _make(self, index: int, row: dict[str, Any]) -> ScoredRow | Rejected:
-        row = decoded(row)
-        check_fields(row, FIELDS[self.format], self.format, LIKE)
+    def _make(self, index: int, row: dict[str, Any]) -> ScoredRow | RejectedRow:
+        row = decode_json_fields(row)
+        check_fields(row, FIELDS[self.format], self.format, RENAME_HINT)
         made = {"preference": self._pair, "graded": self._graded, "steps": self._with_steps}[self.format](row)
         if (rejected := too_long(self.config, self.where(index), made.sequences)) is not None:
             return rejected
@@ -189,7 +189,7 @@ class ScoredDataset(RowDataset[ScoredRow]):
 
     def _contents(self, row: Row) -> list[Chat | Text]:
         """Returns what is read of a row; of an answer in steps its prompt."""
-        row = decoded(row)
+        row = decode_json_fields(row)
         if self.format == "preference":
             return [self._whole(row, content) for content, _ in parse(row, "preference", self.config.prompt_end)]
         if self.format == "steps":
@@ -227,12 +227,12 @@ class ScoredDataset(RowDataset[ScoredRow]):
             raise BadRow(
                 "two of its steps end at the same token, as no token but the padding is between them; join such steps"
             )
-        return ScoredRow((Scored(ids, tuple(places), tuple(labels), "label"),))
+        return ScoredRow((ScoredSequence(ids, tuple(places), tuple(labels), "label"),))
 
-    def _read(self, row: Row, content: Chat | Pair, target: float = 0.0) -> Scored:
+    def _read(self, row: Row, content: Chat | Pair, target: float = 0.0) -> ScoredSequence:
         """Returns a sequence that is scored at its end."""
         ids = self._encoder.encode(self._whole(row, content)).ids
-        return Scored(ids, (scored_token(ids, self._pad),), (target,))
+        return ScoredSequence(ids, (scored_token(ids, self._pad),), (target,))
 
     def _whole(self, row: Row, content: Chat | Pair) -> Chat | Text:
         """Returns a prompt with its answer as `mrl ppo` would have a policy's completion scored."""
@@ -274,5 +274,5 @@ def scored_batch(rows: Sequence[ScoredRow], *, group: int) -> Batch:
     fields = {MARGIN: margins, **weight_field(weights, len(rows))}
     batch = make_batch(ids, masks, token_fields={TARGETS: torch.cat(targets)}, sequence_fields=fields)
     scores_S = sum_per_sequence(batch.loss_mask.double(), batch.lengths)
-    units = float((weights_of(batch) * scores_S).sum()) / group
+    units = float((answer_weights(batch) * scores_S).sum()) / group
     return dataclasses.replace(batch, denominators={**batch.denominators, "units": units}, group=group)

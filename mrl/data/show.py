@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from mrl.data.dataset import Example
 from mrl.data.preferences import Preference
 from mrl.data.prompts import Prompt
-from mrl.data.scored import Scored, ScoredRow
+from mrl.data.scored import ScoredRow, ScoredSequence
 from mrl.errors import printable
 
 ENDS, MOST = 300, 640  # tokens shown at each end of a sequence with more than MOST
@@ -61,20 +61,20 @@ def sequences_of(item: object) -> list[ShownSequence]:
 
 def _note(*, margin: float = 0, weight: float) -> str:
     """Returns what a row says of its loss beside its tokens, where it says more than every row does."""
-    said = ([f"margin {margin:g}"] if margin else []) + ([f"weight {weight:g}"] if weight != 1 else [])
-    return ", ".join(said)
+    parts = ([f"margin {margin:g}"] if margin else []) + ([f"weight {weight:g}"] if weight != 1 else [])
+    return ", ".join(parts)
 
 
 def _shown_weights(mask: Sequence[float]) -> list[float]:
     return [0.0, *map(float, mask[1:])]
 
 
-def _read_weights(sequence: Scored) -> list[float]:
+def _read_weights(sequence: ScoredSequence) -> list[float]:
     """1 for each token whose score is read."""
     return [float(place in sequence.places) for place in range(len(sequence.ids))]
 
 
-def _targets(sequence: Scored) -> dict[int, str]:
+def _targets(sequence: ScoredSequence) -> dict[int, str]:
     if not sequence.called:
         return {}
     both = zip(sequence.places, sequence.targets, strict=True)

@@ -27,7 +27,7 @@ _CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")  # trainData, GsmTest
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
+class NamedFiles:
     """The files that one path of the config stands for."""
 
     key: str  # of the config: data.train
@@ -37,19 +37,19 @@ class Named:
     is_chosen: bool  # whether the path names these rows alone: one file, a saved data set, a split of a hub id
 
 
-def named(key: str, path: str, files: Sequence[str]) -> Named:
+def files_of_path(key: str, path: str, files: Sequence[str]) -> NamedFiles:
     """Returns the files of a path or URL that is no saved data set and no hub id."""
     shown = shown_url(path)
     local = os.path.expanduser(path)
     is_file = os.path.isfile(local) or ("://" in path and len(files) == 1 and shown.endswith(STREAMED_SUFFIXES))
     if is_file and not (glob.has_magic(shown) and "://" in path):
-        return Named(key, shown, files, shown, is_chosen=True)
+        return NamedFiles(key, shown, files, shown, is_chosen=True)
     parts = shown.split("/")
     first = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-    return Named(key, shown, files, "/".join(parts[first:]), is_chosen=False)
+    return NamedFiles(key, shown, files, "/".join(parts[first:]), is_chosen=False)
 
 
-def check_splits(every: Sequence[Named]) -> None:
+def check_splits(every: Sequence[NamedFiles]) -> None:
     """Raises DataError where a path brings in a file that is held out beside others. every: what is read together."""
     for one in every:
         chosen = _kinds(one.pattern)
@@ -76,13 +76,13 @@ def _kinds(text: str) -> frozenset[str]:
 def _first_of_each_kind(files: Sequence[str]) -> Mapping[frozenset[str], str]:
     """Returns the first file of each kinds of words, which are those of its path below the folder that holds all."""
     root = os.path.commonprefix(list(files)).rpartition("/")[0]
-    found: dict[frozenset[str], str] = {}
+    first: dict[frozenset[str], str] = {}
     for file in files:
-        found.setdefault(_kinds(file.removeprefix(root)), file)
-    return found
+        first.setdefault(_kinds(file.removeprefix(root)), file)
+    return first
 
 
-def _several(one: Named, held_out: str, other: str) -> DataError:
+def _several(one: NamedFiles, held_out: str, other: str) -> DataError:
     first, second = sorted((held_out, other), key=lambda file: file == held_out)
     names = [os.path.basename(file) for file in (first, second)]
     if names[0] == names[1]:
@@ -97,7 +97,7 @@ def _several(one: Named, held_out: str, other: str) -> DataError:
     return DataError(one.key, why=f"{one.path}: stands for several splits ({names[0]}, {names[1]})", fix=fix)
 
 
-def check_apart(train: Sequence[Named], evaluation: Sequence[Named]) -> list[str]:
+def check_apart(train: Sequence[NamedFiles], evaluation: Sequence[NamedFiles]) -> list[str]:
     """Returns a line for each file that both data.train and data.eval name. Raises DataError where a folder or a glob
     brought it in."""
     of_train = {_identity(file): one for one in train for file in one.files}

@@ -30,7 +30,7 @@ def encode_steps(
         raise ModelError(
             "the tokenizer tells no token's place in a text, which the ends of steps are found by; use the fast one"
         )
-    content = encoder.fitted(content) if isinstance(content, Chat) else content
+    content = encoder.fit_tool_arguments(content) if isinstance(content, Chat) else content
     answer = separator.join(steps)
     ids = encoder.encode(content).ids
     text, start = _rendered(encoder, content, answer)

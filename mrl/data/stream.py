@@ -19,20 +19,20 @@ from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.ppo import PromptsConfig
 from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
-from mrl.data.dataset import Rejected, RowDataset, T
+from mrl.data.dataset import RejectedRow, RowDataset, T
 from mrl.data.json_text import AS_MESSAGES
-from mrl.data.mixture import MixedDataset, Mixer, Read, differences, usable_by_source
+from mrl.data.mixture import MixedDataset, Mixer, SourceProgress, mixture_changes, usable_by_source
 from mrl.data.order import row_order, seed_of
 from mrl.data.streamed import START, Cursor, Mark
 from mrl.data.tool_calls import AS_OBJECTS, AS_TEXT
 from mrl.errors import CheckpointError, DataError, show
 
 NOTES_PER_BATCH = 5
-READING = 2
+READING_VERSION = 2
 """How fields of rows are read, in checkpoints: 0 is before `system` and `history` became turns, 1 before JSON in text
 was parsed."""
-READ_OTHERWISE = (AS_MESSAGES, AS_OBJECTS, AS_TEXT)
-MOST_FRUITLESS = 100_000  # streamed rows in a row, none of which can be used, after which a run ends
+CHANGED_FORMS = (AS_MESSAGES, AS_OBJECTS, AS_TEXT)
+MAX_SKIPPED_IN_A_ROW = 100_000  # streamed rows in a row, none of which can be used, after which a run ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Progress:
     skipped: int = 0
     dropped: int = 0
     truncated: int = 0
-    sources: tuple[Read, ...] = ()  # of a mixture: how far each has been read; epoch and position are 0 then
+    sources: tuple[SourceProgress, ...] = ()  # of a mixture: how far each has been read; epoch and position are 0 then
     mark: Mark = START  # of one path that is streamed: where the block of the next row begins
 
 
@@ -65,7 +65,7 @@ class Report:
     def count(self, dataset: RowDataset[T], row: int) -> T | None:
         """Loads a row and counts what became of it; None where it is left out."""
         loaded = dataset.load(row)
-        if not isinstance(loaded, Rejected):
+        if not isinstance(loaded, RejectedRow):
             self.truncated += loaded.truncated
             return loaded
         if loaded.outcome == "skipped":
@@ -77,7 +77,7 @@ class Report:
             self.notes.append(f"{loaded.outcome}: {loaded.why}")
         return None
 
-    def of_which_none_is_left(self, dataset: RowDataset[T]) -> DataError:
+    def no_rows_left(self, dataset: RowDataset[T]) -> DataError:
         return DataError(
             f"data.{dataset.part}",
             why=f"{dataset.path}: none of its {dataset.size} can be used; {self.notes[0]}",
@@ -89,9 +89,9 @@ def may_leave_out(config: DataConfig | PromptsConfig | PreferenceDataConfig | Sc
     return config.truncation == "drop" or config.on_bad_row == "skip"
 
 
-def most_fruitless(dataset: RowDataset[Any]) -> int:
+def max_skipped_in_a_row(dataset: RowDataset[Any]) -> int:
     """Returns how many rows of a data set, one after the other, may be left out: all, where their number is known."""
-    return MOST_FRUITLESS if dataset.is_streamed else len(dataset)
+    return MAX_SKIPPED_IN_A_ROW if dataset.is_streamed else len(dataset)
 
 
 def count_usable(dataset: RowDataset[T]) -> tuple[int, dict[str, int]]:
@@ -103,7 +103,7 @@ def count_usable(dataset: RowDataset[T]) -> tuple[int, dict[str, int]]:
     report = Report()
     usable = sum(report.count(dataset, row) is not None for row in range(len(dataset)))
     if not usable:
-        raise report.of_which_none_is_left(dataset)
+        raise report.no_rows_left(dataset)
     return usable, report.counts
 
 
@@ -116,14 +116,14 @@ def usable_of_mixture(dataset: MixedDataset[Any], seed: int, *, shuffle: bool = 
     reads = may_leave_out(dataset.config)
     is_usable = [report.count(dataset, row) is not None if reads else True for row in every]
     if not any(is_usable):
-        raise report.of_which_none_is_left(dataset)
+        raise report.no_rows_left(dataset)
     return usable_by_source(
         dataset, is_usable, lambda name, epoch, rows: row_order(seed_of(seed, name), epoch, rows, shuffle)
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken(Generic[T]):
+class TakenRows(Generic[T]):
     """Rows that were taken from a stream."""
 
     items: list[T]  # what the rows became
@@ -146,7 +146,7 @@ class RowStream(Generic[T]):
             self._fingerprint = dataset.fingerprint()
         else:
             self._fingerprints = [source.fingerprint() for source in self.mixer.dataset.sources]
-            self._progress = Progress(sources=(Read(),) * len(self.mixer.weights))
+            self._progress = Progress(sources=(SourceProgress(),) * len(self.mixer.weights))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -162,7 +162,7 @@ class RowStream(Generic[T]):
         notes, self._notes = self._notes, []
         return notes
 
-    def _after(self, start: Progress, count: int) -> Taken[T]:
+    def _after(self, start: Progress, count: int) -> TakenRows[T]:
         """Returns the `count` usable rows that follow `start`: a pure function of it and of the settings."""
         if self.mixer is not None:
             return self._mixed(self.mixer, start, count)
@@ -179,13 +179,13 @@ class RowStream(Generic[T]):
                 fruitless = 0
                 continue
             fruitless += 1
-            if fruitless > most_fruitless(self.dataset):
-                raise report.of_which_none_is_left(self.dataset)
+            if fruitless > max_skipped_in_a_row(self.dataset):
+                raise report.no_rows_left(self.dataset)
         progress = Progress(
             at.epoch, at.position, start.skipped + report.skipped, start.dropped + report.dropped,
             start.truncated + report.truncated, mark=at.mark,
         )  # fmt: skip
-        return Taken(items, rows, progress, report.notes)
+        return TakenRows(items, rows, progress, report.notes)
 
     def _row(self, at: Cursor) -> tuple[int, Cursor]:
         """Returns the index of the row at a position of one path, and the next position."""
@@ -195,7 +195,7 @@ class RowStream(Generic[T]):
         is_last = at.position + 1 == len(self.dataset)
         return row, Cursor(at.epoch + 1) if is_last else Cursor(at.epoch, at.position + 1)
 
-    def _mixed(self, mixer: Mixer, start: Progress, count: int) -> Taken[T]:
+    def _mixed(self, mixer: Mixer, start: Progress, count: int) -> TakenRows[T]:
         """As `_after`, of a mixture."""
         report, reads = Report(), list(start.sources)
         items: list[T] = []
@@ -205,10 +205,10 @@ class RowStream(Generic[T]):
             number = mixer.choose(reads)
             row, cursor = mixer.row(number, reads[number])
             item = report.count(self.dataset, row)
-            mixer.after(reads, number, cursor, item)
+            mixer.record_read(reads, number, cursor, item)
             fruitless[number] = 0 if item is not None else fruitless[number] + 1
-            if fruitless[number] > most_fruitless(mixer.dataset.sources[number]):
-                raise report.of_which_none_is_left(mixer.dataset.sources[number])
+            if fruitless[number] > max_skipped_in_a_row(mixer.dataset.sources[number]):
+                raise report.no_rows_left(mixer.dataset.sources[number])
             if item is not None:
                 items.append(item)
                 rows.append(row)
@@ -216,11 +216,11 @@ class RowStream(Generic[T]):
             0, 0, start.skipped + report.skipped, start.dropped + report.dropped, start.truncated + report.truncated,
             tuple(reads),
         )  # fmt: skip
-        return Taken(items, rows, progress, report.notes)
+        return TakenRows(items, rows, progress, report.notes)
 
-    def walk(self) -> Iterator[Taken[T]]:
+    def walk(self) -> Iterator[TakenRows[T]]:
         """Yields the rows of the run from its beginning, one at a time, and moves nothing."""
-        progress = Progress(sources=(Read(),) * (0 if self.mixer is None else len(self.mixer.weights)))
+        progress = Progress(sources=(SourceProgress(),) * (0 if self.mixer is None else len(self.mixer.weights)))
         while True:
             taken = self._after(progress, 1)
             yield taken
@@ -231,18 +231,18 @@ class RowStream(Generic[T]):
         """Rows, tokens and passes of each source of a mixture since the start of the run."""
         if self.mixer is None:
             return {}
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         dataset = self.mixer.dataset
         for share, source, read in zip(dataset.shares, dataset.sources, self._progress.sources, strict=True):
             epochs = read.epoch + (0 if source.is_streamed else read.position / len(source))
             values = {"rows": read.rows, "tokens": read.tokens, "epochs": epochs}
-            found |= {f"data/{share.title}/{what}": value for what, value in values.items()}
-        return found
+            metrics |= {f"data/{share.title}/{what}": value for what, value in values.items()}
+        return metrics
 
     def _order_of_source(self, name: str, epoch: int, rows: int) -> np.ndarray:
         return row_order(seed_of(self.seed, name), epoch, rows, self.shuffle)
 
-    def _moved(self, taken: Taken[T]) -> None:
+    def _moved(self, taken: TakenRows[T]) -> None:
         """The position is after `taken` now."""
         self.rows, self._progress = taken.rows, taken.progress
         self._notes += taken.notes
@@ -261,7 +261,7 @@ class RowStream(Generic[T]):
         del made["sources"]
         if self.mixer is not None or not self.dataset.is_streamed:
             del made["mark"]
-        same = {"seed": self.seed, "shuffle": self.shuffle, "reading": READING}
+        same = {"seed": self.seed, "shuffle": self.shuffle, "reading": READING_VERSION}
         if self.mixer is None:
             return {"version": 1, **made, **same, "data": self._fingerprint}
         mix_by = self.mixer.dataset.config.mix_by
@@ -310,7 +310,7 @@ class RowStream(Generic[T]):
         if reading < 1:
             self._notes += self.dataset.newly_read()
         if reading < 2:
-            changed = [line for line in self.dataset.template_notes() if any(words in line for words in READ_OTHERWISE)]
+            changed = [line for line in self.dataset.template_notes() if any(words in line for words in CHANGED_FORMS)]
             self._notes += [f"{line}, but not before the checkpoint" for line in changed[:1]]
         sources = () if self.mixer is None else self._resumed_sources(self.mixer, state)
         if self.mixer is None:
@@ -318,7 +318,7 @@ class RowStream(Generic[T]):
         mark = tuple(state.get("mark", START))
         self._progress = Progress(**{name: state[name] for name in fields}, sources=sources, mark=mark)
 
-    def _resumed_sources(self, mixer: Mixer, state: Mapping[str, Any]) -> tuple[Read, ...]:
+    def _resumed_sources(self, mixer: Mixer, state: Mapping[str, Any]) -> tuple[SourceProgress, ...]:
         """Returns how far each source had been read when `state` was made; notes what is mixed otherwise now."""
         before = {entry["name"]: entry for entry in state["sources"]}
         now = self._state_of_sources(mixer)
@@ -336,9 +336,11 @@ class RowStream(Generic[T]):
                         fix="set it back, or give the source another name to begin it anew",
                     )
             _check_same(key, source.path, saved["data"], entry["data"], name=entry["name"])
-            known = {field.name: saved[field.name] for field in dataclasses.fields(Read) if field.name in saved}
-            reads.append(Read(**known | {"mark": tuple(known.get("mark", START))}))
-        words = differences(state["sources"], now)
+            known = {
+                field.name: saved[field.name] for field in dataclasses.fields(SourceProgress) if field.name in saved
+            }
+            reads.append(SourceProgress(**known | {"mark": tuple(known.get("mark", START))}))
+        words = mixture_changes(state["sources"], now)
         if state["mix_by"] != (mix_by := mixer.dataset.config.mix_by):
             words.append(f"data.mix_by was {state['mix_by']} and is {mix_by}")
         if words:
@@ -349,10 +351,10 @@ class RowStream(Generic[T]):
 
 def _is_the_same_form(source: RowDataset[Any], was: str, now: str) -> bool:
     """Returns whether one of two values of `format` is auto, and finds the other in the rows, which are the same."""
-    return "auto" in (was, now) and source.detected() in (was, now)
+    return "auto" in (was, now) and source.detected_form() in (was, now)
 
 
-def _state_of(read: Read, source: RowDataset[Any]) -> dict[str, Any]:
+def _state_of(read: SourceProgress, source: RowDataset[Any]) -> dict[str, Any]:
     state = dataclasses.asdict(read)
     if not source.is_streamed:
         del state["mark"]

@@ -29,15 +29,15 @@ import pyarrow.parquet
 
 from mrl.data.files import JSONL_SUFFIXES, BadRow, arrow_row, one_line, parse_line
 from mrl.data.remote import RemoteFile, SourceError, is_ending
-from mrl.data.splits import Named, check_splits
+from mrl.data.splits import NamedFiles, check_splits
 from mrl.errors import DataError, UserError
 
 CHUNK = 256  # rows that processes are given at a time, and of a block where nothing is shuffled
 BLOCK = 1 << 20  # bytes of lines read at a time
 UNPACKED = 1 << 16  # the same, of a compressed file: what is read when damage is met is lost
 ROW_BITS = 40  # of an index: the row in its file; the number of the file is above
-MOST_INDEX = 2**62
-MEND = "the file is cut off or damaged: write it again"
+MAX_INDEX = 2**62
+DAMAGE_FIX = "the file is cut off or damaged: write it again"
 
 T = TypeVar("T")
 Order = Callable[[str, int, int], np.ndarray]
@@ -49,7 +49,7 @@ START: Mark = (0, 0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Damage:
+class DamagedRow:
     """What stands for a bad row, and for the rest of a file that is damaged from a row on."""
 
     why: str
@@ -74,7 +74,7 @@ class Exchange(Protocol):
         use. Returns where there is none. error: of this process, or None."""
 
 
-class _Alone:
+class _OneProcessExchange:
     """The exchange of one process."""
 
     def __call__(self, fn: Callable[[], T]) -> T:
@@ -88,7 +88,7 @@ class _Alone:
             raise error
 
 
-alone = _Alone()
+one_process_exchange = _OneProcessExchange()
 
 
 class Cursor(NamedTuple):
@@ -121,15 +121,15 @@ class StreamedRows:
     """
 
     def __init__(
-        self, find: Callable[[], tuple[Sequence[RemoteFile], Named]], *, buffer: int, key: str, what: str,
-        exchange: Exchange = alone,
+        self, find: Callable[[], tuple[Sequence[RemoteFile], NamedFiles]], *, buffer: int, key: str, what: str,
+        exchange: Exchange = one_process_exchange,
     ) -> None:  # fmt: skip
         self.buffer, self.key, self.what, self._exchange = buffer, key, what, exchange
         self.epochs: float | None = None  # after which nothing is read ahead
         self.agree, self.leave_out = exchange.agree, exchange.leave_out
         files: list[RemoteFile] = []
 
-        def found() -> tuple[list[tuple[str, int | None, str]], Named]:
+        def found() -> tuple[list[tuple[str, int | None, str]], NamedFiles]:
             of_path, named = find()
             check_splits([named])
             files.extend(of_path)
@@ -166,7 +166,7 @@ class StreamedRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self._taken[index]
-        if isinstance(row, Damage):
+        if isinstance(row, DamagedRow):
             raise BadRow(row.why)
         return parse_line(row, lambda: row) if isinstance(row, bytes) else dict(row)
 
@@ -258,7 +258,7 @@ class _Reader:
         if not rows:
             raise own.empty()
         following = next(iterator, None)
-        if following is None and start.position == 0 and all(isinstance(row, Damage) for _, row in rows):
+        if following is None and start.position == 0 and all(isinstance(row, DamagedRow) for _, row in rows):
             raise DataError(own.key, why=f"{own.what}: {self._of.where(rows[0][0])} {rows[0][1].why}")
         if following is None:
             after = Cursor(start.epoch + 1)
@@ -302,7 +302,7 @@ class _DamagedError(Exception):
 
 def _read_lines(
     file: RemoteFile, key: str, ended: threading.Event, row: int, offset: int
-) -> Iterator[tuple[int, int, bytes | Damage]]:
+) -> Iterator[tuple[int, int, bytes | DamagedRow]]:
     """Yields line number, byte and content of the lines of a file that are not blank. row, offset: of the first."""
     with file.open(key, ended) as raw, _unpacked(file, raw) as content:
         parts: list[bytes] = []  # of a line whose end was not read yet
@@ -319,7 +319,7 @@ def _read_lines(
                     row, offset = row + 1, offset + len(line) + 1
                 parts = [lines[-1]]
         except _DamagedError as error:
-            yield row, offset, Damage(str(error))
+            yield row, offset, DamagedRow(str(error))
 
 
 def _unpacked(file: RemoteFile, raw: io.BufferedReader) -> Any:
@@ -343,7 +343,7 @@ def _blocks(content: Any, offset: int, file: RemoteFile, key: str) -> Iterator[b
         try:
             block = content.read(BLOCK) if is_plain else content.read1(UNPACKED)
         except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as e:
-            raise _DamagedError(f"cannot be decompressed from here on ({one_line(e)}); {MEND}") from e
+            raise _DamagedError(f"cannot be decompressed from here on ({one_line(e)}); {DAMAGE_FIX}") from e
         if offset:
             if not block:
                 fix = "start a new run in another output_dir"
@@ -359,7 +359,7 @@ def _blocks(content: Any, offset: int, file: RemoteFile, key: str) -> Iterator[b
 
 def _read_table(
     file: RemoteFile, key: str, ended: threading.Event, row: int, offset: int
-) -> Iterator[tuple[int, int, dict[str, Any] | Damage]]:
+) -> Iterator[tuple[int, int, dict[str, Any] | DamagedRow]]:
     """Yields row number, 0 and content of the rows of a Parquet or Arrow file. row: the first."""
     is_parquet = file.name.endswith(".parquet")
     if is_parquet and not file.seeks:
@@ -371,14 +371,14 @@ def _read_table(
             for start, batch in batches:
                 for i, found in enumerate(batch.slice(max(0, row - start)).to_pylist(), start=max(row, start)):
                     try:
-                        content: dict[str, Any] | Damage = arrow_row(found, batch.schema)
+                        content: dict[str, Any] | DamagedRow = arrow_row(found, batch.schema)
                     except BadRow as e:
-                        content = Damage(str(e))
+                        content = DamagedRow(str(e))
                     yield i, 0, content
                     row = i + 1
         except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as e:  # ValueError: text that is no UTF-8
             form = "Parquet" if is_parquet else "Arrow"
-            yield row, 0, Damage(f"cannot be read as {form} from here on ({one_line(e)}); {MEND}")
+            yield row, 0, DamagedRow(f"cannot be read as {form} from here on ({one_line(e)}); {DAMAGE_FIX}")
 
 
 def _parquet_batches(raw: BinaryIO, row: int) -> Iterator[tuple[int, pyarrow.RecordBatch]]:

@@ -25,7 +25,7 @@ AS_TEXT = "arguments of tool calls go to the chat template as JSON text, since i
 AS_GIVEN = "arguments of tool calls that are text and no JSON object go to the chat template as they are"
 
 
-def with_fitting_arguments(chat: Chat, render: Render) -> tuple[Chat, list[str]]:
+def fit_arguments(chat: Chat, render: Render) -> tuple[Chat, list[str]]:
     """Returns a conversation with the arguments of its calls in the form that its template takes, and what is said of
     it. render: messages to text; raises DataError where that cannot be. Raises BadRow where arguments are too deep."""
     given: list[Any] = []

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mrl.data.encode import NO_TEMPLATE, Encoder, check_system
-from mrl.data.ends import STAND_IN
+from mrl.data.ends import PROBE_CONTENT
 from mrl.data.formats import Chat, Question, check_plain
 from mrl.data.left_out import left_out
 from mrl.errors import DataError
@@ -34,15 +34,15 @@ class TurnEncoder:
         """Returns the tokens of a prompt, with the generation prompt where there is a chat template."""
         if isinstance(asked, Question) and not self.has_template:
             check_plain(asked)
-            found = self.encoder.tokenize(asked.plain)
-            return self.encoder.begin(found) if found else []
+            encoded = self.encoder.tokenize(asked.plain)
+            return self.encoder.begin(encoded) if encoded else []
         return self.tokenize(self.text(asked.chat))
 
     def text(self, chat: Chat) -> str:
         """Returns what a prompt is before it is tokenized: messages with the generation prompt."""
         if not self.has_template:
             raise DataError(NO_TEMPLATE)
-        chat = self.encoder.fitted(dataclasses.replace(chat, messages=self._with_system(chat.messages)))
+        chat = self.encoder.fit_tool_arguments(dataclasses.replace(chat, messages=self._with_system(chat.messages)))
         return self.encoder.render_text(chat, chat.messages, prompt=True)
 
     def tokenize(self, text: str) -> list[int]:
@@ -78,10 +78,10 @@ class TurnEncoder:
 
         The text after the turn is tokenized alone: it begins with a special token, over which no token reaches.
         """
-        begin = [{"role": "user", "content": "x"}, {"role": "assistant", "content": STAND_IN}]
-        chat = self.encoder.fitted(dataclasses.replace(chat, messages=begin + messages))
+        begin = [{"role": "user", "content": "x"}, {"role": "assistant", "content": PROBE_CONTENT}]
+        chat = self.encoder.fit_tool_arguments(dataclasses.replace(chat, messages=begin + messages))
         text = self.encoder.render_text(chat, chat.messages, prompt=True)
-        _, found, after = text.partition(STAND_IN)
+        _, found, after = text.partition(PROBE_CONTENT)
         if not found:
             raise DataError(
                 "the chat template leaves out an assistant turn that others follow, so what follows one cannot be "

@@ -23,12 +23,12 @@ from mrl.data.files import BadRow, one_line
 from mrl.data.images import Image, require_pillow
 from mrl.errors import DataError, ModelError
 
-OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+TEXT_FIELDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 """What a processor gives for the text; all else is for the images."""
 
 
 @dataclasses.dataclass(frozen=True)
-class WithImages:
+class ImageRow:
     """A row's tokens with its images."""
 
     encoded: Encoded  # the tokens in full, none of an image's trained
@@ -49,7 +49,7 @@ class Vision:
         """Returns the number of tokens that stand for images or videos."""
         return sum(token in self.placeholders for token in ids)
 
-    def expand(self, encoded: Encoded, images: Sequence[Image], folder: str) -> WithImages:
+    def expand(self, encoded: Encoded, images: Sequence[Image], folder: str) -> ImageRow:
         """Returns the row, its image tokens replaced by those that each image takes. folder: of the data file.
 
         Raises BadRow, and DataError where the chat template has not written one token for each image.
@@ -66,7 +66,7 @@ class Vision:
                 "one that knows parts of type image in data.chat_template, and keep that token out of the text"
             )
         if not images:
-            return WithImages(encoded, {})
+            return ImageRow(encoded, {})
         made = [self._process(image, image.open(folder)) for image in images]
         ids: list[int] = []
         mask: list[float] = []
@@ -76,7 +76,7 @@ class Vision:
             ids += [token] if of_image is None else of_image
             mask += [trains] if of_image is None else [0] * len(of_image)
         inputs = {name: torch.cat([of_image[name] for _, of_image in made]) for name in made[0][1]}
-        return WithImages(Encoded(ids, mask), inputs)
+        return ImageRow(Encoded(ids, mask), inputs)
 
     def read(self, image: Image) -> tuple[list[int], dict[str, Tensor]]:
         """Returns the tokens that an image takes, whose bytes are given, and what it is to the model. Raises BadRow."""
@@ -90,7 +90,7 @@ class Vision:
             raise BadRow(
                 f"{image.where}: the model's processor refuses the image ({one_line(e)}); make it larger or less narrow"
             ) from e
-        inputs = {n: torch.as_tensor(np.asarray(value)) for n, value in out.items() if n not in OF_TEXT}
+        inputs = {n: torch.as_tensor(np.asarray(value)) for n, value in out.items() if n not in TEXT_FIELDS}
         return list(out["input_ids"][0]), inputs
 
 

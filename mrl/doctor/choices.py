@@ -63,7 +63,7 @@ def answers() -> Iterator[Mapping[str, Any]]:
     yield {"modules": modules(found)}
     from mrl.engine.megatron import optim
 
-    yield {"optimizer": optim.chosen()}
+    yield {"optimizer": optim.implementations()}
 
 
 def rows() -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def rows() -> list[dict[str, Any]]:
     from mrl.converters.families import fields_of
     from mrl.converters.hf_config import normalize
     from mrl.mcore_models import layer_spec
-    from mrl.mcore_models.te_limits import Attention, Gpu
+    from mrl.mcore_models.te_limits import AttentionShape, Gpu
     from mrl.parallel import ParallelDims
 
     found = []
@@ -87,7 +87,7 @@ def rows() -> list[dict[str, Any]]:
             except UserError as error:
                 row |= {"error": str(error)}
                 continue
-            attention = Attention.of(fields, dims)
+            attention = AttentionShape.of(fields, dims)
             kernels = _te_kernels(attention, Gpu.here()) if spec.name == "te" else _local_kernels(attention)
             ways = attention.cp_communication if spec.name == "te" and cp > 1 else None
             row |= {"spec": spec.name, "why": spec.why, "attention": kernels, "cp_communication": ways}
@@ -117,7 +117,7 @@ def _local_kernels(attention: Any) -> list[str]:
         query = heads(attention.heads, keys // attention.cp, attention.query_size)
         value = heads(attention.groups, keys, attention.value_size)
         found.append(
-            causal.way(query, keys, value, window=window, sinks=attention.sinks, dropout=attention.dropout)
+            causal.attention_kind(query, keys, value, window=window, sinks=attention.sinks, dropout=attention.dropout)
         )  # fmt: skip
     return list(dict.fromkeys(found))
 

@@ -25,7 +25,7 @@ from mrl.doctor import (
     variables,
 )
 from mrl.doctor.findings import LEVELS, Finding, Level, Section, fault, warning, worst
-from mrl.doctor.imports import Imported, imports, with_causes
+from mrl.doctor.imports import ImportResult, imports, with_causes
 from mrl.doctor.probe import FACTS
 from mrl.errors import one_line
 
@@ -86,7 +86,7 @@ def examine(*, with_collectives: bool = False) -> Report:
             broken = fatal
         imported = with_causes(imported, packages.steps(), broken)
         gpu = gpus.has_gpu(found, facts)
-        megatron = choices.with_cause(broken) if torch else Imported(blocked_by="torch")
+        megatron = choices.with_cause(broken) if torch else ImportResult(blocked_by="torch")
         sections = [
             _section("Python and packages", lambda: packages.section(imported, megatron)),
             _section("GPUs", lambda: gpus.section(found, facts, os.environ)),
@@ -105,7 +105,7 @@ def examine(*, with_collectives: bool = False) -> Report:
     return Report(sections, time.monotonic() - begun, socket.gethostname())
 
 
-def _collectives(facts: Imported, torch: bool) -> Iterable[Finding]:
+def _collectives(facts: ImportResult, torch: bool) -> Iterable[Finding]:
     if not torch:
         return [fault("collectives", "no all-reduce was tried, as torch does not load", "mend torch first")]
     return collectives.section(facts.facts["count"] if facts.works else 0)

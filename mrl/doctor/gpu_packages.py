@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mrl.doctor import known
 from mrl.doctor.findings import Finding, fault, note, ok, warning
-from mrl.doctor.imports import Imported, Step, hint, is_found
+from mrl.doctor.imports import ImportResult, Step, hint, is_found
 from mrl.mcore_models import optional
 
 
@@ -38,7 +38,7 @@ PACKAGES: Sequence[OptionalPackage] = (
 )
 
 
-OF_MEGATRON = ("flash_attn", "deep_ep")
+MEGATRON_PACKAGES = ("flash_attn", "deep_ep")
 """Those that megatron-core imports by itself, a GPU or not, and does without where that is an ImportError alone."""
 
 
@@ -56,7 +56,7 @@ def present() -> list[OptionalPackage]:
 
 
 def _is_package(module: str) -> bool:
-    return is_found(module) and optional.mere_folder(module) is None
+    return is_found(module) and optional.namespace_folder(module) is None
 
 
 def steps(here: Sequence[OptionalPackage]) -> list[Step]:
@@ -65,7 +65,7 @@ def steps(here: Sequence[OptionalPackage]) -> list[Step]:
     return [Step("torch", ("torch",)), *(Step(package.module, package.modules, needs="torch") for package in here)]
 
 
-def section(imported: Mapping[str, Imported], *, gpu: bool) -> Iterator[Finding]:
+def section(imported: Mapping[str, ImportResult], *, gpu: bool) -> Iterator[Finding]:
     """imported: of the packages that are present, by module. gpu: whether there is one."""
     te = "transformer_engine" in imported and imported["transformer_engine"].works
     for package in PACKAGES:
@@ -73,7 +73,7 @@ def section(imported: Mapping[str, Imported], *, gpu: bool) -> Iterator[Finding]
         have = f"{package.name} {_version(package)}".strip()
         if found is None:
             yield _absent(package.module, name, gpu=gpu, te=te)
-        elif package.module == "apex" and (whose := optional.whose_apex()) != "NVIDIA's":
+        elif package.module == "apex" and (whose := optional.apex_origin()) != "NVIDIA's":
             yield _other_apex(name, have, whose)
         elif found.blocked_by is not None:
             yield note(name, f"{have} was not looked at, as {found.blocked_by} does not load")
@@ -83,7 +83,7 @@ def section(imported: Mapping[str, Imported], *, gpu: bool) -> Iterator[Finding]
                 # a run tries it before it knows that it does not load, whatever engine.layer_spec is
                 fix = "uninstall it, or install it as docs/gpu.md says"
                 yield fault(name, f"{what}: so it does to every run that sees a GPU", fix)
-            elif package.module in OF_MEGATRON and not _is_import_error(found.error):
+            elif package.module in MEGATRON_PACKAGES and not _is_import_error(found.error):
                 costs = "megatron-core imports it where it is installed, and fails with it: no run with it starts"
                 yield fault(name, f"{what}: {costs}", REINSTALL)
             elif package.module == "flash_attn.cute" and gpu and not _is_import_error(found.error):

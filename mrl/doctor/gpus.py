@@ -13,18 +13,18 @@ from typing import Any
 
 from mrl.doctor.ask import program
 from mrl.doctor.findings import Finding, count, fault, gib, note, ok, warning
-from mrl.doctor.imports import Imported
+from mrl.doctor.imports import ImportResult
 
 LIMIT_S = 30.0
 """nvidia-smi takes seconds where the driver is not kept loaded (persistence mode)."""
 
 FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used", "mig.mode.current")
-MOST_IN_USE = 2 * 2**30
+MAX_BYTES_IN_USE = 2 * 2**30
 """Bytes of a GPU's memory that a driver and a desktop may hold."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Smi:
+class NvidiaSmi:
     """What nvidia-smi says."""
 
     error: str | None = None  # in words, where it fails
@@ -37,19 +37,19 @@ class Smi:
         return self.gpus[0]["driver_version"] if self.gpus else None
 
 
-def smi() -> Smi | None:
+def smi() -> NvidiaSmi | None:
     """Asks nvidia-smi; None where there is none."""
     answer = program("nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits", limit_s=LIMIT_S)
     if answer is None:
         return None
     if not answer.ok:
-        return Smi(error=answer.said)
+        return NvidiaSmi(error=answer.said)
     lines = [[cell.strip() for cell in line.split(",")] for line in answer.out.splitlines()]
     gpus = [dict(zip(FIELDS, line, strict=True)) for line in lines if len(line) == len(FIELDS)]
     plain, topology = program("nvidia-smi", limit_s=LIMIT_S), program("nvidia-smi", "topo", "-m", limit_s=LIMIT_S)
     cuda = re.search(r"CUDA Version:\s*([\d.]+)", plain.out) if plain is not None else None
     links = _links(topology.out) if topology is not None and topology.ok else ()
-    return Smi(gpus=gpus, cuda=cuda[1] if cuda else None, links=links)
+    return NvidiaSmi(gpus=gpus, cuda=cuda[1] if cuda else None, links=links)
 
 
 def _links(text: str) -> list[list[str]]:
@@ -60,7 +60,7 @@ def _links(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in row[1 : len(rows) + 1]] for row in rows]
 
 
-def section(found: Smi | None, facts: Imported, environment: Mapping[str, str]) -> Iterator[Finding]:
+def section(found: NvidiaSmi | None, facts: ImportResult, environment: Mapping[str, str]) -> Iterator[Finding]:
     """facts: of torch_facts, where torch loads."""
     torch = facts.facts if facts.works else None
     if found is None or found.error is not None or not found.gpus:
@@ -76,7 +76,7 @@ def section(found: Smi | None, facts: Imported, environment: Mapping[str, str]) 
         yield from _computing(torch)
 
 
-def _without_smi(found: Smi | None, torch: Mapping[str, Any] | None) -> Finding:
+def _without_smi(found: NvidiaSmi | None, torch: Mapping[str, Any] | None) -> Finding:
     seen = torch["count"] if torch is not None else 0
     if found is not None:
         say = warning if seen else fault
@@ -105,7 +105,7 @@ def _on_the_bus() -> bool:
     return False
 
 
-def _kinds(found: Smi) -> Finding:
+def _kinds(found: NvidiaSmi) -> Finding:
     kinds = collections.Counter((gpu["name"], gpu["memory.total"]) for gpu in found.gpus)
     words = ", ".join(f"{n} x {name} with {_memory(memory)}" for (name, memory), n in kinds.items())
     what = f"{words}; driver {found.driver}{f', which serves CUDA up to {found.cuda}' if found.cuda else ''}"
@@ -120,7 +120,7 @@ def _memory(mebibytes: str) -> str:
     return gib(float(mebibytes) * 2**20) if mebibytes.isdigit() else mebibytes
 
 
-def _seen(found: Smi, torch: Mapping[str, Any], environment: Mapping[str, str]) -> Finding:
+def _seen(found: NvidiaSmi, torch: Mapping[str, Any], environment: Mapping[str, str]) -> Finding:
     here, seen, mig = len(found.gpus), torch["count"], any(_has_mig(gpu) for gpu in found.gpus)
     if seen and (mig or seen > here):  # CUDA counts instances, of which it shows a process one or all
         return note("gpu.seen", f"torch sees {count(seen, 'device')} of {count(here, 'GPU')}: MIG instances count")
@@ -151,7 +151,7 @@ def _has_mig(gpu: Mapping[str, str]) -> bool:
 def _health(gpu: Mapping[str, str]) -> Iterator[Finding]:
     number, used = gpu["index"], gpu["memory.used"]
     name = f"gpu.{number}"
-    if used.isdigit() and int(used) * 2**20 > MOST_IN_USE:
+    if used.isdigit() and int(used) * 2**20 > MAX_BYTES_IN_USE:
         what = f"GPU {number}: {_memory(used)} of {_memory(gpu['memory.total'])} are in use by other programs"
         fix = "`nvidia-smi` lists them: end what is left over, or leave this GPU out of CUDA_VISIBLE_DEVICES"
         yield warning(f"{name}.used", what, fix)
@@ -189,6 +189,6 @@ def _computing(torch: Mapping[str, Any]) -> Iterator[Finding]:
         yield warning("gpu.bfloat16", what, "set model.dtype=float32, or take GPUs since A100")
 
 
-def has_gpu(found: Smi | None, facts: Imported) -> bool:
+def has_gpu(found: NvidiaSmi | None, facts: ImportResult) -> bool:
     """Returns whether a GPU is here, seen by torch or not."""
     return bool(found is not None and found.gpus) or bool(facts.works and facts.facts["count"])

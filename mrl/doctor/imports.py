@@ -29,7 +29,7 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Imported:
+class ImportResult:
     """What became of a step."""
 
     error: str | None = None  # in words; None where it went well
@@ -55,12 +55,12 @@ def is_found(module: str) -> bool:
         return False
 
 
-def imports(steps: Sequence[Step], *, limit_s: float = LIMIT_S, hidden: Sequence[str] = ()) -> dict[str, Imported]:
+def imports(steps: Sequence[Step], *, limit_s: float = LIMIT_S, hidden: Sequence[str] = ()) -> dict[str, ImportResult]:
     """Returns what became of each step. A process that a package ended is followed by one that goes on after it.
 
     limit_s: of one step. hidden: packages that are to be taken for absent.
     """
-    done: dict[str, Imported] = {}
+    done: dict[str, ImportResult] = {}
     hidden = [*hidden]  # and those that ended a process: who imports them next would end, too
     while left := [step for step in steps if step.name not in done]:
         request = {
@@ -76,17 +76,19 @@ def imports(steps: Sequence[Step], *, limit_s: float = LIMIT_S, hidden: Sequence
                 begun = entry["begun"]
             elif entry.get("name") in names:  # what runs as Python starts may print objects of its own
                 begun, name = None, entry.pop("name")
-                done[name] = Imported(**entry)
+                done[name] = ImportResult(**entry)
         if begun is not None:
-            done[begun] = Imported(error=ended(answer, limit_s), ends_process=True)
+            done[begun] = ImportResult(error=ended(answer, limit_s), ends_process=True)
             hidden += [module.partition(".")[0] for step in left if step.name == begun for module in step.modules[:1]]
         elif answer.code is None or left[0].name not in done:
             error = f"Python does not start for it ({answer.said})"
-            done |= {step.name: Imported(error=error) for step in left if step.name not in done}
+            done |= {step.name: ImportResult(error=error) for step in left if step.name not in done}
     return done
 
 
-def with_causes(imported: Mapping[str, Imported], steps: Sequence[Step], broken: Sequence[str]) -> dict[str, Imported]:
+def with_causes(
+    imported: Mapping[str, ImportResult], steps: Sequence[Step], broken: Sequence[str]
+) -> dict[str, ImportResult]:
     """Returns `imported`, of `steps`, with `because_of` where one that does not load does without packages `broken`:
     peft imports a transformer-engine that it finds, and fails as that one does."""
     failed = [step for step in steps if imported[step.name].error is not None and step.modules]

@@ -24,7 +24,7 @@ class Package:
 
 TRAINING = "no run starts"
 
-NEEDED: Sequence[Package] = (
+NEEDED_PACKAGES: Sequence[Package] = (
     Package("numpy", ("numpy",), TRAINING),
     Package("torch", ("torch",), "nothing trains, generates or converts"),
     Package("transformers", ("transformers",), "no model or tokenizer is read"),

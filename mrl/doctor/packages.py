@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import mrl
 from mrl.doctor import known
 from mrl.doctor.findings import Finding, fault, note, ok, warning
-from mrl.doctor.imports import Imported, Step, hint, is_found
+from mrl.doctor.imports import ImportResult, Step, hint, is_found
 from mrl.doctor.probe import FACTS
 
 MEGATRON = known.Package(
@@ -29,28 +29,28 @@ UNKNOWN = "of an unknown version"
 def steps() -> list[Step]:
     """Returns what is imported for this section, and where torch is asked about the machine."""
     made = []
-    for package in known.NEEDED:
+    for package in known.NEEDED_PACKAGES:
         made.append(Step(package.name, package.modules, "torch" if package.needs_torch else None))
         if package.name == "torch":
             made.append(Step(FACTS, needs="torch"))
     return made
 
 
-def section(imported: Mapping[str, Imported], megatron: Imported) -> Iterator[Finding]:
+def section(imported: Mapping[str, ImportResult], megatron: ImportResult) -> Iterator[Finding]:
     """megatron: what became of megatron-core, imported with what stands in for GPUs."""
     yield _python()
     yield _mrl()
     have, wanted = installed(), known.versions(known.this_python())
     imported = {**imported, known.MEGATRON: megatron}
-    for package in (*known.NEEDED, MEGATRON):  # without torch some are not tried
+    for package in (*known.NEEDED_PACKAGES, MEGATRON):  # without torch some are not tried
         if imported[package.name].blocked_by is not None and _is_nowhere(package, have):
-            imported[package.name] = Imported(error=f"No module named '{package.modules[0]}'")
-    errors = {package.name: imported[package.name].error for package in (*known.NEEDED, MEGATRON)}
+            imported[package.name] = ImportResult(error=f"No module named '{package.modules[0]}'")
+    errors = {package.name: imported[package.name].error for package in (*known.NEEDED_PACKAGES, MEGATRON)}
     absent = [name for name, error in errors.items() if error is not None and _is_absent(name, error, have)]
     if len(absent) > MANY:
         yield _nothing_installed(absent)
     loaded: dict[str, str] = {}  # package -> version
-    for package in (*known.NEEDED, MEGATRON):
+    for package in (*known.NEEDED_PACKAGES, MEGATRON):
         name, error = package.name, errors[package.name]
         found = imported[name]
         if error is not None and not (name in absent and len(absent) > MANY):
@@ -109,7 +109,9 @@ def installed() -> dict[str, str]:
         if name and version:  # of an installation that broke off they are missing
             found.setdefault(canonical(name), version)
     ours = {
-        package.name: found[canonical(package.name)] for package in known.NEEDED if canonical(package.name) in found
+        package.name: found[canonical(package.name)]
+        for package in known.NEEDED_PACKAGES
+        if canonical(package.name) in found
     }
     return found | ours
 
@@ -154,7 +156,7 @@ def _broken(
     return say(f"package.{name}", what, fix, error=error, version=version)
 
 
-def _misplaced(package: known.Package, found: Imported, have: Mapping[str, str]) -> Iterator[Finding]:
+def _misplaced(package: known.Package, found: ImportResult, have: Mapping[str, str]) -> Iterator[Finding]:
     """Says where a package does not come from where it was installed."""
     at, version = f"package.{package.name}.place", have.get(package.name)
     if not found.is_package:
@@ -167,7 +169,7 @@ def _misplaced(package: known.Package, found: Imported, have: Mapping[str, str])
         yield warning(at, what, f"pip uninstall {package.name}, look at PYTHONPATH, install it anew", file=found.file)
 
 
-def _torch(facts: Imported) -> Iterator[Finding]:
+def _torch(facts: ImportResult) -> Iterator[Finding]:
     if not facts.works:
         what = f"torch loads, and cannot be asked about this machine ({facts.error})"
         fix = "see what `python -c 'import torch; torch.cuda.init()'` says; mend the driver, or reinstall torch"

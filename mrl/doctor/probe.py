@@ -68,7 +68,7 @@ def _imported(name: str, modules: Sequence[str]) -> Mapping[str, Any]:
         fault = optional.fault_of(name)
         return {"error": fault} if fault is not None else _about(importlib.import_module(name))
     try:  # peft imports transformer-engine where it is
-        with warnings.catch_warnings(action="ignore"), optional.torchs_cudnn():
+        with warnings.catch_warnings(action="ignore"), optional.use_cudnn_of_torch():
             found = [importlib.import_module(module) for module in modules]
     except BaseException as error:  # a package may raise anything, SystemExit too
         return {"error": f"{type(error).__name__}: {error}"}

@@ -31,9 +31,9 @@ def main(device_type: str) -> None:
     if device_type == "cuda":
         devices["nccl"] = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     for backend, device in devices.items():
-        for size, seconds in all_reduce.timed(device, LARGE[device.type]):
+        for size, seconds in all_reduce.time_all_reduce(device, LARGE[device.type]):
             say({"phase": "summed", "backend": backend, "bytes": size, "seconds": seconds})
-    all_reduce.leave()
+    all_reduce.destroy_process_groups()
     say({"phase": "done"})
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mrl.doctor.ask import json_lines, python
 from mrl.doctor.findings import Finding, fault, note, ok, warning
-from mrl.doctor.imports import LIMIT_S, START_S, Imported, ended
+from mrl.doctor.imports import LIMIT_S, START_S, ImportResult, ended
 from mrl.mcore_models.layout import EXPERTS
 
 TITLE = "What a run will use: engine.layer_spec auto, bfloat16 (of your model: mrl sft CONFIG --dry-run)"
@@ -31,13 +31,13 @@ class Choices:
     error: str | None = None  # what ended it, in words
 
     @property
-    def imported_megatron(self) -> Imported:
+    def imported_megatron(self) -> ImportResult:
         """What became of megatron-core, which nothing else imports."""
         if self.megatron == "loads":
-            return Imported()
-        return Imported(error=self.error) if self.megatron == "begun" else Imported(blocked_by=UNTOLD)
+            return ImportResult()
+        return ImportResult(error=self.error) if self.megatron == "begun" else ImportResult(blocked_by=UNKNOWN_LINE)
 
-    def with_cause(self, broken: Sequence[str]) -> Imported:
+    def with_cause(self, broken: Sequence[str]) -> ImportResult:
         """Returns `imported_megatron`, with `because_of` where it does not load and does without packages `broken`."""
         found = self.imported_megatron
         if found.error is None or not broken or choices(broken).megatron != "loads":
@@ -45,7 +45,7 @@ class Choices:
         return dataclasses.replace(found, because_of=broken)
 
 
-UNTOLD = "what a run will use"
+UNKNOWN_LINE = "what a run will use"
 """Blocks megatron-core where the process did not come to it."""
 
 

@@ -50,17 +50,17 @@ class ActivationOffload:
         with torch.autograd.graph.saved_tensors_hooks(pack, self.unpack):
             yield
 
-    def pack(self, weights: set[int], tensor: Tensor) -> Tensor | Parked:
+    def pack(self, weights: set[int], tensor: Tensor) -> Tensor | HostTensor:
         """Returns what autograd keeps in place of `tensor`."""
         if type(tensor) not in PLAIN or tensor.untyped_storage()._cdata in weights:
             return tensor
-        return Parked(self, tensor)
+        return HostTensor(self, tensor)
 
-    def unpack(self, kept: Tensor | Parked) -> Tensor:
-        return kept.tensor() if isinstance(kept, Parked) else kept
+    def unpack(self, kept: Tensor | HostTensor) -> Tensor:
+        return kept.tensor() if isinstance(kept, HostTensor) else kept
 
 
-class Parked:
+class HostTensor:
     """A tensor's copy on the host; of one without memory its sizes alone."""
 
     def __init__(self, offload: ActivationOffload, tensor: Tensor) -> None:

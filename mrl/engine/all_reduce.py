@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 SMALL, SMALL_TIMES = 4, 50
-LARGE_TIMES = 5
+LARGE_REPEATS = 5
 
 
-def timed(device: torch.device, large: int) -> Iterator[tuple[int, float]]:
+def time_all_reduce(device: torch.device, large: int) -> Iterator[tuple[int, float]]:
     """Yields (bytes, median seconds) of an all-reduce of one number and of one with `large` bytes, on joined processes.
 
     Raises ArithmeticError where a sum is wrong. Collective.
     """
-    for size, times in ((SMALL, SMALL_TIMES), (large, LARGE_TIMES)):
+    for size, times in ((SMALL, SMALL_TIMES), (large, LARGE_REPEATS)):
         yield size, statistics.median(_once(device, size) for _ in range(times + 1))
 
 
@@ -37,6 +37,6 @@ def _once(device: torch.device, size: int) -> float:
     return passed
 
 
-def leave() -> None:
+def destroy_process_groups() -> None:
     """Ends the process groups of this process."""
     dist.destroy_process_group()

@@ -33,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mrl
-from mrl.config.backends import OWN
+from mrl.config.backends import OWN_KEYS
 from mrl.converters.checksums import crc32_of
 from mrl.converters.json_file import parse_json
 from mrl.errors import CheckpointError, DamagedCheckpoint
@@ -54,7 +54,7 @@ THREADS = 4  # of each rank; crc32 runs outside the interpreter's lock
 
 
 @dataclasses.dataclass(frozen=True)
-class Ranks:
+class RankGroup:
     """Who takes part."""
 
     rank: int
@@ -67,7 +67,7 @@ class Ranks:
         return items[self.rank :: self.size]
 
 
-ALONE = Ranks(0, 1, lambda value: [value])
+ONE_RANK = RankGroup(0, 1, lambda value: [value])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def writing(
     step: int,
     *,
     backend: str,
-    ranks: Ranks = ALONE,
+    ranks: RankGroup = ONE_RANK,
     keep: int | None = None,
     protect: Collection[str] = (),
 ) -> Iterator[str]:
@@ -124,7 +124,7 @@ def writing(
 
 
 @contextlib.contextmanager
-def replacing(root: str, name: str) -> Iterator[str]:
+def replace_folder(root: str, name: str) -> Iterator[str]:
     """Gives one process a temporary folder for a copy of a whole checkpoint; on a clean exit it is `root/name`."""
     os.makedirs(root, exist_ok=True)
     temporary = os.path.join(root, TEMPORARY + name)
@@ -159,14 +159,14 @@ def steps_of(root: str) -> list[tuple[int, str]]:
 def damage(root: str) -> list[str]:
     """Returns what is wrong with each `step_*` folder of `root` that is no whole checkpoint. A kill leaves none of
     these."""
-    found = []
+    lines = []
     for entry in _listdir(root):
         if entry.startswith(PREFIX):
             try:
                 validate(os.path.join(root, entry))
             except CheckpointError as error:
-                found.append(str(error))
-    return found
+                lines.append(str(error))
+    return lines
 
 
 def validate(path: str, *, backend: str | None = None) -> Marker:
@@ -193,11 +193,13 @@ def other_backend(saved: str, own: str, key: str = "engine.backend") -> str:
         return (
             "holds one model, as of `mrl sft`, and no roles; export it to Hugging Face and name it in actor.model.path"
         )
-    start = "export it to Hugging Face and start from that" if saved in OWN else "start from the hf folder of its run"
+    start = (
+        "export it to Hugging Face and start from that" if saved in OWN_KEYS else "start from the hf folder of its run"
+    )
     return f"was saved by the {saved} engine and this is the {own} engine; set {key} to {saved}, or {start}"
 
 
-def verify(path: str, ranks: Ranks = ALONE) -> Marker:
+def verify(path: str, ranks: RankGroup = ONE_RANK) -> Marker:
     """Reads every file of the checkpoint at `path` and compares checksums. Returns its marker.
 
     Collective: files are shared out over the ranks, and what one of them finds wrong, all raise as DamagedCheckpoint.
@@ -210,8 +212,8 @@ def verify(path: str, ranks: Ranks = ALONE) -> Marker:
             list(pool.map(lambda f: check_file(path, f, marker.files[f], content=True), ranks.share(largest_first)))
     except CheckpointError as error:
         wrong = str(error)
-    if found := [what for what in ranks.gather(wrong) if what is not None]:
-        raise DamagedCheckpoint(found[0])
+    if errors := [what for what in ranks.gather(wrong) if what is not None]:
+        raise DamagedCheckpoint(errors[0])
     assert marker is not None
     return marker
 
@@ -291,7 +293,7 @@ def _tidy(root: str) -> None:
             _remove(os.path.join(root, entry))
 
 
-def _settle(path: str, ranks: Ranks) -> dict[str, dict]:
+def _settle(path: str, ranks: RankGroup) -> dict[str, dict]:
     """Puts every file on disk. Returns the marker's `files`, of which each rank reads its share."""
     ranks.gather(None)  # all have written
     files = ranks.gather(_files(path) if ranks.rank == 0 else None)[0]
@@ -381,10 +383,10 @@ def _fsync(path: str) -> None:
 
 def _files(path: str) -> list[str]:
     """Relative paths of all files under `path` but the marker, sorted, with forward slashes."""
-    found = []
+    files = []
     for folder, _, names in os.walk(path):
-        found += [os.path.relpath(os.path.join(folder, name), path).replace(os.sep, "/") for name in names]
-    return sorted(file for file in found if file != MARKER)
+        files += [os.path.relpath(os.path.join(folder, name), path).replace(os.sep, "/") for name in names]
+    return sorted(file for file in files if file != MARKER)
 
 
 def _listdir(path: str) -> list[str]:

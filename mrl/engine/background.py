@@ -20,53 +20,53 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mrl.engine.atomic_checkpoint import Ranks
+from mrl.engine.atomic_checkpoint import RankGroup
 from mrl.engine.collective import TIMEOUT, max_over_ranks
 from mrl.errors import CheckpointError, UserError, first_line
 
 
 @dataclasses.dataclass(frozen=True)
-class _Failed:
+class _ThreadFailure:
     """What the thread of a rank says in place of what the others gather."""
 
     error: UserError
 
 
-class _Told(Exception):
+class _OtherRankFailed(Exception):
     """Another rank's thread has failed."""
 
 
-Write = Callable[[str, Ranks], None]
-"""Writes this rank's part of what was copied into a folder; `Ranks` joins the threads of all ranks."""
+Write = Callable[[str, RankGroup], None]
+"""Writes this rank's part of what was copied into a folder; `RankGroup` joins the threads of all ranks."""
 
 
-def on_host(tensor: Tensor) -> Tensor:
-    """Returns a copy in host memory; one of a CUDA tensor is whole after the next `settle`."""
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Returns a copy in host memory; one of a CUDA tensor is whole after the next `wait_for_copies`."""
     if not tensor.is_cuda:
         return tensor.detach().clone(memory_format=torch.contiguous_format)
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copy.copy_(tensor.detach(), non_blocking=True)
 
 
-def settle(device: torch.device) -> None:
-    """Waits until the copies that `on_host` began are whole."""
+def wait_for_copies(device: torch.device) -> None:
+    """Waits until the copies that `copy_to_host` began are whole."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def in_a_line(error: BaseException, rank: int) -> UserError:
+def error_line(error: BaseException, rank: int) -> UserError:
     """Returns what the user is told of an error of a thread."""
     if isinstance(error, UserError):
         return error
     if isinstance(error, CheckpointException):  # of torch's: what each rank met, with a traceback
         rank, error = next((rank, failure[0]) for rank, failure in error.failures.items())
-    said = f"checkpoint.background: on rank {rank} a checkpoint could not be written"
+    line = f"checkpoint.background: on rank {rank} a checkpoint could not be written"
     if isinstance(error, OSError):
-        return CheckpointError(f"{said} ({error.strerror}); give it room, and run the same command again")
-    return CheckpointError(f"{said} ({type(error).__name__}: {first_line(error)})")
+        return CheckpointError(f"{line} ({error.strerror}); give it room, and run the same command again")
+    return CheckpointError(f"{line} ({type(error).__name__}: {first_line(error)})")
 
 
-class Saver:
+class BackgroundSaver:
     """At most one checkpoint that is being written. Methods are collective unless they say otherwise."""
 
     def __init__(self, device: torch.device) -> None:
@@ -78,16 +78,16 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save has begun whose end `finish` or `look` has not told; the same on every rank."""
+        """Whether a save has begun whose end `finish` or `poll` has not told; the same on every rank."""
         return self._thread is not None
 
-    def begin(self, work: Callable[[Ranks], None]) -> None:
+    def begin(self, work: Callable[[RankGroup], None]) -> None:
         """Starts `work` in a thread; `finish` comes first where one is under way."""
         assert not self.busy
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._error = None
-        ranks = Ranks(dist.get_rank(), dist.get_world_size(), self._gather, self._group)
+        ranks = RankGroup(dist.get_rank(), dist.get_world_size(), self._gather, self._group)
 
         def run() -> None:
             began_s = time.perf_counter()
@@ -95,13 +95,13 @@ class Saver:
                 if self.device.type == "cuda":
                     torch.cuda.set_device(self.device)  # a thread begins with the first GPU
                 work(ranks)
-            except _Told:
+            except _OtherRankFailed:
                 pass
             except BaseException as error:  # raised at the next border
-                self._error = in_a_line(error, ranks.rank)
+                self._error = error_line(error, ranks.rank)
                 # Wherever the other threads wait next, they learn of it. Where one is gone, gloo raises RuntimeError.
-                with contextlib.suppress(_Told, RuntimeError):
-                    self._gather(_Failed(self._error))
+                with contextlib.suppress(_OtherRankFailed, RuntimeError):
+                    self._gather(_ThreadFailure(self._error))
             self._write_s = time.perf_counter() - began_s
 
         self._thread = threading.Thread(target=run, name="mrl-checkpoint", daemon=True)
@@ -112,12 +112,12 @@ class Saver:
         error is that of all."""
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, value, group=self._group)
-        if failed := [one for one in everyone if isinstance(one, _Failed)]:
+        if failed := [one for one in everyone if isinstance(one, _ThreadFailure)]:
             self._error = failed[0].error
-            raise _Told
+            raise _OtherRankFailed
         return everyone
 
-    def look(self) -> float | None:
+    def poll(self) -> float | None:
         """Returns the seconds that writing took, once, where all ranks have ended; None before. Raises what went
         wrong."""
         if self._thread is None:

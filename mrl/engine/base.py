@@ -34,7 +34,7 @@ from mrl.engine.offload import KINDS, Offload
 from mrl.engine.requests import CACHE_TOKENS, PREFILL_TOKENS, Completion, GenerateRequest, no_progress
 from mrl.engine.schedule import learning_rate
 from mrl.engine.stored_weights import mtp_tensors_of_folder
-from mrl.engine.trained_state import TrainedState, Update
+from mrl.engine.trained_state import TrainedState, UpdateSettings
 
 T = TypeVar("T")
 Ctx = dict[str, Any]
@@ -185,7 +185,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         """Forgets accumulated gradients."""
 
     @abc.abstractmethod
-    def optimizer_step(self, update: Update | None = None) -> GradNorm:
+    def optimizer_step(self, update: UpdateSettings | None = None) -> GradNorm:
         """Clips by the global norm and updates the parameters.
 
         update: what the step is made by; None: the config's optimizer and its schedule. A gradient that is not finite
@@ -229,10 +229,10 @@ class BaseEngine(EngineChecks, abc.ABC):
         config = self.config
         return learning_rate(self.schedule_step, optimizer=self._optimizer_config, total_steps=config.total_steps)
 
-    def _update(self) -> Update:
+    def _update(self) -> UpdateSettings:
         """Returns how the step that is made now is made, by the config."""
         config = self._optimizer_config
-        return Update(self._learning_rate(), config.betas, config.eps, config.weight_decay, config.clip_grad)
+        return UpdateSettings(self._learning_rate(), config.betas, config.eps, config.weight_decay, config.clip_grad)
 
     @property
     def _optimizer_config(self) -> OptimizerConfig:
@@ -302,7 +302,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         self, local_path: str, remote_path: str | None = None, del_local_after_load: bool = False
     ) -> dict[str, Any]:
         """Restores what `save_checkpoint` saved, also into another layout. Returns the trainer's `state`."""
-        with saving.loading(
+        with saving.checkpoint_to_load(
             local_path, backend=self.backend, remote=remote_path, delete_local=del_local_after_load
         ) as folder:
             return self.load_state(folder)

@@ -136,7 +136,7 @@ def fetch(url: str, root: str) -> str | None:
     with contextlib.suppress(CheckpointError):  # a local copy that is absent or damaged is fetched again
         if atomic_checkpoint.validate(final) == marker and atomic_checkpoint.verify(final) == marker:
             return final
-    with atomic_checkpoint.replacing(root, atomic_checkpoint.step_name(marker.step)) as temporary:
+    with atomic_checkpoint.replace_folder(root, atomic_checkpoint.step_name(marker.step)) as temporary:
         for file in [*marker.files, MARKER]:
             local = os.path.join(temporary, file)
             os.makedirs(os.path.dirname(local), exist_ok=True)
@@ -157,7 +157,7 @@ def _open(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 def _whole(files: fsspec.AbstractFileSystem, base: str, *, warn: bool = False) -> list[tuple[str, Marker]]:
     """Whole checkpoints under `base`, oldest first."""
-    found = []
+    checkpoints = []
     for path in sorted(files.ls(base, detail=False)) if files.exists(base) else []:
         path = path.rstrip("/")
         if not os.path.basename(path).startswith(PREFIX) or not files.exists(f"{path}/{MARKER}"):
@@ -169,8 +169,8 @@ def _whole(files: fsspec.AbstractFileSystem, base: str, *, warn: bool = False) -
             if warn:
                 logger.warning("passed over %s", error)
             continue
-        found.append((path, marker))
-    return sorted(found, key=lambda item: (item[1].serial, item[0]))
+        checkpoints.append((path, marker))
+    return sorted(checkpoints, key=lambda item: (item[1].serial, item[0]))
 
 
 def _unmarked(files: fsspec.AbstractFileSystem, base: str) -> list[str]:

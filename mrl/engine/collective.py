@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.engine.atomic_checkpoint import Ranks
+from mrl.engine.atomic_checkpoint import RankGroup
 from mrl.engine.gloo import share_device
 from mrl.engine.microbatch import shares
 from mrl.errors import DataError, UserError
@@ -90,7 +90,7 @@ def on_main(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     return outcome[0]
 
 
-class OnMainBeside:
+class OnMainInThread:
     """`on_main` for a thread that runs beside the main thread; the `Exchange` of mrl/data/streamed.py.
 
     It has a process group of its own, so its messages do not mix with those of training. Every call first compares what
@@ -185,7 +185,7 @@ def error_of_all(error: UserError | None) -> UserError | None:
     return _first_error(all_ranks().gather(error))
 
 
-def on_every(fn: Callable[[], T]) -> T:
+def call_on_every_rank(fn: Callable[[], T]) -> T:
     """Calls `fn` on every rank and returns its result there. A UserError that one raises, all raise, with its rank;
     of several, that of the first. Collective."""
     result, wrong = None, None
@@ -212,7 +212,7 @@ def node_ids() -> list[int]:
     return [numbers[name] for name in names]
 
 
-def all_ranks() -> Ranks:
+def all_ranks() -> RankGroup:
     """Returns the processes of the world, for the checkpoint folder; what they tell each other goes over gloo."""
 
     def gather(value: Any) -> list[Any]:
@@ -220,7 +220,7 @@ def all_ranks() -> Ranks:
         dist.all_gather_object(everyone, value)
         return everyone
 
-    return Ranks(dist.get_rank(), dist.get_world_size(), gather)
+    return RankGroup(dist.get_rank(), dist.get_world_size(), gather)
 
 
 def max_over_ranks(device: torch.device, *values: float) -> list[float]:
@@ -255,7 +255,7 @@ def denominator_of(batch: Batch, name: str) -> float:
     return float(batch.denominators[name]) or 1.0
 
 
-def add_over(sums: Mapping[K, float], group: dist.ProcessGroup | None) -> dict[K, float]:
+def sum_in_rank_order(sums: Mapping[K, float], group: dist.ProcessGroup | None) -> dict[K, float]:
     """Sums of all ranks of `group`, added in rank order (the same float on each), whatever names each of them has."""
     if dist.get_world_size(group) == 1:
         return dict(sums)
@@ -268,7 +268,7 @@ def add_over(sums: Mapping[K, float], group: dist.ProcessGroup | None) -> dict[K
     return result
 
 
-def in_batch_order(parts: Sequence[Predictions], order: Sequence[Sequence[int]], batch: Batch) -> Predictions:
+def to_batch_order(parts: Sequence[Predictions], order: Sequence[Sequence[int]], batch: Batch) -> Predictions:
     """Joins token-aligned predictions of parts of `batch`, in its order. order: the sequences of each part."""
     starts = batch.cu_seqlens.tolist()
     where = [torch.arange(starts[i], starts[i + 1]) for indices in order for i in indices]
@@ -292,9 +292,9 @@ def join_shares(predictions: Predictions, batch: Batch, group: dist.ProcessGroup
     """Undoes `share_of`: joins the predictions of all data-parallel ranks, in the order of the global batch."""
     order = shares(batch.lengths.tolist(), dist.get_world_size(group), batch.group)
     if len(order) == 1:
-        return in_batch_order([predictions], order, batch)
+        return to_batch_order([predictions], order, batch)
     device = next((t.device for t in predictions.values()), torch.device("cpu"))
     everyone: list[dict[str, Tensor]] = [{}] * len(order)
     dist.all_gather_object(everyone, {name: t.cpu() for name, t in predictions.items()}, group=group)
-    whole = in_batch_order([p for p, share in zip(everyone, order, strict=True) if share], order, batch)
+    whole = to_batch_order([p for p, share in zip(everyone, order, strict=True) if share], order, batch)
     return {name: t.to(device) for name, t in whole.items()}

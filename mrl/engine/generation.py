@@ -25,7 +25,7 @@ import torch
 from mrl.engine.kept import KeptSequences
 from mrl.engine.requests import Completion, GenerateRequest
 from mrl.engine.sampling import SamplingKey, SamplingRows, key_hash, noise_keys
-from mrl.engine.splitmix import signed
+from mrl.engine.splitmix import to_int64
 from mrl.errors import ConfigError
 
 FIRST_NEW_TOKENS = 256
@@ -33,7 +33,7 @@ FIRST_NEW_TOKENS = 256
 
 
 @dataclasses.dataclass(eq=False)
-class _Running:
+class _ActiveRequest:
     """A request at work."""
 
     request: GenerateRequest
@@ -73,12 +73,12 @@ class Step:
     new: list[list[int]]  # the tokens of each sequence
     cached: list[int]  # how many tokens of each sequence the cache has
     sampled: list[int]  # the sequences whose last new token the next follows from
-    sequences: list[_Running]
+    sequences: list[_ActiveRequest]
     restored: list[tuple[int, SamplingKey]] = dataclasses.field(default_factory=list)
     """(row, key) of sequences whose keys and values are then put back into their rows (`KeptSequences.restore`)."""
 
     @property
-    def ended(self) -> list[_Running]:
+    def ended(self) -> list[_ActiveRequest]:
         """After `Schedule.take`: the sequences whose last token this step has chosen."""
         return [s for s in self.sequences if s.done]
 
@@ -128,20 +128,22 @@ class Schedule:
         prefill_tokens: int,
         kept: KeptSequences | None = None,
     ) -> None:
-        self.sequences = [_Running(r, i, tuple(r.tokens), list(r.tokens), signed(key_hash(r.key))) for i, r in requests]
+        self.sequences = [
+            _ActiveRequest(r, i, tuple(r.tokens), list(r.tokens), to_int64(key_hash(r.key))) for i, r in requests
+        ]
         if kept is not None:
             kept.begin([r for _, r in requests])
             for s in self.sequences:
                 s.kept = kept.length(s.request.key)
         self.waiting = [s for s in self.sequences if not s.done]
-        self.running: list[_Running] = []
+        self.running: list[_ActiveRequest] = []
         self.cache_tokens, self.prefill_tokens = cache_tokens, prefill_tokens
         count = max(1, len(self.waiting))
         self.longest = max([len(s.prompt) + s.request.max_new_tokens for s in self.waiting], default=1)
         start = max([len(s.prompt) for s in self.waiting], default=0) + FIRST_NEW_TOKENS
         self.length = min(self.longest, max(start, cache_tokens // count), cache_tokens)
         self.rows = min(count, cache_tokens // self.length)
-        self._leaders: dict[tuple[int, ...], _Running] = {}
+        self._leaders: dict[tuple[int, ...], _ActiveRequest] = {}
 
     @property
     def done(self) -> bool:
@@ -180,11 +182,11 @@ class Schedule:
         self.waiting = sorted(back, key=lambda s: s.index) + self.waiting
         return self.rows, self.length
 
-    def _admit(self, budget: int) -> tuple[list[_Running], list[_Running]]:
+    def _admit(self, budget: int) -> tuple[list[_ActiveRequest], list[_ActiveRequest]]:
         """Takes from the waiting: those whose prompt is in the cache, and those with `budget` prompt tokens in all."""
-        followers: list[_Running] = []
-        fresh: list[_Running] = []
-        kept: list[_Running] = []
+        followers: list[_ActiveRequest] = []
+        fresh: list[_ActiveRequest] = []
+        kept: list[_ActiveRequest] = []
         free = self.rows - len(self.running)
         for s in self.waiting if free else ():
             begun = len(s.context) > len(s.prompt) or s.kept > 0
@@ -207,12 +209,12 @@ class Schedule:
         return followers, fresh
 
     def _place(
-        self, decoding: list[_Running], followers: list[_Running], prompts: list[_Running]
+        self, decoding: list[_ActiveRequest], followers: list[_ActiveRequest], prompts: list[_ActiveRequest]
     ) -> list[tuple[int, int, int]]:
         """Gives every sequence its row: the first ones to those with one new token, in place where they can stay."""
         count, copies = len(decoding) + len(followers), []
 
-        def move(s: _Running, row: int) -> None:
+        def move(s: _ActiveRequest, row: int) -> None:
             copies.append((s.row, row, s.cached))
             s.row = row
 

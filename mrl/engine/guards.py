@@ -30,7 +30,7 @@ ROUNDING_MARGIN = 8.0
 gradients smaller and Adam's eps weigh more."""
 
 
-class Kind(enum.Enum):
+class FaultKind(enum.Enum):
     """What a step can leave wrong with a parameter, as a sentence for the user; {} stands for `Problem.detail`."""
 
     NOT_FINITE = "its gradient is not finite"
@@ -46,7 +46,7 @@ class Kind(enum.Enum):
 class Problem:
     """What one step left wrong with one parameter; `str` gives the line for the user."""
 
-    kind: Kind
+    kind: FaultKind
     parameter: str  # its name in the model's files
     detail: str = ""  # what the kind's sentence leaves open, such as the ranks whose replicas differ
 
@@ -54,13 +54,13 @@ class Problem:
         return f"{self.parameter}: {self.kind.value.format(self.detail)}"
 
 
-def faults(problems: Iterable[Problem]) -> list[Problem]:
+def confirmed_faults(problems: Iterable[Problem]) -> list[Problem]:
     """Returns those of `problems` that something is wrong by; the others wait for the next step."""
-    return [problem for problem in problems if problem.kind is not Kind.WAITS]
+    return [problem for problem in problems if problem.kind is not FaultKind.WAITS]
 
 
 @dataclasses.dataclass(frozen=True)
-class Watched:
+class WatchedParameter:
     """One trainable parameter as this rank holds it, just before the step."""
 
     name: str
@@ -85,7 +85,7 @@ class Finding:
 
 
 @torch.no_grad()
-def inspect(parameters: Iterable[Watched], *, lr: float, eps: float) -> dict[str, Finding]:
+def inspect(parameters: Iterable[WatchedParameter], *, lr: float, eps: float) -> dict[str, Finding]:
     """This rank's findings before a step with rate `lr` and AdamW's `eps`; for `problems` afterwards."""
     findings = {}
     for p in parameters:
@@ -125,18 +125,18 @@ def problems(findings: dict[str, Finding], weights: Iterable[tuple[str, Tensor]]
     return found_wrong
 
 
-def _fault(found: list[Finding]) -> Kind | None:
+def _fault(found: list[Finding]) -> FaultKind | None:
     """Returns what is wrong with one parameter, from every rank that holds a shard of it."""
     if not all(f.finite for f in found):
-        return Kind.NOT_FINITE
+        return FaultKind.NOT_FINITE
     if not any(f.has_gradient for f in found):
-        return Kind.NO_GRADIENT
+        return FaultKind.NO_GRADIENT
     if not any(f.nonzero for f in found):
         if all(f.may_be_idle for f in found):  # also of an adapter: nothing says that it will ever train
             return None
-        return Kind.WAITS if all(f.waits for f in found) else Kind.ZERO_GRADIENT
+        return FaultKind.WAITS if all(f.waits for f in found) else FaultKind.ZERO_GRADIENT
     if any(f.should_change and not f.changed for f in found):
-        return Kind.UNCHANGED
+        return FaultKind.UNCHANGED
     return None
 
 
@@ -144,7 +144,8 @@ def _fault(found: list[Finding]) -> Kind | None:
 def replica_problems(parameters: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None) -> list[Problem]:
     """One for each tensor that is not bitwise the same on all ranks of `group`; on these ranks only.
 
-    Collective over `group`, whose ranks give the same names in the same order. `union` joins the lists of all groups.
+    Collective over `group`, whose ranks give the same names in the same order. `merge_problems` joins the lists of
+    all groups.
     """
     named = list(parameters)
     if not named or dist.get_world_size(group) == 1:
@@ -155,10 +156,10 @@ def replica_problems(parameters: Iterable[tuple[str, Tensor]], group: dist.Proce
     dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
     differ = (low != high).tolist()
     ranks = f"ranks {dist.get_process_group_ranks(group or dist.group.WORLD)}"
-    return [Problem(Kind.REPLICAS_DIFFER, n, ranks) for (n, _), d in zip(named, differ, strict=True) if d]
+    return [Problem(FaultKind.REPLICAS_DIFFER, n, ranks) for (n, _), d in zip(named, differ, strict=True) if d]
 
 
-def union(problems: list[Problem]) -> list[Problem]:
+def merge_problems(problems: list[Problem]) -> list[Problem]:
     """Returns the problems of all ranks, each once, in the order of their lines. Collective over the default group."""
     ranks = [problems]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -187,7 +188,7 @@ def hashes(words: Tensor, start: int) -> Tensor:
     shards of 4 entries (+ - - +).
     """
     places = torch.arange(start + 1, start + 1 + words.shape[-1], device=words.device)
-    return splitmix.mix(places * splitmix.signed(splitmix.GAMMA) + words)
+    return splitmix.mix_in_place(places * splitmix.to_int64(splitmix.GAMMA) + words)
 
 
 def _would_move(weight: Tensor, gradient: Tensor, lr: float, eps: float) -> bool:

@@ -18,7 +18,7 @@ def share(count: int, part: int, parts: int) -> range:
     return range(count * part // parts, count * (part + 1) // parts)
 
 
-class Rows(Protocol):
+class CacheRows(Protocol):
     """A cache, of which a row can be copied out and put back (`mrl.mcore_models.kv_cache.KVCache`)."""
 
     def copy_row(self, row: int, places: int) -> Any: ...
@@ -26,7 +26,7 @@ class Rows(Protocol):
     def put_row(self, row: int, copy: Any, places: int) -> None: ...
 
 
-class Ended(Protocol):
+class EndedSequence(Protocol):
     """A sequence that is complete (of `mrl.engine.generation`)."""
 
     request: GenerateRequest
@@ -36,7 +36,7 @@ class Ended(Protocol):
 
 
 @dataclasses.dataclass
-class _Kept:
+class _KeptSequence:
     """A sequence that has ended, and its rows."""
 
     tokens: list[int]  # whose keys and values are of use
@@ -45,7 +45,7 @@ class _Kept:
 
 
 @dataclasses.dataclass
-class Prepared:
+class PreparedWeights:
     """What an engine has made of its weights, for calls of `generate` between which they do not change."""
 
     value: Any = None
@@ -61,10 +61,10 @@ class KeptSequences:
     prepared: shared with others of the same weights; None: this one's own.
     """
 
-    def __init__(self, room: int, prepared: Prepared | None = None) -> None:
+    def __init__(self, room: int, prepared: PreparedWeights | None = None) -> None:
         self.room = room
-        self.prepared = Prepared() if prepared is None else prepared
-        self._kept: dict[SamplingKey, _Kept] = {}
+        self.prepared = PreparedWeights() if prepared is None else prepared
+        self._kept: dict[SamplingKey, _KeptSequence] = {}
         self._replicas: dict[SamplingKey, int] = {}
 
     @property
@@ -106,16 +106,16 @@ class KeptSequences:
         """Returns how many of the first tokens of the sequence with this key are kept."""
         return len(self._kept[key].tokens) if key in self._kept else 0
 
-    def restore(self, restored: Sequence[tuple[int, SamplingKey]], cache: Rows, chunk: int = 0) -> None:
+    def restore(self, restored: Sequence[tuple[int, SamplingKey]], cache: CacheRows, chunk: int = 0) -> None:
         """Puts what a step asks for into the cache of a chunk of the model."""
         for row, key in restored:
             cache.put_row(row, self._kept[key].copies[chunk], self.length(key))
 
-    def keep(self, ended: Sequence[Ended], caches: Sequence[Rows]) -> None:
+    def keep(self, ended: Sequence[EndedSequence], caches: Sequence[CacheRows]) -> None:
         """Copies the rows of sequences that have ended, where there is room. caches: of this rank's chunks."""
         for s in ended:
             key = s.request.key
             replaced = self._kept[key].places if key in self._kept else 0
             if self.tokens - replaced + s.cached <= self.room:
                 copies = [cache.copy_row(s.row, s.cached) for cache in caches]
-                self._kept[key] = _Kept(s.context[: s.cached], s.cached, copies)
+                self._kept[key] = _KeptSequence(s.context[: s.cached], s.cached, copies)

@@ -45,7 +45,7 @@ def check(work: dist.Work) -> None:
     work.wait(delta(JOIN_S))
 
 
-def greet(group: dist.Backend, device: torch.device, timeout_s: float) -> None:
+def connect_all(group: dist.Backend, device: torch.device, timeout_s: float) -> None:
     """Sends a byte to all, for which NCCL connects them: what keeps it from that comes out before weights are lost."""
     work = group.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)], from_rank_0(timeout_s))
     work.wait()

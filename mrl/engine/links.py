@@ -37,10 +37,10 @@ from mrl.engine.link_groups import (
     LEFT,
     LET_BE,
     check,
+    connect_all,
     delta,
     end_group,
     from_rank_0,
-    greet,
     make_group,
 )
 
@@ -136,7 +136,7 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def offers(self) -> list[dict[str, Any]]:
-        """Returns for each server what its processes join with (`make_end`)."""
+        """Returns for each server what its processes join with (`make_receiver`)."""
 
     def connect(self, given_up: Callable[[], bool]) -> None:  # noqa: B027 (memory has nothing to wait for)
         """Returns when all processes of the servers have joined, which they do meanwhile, or where `given_up`.
@@ -214,7 +214,7 @@ class BroadcastLink(Link):
         def meet() -> dist.Backend:
             group = make_group(self._store, self.offers()[0] | {"rank": 0}, when_broken=LET_BE)
             if self._greets:
-                greet(group, self._device, self._timeout_s)
+                connect_all(group, self._device, self._timeout_s)
             return group
 
         group = self._in_thread(meet, given_up, "the processes do not meet: ")
@@ -242,10 +242,10 @@ class BroadcastLink(Link):
             if given_up():
                 return None
             time.sleep(_POLL_S)
-        found = done.get()
-        if isinstance(found, Exception):
-            raise LinkBroken(f"{words}{found}") from found
-        return found
+        result = done.get()
+        if isinstance(result, Exception):
+            raise LinkBroken(f"{words}{result}") from result
+        return result
 
     def describe(self, bucket: Bucket) -> list[dict[str, Any]]:
         return [bucket.layout] * len(self._workers)
@@ -349,7 +349,7 @@ def _remove_abandoned() -> None:
 # ------------------------------------------------------------------------------------------------------ a server's end
 
 
-class End(abc.ABC):
+class LinkReceiver(abc.ABC):
     """A server's process at a link."""
 
     @abc.abstractmethod
@@ -363,14 +363,14 @@ class End(abc.ABC):
         self.rest()
 
 
-def make_end(offer: dict[str, Any], worker: int) -> End:
+def make_receiver(offer: dict[str, Any], worker: int) -> LinkReceiver:
     """Joins a link as the server's process number `worker`. Raises ValueError, RuntimeError."""
     if offer.get("protocol") != PROTOCOL:
         raise ValueError(f"the trainer's mrl says protocol {offer.get('protocol')} and this one's {PROTOCOL}")
-    return _BroadcastEnd(offer, worker) if offer["link"] == "broadcast" else _SharedMemoryEnd()
+    return _BroadcastReceiver(offer, worker) if offer["link"] == "broadcast" else _SharedMemoryReceiver()
 
 
-class _BroadcastEnd(End):
+class _BroadcastReceiver(LinkReceiver):
     def __init__(self, offer: dict[str, Any], worker: int) -> None:
         self._store = dist.TCPStore(
             offer["address"],
@@ -383,7 +383,7 @@ class _BroadcastEnd(End):
         self._group = [make_group(self._store, offer | {"rank": offer["rank"] + worker}, when_broken=CLEAN_UP)]
         if offer["greets"]:
             where = "cpu" if offer["backend"] == "gloo" else f"cuda:{torch.cuda.current_device()}"
-            greet(self._group[0], torch.device(where), self._timeout_s)
+            connect_all(self._group[0], torch.device(where), self._timeout_s)
 
     def receive(self, update: dict[str, Any], device: torch.device) -> Tensor:
         """Raises RuntimeError, also where the trainer leaves or is killed meanwhile, which not every transport of NCCL
@@ -413,7 +413,7 @@ class _BroadcastEnd(End):
         end_group(self._group)
 
 
-class _SharedMemoryEnd(End):
+class _SharedMemoryReceiver(LinkReceiver):
     def __init__(self) -> None:
         self._mapped: dict[tuple[tuple[str, Any], ...], Tensor] = {}
 
@@ -431,10 +431,10 @@ class _SharedMemoryEnd(End):
             else:
                 self._mapped[key] = _from_cuda_handle(memory)
         # A copy: the trainer writes the next bucket but one here, and a loader may keep views of this one.
-        found = self._mapped[key][: size_of(update)].to(device, copy=True)
+        data = self._mapped[key][: size_of(update)].to(device, copy=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return found
+        return data
 
     def rest(self) -> None:
         self._mapped.clear()

@@ -105,10 +105,10 @@ def log_probs_from_hidden(
         keep_logits = count * columns <= _KEEP_LOGITS_ELEMENTS
     spec = _Spec(shard, temperature, entropy, chunk or _chunk_tokens(columns, hidden.device), rule)
     wanted = labels if rows is None else labels[rows]
-    found = _HiddenLogProbs.apply(hidden, weight, wanted, rows, spec, keep_logits, reduce_hidden_grad)
+    results = _HiddenLogProbs.apply(hidden, weight, wanted, rows, spec, keep_logits, reduce_hidden_grad)
     if rows is not None:
-        found = tuple(v.new_zeros(hidden.shape[0], *v.shape[1:]).index_copy(0, rows, v) for v in found)
-    return found[0], None if entropy == "none" else found[1]
+        results = tuple(v.new_zeros(hidden.shape[0], *v.shape[1:]).index_copy(0, rows, v) for v in results)
+    return results[0], None if entropy == "none" else results[1]
 
 
 @torch.no_grad()
@@ -155,9 +155,9 @@ def top_log_probs(
 
 def _largest(z_CV: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """The `top` largest of each row, and their columns; -inf where there are fewer."""
-    found = z_CV.topk(min(top, z_CV.shape[1]), dim=1)
-    lacking = (0, top - found.values.shape[1])
-    return F.pad(found.values, lacking, value=-torch.inf), F.pad(found.indices, lacking)
+    top_values = z_CV.topk(min(top, z_CV.shape[1]), dim=1)
+    lacking = (0, top - top_values.values.shape[1])
+    return F.pad(top_values.values, lacking, value=-torch.inf), F.pad(top_values.indices, lacking)
 
 
 def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -50,7 +50,7 @@ class Offload:
         assert set(tensors) == set(KINDS), sorted(tensors)
         self.kinds = frozenset(kinds) & frozenset(KINDS)
         self._tensors = dict(tensors)
-        self._parked: dict[str, _Parked] = {}
+        self._parked: dict[str, _HostStorages] = {}
         self._users = dict.fromkeys(KINDS, 0)
         self._spent = set(spent)
         self._drop_copies = dict(drop_copies)
@@ -113,11 +113,11 @@ class Offload:
         storages = self._storages(kind)
         sizes = [storage.size() for storage in storages]
         if kind in self._spent:
-            self._parked[kind] = _Parked(storages, sizes, blocks=None)
+            self._parked[kind] = _HostStorages(storages, sizes, blocks=None)
             _shrink(storages)
             return
         if not storages:
-            self._parked[kind] = _Parked([], [], blocks=[])
+            self._parked[kind] = _HostStorages([], [], blocks=[])
             return
         device = storages[0].device
         blocks = self._host.take(sum(map(_aligned, sizes)), pinned=is_asynchronous(device))
@@ -126,7 +126,7 @@ class Offload:
         except BaseException:
             self._host.give_back(blocks)
             raise
-        self._parked[kind] = parked = _Parked(storages, sizes, blocks, copied)
+        self._parked[kind] = parked = _HostStorages(storages, sizes, blocks, copied)
         if copied is None:
             _shrink(parked.storages)
 
@@ -166,7 +166,7 @@ class Offload:
             self._recall(kind)
             if kind in self._parked:
                 self._host.give_back(self._parked[kind].blocks or [])
-            self._parked[kind] = _Parked([], [], blocks=[])
+            self._parked[kind] = _HostStorages([], [], blocks=[])
 
     def _recall(self, kind: str) -> None:
         """Ends the parking of a kind that still has its memory on the device."""
@@ -184,8 +184,8 @@ class Offload:
         Optimizer state may be a view of the parameters (fp32 master weights are): those go with the parameters.
         """
         others = {_identity(t) for t in self.tensors("parameters")} if kind == "optimizer" else set()
-        found = {_identity(t): t.untyped_storage() for t in self.tensors(kind)}
-        return [storage for key, storage in found.items() if key not in others and storage.size()]
+        storages = {_identity(t): t.untyped_storage() for t in self.tensors(kind)}
+        return [storage for key, storage in storages.items() if key not in others and storage.size()]
 
     def _copies_of(self, device: torch.device) -> Copies:
         if device not in self._copies:
@@ -194,7 +194,7 @@ class Offload:
 
 
 @dataclasses.dataclass
-class _Parked:
+class _HostStorages:
     """The storages of a kind that is on the host, or on its way."""
 
     storages: list[torch.UntypedStorage]

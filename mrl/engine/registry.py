@@ -27,7 +27,7 @@ def build_engine(config: RoleConfig) -> BaseEngine:
 def engine_class(name: str) -> type[BaseEngine]:
     """Returns the class of the backend `name`, imported. Raises ConfigError for a name that nobody or more than one
     has, or for what is no engine."""
-    taken = backends.registered().get(name, [])
+    taken = backends.registered_engines().get(name, [])
     if name not in ENGINES:
         return _load(backends.entry_point(name))
     if taken:
@@ -57,13 +57,13 @@ def _load(entry: metadata.EntryPoint) -> type[BaseEngine]:
         return ConfigError("engine.backend", entry.name, f"{of}, {why}", fix)
 
     try:
-        found: Any = entry.load()
+        loaded_class: Any = entry.load()
     except Exception as error:  # the package's own code runs, and may raise anything
         raise refusal(f"which cannot be imported ({type(error).__name__}: {error})", "mend or reinstall it") from error
-    if not (isinstance(found, type) and issubclass(found, BaseEngine)):
+    if not (isinstance(loaded_class, type) and issubclass(loaded_class, BaseEngine)):
         raise refusal("which is no subclass of mrl.engine.base.BaseEngine", "register one (docs/backends.md)")
-    if found.__abstractmethods__:
-        raise refusal(f"which lacks the methods {', '.join(sorted(found.__abstractmethods__))}", "add them")
-    if vars(found).get("backend") != entry.name:
-        raise refusal(f"whose `backend` is {getattr(found, 'backend', None)!r}", "give both the same name")
-    return found
+    if loaded_class.__abstractmethods__:
+        raise refusal(f"which lacks the methods {', '.join(sorted(loaded_class.__abstractmethods__))}", "add them")
+    if vars(loaded_class).get("backend") != entry.name:
+        raise refusal(f"whose `backend` is {getattr(loaded_class, 'backend', None)!r}", "give both the same name")
+    return loaded_class

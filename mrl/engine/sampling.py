@@ -30,11 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.engine.logprobs import VocabShard
-from mrl.engine.splitmix import GAMMA, WORD, mix, mix_int, signed
+from mrl.engine.splitmix import GAMMA, WORD, mix_in_place, mix_int, to_int64
 from mrl.mcore_models.platform import tensor_on
 
 _CANDIDATES = 128
-WIDER = 8
+CANDIDATE_FACTOR = 8
 """How many times as many candidates are looked at where some were too few."""
 _NOISE_WORDS_ON_CPU = 2**15  # computed at once: they stay in a CPU's caches
 _NOISE_WORDS = 2**28  # elsewhere: a step's noise in one chunk, whose temporaries take 16 bytes a word, 4 GiB at most
@@ -83,15 +83,15 @@ def noise_key(key: Sequence[int], position: int) -> int:
 
 
 def noise_keys(hashes: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """[S] int64 on the CPU: `noise_key` of each sequence, from the `signed` hash of its key."""
-    return mix(torch.tensor(hashes) + torch.tensor(positions) + signed(GAMMA))
+    """[S] int64 on the CPU: `noise_key` of each sequence, from the signed hash of its key."""
+    return mix_in_place(torch.tensor(hashes) + torch.tensor(positions) + to_int64(GAMMA))
 
 
 def random_bits(keys: Tensor, start: int, count: int) -> Tensor:
     """[S, count] int32 for the vocabulary ids `start, start + 1, ...`; keys [S] int64."""
     first, end = start // 2, (start + count + 1) // 2
-    words = torch.arange(first + 1, end + 1, device=keys.device) * signed(GAMMA)
-    return mix(keys[:, None] + words).view(torch.int32)[:, start - 2 * first :][:, :count]
+    words = torch.arange(first + 1, end + 1, device=keys.device) * to_int64(GAMMA)
+    return mix_in_place(keys[:, None] + words).view(torch.int32)[:, start - 2 * first :][:, :count]
 
 
 def gumbel(keys: Tensor, start: int, count: int) -> Tensor:
@@ -144,7 +144,7 @@ class SamplingRows:
             return tensor_on(device, values, dtype)
 
         greedy = [p.greedy for p in kinds]
-        words = noise_keys if isinstance(noise_keys, Tensor) else [signed(k) for k in noise_keys]
+        words = noise_keys if isinstance(noise_keys, Tensor) else [to_int64(k) for k in noise_keys]
         return cls(
             None if all(greedy) else tensor_on(device, words),
             None if all(greedy) else column([not g for g in greedy], True, torch.bool),
@@ -168,7 +168,7 @@ def choose(logits: Tensor, rows: SamplingRows, shard: VocabShard) -> tuple[Tenso
         token, log_prob, exact = choose_among(logits, rows, shard, count)
         if exact is None or bool(exact.all()):
             return token, log_prob
-        count *= WIDER
+        count *= CANDIDATE_FACTOR
 
 
 def choose_among(
@@ -176,7 +176,7 @@ def choose_among(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As `choose`, with the bounds of filters looked for among the `count` largest logits of each rank; and [S] bool,
     whether that was enough, the same on every rank: None where it is for certain. Where it was not, ask again with
-    `WIDER` times as many."""
+    `CANDIDATE_FACTOR` times as many."""
     z = logits[:, : shard.num_valid(logits.shape[1])].float()
     if z.shape[1] == 0:  # this rank holds nothing but padding
         z = z.new_full((z.shape[0], 1), -torch.inf)

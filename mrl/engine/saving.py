@@ -39,8 +39,8 @@ def save(
     return saved
 
 
-def in_background(
-    saver: background.Saver,
+def save_in_background(
+    saver: background.BackgroundSaver,
     root: str,
     step: int,
     write: background.Write,
@@ -56,7 +56,7 @@ def in_background(
     write: of what is copied already. then: is called on the main process when the checkpoint is whole.
     """
 
-    def work(ranks: atomic_checkpoint.Ranks) -> None:
+    def work(ranks: atomic_checkpoint.RankGroup) -> None:
         with atomic_checkpoint.writing(root, step, backend=backend, ranks=ranks, keep=keep, protect=protect) as folder:
             write(folder, ranks)
 
@@ -71,7 +71,9 @@ def in_background(
 
 
 @contextlib.contextmanager
-def loading(path: str, *, backend: str, remote: str | None = None, delete_local: bool = False) -> Iterator[str]:
+def checkpoint_to_load(
+    path: str, *, backend: str, remote: str | None = None, delete_local: bool = False
+) -> Iterator[str]:
     """Gives the folder to read: the newest whole checkpoint of `path`, or `path`, or what `remote` has. Collective.
 
     Every file has been read and found whole. Raises CheckpointError on every rank where there is none, it is damaged,

@@ -20,15 +20,15 @@ def mix_int(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def signed(word: int) -> int:
+def to_int64(word: int) -> int:
     """Returns the int64 that has the bits of `word`."""
     return word - 2**64 if word >> 63 else word
 
 
-def mix(z: Tensor) -> Tensor:
+def mix_in_place(z: Tensor) -> Tensor:
     """`mix_int` of int64 words, in place."""
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
         z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)
         if factor is not None:
-            z *= signed(factor)
+            z *= to_int64(factor)
     return z

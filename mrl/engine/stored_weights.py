@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from mrl.converters.accounting import SCORE, check_model
-from mrl.converters.fused import unstacked
+from mrl.converters.fused import unstack_experts
 from mrl.converters.mcore_weights import FOLDER, McoreReader, check_architecture, is_imported, read_description
-from mrl.converters.mtp import announced, tensors_in
+from mrl.converters.mtp import mtp_tensors, num_mtp_layers
 from mrl.converters.safetensors_io import INDEX, SINGLE, SafetensorsReader
 from mrl.converters.table import Family, HFConfig
 from mrl.engine.torch_dist.reader import TorchDistReader
@@ -32,9 +32,9 @@ def stored_weights(
     """
     imported = is_imported(path)
     with contextlib.closing(open_imported(path, family, hf_config) if imported else SafetensorsReader(path)) as stored:
-        reader = stored if imported else unstacked(stored, family)
+        reader = stored if imported else unstack_experts(stored, family)
         may_lack = [SCORE] if head == "value" and trained else []
-        if mtp and not tensors_in(reader.tensors, hf_config):
+        if mtp and not mtp_tensors(reader.tensors, hf_config):
             why = f"trains MTP layers, and {path} holds none, though its config.json announces {mtp}"
             raise ConfigError("model.mtp", why=why, fix="leave it out, or give a folder that has them")
         absent = check_model(reader, family, hf_config, head=head, may_lack=may_lack, carried=mtp > 0)
@@ -44,15 +44,15 @@ def stored_weights(
 
 def mtp_tensors_of_folder(path: str | Path, family: Family, hf_config: HFConfig) -> list[str]:
     """Returns the tensors of MTP layers, which engines leave unread, of the folder `path`, Hugging Face or imported."""
-    if not announced(hf_config):
+    if not num_mtp_layers(hf_config):
         return []
     if is_imported(path):
         with contextlib.closing(open_imported(path, family, hf_config)) as reader:
-            return tensors_in(reader.tensors, hf_config)
+            return mtp_tensors(reader.tensors, hf_config)
     if not any((Path(path) / name).is_file() for name in (SINGLE, INDEX)):
         return []  # a config.json to start from scratch
     with SafetensorsReader(path) as reader:
-        return tensors_in(unstacked(reader, family).tensors, hf_config)
+        return mtp_tensors(unstack_experts(reader, family).tensors, hf_config)
 
 
 def open_imported(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Update:
+class UpdateSettings:
     """One optimizer step, where the caller says what it is made by and not the config."""
 
     lr: float
@@ -34,12 +34,12 @@ class TrainedState:
     spent: bool
 
 
-def on_host(tensors: Iterable[Tensor]) -> list[Tensor]:
+def clone_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Returns copies that nothing else holds."""
     return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
 
-def put_back(tensors: Iterable[Tensor], copies: Iterable[Tensor]) -> None:
-    """Fills `tensors` with what `on_host` made of them."""
+def restore_tensors(tensors: Iterable[Tensor], copies: Iterable[Tensor]) -> None:
+    """Fills `tensors` with what `clone_tensors` made of them."""
     for tensor, copied in zip(tensors, copies, strict=True):
         tensor.copy_(copied)

@@ -21,7 +21,7 @@ from mrl.data.formats import Chat
 from mrl.data.turns import TurnEncoder
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import DataError, UserError
-from mrl.inference.loaded import Loaded
+from mrl.inference.loaded import LoadedModel
 from mrl.inference.prompts import bound_in_words, check_length, read_tools
 from mrl.inference.streaming import StreamedText
 from mrl.rollout.base import SampleRequest
@@ -37,7 +37,7 @@ class Conversation:
     system: the system message, "" for none. Commands begin with a slash; a line that ends with a backslash goes on.
     """
 
-    def __init__(self, config: GenerateConfig, model: Loaded) -> None:
+    def __init__(self, config: GenerateConfig, model: LoadedModel) -> None:
         self._config, self._bounded = config, bound_in_words(config)
         self._tools = read_tools(config.request.tools)
         self._encoder = TurnEncoder(model.tokenizer)
@@ -116,7 +116,7 @@ class Interrupt:
             signal.signal(signal.SIGINT, before)
 
 
-def talk(config: GenerateConfig, model: Loaded, console: Console) -> None:
+def talk(config: GenerateConfig, model: LoadedModel, console: Console) -> None:
     """Answers turn after turn, until the user ends it. Collective."""
     if model.tokenizer.chat_template is None:
         raise DataError("--chat", why=NO_TEMPLATE)
@@ -143,7 +143,7 @@ def talk(config: GenerateConfig, model: Loaded, console: Console) -> None:
 
 
 def request_of(
-    tokens: Sequence[int], config: GenerateConfig, model: Loaded, text: StreamedText, interrupt: Interrupt
+    tokens: Sequence[int], config: GenerateConfig, model: LoadedModel, text: StreamedText, interrupt: Interrupt
 ) -> SampleRequest:
     """Returns what is asked for one answer. The noise follows from the seed and the positions of its tokens."""
     rollout = config.rollout

@@ -14,7 +14,7 @@ from typing import Any
 
 from mrl.config.inference import EvalConfig, PlaceConfig
 from mrl.config.load import to_dict
-from mrl.inference.loaded import loaded
+from mrl.inference.loaded import load_model
 from mrl.inference.output import open_console, write_whole
 from mrl.inference.prompts import bound_in_words, prompts_of_file
 from mrl.inference.results import (
@@ -36,7 +36,7 @@ from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.scoring import Scoring
 from mrl.trainers.run_directory import git_states, versions
 
-AT_ONCE = 256
+ROWS_AT_ONCE = 256
 """Completions that are sampled together."""
 
 
@@ -70,7 +70,7 @@ def evaluate(config: EvalConfig, place: PlaceConfig, console: Console, command_l
     """Returns the result of one model on the task. The same on every rank. Collective."""
     samples = config.rollout.samples_per_prompt
     found: list[tuple[list[Trajectory], Scores]] = []
-    with loaded(config, place, console) as model, contextlib.ExitStack() as ends:
+    with load_model(config, place, console) as model, contextlib.ExitStack() as ends:
         prompts, report, rows = prompts_of_file(
             config, model, limit=config.request.limit, bounded=bound_in_words(config)
         )
@@ -82,7 +82,7 @@ def evaluate(config: EvalConfig, place: PlaceConfig, console: Console, command_l
         )
         ends.callback(scores.close)
         evaluation = Evaluation(
-            {"": prompts}, model.rollouts, scores, samples=samples, prompts_at_once=max(1, AT_ONCE // samples),
+            {"": prompts}, model.rollouts, scores, samples=samples, prompts_at_once=max(1, ROWS_AT_ONCE // samples),
             doing=console.doing, stop_requested=lambda: False, seen=lambda step, *seen: found.append(seen),
         )  # fmt: skip
         metrics = evaluation.run(0)

@@ -10,7 +10,7 @@ from mrl.config.inference import GenerateConfig
 from mrl.data.prompts import Prompt
 from mrl.data.turns import TurnEncoder
 from mrl.inference.chat import talk
-from mrl.inference.loaded import Loaded, loaded
+from mrl.inference.loaded import LoadedModel, load_model
 from mrl.inference.output import open_console, writing
 from mrl.inference.prompts import bound_in_words, prompt_of_text, prompts_of_file, read_tools
 from mrl.inference.score import score_rows
@@ -18,7 +18,7 @@ from mrl.rollout.base import Trajectory
 from mrl.trainers.common import say_all, say_left_out
 from mrl.trainers.console import Console
 
-AT_ONCE = 256
+ROWS_AT_ONCE = 256
 """Completions that are sampled together: results of the first are there before the last is begun."""
 
 SHOWN_CHARACTERS = 60
@@ -27,7 +27,7 @@ SHOWN_CHARACTERS = 60
 def run(config: GenerateConfig, command_line: str = "") -> None:
     """Does what `config.request` says. Collective. Raises UserError for what the user can put right."""
     console = open_console()
-    with contextlib.closing(console), loaded(config, config.place, console) as model:
+    with contextlib.closing(console), load_model(config, config.place, console) as model:
         say_what_answers(config, model, console)
         if config.request.chat:
             talk(config, model, console)
@@ -37,24 +37,24 @@ def run(config: GenerateConfig, command_line: str = "") -> None:
             sample(config, model, console)
 
 
-def say_what_answers(config: GenerateConfig, model: Loaded, console: Console) -> None:
+def say_what_answers(config: GenerateConfig, model: LoadedModel, console: Console) -> None:
     """What was found, and the layout that it is on: one line."""
     place, world = config.place, model.dispatch.world_size
     on = f"{world} {'process' if world == 1 else 'processes'}"
     console.say(f"{place.given}: {place.what}, {config.model.dtype} on {on}")
 
 
-def sample(config: GenerateConfig, model: Loaded, console: Console) -> None:
+def sample(config: GenerateConfig, model: LoadedModel, console: Console) -> None:
     """Completes all prompts, part by part, and shows or writes what each part gave."""
     prompts = prompts_of(config, model, console)
     samples, greedy = config.rollout.samples_per_prompt, config.request.greedy
     many = len(prompts) * samples > 1
     with writing(config.request.out, model.dispatch) as write:
-        size = max(1, AT_ONCE // samples)
+        size = max(1, ROWS_AT_ONCE // samples)
         for start in range(0, len(prompts), size):
             console.doing(f"sampling: {start} of {len(prompts)} prompts are answered")
-            found = model.rollouts.sample(prompts[start : start + size], step=0, samples=samples, greedy=greedy)
-            for trajectory in found:
+            trajectories = model.rollouts.sample(prompts[start : start + size], step=0, samples=samples, greedy=greedy)
+            for trajectory in trajectories:
                 write(row_of(trajectory))
                 if config.request.out is None and model.dispatch.is_main:
                     show(trajectory, samples, many=many)
@@ -62,7 +62,7 @@ def sample(config: GenerateConfig, model: Loaded, console: Console) -> None:
         console.say(f"{config.request.out}: {len(prompts) * samples} completions")
 
 
-def prompts_of(config: GenerateConfig, model: Loaded, console: Console) -> list[Prompt]:
+def prompts_of(config: GenerateConfig, model: LoadedModel, console: Console) -> list[Prompt]:
     """Returns the prompts of the request, on every rank. Collective."""
     request, bounded = config.request, bound_in_words(config)
     if request.file is not None:
@@ -73,7 +73,7 @@ def prompts_of(config: GenerateConfig, model: Loaded, console: Console) -> list[
     encoder, tools = TurnEncoder(model.tokenizer, config.data.system), read_tools(request.tools)
     texts = model.dispatch.on_main(lambda: request.prompts)  # which alone has what came on stdin
     found = [prompt_of_text(text, i, config, encoder, tools=tools, bounded=bounded) for i, text in enumerate(texts)]
-    say_all(console, encoder.left_out((prompt.where, prompt.asked.chat) for prompt in found))
+    say_all(console, encoder.left_out((prompt.where, prompt.conversation.chat) for prompt in found))
     return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from mrl.config.backends import OWN
+from mrl.config.backends import OWN_KEYS
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.inference import InferenceConfig, PlaceConfig
 from mrl.config.schema import RoleConfig
@@ -25,11 +25,11 @@ from mrl.rollout.rollouts import Rollouts
 from mrl.rollout.stops import EndTokens
 from mrl.trainers.common import say_all
 from mrl.trainers.console import Console
-from mrl.trainers.rl.samplers import WithWeights, make_sampler
+from mrl.trainers.rl.samplers import SyncedSampler, make_sampler
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model with its weights, on every rank."""
 
     dispatch: WorkerDispatch  # its one role is the actor
@@ -41,7 +41,7 @@ class Loaded:
 
 
 @contextlib.contextmanager
-def loaded(config: InferenceConfig, place: PlaceConfig, console: Console) -> Iterator[Loaded]:
+def load_model(config: InferenceConfig, place: PlaceConfig, console: Console) -> Iterator[LoadedModel]:
     """Gives the model of `place` with its weights, ready to sample; all of it is ended afterwards. Collective."""
     console.doing(f"reading {place.given}")
     model, engine = config.model, config.engine
@@ -77,12 +77,12 @@ def loaded(config: InferenceConfig, place: PlaceConfig, console: Console) -> Ite
         ends.callback(rollouts.close)
         console.doing("reading the weights")
         _init(actor, place)
-        ends.enter_context(WithWeights(sampler, dispatch, beside=beside)(0))
-        yield Loaded(dispatch, tokenizer, vocab_size, end_with.ids, sampler, rollouts)
+        ends.enter_context(SyncedSampler(sampler, dispatch, beside=beside)(0))
+        yield LoadedModel(dispatch, tokenizer, vocab_size, end_with.ids, sampler, rollouts)
 
 
 def _init(engine: BaseEngine, place: PlaceConfig) -> None:
-    if place.source is not None and engine.backend not in OWN:
+    if place.source is not None and engine.backend not in OWN_KEYS:
         raise ConfigError(
             "engine.backend", engine.backend, f"starts from a Hugging Face folder, and MODEL is {place.what}",
             "make one of it with `mrl convert export`",

@@ -22,13 +22,13 @@ from mrl.converters.safetensors_io import INDEX, SINGLE, SafetensorsReader, main
 from mrl.converters.tokenizer_files import TOKENIZER_FILES
 from mrl.engine import collective
 from mrl.engine.atomic_checkpoint import LATEST
-from mrl.engine.fsdp.positions import following_positions
+from mrl.engine.fsdp.positions import length_dependent_positions
 from mrl.errors import ModelError, quoted
 
 FORMS = "a Hugging Face folder or hub id, a checkpoint, an adapter folder, or the directory of a run"
 
 
-def find(given: str, key: str = "MODEL") -> PlaceConfig:
+def find_model(given: str, key: str = "MODEL") -> PlaceConfig:
     """Returns where the weights, config.json and the tokenizer of `given` are. key: what the user calls it.
 
     Of a run it is the model in its hf folder or, without one, its newest checkpoint. Raises a UserError where it is no
@@ -50,8 +50,8 @@ def find(given: str, key: str = "MODEL") -> PlaceConfig:
         return _of_source(given, folder, key)
     hf = folder / "hf"
     if (hf / "config.json").is_file() or (hf / ADAPTER_CONFIG).is_file():
-        found = find(str(hf), key)
-        return dataclasses.replace(found, given=given, what=f"the run's export {hf} ({found.what})")
+        place = find_model(str(hf), key)
+        return dataclasses.replace(place, given=given, what=f"the run's export {hf} ({place.what})")
     if folder.is_dir() and not any((folder / name).exists() for name in ("checkpoints", MARKER, LATEST, "mcore")):
         raise ModelError(key, quoted(given), "holds no model", f"give {FORMS}")
     return _of_source(given, checkpoint_folder(folder), key)
@@ -111,7 +111,7 @@ def positions_of(hf_config: Any) -> tuple[int | None, str]:
     """
     if not isinstance(hf_config, dict):
         return None, ""
-    following = following_positions(hf_config)
+    following = length_dependent_positions(hf_config)
     if following is not None and following[1] is not None:
         kind, limit = following
         return limit, f'the {limit} positions up to which the model\'s rotary embedding "{kind}" is the same for all'
@@ -131,7 +131,7 @@ def weights_of(place: PlaceConfig) -> Iterator[Source | None]:
     if place.source is None:
         yield None
         return
-    source = collective.on_every(lambda: open_any(place.source or ""))
+    source = collective.call_on_every_rank(lambda: open_any(place.source or ""))
     try:
         if not collective.is_main() and source.checksums is not None:
             source.checksums.close()

@@ -14,7 +14,7 @@ from mrl.data.prompts import Prompt, PromptDataset, first_prompts
 from mrl.data.stream import Report
 from mrl.data.turns import TurnEncoder
 from mrl.errors import ConfigError, DataError, quoted
-from mrl.inference.loaded import Loaded
+from mrl.inference.loaded import LoadedModel
 
 
 class BoundedPrompts(PromptDataset):
@@ -30,7 +30,7 @@ class BoundedPrompts(PromptDataset):
 
 
 def prompts_of_file(
-    config: InferenceConfig, loaded: Loaded, *, limit: int | None = None, bounded: str | None = None
+    config: InferenceConfig, loaded: LoadedModel, *, limit: int | None = None, bounded: str | None = None
 ) -> tuple[list[Prompt], Report, PromptDataset]:
     """Returns the first `limit` prompts of data.eval that can be used, in the order of their rows. bounded: what bounds
     them, in words, where the user has not."""

@@ -43,11 +43,11 @@ def rows_of(
     trajectories: Sequence[Trajectory], scores: Scores, values: Sequence[float], samples: int
 ) -> list[dict[str, Any]]:
     """Returns what became of each prompt: lists of one entry a sample. values: what accuracy is made of."""
-    found = []
+    rows = []
     for start in range(0, len(trajectories), samples):
         part = range(start, start + samples)
         prompt = trajectories[start].prompt
-        found.append(
+        rows.append(
             {
                 "where": prompt.where,
                 "row": row_key(prompt.row),
@@ -58,7 +58,7 @@ def rows_of(
                 "completions": [trajectories[i].text for i in part],
             }
         )
-    return found
+    return rows
 
 
 def row_key(row: Mapping[str, Any]) -> str:
@@ -78,10 +78,10 @@ def reward_file(rewards: RewardsConfig | None) -> str | None:
     if not isinstance(first, FunctionReward):
         return None
     path = Path(first.function.rpartition(":")[0]).resolve()
-    found = hashlib.sha256(path.read_bytes())
+    digest = hashlib.sha256(path.read_bytes())
     for other in sorted(_imported_beside(path)):
-        found.update(f"\0{other.relative_to(path.parent)}\0".encode() + other.read_bytes())
-    return found.hexdigest()[:16]
+        digest.update(f"\0{other.relative_to(path.parent)}\0".encode() + other.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _imported_beside(path: Path) -> set[Path]:
@@ -122,12 +122,12 @@ def _files_of(name: str, folder: Path) -> Iterator[Path]:
 def measures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
     """Returns each measure with its interval: pass@1 to pass@N, of greedy completions the accuracy alone."""
     samples = len(rows[0]["values"])
-    found = {}
+    measures = {}
     for k in range(1, samples + 1):
         values_P = [statistics.pass_at_k(row["values"], k) for row in rows]
         low, high = statistics.interval(values_P)
-        found["accuracy" if samples == 1 else f"pass@{k}"] = {"value": fmean(values_P), **_bounds(low, high)}
-    return found
+        measures["accuracy" if samples == 1 else f"pass@{k}"] = {"value": fmean(values_P), **_bounds(low, high)}
+    return measures
 
 
 def _bounds(low: float, high: float) -> dict[str, float | None]:
@@ -152,7 +152,7 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     if not pairs:
         raise _no_rows()
     samples = min(first["samples"], second["samples"])
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "prompts": len(pairs), "differ_in": _differ_in(first, second), "measures": {},
         "of_pairs": [measures_of([pair[i] for pair in pairs]) for i in (0, 1)],
     }  # fmt: skip
@@ -169,12 +169,12 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
         else:
             p = statistics.sign_flips(differences_P)
             low, high = statistics.difference(differences_P, bounded=bounded)
-        found["measures"][f"pass@{k}"] = {
+        result["measures"][f"pass@{k}"] = {
             "difference": fmean(differences_P), **_bounds(low, high), "p": p,
             "test": "McNemar's exact test" if exact else "paired permutation of signs",
             "only_first": only_first, "only_second": only_second,
         }  # fmt: skip
-    return found
+    return result
 
 
 def _differ_in(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -235,16 +235,16 @@ def read_result(path: str) -> dict[str, Any]:
     """Returns what `mrl eval --out` wrote. Raises ConfigError for another file."""
     try:
         with open(os.path.expanduser(path), encoding="utf-8") as file:
-            found = json.load(file)
+            result = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
             "--against", quoted(path), f"cannot be read ({reason})", "give a result, or a model"
         ) from None
-    if not isinstance(found, dict) or found.get("mrl_eval") != FORMAT or not _is_whole(found):
+    if not isinstance(result, dict) or result.get("mrl_eval") != FORMAT or not _is_whole(result):
         why = "is no result of `mrl eval --out`"
         raise ConfigError("--against", quoted(path), why, "give one, or a model")
-    return found
+    return result
 
 
 def _is_whole(found: Mapping[str, Any]) -> bool:

@@ -15,25 +15,25 @@ from transformers import PreTrainedTokenizerBase
 from mrl.batch import make_batch
 from mrl.config.inference import GenerateConfig
 from mrl.config.schema import DataConfig
-from mrl.data.dataset import Example, Rejected, SFTDataset
+from mrl.data.dataset import Example, RejectedRow, SFTDataset
 from mrl.data.encode import Encoded
 from mrl.data.files import BadRow
 from mrl.data.formats import parse_prompt
 from mrl.data.stream import Report
 from mrl.data.turns import TurnEncoder
-from mrl.data.vision import WithImages
+from mrl.data.vision import ImageRow
 from mrl.errors import DataError
-from mrl.inference.loaded import Loaded
+from mrl.inference.loaded import LoadedModel
 from mrl.inference.output import writing
 from mrl.trainers.common import say_all, say_left_out
 from mrl.trainers.console import Console
 
-AT_ONCE = 256
+ROWS_AT_ONCE = 256
 """Rows of one batch."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored:
+class RowScore:
     """A row with the log-probs of what it has after its prompt."""
 
     where: str
@@ -83,7 +83,7 @@ class CompletedRows(SFTDataset):
         if self._prompts is None:
             super()._begin(tokenizer)
 
-    def _make(self, index: int, row: dict[str, Any]) -> Example | Rejected:
+    def _make(self, index: int, row: dict[str, Any]) -> Example | RejectedRow:
         if self._prompts is None:
             return super()._make(index, row)
         if not is_sampled(row):
@@ -92,7 +92,7 @@ class CompletedRows(SFTDataset):
         mask = row.get("mask", [1] * len(new))
         if not isinstance(mask, list) or len(mask) != len(new) or any(m not in (0, 1) for m in mask):
             raise BadRow("has a mask that is not 0 or 1 for each of its tokens; leave it out to score all of them")
-        return self._fit(index, WithImages(Encoded(prompt + new, [0] * len(prompt) + mask), {}))
+        return self._fit(index, ImageRow(Encoded(prompt + new, [0] * len(prompt) + mask), {}))
 
     def template_notes(self) -> list[str]:
         if self._prompts is None:
@@ -106,7 +106,7 @@ def is_sampled(row: Mapping[str, Any]) -> bool:
     return "prompt" in row and isinstance(tokens, list) and bool(tokens) and all(type(t) is int for t in tokens)
 
 
-def score_rows(config: GenerateConfig, model: Loaded, console: Console) -> None:
+def score_rows(config: GenerateConfig, model: LoadedModel, console: Console) -> None:
     """Scores all rows of the request, part by part."""
     data = config.data
     assert isinstance(data.train, str), "the command line names one path"
@@ -125,21 +125,21 @@ def score_rows(config: GenerateConfig, model: Loaded, console: Console) -> None:
         if (example := report.count(rows, index)) is not None:
             usable.append((rows.where(index), example))
     if not usable:
-        raise report.of_which_none_is_left(rows)
+        raise report.no_rows_left(rows)
     say_left_out(console, "train", report.counts, report.notes)
-    found: list[Scored] = []
+    scores: list[RowScore] = []
     with writing(config.request.out, model.dispatch) as write:
-        for start in range(0, len(usable), AT_ONCE):
+        for start in range(0, len(usable), ROWS_AT_ONCE):
             console.doing(f"scoring: {start} of {len(usable)} rows")
-            part = score(usable[start : start + AT_ONCE], model, temperature=config.rollout.temperature)
+            part = score(usable[start : start + ROWS_AT_ONCE], model, temperature=config.rollout.temperature)
             for scored in part:
                 write(scored.as_row())
-            found += part
+            scores += part
     if model.dispatch.is_main:
-        show(found, listed=config.request.out is None)
+        show(scores, listed=config.request.out is None)
 
 
-def score(rows: list[tuple[str, Example]], model: Loaded, *, temperature: float) -> list[Scored]:
+def score(rows: list[tuple[str, Example]], model: LoadedModel, *, temperature: float) -> list[RowScore]:
     """Returns rows, each with its place, with the log-probs of what would train. The same on every rank. Collective."""
     examples = [example for _, example in rows]
     padded = examples + [examples[-1]] * (-len(examples) % model.dispatch.lcm_dp_size)  # no replica has none
@@ -150,12 +150,12 @@ def score(rows: list[tuple[str, Example]], model: Loaded, *, temperature: float)
         count = len(example.ids) - 1  # labels are shifted once, in the batch: place i has the token i + 1
         at = [i for i in range(count) if example.mask[i + 1]]
         tokens = [example.ids[i + 1] for i in at]
-        found.append(Scored(where, tokens, [log_probs_T[start + i] for i in at], at[0] + 1))
+        found.append(RowScore(where, tokens, [log_probs_T[start + i] for i in at], at[0] + 1))
         start += count
     return found
 
 
-def show(found: list[Scored], *, listed: bool) -> None:
+def show(found: list[RowScore], *, listed: bool) -> None:
     """Prints a table, or its last line alone."""
     width = max([len("row"), *(len(scored.where) for scored in found)])
     print(f"{'row':{width}}  {'tokens':>7}  {'sum':>10}  {'per token':>10}  {'perplexity':>10}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from mrl.config import yaml_text
 from mrl.config.build import build_section
-from mrl.config.keys import kind
+from mrl.config.keys import value_kind
 from mrl.config.load import read_yaml
 from mrl.config.rewards import NAMED
 from mrl.config.schema import key
@@ -28,7 +28,7 @@ def _rows(raw: Any, path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}.train", raw["train"], "has no effect in a task", "name its rows in data.eval")
     if isinstance(raw, Mapping) and isinstance(raw.get("eval"), str):
         return dict(raw)
-    raise ConfigError(path, raw, f"is {kind(raw)}", "give a file of rows, or {eval: FILE} and other keys of data")
+    raise ConfigError(path, raw, f"is {value_kind(raw)}", "give a file of rows, or {eval: FILE} and other keys of data")
 
 
 def parse_reward(raw: Any, path: str = "reward") -> dict[str, Any]:
@@ -36,7 +36,7 @@ def parse_reward(raw: Any, path: str = "reward") -> dict[str, Any]:
     if isinstance(raw, Mapping):
         return dict(raw)
     if not isinstance(raw, str) or not raw:
-        why = "is empty" if raw == "" else f"is {kind(raw)}"
+        why = "is empty" if raw == "" else f"is {value_kind(raw)}"
         raise ConfigError(path, raw, why, f"give {', '.join(NAMED)}, or path.py:name")
     if raw.startswith("{"):
         return parse_reward(yaml_text.parse(raw, path, path), path)

@@ -9,7 +9,7 @@ from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.load import dump_config
 from mrl.config.schema import EngineConfig, TrainConfig
 from mrl.parallel import ParallelDims
-from mrl.words import counted
+from mrl.words import pluralize
 
 
 def describe(
@@ -32,7 +32,7 @@ def _notes(parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> Iterator[s
 
 def length(train: TrainConfig) -> str:
     """Returns the length of a run in words: steps, or passes over the data."""
-    return f"{train.steps} steps" if train.resolved_epochs is None else counted(train.resolved_epochs, "epoch")
+    return f"{train.steps} steps" if train.resolved_epochs is None else pluralize(train.resolved_epochs, "epoch")
 
 
 def processes(dims: ParallelDims) -> str:

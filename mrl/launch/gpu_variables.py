@@ -18,7 +18,7 @@ BLACKWELL = 10  # the first number of its compute capability
 LIMIT_S = 30
 
 
-def to_set(
+def variables_to_set(
     parts: Sequence[Part], layouts: Sequence[ParallelDims], environ: Mapping[str, str], *,
     generates: bool, generation: Callable[[], int | None],
 ) -> dict[str, str]:  # fmt: skip
@@ -33,15 +33,15 @@ def to_set(
     known = generation()
     if known is None:
         return {}
-    found = {}
+    variables = {}
     megatron = all(part.engine.backend == "megatron" for part in parts)
     beside = any(part.engine.megatron.get("moe_shared_expert_overlap") for part in parts)
     split = any(dims.tp > 1 or dims.cp > 1 for dims in layouts)
     if CONNECTIONS not in environ and megatron and split and not beside and known < BLACKWELL:
-        found[CONNECTIONS] = "1"
+        variables[CONNECTIONS] = "1"
     if not generates and not any(name in environ for name in ALLOCATOR):
-        found |= dict.fromkeys(ALLOCATOR, "expandable_segments:True")
-    return found
+        variables |= dict.fromkeys(ALLOCATOR, "expandable_segments:True")
+    return variables
 
 
 def generation_of_gpus() -> int | None:

@@ -17,7 +17,7 @@ from mrl.config.checks import parallel_dims
 from mrl.config.command import Part
 from mrl.config.inference import (
     DEFAULT_NEW_TOKENS,
-    LONGEST,
+    MAX_POSITIONS,
     EvalConfig,
     EvalKeys,
     EvalRequestConfig,
@@ -26,7 +26,7 @@ from mrl.config.inference import (
     PlaceConfig,
     RequestConfig,
     check_inference,
-    unread_of_texts,
+    refuse_row_keys,
 )
 from mrl.config.load import apply_override
 from mrl.config.ppo import RolloutConfig
@@ -36,7 +36,7 @@ from mrl.errors import ConfigError, UserError
 from mrl.launch import preflight
 from mrl.launch.environment import JoinedWorld, joined_world
 from mrl.launch.start import choose_nproc, join
-from mrl.trainers.waits import announced, write_error_line
+from mrl.trainers.waits import announce, write_error_line
 
 LOADING = "loading PyTorch and what goes with it"
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
@@ -76,7 +76,7 @@ def generate(
         with _said("reading the model's folder", joined):
             keys, place = prepared(raw, InferenceConfig, model, use="chat" if chat else "score" if score else "sample")
             if file is None:
-                unread_of_texts(keys.data)
+                refuse_row_keys(keys.data)
             request = RequestConfig(
                 prompts=tuple(texts), file=file, chat=chat, score=score, tools=tools, out=out, greedy=is_greedy
             )
@@ -143,7 +143,7 @@ def _by_all(joined: JoinedWorld | None, overrides: Sequence[str], check: Callabl
 
         collective.join_processes(platform.device_type())
     try:
-        return collective.on_every(check)
+        return collective.call_on_every_rank(check)
     except UserError as error:
         if joined.rank == error.rank:
             write_error_line(f"mrl: {error}" if error.rank == 0 else f"mrl: rank {error.rank}: {error}")
@@ -300,9 +300,9 @@ def prepared(
     if "path" in plain.get("model", {}):
         raise ConfigError("model.path", why=f"is {key}, which comes first", fix="leave it out")
     with preflight.quiet():
-        from mrl.inference.places import find
+        from mrl.inference.places import find_model
 
-        place = find(given, key)
+        place = find_model(given, key)
     plain["model"] = {"path": place.folder, "dtype": place.dtype, **plain.get("model", {})}
     rollout, data = plain.setdefault("rollout", {}), plain.setdefault("data", {})
     if "max_prompt_length" in data:
@@ -335,7 +335,9 @@ def _longest_sequence(
     given = rollout.get("cache_tokens")
     room = given if type(given) is int and given > 0 else RolloutConfig().cache_tokens
     if rollout.get("backend", "native") != "native":
-        bounds.append((LONGEST, f"the {LONGEST} tokens that a sequence has where data.max_prompt_length is not set"))
+        bounds.append(
+            (MAX_POSITIONS, f"the {MAX_POSITIONS} tokens that a sequence has where data.max_prompt_length is not set")
+        )
     elif use == "sample":
         bounds.append((room, f"the {room} tokens of rollout.cache_tokens"))
     elif given is not None:
@@ -394,7 +396,7 @@ def run(target: str, config: Any, world_size: int, joined: JoinedWorld | None) -
 
 
 def _said(what: str, joined: JoinedWorld | None) -> Any:
-    return announced(what, shows=joined is None or joined.rank == 0, write=write_error_line)
+    return announce(what, shows=joined is None or joined.rank == 0, write=write_error_line)
 
 
 def _fields(config: InferenceConfig) -> dict[str, Any]:

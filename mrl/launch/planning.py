@@ -18,7 +18,7 @@ from mrl.config.load import load_config, read_yaml
 from mrl.errors import ConfigError, UserError
 from mrl.launch import preflight
 from mrl.parallel import ParallelDims
-from mrl.trainers.waits import announced, write_error_line
+from mrl.trainers.waits import announce, write_error_line
 
 if typing.TYPE_CHECKING:
     from mrl.plan.gpus import GPU
@@ -28,7 +28,7 @@ if typing.TYPE_CHECKING:
 
 _Result = typing.TypeVar("_Result")
 
-MOST_GPUS = 2**20
+MAX_GPUS = 2**20
 
 
 def run(
@@ -70,8 +70,8 @@ def _planned(
     card = gpu_of(gpu)
     share = _number("--efficiency", efficiency, 0.5, 1)
     reserved = _number("--reserve", reserve, 4.0, card.memory / 2**30, from_zero=True)
-    if world_size > MOST_GPUS:
-        raise ConfigError("--world-size", world_size, "is more than any cluster has", f"give at most {MOST_GPUS}")
+    if world_size > MAX_GPUS:
+        raise ConfigError("--world-size", world_size, "is more than any cluster has", f"give at most {MAX_GPUS}")
     command = command_of_yaml(read_yaml(path))
     known: KnownChunks = {}
 
@@ -83,7 +83,7 @@ def _planned(
                 command, config, parts, layouts, card, reserved_gib=reserved, efficiency=share, known=known
             )
 
-    with announced("planning", shows=True, write=write_error_line) as watch:
+    with announce("planning", shows=True, write=write_error_line) as watch:
         with preflight.quiet():
             from mrl.plan import planner, show
 

@@ -16,14 +16,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mrl.config.checks import (
-    MOST_PASSES,
+    MAX_PASSES,
     check_batch,
     check_replicas,
     check_replicate,
     parallel_dims,
     smallest_world,
 )
-from mrl.config.command import Config, OnRows, Part, TrainingCommand
+from mrl.config.command import Config, Part, RowsRunConfig, TrainingCommand
 from mrl.config.rows import RowsConfig
 from mrl.config.schema import CheckpointConfig, ModelConfig
 from mrl.config.sources import RAW_TEXT, RenderedSource, Share, Source
@@ -37,7 +37,7 @@ from mrl.errors import ConfigError, DataError, ModelError, first_line, quoted, u
 from mrl.parallel import ParallelDims
 from mrl.trainers import used_folder
 
-MOST_PROCESSES = 1024
+MAX_PROCESSES = 1024
 """Processes that a layout alone, without --nproc, is given on a machine without GPUs."""
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".gz", ".zst", ".parquet", ".csv", ".txt", ".arrow")
@@ -72,7 +72,7 @@ def check_files(command: TrainingCommand, config: Config, *, there: bool = True)
     return parts
 
 
-def check_used(command: TrainingCommand, config: Config) -> used_folder.Saved | None:
+def check_used(command: TrainingCommand, config: Config) -> used_folder.ResumePoint | None:
     """Raises a UserError where what is saved in output_dir is of another run. Returns what the run goes on with."""
     _check_output_dir(config.output_dir)
     rows = command.on_rows(config)
@@ -104,7 +104,7 @@ def check_layout(
     """
     made = []
     for part in parts:
-        with command.keys_of(config, part.role):
+        with command.rewrite_error_keys(config, part.role):
             dims = parallel_dims(part.engine.parallel, world_size)
             longest, key = command.longest(config)
             packed, generated = command.packing(config), command.generates
@@ -136,7 +136,7 @@ def _check_userbuffers(parts: Sequence[Part], layouts: Sequence[ParallelDims]) -
     with quiet():
         from mrl.converters.families import fields_of
         from mrl.converters.hf_config import normalize
-        from mrl.mcore_models.userbuffers import FIELD, SAME, BufferShape
+        from mrl.mcore_models.userbuffers import FIELD, SAME_SHAPE_FIX, BufferShape
 
         with_them: list[tuple[Part, BufferShape]] = []
         for part, dims in zip(parts, layouts, strict=True):
@@ -150,7 +150,7 @@ def _check_userbuffers(parts: Sequence[Part], layouts: Sequence[ParallelDims]) -
         first, of_first = with_them[0]
         if shape != of_first:
             why = f"asks for buffers of {shape.describe()}, and {first.key(key)} for {of_first.describe()}"
-            raise ConfigError(part.key(key), True, why, SAME)
+            raise ConfigError(part.key(key), True, why, SAME_SHAPE_FIX)
 
 
 def check_part(part: Part, dims: ParallelDims, sequences: Sequences, *, here: bool = True) -> None:
@@ -216,10 +216,10 @@ def choose_nproc(
     """
     if here and device == "cuda" and gpus == 0:  # the engines say the same of a process that torchrun or srun started
         raise ConfigError(f"{key}.device", "cuda", "needs a GPU, and torch sees none", "use auto or cpu")
-    if asked is None and not gpus and needed > MOST_PROCESSES:
+    if asked is None and not gpus and needed > MAX_PROCESSES:
         raise ConfigError(
             f"{key}.parallel",
-            why=f"the layout needs {needed} processes, and at most {MOST_PROCESSES} are started on one machine",
+            why=f"the layout needs {needed} processes, and at most {MAX_PROCESSES} are started on one machine",
             fix="give smaller degrees, or start it with torchrun or srun on several",
         )
     if asked is None:
@@ -369,14 +369,14 @@ def paths_of(data: RowsConfig) -> Iterator[tuple[str, str]]:
     yield from ((f"{key}.path", source.path) for key, source in _sources(data))
 
 
-def _check_rows(config: OnRows, rows_of_batch: int) -> None:
+def _check_rows(config: RowsRunConfig, rows_of_batch: int) -> None:
     """Whether the rows of a plain file of JSON lines are far too few for a batch. It reads as many as that takes,
     hardly ever more than a few; other forms the run looks at."""
     if not isinstance(config.data.train, str) or streamed_keys(config.data):
         return
     path = os.path.expanduser(config.data.train)
     batch = config.train.global_batch_size
-    needed = math.ceil(rows_of_batch / MOST_PASSES)
+    needed = math.ceil(rows_of_batch / MAX_PASSES)
     if not path.endswith((".jsonl", ".json")) or not os.path.isfile(path):
         return
     with contextlib.suppress(OSError), open(path, "rb") as file:  # which the run has more words for

@@ -10,14 +10,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from mrl.config.command import OnRows, TrainingCommand, command_of_yaml, having_all, record
-from mrl.config.keys import value_at, walk
+from mrl.config.command import RowsRunConfig, TrainingCommand, command_of_yaml, commands_with_sections, record
+from mrl.config.keys import value_at, walk_keys
 from mrl.config.load import apply_override, load_config, read_yaml
 from mrl.config.rm import FORMAT_OF
 from mrl.config.stream_checks import streamed_keys
 from mrl.errors import ConfigError, ModelError
 from mrl.launch import preflight
-from mrl.words import counted
+from mrl.words import pluralize
 
 if TYPE_CHECKING:
     from mrl.config.sources import Share
@@ -39,7 +39,7 @@ def run(
     command: TrainingCommand[Any] = command_of_yaml(raw) if of is None else record(of)
     stand_ins = _stand_ins(raw, command)
     config = load_config(path, [*(f"{key}={value}" for key, value in stand_ins.items()), *overrides], command.root)
-    others = [other.name for other in having_all(raw) if other is not command]
+    others = [other.name for other in commands_with_sections(raw) if other is not command]
     hint = f" (--as {' or --as '.join(others)} for another)" if others and of is None else ""
     echo(f"read as a config of mrl {command.name}{hint}")
     if command.task is None:
@@ -92,7 +92,7 @@ def _stand_ins(raw: Mapping[str, Any], command: TrainingCommand[Any]) -> dict[st
         "algorithm.name": "grpo",
         "loss.name": {of: loss for loss, of in FORMAT_OF.items()}.get(form, "bradley_terry"),
     }
-    keys = {key.path: key for key in walk(command.root, sections=True)}
+    keys = {key.path: key for key in walk_keys(command.root, sections=True)}
     lacking = [path for path in values if path in keys and keys[path].required and value_at(raw, path) is None]
     found = {path: values[path] for path in lacking}
     scores = ("rewards", "reward.model.path", "rollout.environment", "algorithm.distill")
@@ -102,9 +102,11 @@ def _stand_ins(raw: Mapping[str, Any], command: TrainingCommand[Any]) -> dict[st
     return found
 
 
-def _read(command: TrainingCommand[Any], config: Any, part: Literal["train", "eval"], *, has_batch: bool) -> list[Read]:
+def _read(
+    command: TrainingCommand[Any], config: Any, part: Literal["train", "eval"], *, has_batch: bool
+) -> list[OpenRows]:
     task, tokenizer, sets = _sets(command, config, part)
-    return [Read(command, config, task, tokenizer, rows, part, name, has_batch) for name, rows in sets.items()]
+    return [OpenRows(command, config, task, tokenizer, rows, part, name, has_batch) for name, rows in sets.items()]
 
 
 def _sets(
@@ -140,7 +142,7 @@ class Row:
 
 
 @dataclasses.dataclass
-class Seen:
+class SequenceCounts:
     """Sequences of the rows that were looked at; `str` counts them. prompts: whether a policy answers them."""
 
     prompts: bool
@@ -156,18 +158,18 @@ class Seen:
     def __str__(self) -> str:
         tokens = sum(self.lengths)
         if self.prompts:
-            return f"{counted(len(self.lengths), 'prompt')} of {counted(tokens, 'token')}, of which none trains"
+            return f"{pluralize(len(self.lengths), 'prompt')} of {pluralize(tokens, 'token')}, of which none trains"
         share = f"{100 * self.trained / tokens:.1f} %"
-        of = counted(len(self.lengths), "sequence")
-        return f"{of}, {counted(tokens, 'token')}, {self.trained:,} train ({share})"
+        of = pluralize(len(self.lengths), "sequence")
+        return f"{of}, {pluralize(tokens, 'token')}, {self.trained:,} train ({share})"
 
 
 @dataclasses.dataclass(frozen=True)
-class Read:
+class OpenRows:
     """The rows of a config, open."""
 
     command: TrainingCommand[Any]
-    config: OnRows
+    config: RowsRunConfig
     task: Any
     tokenizer: Any
     dataset: Any
@@ -195,31 +197,31 @@ class Read:
         kind = getattr(self.dataset, "format", None)
         form = "" if kind is None else f" of the format {kind}"
         key = f"data.{self.part}.{self.name}".rstrip(".")
-        number = "streamed rows" if self.dataset.is_streamed else counted(len(self.dataset), "row")
+        number = "streamed rows" if self.dataset.is_streamed else pluralize(len(self.dataset), "row")
         yield f"{key}: {self.dataset.path}: {number}{form}"
         yield from self.dataset.notes()
         batch = self.command.rows_of_batch(self.config)
         packs = self.has_batch and self.part == "train" and not self.command.generates and batch <= LARGEST
         kept = list(itertools.islice(self._rows(Report()), max(rows, batch if packs else 0)))
         report, titles = Report(), ["", *(share.title for share in self.shares)]
-        seen = {title: Seen(self.command.generates) for title in titles}
+        seen = {title: SequenceCounts(self.command.generates) for title in titles}
         every = self._every_row(report) if count else self._rows(report)
         for row in itertools.islice(every, None if count else max(rows, min(LARGEST, max(SAMPLE, batch)))):
             for name in {"", row.source}:
                 seen[name].add(sequences_of(row.item))
         whole = seen.pop("")
         if not whole.rows:
-            raise report.of_which_none_is_left(self.dataset)
+            raise report.no_rows_left(self.dataset)
         for row in kept[:rows]:
             yield ""
             yield from self._row(row, by_token, coloured)
         yield ""
         seen_rows = whole.rows + report.skipped + report.dropped
         is_all = count or not (self.dataset.is_streamed or self.shares or seen_rows < len(self.dataset))
-        used = counted(whole.rows, "row that is used", "rows that are used")
+        used = pluralize(whole.rows, "row that is used", "rows that are used")
         yield f"{'all rows' if is_all else f'the first {used}'}: {whole}"
         for name, of_source in seen.items():
-            yield f"  {name}: {counted(of_source.rows, 'row')}, {of_source}"
+            yield f"  {name}: {pluralize(of_source.rows, 'row')}, {of_source}"
         yield f"tokens of a sequence: {summary(whole.lengths)}"
         yield from (f"  {line}" for line in histogram(whole.lengths))
         counts = ", ".join(f"{what}: {number:,}" for what, number in report.counts.items())
@@ -255,7 +257,7 @@ class Read:
                 is_over = all(read.epoch for read in taken.progress.sources or [taken.progress])
             else:
                 is_over = number + report.skipped + report.dropped >= len(self.dataset)
-            if is_over or (source.mixer is not None and source.mixer.all_over(taken.progress.sources)):
+            if is_over or (source.mixer is not None and source.mixer.all_sources_over(taken.progress.sources)):
                 return
 
     def _every_row(self, report: Any) -> Iterator[Row]:
@@ -282,7 +284,7 @@ class Read:
             source = f"{row.source}: " if row.source else ""
             note = f", {sequence.note}" if sequence.note else ""
             note += f", teacher {teachers[row.item.teacher]}" if teachers else ""
-            tokens = counted(len(sequence.ids_T), "token")
+            tokens = pluralize(len(sequence.ids_T), "token")
             trained = "a prompt" if self.command.generates else f"{sequence.trained:,} train"
             yield f"{source}{row.place}: {name}{tokens}, {trained}{note}{cut}"
             shown = token_lines if by_token else text_lines
@@ -302,11 +304,11 @@ class Read:
         )  # fmt: skip
         sums = [sum(lengths[i] for i in one) for one in made]
         most = [len(one) * max(lengths[i] for i in one) for one in made]
-        of = counted(limit.size, "sequence") if limit.size is not None else f"at most {limit.tokens:,} tokens"
+        of = pluralize(limit.size, "sequence") if limit.size is not None else f"at most {limit.tokens:,} tokens"
         laid = "sequences end to end" if role.packing else f"padding {100 * (1 - sum(sums) / sum(most)):.1f} %"
         text = (
-            f"the first batch on one replica: {counted(len(lengths), 'sequence')} in "
-            f"{counted(len(made), 'micro-batch', 'micro-batches')} of {of}, {laid}"
+            f"the first batch on one replica: {pluralize(len(lengths), 'sequence')} in "
+            f"{pluralize(len(made), 'micro-batch', 'micro-batches')} of {of}, {laid}"
         )
         if role.packing and limit.tokens is not None:
             text += f", {100 * sum(sums) / (len(made) * limit.tokens):.1f} % full"
@@ -318,17 +320,17 @@ class Read:
         if self.shares:
             steps, on_each = self._steps_of_mixture(batch), self.task.steps_of_batch
             each = "" if on_each == 1 else f", {on_each:,} on each batch"
-            return f"length: {counted(steps, 'step')}{each} of {counted(batch, 'row')}, mixed from {usable:,}"
+            return f"length: {pluralize(steps, 'step')}{each} of {pluralize(batch, 'row')}, mixed from {usable:,}"
         train = self.config.train
         what = "iterations" if self.command.generates else "steps"
         if train.steps is not None:
             made = train.steps if not self.command.generates else None
             passes = "" if made is None else f": {made * batch / usable:.2f} passes over the rows"
-            return f"length: train.steps {train.steps:,}, {counted(batch, 'row')} in each of the {what}{passes}"
+            return f"length: train.steps {train.steps:,}, {pluralize(batch, 'row')} in each of the {what}{passes}"
         epochs = 1.0 if train.epochs is None else train.epochs
         made = steps_for_epochs(epochs, usable, batch)
-        length = f"{counted(epochs, 'epoch')} of {counted(usable, 'row')}, {batch:,} a step"
-        return f"length: {length}: {counted(made, what.removesuffix('s'))}"
+        length = f"{pluralize(epochs, 'epoch')} of {pluralize(usable, 'row')}, {batch:,} a step"
+        return f"length: {length}: {pluralize(made, what.removesuffix('s'))}"
 
     def _steps_of_mixture(self, batch: int) -> int:
         from mrl.trainers.console import open_console
@@ -339,9 +341,9 @@ class Read:
             check=lambda steps, length: None,
         )  # fmt: skip
 
-    def _shares_of_run(self, seen: Mapping[str, Seen], batch: int, *, count: bool) -> Iterator[str]:
+    def _shares_of_run(self, seen: Mapping[str, SequenceCounts], batch: int, *, count: bool) -> Iterator[str]:
         """Yields what the run takes of each source of a mixture. seen: of each; all of its rows where `count`."""
-        from mrl.data.mixture_shares import Supply, shares_of_run
+        from mrl.data.mixture_shares import SourceSupply, shares_of_run
         from mrl.data.stream import may_leave_out
 
         may_lack = may_leave_out(self.dataset.config) and not count
@@ -361,19 +363,19 @@ class Read:
             usable = None if source.is_streamed else of.rows if count else len(source)
             most = None if last is None or usable is None else last * usable / len(source)
             tokens = sum(of.lengths) / of.rows if of.rows else mean  # of no row in what was read
-            supplies.append(Supply(weight, usable, most, tokens))
+            supplies.append(SourceSupply(weight, usable, most, tokens))
         found = shares_of_run(supplies, rows, by_tokens=mixer.by_tokens)
         if_all = ", if none is left out" if may_lack else ""
-        yield f"the run takes {counted(rows, 'row')} in {counted(steps, 'step')}{if_all}:"
+        yield f"the run takes {pluralize(rows, 'row')} in {pluralize(steps, 'step')}{if_all}:"
         tokens_of_run = sum(one.rows * supply.tokens for one, supply in zip(found, supplies, strict=True))
         for share, one, supply in zip(self.shares, found, supplies, strict=True):
             of_tokens = one.rows * supply.tokens / tokens_of_run
             line = f"  {share.title}: {100 * one.rows / rows:.1f} % of the rows, {100 * of_tokens:.1f} % of the tokens"
             if one.passes is not None:
-                passes = counted(float(f"{one.passes:.3g}"), "pass", "passes")
-                line += f", {passes} over {counted(supply.rows or 0, 'row')}"
+                passes = pluralize(float(f"{one.passes:.3g}"), "pass", "passes")
+                line += f", {passes} over {pluralize(supply.rows or 0, 'row')}"
             if share.epochs is not None and supply.rows is None:
-                line += f", until {counted(share.epochs, 'pass', 'passes')} over it are made"
+                line += f", until {pluralize(share.epochs, 'pass', 'passes')} over it are made"
             elif one.ends_after is not None:
                 at = math.ceil(one.ends_after / batch) * self.task.steps_of_batch
                 line += f"; epochs {share.epochs:g} of it are over at about step {at:,}"

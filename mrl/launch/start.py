@@ -18,7 +18,7 @@ from mrl.launch import gpu_variables, preflight, showing
 from mrl.launch.describe import describe
 from mrl.launch.environment import JoinedWorld, interface_towards, joined_world
 from mrl.launch.worker import log_path, warnings_in
-from mrl.trainers.waits import announced
+from mrl.trainers.waits import announce
 
 LOADING = "loading PyTorch and what goes with it"
 
@@ -40,7 +40,7 @@ def start(
         if shows:
             print(saved, flush=True)
         return None
-    with announced("checking files and layout", shows=shows):
+    with announce("checking files and layout", shows=shows):
         parts = preflight.check_files(command, config)
         if joined is not None and nproc is not None:
             raise ConfigError("--nproc", nproc, f"has no effect under {joined.launcher}", "leave it out")
@@ -63,11 +63,13 @@ def start(
     command_line = shlex.join(["mrl", *sys.argv[1:]])
     if "cpu" not in preflight.devices(command, config):
         of_gpus = gpu_variables.generation_of_gpus
-        os.environ |= gpu_variables.to_set(parts, layouts, os.environ, generates=command.generates, generation=of_gpus)
+        os.environ |= gpu_variables.variables_to_set(
+            parts, layouts, os.environ, generates=command.generates, generation=of_gpus
+        )
     if joined is not None:
         join(joined)
         with warnings_in(log_path(os.path.join(config.output_dir, "logs"), joined.rank)):
-            with announced(LOADING, shows=shows):
+            with announce(LOADING, shows=shows):
                 run = trainer_of(command)
             run(config, command_line)
         return None
@@ -103,8 +105,8 @@ def _gpus() -> list[tuple[str, int, tuple[int, int]]]:
     """Returns name, bytes of memory and compute capability of this machine's GPUs."""
     import torch
 
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [(one.name, one.total_memory, (one.major, one.minor)) for one in found]
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [(one.name, one.total_memory, (one.major, one.minor)) for one in gpus]
 
 
 def join(joined: JoinedWorld) -> None:
@@ -132,11 +134,11 @@ def _start_processes(
     command: TrainingCommand, config: Config, command_line: str, nproc: int, shows: bool
 ) -> int | None:
     """Runs the trainer in `nproc` processes on this machine: in this one where one suffices. Returns the exit code."""
-    with announced(LOADING, shows=shows):
+    with announce(LOADING, shows=shows):
         from mrl.launch import local
 
     def run(*given: Any) -> None:
-        with announced(LOADING, shows=shows):  # here, where warnings of its imports go to the log
+        with announce(LOADING, shows=shows):  # here, where warnings of its imports go to the log
             trainer = trainer_of(command)
         trainer(*given)
 

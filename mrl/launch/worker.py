@@ -28,7 +28,7 @@ from mrl.config import command as commands
 from mrl.config.build import build_section
 from mrl.config.load import from_dict
 from mrl.errors import Stopped, UserError
-from mrl.trainers.waits import announced
+from mrl.trainers.waits import announce
 
 _PR_SET_PDEATHSIG = 1
 
@@ -67,7 +67,7 @@ def run_task(task: Task, rank: int) -> Outcome:
         module, _, function = task.target.partition(":")
         with warnings_in(log_path(task.log_dir, rank)):
             config = config_of(task)
-            with announced("loading PyTorch and Megatron", shows=rank == 0 and not task.quiet):
+            with announce("loading PyTorch and Megatron", shows=rank == 0 and not task.quiet):
                 run = getattr(importlib.import_module(module), function)
             run(config, task.command_line)
     except Stopped as stop:
@@ -100,8 +100,8 @@ def write_outcome(folder: pathlib.Path, outcome: Outcome) -> None:
 
 def read_outcomes(folder: pathlib.Path) -> list[Outcome]:
     """Returns the outcomes written so far, the earliest first."""
-    found = [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("outcome_*.json")]
-    return sorted(found, key=lambda outcome: outcome.time)
+    outcomes = [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("outcome_*.json")]
+    return sorted(outcomes, key=lambda outcome: outcome.time)
 
 
 def log_path(log_dir: str | pathlib.Path, rank: int) -> pathlib.Path:

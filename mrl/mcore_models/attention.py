@@ -30,7 +30,7 @@ from torch import Tensor
 from mrl.mcore_models import platform
 from mrl.mcore_models.causal import causal_attention, sdpa
 from mrl.mcore_models.kv_cache import CachedStep
-from mrl.mcore_models.masked import Scoring, causal_mask, explicit_attention
+from mrl.mcore_models.masked import ScoreRule, causal_mask, explicit_attention
 
 _FIELDS = {field.name for field in dataclasses.fields(PackedSeqParams)}
 _NO_PADDING_BETWEEN = {"pad_between_seqs": False} if "pad_between_seqs" in _FIELDS else {}
@@ -49,7 +49,7 @@ class PackedLayout(PackedSeqParams):
     order: Tensor | None = None  # `zigzag_inverse` of the lengths where cp > 1: made once, not in every layer
 
     @classmethod
-    def make(
+    def for_sequences(
         cls, padded: Sequence[int], *, positions: Tensor, order: Tensor | None = None, qkv_format: str = "sbhd"
     ) -> "PackedLayout":
         """For sequences in `padded` places each. qkv_format "thd" is for transformer-engine.
@@ -173,8 +173,8 @@ class SdpaAttention(MegatronModule):
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(1)
 
     @property
-    def scoring(self) -> Scoring:
-        return Scoring(self.scale, self.window, self.softmax_offset)
+    def scoring(self) -> ScoreRule:
+        return ScoreRule(self.scale, self.window, self.softmax_offset)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[N, heads, queries, D], which stand at the end of [N, groups, keys, D]."""

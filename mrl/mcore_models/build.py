@@ -29,7 +29,7 @@ from mrl.mcore_models.attention import CacheLayout, PackedLayout
 from mrl.mcore_models.config import Config, LatentConfig, config_class
 from mrl.mcore_models.head import LanguageHead, ValueHead
 from mrl.mcore_models.layout import check_layout
-from mrl.mcore_models.recompute import chosen_modules
+from mrl.mcore_models.recompute import recompute_modules
 from mrl.mcore_models.te_limits import cp_comm_type
 from mrl.parallel import ParallelDims, stage_layers
 
@@ -39,10 +39,10 @@ _BIAS = re.compile(r"\.bias\d*$")  # of a grouped linear, one for each expert
 class Model(GPTModel):
     """megatron's GPTModel with our layouts, head and rotary embedding. The one place that names GPTModel."""
 
-    ahead: Sequence[mtp.Ahead] = ()
+    mtp_inputs: Sequence[mtp.MTPLayerInputs] = ()
     """What each MTP layer is run on in the forward at hand, set before it; none leaves them out."""
     detaches_mtp: bool = False
-    """Whether the gradient of their loss stays within them. The head's own part is that of `ahead`'s projections."""
+    """Whether the gradient of their loss stays within them. The head's own part is in `mtp_inputs`' `project`."""
 
     def forward(self, tokens: Tensor, layout: PackedLayout | CacheLayout, padding: Tensor | None = None) -> Tensor:
         """tokens [T] (ignored past the first stage), padding [T] bool or None: True where no token is.
@@ -66,18 +66,18 @@ class Model(GPTModel):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         columns = [self.output_layer(hidden_states, weight=weight)[0]]
         if self.detaches_mtp:
-            hidden_states = mtp.detached(hidden_states)
-        for layer, ahead in zip(self.mtp.layers, self.ahead, strict=False):
-            padding = ahead.padding
+            hidden_states = mtp.detach_hidden(hidden_states)
+        for layer, inputs in zip(self.mtp.layers, self.mtp_inputs, strict=False):
+            padding = inputs.padding
             if self.config.sequence_parallel:
                 padding = padding.chunk(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]
-            embedded = self.embedding(input_ids=ahead.tokens[None], position_ids=rest["position_ids"])
+            embedded = self.embedding(input_ids=inputs.tokens[None], position_ids=rest["position_ids"])
             if self.detaches_mtp:
                 embedded = embedded.detach()
             hidden_states = layer(
                 hidden_states, embedded, rest["rotary_pos_emb"], rest["packed_seq_params"], padding[None]
             )
-            self.output_layer.project = ahead.project
+            self.output_layer.project = inputs.project
             columns.append(self.output_layer(hidden_states, weight=weight)[0])
         return torch.cat(columns, dim=-1).transpose(0, 1).contiguous()
 
@@ -100,14 +100,14 @@ def transformer_config(
     aux_loss: float = 0.0,
     z_loss: float = 0.0,
     layer_spec: Literal["te", "local"] = "local",
-    further: Mapping[str, Any] | None = None,
+    megatron_options: Mapping[str, Any] | None = None,
     mtp_layers: int = 0,
     saves_to_host: bool = False,
 ) -> Config | LatentConfig:
     """megatron's configuration of the model in a layout. Raises ModelError or ConfigError on what cannot be built.
 
-    further: fields by name (`engine.megatron`), those of megatron's other classes among them. saves_to_host: layers
-    save their activations there.
+    megatron_options: fields by name (`engine.megatron`), those of megatron's other classes among them. saves_to_host:
+    layers save their activations there.
     """
     fields = fields_of(dict(hf))
     check_layout(fields, dims)
@@ -129,15 +129,15 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "init_method_std": hf.get("initializer_range") or 0.02,
     }
-    megatron_needs.check(further or {}, fields, dims)
-    megatron_needs.check_spec(further or {}, layer_spec, "as it was chosen", dtype)
-    given = megatron_fields.of_kind(further or {}, "transformer")
+    megatron_needs.check(megatron_options or {}, fields, dims)
+    megatron_needs.check_spec(megatron_options or {}, layer_spec, "as it was chosen", dtype)
+    given = megatron_fields.fields_of_kind(megatron_options or {}, "transformer")
     try:
         config = config_class(fields)(**_fusions(fields, hf, given, saves_to_host) | fields | given)
     except (AssertionError, ImportError, TypeError, ValueError) as error:
         if not given:
             raise
-        raise megatron_fields.refusal(given, error) from error
+        raise megatron_fields.megatron_refusal(given, error) from error
     scaling = hf.get("rope_scaling")
     if scaling is not None and scaling["rope_type"] == "yarn" and not config.multi_latent_attention:
         # attributes that megatron's attention looks for, to scale cosines and sines as `layers.rotary_scale`
@@ -221,7 +221,7 @@ def _recompute_fields(
     if recompute == "none":
         return {}
     if recompute == "selective":
-        modules = chosen_modules(fields, modules, layer_spec=layer_spec)
+        modules = recompute_modules(fields, modules, layer_spec=layer_spec)
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -256,8 +256,8 @@ def build_chunks(
                 share_embeddings_and_output_weights=tied, pg_collection=groups, vp_stage=v if dims.vpp > 1 else None,
             )  # fmt: skip
             model.rotary_pos_emb, model.detaches_mtp = layers.Rotary(inverse, groups.cp, scale), detaches_mtp
-            further = [layer.transformer_layer for layer in model.mtp.layers] if chunk.mtp else []
-            for layer in (*model.decoder.layers, *further):
+            megatron_options = [layer.transformer_layer for layer in model.mtp.layers] if chunk.mtp else []
+            for layer in (*model.decoder.layers, *megatron_options):
                 if config.multi_latent_attention:
                     layer.self_attention.turning = inverse.to(platform.device())
                     layer.self_attention.rotary_scale = scale

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mrl.mcore_models import flash
-from mrl.mcore_models.masked import Scoring, causal_mask, explicit_attention
+from mrl.mcore_models.masked import ScoreRule, causal_mask, explicit_attention
 
-Way = Literal["sdpa", "flash", "blocks"]
+AttentionKind = Literal["sdpa", "flash", "blocks"]
 """torch's own `scaled_dot_product_attention`; flash.py; or scores that are written out, block by block."""
 
-MOST_SCORES = 2**26
+MAX_SCORES = 2**26
 """Scores that are written out at once where no kernel serves: 256 MiB in fp32, a few times over."""
 
 
@@ -29,7 +29,7 @@ def causal_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scoring: Scoring,
+    scoring: ScoreRule,
     *,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -40,7 +40,7 @@ def causal_attention(
     """
     keys, sinks, softcap = key.shape[2], scoring.sinks, scoring.softcap
     window = None if scoring.window is None or scoring.window >= keys else scoring.window
-    chosen = way(
+    chosen = attention_kind(
         query, keys, value, window=window, sinks=sinks is not None, softcap=softcap is not None, dropout=dropout > 0
     )
     if chosen == "sdpa":
@@ -48,15 +48,15 @@ def causal_attention(
     if chosen == "flash":
         return flash.attend(query, key, value, scale=scoring.scale, window=window, sinks=sinks)
     return _in_blocks(
-        query, *of_each_query_head(query, key, value), dataclasses.replace(scoring, window=window), dropout
+        query, *expand_to_query_heads(query, key, value), dataclasses.replace(scoring, window=window), dropout
     )
 
 
-def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, dropout: float) -> Tensor:
+def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scoring: ScoreRule, dropout: float) -> Tensor:
     """As `causal_attention`, by scores that are written out for some queries at a time, where `H == G`."""
     queries, keys = query.shape[2], key.shape[2]
     plain = scoring.sinks is None and scoring.softcap is None
-    most = flash.BLOCK if plain else max(1, min(flash.BLOCK, MOST_SCORES // (query.shape[0] * query.shape[1] * keys)))
+    most = flash.BLOCK if plain else max(1, min(flash.BLOCK, MAX_SCORES // (query.shape[0] * query.shape[1] * keys)))
     of_heads = None if scoring.sinks is None else scoring.sinks.view(1, -1, 1, 1)
 
     def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -78,9 +78,9 @@ def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, drop
     return torch.cat(outs, dim=2)
 
 
-def way(
+def attention_kind(
     query: Tensor, keys: int, value: Tensor, *, window: int | None, sinks: bool, softcap: bool = False, dropout: bool
-) -> Way:
+) -> AttentionKind:
     """Returns how attention of tensors like these is computed; window: one that is shorter than the keys, or None."""
     queries = query.shape[2]
     if not (sinks or softcap) and window is None and queries == keys:
@@ -93,14 +93,14 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scal
     if not query.is_cpu and (mask is not None or query.dtype == torch.float32):
         # only flash-attn's kernel knows grouped queries, and it knows no mask and no fp32; torch would write the
         # scores out
-        key, value = of_each_query_head(query, key, value)
+        key, value = expand_to_query_heads(query, key, value)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, dropout_p=dropout,
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
 
 
-def of_each_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def expand_to_query_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [N, G, K, D] written out for each query head: [N, H, K, D]."""
     times = query.shape[1] // key.shape[1]
     if times == 1:

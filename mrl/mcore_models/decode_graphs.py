@@ -6,7 +6,7 @@ memory for everything, and nothing that the host reads. So a step is widened to 
 tokens and positions go into tensors that stay, and the decoder runs with `fixed`. A row beyond the sequences feeds
 token 0 at place 0 of a row of the cache that no sequence has, and what comes of it is dropped.
 
-    fixed = FixedSteps(decoder, cache, captures=True)
+    fixed = DecodeGraphs(decoder, cache, captures=True)
     hidden = fixed(tokens, positions, None)     # [sequences, N]
 
 Graphs live as long as the object and the shape of its cache. On a CPU the same steps run and nothing is captured.
@@ -61,7 +61,7 @@ class _Bucket:
     out: Tensor | None = None  # [rows, N] what each replay of the graph fills
 
 
-class FixedSteps:
+class DecodeGraphs:
     """The steps of one chunk over one cache. captures: as CUDA graphs, which the tensors are on a GPU for."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, *, captures: bool) -> None:

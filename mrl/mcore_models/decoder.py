@@ -4,8 +4,8 @@ In a step of generation a layer has few tokens, and what megatron's modules do a
 functions, dispatch by configuration, bookkeeping of features that are off) takes as long as the arithmetic. This walks
 the layers of both specs (`layers.block_spec`): of the te spec, whose linears hold the weights of the norms before
 them, it takes the weights and calls none of transformer-engine's modules but those of shared experts. It serves every
-family made of RMSNorm, grouped-query or latent attention, and SwiGLU or experts; `fits` says whether a chunk is one.
-Any other goes through GPTModel itself, and tests hold both to the same tokens.
+family made of RMSNorm, grouped-query or latent attention, and SwiGLU or experts; `supports_chunk` says whether a chunk
+is one. Any other goes through GPTModel itself, and tests hold both to the same tokens.
 
 Dimensions: `T` tokens, `N` hidden size, `G` key/value groups and `H` query heads on this rank, `D` head size, `E`
 experts. Tensor parallelism is without sequence parallelism here, whatever it is in training: hidden states are whole on
@@ -30,7 +30,7 @@ from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.kv_cache import CachedStep
 from mrl.mcore_models.latent import LatentAttention
 from mrl.mcore_models.layers import NormOverHeads, RMSNorm
-from mrl.mcore_models.lora import Adapter, added_on_this_rank
+from mrl.mcore_models.lora import Adapter, add_adapter_output
 
 _MLP = (
     r"(input_layernorm|pre_mlp_layernorm)\.weight"
@@ -45,7 +45,7 @@ _GROUPED = re.compile(
 _LATENT = re.compile(_MLP + r"|self_attention\..*")
 
 
-def fits(model: torch.nn.Module) -> bool:
+def supports_chunk(model: torch.nn.Module) -> bool:
     """Returns whether `Decoder` computes what this chunk does. Stages may have other answers: a rank's layers alone are
     looked at."""
     config = model.config
@@ -135,7 +135,7 @@ class _Linear:
         self.bias = None if row else _bias(module)
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = added_on_this_rank(self.module, x, x @ self.weight)
+        out = add_adapter_output(self.module, x, x @ self.weight)
         return out if self.bias is None else out.add_(self.bias)
 
 
@@ -186,7 +186,7 @@ class _GroupedAttention:
             turned = self._normed_over_heads(turned, *self.over_heads)
         turns = cos_sin[0].shape[-1]  # of a head's channels, the first
         still = turned[..., turns:]
-        turned = elementwise.turn(turned[..., :turns].to(cos_sin[0].dtype), *cos_sin, -1.0).to(x.dtype)
+        turned = elementwise.rotate_halves(turned[..., :turns].to(cos_sin[0].dtype), *cos_sin, -1.0).to(x.dtype)
         if turns < self.head:
             turned = torch.cat([turned, still], dim=-1)
         out = step.attend(self.core.layer_number, turned[:, :, :-1], turned[:, :, -1], value, self.core.scoring)

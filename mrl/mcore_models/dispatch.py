@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 def install() -> None:
-    """Has megatron-core's all-to-all dispatcher permute by `Copies` and `Sums`, for the life of the process."""
+    """Has megatron-core's all-to-all dispatcher permute by `CopyToRows` and `SumOfRows`, while the process lives."""
     module: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     preprocess, unpermute = module.MoEAlltoAllTokenDispatcher.dispatch_preprocess, module.unpermute
 
@@ -42,12 +42,12 @@ def install() -> None:
             self.shared_experts.pre_forward_comm(hidden_states)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
         self.reversed_local_input_permutation_mapping = routes = Routes.of(routing_map, config.moe_router_topk)
-        return Copies.apply(tokens, routes.rows, routes.choices), routes.of_rows(probs)
+        return CopyToRows.apply(tokens, routes.rows, routes.choices), routes.of_rows(probs)
 
     def unpermuted(permuted: Tensor, mapping: Any, *args: Any, **named: Any) -> Tensor:
         if not isinstance(mapping, Routes):
             return unpermute(permuted, mapping, *args, **named)
-        return Sums.apply(permuted, mapping.rows, mapping.choices)
+        return SumOfRows.apply(permuted, mapping.rows, mapping.choices)
 
     module.MoEAlltoAllTokenDispatcher.dispatch_preprocess, module.unpermute = dispatch_preprocess, unpermuted
 
@@ -93,10 +93,10 @@ class Routes:
     def of_rows(self, probs: Tensor) -> Tensor:
         """Returns of probs [T, E] those that rows have: [R]."""
         chosen = probs.gather(1, self.experts).view(-1, 1)
-        return Copies.apply(chosen, self.rows.view(-1, 1), self.choices).squeeze(1)
+        return CopyToRows.apply(chosen, self.rows.view(-1, 1), self.choices).squeeze(1)
 
 
-class Copies(torch.autograd.Function):
+class CopyToRows(torch.autograd.Function):
     """x[t] [T, H] for each of its rows: [R, H]. A gradient is the sum over a token's rows."""
 
     @staticmethod
@@ -107,17 +107,17 @@ class Copies(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (rows,) = ctx.saved_tensors
-        return sums(grad, rows), None, None
+        return sum_of_rows(grad, rows), None, None
 
 
-class Sums(torch.autograd.Function):
+class SumOfRows(torch.autograd.Function):
     """The sum of a token's rows, y [R, H] -> [T, H]. A gradient is copied to each of them."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, rows: Tensor, choices: Tensor) -> Tensor:
         ctx.chosen = rows.shape[1]
         ctx.save_for_backward(choices)
-        return sums(y, rows)
+        return sum_of_rows(y, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -125,7 +125,7 @@ class Sums(torch.autograd.Function):
         return grad.index_select(0, choices // ctx.chosen), None, None
 
 
-def sums(y: Tensor, rows: Tensor) -> Tensor:
+def sum_of_rows(y: Tensor, rows: Tensor) -> Tensor:
     """Returns sum_k y[rows[t, k]] [T, H] of y [R, H], rows [T, K]; terms in this order, added in fp32.
 
     The kernel is that of `embedding_bag`, which has a thread for each sum, and makes no copy of the rows.

@@ -77,15 +77,15 @@ class RotaryFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return turn(t, cos, sin, -1.0)
+        return rotate_halves(t, cos, sin, -1.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return turn(grad, cos, sin, 1.0), None, None
+        return rotate_halves(grad, cos, sin, 1.0), None, None
 
 
-def turn(t: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def rotate_halves(t: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """[a cos + sign b sin, b cos - sign a sin]: forward for -1, transposed for 1. Halves of sin and cos are equal."""
     half = t.shape[-1] // 2
     out = t * cos

@@ -29,15 +29,15 @@ Forward and backward of 4,096 tokens with a window of 128 take 150 ms of a CPU c
 query heads and 2 key-value heads of 64, torch 2.13); blocks of 64 save another 10 %, and would be twice as many calls.
 """
 
-SHORT = 256
+SHORT_TOKENS = 256
 """Most keys that fewer queries meet in masked blocks where there is no window. With 128 keys that takes 0.7 to 0.8 of
 the time of two calls and their sum on a CPU, with 256 keys 0.8 to 1.2, with 1,024 keys 1.1 to 1.3."""
 
-LARGEST_HEAD = 256  # of flash kernels on CUDA
+MAX_HEAD_DIM = 256  # of flash kernels on CUDA
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class KeyRange:
     """Queries that meet keys in one call of a kernel."""
 
     queries: slice
@@ -46,16 +46,16 @@ class Part:
     masked: bool = False  # by `causal_mask`, aligned to the end of the keys
 
 
-def parts(queries: int, keys: int, window: int | None) -> list[Part]:
+def key_ranges(queries: int, keys: int, window: int | None) -> list[KeyRange]:
     """Returns which queries meet which keys, as for `attend`.
 
     Windows go in blocks, with the keys that some query of the block sees.
     """
     before = keys - queries
-    if window is None and not (before > 0 and keys <= SHORT):
-        own = Part(slice(0, queries), slice(before, keys), causal=True)
-        return [own] if before == 0 else [Part(slice(0, queries), slice(0, before)), own]
-    return [Part(rows, seen, masked=True) for rows, seen in blocks(queries, keys, window)]
+    if window is None and not (before > 0 and keys <= SHORT_TOKENS):
+        own = KeyRange(slice(0, queries), slice(before, keys), causal=True)
+        return [own] if before == 0 else [KeyRange(slice(0, queries), slice(0, before)), own]
+    return [KeyRange(rows, seen, masked=True) for rows, seen in blocks(queries, keys, window)]
 
 
 def blocks(queries: int, keys: int, window: int | None, most: int = BLOCK) -> list[tuple[slice, slice]]:
@@ -73,7 +73,7 @@ def has_kernel(query: Tensor, value: Tensor) -> bool:
     """Returns whether `attend` can serve tensors like these: on a CPU all, on CUDA those of 16 bits, not too wide."""
     if query.is_cpu:
         return True
-    return query.dtype in (torch.bfloat16, torch.float16) and max(query.shape[-1], value.shape[-1]) <= LARGEST_HEAD
+    return query.dtype in (torch.bfloat16, torch.float16) and max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_DIM
 
 
 def attend(
@@ -122,7 +122,7 @@ class _Attention(torch.autograd.Function):
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor, list]:
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    all_parts, mask = parts(query.shape[2], key.shape[2], window), _masks(window, query.dtype)
+    all_parts, mask = key_ranges(query.shape[2], key.shape[2], window), _masks(window, query.dtype)
     outs, all_sums = [], []
     for part in all_parts:
         q, k, v = query[:, :, part.queries], key[:, :, part.keys], value[:, :, part.keys]
@@ -143,7 +143,7 @@ def _back_on_cpu(
     window: int | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    all_parts, mask = parts(query.shape[2], key.shape[2], window), _masks(window, query.dtype)
+    all_parts, mask = key_ranges(query.shape[2], key.shape[2], window), _masks(window, query.dtype)
     totals: list[Tensor] = []
     for part in all_parts:
         q, k, v = query[:, :, part.queries], key[:, :, part.keys], value[:, :, part.keys]
@@ -158,7 +158,7 @@ def _back_on_cpu(
     return tuple(total.to(query.dtype) for total in totals)
 
 
-def _masks(window: int | None, dtype: torch.dtype) -> Callable[[Part], Tensor | None]:
+def _masks(window: int | None, dtype: torch.dtype) -> Callable[[KeyRange], Tensor | None]:
     """Returns what makes parts' additive masks; blocks of a window have the same one but for the first and the last."""
 
     @functools.cache
@@ -166,7 +166,7 @@ def _masks(window: int | None, dtype: torch.dtype) -> Callable[[Part], Tensor | 
         seen = causal_mask(queries, keys, window, torch.device("cpu"))
         return torch.zeros(queries, keys, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
-    def of(part: Part) -> Tensor | None:
+    def of(part: KeyRange) -> Tensor | None:
         if not part.masked:
             return None
         return of_size(part.queries.stop - part.queries.start, part.keys.stop - part.keys.start)

@@ -65,27 +65,30 @@ NOT_LINEAR = (".router.", ".shared_experts.gate_weight", ".linear_q_down_proj.",
 """Matrices of layers that are no linear layer of transformer-engine's."""
 
 
-def recipe_of(further: Mapping[str, Any]) -> Recipe | None:
+def recipe_of(megatron_options: Mapping[str, Any]) -> Recipe | None:
     """Returns the recipe of `engine.megatron`; None without FP8."""
-    return RECIPES[further["fp8_recipe"]] if further.get("fp8") else None
+    return RECIPES[megatron_options["fp8_recipe"]] if megatron_options.get("fp8") else None
 
 
-def multiple_of(further: Mapping[str, Any]) -> int:
-    """Returns of what the tokens of a rank have to be a multiple. further: `engine.megatron`."""
-    recipe = recipe_of(further)
+def multiple_of(megatron_options: Mapping[str, Any]) -> int:
+    """Returns of what the tokens of a rank have to be a multiple. megatron_options: `engine.megatron`."""
+    recipe = recipe_of(megatron_options)
     return 1 if recipe is None else recipe.multiple
 
 
-def check_fields(further: Mapping[str, Any]) -> None:
-    """Raises ConfigError where fields do not go together. further: `engine.megatron`, of right names and types."""
-    if not further.get("fp8"):
+def check_fields(megatron_options: Mapping[str, Any]) -> None:
+    """Raises ConfigError where fields do not go together. megatron_options: `engine.megatron`, of right types."""
+    if not megatron_options.get("fp8"):
         for name in WITH_FP8:
-            if further.get(name):
+            if megatron_options.get(name):
                 raise ConfigError(
-                    f"{KEY}.{name}", further[name], f"is read with {KEY}.fp8 alone", "set that, or leave it out"
+                    f"{KEY}.{name}",
+                    megatron_options[name],
+                    f"is read with {KEY}.fp8 alone",
+                    "set that, or leave it out",
                 )
         return
-    recipe = further.get("fp8_recipe")
+    recipe = megatron_options.get("fp8_recipe")
     if recipe not in RECIPES:
         why = f"is no recipe that {KEY}.fp8 is offered with"
         if recipe == "delayed":
@@ -93,9 +96,9 @@ def check_fields(further: Mapping[str, Any]) -> None:
         raise ConfigError(f"{KEY}.fp8_recipe", recipe, why, f"give one of {', '.join(RECIPES)}")
 
 
-def check_model(further: Mapping[str, Any], family: Family, hf: HFConfig, dims: ParallelDims) -> None:
+def check_model(megatron_options: Mapping[str, Any], family: Family, hf: HFConfig, dims: ParallelDims) -> None:
     """Raises ConfigError where a linear layer has a size that FP8 does not take. hf: the normalized config.json."""
-    recipe = recipe_of(further)
+    recipe = recipe_of(megatron_options)
     if recipe is None:
         return
     of_kind = {tuple(family.layer_entries(hf, layer)): layer for layer in range(hf["num_hidden_layers"])}
@@ -109,18 +112,20 @@ def check_model(further: Mapping[str, Any], family: Family, hf: HFConfig, dims: 
                 f"takes sizes that are multiples of {recipe.multiple}, and {' + '.join(rule.hf)} is {shape[0]} x "
                 f"{shape[1]} on a rank of {dims.describe()}"
             )
-            raise ConfigError(f"{KEY}.fp8", further["fp8"], why, "use fewer ranks for a layer, or leave it out")
+            raise ConfigError(
+                f"{KEY}.fp8", megatron_options["fp8"], why, "use fewer ranks for a layer, or leave it out"
+            )
 
 
-def check_spec(further: Mapping[str, Any], layer_spec: str, why: str, dtype: torch.dtype) -> None:
+def check_spec(megatron_options: Mapping[str, Any], layer_spec: str, why: str, dtype: torch.dtype) -> None:
     """Raises ConfigError where the layers are not those that have FP8. why: why the spec was chosen."""
-    if recipe_of(further) is not None:
-        check_te(f"{KEY}.fp8", further["fp8"], layer_spec, why, dtype)
+    if recipe_of(megatron_options) is not None:
+        check_te(f"{KEY}.fp8", megatron_options["fp8"], layer_spec, why, dtype)
 
 
-def check_here(further: Mapping[str, Any]) -> None:
+def check_here(megatron_options: Mapping[str, Any]) -> None:
     """Raises ConfigError where this machine's GPU, or the CUDA of its torch, does not have the recipe."""
-    recipe = recipe_of(further)
+    recipe = recipe_of(megatron_options)
     if recipe is None or not platform.has_gpu():
         return
     capability = torch.cuda.get_device_capability()
@@ -129,7 +134,7 @@ def check_here(further: Mapping[str, Any]) -> None:
         fits = [name for name, other in RECIPES.items() if other.runs_on(capability, cuda)]
         why = f"needs {recipe.gpus}, and this GPU has {capability[0]}.{capability[1]}, torch CUDA {torch.version.cuda}"
         fix = f"give {' or '.join(fits)}" if fits else f"leave out {KEY}.fp8"
-        raise ConfigError(f"{KEY}.fp8_recipe", further["fp8_recipe"], why, fix)
+        raise ConfigError(f"{KEY}.fp8_recipe", megatron_options["fp8_recipe"], why, fix)
 
 
 def _of_cuda(version: str | None) -> tuple[int, int]:
@@ -139,19 +144,19 @@ def _of_cuda(version: str | None) -> tuple[int, int]:
 
 
 def copies_bytes(
-    further: Mapping[str, Any], weights: Iterable[tuple[str, int, int]], layers: int, *, trains: bool
+    megatron_options: Mapping[str, Any], weights: Iterable[tuple[str, int, int]], layers: int, *, trains: bool
 ) -> int:
     """Returns bytes of the 8-bit copies of a rank's weights: a byte of each value by rows, and one by columns for a
     backward pass (as before Blackwell; there one of `tensorwise` serves both); scales.
 
     weights: (name, layer of the model, values) of matrices in layers. layers: of the model.
     """
-    recipe = recipe_of(further)
+    recipe = recipe_of(megatron_options)
     if recipe is None:
         return 0
-    of_bf16 = further.get("first_last_layers_bf16", False)
-    first = further.get("num_layers_at_start_in_bf16", 1) if of_bf16 else 0
-    last = layers - (further.get("num_layers_at_end_in_bf16", 1) if of_bf16 else 0)
+    of_bf16 = megatron_options.get("first_last_layers_bf16", False)
+    first = megatron_options.get("num_layers_at_start_in_bf16", 1) if of_bf16 else 0
+    last = layers - (megatron_options.get("num_layers_at_end_in_bf16", 1) if of_bf16 else 0)
     values = sum(
         count
         for name, layer, count in weights
@@ -170,7 +175,7 @@ def forget_copies(chunks: Iterable[torch.nn.Module]) -> None:
                 copies.clear()
 
 
-def keep_gradients(chunk: torch.nn.Module) -> None:
+def accumulate_gradients(chunk: torch.nn.Module) -> None:
     """Has the backward pass of this micro-batch add to the gradients of weights.
 
     For a step's first micro-batch transformer-engine writes over them (`gradient_accumulation_fusion`). megatron says
@@ -182,7 +187,7 @@ def keep_gradients(chunk: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def without(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+def disabled(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Inside, layers compute in bfloat16: for decoding, which has one token of a sequence at a time."""
     configs = {id(c): c for chunk in chunks for m in chunk.modules() if (c := getattr(m, "config", None)) is not None}
     held = [(config, config.fp8) for config in configs.values() if getattr(config, "fp8", None)]

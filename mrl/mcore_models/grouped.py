@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from mrl.mcore_models import dispatch
-from mrl.mcore_models.layout import ALIGNED
+from mrl.mcore_models.layout import ALIGNMENT
 
 CAPABILITIES = (9, 10)
 """Major compute capabilities for which torch has the kernel (H100, B200), of bfloat16. Otherwise it takes expert after
@@ -57,10 +57,10 @@ def install(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def _fit(weights: Iterable[Tensor]) -> bool:
-    return not any(size * weight.element_size() % ALIGNED for weight in weights for size in weight.shape)
+    return not any(size * weight.element_size() % ALIGNMENT for weight in weights for size in weight.shape)
 
 
-class Product(torch.autograd.Function):
+class GroupedProduct(torch.autograd.Function):
     """x_e weights[e]^T of the rows x_e of each expert, x [T, I] one expert after the other, weights [O, I] each.
 
     Returns [T, O]. ends [E] (int32): where each expert's rows end. Weights are stacked for a product, and again for the
@@ -95,19 +95,19 @@ class Product(torch.autograd.Function):
         return of_x, None, *of_weights
 
 
-def product(x: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """`Product` of experts that have `counts` [E] rows each, on the host or on the device of x."""
+def grouped_product(x: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """`GroupedProduct` of experts that have `counts` [E] rows each, on the host or on the device of x."""
     ends = counts.cumsum(0, dtype=torch.int32)
     if ends.device.type == "cpu":
         assert ends[-1] == len(x), f"experts have {int(ends[-1])} of {len(x)} rows"
         ends = (ends.pin_memory() if x.is_cuda else ends).to(x.device, non_blocking=True)
-    return Product.apply(x.contiguous(), ends, *weights)
+    return GroupedProduct.apply(x.contiguous(), ends, *weights)
 
 
 def _grouped(self: Any, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, None]:
     """In place of the forward pass of a linear layer of all experts (TEGroupedLinear)."""
     weights = [self.get_parameter(f"weight{i}") for i in range(self.num_gemms)]
-    return product(x, torch.tensor(m_splits), weights), None
+    return grouped_product(x, torch.tensor(m_splits), weights), None
 
 
 def _sequential(self: Any, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
@@ -120,17 +120,18 @@ def _sequential(self: Any, hidden: Tensor, tokens_per_expert: Tensor, probs: Ten
         for hook in part._forward_pre_hooks.values():
             hook(part, (hidden,))
     multiply = [
-        lambda x, parts=parts: product(x, tokens_per_expert, [part.weight for part in parts]) for parts in linear
+        lambda x, parts=parts: grouped_product(x, tokens_per_expert, [part.weight for part in parts])
+        for parts in linear
     ]
-    return MLP.forward(_AsOne(self.local_experts[0], *multiply), hidden, probs)
+    return MLP.forward(_ExpertModule(self.local_experts[0], *multiply), hidden, probs)
 
 
-class _AsOne(torch.nn.Module):
+class _ExpertModule(torch.nn.Module):
     """An expert with other linear layers. It is a module since megatron-core asks for one."""
 
     def __init__(self, expert: MLP, fc1: Callable[[Tensor], Tensor], fc2: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.linear_fc1, self.linear_fc2 = LinearOfAll(fc1), LinearOfAll(fc2)
+        self.linear_fc1, self.linear_fc2 = AllExpertsLinear(fc1), AllExpertsLinear(fc2)
         self.__dict__["expert"] = expert  # not as a part of this module
 
     def __getattr__(self, name: str) -> Any:
@@ -138,7 +139,7 @@ class _AsOne(torch.nn.Module):
         return modules[name] if name in modules else getattr(self.__dict__["expert"], name)
 
 
-class LinearOfAll(torch.nn.Module):
+class AllExpertsLinear(torch.nn.Module):
     """The linear layers of all experts, called as one of them is."""
 
     def __init__(self, multiply: Callable[[Tensor], Tensor]) -> None:

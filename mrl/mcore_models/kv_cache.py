@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mrl.mcore_models import platform
 from mrl.mcore_models.causal import causal_attention
-from mrl.mcore_models.masked import Scoring, explicit_attention
+from mrl.mcore_models.masked import ScoreRule, explicit_attention
 
 RowCopy = dict[int, tuple[Tensor, Tensor]]
 """Layer -> keys and values [G, places, D] of one sequence."""
@@ -188,7 +188,7 @@ class CachedStep:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        scoring: Scoring,
+        scoring: ScoreRule,
     ) -> Tensor:
         """Appends new keys and values [>=T, G, D] to the cache; query [>=T, G, H/G, D] meets all of its own sequence.
 

@@ -14,8 +14,8 @@ import torch
 
 from mrl.errors import ConfigError
 from mrl.mcore_models import platform
-from mrl.mcore_models.te_limits import GENERATIONS, Gpu, switched_off, switches_of, te_refuses, te_slows
-from mrl.mcore_models.versions import NOT_THERE
+from mrl.mcore_models.te_limits import GENERATIONS, Gpu, disabled_switches, switches_of, te_refusal, te_warning
+from mrl.mcore_models.versions import NOT_INSTALLED
 from mrl.parallel import ParallelDims
 
 KEY = "engine.layer_spec"
@@ -105,9 +105,9 @@ def _chosen(
 ) -> LayerSpec:
     if wanted == "local":
         return LayerSpec("local", "as configured")
-    absent, against = platform.without_transformer_engine(), te_refuses(fields, dims, gpu, dtype=dtype)
-    slow = te_slows(fields, dims, gpu, dtype=dtype)
-    if platform.does_not_load(absent):
+    absent, against = platform.without_transformer_engine(), te_refusal(fields, dims, gpu, dtype=dtype)
+    slow = te_warning(fields, dims, gpu, dtype=dtype)
+    if platform.is_broken_package(absent):
         why = f"finds transformer-engine, which does not load ({absent})"
         raise ConfigError(KEY, wanted, why, "install it as docs/gpu.md says, or set local")
     if wanted == "te":
@@ -129,12 +129,14 @@ def _on_gpus(fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype) 
     one, where some GPU has te."""
 
     def is_te(**known: Any) -> bool:
-        gpu = Gpu(**known, switched_off=switched_off())
-        return not (te_refuses(fields, dims, gpu, dtype=dtype) or te_slows(fields, dims, gpu, dtype=dtype))
+        gpu = Gpu(**known, switched_off=disabled_switches())
+        return not (te_refusal(fields, dims, gpu, dtype=dtype) or te_warning(fields, dims, gpu, dtype=dtype))
 
     never = {at: name for at, name in GENERATIONS.items() if not is_te(capability=at)}
     beside = [
-        name for at, name in GENERATIONS.items() if at not in never and not is_te(capability=at, flash_attn=NOT_THERE)
+        name
+        for at, name in GENERATIONS.items()
+        if at not in never and not is_te(capability=at, flash_attn=NOT_INSTALLED)
     ]
     cases = [(beside, "beside flash-attn 2"), (never.values(), "local too")]
     exceptions = "; ".join(f"{', '.join(names)}: {what}" for names, what in cases if names)
@@ -146,7 +148,7 @@ def check_rules(
 ) -> None:
     """Raises ConfigError where transformer-engine refuses a model in a layout on any GPU: for te that is wanted on a
     machine which is not asked. Arguments as of `choose`; what bfloat16 cannot have, no dtype can."""
-    refusal = te_refuses(fields, dims, Gpu(switched_off=switched_off(attention=attention)), dtype=dtype)
+    refusal = te_refusal(fields, dims, Gpu(switched_off=disabled_switches(attention=attention)), dtype=dtype)
     if refusal is not None:
         raise _refused(refusal) if attention == "auto" else _refused_kernel(attention, _refused(refusal))
 
@@ -172,7 +174,7 @@ def _as_wanted(absent: str | None, refusal: str | None, slow: str | None, *, els
 def notes(spec: LayerSpec) -> list[str]:
     """Returns lines for the run's log: the choice, and packages that were meant to be used and are not."""
     lines, fault = [str(spec)], platform.without_apex()
-    if platform.does_not_load(fault):
+    if platform.is_broken_package(fault):
         lines.append(
             f"engine: apex is installed and not used, as it is not NVIDIA's or does not load ({fault}); uninstall it, "
             "or build NVIDIA's (docs/gpu.md)"

@@ -8,7 +8,7 @@ from typing import Any
 from mrl.errors import ConfigError
 from mrl.parallel import ParallelDims, divisors_near, stage_layers
 
-ALIGNED = 16
+ALIGNMENT = 16
 """Bytes that rows of a grouped product's matrices are a multiple of (grouped.py)."""
 EXPERTS: Mapping[str, str] = {
     "SequentialMLP": "one after another", "TEGroupedMLP": "grouped GEMM", "grouped_mm": "torch's grouped_mm",
@@ -18,7 +18,7 @@ EXPERTS: Mapping[str, str] = {
 
 def experts_fit(fields: Mapping[str, Any], dims: ParallelDims, itemsize: int) -> bool:
     """Whether a rank's experts have sizes that grouped products take. itemsize: bytes of a weight."""
-    return not any(size * itemsize % ALIGNED for size in expert_sizes(fields, dims))
+    return not any(size * itemsize % ALIGNMENT for size in expert_sizes(fields, dims))
 
 
 def expert_sizes(fields: Mapping[str, Any], dims: ParallelDims) -> tuple[int, int]:

@@ -52,7 +52,7 @@ Split = Literal["column", "row", "whole"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class AdapterBlock:
     """One Hugging Face adapter of a linear."""
 
     name: str  # its parameters are `A.name` and `B.name`
@@ -67,7 +67,7 @@ class Adapter(torch.nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, parts: Sequence[Part], *, split: Split, expert: bool, inputs: int,
+        self, config: TransformerConfig, parts: Sequence[AdapterBlock], *, split: Split, expert: bool, inputs: int,
         outputs: int, rank: int, scale: float, dropout: float,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -124,7 +124,7 @@ class Adapter(torch.nn.Module):
         return F.linear(self._low(x) * self.scale, self._up())
 
     @torch.no_grad()
-    def added_to(self, weight: Tensor) -> Tensor:
+    def merged_weight(self, weight: Tensor) -> Tensor:
         """This rank's [O, I] of W + scale * B A, summed in fp32, in the dtype of `weight`: a new tensor."""
         delta = self._up().float() @ torch.cat(list(self.A.values())).float()
         return delta.mul_(self.scale).add_(weight).to(weight.dtype)
@@ -199,13 +199,13 @@ def attach(module: torch.nn.Module, adapter: Adapter) -> None:
         module.register_forward_hook(_add)
 
 
-def beside(module: torch.nn.Module, x: Tensor) -> Tensor | float:
+def adapter_output(module: torch.nn.Module, x: Tensor) -> Tensor | float:
     """Returns what the adapter of `module` gives for `x`; 0 where it has none, or it is off."""
     adapter = module._modules.get(NAME)
     return adapter(x) if adapter is not None and adapter.enabled else 0.0
 
 
-def added_on_this_rank(module: torch.nn.Module, x: Tensor, out: Tensor) -> Tensor:
+def add_adapter_output(module: torch.nn.Module, x: Tensor, out: Tensor) -> Tensor:
     """`out`, which the linear `module` gives for `x` on this rank alone, with its adapter's part (`Adapter.local`)."""
     adapter = module._modules.get(NAME)
     return out + adapter.local(x) if adapter is not None and adapter.enabled else out
@@ -227,7 +227,7 @@ def _add(module: torch.nn.Module, args: tuple, output: Tensor | tuple) -> Tensor
 def _gated(module: SharedExpertMLP, hidden_states: Tensor) -> Tensor:
     """SharedExpertMLP.forward with an adapter of its gate."""
     output, _ = MLP.forward(module, hidden_states)
-    return output * torch.sigmoid(F.linear(hidden_states, module.gate_weight) + beside(module, hidden_states))
+    return output * torch.sigmoid(F.linear(hidden_states, module.gate_weight) + adapter_output(module, hidden_states))
 
 
 def _normed(module: torch.nn.Module, x: Tensor) -> Tensor:

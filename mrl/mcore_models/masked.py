@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Scoring:
+class ScoreRule:
     """How a layer makes weights of scores, apart from its queries and keys."""
 
     scale: float

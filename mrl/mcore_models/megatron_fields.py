@@ -19,7 +19,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from mrl.config.keys import arms_of, listed
+from mrl.config.keys import arms_of, join_names
 from mrl.config.megatron_speed import MOMENTS
 from mrl.errors import ConfigError, one_line
 
@@ -38,7 +38,7 @@ _CLASSES: Mapping[Kind, tuple[tuple[str, str], ...]] = {
 """Where the fields of each kind are: file of megatron/core and class. Those of a later class take the place of fields
 with the same name."""
 
-OF_TRANSFORMER_ENGINE = frozenset("""
+TRANSFORMER_ENGINE_FIELDS = frozenset("""
     gradient_accumulation_fusion apply_rope_fusion fused_residual_rmsnorm moe_permute_fusion moe_router_fusion
     symmetric_ar_type moe_enable_deepep moe_flex_dispatcher_backend moe_token_dispatcher_type moe_deepep_num_sms
     moe_flex_dispatcher_num_sms disable_parameter_transpose_cache fp8 fp8_recipe
@@ -164,7 +164,7 @@ SET_BY_MRL: Mapping[str, str] = {
 }  # fmt: skip
 """Field -> what to do in its place."""
 
-NOT_THERE: Mapping[str, str] = {
+REFUSED_FIELDS: Mapping[str, str] = {
     **_use("MTP layers are those of the model, whose loss trains all of it", "mtp_use_repeated_layer",
            "mtp_detach_heads", "mtp_hybrid_override_pattern", "mtp_standalone"),
     **_use("there is no training in FP4", *"""
@@ -237,14 +237,14 @@ NOT_THERE: Mapping[str, str] = {
 def fields(root: pathlib.Path | None = None) -> Mapping[str, Field]:
     """Returns the fields of the installed megatron-core, by name. root: the folder megatron/core."""
     root = _installed() if root is None else root
-    found: dict[str, Field] = {}
+    fields_by_name: dict[str, Field] = {}
     for kind, classes in _CLASSES.items():
         for file, name in classes:
             for made in _fields_of_class((root / file).read_text(encoding="utf-8"), name, kind):
-                known = found.get(made.name)
+                known = fields_by_name.get(made.name)
                 kinds = (kind,) if known is None else tuple(dict.fromkeys((*known.kinds, kind)))
-                found[made.name] = dataclasses.replace(made, kinds=kinds)
-    return found
+                fields_by_name[made.name] = dataclasses.replace(made, kinds=kinds)
+    return fields_by_name
 
 
 def _installed() -> pathlib.Path:
@@ -305,13 +305,15 @@ def check(given: Mapping[str, Any]) -> None:
         field = fields().get(name)
         key = f"{KEY}.{name}"
         if field is None:
-            close = difflib.get_close_matches(name, set(fields()) - set(SET_BY_MRL) - set(NOT_THERE), n=3, cutoff=0.5)
-            near = f"the nearest that it has: {listed(sorted(close))}" if close else "leave it out"
+            close = difflib.get_close_matches(
+                name, set(fields()) - set(SET_BY_MRL) - set(REFUSED_FIELDS), n=3, cutoff=0.5
+            )
+            near = f"the nearest that it has: {join_names(sorted(close))}" if close else "leave it out"
             raise ConfigError(key, value, f"is for a field that {_version()} does not have", near)
         if name in SET_BY_MRL:
             raise ConfigError(key, value, "is for a field that mrl sets itself", SET_BY_MRL[name])
-        if name in NOT_THERE:
-            raise ConfigError(key, value, f"is for what mrl does not have: {NOT_THERE[name]}", "leave it out")
+        if name in REFUSED_FIELDS:
+            raise ConfigError(key, value, f"is for what mrl does not have: {REFUSED_FIELDS[name]}", "leave it out")
         if not _takes_any(field.annotation):
             raise ConfigError(key, value, "is for a field that takes a Python object", "leave it out")
         if not (value is None and field.nullable) and not _is(value, field.annotation):
@@ -377,7 +379,7 @@ def _words(field: Field) -> str:
     return ", or ".join(dict.fromkeys(of(arm) for arm in [*arms, *nullable]))
 
 
-def of_kind(given: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+def fields_of_kind(given: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     """Returns those of the fields that go to megatron's class of a kind, as it takes them: dtypes of torch and
     tuples."""
     import torch
@@ -395,8 +397,8 @@ def of_kind(given: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     return made
 
 
-def refusal(given: Mapping[str, Any], error: BaseException) -> ConfigError:
+def megatron_refusal(given: Mapping[str, Any], error: BaseException) -> ConfigError:
     """Returns what megatron said of the fields, as it made its configuration of them."""
-    names = listed(sorted(given))
+    names = join_names(sorted(given))
     return ConfigError(KEY, why=f"sets {names}, and megatron-core refuses it: {one_line(error, 200)}",
                        fix="leave out what it names")  # fmt: skip

@@ -28,7 +28,7 @@ Met = Callable[[Given, Mapping[str, Any], ParallelDims], object]
 DISPATCHER, FACTOR, PLACES = (
     "moe_token_dispatcher_type", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
 )  # fmt: skip
-MOST_TOKENS = 2**17
+MAX_TOKENS = 2**17
 """Of a micro-batch on a rank, up to which `_check_places` looks."""
 
 
@@ -72,13 +72,13 @@ NEEDS = (
 """A field may stand in several; the first that is not met is said. What a layout has no use of (of pipeline stages, of
 replicas) is none of them: another layout of the same config has."""
 
-OF_LAYERS = frozenset({"fused_residual_rmsnorm", "symmetric_ar_type", "disable_parameter_transpose_cache"})
+LAYER_FIELDS = frozenset({"fused_residual_rmsnorm", "symmetric_ar_type", "disable_parameter_transpose_cache"})
 """Fields that the layers of transformer-engine alone read."""
 
-OF_KERNELS = frozenset({"apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion"})
+KERNEL_FIELDS = frozenset({"apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion"})
 """Fields for kernels of transformer-engine, which megatron-core's layers have, too."""
 
-LEAST = {FACTOR: 0.0, "bucket_size": 0, "microbatch_group_size_per_vp_stage": 0}
+MIN_VALUES = {FACTOR: 0.0, "bucket_size": 0, "microbatch_group_size_per_vp_stage": 0}
 """Numbers, and what they have to be above: megatron-core takes others, and nothing would be as asked."""
 
 
@@ -91,8 +91,8 @@ def check(given: Given, model: Mapping[str, Any], dims: ParallelDims) -> None:
     userbuffers.check_fields(given)
     for name, value in given.items():
         key = f"{KEY}.{name}"
-        if name in LEAST and value is not None and not LEAST[name] < value < math.inf:
-            raise ConfigError(key, value, f"is no number above {LEAST[name]:g}", "give one, or leave it out")
+        if name in MIN_VALUES and value is not None and not MIN_VALUES[name] < value < math.inf:
+            raise ConfigError(key, value, f"is no number above {MIN_VALUES[name]:g}", "give one, or leave it out")
         if value in (None, False, "alltoall"):  # which is not to have it
             continue
         for need in NEEDS:
@@ -115,9 +115,9 @@ def check_spec(given: Given, layer_spec: str, why: str, dtype: torch.dtype, *, e
     for name, value in sorted(given.items()):
         if not value:
             continue
-        if name in OF_LAYERS and not (unknown and elsewhere != "local"):
+        if name in LAYER_FIELDS and not (unknown and elsewhere != "local"):
             check_te_layers(f"{KEY}.{name}", value, layer_spec, why)
-        if name in OF_KERNELS and absent is not None and not unknown:
+        if name in KERNEL_FIELDS and absent is not None and not unknown:
             lacks = "a GPU, and torch sees none" if absent == platform.NO_GPU else f"transformer-engine, which {absent}"
             raise ConfigError(f"{KEY}.{name}", value, f"needs {lacks}", "leave it out, or see docs/gpu.md")
 
@@ -153,7 +153,7 @@ def _check_places(given: Given, model: Mapping[str, Any], dims: ParallelDims) ->
     if factor is None:
         raise ConfigError(key, True, "needs a number of places", f"set {KEY}.{FACTOR}, too")
     experts, chosen = model["num_moe_experts"], model["moe_router_topk"]
-    if any(math.ceil(n * chosen / experts * factor) > n for n in range(1, MOST_TOKENS)):
+    if any(math.ceil(n * chosen / experts * factor) > n for n in range(1, MAX_TOKENS)):
         why = f"gives an expert more places than there are tokens, of {experts} experts and {chosen} for each token"
         most = f"give at most {experts / chosen:g}, or a little less where that many is rounded up"
         raise ConfigError(f"{KEY}.{FACTOR}", factor, why, most)

@@ -36,14 +36,14 @@ from mrl.mcore_models.config import Config, LatentConfig
 from mrl.mcore_models.head import Project
 
 
-def detached(hidden: Tensor) -> Tensor:
+def detach_hidden(hidden: Tensor) -> Tensor:
     """Returns hidden states through which no gradient goes. They ask for one all the same: megatron's recomputation
     gives parameters none where no tensor that comes in does."""
     return hidden.detach().requires_grad_(torch.is_grad_enabled())
 
 
 @dataclasses.dataclass(frozen=True)
-class Ahead:
+class MTPLayerInputs:
     """What one MTP layer is run on."""
 
     tokens: Tensor  # [T], the token that is so many places ahead

@@ -31,10 +31,10 @@ MODULES: Mapping[str, Sequence[str]] = {
 def fault_of(package: str) -> str | None:
     """Returns why a package of `MODULES` cannot be used; None where it can. It is found by importing it: the package
     may lack its extension for torch, or be built for another torch or CUDA."""
-    if importlib.util.find_spec(package) is None or mere_folder(package) is not None:
+    if importlib.util.find_spec(package) is None or namespace_folder(package) is not None:
         return ABSENT
     try:
-        with warnings.catch_warnings(action="ignore"), torchs_cudnn():
+        with warnings.catch_warnings(action="ignore"), use_cudnn_of_torch():
             for module in MODULES[package]:
                 importlib.import_module(module)
         backends = getattr(sys.modules.get("torch"), "backends", None)
@@ -50,7 +50,7 @@ CUDNN_VARIABLES = ("CUDNN_HOME", "CUDNN_PATH")
 
 
 @contextlib.contextmanager
-def torchs_cudnn() -> Iterator[None]:
+def use_cudnn_of_torch() -> Iterator[None]:
     """Inside, transformer-engine is imported with the cuDNN that came with torch from pip, where one did.
 
     By itself it takes a system's first, such as that of CUDA's images. torch's parts of cuDNN then find the system's
@@ -82,7 +82,7 @@ def _parts_of_cudnn() -> list[pathlib.Path]:
     return [part for folder in folders for part in sorted(folder.glob("lib/libcudnn*.so.*"))]
 
 
-def mere_folder(package: str) -> pathlib.Path | None:
+def namespace_folder(package: str) -> pathlib.Path | None:
     """Returns the folder that Python takes for a package though it has no __init__.py, as a clone of a repository in
     the current folder; None where the package is one, or nothing of that name is found."""
     spec = importlib.util.find_spec(package)
@@ -94,7 +94,7 @@ def mere_folder(package: str) -> pathlib.Path | None:
 Apex = Literal["NVIDIA's", "PyPI's", "another"]
 
 
-def whose_apex() -> Apex:
+def apex_origin() -> Apex:
     """Returns whose the package is that Python finds as apex, by its files: NVIDIA's has the folder multi_tensor_apply
     however it was built, and PyPI's is for the web framework Pyramid, which it imports first of all."""
     spec = importlib.util.find_spec("apex")

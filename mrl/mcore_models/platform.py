@@ -21,7 +21,7 @@ NO_GPU = "torch sees no GPU"
 _without_gpu = CPU
 
 
-def live_on_meta() -> None:
+def use_meta_device() -> None:
     """From now on models of this process are made of tensors without memory (mrl.plan), also where there is a GPU."""
     global _without_gpu
     _without_gpu = META
@@ -56,7 +56,7 @@ def without_apex() -> str | None:
     return NO_GPU if not has_gpu() else fault_of("apex")
 
 
-def does_not_load(why: str | None) -> bool:
+def is_broken_package(why: str | None) -> bool:
     """Returns whether what a `without_...` has returned is the fault of a package that is installed."""
     return why not in (None, NO_GPU, ABSENT)
 

@@ -28,7 +28,7 @@ DEFAULT = ("layernorm", "mla_up_proj", "mlp", "moe")
 WITHIN_MOE = ("shared_experts", "moe_act")
 
 
-def chosen_modules(fields: Mapping[str, Any], modules: Sequence[str] | None, *, layer_spec: str | None) -> list[str]:
+def recompute_modules(fields: Mapping[str, Any], modules: Sequence[str] | None, *, layer_spec: str | None) -> list[str]:
     """Returns the modules of `engine.recompute_modules`; where it is null, all of a layer but attention itself.
 
     megatron's default is core attention alone, of which flash attention keeps little but the output. fields: as

@@ -44,7 +44,7 @@ class Router(TopKRouter):
             logits = router_gating_linear(input, self.weight, None, torch.float32)
         if self.bias is not None:
             logits = logits + self.bias.float()
-        return logits + lora.beside(self, input)
+        return logits + lora.adapter_output(self, input)
 
     def _sum_over_shards(self, count: Tensor) -> Tensor:
         """`count` of all ranks that hold a part of the micro-batch."""

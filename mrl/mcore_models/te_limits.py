@@ -19,7 +19,7 @@ import torch
 from packaging.version import Version
 
 from mrl.mcore_models.platform import has_gpu
-from mrl.mcore_models.versions import NOT_THERE, flash_attn_bounds, version_of
+from mrl.mcore_models.versions import NOT_INSTALLED, flash_attn_bounds, version_of
 from mrl.parallel import ParallelDims
 
 Kernel = Literal["flash", "fused", "unfused"]
@@ -55,7 +55,7 @@ class Gpu:
     """A GPU and what is installed for its attention; None for what is not known, which is then assumed to do."""
 
     capability: tuple[int, int] | None = None  # compute capability, (9, 0) for H100
-    flash_attn: Version | None = None  # of flash-attn 2; NOT_THERE where it is not installed
+    flash_attn: Version | None = None  # of flash-attn 2; NOT_INSTALLED where it is not installed
     cudnn: tuple[int, int, int] | None = None
     transformer_engine: Version | None = None
     switched_off: tuple[str, ...] = ()  # those of SWITCHES that are 0
@@ -66,16 +66,16 @@ class Gpu:
         """Returns this process's GPU; of a machine without one nothing is known but the variables, as the run may be
         for another."""
         if not has_gpu():
-            return cls(switched_off=switched_off())
+            return cls(switched_off=disabled_switches())
         number = torch.backends.cudnn.version()  # 92501 is 9.25.1; None where torch has no cuDNN
         engine = version_of("transformer-engine")
         return cls(
             torch.cuda.get_device_capability(),
             version_of("flash-attn"),
             None if number is None else (number // 10_000, number // 100 % 100, number % 100),
-            None if engine == NOT_THERE else engine,
-            switched_off(),
-            tuple(n for n in (3, 4) if version_of(f"flash-attn-{n}") != NOT_THERE),
+            None if engine == NOT_INSTALLED else engine,
+            disabled_switches(),
+            tuple(n for n in (3, 4) if version_of(f"flash-attn-{n}") != NOT_INSTALLED),
         )
 
     @property
@@ -86,7 +86,7 @@ class Gpu:
         """Returns it with the variables for a value of engine.attention beside those of the environment."""
         if attention == "auto":
             return self
-        return dataclasses.replace(self, switched_off=switched_off(attention=attention))
+        return dataclasses.replace(self, switched_off=disabled_switches(attention=attention))
 
     def is_off(self, name: str) -> bool:
         """Returns whether one of SWITCHES switches its kernel off: it is 0, and this transformer-engine reads it."""
@@ -94,7 +94,7 @@ class Gpu:
         return name in self.switched_off and not (name == "NVTE_FLASH_ATTN_V2" and old)
 
 
-def switched_off(environment: Mapping[str, str] = os.environ, attention: str = "auto") -> tuple[str, ...]:
+def disabled_switches(environment: Mapping[str, str] = os.environ, attention: str = "auto") -> tuple[str, ...]:
     """Returns the names of SWITCHES that are 0, as `int` reads them: of an environment, or for a value of
     engine.attention."""
     environment = {**environment, **switches_of(attention)}
@@ -102,7 +102,7 @@ def switched_off(environment: Mapping[str, str] = os.environ, attention: str = "
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
+class AttentionShape:
     """What of a model in a layout decides which kernel its attention has."""
 
     heads: int  # of a tensor-parallel rank
@@ -115,7 +115,7 @@ class Attention:
     cp: int
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any], dims: ParallelDims) -> "Attention":
+    def of(cls, fields: Mapping[str, Any], dims: ParallelDims) -> "AttentionShape":
         """Returns what `fields` say: those of megatron's configuration, as `fields_of` has them."""
         heads = fields["num_attention_heads"]
         query = value = fields.get("kv_channels") or fields["hidden_size"] // heads
@@ -154,10 +154,10 @@ class Attention:
 
 def cp_comm_type(fields: Mapping[str, Any], dims: ParallelDims) -> CpCommunication:
     """Returns megatron's `cp_comm_type` for a model under transformer-engine."""
-    return Attention.of(fields, dims).cp_communication
+    return AttentionShape.of(fields, dims).cp_communication
 
 
-def te_refuses(
+def te_refusal(
     fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu | None = None, *, dtype: torch.dtype = torch.bfloat16
 ) -> str | None:
     """Returns why transformer-engine has no attention for a model in a layout, as the end of a sentence; None where it
@@ -166,7 +166,7 @@ def te_refuses(
     gpu: by default the one here; where its generation is not known, one that some generation serves is not refused.
     """
     gpu = Gpu.here() if gpu is None else gpu
-    attention = Attention.of(fields, dims)
+    attention = AttentionShape.of(fields, dims)
     why = _without_cp_communication(attention, gpu)
     if why is not None:
         return why
@@ -182,13 +182,13 @@ def te_refuses(
     return f"{line} with {', '.join(f'{name}=0' for name in off)}" if off else line
 
 
-def _some(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> set[Kernel]:
+def _some(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> set[Kernel]:
     """Returns the kernels that serve it on the GPU, or on some generation where that is not known."""
     generations = GENERATIONS if gpu.capability is None else (gpu.capability,)
     return {k for one in generations for k in kernels(attention, dataclasses.replace(gpu, capability=one), dtype)}
 
 
-def _in_the_way(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> list[str]:
+def _in_the_way(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> list[str]:
     """Returns the variables that switch off what would serve it."""
     found = _some(attention, dataclasses.replace(gpu, switched_off=()), dtype)
     return [name for name in SWITCHES if gpu.is_off(name) and SWITCHES[name] in found]
@@ -196,19 +196,19 @@ def _in_the_way(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> list[str]
 
 def _flash_attn_to_install(gpu: Gpu) -> str:
     """Returns "flash-attn 2", and which versions of it where there is one that transformer-engine leaves out."""
-    if gpu.flash_attn in (None, NOT_THERE):
+    if gpu.flash_attn in (None, NOT_INSTALLED):
         return "flash-attn 2"
     bounds = flash_attn_bounds(gpu.transformer_engine, blackwell=gpu.is_blackwell)
     return f"flash-attn {bounds}; here is {gpu.flash_attn}"
 
 
-def te_slows(
+def te_warning(
     fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu | None = None, *, dtype: torch.dtype = torch.bfloat16
 ) -> str | None:
     """Returns what to know of a model's attention under transformer-engine where it is the unfused one alone; else
     None. The local spec's keeps no scores (causal.py)."""
     gpu = Gpu.here() if gpu is None else gpu
-    attention = Attention.of(fields, dims)
+    attention = AttentionShape.of(fields, dims)
     if _some(attention, gpu, dtype) != {"unfused"}:
         return None
     cures = [f"without {name}=0" for name in _in_the_way(attention, gpu, dtype)]
@@ -219,7 +219,7 @@ def te_slows(
     return f"{line}; it does not {' or '.join(cures)}" if cures else line
 
 
-def kernels(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> tuple[Kernel, ...]:
+def kernels(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> tuple[Kernel, ...]:
     """Returns the kernels that serve it on a GPU of known generation; transformer-engine takes the first.
 
     It prefers cuDNN's to flash-attn on H100 and later ("FusedAttention preference on Hopper+"), and on older ones
@@ -228,16 +228,16 @@ def kernels(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> tuple[Kernel,
     assert gpu.capability is not None
     if _without_cp_communication(attention, gpu) is not None:
         return ()
-    found: dict[Kernel, bool] = {
+    answers: dict[Kernel, bool] = {
         "fused": _fused(attention, gpu, dtype) and not gpu.is_off("NVTE_FUSED_ATTN"),
         "flash": _flash(attention, gpu, dtype) and not gpu.is_off("NVTE_FLASH_ATTN"),
         # materialises the scores; every generation and type has it, and context parallelism has not
         "unfused": attention.cp == 1 and not gpu.is_off("NVTE_UNFUSED_ATTN"),
     }
-    return tuple(kernel for kernel, serves in found.items() if serves)
+    return tuple(kernel for kernel, serves in answers.items() if serves)
 
 
-def _without_cp_communication(attention: Attention, gpu: Gpu) -> str | None:
+def _without_cp_communication(attention: AttentionShape, gpu: Gpu) -> str | None:
     """Returns why no way of exchanging keys and values serves it; None where one does."""
     cp, way = attention.cp, attention.cp_communication
     if way == "p2p":
@@ -252,7 +252,7 @@ def _without_cp_communication(attention: Attention, gpu: Gpu) -> str | None:
     return None
 
 
-def _flash(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> bool:
+def _flash(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> bool:
     """Returns whether a flash-attn serves it.
 
     Where keys are gathered, transformer-engine gives it all queries of a rank and the offsets of half of each sequence
@@ -281,7 +281,7 @@ def _flash(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> bool:
     )
 
 
-def _fused(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> bool:
+def _fused(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> bool:
     """Returns whether cuDNN's kernel serves it, for packed sequences in training."""
     assert gpu.capability is not None
     cudnn = (99, 0, 0) if gpu.cudnn is None else gpu.cudnn
@@ -311,7 +311,7 @@ def _hopper_fault(query: int, value: int) -> bool:
     return query != value and min(query, value) >= 128 and (query, value) != (192, 128)
 
 
-def _words(attention: Attention, dtype: torch.dtype) -> str:
+def _words(attention: AttentionShape, dtype: torch.dtype) -> str:
     parts = ["attention"]
     if attention.query_size != attention.value_size or attention.query_size > 128:
         sizes = sorted({attention.query_size, attention.value_size}, reverse=True)

@@ -43,7 +43,7 @@ RANKS = (2, 4, 8)
 number it starts no kernel and reports nothing (`callranks_` in userbuffers.cu, which has 16 and 32 too, for machines
 that share NVLink)."""
 
-LARGEST = 2**31 - 1
+MAX_ELEMENTS = 2**31 - 1
 """The most bytes of a buffer: offsets in it are 32-bit integers in transformer-engine (`CommOverlapP2PBase`)."""
 
 COLUMNS = 32
@@ -57,12 +57,12 @@ FLAGS = (
 """Attributes of transformer-engine's linear modules that say what each does through userbuffers."""
 
 
-def is_on(further: Mapping[str, Any]) -> bool:
-    """Returns whether userbuffers are asked for. further: `engine.megatron`."""
-    return further.get(FIELD) is True
+def is_enabled(megatron_options: Mapping[str, Any]) -> bool:
+    """Returns whether userbuffers are asked for. megatron_options: `engine.megatron`."""
+    return megatron_options.get(FIELD) is True
 
 
-def unit_of(dims: ParallelDims) -> int:
+def token_multiple(dims: ParallelDims) -> int:
     """Returns the number that divides the places of a micro-batch, over all tensor- and context-parallel ranks."""
     return dims.cp * math.lcm(2 if dims.cp > 1 else 1, dims.tp)
 
@@ -71,36 +71,36 @@ def places_of(engine: EngineConfig, dims: ParallelDims) -> int | None:
     """Returns how many places every micro-batch has, over all tensor- and context-parallel ranks.
 
     None where userbuffers are not asked for: micro-batches have sizes of their own."""
-    if not is_on(engine.megatron):
+    if not is_enabled(engine.megatron):
         return None
     assert engine.micro_batch.tokens is not None, "check_config asks for it"
-    return -(-engine.micro_batch.tokens // unit_of(dims)) * unit_of(dims)
+    return -(-engine.micro_batch.tokens // token_multiple(dims)) * token_multiple(dims)
 
 
 def _refuse(why: str, fix: str) -> NoReturn:
     raise ConfigError(f"{KEY}.{FIELD}", True, why, fix)
 
 
-def check_fields(further: Mapping[str, Any]) -> None:
-    """Raises ConfigError where fields do not go together. further: `engine.megatron`, of right names and types."""
-    if not is_on(further):
+def check_fields(megatron_options: Mapping[str, Any]) -> None:
+    """Raises ConfigError where fields do not go together. megatron_options: `engine.megatron`, of right types."""
+    if not is_enabled(megatron_options):
         for name in WITH_OVERLAP:
-            if name in further:
+            if name in megatron_options:
                 why, fix = f"is read with {KEY}.{FIELD} alone", "set that to true, or leave this out"
-                raise ConfigError(f"{KEY}.{name}", further[name], why, fix)
+                raise ConfigError(f"{KEY}.{name}", megatron_options[name], why, fix)
         return
-    if further.get("fp8"):
+    if megatron_options.get("fp8"):
         _refuse(f"has buffers of bfloat16 here, and {KEY}.fp8 is set", "leave out one of them")
-    if further.get("moe_expert_capacity_factor") is not None:
+    if megatron_options.get("moe_expert_capacity_factor") is not None:
         _refuse(f"pads with tokens that take places of experts, which {KEY}.moe_expert_capacity_factor makes few",
                 "leave out one of them")  # fmt: skip
-    if further.get("moe_shared_expert_overlap"):
+    if megatron_options.get("moe_shared_expert_overlap"):
         _refuse(f"needs one queue to the GPU, and {KEY}.moe_shared_expert_overlap several", "leave out one of them")
 
 
 def check_config(model: ModelConfig, engine: EngineConfig) -> None:
     """Raises ConfigError where micro-batches have no one size, or layers train that have no buffer."""
-    if not is_on(engine.megatron):
+    if not is_enabled(engine.megatron):
         return
     if engine.micro_batch.tokens is None:
         why = "needs micro-batches of one size, to which each is padded"
@@ -118,7 +118,7 @@ def check_model(
     """Raises ConfigError where userbuffers are not for a model, a layout or its sequences.
 
     fields: the model's as megatron has them. longest: tokens of the longest sequence, which `key` sets."""
-    if not is_on(engine.megatron):
+    if not is_enabled(engine.megatron):
         return
     if dims.tp == 1:
         _refuse("is for tensor parallelism, and engine.parallel.tp is 1", "leave it out, or set that to 2 or more")
@@ -136,18 +136,18 @@ def check_model(
     tokens, places = engine.micro_batch.tokens, places_of(engine, dims)
     wanted = BufferShape.of(engine, fields["hidden_size"], dims)
     assert tokens is not None and places is not None and wanted is not None
-    if wanted.largest > LARGEST:
+    if wanted.largest > MAX_ELEMENTS:
         why = f"makes a buffer of {wanted.largest / 2**30:.1f} GiB, and {KEY}.{FIELD} takes less than 2"
-        most = places * LARGEST // wanted.largest // unit_of(dims) * unit_of(dims)
+        most = places * MAX_ELEMENTS // wanted.largest // token_multiple(dims) * token_multiple(dims)
         raise ConfigError("engine.micro_batch.tokens", tokens, why, f"give at most {most}")
     if longest > places:
         why = f"is less than {longest} ({key}), and with {KEY}.{FIELD} no micro-batch can have more"
         raise ConfigError("engine.micro_batch.tokens", tokens, why, f"give at least {longest}")
 
 
-def check_spec(further: Mapping[str, Any], layer_spec: str, why: str, dtype: torch.dtype) -> None:
+def check_spec(megatron_options: Mapping[str, Any], layer_spec: str, why: str, dtype: torch.dtype) -> None:
     """Raises ConfigError where the layers are not those that have userbuffers. why: why the spec was chosen."""
-    if is_on(further):
+    if is_enabled(megatron_options):
         check_te(f"{KEY}.{FIELD}", True, layer_spec, why, dtype)
 
 
@@ -199,7 +199,7 @@ class BufferShape:
         return text
 
 
-SAME = (
+SAME_SHAPE_FIX = (
     "give all models the same hidden size, tp, cp, micro_batch.tokens and tp_comm_overlap_* fields, "
     "or the key to one alone"
 )
@@ -217,7 +217,7 @@ def check_machine(tp: int) -> None:
         _refuse(why, "set engine.parallel.tp to what a machine has, or leave it out")
 
 
-def make(wanted: BufferShape) -> None:
+def create_buffers(wanted: BufferShape) -> None:
     """Makes the buffers of this process, where it has none. Collective over all processes; to be called before layers
     are built. Raises ConfigError where the process has buffers of another shape, or the machine cannot have any."""
     from transformer_engine.pytorch.module import base
@@ -226,7 +226,7 @@ def make(wanted: BufferShape) -> None:
         if _made != [wanted]:
             there = _made[0].describe() if _made else "others that mrl has not made"
             why = f"asks for buffers of {wanted.describe()}, and this process, whose models share them, has {there}"
-            _refuse(why, SAME)
+            _refuse(why, SAME_SHAPE_FIX)
         return
     check_machine(wanted.tp)
     # by ring exchange, as in transformer-engine's own tests: by default these buffers are for bulk gathers
@@ -250,7 +250,7 @@ def check_built(config: Any) -> None:
 
 
 @contextlib.contextmanager
-def without(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+def disabled(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Inside it layers communicate by NCCL: for decoding, whose steps have other numbers of tokens."""
     held = [
         (module, flag)

@@ -8,24 +8,24 @@ import re
 
 from packaging.version import InvalidVersion, Version
 
-NOT_THERE = Version("0")
+NOT_INSTALLED = Version("0")
 """The version of a package that is not installed; transformer-engine calls it so too."""
 
 
 def version_of(package: str) -> Version:
-    """Returns the version that pip knows of a package; NOT_THERE where it knows none.
+    """Returns the version that pip knows of a package; NOT_INSTALLED where it knows none.
 
     Of one that is no version, as a build from a changed clone may have ("2.8.3-dirty"), it is what it begins with.
     """
     try:
         text = importlib.metadata.version(package) or ""  # of an installation that broke off it is None
     except importlib.metadata.PackageNotFoundError:
-        return NOT_THERE
+        return NOT_INSTALLED
     try:
         return Version(text)
     except InvalidVersion:
         numbers = re.match(r"\d+(\.\d+)*", text)
-        return NOT_THERE if numbers is None else Version(numbers[0])
+        return NOT_INSTALLED if numbers is None else Version(numbers[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +47,13 @@ class FlashAttnBounds:
 
 
 def flash_attn_bounds(transformer_engine: Version | None, *, blackwell: bool) -> FlashAttnBounds:
-    """Returns what a version of transformer-engine takes; None and NOT_THERE for the newest that is known.
+    """Returns what a version of transformer-engine takes; None and NOT_INSTALLED for the newest that is known.
 
     Source: FlashAttentionUtils in attention/dot_product_attention/utils.py and its use in backends.py, of each release
     from 2.3 to 2.20. blackwell: compute capability 10.0 and up.
     """
     least = Version("2.7.3" if blackwell else "2.1.1")
     for since, most in (("2.19", "2.8.4"), ("2.10", "2.8.3"), ("2.6", "2.8.1"), ("0", "2.7.4.post1")):
-        if transformer_engine in (None, NOT_THERE) or transformer_engine >= Version(since):
+        if transformer_engine in (None, NOT_INSTALLED) or transformer_engine >= Version(since):
             return FlashAttnBounds(least, Version(most), included=since != "2.19")
     raise AssertionError(f"{transformer_engine} is below 0")

@@ -26,7 +26,7 @@ TIED = "tied embeddings"
 
 
 @dataclasses.dataclass(frozen=True)
-class Moved:
+class MovedBytes:
     """Bytes that the busiest rank sends in one kind of communication during a step."""
 
     group: str
@@ -40,7 +40,7 @@ class Moved:
 class Cost:
     """A role's mini-batches of one step."""
 
-    moved: tuple[Moved, ...]
+    moved: tuple[MovedBytes, ...]
     bubble: float  # share of the stages' time that they wait, with the passes' own times
     even_bubble: float  # the same, if all passes took the same time: of the schedule alone
     flops: float  # that the busiest rank computes, with what is computed again
@@ -133,7 +133,7 @@ def _updated_bytes(stage: RankFigures) -> int:
 
 def _moved(
     dims: ParallelDims, stages: Sequence[RankFigures], micro_batches: int, steps: int, gpu: GPU, forward_only: bool
-) -> list[Moved]:
+) -> list[MovedBytes]:
     """What the stage that sends most of each kind sends in a step."""
     most: dict[tuple[str, str, int], float] = {}
     for stage in stages:
@@ -158,6 +158,6 @@ def _moved(
         for key, size in here.items():
             most[key] = max(most.get(key, 0.0), size)
     return [
-        Moved(group, op, ranks, link_of(dims, group, gpu), math.ceil(size * steps))
+        MovedBytes(group, op, ranks, link_of(dims, group, gpu), math.ceil(size * steps))
         for (group, op, ranks), size in sorted(most.items())
     ]

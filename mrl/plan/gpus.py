@@ -64,9 +64,9 @@ def gpu_of(text: str, key: str = "--gpu") -> GPU:
         raise ConfigError(key, text, "is not one of those known", f"give {', '.join(GPUS)}, or GB=64 for its memory")
     gpu = GPUS[name] if text.split(",")[0] == name else dataclasses.replace(GPUS[name], capability=None)
     for figure in figures:
-        found = re.fullmatch(r"(\w+)=(\d{1,9}(?:\.\d+)?)", figure.strip())
-        field, unit = _GIVEN.get(found[1].upper(), ("", 0)) if found else ("", 0)
-        value = float(found[2]) * unit if found else 0.0
+        match = re.fullmatch(r"(\w+)=(\d{1,9}(?:\.\d+)?)", figure.strip())
+        field, unit = _GIVEN.get(match[1].upper(), ("", 0)) if match else ("", 0)
+        value = float(match[2]) * unit if match else 0.0
         if not field or not value or (field == "per_node" and value % 1):
             wanted = "GB=64, TFLOPS=650, PER_NODE=4, or in GB/s HBM=2000, LINK=300, NETWORK=25"
             raise ConfigError(key, text, f"has no figure in {figure.strip()!r}", f"write {wanted}")

@@ -15,7 +15,7 @@ from mrl.converters.hf_config import normalize, read_hf_config, vocab_size_of
 from mrl.converters.rules import expected_hf_names
 from mrl.engine.megatron import meta
 from mrl.engine.megatron.meta import ChunkFigures, RankFigures
-from mrl.engine.megatron.meta_ids import Ids
+from mrl.engine.megatron.meta_ids import DistillIds
 from mrl.engine.sampling import noise_bytes
 from mrl.errors import ConfigError, quoted
 from mrl.mcore_models import userbuffers
@@ -120,11 +120,11 @@ def _as_experts_multiply(config: RoleConfig, spec: str, capability: tuple[int, i
 
 def _as_it_decodes(config: RoleConfig) -> EngineConfig:
     """Decoding pads no prompts to what userbuffers take."""
-    further = {name: value for name, value in config.engine.megatron.items() if name != userbuffers.FIELD}
-    return dataclasses.replace(config.engine, megatron=further)
+    megatron_options = {name: value for name, value in config.engine.megatron.items() if name != userbuffers.FIELD}
+    return dataclasses.replace(config.engine, megatron=megatron_options)
 
 
-def _ids(phase: Phase, config: RoleConfig) -> Ids | None:
+def _ids(phase: Phase, config: RoleConfig) -> DistillIds | None:
     """The ids of a token that a phase's passes are of: the student's vocabulary stands for its teachers', too."""
     distill = phase.distill
     if distill is None:
@@ -135,9 +135,9 @@ def _ids(phase: Phase, config: RoleConfig) -> Ids | None:
         raise ConfigError("model.path", quoted(config.model.path), why, "give a model that has")
     count = min(distill.top_k or vocabulary, vocabulary)
     if phase.kind == "forward":
-        return Ids(count, None, temperature=distill.temperature)
+        return DistillIds(count, None, temperature=distill.temperature)
     loss = DistillLoss(kind=distill.loss, beta=distill.beta, tail=count < vocabulary)
-    return Ids(count, loss, TEACHER, distill.temperature, distill.first_temperature)
+    return DistillIds(count, loss, TEACHER, distill.temperature, distill.first_temperature)
 
 
 def _stages(
@@ -148,25 +148,25 @@ def _stages(
     known: KnownChunks,
     *,
     entropy: str = "none",
-    ids: Ids | None = None,
+    ids: DistillIds | None = None,
 ) -> tuple[RankFigures, ...]:
     """One rank of each stage: tensor, context and data parallel ranks of a stage differ in what the optimizer divides
     alone, and that is listed. Stages with the same layers are run once."""
     kinds = meta.kinds_of_stages(config, dims)
     made: dict[tuple, RankFigures] = {}
-    found = []
+    stages = []
     for stage, kind in enumerate(kinds):
         rank = stage * (dims.world_size // dims.pp)
         if kind.same not in made:
             made[kind.same] = meta.measure(
                 config, dims, rank, lengths, spec=spec, entropy=entropy, known=known, ids=ids
             )
-        found.append(dataclasses.replace(made[kind.same], layers=kind.layers, coords=dims.coordinates(rank)))
-    return tuple(found)
+        stages.append(dataclasses.replace(made[kind.same], layers=kind.layers, coords=dims.coordinates(rank)))
+    return tuple(stages)
 
 
 @dataclasses.dataclass(frozen=True)
-class Use:
+class MemoryUse:
     """Bytes on a rank of one stage in one phase. What is None is not known, and in no sum."""
 
     phase: str
@@ -184,9 +184,9 @@ class Use:
         return known + (self.activations or 0)
 
 
-def uses(phases: Phases, roles: Mapping[str, RolePlan], longest: int, gpu_memory: int) -> list[Use]:
+def memory_uses(phases: Phases, roles: Mapping[str, RolePlan], longest: int, gpu_memory: int) -> list[MemoryUse]:
     """Returns what the fullest rank of each stage of each phase's role holds."""
-    found = []
+    uses_of_phases = []
     for phase in phases.phases:
         plan = roles[phase.role]
         others = [other for role, other in roles.items() if role != phase.role]
@@ -200,8 +200,8 @@ def uses(phases: Phases, roles: Mapping[str, RolePlan], longest: int, gpu_memory
                     use, parameters=max(use.parameters, kept[0]), gradients=max(use.gradients, kept[1]),
                     optimizer=max(use.optimizer, kept[2]), idle=idle,
                 )  # fmt: skip
-            found.append(use)
-    return found
+            uses_of_phases.append(use)
+    return uses_of_phases
 
 
 def _resident(plan: RolePlan, stage: RankFigures) -> tuple[int, int, int]:
@@ -219,7 +219,7 @@ def _copies(phase: Phase, plan: RolePlan, stage: int) -> int:
     return 0 if phase.kind == "sample" else plan.stages[stage].fp8_copies
 
 
-def _use(phase: Phase, plan: RolePlan, stage: int, longest: int, gpu_memory: int) -> Use:
+def _use(phase: Phase, plan: RolePlan, stage: int, longest: int, gpu_memory: int) -> MemoryUse:
     figures = (plan.trains if phase.kind == "train" else plan.forward or plan.trains)[stage]
     weights, gradients = figures.parameters + figures.buffers + _copies(phase, plan, stage), figures.gradients
     if plan.config.engine.fsdp.defer_sync and phase.kind != "sample":  # of a mini-batch, whole
@@ -227,21 +227,21 @@ def _use(phase: Phase, plan: RolePlan, stage: int, longest: int, gpu_memory: int
         gradients = 4 * sharded.trained_elements(plan.config)
     if phase.kind == "sample":
         if phase.handed_to_tp:  # the engine's weights are awake, its cache is not yet
-            return Use(phase.name, stage, weights, 0, 0, 0, _model_bytes(plan.config) // phase.handed_to_tp, 0)
+            return MemoryUse(phase.name, stage, weights, 0, 0, 0, _model_bytes(plan.config) // phase.handed_to_tp, 0)
         if phase.engine_fraction:
-            return Use(phase.name, stage, 0, 0, 0, 0, int(phase.engine_fraction * gpu_memory), 0)
+            return MemoryUse(phase.name, stage, 0, 0, 0, 0, int(phase.engine_fraction * gpu_memory), 0)
         if plan.config.engine.backend == "fsdp" and plan.dims.world_size == 1:  # they stay gathered while it samples
             weights += sharded.gathered_bytes(plan.config)
         cache = phase.cache_tokens * _cache_bytes(plan, stage)
-        return Use(phase.name, stage, weights, 0, 0, _sampling(phase, plan, stage), cache, 0)
+        return MemoryUse(phase.name, stage, weights, 0, 0, _sampling(phase, plan, stage), cache, 0)
     activations = _activations(phase, plan, stage, longest)
     if phase.kind == "forward":
-        return Use(phase.name, stage, weights, 0, 0, activations, 0, 0)
+        return MemoryUse(phase.name, stage, weights, 0, 0, activations, 0, 0)
     optimizer = figures.largest_optimizer
     if "optimizer" in plan.config.engine.offload:  # on the host, until the step, when activations are gone
         at_the_step = (activations or 0) < optimizer
         optimizer, activations = (optimizer, 0) if at_the_step else (0, activations)
-    return Use(phase.name, stage, weights, gradients, optimizer, activations, 0, 0)
+    return MemoryUse(phase.name, stage, weights, gradients, optimizer, activations, 0, 0)
 
 
 def _activations(phase: Phase, plan: RolePlan, stage: int, longest: int) -> int | None:
@@ -257,7 +257,9 @@ def _activations(phase: Phase, plan: RolePlan, stage: int, longest: int) -> int 
     return most_activations(order, figures.chunks, batches.count)
 
 
-def most_activations(order: Sequence[schedule.Pass], chunks: Sequence[ChunkFigures], micro_batches: int = 1) -> int:
+def most_activations(
+    order: Sequence[schedule.ScheduledPass], chunks: Sequence[ChunkFigures], micro_batches: int = 1
+) -> int:
     """Returns the most bytes of activations at once on a stage that goes through `order`. micro_batches: of the
     mini-batch, of which `order` may be the beginning."""
     alive = schedule.most_alive(

@@ -19,7 +19,7 @@ from mrl.parallel import ParallelDims
 from mrl.plan import memory
 from mrl.plan.cost import Cost, cost
 from mrl.plan.gpus import GPU
-from mrl.plan.memory import RolePlan, Use
+from mrl.plan.memory import MemoryUse, RolePlan
 from mrl.trainers.throughput import adapter_weights, training_flops
 
 RESERVED_GIB = 4.0
@@ -41,14 +41,14 @@ class Plan:
     longest: int  # tokens of a sequence
     phases: Phases
     roles: dict[str, RolePlan]
-    uses: list[Use]
+    uses: list[MemoryUse]
     costs: dict[str, Cost]  # by the name of the phase; none of sampling, nor of parts on backend fsdp
     model_flops: dict[str, float]  # of a token in an update, by role
     batches: dict[str, memory.MicroBatches]  # by the name of the phase
     has_experts: bool = False  # in some role
 
     @property
-    def fullest(self) -> Use:
+    def fullest(self) -> MemoryUse:
         return max(self.uses, key=lambda use: use.total)
 
     @property
@@ -121,7 +121,8 @@ def plan(
     return Plan(
         command=command.name, world_size=layouts[0].world_size, gpu=gpu, reserved=int(reserved_gib * 2**30),
         longest=longest, phases=phases, roles=roles,
-        uses=memory.uses(phases, roles, longest, gpu.memory), costs=costs, model_flops=model_flops, batches=batches,
+        uses=memory.memory_uses(phases, roles, longest, gpu.memory),
+        costs=costs, model_flops=model_flops, batches=batches,
         has_experts=any(num_experts(part.hf) for part in parts if part.role in roles),
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
+class ScheduledPass:
     """One micro-batch through one chunk of a stage."""
 
     forward: bool
@@ -21,7 +21,7 @@ class Pass:
     micro_batch: int
 
 
-def passes(stage: int, *, pp: int, vpp: int, micro_batches: int, forward_only: bool = False) -> list[Pass]:
+def passes(stage: int, *, pp: int, vpp: int, micro_batches: int, forward_only: bool = False) -> list[ScheduledPass]:
     """Returns what a stage does, in order, as megatron-core's pipeline_parallel/schedules.py does it."""
     total = micro_batches * vpp
     table = [
@@ -30,8 +30,8 @@ def passes(stage: int, *, pp: int, vpp: int, micro_batches: int, forward_only: b
         for chunk in range(vpp)
         for micro_batch in range(first, min(first + pp, micro_batches))
     ]
-    forwards = [Pass(True, *entry) for entry in table]
-    backwards = [Pass(False, vpp - 1 - chunk, micro_batch) for chunk, micro_batch in table]
+    forwards = [ScheduledPass(True, *entry) for entry in table]
+    backwards = [ScheduledPass(False, vpp - 1 - chunk, micro_batch) for chunk, micro_batch in table]
     if forward_only:
         return forwards
     warmup = 0 if pp == 1 else pp - stage - 1 if vpp == 1 else (pp - stage - 1) * 2 + (vpp - 1) * pp
@@ -95,8 +95,9 @@ def timeline(
     return Timeline(max(clock), tuple(busy))
 
 
-def most_alive(order: Sequence[Pass], saved: Sequence[int], forward_peak: Sequence[int], backward_peak: Sequence[int]
-               ) -> int:  # fmt: skip
+def most_alive(
+    order: Sequence[ScheduledPass], saved: Sequence[int], forward_peak: Sequence[int], backward_peak: Sequence[int]
+) -> int:
     """Returns the most bytes of activations at once on a stage that goes through `order`.
 
     Of each chunk: saved, what a micro-batch keeps from its forward to its backward pass; forward_peak and

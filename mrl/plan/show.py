@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mrl.config.phases import Phase
 from mrl.plan import units
-from mrl.plan.memory import RolePlan, Use
+from mrl.plan.memory import MemoryUse, RolePlan
 from mrl.plan.planner import Plan
-from mrl.words import counted
+from mrl.words import pluralize
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "cache", "idle")
-_MOST_STAGES = 16  # of which rows are shown; of more, those that differ
+_MAX_STAGES = 16  # of which rows are shown; of more, those that differ
 
 
 def lines(plan: Plan) -> Iterator[str]:
@@ -64,11 +64,11 @@ def _picture(role: RolePlan) -> Iterator[str]:
     yield f"{name}{dims.describe()}, {role.model}" + (" on backend fsdp" if sharded else f", layers of {role.spec}")
     if sharded:
         copies = role.config.engine.fsdp.replicate
-        yield f"  every tensor in {dims.world_size // copies} shards, {counted(copies, 'copy', 'copies')}"
+        yield f"  every tensor in {dims.world_size // copies} shards, {pluralize(copies, 'copy', 'copies')}"
         return
     ranks = dims.world_size // dims.pp
     rows = [(f"stage {i}", f"ranks {i * ranks}-{(i + 1) * ranks - 1}", _held(role, i)) for i in range(dims.pp)]
-    shown = rows if len(rows) <= _MOST_STAGES else [*rows[:3], ("...", "", ""), *rows[-2:]]
+    shown = rows if len(rows) <= _MAX_STAGES else [*rows[:3], ("...", "", ""), *rows[-2:]]
     for stage, where, held in shown:
         yield f"  {stage:<9} {where:<18} {held}"
     if split:
@@ -99,16 +99,16 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield from table([head, *rows])
 
 
-def _figures(use: Use) -> tuple[int | None, ...]:
+def _figures(use: MemoryUse) -> tuple[int | None, ...]:
     return tuple(getattr(use, name) for name in _COLUMNS)
 
 
-def _differing(uses: Sequence[Use]) -> list[Use]:
+def _differing(uses: Sequence[MemoryUse]) -> list[MemoryUse]:
     """Returns the first of each run of stages that hold the same."""
     return [use for i, use in enumerate(uses) if i == 0 or _figures(use) != _figures(uses[i - 1])]
 
 
-def _stages_like(use: Use, uses: Sequence[Use]) -> str:
+def _stages_like(use: MemoryUse, uses: Sequence[MemoryUse]) -> str:
     last = use.stage
     while last + 1 < len(uses) and _figures(uses[last + 1]) == _figures(use):
         last += 1
@@ -119,13 +119,13 @@ def _update(plan: Plan, phase: Phase) -> Iterator[str]:
     cost, batches = plan.costs[phase.name], plan.batches[phase.name]
     flops = plan.model_flops.get(phase.role)
     steps = f"{phase.steps} optimizer steps of " if phase.steps > 1 else ""
-    count = counted(batches.count, "micro-batch", "micro-batches")
-    yield f"{phase.name}: {steps}{count} of {counted(batches.tokens, 'token')} on each replica"
+    count = pluralize(batches.count, "micro-batch", "micro-batches")
+    yield f"{phase.name}: {steps}{count} of {pluralize(batches.tokens, 'token')} on each replica"
     yield f"  pipeline bubble {cost.bubble:.1%} (of the schedule alone {cost.even_bubble:.1%})"
     for moved in cost.moved:
         words = moved.op.replace("_", "-")
         where = "inside a node" if moved.link == "node" else "between nodes"
-        ranks = counted(moved.ranks, "rank")
+        ranks = pluralize(moved.ranks, "rank")
         yield f"  {moved.group} {words} over {ranks}: {units.size(moved.bytes)} sent a rank, {where}"
     parts = (
         f"pipeline {units.duration(cost.pipeline_s)}, gradients and parameters {units.duration(cost.gradients_s)}, "

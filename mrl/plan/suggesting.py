@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mrl.config.command import Part
-from mrl.config.megatron_speed import ON_HOST, moment_bytes, state_bytes
+from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, moment_bytes, state_bytes
 from mrl.converters.hf_config import normalize
 from mrl.errors import UserError
 from mrl.mcore_models.layer_spec import DTYPES
@@ -18,10 +18,10 @@ from mrl.plan.gpus import GPU
 from mrl.plan.memory import parameters_of
 from mrl.plan.planner import Plan
 from mrl.plan.show import table
-from mrl.words import counted
+from mrl.words import pluralize
 
-MOST = 48  # layouts that are built and run, a second or less each
-LONG = 16384  # tokens from which context parallelism is tried
+MAX_CANDIDATES = 48  # layouts that are built and run, a second or less each
+LONG_SEQUENCE = 16384  # tokens from which context parallelism is tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +40,9 @@ def candidates(part: Part, world_size: int, longest: int, gpu: GPU, room: int) -
     layers = hf["num_hidden_layers"]
     tps = [n for n in _powers(gpu.per_node) if n <= world_size]
     pps = [n for n in _powers(world_size) if n <= layers]
-    cps = _powers(8) if longest >= LONG else [1]
+    cps = _powers(8) if longest >= LONG_SEQUENCE else [1]
     eps = [n for n in _powers(world_size) if count % n == 0] if count else [1]
-    found = []
+    layouts = []
     for tp, pp, cp, ep in itertools.product(tps, pps, cps, eps):
         per_stage = world_size // pp
         if world_size % (tp * pp * cp) or per_stage % ep:  # etp is 1: ep may span tp, and replicas too
@@ -53,7 +53,7 @@ def candidates(part: Part, world_size: int, longest: int, gpu: GPU, room: int) -
             continue
         for vpp in [1, 2] if pp > 1 and layers >= 2 * pp else [1]:
             degrees = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": 1 if count else None}
-            found.append(
+            layouts.append(
                 (state / room, {k: v for k, v in degrees.items() if v not in (1, None) or k == "etp" and count})
             )
 
@@ -62,7 +62,7 @@ def candidates(part: Part, world_size: int, longest: int, gpu: GPU, room: int) -
         share, degrees = entry
         return (math.prod(v for k, v in degrees.items() if k in ("tp", "pp", "cp", "vpp")), share)
 
-    return spread([degrees for _, degrees in sorted(found, key=order)], MOST)
+    return spread([degrees for _, degrees in sorted(layouts, key=order)], MAX_CANDIDATES)
 
 
 def spread(entries: Sequence[Any], most: int) -> list[Any]:
@@ -81,8 +81,13 @@ def _bytes_of_a_parameter(part: Part, ranks: int) -> float:
     item = DTYPES[part.model.dtype].itemsize
     if part.optimizer is None or part.model.lora is not None:
         return item
-    further = part.engine.megatron
-    return item + 4 + state_bytes(item, moment_bytes(further), on_host=bool(further.get(ON_HOST))) / ranks
+    megatron_options = part.engine.megatron
+    return (
+        item
+        + 4
+        + state_bytes(item, moment_bytes(megatron_options), on_host=bool(megatron_options.get(CPU_OFFLOAD_FIELD)))
+        / ranks
+    )
 
 
 def _powers(most: int) -> list[int]:
@@ -119,14 +124,14 @@ def lines(
 ) -> Iterator[str]:  # fmt: skip
     """Yields the table, the fastest first. key: of the engine whose layouts were searched. own: of those that have one
     of their own, which stays. refused: how many of those that were tried no run takes."""
-    where = f"{counted(world_size, 'GPU')} ({gpu.name})"
+    where = f"{pluralize(world_size, 'GPU')} ({gpu.name})"
     apart = f" ({refused} refused)" if refused else ""
     if not tried:
         yield f"no layout of {key} fits on {where}: parameters, gradients and optimizer alone are more in each"
         yield "try more GPUs, or a larger one"
         return
     if not found:
-        yield f"none of {counted(tried, 'layout')} of {key} fits on {where}{apart}"
+        yield f"none of {pluralize(tried, 'layout')} of {key} fits on {where}{apart}"
         yield "try more GPUs, a larger one, engine.offload=[optimizer], smaller micro-batches or shorter sequences"
         return
     best = _ranked(found)[:10]
@@ -138,7 +143,7 @@ def lines(
             role.dims.describe(), units.size(one.plan.fullest.total), units.size(one.plan.room), f"{bubble:.1%}",
             units.duration(one.plan.seconds), role.config.engine.recompute,
         ])  # fmt: skip
-    yield f"{len(found)} of {counted(tried, 'layout')} of {key} fit on {where}{apart}; the fastest by estimate:"
+    yield f"{len(found)} of {pluralize(tried, 'layout')} of {key} fit on {where}{apart}; the fastest by estimate:"
     yield ""
     yield from table(rows)
     yield ""

@@ -174,19 +174,19 @@ def charts_of(names: Iterable[str]) -> list[Chart]:
     """Returns the charts that draw the metrics, each once: a metric that no chart names gets one of its own under
     Other."""
     left = sorted(set(names) - NOT_DRAWN)
-    found = []
+    charts = []
     for chart in _ordered(CHARTS, left):
         here = [name for name in left if chart.matches(name)]
         left = [name for name in left if name not in here]
         if here:
             order = [next(i for i, p in enumerate(chart.patterns) if _listed(name, (p,)) is not None) for name in here]
             ordered = [name for _, name in sorted(zip(order, here, strict=True))]
-            found.append(dataclasses.replace(chart, names=tuple(ordered)))
+            charts.append(dataclasses.replace(chart, names=tuple(ordered)))
     keys: set[str] = set()
     for name in left:
         key = "other_" + re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")[:80]
         while key in keys:
             key += "_"
         keys.add(key)
-        found.append(Chart(key, OTHER, name, (name,), names=(name,)))
-    return found
+        charts.append(Chart(key, OTHER, name, (name,), names=(name,)))
+    return charts

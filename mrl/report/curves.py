@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy
 
-MOST_POINTS = 4000
+MAX_POINTS = 4000
 """Points of a curve that are drawn one by one; a longer one is drawn by BUCKETS."""
 
 BUCKETS = 500
@@ -28,7 +28,7 @@ class Points:
         return self.bounds is not None
 
 
-def choose(values: numpy.ndarray, most: int = MOST_POINTS, buckets: int = BUCKETS) -> Points:
+def choose(values: numpy.ndarray, most: int = MAX_POINTS, buckets: int = BUCKETS) -> Points:
     """Returns which of the values of a curve [N] to draw. A value that is not finite stays where it is the first such
     of its bucket: the curve has a gap there."""
     count = len(values)
@@ -58,7 +58,7 @@ def bucket_means(values: numpy.ndarray, bounds: numpy.ndarray) -> tuple[numpy.nd
         return sums / counts, counts
 
 
-def smoothed(values: numpy.ndarray, weight: float, counts: Sequence[int] | None = None) -> numpy.ndarray:
+def smooth_values(values: numpy.ndarray, weight: float, counts: Sequence[int] | None = None) -> numpy.ndarray:
     """Returns the exponential moving average [N] of values, without a bias towards the first.
 
     weight: of what was before, from 0 (the values themselves) to below 1. counts: of how many values each is the mean.
@@ -66,7 +66,7 @@ def smoothed(values: numpy.ndarray, weight: float, counts: Sequence[int] | None 
     """
     if weight == 0.0:
         return values
-    found = numpy.full(len(values), numpy.nan)
+    smoothed = numpy.full(len(values), numpy.nan)
     total = weights = 0.0
     numbers = [1] * len(values) if counts is None else counts
     for i, (value, number) in enumerate(zip(values.tolist(), numbers, strict=True)):
@@ -75,5 +75,5 @@ def smoothed(values: numpy.ndarray, weight: float, counts: Sequence[int] | None 
             total = total * kept + value * (1 - kept)
             weights = weights * kept + (1 - kept)
         if weights:
-            found[i] = total / weights
-    return found
+            smoothed[i] = total / weights
+    return smoothed

@@ -49,12 +49,12 @@ def differences_of(runs: Sequence[Run]) -> Differences:
 
 
 def _different(mappings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    found = {}
+    differences = {}
     for name in dict.fromkeys(name for mapping in mappings for name in mapping):
         values = [mapping.get(name, ABSENT) for mapping in mappings]
         if any(repr(value) != repr(values[0]) for value in values):  # 1 and true are not the same
-            found[name] = values
-    return dict(sorted(found.items(), key=lambda row: ABSENT in row[1]))  # what all of them have comes first
+            differences[name] = values
+    return dict(sorted(differences.items(), key=lambda row: ABSENT in row[1]))  # what all of them have comes first
 
 
 def _plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from mrl.errors import UserError, printable, shortened
 from mrl.report import summary
 from mrl.report.differences import differences_of, value_text
-from mrl.report.page import MARK, Look, page
+from mrl.report.page import MARK, InitialView, page
 from mrl.report.pictures import write_pictures
 from mrl.report.runs import Run, RunReader, state_of
 from mrl.report.samples import SampleReader
@@ -25,11 +25,11 @@ CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class ReportOptions:
     """What a report has, beside the runs."""
 
     folder: pathlib.Path | None  # of the page; None where there is to be none
-    look: Look
+    look: InitialView
     samples: int  # most of a run on the page
     every_metric: bool = False  # on the terminal
 
@@ -37,7 +37,7 @@ class Wanted:
 class Report:
     """The page, the pictures and the table of some runs."""
 
-    def __init__(self, readers: Sequence[RunReader], wanted: Wanted) -> None:
+    def __init__(self, readers: Sequence[RunReader], wanted: ReportOptions) -> None:
         self._readers, self._wanted = readers, wanted
         self._samples = [SampleReader(reader.path) for reader in readers]
 

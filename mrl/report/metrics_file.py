@@ -47,10 +47,10 @@ class Table:
 
     def at_rows(self, name: str) -> numpy.ndarray:
         """[R] float64: a metric at every row, NaN where it has none."""
-        found = numpy.full(len(self.steps), numpy.nan)
+        values = numpy.full(len(self.steps), numpy.nan)
         if (curve := self.curves.get(name)) is not None:
-            found[curve.rows] = curve.values
-        return found
+            values[curve.rows] = curve.values
+        return values
 
     def is_sparse(self, name: str) -> bool:
         """Returns whether a metric is of a few rows only, as one of evaluations: it is drawn with marks, and a moving
@@ -102,8 +102,8 @@ class MetricsFile:
                 again = self._is_another(file)
                 if again:
                     self._forget()
-                found = os.fstat(file.fileno())
-                self._inode = (found.st_dev, found.st_ino)
+                stat = os.fstat(file.fileno())
+                self._inode = (stat.st_dev, stat.st_ino)
                 file.seek(self._offset)
                 before = len(self._steps) + len(self._broken)
                 for line in file:
@@ -125,9 +125,9 @@ class MetricsFile:
         """Returns whether this is no longer the file that was begun: numbers of files that are gone come again."""
         if self._inode is None:
             return False
-        found = os.fstat(file.fileno())
-        file.seek(self._offset - len(self._tail) if found.st_size >= self._offset else 0)
-        return (found.st_dev, found.st_ino) != self._inode or file.read(len(self._tail)) != self._tail
+        stat = os.fstat(file.fileno())
+        file.seek(self._offset - len(self._tail) if stat.st_size >= self._offset else 0)
+        return (stat.st_dev, stat.st_ino) != self._inode or file.read(len(self._tail)) != self._tail
 
     def _take(self, line: bytes, *, whole: bool) -> bool:
         """Takes a line; returns False for the part of one that cannot be read yet."""

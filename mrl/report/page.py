@@ -24,7 +24,7 @@ import numpy
 import mrl
 from mrl.metric_names import METRICS
 from mrl.report.charts import Chart, charts_of
-from mrl.report.curves import MOST_POINTS, Points, bucket_means, choose
+from mrl.report.curves import MAX_POINTS, Points, bucket_means, choose
 from mrl.report.differences import Differences, differences_of, value_text
 from mrl.report.metrics_file import Table
 from mrl.report.runs import Run, restarts
@@ -38,7 +38,7 @@ AXES = ("step", "tokens", "seconds")
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class InitialView:
     """What the page shows first; its reader can choose otherwise there."""
 
     axis: str = "step"
@@ -46,7 +46,7 @@ class Look:
     reload_s: int | None = None  # the page loads itself again; None where it is final
 
 
-def page(runs: Sequence[Run], samples: Sequence[Samples], look: Look) -> bytes:
+def page(runs: Sequence[Run], samples: Sequence[Samples], look: InitialView) -> bytes:
     """Returns the HTML file, in UTF-8."""
     charts = charts_of(name for run in runs for name in run.table.curves)
     data = {
@@ -139,7 +139,7 @@ def _run(run: Run, samples: Samples, charts: Sequence[Chart]) -> dict[str, Any]:
     """Returns what the page has of a run. Curves name places in `axes`, which have the rows that some curve uses."""
     table = run.table
     chosen = {name: choose(curve.values) for name, curve in table.curves.items()}
-    stacks = {chart.key: stacked(table, chart.names) for chart in charts if chart.stacked}
+    stacks = {chart.key: stack_curves(table, chart.names) for chart in charts if chart.stacked}
     used = [table.curves[name].rows[points.chosen] for name, points in chosen.items()]
     used += [stack.rows for stack in stacks.values()]
     used += [
@@ -168,7 +168,7 @@ def _long(table: Table, chosen: Mapping[str, Points]) -> list[str]:
         return []
     longest = max(len(curve.rows) for curve in table.curves.values())
     return [
-        f"{count} curves of up to {longest:,} values have more than {MOST_POINTS:,}: of each five-hundredth the first, "
+        f"{count} curves of up to {longest:,} values have more than {MAX_POINTS:,}: of each five-hundredth the first, "
         "lowest, highest and last value are drawn, so that no extreme is lost; zooming in shows no more"
     ]
 
@@ -205,7 +205,7 @@ class Stack:
         return {"at": _places(self.rows, rows), "values": values, "each": self.each}
 
 
-def stacked(table: Table, names: Sequence[str], most: int = MOST_POINTS) -> Stack:
+def stack_curves(table: Table, names: Sequence[str], most: int = MAX_POINTS) -> Stack:
     """Returns the curves of a stacked chart that the table has."""
     here = [name for name in names if name in table.curves]
     whole = {name: numpy.nan_to_num(table.at_rows(name), posinf=0.0, neginf=0.0) for name in here}

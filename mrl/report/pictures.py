@@ -11,8 +11,8 @@ import numpy
 
 from mrl.errors import one_line, shortened
 from mrl.report.charts import Chart, charts_of
-from mrl.report.curves import choose, smoothed
-from mrl.report.page import Look, stacked
+from mrl.report.curves import choose, smooth_values
+from mrl.report.page import InitialView, stack_curves
 from mrl.report.runs import Run
 
 INCHES, DOTS = (7.0, 3.6), 110
@@ -26,7 +26,7 @@ LEGEND = 12
 """Lines that a legend names; a picture of more has none of them, and its page has them all."""
 
 
-def write_pictures(folder: pathlib.Path, runs: Sequence[Run], look: Look) -> list[pathlib.Path]:
+def write_pictures(folder: pathlib.Path, runs: Sequence[Run], look: InitialView) -> list[pathlib.Path]:
     """Writes a picture of each chart, and removes those of an earlier report that these runs do not have."""
     folder.mkdir(exist_ok=True)
     written = []
@@ -44,7 +44,7 @@ def write_pictures(folder: pathlib.Path, runs: Sequence[Run], look: Look) -> lis
     return written
 
 
-def _write(path: pathlib.Path, chart: Chart, runs: Sequence[Run], look: Look) -> None:
+def _write(path: pathlib.Path, chart: Chart, runs: Sequence[Run], look: InitialView) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -68,7 +68,7 @@ def _write(path: pathlib.Path, chart: Chart, runs: Sequence[Run], look: Look) ->
     os.replace(temporary, path)
 
 
-def _lines(axes: Any, chart: Chart, runs: Sequence[Run], look: Look) -> None:
+def _lines(axes: Any, chart: Chart, runs: Sequence[Run], look: InitialView) -> None:
     for r, run in enumerate(runs):
         at = run.table.axis(look.axis)
         for m, name in enumerate(chart.names):
@@ -84,11 +84,11 @@ def _lines(axes: Any, chart: Chart, runs: Sequence[Run], look: Look) -> None:
                 axes.plot(x, y, label=label, marker=marker, **how)
                 continue
             axes.plot(x, y, alpha=0.3, marker=marker, **how)
-            axes.plot(x, smoothed(curve.values, look.smooth)[places], label=label, **how)
+            axes.plot(x, smooth_values(curve.values, look.smooth)[places], label=label, **how)
 
 
 def _stack(axes: Any, chart: Chart, run: Run, axis: str) -> None:
-    stack, at = stacked(run.table, chart.names), run.table.axis(axis)
+    stack, at = stack_curves(run.table, chart.names), run.table.axis(axis)
     if at is None or not stack.values:
         return
     colours = [COLOURS[chart.names.index(name) % len(COLOURS)] for name in stack.values]

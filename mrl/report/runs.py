@@ -37,8 +37,8 @@ class Settings:
     @property
     def total_steps(self) -> int | None:
         """Steps that the run is to make; None where the file does not say."""
-        if (said := re.match(r"(\d+) steps", self.header.get("length", ""))) is not None:
-            return int(said[1])
+        if (match := re.match(r"(\d+) steps", self.header.get("length", ""))) is not None:
+            return int(match[1])
         steps = self.keys.get("train.steps")
         return steps if isinstance(steps, int) else None
 
@@ -173,7 +173,7 @@ def read_settings(path: pathlib.Path) -> Settings:
     if not path.exists():
         return Settings(problem=f"{path.name} is not there: no versions, keys and length of the run")
     try:
-        keys = flattened(without_queries(read_yaml(path)))
+        keys = flatten(without_queries(read_yaml(path)))
     except UserError as error:
         return Settings(problem=str(error))
     header: dict[str, str] = {}
@@ -187,15 +187,15 @@ def read_settings(path: pathlib.Path) -> Settings:
     return Settings(keys, versions, header)
 
 
-def flattened(mapping: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def flatten(mapping: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Returns the values of nested mappings by their dotted names."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in mapping.items():
         if isinstance(value, Mapping) and value:
-            found |= flattened(value, f"{above}{name}.")
+            flat |= flatten(value, f"{above}{name}.")
         else:
-            found[f"{above}{name}"] = value
-    return found
+            flat[f"{above}{name}"] = value
+    return flat
 
 
 def state_of(path: pathlib.Path, last_step: int, total_steps: int | None) -> State:

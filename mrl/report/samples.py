@@ -20,13 +20,13 @@ from mrl.report.token_text import TokenTexts
 SERIES = {"step": "before step", "eval": "held-out, after step", "baseline": "greedy answers before step"}
 """The name that a file begins with -> what its samples are (docs/samples.md)."""
 
-MOST_FILES = 12
+MAX_FILES = 12
 """Files of a series that are read: evenly spaced, the first and the last among them."""
 
 MOST_TOKENS, MOST_CHARACTERS = 4000, 20_000
 """Tokens of a sample with their numbers, and characters of a text, that a page has."""
 
-DEEPEST = 50
+MAX_DEPTH = 50
 """Lists and objects in one another, as in the arguments of a tool, that a page has."""
 
 TOKENS_OF_PAGE = 600_000
@@ -76,10 +76,10 @@ class SampleReader:
             read = [self._file(file, each) for file in chosen]
             shown += [entry for entry, _ in read]
             count = sum(len(entry["samples"]) for entry, _ in read)
-            said = f"{count} samples of {len(chosen)} files" + (
+            line = f"{count} samples of {len(chosen)} files" + (
                 f" of {len(of_series)}" * (len(chosen) < len(of_series))
             )
-            notes.append(f"{name}: {said}; the first {each} of each at most, and whole groups where they fit")
+            notes.append(f"{name}: {line}; the first {each} of each at most, and whole groups where they fit")
             notes += [problem for _, problems in read for problem in problems]
         if self._texts.problem is not None and any("ids" in s for f in shown for s in f["samples"]):
             notes.append(self._texts.problem)
@@ -92,16 +92,16 @@ class SampleReader:
         lengths = [len(row["tokens"]) for row in rows if isinstance(row.get("tokens"), list)]
         if lengths:
             samples = min(samples, max(1, tokens // min(math.ceil(sum(lengths) / len(lengths)), MOST_TOKENS)))
-        each = max(min(group, samples), samples // MOST_FILES)
-        chosen = evenly(files, min(MOST_FILES, max(1, samples // each)))
+        each = max(min(group, samples), samples // MAX_FILES)
+        chosen = pick_evenly(files, min(MAX_FILES, max(1, samples // each)))
         return chosen, samples // len(chosen)
 
     def _file(self, file: SampleFile, most: int) -> tuple[Mapping[str, Any], list[str]]:
         try:
-            found = file.path.stat()
+            stat = file.path.stat()
         except OSError:  # the run has just removed it (log.samples.keep)
             return {"series": file.series, "step": file.step, "of": 0, "samples": []}, []
-        key = (str(file.path), found.st_mtime_ns, found.st_size, most)
+        key = (str(file.path), stat.st_mtime_ns, stat.st_size, most)
         if key not in self._read:
             rows, broken = read_rows(file.path)
             samples = [self._sample(row) for row in first_groups(rows, most)]
@@ -113,36 +113,36 @@ class SampleReader:
     def _sample(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what the page has of a sample: texts that are not too long, and of its tokens after the prompt ids or
         texts, mask, log-probs and, where they were saved, advantages."""
-        found = {name: _shortened(row[name]) for name in _PLAIN if row.get(name) is not None}
+        sample = {name: _shortened(row[name]) for name in _PLAIN if row.get(name) is not None}
         fields: list[Any] = [row.get(name) for name in ("tokens", "mask", "log_probs")]
         if not _alike(*fields) or 1 not in fields[1] or not all(type(i) is int for of in fields[:2] for i in of):
-            return found
+            return sample
         tokens, mask, log_probs = fields
         start = mask.index(1)
         stop = min(len(tokens), start + MOST_TOKENS)
         if stop < len(tokens):
-            found["tokens_left_out"] = len(tokens) - stop
-        found["ids"], found["mask"] = tokens[start:stop], mask[start:stop]
-        found["log_probs"] = [_rounded(x) for x in log_probs[start:stop]]
+            sample["tokens_left_out"] = len(tokens) - stop
+        sample["ids"], sample["mask"] = tokens[start:stop], mask[start:stop]
+        sample["log_probs"] = [_rounded(x) for x in log_probs[start:stop]]
         if _alike(tokens, row.get("advantages")):
-            found["advantages"] = [_rounded(x) for x in row["advantages"][start:stop]]
+            sample["advantages"] = [_rounded(x) for x in row["advantages"][start:stop]]
         if (texts := self._texts.of(tokens[start:stop])) is not None:
-            found["texts"] = texts
-        return found
+            sample["texts"] = texts
+        return sample
 
 
 def sample_files(folder: pathlib.Path) -> list[SampleFile]:
     """Returns the files of a folder of samples, by step; of one that is there twice the one that is not compressed."""
-    found: dict[tuple[str, int], SampleFile] = {}
+    files: dict[tuple[str, int], SampleFile] = {}
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     for name in names:  # x.jsonl comes before x.jsonl.gz
         if (match := _NAME.fullmatch(name)) is not None:
             file = SampleFile(folder / name, match[1], int(match[2]))
-            found.setdefault((file.series, file.step), file)
-    return sorted(found.values(), key=lambda file: (list(SERIES).index(file.series), file.step))
+            files.setdefault((file.series, file.step), file)
+    return sorted(files.values(), key=lambda file: (list(SERIES).index(file.series), file.step))
 
 
-def evenly(items: Sequence[Any], most: int) -> list[Any]:
+def pick_evenly(items: Sequence[Any], most: int) -> list[Any]:
     """Returns at most `most` of them at even distances, the last always, the first where there are two."""
     if len(items) <= most:
         return list(items)
@@ -184,12 +184,12 @@ def first_groups(rows: Sequence[dict[str, Any]], most: int) -> list[dict[str, An
     groups: dict[Any, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(repr(row.get("index")), []).append(row)
-    found: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
     for group in groups.values():
-        if found and len(found) + len(group) > most:
+        if samples and len(samples) + len(group) > most:
             break
-        found += group[:most]
-    return found
+        samples += group[:most]
+    return samples
 
 
 def _alike(*lists: Any) -> bool:
@@ -204,7 +204,7 @@ def _rounded(value: Any) -> float | None:
 
 def _shortened(value: Any, depth: int = 0) -> Any:
     """Texts of any length inside a value lose their middle, and what lies too deep in it is left out."""
-    if depth > DEEPEST:
+    if depth > MAX_DEPTH:
         return "[... more is inside of this, and left out ...]"
     if isinstance(value, str):
         left = len(value) - MOST_CHARACTERS

@@ -11,7 +11,7 @@ import numpy
 
 from mrl.errors import printable, shortened
 from mrl.report.charts import goal_of, in_order, is_main
-from mrl.report.curves import smoothed
+from mrl.report.curves import smooth_values
 from mrl.report.differences import Differences
 from mrl.report.runs import Run
 
@@ -124,7 +124,7 @@ def text(runs: Sequence[Run], *, smooth: float, every_metric: bool, blocks: str 
 
 def _values(figure: Figure, smooth: float) -> numpy.ndarray:
     table = figure.run.table
-    return smoothed(table.curves[figure.metric].values, 0.0 if table.is_sparse(figure.metric) else smooth)
+    return smooth_values(table.curves[figure.metric].values, 0.0 if table.is_sparse(figure.metric) else smooth)
 
 
 def _scale(curves: Sequence[numpy.ndarray]) -> tuple[float, float]:

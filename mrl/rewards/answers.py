@@ -28,11 +28,11 @@ _LATEX_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}")
 
 def numbers(text: str) -> list[Decimal]:
     """Returns the numbers in a text, in order, with signs; units, currency and thousands' commas are left out."""
-    found = []
+    numbers_found = []
     for match in NUMBER.finditer(text.replace("\u2212", "-")):
         sign = "-" if "-" in (match["sign"], match["inner"] or "") else ""
-        found.append(Decimal(sign + match["digits"].replace(",", "")))
-    return found
+        numbers_found.append(Decimal(sign + match["digits"].replace(",", "")))
+    return numbers_found
 
 
 def boxed(text: str) -> tuple[int, str] | None:

@@ -66,7 +66,7 @@ class TrainerState:
     max_steps: int
 
 
-class Missing(ValueError):
+class MissingFields(ValueError):
     """A row lacks what the function needs."""
 
 
@@ -78,7 +78,7 @@ Getter = Callable[[Sequence[Sample], Position], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class SignatureForm:
     """A line of the table above."""
 
     scope: Scope
@@ -99,7 +99,7 @@ def _score_of(value: Any) -> Any:
 def _row_value(name: str) -> Callable[[Sample], Any]:
     def get(sample: Sample) -> Any:
         if name not in sample.row:
-            raise Missing(f"the row has no field {name!r}; it has {', '.join(sample.row) or 'none'}")
+            raise MissingFields(f"the row has no field {name!r}; it has {', '.join(sample.row) or 'none'}")
         return sample.row[name]
 
     return get
@@ -110,7 +110,7 @@ def _ground_truth(sample: Sample) -> Any:
     if isinstance(nested, Mapping) and "ground_truth" in nested:
         return nested["ground_truth"]
     if "ground_truth" not in sample.row:
-        raise Missing(
+        raise MissingFields(
             "the row has no ground_truth, nor reward_model.ground_truth; rename a field with data.columns, as "
             f"{{answer: ground_truth}}; it has {', '.join(sample.row) or 'none'}"
         )
@@ -147,26 +147,26 @@ _ROW: Callable[[Sample], Any] = lambda sample: sample.row  # noqa: E731
 _TOKENS: Callable[[Sample], Any] = lambda sample: list(sample.tokens)  # noqa: E731
 _REASON: Callable[[Sample], Any] = lambda sample: sample.finish_reason  # noqa: E731
 _STEP: Mapping[str, Getter] = {"step": lambda samples, position: position.step}
-_OF_SEVERAL: Mapping[str, Getter] = {
+_LIST_ARGUMENTS: Mapping[str, Getter] = {
     "completions": _each(_COMPLETION), "tokens": _each(_TOKENS), "finish_reasons": _each(_REASON), **_STEP,
 }  # fmt: skip
 
-SAMPLE = Form(
+SAMPLE = SignatureForm(
     "sample",
     {
         "prompt": _first(_PROMPT), "completion": _first(_COMPLETION), "row": _first(_ROW), "tokens": _first(_TOKENS),
         "finish_reason": _first(_REASON), **_STEP,
     },
 )  # fmt: skip
-GROUP = Form("group", {"prompt": _first(_PROMPT), "row": _first(_ROW), **_OF_SEVERAL})
-BATCH = Form("batch", {"prompts": _each(_PROMPT), "rows": _each(_ROW), **_OF_SEVERAL})
+GROUP = SignatureForm("group", {"prompt": _first(_PROMPT), "row": _first(_ROW), **_LIST_ARGUMENTS})
+BATCH = SignatureForm("batch", {"prompts": _each(_PROMPT), "rows": _each(_ROW), **_LIST_ARGUMENTS})
 _VERL = {
     "data_source": _row_value("data_source"), "solution_str": _COMPLETION, "ground_truth": _ground_truth,
     "extra_info": _extra_info,
 }  # fmt: skip
-VERL = Form("sample", {name: _first(get) for name, get in _VERL.items()}, read=_score_of)
-VERL_BATCH = Form("batch", {f"{name}s": _each(get) for name, get in _VERL.items()}, read=_score_of)
-TRL = Form(
+VERL = SignatureForm("sample", {name: _first(get) for name, get in _VERL.items()}, read=_score_of)
+VERL_BATCH = SignatureForm("batch", {f"{name}s": _each(get) for name, get in _VERL.items()}, read=_score_of)
+TRL = SignatureForm(
     "batch",
     {
         "prompts": _each(_PROMPT), "completions": _each(_trl_completion), "completion_ids": _each(_TOKENS),
@@ -178,7 +178,7 @@ _NO_COLUMNS = ("prompt", "completion", "completion_ids")
 """Fields of rows that TRL does not hand on."""
 
 
-def form_of(names: Sequence[str]) -> Form:
+def form_of(names: Sequence[str]) -> SignatureForm:
     """Returns the form that a function with these parameters has. Raises UnknownSignature."""
     if "solution_str" in names:
         return VERL
@@ -227,14 +227,15 @@ class RewardCall:
         return self._rest or any(_plain(p.name) in ("tokens", "completion_ids") for p in self._known)
 
     def arguments(self, samples: Sequence[Sample], position: Position) -> tuple[list[Any], dict[str, Any]]:
-        """By place, and by name. Raises ValueError where a field of a row is wrong, and Missing where one that has no
-        default is not there."""
+        """Returns the arguments by position, and by name.
+
+        Raises ValueError where a field of a row is wrong, and MissingFields where one without a default is absent."""
         by_place: list[Any] = []
         by_name: dict[str, Any] = {}
         for parameter in self._known:
             try:
                 value = self.form.getters[_plain(parameter.name)](samples, position)
-            except Missing:
+            except MissingFields:
                 if parameter.default is _EMPTY:
                     raise
                 value = parameter.default
@@ -253,9 +254,9 @@ class RewardCall:
             if parameter.name in fields:
                 by_name[parameter.name] = [sample.row.get(parameter.name) for sample in samples]
             elif parameter.name in ("finish_reasons", "step"):
-                by_name[parameter.name] = _OF_SEVERAL[parameter.name](samples, position)
+                by_name[parameter.name] = _LIST_ARGUMENTS[parameter.name](samples, position)
             elif parameter.default is _EMPTY:
-                raise Missing(
+                raise MissingFields(
                     f"the rows have no field {parameter.name!r}, which the function names; they have "
                     f"{', '.join(fields) or 'none'}"
                 )

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import mrl
-from mrl.config.keys import listed
+from mrl.config.keys import join_names
 from mrl.config.rewards import FunctionReward, Reward
 from mrl.errors import ConfigError
 from mrl.rewards.answers import gsm8k, math, require_math_verify
@@ -59,13 +59,13 @@ def load_named(spec: str, key: str, *, kind: Literal["function", "class"]) -> Ca
             key, why=f"{spec}: the file {file} does not exist", fix="give path.py:name, from where mrl is started"
         )
     module = _load_module(path.resolve(), spec, key)
-    found: Any = getattr(module, name, None)
-    if not (callable(found) if kind == "function" else inspect.isclass(found)):
+    function: Any = getattr(module, name, None)
+    if not (callable(function) if kind == "function" else inspect.isclass(function)):
         is_one, plural = (inspect.isfunction, "functions") if kind == "function" else (inspect.isclass, "classes")
         others = sorted(n for n, f in vars(module).items() if is_one(f) and f.__module__ == module.__name__)
         what = f"is no {kind}" if hasattr(module, name) else "does not exist"
-        raise ConfigError(key, why=f"{spec}: it {what}", fix=f"the {plural} there are {listed(others) or 'none'}")
-    return found
+        raise ConfigError(key, why=f"{spec}: it {what}", fix=f"the {plural} there are {join_names(others) or 'none'}")
+    return function
 
 
 def load_function(spec: str, key: str) -> RewardCall:

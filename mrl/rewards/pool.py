@@ -20,12 +20,12 @@ from mrl.config.rewards import FunctionReward, Reward
 from mrl.errors import ConfigError
 from mrl.rewards.calls import START, Position, Sample
 from mrl.rewards.process import Process, in_words, kill, start
-from mrl.rewards.worker import Answers, Call, Calls, Kind, NotReady, Ready, Setup
+from mrl.rewards.worker import Answers, FunctionKind, RewardTask, RewardTasks, WorkerConfig, WorkerFailed, WorkerReady
 
 START_TIMEOUT_S = 300.0  # loading the user's file, which may import much
 GRACE_S = 1.0  # an async function ends itself at the time limit; its process is killed this much later
 MESSAGE_S = 0.02  # calls that take less together go to a process in one message
-LONGEST_WAIT_S = 60.0  # between a call and its retry
+MAX_WAIT_S = 60.0  # between a call and its retry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Retries:
     """The number of times that a failed call of a user's function is made again: a judge may be busy."""
 
     count: int = 0
-    wait_s: float = 1.0  # before the first retry, and twice as long before each one after it, at most LONGEST_WAIT_S
+    wait_s: float = 1.0  # before the first retry, and twice as long before each one after it, at most MAX_WAIT_S
 
     def pause_s(self, number: int, index: int) -> float:
         """Before retry `number`, from 0, of task `index`: tasks that failed together are not all made again at one
         moment."""
-        longest = min(self.wait_s * 2.0 ** min(number, 60), LONGEST_WAIT_S)
+        longest = min(self.wait_s * 2.0 ** min(number, 60), MAX_WAIT_S)
         return longest * random.Random(index).uniform(0.5, 1.0)
 
 
@@ -64,7 +64,7 @@ class RewardPool:
     """Processes that call the functions of `rewards`, which come with their config keys.
 
     Raises ConfigError where a function cannot be loaded. `concurrency`: calls of async functions at a time in a
-    process. first: as `Setup.first`.
+    process. first: as `WorkerConfig.first`.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class RewardPool:
         retries: Retries | None = None,
         first: Sequence[Sample] = (),
     ) -> None:
-        self._setup = Setup(tuple(rewards), timeout_s, tuple(first))
+        self._setup = WorkerConfig(tuple(rewards), timeout_s, tuple(first))
         self._concurrency = concurrency
         self._processes: list[Process] = []
         self._finalizer = weakref.finalize(self, _kill_all, self._processes, os.getpid())
         self._retries = Retries() if retries is None else retries
-        self.kinds: tuple[Kind, ...] = ()
+        self.kinds: tuple[FunctionKind, ...] = ()
         self.made_again: tuple[str, ...] = ()  # faults of the latest run that a retry followed
         self._call_s: dict[int, float] = {}  # function -> seconds of a call, of late
         self._workers = workers
@@ -120,7 +120,9 @@ class RewardPool:
         if not self._finalizer.alive:
             raise RuntimeError("the reward pool is closed")
         users = [isinstance(reward, FunctionReward) for _, reward in self._setup.rewards]
-        run = _Run(tasks, position, fatal, self._next_number, [self._retries if own else Retries() for own in users])
+        run = _PoolRun(
+            tasks, position, fatal, self._next_number, [self._retries if own else Retries() for own in users]
+        )
         self._next_number += len(tasks)
         try:
             while run.unfinished:
@@ -155,9 +157,9 @@ class RewardPool:
         with contextlib.suppress(EOFError, OSError):
             if ended := process.connection.poll(max(0.0, deadline - time.monotonic())):
                 reply = process.connection.recv()
-        if isinstance(reply, NotReady):
+        if isinstance(reply, WorkerFailed):
             raise reply.error
-        if not isinstance(reply, Ready):
+        if not isinstance(reply, WorkerReady):
             raise self._not_loaded(process, ended)
         if self.kinds and self.kinds != reply.kinds:
             raise ConfigError(
@@ -182,7 +184,7 @@ class RewardPool:
 
     # ---------------------------------------------------------------------------------------------------- the calls
 
-    def _dispatch(self, run: _Run) -> None:
+    def _dispatch(self, run: _PoolRun) -> None:
         """Gives tasks to processes until all have what they can take."""
         while (index := run.peek()) is not None:
             waits = self.kinds[run.tasks[index].function].asynchronous
@@ -196,15 +198,15 @@ class RewardPool:
             # calls that are not async are made one after another: each message of answers moves the limit on
             process.running |= {run.first + i: now + limit_s for i in indices}
             process.exclusive = not shared
-            calls = [Call(run.first + i, run.tasks[i].function, run.tasks[i].samples) for i in indices]
+            calls = [RewardTask(run.first + i, run.tasks[i].function, run.tasks[i].samples) for i in indices]
             try:
-                process.connection.send(Calls(tuple(map(pickle.dumps, calls)), run.position))
+                process.connection.send(RewardTasks(tuple(map(pickle.dumps, calls)), run.position))
             except OSError:  # it died since its last call, or does not read
                 blamed = index in run.alone and len(process.running) == 1
                 self._fail(run, process, "does not take calls" if blamed else None, again=not blamed)
                 return
 
-    def _take_several(self, run: _Run) -> list[int]:
+    def _take_several(self, run: _PoolRun) -> list[int]:
         """Tasks of functions that are not async for one message: as many as take MESSAGE_S, while all processes have
         some that are worth a message."""
         indices: list[int] = []
@@ -228,7 +230,7 @@ class RewardPool:
         free = [p for p in self._processes if len(p.running) < limit and not (p.running and p.exclusive)]
         return min(free, key=lambda p: len(p.running), default=None)
 
-    def _collect(self, run: _Run) -> None:
+    def _collect(self, run: _PoolRun) -> None:
         """Waits for answers, deaths or the next deadline, and takes what there is."""
         busy = {p.connection: p for p in self._processes if p.running}
         if not busy:
@@ -247,7 +249,7 @@ class RewardPool:
             if connection not in ready and min(process.running.values()) <= now:
                 self._fail(run, process, f"took longer than {self._setup.timeout_s:g} s", timed_out=True)
 
-    def _take(self, run: _Run, process: Process, answers: Answers) -> None:
+    def _take(self, run: _PoolRun, process: Process, answers: Answers) -> None:
         """Answers; of calls that are made one after another the next one begins."""
         for answer in answers:
             del process.running[answer.number]
@@ -259,7 +261,7 @@ class RewardPool:
             process.running = dict.fromkeys(process.running, time.monotonic() + self._setup.timeout_s)
 
     def _fail(
-        self, run: _Run, process: Process, fault: str | None, *, timed_out: bool = False, again: bool = False
+        self, run: _PoolRun, process: Process, fault: str | None, *, timed_out: bool = False, again: bool = False
     ) -> None:
         """A process hung, or died (fault: None).
 
@@ -280,7 +282,7 @@ class RewardPool:
         run.finish(blamed, Outcome(None, fault or f"ended its process ({in_words(status)})", timed_out))
 
 
-class _Run:
+class _PoolRun:
     """The tasks of one `RewardPool.run`: which wait, which are to run alone, and what came of them.
 
     Processes know a task as the number `first + index`, so an answer is never taken for another run's.

@@ -22,7 +22,7 @@ import time
 
 import psutil
 
-from mrl.rewards.worker import NUMBER_BYTES, Setup
+from mrl.rewards.worker import NUMBER_BYTES, WorkerConfig
 
 START = (
     # srun sends what stops a run to every process of the job: scoring goes on until the trainer has saved
@@ -52,8 +52,8 @@ class Process:
         return int.from_bytes(self.begun[:NUMBER_BYTES], "little")
 
 
-def start(setup: Setup, send_timeout_s: float) -> Process:
-    """Returns a new process that was sent `setup`; it answers Ready or NotReady."""
+def start(setup: WorkerConfig, send_timeout_s: float) -> Process:
+    """Returns a new process that was sent `setup`; it answers Ready or WorkerFailed."""
     ours, theirs = multiprocessing.Pipe()
     read_end, write_end = os.pipe()
     memory, path = tempfile.mkstemp()

@@ -50,7 +50,7 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ran:
+class ProgramResult:
     """How a program in the sandbox ended."""
 
     finished: bool  # whether code and test ran to their end
@@ -58,7 +58,9 @@ class Ran:
     output: str
 
 
-def run_python(code: str, *, limits: Limits, test: str = "", input: str | None = None, no_seccomp: bool = False) -> Ran:
+def run_python(
+    code: str, *, limits: Limits, test: str = "", input: str | None = None, no_seccomp: bool = False
+) -> ProgramResult:
     """Executes `code`, then `test` in the same names.
 
     With `input` the code is a program: it is __main__, reads `input` and may call sys.exit(0). Without, it is a module
@@ -90,7 +92,7 @@ def run_python(code: str, *, limits: Limits, test: str = "", input: str | None =
         status, written = _wait(child, read_end, limits.time_s)
         stdout.seek(0)
         output = stdout.read().decode("utf-8", "replace")
-    return Ran(written == nonce.encode() and status == 0, status, output)
+    return ProgramResult(written == nonce.encode() and status == 0, status, output)
 
 
 def _wait(child: subprocess.Popen[bytes], results: int, time_s: float) -> tuple[int | None, bytes]:

@@ -14,7 +14,7 @@ from mrl.errors import RewardError
 from mrl.rewards.calls import START, Position, Sample, Scope
 from mrl.rewards.pool import Outcome, Retries, RewardPool, Task
 
-REPORTED = 3  # faults of one step that are written to a file
+MAX_REPORTED = 3  # faults of one step that are written to a file
 REPORTS = 20  # files of faults that count as 0
 
 
@@ -85,7 +85,7 @@ class Scorer:
             if outcome.fault is not None:
                 line = self._in_words(task, outcome.fault)
                 fatal = self._is_fatal(task, outcome)
-                if fatal or len(reports) < REPORTED:
+                if fatal or len(reports) < MAX_REPORTED:
                     reports.append(_report(line, task, outcome))
                 if fatal:
                     raise RewardError(self._advice(line, outcome, self._write(reports, position, fatal=True)))
@@ -100,14 +100,14 @@ class Scorer:
     def _tasks(self, samples: Sequence[Sample]) -> tuple[list[int], list[Task]]:
         """Returns the calls, by the sample that each begins with and then by function; where each begins."""
         bare = [dataclasses.replace(sample, tokens=()) if sample.tokens else sample for sample in samples]
-        found: list[tuple[int, Task]] = []
+        tasks: list[tuple[int, Task]] = []
         for function, kind in enumerate(self._pool.kinds):
             given, place = samples if kind.needs_tokens else bare, 0
             for part in _parts(given, kind.scope):
-                found.append((place, Task(function, part)))
+                tasks.append((place, Task(function, part)))
                 place += len(part)
-        found.sort(key=lambda item: (item[0], item[1].function))
-        return [place for place, _ in found], [task for _, task in found]
+        tasks.sort(key=lambda item: (item[0], item[1].function))
+        return [place for place, _ in tasks], [task for _, task in tasks]
 
     def _advice(self, line: str, outcome: Outcome, report: pathlib.Path | None) -> str:
         raised = "its traceback and the completion are" if outcome.traceback else "the completion is"

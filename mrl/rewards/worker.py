@@ -1,9 +1,10 @@
 """The process that calls reward functions. `mrl.rewards.pool` starts it and speaks with it through a pipe.
 
-From the pool: first a Setup; then Calls, which are made in their order, each after the one before; more while those
-before are running only where all are of async functions. To the pool: first Ready or NotReady; then Answers, in the
-order that the calls end. Those of calls that are made one after another wait for each other up to FLUSH_S; so that the
-pool knows which call hung or crashed, its number is in shared memory.
+From the pool: first a WorkerConfig; then RewardTasks, which are made in their order, each after the one before. More
+are made while those before are running only where all are of async functions. To the pool: first WorkerReady or
+WorkerFailed; then Answers, in the order that the calls end. Those of calls that are made one after another wait for
+each other up to FLUSH_S. The number of the running call is in shared memory, so that the pool knows which call hung or
+crashed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NUMBER_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
+class WorkerConfig:
     """The settings that a process is made with."""
 
     rewards: tuple[tuple[str, Reward], ...]  # with the config key of each
@@ -42,7 +43,7 @@ class Setup:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class FunctionKind:
     """The pool's knowledge of a function."""
 
     asynchronous: bool
@@ -51,24 +52,24 @@ class Kind:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ready:
-    kinds: tuple[Kind, ...]
+class WorkerReady:
+    kinds: tuple[FunctionKind, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class NotReady:
+class WorkerFailed:
     error: ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class RewardTask:
     number: int  # returned with the answer
-    function: int  # index into the Setup's rewards
+    function: int  # index into the WorkerConfig's rewards
     samples: tuple[Sample, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Calls:
+class RewardTasks:
     """One message: a round trip for each call took longer than most functions do."""
 
     calls: tuple[bytes, ...]
@@ -81,7 +82,7 @@ class Calls:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class TaskAnswer:
     """The answer of a worker to a call."""
 
     number: int
@@ -92,9 +93,9 @@ class Answer:
     seconds: float = 0.0
 
 
-Answers = tuple[Answer, ...]
+Answers = tuple[TaskAnswer, ...]
 FLUSH_S = 0.005
-LOGGED = 20  # tracebacks that a process writes to its log
+MAX_LOGGED = 20  # tracebacks that a process writes to its log
 
 
 class Worker:
@@ -104,13 +105,13 @@ class Worker:
         self.functions = functions
         self.timeout_s = timeout_s
         self.loop = asyncio.new_event_loop()  # one for all calls: clients that a user keeps belong to a loop
-        self.waiting: collections.deque[tuple[Call, Position]] = collections.deque()  # received and not begun
+        self.waiting: collections.deque[tuple[RewardTask, Position]] = collections.deque()  # received and not begun
         self.logged = 0
         asyncio.set_event_loop(self.loop)
 
     def serve(self) -> None:
         """Answers calls until the pool goes away."""
-        answers: list[Answer] = []
+        answers: list[TaskAnswer] = []
         flushed_s = 0.0
         while True:
             if not self.waiting:
@@ -128,26 +129,26 @@ class Worker:
                 flushed_s = time.perf_counter()
 
     def receive(self) -> None:
-        received: Calls = self.connection.recv()
+        received: RewardTasks = self.connection.recv()
         self.waiting.extend((pickle.loads(call), received.position) for call in received.calls)
 
-    def run(self, call: Call, position: Position) -> Answer:
+    def run(self, call: RewardTask, position: Position) -> TaskAnswer:
         reward, began_s = self.functions[call.function], time.perf_counter()
         try:
             by_place, by_name = reward.arguments(call.samples, position)
         except ValueError as error:  # a field of the row is missing, or is not what the form has
-            return Answer(call.number, None, str(error))
+            return TaskAnswer(call.number, None, str(error))
         try:
             value = reward.function(*by_place, **by_name)
         except BaseException as error:
             return self.failed(call, error)
         return self.answer(call, value, time.perf_counter() - began_s)
 
-    async def run_async(self, first: Call, position: Position) -> None:
+    async def run_async(self, first: RewardTask, position: Position) -> None:
         """Runs `first` and the async calls that arrive while any is running."""
         tasks: set[asyncio.Task[None]] = set()
 
-        def start(call: Call, position: Position) -> None:
+        def start(call: RewardTask, position: Position) -> None:
             task = self.loop.create_task(self.one(call, position))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -172,12 +173,12 @@ class Worker:
         finally:
             self.loop.remove_reader(self.connection.fileno())
 
-    async def one(self, call: Call, position: Position) -> None:
+    async def one(self, call: RewardTask, position: Position) -> None:
         reward = self.functions[call.function]
         try:
             by_place, by_name = reward.arguments(call.samples, position)
         except ValueError as error:  # a field of the row is missing, or is not what the form has
-            self.connection.send((Answer(call.number, None, str(error)),))
+            self.connection.send((TaskAnswer(call.number, None, str(error)),))
             return
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
@@ -185,30 +186,30 @@ class Worker:
             answer = self.answer(call, value)
         except BaseException as error:
             if isinstance(error, TimeoutError) and limit.expired():
-                answer = Answer(call.number, None, f"took longer than {self.timeout_s:g} s", True)
+                answer = TaskAnswer(call.number, None, f"took longer than {self.timeout_s:g} s", True)
             else:
                 answer = self.failed(call, error)
         self.connection.send((answer,))
 
-    def answer(self, call: Call, value: Any, seconds: float = 0.0) -> Answer:
+    def answer(self, call: RewardTask, value: Any, seconds: float = 0.0) -> TaskAnswer:
         try:
             values = self.functions[call.function].values(value, len(call.samples))
-            return Answer(call.number, values, seconds=seconds)
+            return TaskAnswer(call.number, values, seconds=seconds)
         except (ValueError, OverflowError) as error:
-            return Answer(call.number, None, str(error))
+            return TaskAnswer(call.number, None, str(error))
         except Exception as error:  # an object whose repr or float raises
             what = f"returned a {type(value).__name__} that is no number: {describe(error)}"
-            return Answer(call.number, None, what, traceback=whole_traceback(error))
+            return TaskAnswer(call.number, None, what, traceback=whole_traceback(error))
 
-    def failed(self, call: Call, error: BaseException) -> Answer:
+    def failed(self, call: RewardTask, error: BaseException) -> TaskAnswer:
         """Returns the answer to a call that raised; its traceback goes to the log too, that is standard error."""
         what, where = describe(error), whole_traceback(error)
         self.logged += 1
-        if self.logged <= LOGGED:
+        if self.logged <= MAX_LOGGED:
             sample = call.samples[0]
             print(f"reward of row {sample.where} raised {what}\n{where}completion: {sample.completion[:2000]!r}",
                   file=sys.stderr, flush=True)  # fmt: skip
-        return Answer(call.number, None, f"raised {what}", traceback=where)
+        return TaskAnswer(call.number, None, f"raised {what}", traceback=where)
 
 
 def die_with(lifeline: int) -> None:
@@ -238,11 +239,13 @@ def main(connection_fd: int, lifeline: int, begun_fd: int) -> None:
     die_with(lifeline)
     connection = Connection(connection_fd)
     with contextlib.suppress(EOFError, OSError):
-        setup: Setup = connection.recv()
+        setup: WorkerConfig = connection.recv()
         try:
             functions = [_load(reward, key, setup.first) for key, reward in setup.rewards]
         except ConfigError as error:
-            connection.send(NotReady(error))
+            connection.send(WorkerFailed(error))
             return
-        connection.send(Ready(tuple(Kind(is_async(f.function), f.scope, f.needs_tokens) for f in functions)))
+        connection.send(
+            WorkerReady(tuple(FunctionKind(is_async(f.function), f.scope, f.needs_tokens) for f in functions))
+        )
         Worker(connection, mmap.mmap(begun_fd, NUMBER_BYTES), functions, setup.timeout_s).serve()

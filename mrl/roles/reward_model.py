@@ -90,7 +90,7 @@ class RewardModel:
 
     def _rendered(self, trajectory: Trajectory) -> list[int]:
         """Prompt and answer through the reward model's chat template; text is joined as it is where it has none."""
-        asked = trajectory.prompt.asked
+        asked = trajectory.prompt.conversation
         try:
             if self.encoder.has_template:
                 return self.encoder.encode(self._conversation(trajectory)).ids
@@ -110,7 +110,7 @@ class RewardModel:
 
     def _conversation(self, trajectory: Trajectory) -> Chat:
         """Returns all messages up to the policy's last, with the prompt's tools and template arguments."""
-        chat = trajectory.prompt.asked.chat
+        chat = trajectory.prompt.conversation.chat
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*system, *chat.messages, *_answers(trajectory)]
         return Chat(messages, tools=chat.tools, template_kwargs=chat.template_kwargs)

@@ -15,7 +15,7 @@ from typing import Any
 
 from mrl.converters.pt_file import load_pt
 from mrl.engine import background, saving
-from mrl.engine.atomic_checkpoint import ROLES, Ranks, other_backend
+from mrl.engine.atomic_checkpoint import ROLES, RankGroup, other_backend
 from mrl.engine.base import BaseEngine
 from mrl.engine.collective import on_main
 from mrl.engine.torch_dist.data_files import as_bytes, saved_bytes
@@ -60,7 +60,7 @@ def stage(engines: Mapping[str, BaseEngine], use: Use, state: Mapping[str, Any])
     about = saved_bytes({"roles": {role: engine.backend for role, engine in engines.items()}, "state": dict(state)})
     writes = {role: use(role).stage_state({}) for role in engines}
 
-    def write_copies(folder: str, ranks: Ranks) -> None:
+    def write_copies(folder: str, ranks: RankGroup) -> None:
         if ranks.rank == 0:
             for role in writes:
                 os.mkdir(os.path.join(folder, role))
@@ -88,7 +88,7 @@ def load(
     hold some for a run that has none: they never change. constant: those that no further checkpoint will hold; where
     this one, of an older mrl, holds one, it has to be what the run has started from. Raises ConfigError.
     """
-    with saving.loading(path, backend=ROLES, remote=remote) as folder:
+    with saving.checkpoint_to_load(path, backend=ROLES, remote=remote) as folder:
         saved = load_pt(os.path.join(folder, TRAINER), fields=("roles", "state"))
         _check_roles(saved["roles"], engines, may_lack, folder)
         for role in saved["roles"]:
@@ -103,11 +103,11 @@ def load(
 
 def _digest(engine: BaseEngine) -> str:
     """Returns a hash of an engine's weights, on rank 0, whatever its layout. Collective."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in engine.hf_weights():
-        found.update(name.encode())
-        found.update(as_bytes(tensor.cpu()))
-    return found.hexdigest()
+        digest.update(name.encode())
+        digest.update(as_bytes(tensor.cpu()))
+    return digest.hexdigest()
 
 
 def _check_same(role: str, engine: BaseEngine, before: str, folder: str) -> None:

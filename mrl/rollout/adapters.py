@@ -25,7 +25,7 @@ from mrl.converters.hf_config import VISION_LANGUAGE, read_hf_config
 from mrl.engine.lora.folder import adapters, write_adapter_files
 from mrl.engine.lora.identity import weights_fingerprint
 from mrl.errors import ConfigError, ServerError, one_line
-from mrl.rollout.handover import Handover, Together, pause
+from mrl.rollout.handover import ServerGroup, WeightSync, pause
 from mrl.rollout.weights import WeightFolders
 
 KEY = "rollout.server.lora"
@@ -33,28 +33,28 @@ TARGETS = "actor.model.lora.target_modules"
 PREFIX = "mrl-ppo-"
 """What the names of adapters begin with; a server's weights have the name of the adapter that it was given last."""
 
-AS_STARTED = "default"
+STARTED_ADAPTER = "default"
 """What servers call the weights that they were started with."""
 
-SOME_IDS = tuple(range(12))
+PROBE_IDS = tuple(range(12))
 """Tokens that every model has, and not one alone: of a padding token's zeros every adapter makes zeros."""
 
-HEARD = 0.02
+MIN_LOGPROB_CHANGE = 0.02
 """Nats a token by which adapters of a trial, which are as large as weights, change log-probs at the least: those of one
 model differ by less, from one run of a GPU's kernels to another."""
 
-INSTEAD = f"set {KEY} to merged"
+MERGED_FIX = f"set {KEY} to merged"
 
 
 @dataclasses.dataclass(frozen=True)
-class Adapted:
+class AdapterTraining:
     """An actor that trains adapters alone."""
 
     model: str  # folder of its base
     lora: LoraConfig
 
 
-def check_adapted(actor: Adapted) -> None:
+def check_adapter_training(actor: AdapterTraining) -> None:
     """Raises ConfigError for adapters that no server takes here. Reads config.json alone."""
     kind = read_hf_config(actor.model)["model_type"]
     if kind in VISION_LANGUAGE:
@@ -66,11 +66,11 @@ def check_adapted(actor: Adapted) -> None:
                 TARGETS,
                 actor.lora.target_modules,
                 f"takes in {name}, and {KEY} adapter is not for adapters of {what}",
-                f"name linear layers outside of experts alone, or {INSTEAD}",
+                f"name linear layers outside of experts alone, or {MERGED_FIX}",
             )
 
 
-class AdapterHandover(Handover):
+class AdapterWeightSync(WeightSync):
     """The servers were inspected; constructing it shows that they take the actor's adapters, each kind of module.
 
     text: ids that they are asked about for that. Raises ConfigError where one does not, and ServerError where one has
@@ -80,15 +80,15 @@ class AdapterHandover(Handover):
     name, why = "adapters", "alone, as files"
 
     def __init__(
-        self, servers: Together[Any], weights_dir: str, actor: Adapted, text: Sequence[int] = SOME_IDS
+        self, servers: ServerGroup[Any], weights_dir: str, actor: AdapterTraining, text: Sequence[int] = PROBE_IDS
     ) -> None:
         self._servers, self._actor = servers, actor
-        check_adapted(actor)
+        check_adapter_training(actor)
         self._shapes = adapters(actor.model, actor.lora, "lm")
-        servers.each(self._check_start)
+        servers.map(self._check_start)
         pause(self._servers)  # what a run that was killed had under way ends, with its files
         try:
-            servers.each(self._forget_others)
+            servers.map(self._forget_others)
             self._folders = WeightFolders(weights_dir, bucket_mb=1)
         finally:
             servers.outcomes(lambda s: s.resume())
@@ -102,11 +102,11 @@ class AdapterHandover(Handover):
             why = f"needs servers that take adapters, and {url} was started without"
             raise ConfigError(KEY, "adapter", why, f"start it with {server.how_to_adapt}, or set it to merged")
         if server.most_rank is not None and lora.rank > server.most_rank:
-            fix = f"start it with --max-lora-rank {lora.rank} or more, give a smaller rank, or {INSTEAD}"
+            fix = f"start it with --max-lora-rank {lora.rank} or more, give a smaller rank, or {MERGED_FIX}"
             why = f"is above {server.most_rank}, the largest that {url} was started for"
             raise ConfigError("actor.model.lora.rank", lora.rank, why, fix)
         has = server.version()
-        if has != AS_STARTED and not has.startswith(PREFIX):
+        if has != STARTED_ADAPTER and not has.startswith(PREFIX):
             raise server.http.error(
                 f"has weights that a run gave it ({has!r}) in place of those of actor.model.path, which {KEY} adapter "
                 "goes over; start it again"
@@ -129,7 +129,7 @@ class AdapterHandover(Handover):
         vLLM 0.32.0 passes over a module that it cannot adapt with a warning in its log, or none at all.
         """
         generator = torch.Generator().manual_seed(0)
-        bases = self._servers.each(lambda s: s.score(text))
+        bases = self._servers.map(lambda s: s.score(text))
         for kind in sorted({name.rpartition(".")[2] for name in self._shapes}):
             tensors = {}
             for shape in (s for n, s in self._shapes.items() if n.rpartition(".")[2] == kind):
@@ -137,7 +137,7 @@ class AdapterHandover(Handover):
                 tensors[shape.b_name] = torch.randn(shape.b_shape, generator=generator) / shape.scale
             name, folder = self._written(tensors)
             try:
-                found = self._servers.each(functools.partial(_scored, name=name, folder=folder, text=text))
+                found = self._servers.map(functools.partial(_scored, name=name, folder=folder, text=text))
             except ServerError as error:
                 if error.status is None:
                     raise
@@ -145,7 +145,7 @@ class AdapterHandover(Handover):
             finally:
                 self._drop(name)
             for server, base, scores in zip(self._servers, bases, found, strict=True):
-                if sum(abs(a - b) for a, b in zip(base, scores, strict=True)) < HEARD * len(base):
+                if sum(abs(a - b) for a, b in zip(base, scores, strict=True)) < MIN_LOGPROB_CHANGE * len(base):
                     raise self._refused(kind, f"{server.http.url} takes them, and its log-probs are those of the base")
 
     def _refused(self, kind: str, why: str) -> ConfigError:
@@ -158,12 +158,12 @@ class AdapterHandover(Handover):
         pause(self._servers)
         try:
             try:
-                self._servers.each(lambda s: s.load_adapter(name, str(folder)))
+                self._servers.map(lambda s: s.load_adapter(name, str(folder)))
             except ServerError as failed:
                 self._drop(name)
                 raise ServerError(f"{failed}; no server samples with the new adapters") from failed
-            self._servers.each(lambda s: s.set_version(name))  # from now on nobody asks for the old ones
-            self._servers.each(functools.partial(self._forget_others, but=name))
+            self._servers.map(lambda s: s.set_version(name))  # from now on nobody asks for the old ones
+            self._servers.map(functools.partial(self._forget_others, but=name))
         finally:
             self._servers.outcomes(lambda s: s.resume())
         self._old = folder

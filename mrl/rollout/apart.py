@@ -17,7 +17,7 @@ import torch
 from mrl.engine.rng import Generators
 
 
-class Apart:
+class IsolatedState:
     """The process as one library left it, where nothing else is to see that.
 
     variables: of the environment, for the library alone; one that is set already outside of it stays as it is where

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 
-def pack_anew(model: nn.Module) -> None:
+def repack(model: nn.Module) -> None:
     """Packs the weights that several layers have, and those of experts: once behind each reload that has brought all of
     them."""
     layers: dict[int, list[Any]] = {}

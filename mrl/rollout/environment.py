@@ -36,7 +36,7 @@ Content = str | list[dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class EnvironmentStep:
     """The answer of an environment to a turn."""
 
     observation: Content | None  # None where it has nothing more to say
@@ -66,7 +66,7 @@ def load_environment(spec: str, key: str = KEY) -> Callable[[], Any]:
 
 
 @dataclasses.dataclass(eq=False)
-class _Call:
+class _EnvironmentCall:
     """A call of one conversation's object."""
 
     number: int  # of the conversation
@@ -90,16 +90,16 @@ class Environments:
         self._objects: list[Any] = []
         self._prompts: list[Prompt] = []
         self._changed = threading.Condition()
-        self._under_way: dict[int, list[_Call]] = {}  # the calls of each part of the conversations
+        self._under_way: dict[int, list[_EnvironmentCall]] = {}  # the calls of each part of the conversations
         self._asynchronous = any(is_async(getattr(environment, method)) for method in ("reset", "step"))
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._threads: list[queue.SimpleQueue[_Call | None]] = []
+        self._threads: list[queue.SimpleQueue[_EnvironmentCall | None]] = []
 
     def reset(self, prompts: Sequence[Prompt]) -> list[Content | None]:
         """Begins conversations 0, 1, ..., each with a row; what replaces the prompt of each, or None."""
         self._prompts, self._objects = list(prompts), [None] * len(prompts)
         self._start()
-        calls = [_Call(i, "reset", copy.deepcopy(prompt.row)) for i, prompt in enumerate(prompts)]
+        calls = [_EnvironmentCall(i, "reset", copy.deepcopy(prompt.row)) for i, prompt in enumerate(prompts)]
         self._under_way = {}
         self._begin(0, calls)
         return [self._checked(call, self._prompt_of) for call in self._ended(wait=True)[0]]
@@ -107,9 +107,9 @@ class Environments:
     def begin_steps(self, part: int, turns: Sequence[tuple[int, str]]) -> None:
         """Gives the policy's turns to the conversations with these numbers, a part of all; `answers` has what comes of
         it."""
-        self._begin(part, [_Call(number, "step", text) for number, text in turns])
+        self._begin(part, [_EnvironmentCall(number, "step", text) for number, text in turns])
 
-    def answers(self, *, wait: bool) -> dict[int, list[Step]]:
+    def answers(self, *, wait: bool) -> dict[int, list[EnvironmentStep]]:
         """Returns the answers, once, of each part whose conversations have all answered, in the order of its turns.
 
         wait: until there is one. Otherwise there may be none.
@@ -139,7 +139,7 @@ class Environments:
             self._threads.append(queue.SimpleQueue())
             threading.Thread(target=self._serve, args=(self._threads[-1],), name="mrl-environment", daemon=True).start()
 
-    def _begin(self, part: int, calls: list[_Call]) -> None:
+    def _begin(self, part: int, calls: list[_EnvironmentCall]) -> None:
         assert part not in self._under_way, f"part {part} has not answered yet"
         self._under_way[part] = calls
         for call in calls:
@@ -148,7 +148,7 @@ class Environments:
             else:
                 self._threads[call.number % len(self._threads)].put(call)
 
-    def _ended(self, *, wait: bool) -> dict[int, list[_Call]]:
+    def _ended(self, *, wait: bool) -> dict[int, list[_EnvironmentCall]]:
         """Takes the parts that have ended from those under way; the first fault, by conversation, is raised."""
         with self._changed:
             while True:
@@ -180,7 +180,7 @@ class Environments:
         first = min((c.started for c in running if c.started is not None), default=time.monotonic())
         return min(1.0, first + self._timeout_s - time.monotonic() + 0.01)
 
-    def _serve(self, calls: queue.SimpleQueue[_Call | None]) -> None:
+    def _serve(self, calls: queue.SimpleQueue[_EnvironmentCall | None]) -> None:
         while (call := calls.get()) is not None:
             call.started = time.monotonic()
             try:
@@ -189,7 +189,7 @@ class Environments:
                 call.fault = _raised(call, error)
             self._end(call)
 
-    async def _make_async(self, call: _Call) -> None:
+    async def _make_async(self, call: _EnvironmentCall) -> None:
         call.started = time.monotonic()
         try:
             value = self._method(call)(call.argument)
@@ -198,23 +198,23 @@ class Environments:
             call.fault = _raised(call, error)
         self._end(call)
 
-    def _method(self, call: _Call) -> Callable[[Any], Any]:
+    def _method(self, call: _EnvironmentCall) -> Callable[[Any], Any]:
         if call.method == "reset":
             self._objects[call.number] = self._class()
         return getattr(self._objects[call.number], call.method)
 
-    def _end(self, call: _Call) -> None:
+    def _end(self, call: _EnvironmentCall) -> None:
         with self._changed:
             call.ended = time.monotonic()
             self._changed.notify()
 
     # ----------------------------------------------------------------------------------------------------- answers
 
-    def _error(self, call: _Call, advice: str) -> RewardError:
+    def _error(self, call: _EnvironmentCall, advice: str) -> RewardError:
         where = self._prompts[call.number].where
         return RewardError(KEY, why=f"{self._name}: row {where}: {call.method} {call.fault}", fix=advice)
 
-    def _checked(self, call: _Call, read: Callable[[Any], Any]) -> Any:
+    def _checked(self, call: _EnvironmentCall, read: Callable[[Any], Any]) -> Any:
         try:
             return read(call.value)
         except (BadRow, ValueError, OverflowError) as error:
@@ -227,7 +227,7 @@ class Environments:
             raise ValueError("returned an empty prompt")
         return content
 
-    def _step_of(self, value: Any) -> Step:
+    def _step_of(self, value: Any) -> EnvironmentStep:
         if not isinstance(value, tuple | list) or len(value) != 3:
             raise ValueError(f"returned {with_type(value)}, which is not (observation, reward, done)")
         observation, reward, done = value
@@ -238,10 +238,12 @@ class Environments:
             raise ValueError(f"returned {with_type(done)} as done, which is not True or False")
         if observation is None and not done:
             raise ValueError("returned no observation, and done is False")
-        return Step(None if observation is None else _content_of(observation, "the observation"), reward, done)
+        return EnvironmentStep(
+            None if observation is None else _content_of(observation, "the observation"), reward, done
+        )
 
 
-def _raised(call: _Call, error: BaseException) -> str:
+def _raised(call: _EnvironmentCall, error: BaseException) -> str:
     """Returns an exception in words; of a field that the row has not, with those that it has."""
     fault = f"raised {describe(error)}"
     if call.method == "reset" and isinstance(error, KeyError) and error.args[:1] not in [(n,) for n in call.argument]:

@@ -27,8 +27,8 @@ from mrl.config.ppo import ServerConfig
 from mrl.engine import links
 from mrl.engine.links import Link
 from mrl.errors import ConfigError, ServerError, first_line
-from mrl.rollout.http import Http, HungUp
-from mrl.rollout.weights import ReadToItsEnd, Shapes, WeightFolders
+from mrl.rollout.http import HttpClient, RequestAborted
+from mrl.rollout.weights import DrainedStream, Shapes, WeightFolders
 
 T = TypeVar("T")
 KEY = "rollout.server.handover"
@@ -50,7 +50,7 @@ class Receiver(abc.ABC):
     greets = False  # its processes at a link are mrl's own, which say when they have met
     how_to_link = "its kind of server has none"  # what a server has to be started with, for links
 
-    def __init__(self, http: Http) -> None:
+    def __init__(self, http: HttpClient) -> None:
         self.http = http
 
     @abc.abstractmethod
@@ -78,7 +78,7 @@ class Receiver(abc.ABC):
         """
         raise NotImplementedError
 
-    def memory_link(self, device: torch.device, servers: Together[Any]) -> Link:
+    def memory_link(self, device: torch.device, servers: ServerGroup[Any]) -> Link:
         """Returns the link `ipc` for servers of this kind."""
         return links.SharedMemoryLink(device, len(servers))
 
@@ -106,7 +106,7 @@ class Receiver(abc.ABC):
 R = TypeVar("R", bound=Receiver)
 
 
-class Together(Sequence[R], Generic[R]):
+class ServerGroup(Sequence[R], Generic[R]):
     """Servers that are asked at the same time."""
 
     def __init__(self, servers: Sequence[R]) -> None:
@@ -122,14 +122,14 @@ class Together(Sequence[R], Generic[R]):
     def __len__(self) -> int:
         return len(self._servers)
 
-    def each(self, call: Callable[[R], T]) -> list[T]:
+    def map(self, call: Callable[[R], T]) -> list[T]:
         """Returns the results of `call` for each server, made at the same time, when all have ended. Raises the first
         error.
         """
         return [future.result() for future in self._ended(call)]
 
     def outcomes(self, call: Callable[[R], T]) -> list[T | ServerError]:
-        """As `each`, with a ServerError as the result of its server."""
+        """As `map`, with a ServerError as the result of its server."""
         outcomes: list[T | ServerError] = []
         for future in self._ended(call):
             try:
@@ -142,7 +142,7 @@ class Together(Sequence[R], Generic[R]):
         with concurrent.futures.ThreadPoolExecutor(len(self)) as pool:
             return [pool.submit(call, server) for server in self]
 
-    def at_once(self, calls: Sequence[Callable[[], None]]) -> None:
+    def call_all(self, calls: Sequence[Callable[[], None]]) -> None:
         """Makes all calls at the same time. At the first error the others are ended, and it is raised."""
         with concurrent.futures.ThreadPoolExecutor(len(calls) or 1) as pool:
             futures = [pool.submit(call) for call in calls]
@@ -150,30 +150,30 @@ class Together(Sequence[R], Generic[R]):
                 for future in concurrent.futures.as_completed(futures):
                     future.result()
             except BaseException:
-                self.hang_up()
+                self.abort_requests()
                 raise
             finally:
                 concurrent.futures.wait(futures)
-                self.pick_up()
+                self.allow_requests()
 
-    def hang_up(self) -> None:
-        """Ends all requests that are under way, which raise HungUp."""
+    def abort_requests(self) -> None:
+        """Ends all requests that are under way, which raise RequestAborted."""
         for server in self:
-            server.http.hang_up()
+            server.http.abort_requests()
 
-    def pick_up(self) -> None:
+    def allow_requests(self) -> None:
         for server in self:
-            server.http.pick_up()
+            server.http.allow_requests()
 
-    def at_most(self, seconds: float, call: Callable[[R], None]) -> None:
+    def call_within(self, seconds: float, call: Callable[[R], None]) -> None:
         """Makes `call` for each server, and ends what takes longer; what goes wrong is not looked at."""
         with concurrent.futures.ThreadPoolExecutor(len(self)) as pool:
             futures = [pool.submit(call, server) for server in self]
             concurrent.futures.wait(futures, seconds)
-            self.hang_up()
-        self.pick_up()
+            self.abort_requests()
+        self.allow_requests()
 
-    def beside(self, call: Callable[[R], None], act: Callable[[Callable[[], bool]], None]) -> None:
+    def call_while(self, call: Callable[[R], None], act: Callable[[Callable[[], bool]], None]) -> None:
         """Makes `call` for each server while `act` runs; returns when all have ended. Raises the first error.
 
         act: is given a function that says whether a server has failed; it ends then, without what the server should
@@ -195,17 +195,17 @@ class Together(Sequence[R], Generic[R]):
             concurrent.futures.wait(futures, until, return_when=concurrent.futures.FIRST_EXCEPTION)
             if broken is not None or failed():
                 concurrent.futures.wait(futures, LAST_WORDS_S if failed() else 0)
-                self.hang_up()
-        self.pick_up()
-        for said in [future.exception() for future in futures]:
-            if said is not None and not isinstance(said, HungUp):
-                raise said
+                self.abort_requests()
+        self.allow_requests()
+        for failure in [future.exception() for future in futures]:
+            if failure is not None and not isinstance(failure, RequestAborted):
+                raise failure
         if broken is not None:
             urls = ", ".join(server.http.url for server in self)
             raise ServerError(f"{KEY}: the link to {urls} broke ({first_line(broken)}); see the servers' logs")
 
 
-class Handover(abc.ABC):
+class WeightSync(abc.ABC):
     """A way for weights to all of `servers`."""
 
     name: str
@@ -223,7 +223,9 @@ class Handover(abc.ABC):
     def close(self) -> None: ...
 
 
-def make_handover(servers: Together[Any], config: ServerConfig, weights_dir: str, device: torch.device) -> Handover:
+def make_weight_sync(
+    servers: ServerGroup[Any], config: ServerConfig, weights_dir: str, device: torch.device
+) -> WeightSync:
     """Returns the way of `config.handover`; the servers were inspected. device: the one that the actor is on.
 
     Raises ConfigError where a server does not have that way; `auto` takes what all of them have, on a GPU.
@@ -231,11 +233,11 @@ def make_handover(servers: Together[Any], config: ServerConfig, weights_dir: str
     folders = WeightFolders(weights_dir, bucket_mb=config.bucket_mb)
     chosen, why = _choose(servers, config.handover, device, sleeps=config.sleep)
     if chosen == "disk":
-        return DiskHandover(servers, folders, why)
-    return LinkHandover(servers, chosen, device, bucket_mb=config.bucket_mb, timeout_s=config.timeout_s)
+        return DiskWeightSync(servers, folders, why)
+    return LinkWeightSync(servers, chosen, device, bucket_mb=config.bucket_mb, timeout_s=config.timeout_s)
 
 
-def _choose(servers: Together[Any], asked: str, device: torch.device, *, sleeps: bool) -> tuple[str, str]:
+def _choose(servers: ServerGroup[Any], asked: str, device: torch.device, *, sleeps: bool) -> tuple[str, str]:
     """Returns the way, and why it is none that is faster (empty: there is none)."""
     if asked == "disk":
         return "disk", "as configured"
@@ -243,7 +245,7 @@ def _choose(servers: Together[Any], asked: str, device: torch.device, *, sleeps:
         return "disk", "as the actor is on a CPU"
     faster = []
     for way in ("ipc", "broadcast") if asked == "auto" else (asked,):
-        found = servers.each(functools.partial(_obstacle, way=way, device=device, sleeps=sleeps, named=asked == way))
+        found = servers.map(functools.partial(_obstacle, way=way, device=device, sleeps=sleeps, named=asked == way))
         obstacles = [(server, obstacle) for server, obstacle in zip(servers, found, strict=True) if obstacle]
         if not obstacles:
             return way, ""
@@ -274,10 +276,10 @@ def _obstacle(server: Receiver, way: str, device: torch.device, *, sleeps: bool,
     return None if why_not is None else (why_not, f"set it to {'disk' if sleeps else 'broadcast'}")
 
 
-def pause(servers: Together[Any]) -> None:
+def pause(servers: ServerGroup[Any]) -> None:
     """Pauses all servers; where one cannot, all go on, and ServerError says why."""
     try:
-        servers.each(lambda s: s.pause())
+        servers.map(lambda s: s.pause())
     except ServerError:
         servers.outcomes(lambda s: s.resume())
         raise
@@ -286,10 +288,10 @@ def pause(servers: Together[Any]) -> None:
 # ---------------------------------------------------------------------------------------------------------------- disk
 
 
-class DiskHandover(Handover):
+class DiskWeightSync(WeightSync):
     name = "disk"
 
-    def __init__(self, servers: Together[Any], folders: WeightFolders, why: str = "") -> None:
+    def __init__(self, servers: ServerGroup[Any], folders: WeightFolders, why: str = "") -> None:
         self._servers, self._folders, self.why = servers, folders, why
         self._shapes: Shapes = {}
         self._version: str | None = None
@@ -301,17 +303,17 @@ class DiskHandover(Handover):
         self._shapes = shapes
         new = (str(folder), folder.name)
         try:
-            self._servers.each(lambda s: s.check_names(shapes))
-            self._servers.each(lambda s: s.pause())
+            self._servers.map(lambda s: s.check_names(shapes))
+            self._servers.map(lambda s: s.pause())
         except ServerError as failed:
             self._servers.outcomes(lambda s: s.resume())
             self._keep_loaded()
             raise failed
         try:
-            self._servers.each(lambda s: s.load(*new))
+            self._servers.map(lambda s: s.load(*new))
         except ServerError as failed:
             raise self._roll_back(failed) from failed
-        self._servers.each(lambda s: s.resume())
+        self._servers.map(lambda s: s.resume())
         self._loaded = dict.fromkeys(self._servers, new)
         self._version = folder.name
         self._folders.keep_only(folder)
@@ -344,11 +346,11 @@ class DiskHandover(Handover):
 # --------------------------------------------------------------------------------------------------------------- links
 
 
-class LinkHandover(Handover):
+class LinkWeightSync(WeightSync):
     """name: of links.LINKS."""
 
     def __init__(
-        self, servers: Together[Any], name: str, device: torch.device, *, bucket_mb: int, timeout_s: float
+        self, servers: ServerGroup[Any], name: str, device: torch.device, *, bucket_mb: int, timeout_s: float
     ) -> None:
         self._servers, self.name, self._device = servers, name, device
         self._bucket_bytes, self._timeout_s = bucket_mb * 2**20, timeout_s
@@ -359,19 +361,19 @@ class LinkHandover(Handover):
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> str:
         self._count += 1
         version = f"{self._count:08d}-{secrets.token_hex(4)}"
-        stream = ReadToItsEnd(weights)
+        stream = DrainedStream(weights)
         try:
             link = self._joined()
             pause(self._servers)
             try:
-                self._servers.each(lambda s: s.begin())
+                self._servers.map(lambda s: s.begin())
                 self._send_all(stream, link)
                 link.rest()
-                self._servers.each(lambda s: s.finish(version))
+                self._servers.map(lambda s: s.finish(version))
                 link.rest()
             except ServerError as failed:
                 raise self._given_up(failed) from failed
-            self._servers.each(lambda s: s.resume())
+            self._servers.map(lambda s: s.resume())
         finally:
             if not stream.broken:  # else the other ranks are not at its end, and never will be
                 stream.read_the_rest()
@@ -387,7 +389,7 @@ class LinkHandover(Handover):
             hosts = {server.http.own_address() for server in self._servers}
             # Servers beside the trainer reach it under the address that others see, but not the other way round.
             host = min(hosts, key=lambda address: address.startswith("127.") or address == "::1")
-            workers = self._servers.each(lambda s: s.workers())
+            workers = self._servers.map(lambda s: s.workers())
             greets = all(server.greets for server in self._servers)
             try:
                 self._link = links.BroadcastLink(self._device, host, workers, timeout_s=self._timeout_s, greets=greets)
@@ -396,7 +398,7 @@ class LinkHandover(Handover):
         link = self._link
         offers = dict(zip(self._servers, link.offers(), strict=True))
         try:
-            self._servers.beside(lambda s: s.join(offers[s]), link.connect)
+            self._servers.call_while(lambda s: s.join(offers[s]), link.connect)
         except ServerError:
             self._drop_link()
             raise
@@ -437,8 +439,8 @@ class LinkHandover(Handover):
     def _send_one(self, bucket: links.Bucket, link: links.Link) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # of this thread
-        told = dict(zip(self._servers, link.describe(bucket), strict=True))
-        self._servers.beside(lambda s: s.receive(told[s]), lambda failed: link.send(bucket, failed))
+        descriptions = dict(zip(self._servers, link.describe(bucket), strict=True))
+        self._servers.call_while(lambda s: s.receive(descriptions[s]), lambda failed: link.send(bucket, failed))
 
     def _given_up(self, failed: ServerError) -> ServerError:
         """Takes the link down, so that no server waits for more. Returns the error to raise."""
@@ -453,7 +455,7 @@ class LinkHandover(Handover):
         link, self._link = self._link, None
         if link is not None:
             link.leave()
-        self._servers.at_most(LAST_WORDS_S, lambda s: s.leave())
+        self._servers.call_within(LAST_WORDS_S, lambda s: s.leave())
         if link is not None:
             link.close()
 

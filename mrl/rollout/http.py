@@ -26,11 +26,11 @@ _BUSY = (429, 502, 503, 504)
 _SHOWN = 300  # characters of a server's own words
 
 
-class HungUp(Exception):
-    """`Http.hang_up` was called: another request failed, and this one's answer is not wanted any more."""
+class RequestAborted(Exception):
+    """`HttpClient.abort_requests` was called: another request failed, and this one's answer is not wanted any more."""
 
 
-class Http:
+class HttpClient:
     """One server. url: `http://host:port` or https. timeout_s: longest wait for an answer; a slower one is not asked
     again. key: names it in messages. secret: is sent as `Authorization: Bearer`, and hidden in messages; "" is none.
     """
@@ -72,22 +72,22 @@ class Http:
 
     def _addresses(self) -> tuple[str, str]:
         """Returns this machine's address and the server's on the route between them."""
-        found = socket.getaddrinfo(self._host, self._parts.port or 80, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(self._host, self._parts.port or 80, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = addresses[0]
         with socket.socket(family, kind, protocol) as sock:
             sock.connect(address)  # which sends nothing, over UDP
             return sock.getsockname()[0], sock.getpeername()[0]
 
-    def hang_up(self) -> None:
-        """Ends the requests that are under way, which raise HungUp; the server drops what it was doing for them."""
+    def abort_requests(self) -> None:
+        """Ends the requests that are under way, which raise RequestAborted; the server drops its work for them."""
         self._stopped.set()
         with self._lock:
             for connection in self._open:
                 if connection.sock is not None:
                     shut(connection.sock)
 
-    def pick_up(self) -> None:
-        """Undoes `hang_up`."""
+    def allow_requests(self) -> None:
+        """Undoes `abort_requests`."""
         self._stopped.clear()
 
     def _answer(self, method: str, path: str, body: Any, *, as_json: bool = True, tries: int = TRIES) -> Any:
@@ -149,14 +149,14 @@ class Http:
 
     def _check_wanted(self) -> None:
         if self._stopped.is_set():
-            raise HungUp(self.url)
+            raise RequestAborted(self.url)
 
     def error(self, what: str, *, status: int | None = None) -> ServerError:
         """Returns one line about this server. status: of HTTP, where that is what is wrong."""
-        said = " ".join(what.split())
+        message = " ".join(what.split())
         if self._secret:  # a server may tell it
-            said = said.replace(self._secret, "(hidden)")
-        return ServerError(f"{self._key}: {self.url} {said}", status=status)
+            message = message.replace(self._secret, "(hidden)")
+        return ServerError(f"{self._key}: {self.url} {message}", status=status)
 
 
 def shut(sock: socket.socket) -> None:

@@ -17,7 +17,7 @@ from mrl.errors import CheckpointError, unwritable
 from mrl.rollout.base import Series, Trajectory, TrajectorySource
 from mrl.rollout.rollouts import OnMain
 
-_OF_PROMPT = ("content", "tokens", "truncated")  # what an environment's reset may have replaced
+_PROMPT_FIELDS = ("content", "tokens", "truncated")  # what an environment's reset may have replaced
 _FIELDS = tuple(f.name for f in dataclasses.fields(Trajectory) if f.name != "prompt")
 
 
@@ -131,7 +131,7 @@ class KeptRollouts(TrajectorySource):
         """Whole or not at all; files of other weights go."""
         self._remove_others(asked["made"])
         rows = [
-            {**{n: getattr(t, n) for n in _FIELDS}, "prompt": {n: getattr(t.prompt, n) for n in _OF_PROMPT}}
+            {**{n: getattr(t, n) for n in _FIELDS}, "prompt": {n: getattr(t.prompt, n) for n in _PROMPT_FIELDS}}
             for t in trajectories
         ]
         try:

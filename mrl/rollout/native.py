@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from mrl.engine.base import Completion, GenerateRequest
-from mrl.engine.kept import KeptSequences, Prepared
+from mrl.engine.kept import KeptSequences, PreparedWeights
 from mrl.rollout.base import Sampler, SampleRequest
 from mrl.rollout.stops import StopTexts
 
@@ -31,7 +31,7 @@ class EngineSampler(Sampler):
     def for_conversations(self, parts: int) -> list[Sampler]:
         # A part has room of its own: what is kept, and so what is computed anew, does not depend on when others answer.
         # What is made of the weights is made once: on a CPU it is a copy of them.
-        room, prepared = self._kept_tokens // parts, Prepared()
+        room, prepared = self._kept_tokens // parts, PreparedWeights()
         return [
             EngineSampler(functools.partial(self._generate, kept=KeptSequences(room, prepared)), self._tokenizer)
             for _ in range(parts)
@@ -50,11 +50,11 @@ class EngineSampler(Sampler):
             stop_tokens=request.stop_tokens,
             sampling=request.sampling,
             key=request.key,
-            stop_at=_either(request.on_token, self._stops.get(stop)),
+            stop_at=_any_of(request.on_token, self._stops.get(stop)),
         )
 
 
-def _either(
+def _any_of(
     seen: Callable[[list[int]], bool] | None, stops: Callable[[list[int]], bool] | None
 ) -> Callable[[list[int]], bool] | None:
     """Returns what calls both with the new tokens, and ends a completion where one of them does."""

@@ -27,7 +27,7 @@ from mrl.engine.collective import OnMain
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import DataError, RewardError
 from mrl.rollout.base import SERIES_NAMES, Limit, Sampler, SampleRequest, Series, Trajectory, TrajectorySource
-from mrl.rollout.environment import KEY, Content, Environments, Step, load_environment
+from mrl.rollout.environment import KEY, Content, Environments, EnvironmentStep, load_environment
 
 ROUND, SERIES = 2**32, 2**48
 """How far apart, in the keys of the noise, the sample numbers are of rounds of dynamic sampling and of series."""
@@ -212,7 +212,7 @@ class Rollouts(TrajectorySource):
         """The conversation's first prompt: the row's, or what the environment gave instead."""
         try:
             prompt = conversation.prompt
-            asked = prompt.asked if given is None else prompt.asked_with(given)
+            asked = prompt.conversation if given is None else prompt.with_conversation(given)
             conversation.chat = asked.chat
             if given is None:
                 return
@@ -246,7 +246,7 @@ class Rollouts(TrajectorySource):
 
     def _exchange(
         self, part: int | None, live: Mapping[int, Sequence[_Conversation]], *, wait: bool
-    ) -> dict[int, list[Step]]:
+    ) -> dict[int, list[EnvironmentStep]]:
         """Gives the last turns of a part to its environments, and takes the answers of parts that have all theirs."""
         assert self._environments is not None, "environments are on the main process"
         if part is not None:
@@ -254,7 +254,7 @@ class Rollouts(TrajectorySource):
             self._environments.begin_steps(part, turns)
         return self._environments.answers(wait=wait)
 
-    def _goes_on(self, conversation: _Conversation, step: Step) -> bool:
+    def _goes_on(self, conversation: _Conversation, step: EnvironmentStep) -> bool:
         """Takes the reward, and the observation where there is a turn of the policy after it."""
         conversation.reward = (conversation.reward or 0.0) + step.reward
         conversation.done, answer = step.done, step.observation

@@ -26,10 +26,10 @@ from mrl.engine.base import Completion
 from mrl.engine.collective import OnMain
 from mrl.engine.sampling import SamplingParams, noise_key
 from mrl.errors import ConfigError, UserError
-from mrl.rollout.adapters import SOME_IDS, Adapted, AdapterHandover
+from mrl.rollout.adapters import PROBE_IDS, AdapterTraining, AdapterWeightSync
 from mrl.rollout.base import Sampler, SampleRequest
-from mrl.rollout.handover import Handover, Receiver, Together, make_handover
-from mrl.rollout.http import Http
+from mrl.rollout.handover import Receiver, ServerGroup, WeightSync, make_weight_sync
+from mrl.rollout.http import HttpClient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +175,7 @@ class ServerSampler(Sampler):
     """
 
     exact = False
-    server: Callable[[Http], AdapterServer]
+    server: Callable[[HttpClient], AdapterServer]
 
     def __init__(
         self,
@@ -187,12 +187,12 @@ class ServerSampler(Sampler):
         max_length: int | None = None,
         probe: Probe | None = None,
         device: torch.device = torch.device("cpu"),  # noqa: B008 (nothing changes it)
-        adapted: Adapted | None = None,
+        adapted: AdapterTraining | None = None,
     ) -> None:
-        self._servers = Together([self.server(Http(url, timeout_s=config.timeout_s)) for url in config.urls])
+        self._servers = ServerGroup([self.server(HttpClient(url, timeout_s=config.timeout_s)) for url in config.urls])
         self._config, self._probe = config, probe
         self._is_main, self._on_main = is_main, on_main
-        self._handover: Handover | None = None
+        self._handover: WeightSync | None = None
         self._version: str | None = None
         self._adapted = adapted
         self._asleep = self._updated = False
@@ -201,7 +201,7 @@ class ServerSampler(Sampler):
     def _start(self, weights_dir: str, max_length: int | None, device: torch.device) -> None:
         config = self._config
         for server, longest in zip(
-            self._servers, self._servers.each(lambda s: s.inspect(sleeps=config.sleep)), strict=True
+            self._servers, self._servers.map(lambda s: s.inspect(sleeps=config.sleep)), strict=True
         ):
             if max_length is not None and longest is not None and longest < max_length:
                 raise ConfigError(
@@ -213,10 +213,10 @@ class ServerSampler(Sampler):
                     fix="start it for that many",
                 )
         if self._adapted is None:
-            self._handover = make_handover(self._servers, config, weights_dir, device)
+            self._handover = make_weight_sync(self._servers, config, weights_dir, device)
         else:
-            text = SOME_IDS if max_length is None else SOME_IDS[: max_length - 1]
-            self._handover = AdapterHandover(self._servers, weights_dir, self._adapted, text)
+            text = PROBE_IDS if max_length is None else PROBE_IDS[: max_length - 1]
+            self._handover = AdapterWeightSync(self._servers, weights_dir, self._adapted, text)
 
     @property
     def handover(self) -> str | None:
@@ -253,7 +253,7 @@ class ServerSampler(Sampler):
                 server.refuse(sampling)
         self._check_versions()
         todo = collections.deque(enumerate(requests))
-        found: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
 
         def work(server: AdapterServer) -> None:
             while True:
@@ -261,15 +261,15 @@ class ServerSampler(Sampler):
                     index, request = todo.popleft()
                 except IndexError:
                     return
-                found[index] = checked(server, request, server.complete(request, adapter=self._adapter))
+                completions[index] = checked(server, request, server.complete(request, adapter=self._adapter))
 
         lines = min(self._config.concurrency, math.ceil(len(requests) / len(self._servers)))
-        self._servers.at_once([functools.partial(work, server) for _ in range(lines) for server in self._servers])
+        self._servers.call_all([functools.partial(work, server) for _ in range(lines) for server in self._servers])
         self._check_versions()
-        return [found[index] for index in range(len(requests))]
+        return [completions[index] for index in range(len(requests))]
 
     def _check_versions(self) -> None:
-        for server, version in zip(self._servers, self._servers.each(lambda s: s.version()), strict=True):
+        for server, version in zip(self._servers, self._servers.map(lambda s: s.version()), strict=True):
             if version != self._version:
                 raise server.http.error(
                     f"has the weights {version!r} and not {self._version!r} of this run: it was started again, or "
@@ -278,7 +278,7 @@ class ServerSampler(Sampler):
 
     def log_probs(self, tokens: Sequence[int]) -> list[list[float]]:
         """Returns log-probs of `tokens[1:]` at temperature 1, from each server. Collective."""
-        return self._on_main(lambda: self._servers.each(lambda s: s.score(tokens, adapter=self._adapter)))
+        return self._on_main(lambda: self._servers.map(lambda s: s.score(tokens, adapter=self._adapter)))
 
     # ------------------------------------------------------------------------------------------------------- weights
 
@@ -311,7 +311,7 @@ class ServerSampler(Sampler):
         self._version = version
 
     def _check_probe(self, probe: Probe, expected: list[float]) -> None:
-        scores = self._servers.each(lambda s: s.score(probe.tokens, adapter=self._adapter))
+        scores = self._servers.map(lambda s: s.score(probe.tokens, adapter=self._adapter))
         for server, found in zip(self._servers, scores, strict=True):
             gap = sum(abs(a - b) for a, b in zip(expected, found, strict=True)) / len(expected)
             if not gap <= probe.tolerance:
@@ -324,12 +324,12 @@ class ServerSampler(Sampler):
 
     def sleep(self) -> None:
         if self._config.sleep and not self._asleep:
-            self._on_main(lambda: self._servers.each(lambda s: s.sleep()))
+            self._on_main(lambda: self._servers.map(lambda s: s.sleep()))
             self._asleep = True
 
     def wake(self) -> None:
         if self._asleep:
-            self._on_main(lambda: self._servers.each(lambda s: s.wake()))
+            self._on_main(lambda: self._servers.map(lambda s: s.wake()))
             self._asleep = False
 
     def close(self) -> None:

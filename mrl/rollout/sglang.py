@@ -20,7 +20,7 @@ from mrl.engine.base import Completion
 from mrl.engine.links import Link
 from mrl.errors import ServerError
 from mrl.rollout.base import SampleRequest
-from mrl.rollout.handover import INCOMPLETE, Together
+from mrl.rollout.handover import INCOMPLETE, ServerGroup
 from mrl.rollout.http import TRIES
 from mrl.rollout.servers import AdapterServer, ServerSampler, answers_of, common_fields, seed_of
 from mrl.rollout.sglang_link import PickledLink
@@ -90,10 +90,10 @@ class SGLangServer(AdapterServer):
         }
         answer = self.http.post("/generate", body | ({} if adapter is None else {"lora_path": adapter}))
         with answers_of(self, "/generate"):
-            found = answer["meta_info"]["input_token_logprobs"]
-            if [each[1] for each in found] != list(tokens):
+            log_probs = answer["meta_info"]["input_token_logprobs"]
+            if [each[1] for each in log_probs] != list(tokens):
                 raise ValueError("input_token_logprobs are of other tokens")
-            return [float(each[0]) for each in found[1:]]
+            return [float(each[0]) for each in log_probs[1:]]
 
     def load_adapter(self, name: str, folder: str) -> None:
         answer = self.http.post("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
@@ -140,8 +140,8 @@ class SGLangServer(AdapterServer):
         # What it cannot map ends a process of SGLang, and with it the server.
         return None if named else "SGLang does not say which GPUs it sees"
 
-    def memory_link(self, device: torch.device, servers: Together[Any]) -> Link:
-        return PickledLink(device, servers.each(lambda s: s.workers()))
+    def memory_link(self, device: torch.device, servers: ServerGroup[Any]) -> Link:
+        return PickledLink(device, servers.map(lambda s: s.workers()))
 
     def join(self, offer: dict[str, Any]) -> None:
         self.leave()

@@ -44,8 +44,8 @@ class EndTokens:
         """encoders: with the chat templates that the model is asked or trained with; None: with the tokenizer's."""
         encoders = [Encoder(tokenizer, "all")] if encoders is None else encoders
         own = end_tokens(folder, tokenizer)
-        found = frozenset[int]().union(*(encoder.turn_ends().end_tokens for encoder in encoders))
-        return cls(own, tuple(sorted(found.difference(own))))
+        ids = frozenset[int]().union(*(encoder.turn_ends().end_tokens for encoder in encoders))
+        return cls(own, tuple(sorted(ids.difference(own))))
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from mrl.engine.sampling import SamplingParams
 from mrl.errors import ConfigError, ServerError, Shown
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.handover import INCOMPLETE
-from mrl.rollout.http import Http
+from mrl.rollout.http import HttpClient
 from mrl.rollout.servers import AdapterServer, ServerSampler, answers_of, common_fields, seed_of
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
@@ -88,7 +88,7 @@ class VLLMServer(AdapterServer):
     )
     how_to_adapt = "--enable-lora, --max-lora-rank and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 
-    def __init__(self, http: Http) -> None:
+    def __init__(self, http: HttpClient) -> None:
         super().__init__(http)
         self.name, self.path, self.mode, self.on_cpu = "", "", RAW, False
 

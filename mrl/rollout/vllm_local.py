@@ -29,15 +29,15 @@ from torch import Tensor
 
 from mrl.config.ppo import ServerConfig
 from mrl.engine import collective
-from mrl.engine.atomic_checkpoint import Ranks
+from mrl.engine.atomic_checkpoint import RankGroup
 from mrl.engine.base import Completion
 from mrl.engine.kept import share
 from mrl.errors import ConfigError, ServerError, first_line
-from mrl.rollout.apart import Apart
+from mrl.rollout.apart import IsolatedState
 from mrl.rollout.base import Sampler, SampleRequest
-from mrl.rollout.cpu_packing import pack_anew
+from mrl.rollout.cpu_packing import repack
 from mrl.rollout.vllm import PROCESSED, RAW, refuse, sampling_fields
-from mrl.rollout.weights import ReadToItsEnd
+from mrl.rollout.weights import DrainedStream
 
 SLEEP_LEVEL = 2
 AFTER_A_FAILED_LOAD = 1
@@ -75,7 +75,7 @@ class VLLMSampler(Sampler):
         # Without a process of its own: what `update_weights` streams could not reach another one.
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": str(self._ranks.rank)}
         variables["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", "0")
-        self._apart = Apart(device, variables, {"VLLM_LOGGING_LEVEL": "WARNING" if gpu else "ERROR"})
+        self._apart = IsolatedState(device, variables, {"VLLM_LOGGING_LEVEL": "WARNING" if gpu else "ERROR"})
         arguments = engine_arguments(config, path=path, dtype=dtype, max_length=max_length, mode=self._mode, gpu=gpu)
         # Of a name of its own where vLLM shares memory among the parts of an engine on a CPU.
         shared = contextlib.nullcontext() if gpu or config.tp == 1 else _own_shared_memory(self._ranks)
@@ -123,7 +123,7 @@ class VLLMSampler(Sampler):
         After an error (ServerError, on every rank) nothing is sampled any more: engines may hold some of them.
         """
         self._whole = self._broken = False
-        stream, why, no_memory = ReadToItsEnd(weights), None, None
+        stream, why, no_memory = DrainedStream(weights), None, None
         with self._apart.inside():  # to its end: its engine puts generators of its own in place, and these back
             try:
                 self._wake("weights")
@@ -253,7 +253,7 @@ def _import_vllm(gpu: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _own_shared_memory(ranks: Ranks) -> Iterator[None]:
+def _own_shared_memory(ranks: RankGroup) -> Iterator[None]:
     """An engine that is made inside has shared memory (of a CPU) that no other run has, and leaves none behind.
 
     Under `external_launcher` vLLM 0.32.0 calls it alike in every run, and cannot start where one was killed.
@@ -320,7 +320,7 @@ def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
     missing = sorted(wanted - loaded)
     if missing:
         raise RuntimeError(f"the actor has no weights for {len(missing)} of vLLM's parameters, as {missing[0]}")
-    pack_anew(model)
+    repack(model)
 
 
 def _in_words(error: Exception) -> str:

@@ -19,36 +19,36 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader.reload import layerwise
 
 from mrl.engine import links
-from mrl.rollout.cpu_packing import pack_anew
+from mrl.rollout.cpu_packing import repack
 
 BACKEND = "mrl"
 
 
 @dataclasses.dataclass
-class Offer(WeightTransferInitInfo):
+class LinkOffer(WeightTransferInitInfo):
     """offer: as of `links.Link.offers`."""
 
     offer: dict[str, Any]
 
 
 @dataclasses.dataclass
-class Update(WeightTransferUpdateInfo):
+class WeightUpdate(WeightTransferUpdateInfo):
     """bucket: as of `links.Link.describe`."""
 
     bucket: dict[str, Any]
 
 
-class Engine(WeightTransferEngine[Offer, Update]):
+class Engine(WeightTransferEngine[LinkOffer, WeightUpdate]):
     """Takes buckets of a model's weights, in any cut: a layer is loaded when all of its parts have come."""
 
-    init_info_cls, update_info_cls = Offer, Update
+    init_info_cls, update_info_cls = LinkOffer, WeightUpdate
     supports_draft_weight_update = False
-    _end: links.End | None = None
+    _end: links.LinkReceiver | None = None
 
-    def init_transfer_engine(self, init_info: Offer) -> None:
+    def init_transfer_engine(self, init_info: LinkOffer) -> None:
         self.shutdown()  # of a run that was killed
         at = self.parallel_config
-        self._end = links.make_end(init_info.offer, at.data_parallel_index * at.world_size + at.rank)
+        self._end = links.make_receiver(init_info.offer, at.data_parallel_index * at.world_size + at.rank)
 
     def start_weight_update(self) -> None:
         forget_parts(self.model, self.model_config)
@@ -56,12 +56,12 @@ class Engine(WeightTransferEngine[Offer, Update]):
         layerwise.initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As vLLM's own, which waits for an accelerator; `End.receive` has waited."""
+        """As vLLM's own, which waits for an accelerator; `LinkReceiver.receive` has waited."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: Update) -> None:
+    def receive_weights(self, update_info: WeightUpdate) -> None:
         assert self._end is not None, "/init_weight_transfer_engine comes first"
         data = self._end.receive(update_info.bucket, self.device)
         loaded = self.model.load_weights(iter(links.unpack(update_info.bucket, data)))
@@ -78,7 +78,7 @@ class Engine(WeightTransferEngine[Offer, Update]):
         missing = sorted(wanted - {name.replace(".base_layer.", ".") for name in self._loaded})
         if missing:
             raise RuntimeError(f"no weights have come for {len(missing)} parameters, as {missing[0]}")
-        pack_anew(self.model)
+        repack(self.model)
 
     def shutdown(self) -> None:
         if self._end is not None:
@@ -110,7 +110,7 @@ class Worker:
         model = self.model_runner.get_model()
         forget_parts(model, self.model_runner.model_config)
         self.model_runner.reload_weights(weights_path=weights_path)
-        pack_anew(model)
+        repack(model)
 
     def mrl_place(self) -> dict[str, Any]:
         return links.place()

@@ -132,7 +132,7 @@ class _Writer:
         (self.folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
-class ReadToItsEnd:
+class DrainedStream:
     """A stream of weights that is read to its end whatever becomes of its reader: other ranks take part in it.
 
     broken: it failed itself.

@@ -30,8 +30,17 @@ from starlette.routing import Route
 
 from mrl.config.serve_checks import is_loopback
 from mrl.errors import UserError, one_line
-from mrl.serve.desk import JSON, OF, Busy, Desk, Gone, Promise, Result, failed
-from mrl.serve.requests import SMALL_BYTES, Refused, parse_body
+from mrl.serve.request_queue import (
+    JSON,
+    MODEL_SEPARATOR,
+    Future,
+    FutureExpired,
+    QueueFull,
+    RequestQueue,
+    Result,
+    error_result,
+)
+from mrl.serve.requests import SMALL_BYTES, RequestError, parse_body
 
 HOLD_S = 25.0
 """Seconds that a client waits for a result before it is told to ask again; its own limit is 45."""
@@ -39,7 +48,7 @@ HOLD_S = 25.0
 BUSY_S = 1
 """Seconds after which a client that found no room is to come again."""
 
-MOST_FILES = 65536
+MAX_FILES = 65536
 
 UPLOAD_S, UPLOAD_BYTES = 30.0, 2**17
 """Each UPLOAD_S seconds so many bytes of a body come, or its last ones. A slow upload lives; a stalled one ends."""
@@ -56,12 +65,12 @@ SHORT_BYTES = 2**14
 """A body that takes no time to read."""
 
 T = TypeVar("T")
-Handler = Callable[["Asked"], Awaitable[Response]]
+Handler = Callable[["ClientRequest"], Awaitable[Response]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """A request that may be answered: its key was right and its body is not too long."""
+class ClientRequest:
+    """Hold an authorized request: its key was right and its body is not too long."""
 
     request: Request
     body: bytes
@@ -79,29 +88,29 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Door:
-    """Who may ask, and how much. key: None where nobody needs one, who asks this machine by a name of its own."""
+class Auth:
+    """Check who may ask, and how much. key: None where nobody needs one, who asks this machine by a name of its own."""
 
     key: str | None
-    most_bytes: int
-    for_all: bool = False  # what is asked for is signed
+    max_bytes: int
+    is_public: bool = False  # what is asked for is signed
     is_json: bool = True  # the body
     parsers: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(PARSERS))
 
-    async def open(self, request: Request) -> Asked:
-        """Returns a request with its body. Raises Refused."""
-        if self.for_all:
-            return Asked(request, b"", {})
+    async def authorize(self, request: Request) -> ClientRequest:
+        """Returns a request with its body. Raises RequestError."""
+        if self.is_public:
+            return ClientRequest(request, b"", {})
         if self.key is None:
             # a web page of any site can reach a server on loopback, also by a name that it has made lead here
             if "origin" in request.headers or not is_loopback(request.url.hostname or ""):
-                raise Refused(403, "a browser may not ask: set MRL_SERVE_KEY and send it")
+                raise RequestError(403, "a browser may not ask: set MRL_SERVE_KEY and send it")
         elif not hmac.compare_digest(_key_of(request).encode(), self.key.encode()):
-            raise Refused(
+            raise RequestError(
                 401, "the key is not this server's: send its MRL_SERVE_KEY, as TINKER_API_KEY of a tinker client"
             )
         body = await self._body(request)
-        return Asked(request, body, await self._parsed(body) if self.is_json else {})
+        return ClientRequest(request, body, await self._parsed(body) if self.is_json else {})
 
     async def _parsed(self, body: bytes) -> Mapping[str, Any]:
         if len(body) <= SMALL_BYTES:
@@ -110,12 +119,12 @@ class Door:
             return await run_in_threadpool(parse_body, body)
 
     async def _body(self, request: Request) -> bytes:
-        limit = f"the body has more than {self.most_bytes} bytes"
+        limit = f"the body has more than {self.max_bytes} bytes"
         length = request.headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self.most_bytes:
-            raise Refused(413, limit)
+        if length.isdigit() and int(length) > self.max_bytes:
+            raise RequestError(413, limit)
         if request.headers.get("content-encoding", "identity") != "identity":
-            raise Refused(415, "the body is compressed, which this server did not ask for")
+            raise RequestError(415, "the body is compressed, which this server did not ask for")
         parts, size, seen = [], 0, 0
         until = time.monotonic() + UPLOAD_S
         message: Mapping[str, Any] = {"more_body": True}
@@ -124,13 +133,13 @@ class Door:
                 message = await asyncio.wait_for(request.receive(), max(0.0, until - time.monotonic()))
             except TimeoutError:
                 slow = f"the body comes at less than {UPLOAD_BYTES / UPLOAD_S:.0f} bytes a second"
-                raise Refused(408, slow) from None
+                raise RequestError(408, slow) from None
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
             parts.append(message.get("body", b""))
             size += len(parts[-1])
-            if size > self.most_bytes:
-                raise Refused(413, limit)
+            if size > self.max_bytes:
+                raise RequestError(413, limit)
             if size - seen >= UPLOAD_BYTES:
                 until, seen = time.monotonic() + UPLOAD_S, size
         return b"".join(parts)
@@ -141,17 +150,17 @@ def _key_of(request: Request) -> str:
     return request.headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
 
 
-def route(method: str, path: str, handler: Handler, door: Door) -> Route:
+def route(method: str, path: str, handler: Handler, auth: Auth) -> Route:
     """Returns a route whose handler sees what the door lets in; its mistakes are answered in one line."""
 
     async def answer(request: Request) -> Response:
         try:
-            return await handler(await door.open(request))
-        except Refused as refused:
+            return await handler(await auth.authorize(request))
+        except RequestError as refused:
             return refusal(refused.status, refused.line)
         except UserError as error:
             return refusal(400, str(error))
-        except Busy:
+        except QueueFull:
             return refusal(429, "there is no room on the queue: come again", {"retry-after": str(BUSY_S)})
         except ClientDisconnect:
             return refusal(400, "the body broke off")
@@ -167,47 +176,47 @@ def route(method: str, path: str, handler: Handler, door: Door) -> Route:
 
 
 def refusal(status: int, line: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    said = one_line(line, 400)
-    error = {"message": said, "type": "invalid_request_error" if status < 500 else "server_error"}  # as OpenAI's
-    return JSONResponse({"detail": said, "error": error}, status, headers)
+    message = one_line(line, 400)
+    error = {"message": message, "type": "invalid_request_error" if status < 500 else "server_error"}  # as OpenAI's
+    return JSONResponse({"detail": message, "error": error}, status, headers)
 
 
-def promised(promise: Promise, **more: Any) -> JSONResponse:
+def future_response(future: Future, **more: Any) -> JSONResponse:
     """Returns the answer to a call whose result is fetched later."""
-    about = {"request_id": promise.id} | ({"model_id": promise.model} if promise.model is not None else {})
+    about = {"request_id": future.id} | ({"model_id": future.model} if future.model is not None else {})
     return JSONResponse(about | more)
 
 
-def as_result(value: Any) -> Result:
+def json_result(value: Any) -> Result:
     """Returns a result of JSON."""
     return Result(json.dumps(value).encode())
 
 
-def retrieving(desk: Desk, what_became_of: Callable[[str], UserError]) -> Handler:
-    """Returns the handler of /retrieve_future: it holds the request until the promise is done, for HOLD_S at most.
+def make_retrieve_handler(request_queue: RequestQueue, what_became_of: Callable[[str], UserError]) -> Handler:
+    """Returns the handler of /retrieve_future: it holds the request until the future is done, for HOLD_S at most.
 
-    what_became_of: says of a model whose promise is not known why it is not, and what to do."""
+    what_became_of: says of a model whose future is not known why it is not, and what to do."""
 
-    async def retrieve(asked: Asked) -> Response:
-        id = asked.json.get("request_id")
+    async def retrieve(request: ClientRequest) -> Response:
+        id = request.json.get("request_id")
         if not isinstance(id, str):
-            raise Refused(400, "request_id is no text")
+            raise RequestError(400, "request_id is no text")
         try:
-            promise = desk.find(id)
-        except Gone:
-            if model := id.partition(OF)[2]:
-                return Response(failed("server", one_line(str(what_became_of(model)), 400)).body, media_type=JSON)
-            raise Refused(410, f"there is no promise {id[:40]} here (any more)") from None
+            future = request_queue.find(id)
+        except FutureExpired:
+            if model := id.partition(MODEL_SEPARATOR)[2]:
+                return Response(error_result("server", one_line(str(what_became_of(model)), 400)).body, media_type=JSON)
+            raise RequestError(410, f"there is no promise {id[:40]} here (any more)") from None
         loop, done = asyncio.get_running_loop(), asyncio.Event()
         when_done = functools.partial(_set, loop, done)
-        desk.tell(promise, when_done)
+        request_queue.add_callback(future, when_done)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(done.wait(), HOLD_S)
-        desk.tell_no_more(promise, when_done)
-        if promise.result is None:  # it takes longer, or the server ends
+        request_queue.remove_callback(future, when_done)
+        if future.result is None:  # it takes longer, or the server ends
             return JSONResponse({"type": "try_again", "request_id": id, "queue_state": "active"})
-        desk.fetched(promise)
-        return Response(promise.result.body, media_type=promise.result.media_type)
+        request_queue.mark_fetched(future)
+        return Response(future.result.body, media_type=future.result.media_type)
 
     return retrieve
 
@@ -217,7 +226,7 @@ def _set(loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
         loop.call_soon_threadsafe(done.set)
 
 
-def listening(host: str, port: int) -> socket.socket:
+def open_socket(host: str, port: int) -> socket.socket:
     """Returns the socket of an address, which nobody else can listen on from now. What comes before a server answers
     there waits. Raises UserError."""
     try:
@@ -231,11 +240,11 @@ def listening(host: str, port: int) -> socket.socket:
     return made
 
 
-def take_more_connections() -> None:
-    """Lets this process have MOST_FILES open, where it may: a client has a connection for each of up to 2,000 samples,
+def raise_file_limit() -> None:
+    """Lets this process have MAX_FILES open, where it may: a client has a connection for each of up to 2,000 samples,
     and many systems begin with 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
@@ -270,7 +279,7 @@ class HTTPServer:
 
     def start(self) -> None:
         """Begins to answer."""
-        take_more_connections()
+        raise_file_limit()
         gc.freeze()  # a full collection of all that is loaded takes a second, for which every client would wait
         self.thread.start()
 

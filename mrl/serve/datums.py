@@ -40,7 +40,7 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class PassRequest:
     """A `forward_backward` of a client, or a `forward`."""
 
     model: str
@@ -51,7 +51,7 @@ class Call:
     data: Sequence[Any]  # protobuf's; `batch_of` reads them
 
 
-def read_call(body: bytes) -> Call:
+def read_call(body: bytes) -> PassRequest:
     """Returns what a client sent. Raises UserError where it is no such message."""
     try:
         sent = messages.ForwardBackwardRequest.FromString(body)
@@ -62,10 +62,10 @@ def read_call(body: bytes) -> Call:
     given: dict[str, Any] = dict(sent.loss_fn_config)
     for key, value in sent.loss_fn_config_v2.items():
         given[key] = value.number if value.WhichOneof("value") == "number" else value.text
-    return Call(sent.model_id, sent.seq_id, sent.loss_fn, given, sent.forward_only, sent.data)
+    return PassRequest(sent.model_id, sent.seq_id, sent.loss_fn, given, sent.forward_only, sent.data)
 
 
-def _loss_of(call: Call) -> Loss:
+def _loss_of(call: PassRequest) -> Loss:
     if call.loss not in LOSSES:
         fix = "use importance_sampling" if call.loss == "stable_reinforce" else f"use one of {', '.join(LOSSES)}"
         why = "has no public formula" if call.loss == "stable_reinforce" else "is not known here"
@@ -73,7 +73,7 @@ def _loss_of(call: Call) -> Loss:
     return LOSSES[call.loss]
 
 
-def options_of(call: Call) -> dict[str, float]:
+def options_of(call: PassRequest) -> dict[str, float]:
     """Returns all options of the loss, those that the client left out with their defaults. Raises UserError."""
     known = _loss_of(call).options
     for key, value in call.given.items():
@@ -85,7 +85,7 @@ def options_of(call: Call) -> dict[str, float]:
     return {**known, **call.given}
 
 
-def batch_of(call: Call, limits: Limits) -> Batch:
+def batch_of(call: PassRequest, limits: Limits) -> Batch:
     """Returns the data of a call, whose loss is not divided by anything.
 
     Raises UserError, which names the datum, where one does not fit the model, the loss or the others.
@@ -189,7 +189,7 @@ def _check_vocabulary(ids: Tensor, where: str, limits: Limits) -> None:
         raise UserError(where, int(outside[0]), "is no token of the model", fix)
 
 
-def _check_targets(targets: Tensor, length: int, i: int, limits: Limits, call: Call) -> None:
+def _check_targets(targets: Tensor, length: int, i: int, limits: Limits, call: PassRequest) -> None:
     where = f"data[{i}].loss_fn_inputs.{_TARGETS}"
     if targets.dtype.is_floating_point:
         raise UserError(where, why="has floating-point numbers", fix="send int64")

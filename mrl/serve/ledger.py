@@ -1,4 +1,4 @@
-"""What the server has promised to remember: sessions, models, what was saved and what can be sampled from.
+"""What the server has futured to remember: sessions, models, what was saved and what can be sampled from.
 
 `ledger.jsonl` in the run's directory has a line for each event, written before the client is told; the next start reads
 it. A model's weights are in its checkpoints alone: one that trained on after its last save is gone with the server.
@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from mrl.converters.json_file import parse_json
 from mrl.errors import ConfigError, UserError, first_line, quoted, show, unwritable
-from mrl.serve.operations import Kind
+from mrl.serve.operations import ModelKind
 
 PREFIX = "tinker://"
 LATEST = 2e11
@@ -41,7 +41,7 @@ class ModelRecord:
 
     id: str
     session: str
-    kind: Kind
+    kind: ModelKind
     base: str
     metadata: dict[str, Any]
     asked_at: float
@@ -49,13 +49,13 @@ class ModelRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class SavedRecord:
     """What was saved under a name."""
 
     run: str  # the model's id
     part: Part
     name: str
-    kind: Kind
+    kind: ModelKind
     base: str
     time: float
     bytes: int
@@ -81,25 +81,29 @@ class SamplerRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Session:
+class _SessionEvent:
     id: str
     time: float
 
 
 @dataclasses.dataclass(frozen=True)
-class _Finished:
+class _FinishedEvent:
     id: str
 
 
 @dataclasses.dataclass(frozen=True)
-class _Deleted:
+class _DeletedEvent:
     path: str
 
 
 _EVENTS: Mapping[str, type] = {
-    "session": _Session, "finished": _Finished, "model": ModelRecord, "saved": Saved, "deleted": _Deleted,
+    "session": _SessionEvent,
+    "finished": _FinishedEvent,
+    "model": ModelRecord,
+    "saved": SavedRecord,
+    "deleted": _DeletedEvent,
     "sampler": SamplerRecord,
-}  # fmt: skip
+}
 """What a line of each event holds."""
 
 
@@ -112,7 +116,7 @@ class Ledger:
         self.suspended = folder / "suspended"
         self.sessions: dict[str, float] = {}  # id -> when it was last heard of
         self.models: dict[str, ModelRecord] = {}
-        self.saved: dict[str, Saved] = {}
+        self.saved: dict[str, SavedRecord] = {}
         self.samplers: dict[str, SamplerRecord] = {}
         self.deleted: set[pathlib.Path] = set()  # folders that `clear` removes
         self.odd: list[str] = []  # what is said of lines that were not read as they stand
@@ -154,12 +158,12 @@ class Ledger:
             self.odd.append(f"line {number} has fields of another mrl ({', '.join(unread)})")
         getattr(self, f"_on_{name}")(record)
 
-    def oddities(self) -> str:
+    def skipped_lines(self) -> str:
         """Says which lines were not read as they stand; nothing where all were."""
         more = f", and {len(self.odd) - 3} more" if len(self.odd) > 3 else ""
         return f"{self.file.name}: {'; '.join(self.odd[:3])}{more}" if self.odd else ""
 
-    def sweep(self) -> None:
+    def remove_partial(self) -> None:
         """Removes what a server that was killed had not written to its end."""
         left = [*self.folder.glob("*/weights/*/.tmp-step_*"), *self.folder.glob("*/weights/*/.trash-step_*")]
         if not self.odd:  # or the line of a save of such a name may be among them
@@ -178,20 +182,20 @@ class Ledger:
             _append(self.file, json.dumps({"event": event, **fields}) + "\n")
             getattr(self, f"_on_{event}")(record)
 
-    def _on_session(self, session: _Session) -> None:
+    def _on_session(self, session: _SessionEvent) -> None:
         self.sessions = {**self.sessions, session.id: session.time}
 
-    def _on_finished(self, session: _Finished) -> None:
+    def _on_finished(self, session: _FinishedEvent) -> None:
         self.sessions[session.id] = ENDED
 
     def _on_model(self, record: ModelRecord) -> None:
         self.models = {**self.models, record.id: dataclasses.replace(record, here=False)}
 
-    def _on_saved(self, saved: Saved) -> None:
+    def _on_saved(self, saved: SavedRecord) -> None:
         self.deleted.discard(self.folder_of(saved.run, saved.part, saved.name))
         self.saved = {**self.saved, saved.path: saved}
 
-    def _on_deleted(self, deleted: _Deleted) -> None:
+    def _on_deleted(self, deleted: _DeletedEvent) -> None:
         if (saved := self.saved.get(deleted.path)) is not None:
             self.deleted.add(self.folder_of(saved.run, saved.part, saved.name))
         self.saved = {path: saved for path, saved in self.saved.items() if path != deleted.path}
@@ -202,27 +206,27 @@ class Ledger:
     # -- what happens ------------------------------------------------------------------------------------------------
 
     def session(self, id: str) -> None:
-        self._write("session", _Session(id, time.time()))
+        self._write("session", _SessionEvent(id, time.time()))
 
-    def hear(self, id: str) -> None:
+    def record_heartbeat(self, id: str) -> None:
         """Says that the client of a session is there. A session that has ended stays so."""
         if self.sessions.get(id, ENDED) != ENDED:
             self.sessions[id] = time.time()
 
     def finish(self, id: str) -> None:
         """Says that the client of a session has ended."""
-        self._write("finished", _Finished(id))
+        self._write("finished", _FinishedEvent(id))
 
     def model(self, record: ModelRecord) -> None:
         self._write("model", record)
 
-    def save(self, saved: Saved) -> None:
+    def save(self, saved: SavedRecord) -> None:
         self._write("saved", saved)
 
     def delete(self, path: str) -> None:
         """Says that what was saved is no longer to be had; `clear` removes its folder."""
         self.find(path)
-        self._write("deleted", _Deleted(path))
+        self._write("deleted", _DeletedEvent(path))
 
     def clear(self) -> None:
         """Removes the folders of what was deleted. Called on the main thread: what is done there may be reading one."""
@@ -231,7 +235,7 @@ class Ledger:
                 shutil.rmtree(folder, ignore_errors=True)
             self.deleted = set()
 
-    def keep_for(self, saved: Saved, seconds: int | None) -> None:
+    def set_ttl(self, saved: SavedRecord, seconds: int | None) -> None:
         """Keeps what was saved for so many seconds from now; None for ever."""
         self.save(dataclasses.replace(saved, expires=None if seconds is None else time.time() + seconds))
 
@@ -244,7 +248,7 @@ class Ledger:
         for saved in self.saved.values():
             if saved.expires is not None and saved.expires <= now:
                 with contextlib.suppress(OSError):
-                    self._write("deleted", _Deleted(saved.path))  # though a client may have deleted it just now
+                    self._write("deleted", _DeletedEvent(saved.path))  # though a client may have deleted it just now
 
     # -- where things are --------------------------------------------------------------------------------------------
 
@@ -256,7 +260,7 @@ class Ledger:
             raise UserError("path", path, "is no path of this server", "give one that it gave")
         return self.folder / run / part / name
 
-    def find(self, path: str) -> Saved:
+    def find(self, path: str) -> SavedRecord:
         """Returns what was saved. Raises UserError."""
         if path not in self.saved:
             fix = "list what there is: tinker checkpoint list, or GET /v1/models"

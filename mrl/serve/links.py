@@ -18,9 +18,9 @@ from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from mrl.serve.app import Asked
-from mrl.serve.ledger import Ledger, Saved
-from mrl.serve.requests import Refused
+from mrl.serve.app import ClientRequest
+from mrl.serve.ledger import Ledger, SavedRecord
+from mrl.serve.requests import RequestError
 
 VALID_S = 3600
 ROOT = "/api/v1/links"
@@ -28,7 +28,7 @@ Kind = Literal["file", "archive"]
 _PARTIAL = ".tmp-"
 
 
-class Links:
+class DownloadLinks:
     """The handlers. The secret that signs is of one start of the server."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -36,47 +36,47 @@ class Links:
         for left in ledger.folder.glob(f"{_PARTIAL}*"):  # of a server that was killed while it sent them
             left.unlink(missing_ok=True)
 
-    def to_files(self, asked: Asked, saved: Saved) -> JSONResponse:
+    def to_files(self, request: ClientRequest, saved: SavedRecord) -> JSONResponse:
         """Returns an answer with a link for each file of what was saved."""
         folder = self._folder(saved)
         names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
         until = int(time.time()) + VALID_S
-        urls = {name: self._url(asked, "file", saved, name, until) for name in names}
+        urls = {name: self._url(request, "file", saved, name, until) for name in names}
         return JSONResponse({"urls": urls, "expires": _time(until)})
 
-    def to_archive(self, asked: Asked, saved: Saved) -> JSONResponse:
+    def to_archive(self, request: ClientRequest, saved: SavedRecord) -> JSONResponse:
         """Returns an answer with a link for all of it, as one tar file."""
         until = int(time.time()) + VALID_S
-        return JSONResponse({"url": self._url(asked, "archive", saved, "all.tar", until), "expires": _time(until)})
+        return JSONResponse({"url": self._url(request, "archive", saved, "all.tar", until), "expires": _time(until)})
 
-    def _url(self, asked: Asked, kind: Kind, saved: Saved, file: str, until: int) -> str:
+    def _url(self, request: ClientRequest, kind: Kind, saved: SavedRecord, file: str, until: int) -> str:
         what = f"{kind}/{saved.run}/{saved.part}/{saved.name}/{file}"
-        return f"{str(asked.request.base_url).rstrip('/')}{ROOT}/{until}/{self._signature(str(until), what)}/{what}"
+        return f"{str(request.request.base_url).rstrip('/')}{ROOT}/{until}/{self._signature(str(until), what)}/{what}"
 
     def _signature(self, until: str, what: str) -> str:
         return hmac.new(self.secret, f"{until}/{what}".encode(), hashlib.sha256).hexdigest()
 
-    def _folder(self, saved: Saved) -> pathlib.Path:
+    def _folder(self, saved: SavedRecord) -> pathlib.Path:
         return self.ledger.folder_of(saved.run, saved.part, saved.name)
 
-    async def follow(self, asked: Asked) -> Response:
+    async def follow(self, request: ClientRequest) -> Response:
         """Answers a link with what it leads to."""
-        until, path = asked.path["until"], asked.path["what"]
+        until, path = request.path["until"], request.path["what"]
         expected = self._signature(until, path).encode()
-        if not hmac.compare_digest(expected, asked.path["signature"].encode()) or int(until) < time.time():
-            raise Refused(403, "the link is out of date, or none of this server: ask for another")
+        if not hmac.compare_digest(expected, request.path["signature"].encode()) or int(until) < time.time():
+            raise RequestError(403, "the link is out of date, or none of this server: ask for another")
         kind, run, part, name, file = path.split("/", 4)
         saved = self.ledger.saved.get(f"tinker://{run}/{part}/{name}")
         if saved is None:
-            raise Refused(404, "what the link leads to was deleted")
+            raise RequestError(404, "what the link leads to was deleted")
         folder = self._folder(saved)
         try:
             if kind == "file":
-                found = (folder / file).stat()
-                return FileResponse(folder / file, media_type="application/octet-stream", stat_result=found)
+                stat = (folder / file).stat()
+                return FileResponse(folder / file, media_type="application/octet-stream", stat_result=stat)
             archive = await run_in_threadpool(self._archive, folder)
         except FileNotFoundError:  # deleted just now, or saved anew with other files
-            raise Refused(404, "what the link leads to was deleted") from None
+            raise RequestError(404, "what the link leads to was deleted") from None
         return FileResponse(archive, media_type="application/x-tar", background=BackgroundTask(archive.unlink))
 
     def _archive(self, folder: pathlib.Path) -> pathlib.Path:

@@ -1,4 +1,4 @@
-"""The door of OpenAI's interface: snapshots and saves are read by evaluation tools while the policy trains.
+"""The handlers of OpenAI's interface: snapshots and saves are read by evaluation tools while the policy trains.
 
 `/v1/models`, `/v1/completions` and `/v1/chat/completions`, with what such tools send: several prompts, token ids, n,
 stop, seed, logprobs, echo, streams. A model's name is the base's, a sampler's id, or the path of what a save gave.
@@ -26,19 +26,19 @@ from transformers import PreTrainedTokenizerBase
 from mrl.engine.base import Completion
 from mrl.errors import UserError
 from mrl.inference.streaming import StreamedText
-from mrl.serve.app import ENDS, Asked
-from mrl.serve.desk import JSON, Desk, Promise, Result
+from mrl.serve.app import ENDS, ClientRequest
 from mrl.serve.ledger import Ledger, SamplerRecord
-from mrl.serve.models import Sampled
-from mrl.serve.operations import Sample
+from mrl.serve.models import SampleOutcome
+from mrl.serve.operations import DrawSamples
 from mrl.serve.prompts import Prompts
-from mrl.serve.requests import Refused, field, number
-from mrl.serve.sampling import MOST_SAMPLES, Sampling, sampling_of, source_of
-from mrl.serve.training import Served, Work
+from mrl.serve.request_queue import JSON, Future, RequestQueue, Result
+from mrl.serve.requests import RequestError, field, number
+from mrl.serve.sampling import MAX_SAMPLES, SamplingHandlers, sampling_of, source_of
+from mrl.serve.training import PreparedOperation, ServedModel
 
 DEFAULT_TOKENS = 16
-MOST_TOP = 20
-MOST_PROMPT_NUMBERS = 2**20
+MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_NUMBERS = 2**20
 """Log-probs of one answer's `prompt_logprobs`: some 80 megabytes."""
 HUNG_UP = object()
 DONE = b"data: [DONE]\n\n"
@@ -50,13 +50,13 @@ Kind = Literal["text_completion", "chat.completion"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class CompletionRequest:
     """One request, read. echo: the prompt is a part of the answer."""
 
     kind: Kind
     model: str
     source: SamplerRecord
-    samples: Sequence[Sample]  # one for each prompt
+    samples: Sequence[DrawSamples]  # one for each prompt
     echo: bool
     top: int | None  # log-probs, with so many others; None for none
     top_of_prompt: int | None  # vLLM's prompt_logprobs, likewise
@@ -65,42 +65,47 @@ class Wanted:
     usage: bool  # a stream ends with how many tokens there were
 
 
-class OpenAI:
+class OpenAIHandlers:
     """The handlers, with what they share."""
 
     def __init__(
-        self, served: Served, ledger: Ledger, desk: Desk, sampling: Sampling, tokenizer: PreTrainedTokenizerBase,
+        self,
+        served: ServedModel,
+        ledger: Ledger,
+        request_queue: RequestQueue,
+        sampling: SamplingHandlers,
+        tokenizer: PreTrainedTokenizerBase,
         snapshots: Callable[[], Collection[str]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.snapshots = snapshots  # names of those that the ranks have
-        self.served, self.ledger, self.desk, self.sampling = served, ledger, desk, sampling
+        self.served, self.ledger, self.request_queue, self.sampling = served, ledger, request_queue, sampling
         self.tokenizer, self.prompts = tokenizer, Prompts(tokenizer, served.limits)
 
-    async def models(self, asked: Asked) -> Response:
+    async def models(self, request: ClientRequest) -> Response:
         saved = [one.path for one in self.ledger.saved.values() if one.part == "sampler_weights"]
         here = self.snapshots()
         names = [self.served.base, *saved, *(one.id for one in self.ledger.samplers.values() if one.snapshot in here)]
         return JSONResponse({"object": "list", "data": [_about(name) for name in names]})
 
-    async def model(self, asked: Asked) -> Response:
-        name = asked.path["name"]
+    async def model(self, request: ClientRequest) -> Response:
+        name = request.path["name"]
         try:
             self._source(name)
         except UserError as error:
-            raise Refused(404, str(error)) from None
+            raise RequestError(404, str(error)) from None
         return JSONResponse(_about(name))
 
-    async def completions(self, asked: Asked) -> Response:
-        return await self._answer(await asked.read_by(self._completions, asked.json), asked)
+    async def completions(self, request: ClientRequest) -> Response:
+        return await self._answer(await request.read_by(self._completions, request.json), request)
 
-    def _completions(self, body: Mapping[str, Any]) -> Wanted:
+    def _completions(self, body: Mapping[str, Any]) -> CompletionRequest:
         prompts = self.prompts.of_completions(body)
         return self._wanted(body, "text_completion", prompts, number(body, "max_tokens", DEFAULT_TOKENS))
 
-    async def chat_completions(self, asked: Asked) -> Response:
-        return await self._answer(await asked.read_by(self._chat_completions, asked.json), asked)
+    async def chat_completions(self, request: ClientRequest) -> Response:
+        return await self._answer(await request.read_by(self._chat_completions, request.json), request)
 
-    def _chat_completions(self, body: Mapping[str, Any]) -> Wanted:
+    def _chat_completions(self, body: Mapping[str, Any]) -> CompletionRequest:
         ids = self.prompts.of_chat(body)
         room = max(1, self.served.limits.length - len(ids))
         most = number(body, "max_tokens", number(body, "max_completion_tokens", room), least=1)
@@ -115,13 +120,15 @@ class OpenAI:
             return self.ledger.samplers[name]
         if name not in self.ledger.saved:
             fix = f"give {self.served.base}, or another that GET /v1/models lists"
-            raise Refused(404, str(UserError("model", name, "is not served here", fix)))
+            raise RequestError(404, str(UserError("model", name, "is not served here", fix)))
         saved = self.ledger.find(name)
         if saved.part != "sampler_weights":
             raise UserError("model", name, "has weights to train on alone", "give one of save_weights_for_sampler")
         return SamplerRecord("", "", saved.base, path=name, saved=saved.time)
 
-    def _wanted(self, body: Mapping[str, Any], kind: Kind, prompts: Sequence[Sequence[int]], most: int) -> Wanted:
+    def _wanted(
+        self, body: Mapping[str, Any], kind: Kind, prompts: Sequence[Sequence[int]], most: int
+    ) -> CompletionRequest:
         for name in NOT_DONE:
             if body.get(name):
                 raise UserError(name, why="is not done by this server", fix="leave it out")
@@ -129,11 +136,11 @@ class OpenAI:
             if field(body, name, float, neutral) != neutral:
                 raise UserError(name, body[name], "is not done by this server", f"leave it out, or give {neutral}")
         name, count = field(body, "model", str), number(body, "n", 1, least=1)
-        if count * len(prompts) > MOST_SAMPLES:
-            raise UserError("n", count, f"makes more than {MOST_SAMPLES} completions", "ask for fewer")
+        if count * len(prompts) > MAX_SAMPLES:
+            raise UserError("n", count, f"makes more than {MAX_SAMPLES} completions", "ask for fewer")
         echo, top = field(body, "echo", bool, False), self._top(body, kind)
         seed = field(body, "seed", int, None)
-        stop, stop_tokens = self.sampling.stops(body.get("stop"))
+        stop, stop_tokens = self.sampling.stop_conditions(body.get("stop"))
         params = {**body, "top_k": body.get("top_k", -1)}
         samples = []
         for i, ids in enumerate(prompts):
@@ -142,7 +149,7 @@ class OpenAI:
                 fix = f"ask for at most {max(room, 0)}, or raise serve.max_length"
                 raise UserError("max_tokens", most, f"is more than fits after the {len(ids)} tokens of prompt {i}", fix)
             above = [of for of in (top if echo else None, self._top_of_prompt(body, kind, len(ids))) if of is not None]
-            samples.append(Sample(
+            samples.append(DrawSamples(
                 ids, count, max(most, 1), sampling_of(params), secrets.randbits(62) if seed is None else seed,
                 stop_tokens, stop, bool(above), max(above, default=0), top or 0,
             ))  # fmt: skip
@@ -151,12 +158,14 @@ class OpenAI:
             why = "does not go with logprobs or echo on this server, nor with prompt_logprobs"
             raise UserError("stream", True, why, "leave stream out, or the others")
         usage = field(field(body, "stream_options", dict, {}), "include_usage", bool, False)
-        return Wanted(kind, name, self._source(name), samples, echo, top, of_prompt, most == 0, stream, usage)
+        return CompletionRequest(
+            kind, name, self._source(name), samples, echo, top, of_prompt, most == 0, stream, usage
+        )
 
     def _top_of_prompt(self, body: Mapping[str, Any], kind: Kind, tokens: int) -> int | None:
         """Returns how many log-probs are told at each of the `tokens` tokens of a prompt, beside its own."""
         top: int | None = number(body, "prompt_logprobs", None) if kind == "text_completion" else None
-        most = min(self.served.limits.vocab_size, MOST_PROMPT_NUMBERS // max(tokens, 1))
+        most = min(self.served.limits.vocab_size, MAX_PROMPT_NUMBERS // max(tokens, 1))
         if top is not None and top > most:
             why = f"is too many for a prompt of {tokens} tokens"
             raise UserError("prompt_logprobs", top, why, f"give at most {most}")
@@ -168,54 +177,54 @@ class OpenAI:
             top = number(body, "logprobs", None)
         else:
             top = number(body, "top_logprobs", 0) if field(body, "logprobs", bool, False) else None
-        if top is not None and top > MOST_TOP:
-            raise UserError("logprobs", top, f"is above {MOST_TOP}", f"give at most {MOST_TOP}")
+        if top is not None and top > MAX_TOP_LOGPROBS:
+            raise UserError("logprobs", top, f"is above {MAX_TOP_LOGPROBS}", f"give at most {MAX_TOP_LOGPROBS}")
         return top
 
     # -- the answer --------------------------------------------------------------------------------------------------
 
-    async def _answer(self, wanted: Wanted, asked: Asked) -> Response:
+    async def _answer(self, wanted: CompletionRequest, request: ClientRequest) -> Response:
         """Answers when all is drawn, or as it comes. Where the client hangs up nothing more is drawn for it."""
         id, queue = f"mrl-{secrets.token_hex(12)}", asyncio.Queue[Any]()
         loop = asyncio.get_running_loop()
-        self.desk.check_room(len(wanted.samples))  # for all or none: it is asked for again
+        self.request_queue.check_room(len(wanted.samples))  # for all or none: it is asked for again
 
         def tell(what: Any) -> None:
             with contextlib.suppress(RuntimeError):  # the server has ended
                 loop.call_soon_threadsafe(queue.put_nowait, what)
 
-        promises = []
+        futures = []
         for i, sample in enumerate(wanted.samples):
-            work = _Streamed(sample, i, tell)
-            promise = self.desk.put_together(source_of(wanted.source), (id, i), work)
-            self.desk.tell(promise, functools.partial(_tell_result, tell, i, promise))
-            promises.append(promise)
+            work = _StreamedSample(sample, i, tell)
+            future = self.request_queue.put_batched(source_of(wanted.source), (id, i), work)
+            self.request_queue.add_callback(future, functools.partial(_tell_result, tell, i, future))
+            futures.append(future)
         if wanted.stream:
-            return StreamingResponse(self._stream(id, wanted, queue, promises), media_type="text/event-stream")
-        found: dict[int, Sampled] = {}
-        watch = asyncio.create_task(_hung_up(asked.request, tell))
+            return StreamingResponse(self._stream(id, wanted, queue, futures), media_type="text/event-stream")
+        outcomes: dict[int, SampleOutcome] = {}
+        watch = asyncio.create_task(_wait_for_disconnect(request.request, tell))
         try:
-            while len(found) < len(wanted.samples):
+            while len(outcomes) < len(wanted.samples):
                 i, what = await queue.get()
-                if isinstance(what, Sampled):
-                    found[i] = what
+                if isinstance(what, SampleOutcome):
+                    outcomes[i] = what
                 elif what is HUNG_UP:
                     return Response(status_code=499)  # which nobody reads
                 elif what is None:
-                    raise Refused(503, ENDS)
-                elif isinstance(what, Result) and (said := _error(what)) is not None:
-                    raise UserError(said)
+                    raise RequestError(503, ENDS)
+                elif isinstance(what, Result) and (error := _error(what)) is not None:
+                    raise UserError(error)
         finally:
             watch.cancel()
-            self._abandon(promises)
-        whole = await run_in_threadpool(self._whole, id, wanted, [found[i] for i in range(len(found))])
+            self._abandon(futures)
+        whole = await run_in_threadpool(self._whole, id, wanted, [outcomes[i] for i in range(len(outcomes))])
         return Response(whole, media_type=JSON)
 
-    def _abandon(self, promises: Sequence[Promise]) -> None:
-        for promise in promises:
-            self.desk.abandon(promise)
+    def _abandon(self, futures: Sequence[Future]) -> None:
+        for future in futures:
+            self.request_queue.abandon(future)
 
-    def _whole(self, id: str, wanted: Wanted, found: Sequence[Sampled]) -> bytes:
+    def _whole(self, id: str, wanted: CompletionRequest, found: Sequence[SampleOutcome]) -> bytes:
         choices = [
             self._choice(wanted, i, sample, sampled, completion)
             for i, (sample, sampled, completion) in enumerate(
@@ -228,11 +237,13 @@ class OpenAI:
         answer = _head(id, wanted, wanted.kind) | {"choices": choices, "usage": _usage(wanted, new)}
         return _dumped(answer, depth=4).encode()
 
-    def _choice(self, wanted: Wanted, index: int, sample: Sample, sampled: Sampled, which: int) -> dict[str, Any]:
+    def _choice(
+        self, wanted: CompletionRequest, index: int, sample: DrawSamples, sampled: SampleOutcome, which: int
+    ) -> dict[str, Any]:
         one = sampled.completions[which]
         new = Completion([], [], finished=False) if wanted.without else one
         text = StreamedText(self.tokenizer, lambda _: None, sample.stop_tokens).rest(new.tokens)
-        text = _before(text, sample.stop)
+        text = _text_before_stop(text, sample.stop)
         choice: dict[str, Any] = {"index": index, "finish_reason": "stop" if new.finished else "length"}
         scores = None if wanted.top is None else self._scores(wanted, sample, sampled, new, which)
         if wanted.kind == "chat.completion":
@@ -245,22 +256,22 @@ class OpenAI:
         return choice | {"text": text, "logprobs": None if scores is None else _of_completion(scores)}
 
     def _scores(
-        self, wanted: Wanted, sample: Sample, sampled: Sampled, new: Completion, which: int
+        self, wanted: CompletionRequest, sample: DrawSamples, sampled: SampleOutcome, new: Completion, which: int
     ) -> list[dict[str, Any]]:
         """Returns each token of the answer with its log-prob and its neighbours'."""
-        found = []
+        scores = []
         if wanted.echo:
             above = sampled.top_of_prompt
             for i, token in enumerate(sample.tokens):
                 log_prob = None if i == 0 else (sampled.prompt_log_probs or [])[i - 1]
                 others = None if i == 0 or above is None else _first_of(above, i - 1, wanted.top or 0)
-                found.append(self._score(token, log_prob, others))
+                scores.append(self._score(token, log_prob, others))
         beside = None if sampled.top_of_samples is None else sampled.top_of_samples[which]
         for i, (token, log_prob) in enumerate(zip(new.tokens, new.log_probs, strict=True)):
-            found.append(self._score(token, log_prob, None if beside is None else (beside[0][i], beside[1][i])))
-        return found
+            scores.append(self._score(token, log_prob, None if beside is None else (beside[0][i], beside[1][i])))
+        return scores
 
-    def _of_prompt(self, sample: Sample, sampled: Sampled, top: int) -> list[Any]:
+    def _of_prompt(self, sample: DrawSamples, sampled: SampleOutcome, top: int) -> list[Any]:
         """Returns vLLM's prompt_logprobs: id -> log-prob, rank and text, of each token and the `top` likeliest."""
         found: list[Any] = [None]
         for i, token in enumerate(sample.tokens[1:]):
@@ -290,11 +301,11 @@ class OpenAI:
 
     def _others(self, log_probs: Tensor, ids: Tensor) -> dict[str, float]:
         """Returns text -> log-prob, the largest first; of tokens that read alike the largest."""
-        found: dict[str, float] = {}
+        others: dict[str, float] = {}
         for token, log_prob in zip(ids.tolist(), log_probs.tolist(), strict=True):
             if math.isfinite(log_prob):
-                found.setdefault(self._text(token), log_prob)
-        return found
+                others.setdefault(self._text(token), log_prob)
+        return others
 
     def _text(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -302,32 +313,32 @@ class OpenAI:
     # -- streams -----------------------------------------------------------------------------------------------------
 
     async def _stream(
-        self, id: str, wanted: Wanted, queue: asyncio.Queue[Any], promises: Sequence[Promise]
+        self, id: str, wanted: CompletionRequest, queue: asyncio.Queue[Any], futures: Sequence[Future]
     ) -> AsyncIterator[bytes]:  # fmt: skip
         try:
             async for event in self._events(id, wanted, queue):
                 yield event
         finally:  # also where the client has hung up
-            self._abandon(promises)
+            self._abandon(futures)
 
-    async def _events(self, id: str, wanted: Wanted, queue: asyncio.Queue[Any]) -> AsyncIterator[bytes]:
+    async def _events(self, id: str, wanted: CompletionRequest, queue: asyncio.Queue[Any]) -> AsyncIterator[bytes]:
         texts = [
-            [_Part(self.tokenizer, sample) for _ in range(sample.count)] for sample in wanted.samples
+            [_TextDelta(self.tokenizer, sample) for _ in range(sample.count)] for sample in wanted.samples
         ]  # fmt: skip
         first = [sum(sample.count for sample in wanted.samples[:i]) for i in range(len(wanted.samples))]
         left, new = len(wanted.samples), 0
         while left:
             i, what = await queue.get()
             if what is None or isinstance(what, Result):
-                said, kind = (ENDS, "server_error") if what is None else (_error(what), "invalid_request_error")
-                if said is not None:
-                    yield _event({"error": {"message": said, "type": kind}})
+                error, kind = (ENDS, "server_error") if what is None else (_error(what), "invalid_request_error")
+                if error is not None:
+                    yield _event({"error": {"message": error, "type": kind}})
                     yield DONE
                     return
                 left -= 1
                 continue
-            whole = isinstance(what, Sampled)
-            completions = what.completions if isinstance(what, Sampled) else what
+            whole = isinstance(what, SampleOutcome)
+            completions = what.completions if isinstance(what, SampleOutcome) else what
             for k, one in enumerate(completions):
                 new += len(one.tokens) if whole else 0
                 if (piece := texts[i][k](one, whole)) or whole:
@@ -346,46 +357,46 @@ def _first_of(found: tuple[Tensor, Tensor], place: int, top: int) -> tuple[Tenso
     return found[0][place, :top], found[1][place, :top]
 
 
-async def _hung_up(request: Request, tell: Callable[[Any], None]) -> None:
+async def _wait_for_disconnect(request: Request, tell: Callable[[Any], None]) -> None:
     """Tells when a client whose request was read has hung up."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     tell((None, HUNG_UP))
 
 
-def _tell_result(tell: Callable[[Any], None], index: int, promise: Promise) -> None:
-    tell((index, promise.result))
+def _tell_result(tell: Callable[[Any], None], index: int, future: Future) -> None:
+    tell((index, future.result))
 
 
-class _Streamed(Work):
+class _StreamedSample(PreparedOperation):
     """A sample whose answer is told, and whose tokens are while they come."""
 
-    def __init__(self, sample: Sample, index: int, tell: Callable[[Any], None]) -> None:
-        def answer(found: Sampled) -> Result:
+    def __init__(self, sample: DrawSamples, index: int, tell: Callable[[Any], None]) -> None:
+        def answer(found: SampleOutcome) -> Result:
             tell((index, found))
             return Result(b"{}")
 
         super().__init__(sample, answer, progress=lambda completions: tell((index, list(completions))))
 
 
-class _Part:
+class _TextDelta:
     """What is new in a text whose tokens come in parts; what may begin a stop text waits."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, sample: DrawSamples) -> None:
         self.new: list[str] = []
         self.text = StreamedText(tokenizer, self.new.append, sample.stop_tokens)
         self.stop, self.shown = sample.stop, 0
 
     def __call__(self, completion: Completion, whole: bool) -> str:
         (self.text.rest if whole else self.text)(completion.tokens)
-        text = _before("".join(self.new), self.stop)
+        text = _text_before_stop("".join(self.new), self.stop)
         held = 0 if whole else max((len(stop) - 1 for stop in self.stop), default=0)
         piece = text[self.shown : max(self.shown, len(text) - held)]
         self.shown += len(piece)
         return piece
 
 
-def _before(text: str, stop: Sequence[str]) -> str:
+def _text_before_stop(text: str, stop: Sequence[str]) -> str:
     """Returns a text up to the first of the stop texts that is in it."""
     return text[: min((text.find(each) for each in stop if each in text), default=len(text))]
 
@@ -395,7 +406,7 @@ def _error(result: Result) -> str | None:
     return json.loads(result.body).get("error")
 
 
-def _usage(wanted: Wanted, new: int) -> dict[str, int]:
+def _usage(wanted: CompletionRequest, new: int) -> dict[str, int]:
     prompt = sum(len(sample.tokens) for sample in wanted.samples)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
@@ -404,7 +415,7 @@ def _about(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "mrl"}
 
 
-def _head(id: str, wanted: Wanted, kind: str) -> dict[str, Any]:
+def _head(id: str, wanted: CompletionRequest, kind: str) -> dict[str, Any]:
     return {"id": id, "object": kind, "created": int(time.time()), "model": wanted.model}
 
 
@@ -413,8 +424,10 @@ def _chunk_of(kind: Kind) -> str:
 
 
 def _delta(kind: Kind, index: int, piece: str, reason: str | None) -> dict[str, Any]:
-    said: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
-    return said | ({"delta": {"role": "assistant", "content": piece}} if kind == "chat.completion" else {"text": piece})
+    choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
+    return choice | (
+        {"delta": {"role": "assistant", "content": piece}} if kind == "chat.completion" else {"text": piece}
+    )
 
 
 def _dumped(value: Any, depth: int) -> str:

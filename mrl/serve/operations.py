@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from mrl.batch import Batch
 from mrl.engine.sampling import SamplingParams
-from mrl.engine.trained_state import Update
+from mrl.engine.trained_state import UpdateSettings
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class ModelKind:
     """What a model is beside its weights; a checkpoint of it says so."""
 
     rank: int | None = None  # of its adapters; None: all weights train
@@ -27,25 +27,25 @@ class Kind:
 
 
 @dataclasses.dataclass(frozen=True)
-class Create:
+class CreateModel:
     """A new model, from the base's weights."""
 
     model: str
-    kind: Kind
+    kind: ModelKind
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
+class LoadModel:
     """A model as a checkpoint has it, whatever it was before. optimizer: with what the optimizer had gathered."""
 
     model: str
-    kind: Kind
+    kind: ModelKind
     folder: str
     optimizer: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
+class ForwardPass:
     """A forward pass over data, and a backward pass unless `forward_only`."""
 
     model: str
@@ -56,22 +56,22 @@ class Pass:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class OptimizerStep:
     """An optimizer step on the gradients that have accumulated."""
 
     model: str
-    update: Update
+    update: UpdateSettings
 
 
 @dataclasses.dataclass(frozen=True)
-class Drop:
+class DropGradients:
     """Forgets the gradients that have accumulated."""
 
     model: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Save:
+class SaveCheckpoint:
     """A checkpoint: `folder/step_XXXXXXXX`."""
 
     model: str
@@ -79,7 +79,7 @@ class Save:
 
 
 @dataclasses.dataclass(frozen=True)
-class Export:
+class ExportWeights:
     """The weights as others read them: an adapter's folder, or a Hugging Face folder."""
 
     model: str
@@ -87,7 +87,7 @@ class Export:
 
 
 @dataclasses.dataclass(frozen=True)
-class Freeze:
+class TakeSnapshot:
     """A snapshot of a model's weights, to sample from. folder: where inference servers find it, beside."""
 
     model: str
@@ -96,16 +96,16 @@ class Freeze:
 
 
 @dataclasses.dataclass(frozen=True)
-class Thaw:
-    """A snapshot of what `Export` wrote."""
+class LoadSnapshot:
+    """A snapshot of what `ExportWeights` wrote."""
 
     snapshot: str
-    kind: Kind
+    kind: ModelKind
     folder: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class DrawSamples:
     """Completions of one prompt, and log-probs of its tokens."""
 
     tokens: Sequence[int]
@@ -121,18 +121,18 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleAll:
+class ContinueSampling:
     """More tokens of all that is sampled from one snapshot; None is the base model. What ends within `tokens` more is
     answered, the rest goes on with the next one."""
 
     snapshot: str | None
-    begun: Mapping[str, Sample]  # that are new, by names which no others have
+    begun: Mapping[str, DrawSamples]  # that are new, by names which no others have
     tokens: int
     left: Sequence[str] = ()  # that go no further
 
 
 @dataclasses.dataclass(frozen=True)
-class Forget:
+class ForgetModels:
     """Models and snapshots that nobody asks for any more."""
 
     models: Sequence[str] = ()
@@ -140,24 +140,24 @@ class Forget:
 
 
 @dataclasses.dataclass(frozen=True)
-class Suspend:
+class SuspendModels:
     """All models and snapshots as they are, with accumulated gradients, for the next start in the same layout."""
 
     folder: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Resume:
-    """What `Suspend` wrote."""
+class ResumeModels:
+    """What `SuspendModels` wrote."""
 
     folder: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Rest:
+class Idle:
     """Nothing: ranks that wait for long would take the main rank for dead."""
 
 
 @dataclasses.dataclass(frozen=True)
-class End:
+class Shutdown:
     """The server ends."""

@@ -19,17 +19,17 @@ from mrl.engine.lora.shapes import AdapterShape, initial_a
 Shapes = Mapping[str, AdapterShape]
 
 
-def initial(shapes: Shapes, rank: int, seed: int, *, attention: bool, mlp: bool) -> dict[str, Tensor]:
+def initial_adapters(shapes: Shapes, rank: int, seed: int, *, attention: bool, mlp: bool) -> dict[str, Tensor]:
     """Returns what a model's adapters start from, by the names of peft's files, in the engine's shapes.
 
     shapes: of the model's own rank `r`. rank: `R`. attention, mlp: whether these modules are adapted.
     """
-    found: dict[str, Tensor] = {}
+    tensors_by_name: dict[str, Tensor] = {}
     for shape in shapes.values():
         wanted = attention if is_attention(shape) else mlp
         a = initial_a(shape, seed) if wanted else torch.zeros(shape.a_shape)
-        found |= {shape.a_name: a, shape.b_name: torch.zeros(shape.b_shape)}
-    return widened(found, shapes, rank)
+        tensors_by_name |= {shape.a_name: a, shape.b_name: torch.zeros(shape.b_shape)}
+    return pad_rank(tensors_by_name, shapes, rank)
 
 
 def is_attention(shape: AdapterShape) -> bool:
@@ -37,24 +37,24 @@ def is_attention(shape: AdapterShape) -> bool:
     return ".self_attn." in f".{shape.name}." or ".attn." in f".{shape.name}."
 
 
-def widened(tensors: Mapping[str, Tensor], shapes: Shapes, rank: int) -> dict[str, Tensor]:
+def pad_rank(tensors: Mapping[str, Tensor], shapes: Shapes, rank: int) -> dict[str, Tensor]:
     """Returns tensors of rank `r` with zeros up to rank `R`. shapes: of `r`."""
-    found = {}
+    padded = {}
     for shape in shapes.values():
         experts, lacking = max(shape.experts, 1), rank - shape.rank
         a = tensors[shape.a_name].view(experts, shape.rank, -1)
         b = tensors[shape.b_name].view(shape.out_features, shape.rank, experts)
-        found[shape.a_name] = torch.cat([a, a.new_zeros(experts, lacking, a.shape[2])], dim=1).flatten(0, 1)
-        found[shape.b_name] = torch.cat([b, b.new_zeros(b.shape[0], lacking, experts)], dim=1).flatten(1)
-    return found
+        padded[shape.a_name] = torch.cat([a, a.new_zeros(experts, lacking, a.shape[2])], dim=1).flatten(0, 1)
+        padded[shape.b_name] = torch.cat([b, b.new_zeros(b.shape[0], lacking, experts)], dim=1).flatten(1)
+    return padded
 
 
-def narrowed(tensors: Mapping[str, Tensor], shapes: Shapes, rank: int) -> dict[str, Tensor]:
-    """Undoes `widened`. shapes: of `r`. rank: `R`."""
-    found = {}
+def unpad_rank(tensors: Mapping[str, Tensor], shapes: Shapes, rank: int) -> dict[str, Tensor]:
+    """Undoes `pad_rank`. shapes: of `r`. rank: `R`."""
+    unpadded = {}
     for shape in shapes.values():
         experts = max(shape.experts, 1)
         a = tensors[shape.a_name].view(experts, rank, -1)[:, : shape.rank]
         b = tensors[shape.b_name].view(shape.out_features, rank, experts)[:, : shape.rank]
-        found[shape.a_name], found[shape.b_name] = a.flatten(0, 1).contiguous(), b.flatten(1).contiguous()
-    return found
+        unpadded[shape.a_name], unpadded[shape.b_name] = a.flatten(0, 1).contiguous(), b.flatten(1).contiguous()
+    return unpadded

@@ -11,14 +11,14 @@ import marshal
 import sys
 from typing import Any
 
-MOST_VALUES = 2**21
+MAX_VALUES = 2**21
 """Values of one body: what is parsed is taken over by the server, where it holds that lock too."""
 
 
-def parsed(body: bytes) -> tuple[int, Any]:
+def parse_body_json(body: bytes) -> tuple[int, Any]:
     """Returns (200, the value), or the status and the line of a refusal."""
-    if body.count(b",") + body.count(b"[") + body.count(b"{") > MOST_VALUES:
-        return 400, f"the body has more than {MOST_VALUES} values"
+    if body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_VALUES:
+        return 400, f"the body has more than {MAX_VALUES} values"
     try:
         return 200, json.loads(body)
     except RecursionError:
@@ -28,4 +28,4 @@ def parsed(body: bytes) -> tuple[int, Any]:
 
 
 if __name__ == "__main__":
-    marshal.dump(parsed(sys.stdin.buffer.read()), sys.stdout.buffer)
+    marshal.dump(parse_body_json(sys.stdin.buffer.read()), sys.stdout.buffer)

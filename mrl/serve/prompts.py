@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mrl.data.formats import Chat
-from mrl.data.json_text import decoded, template_kwargs_of, tools_of, with_calls
+from mrl.data.json_text import decode_json_fields, decode_tool_calls, template_kwargs_of, tools_of
 from mrl.data.turns import TurnEncoder
 from mrl.errors import UserError
 from mrl.serve import datums
@@ -18,7 +18,7 @@ from mrl.serve.requests import field, is_utf8
 
 logger = logging.getLogger("mrl.serve")
 
-MOST_PROMPTS = 1024
+MAX_PROMPTS = 1024
 SHRINKING = 4
 """A tokenizer that normalises makes a text at most so much shorter: NFC joins three characters into one."""
 
@@ -38,14 +38,14 @@ class Prompts:
 
     def of_chat(self, body: Mapping[str, Any]) -> list[int]:
         """Returns the ids of messages, with the generation prompt. Raises UserError."""
-        row = decoded(dict(body))
+        row = decode_json_fields(dict(body))
         messages = field(row, "messages", list)
         if not messages or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages):
             raise UserError("messages", why="is no list of messages with a role", fix="give one")
         if body.get("tool_choice") not in (None, "auto", "none"):
             raise UserError("tool_choice", body["tool_choice"], "is not done by this server", "leave it out")
         messages = [one | {"content": _text_of(one["content"])} if "content" in one else one for one in messages]
-        messages = [with_calls(one, f"messages[{i}]") for i, one in enumerate(messages)]
+        messages = [decode_tool_calls(one, f"messages[{i}]") for i, one in enumerate(messages)]
         chat = Chat(messages=messages, tools=tools_of(row), template_kwargs=template_kwargs_of(row))
         try:
             text = self.encoder.text(chat)
@@ -90,8 +90,8 @@ def _prompts(prompt: Any) -> list[Any]:
     several = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
     if not isinstance(several, list) or not several or not all(isinstance(one, str) or _is_ids(one) for one in several):
         raise UserError("prompt", why="is no text, list of texts, or list of token ids", fix="give one")
-    if len(several) > MOST_PROMPTS:
-        raise UserError("prompt", why=f"has {len(several)} prompts", fix=f"give at most {MOST_PROMPTS}")
+    if len(several) > MAX_PROMPTS:
+        raise UserError("prompt", why=f"has {len(several)} prompts", fix=f"give at most {MAX_PROMPTS}")
     return several
 
 

@@ -9,37 +9,37 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from mrl.serve.app import Asked
-from mrl.serve.ledger import Ledger, ModelRecord, Saved
-from mrl.serve.links import Links
-from mrl.serve.requests import Refused, field, number, seconds_of
+from mrl.serve.app import ClientRequest
+from mrl.serve.ledger import Ledger, ModelRecord, SavedRecord
+from mrl.serve.links import DownloadLinks
+from mrl.serve.requests import RequestError, field, number, seconds_of
 
 OWNER = "local"
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _NUMBER = re.compile(r"[0-9]{1,18}")
-MOST = 1000
+MAX_PAGE = 1000
 """Entries of one answer."""
 
 
-class Records:
+class RecordHandlers:
     """The handlers."""
 
-    def __init__(self, ledger: Ledger, links: Links) -> None:
+    def __init__(self, ledger: Ledger, links: DownloadLinks) -> None:
         self.ledger, self.links = ledger, links
 
     # -- runs --------------------------------------------------------------------------------------------------------
 
-    async def training_runs(self, asked: Asked) -> Response:
+    async def training_runs(self, request: ClientRequest) -> Response:
         runs = sorted(self.ledger.models.values(), key=lambda model: -model.asked_at)
-        page, cursor = _page(asked, runs)
+        page, cursor = _page(request, runs)
         return JSONResponse({"training_runs": [self._run(model) for model in page], "cursor": cursor})
 
-    async def training_run(self, asked: Asked) -> Response:
-        return JSONResponse(self._run(self._model(asked.path["id"])))
+    async def training_run(self, request: ClientRequest) -> Response:
+        return JSONResponse(self._run(self._model(request.path["id"])))
 
     def _model(self, id: str) -> ModelRecord:
         if id not in self.ledger.models:
-            raise Refused(404, f"there is no training run {id[:80]} here")
+            raise RequestError(404, f"there is no training run {id[:80]} here")
         return self.ledger.models[id]
 
     def _run(self, model: ModelRecord) -> dict[str, Any]:
@@ -51,63 +51,63 @@ class Records:
             "last_checkpoint": _last(saved, "weights"), "last_sampler_checkpoint": _last(saved, "sampler_weights"),
         }  # fmt: skip
 
-    def _saved_of(self, run: str) -> list[Saved]:
+    def _saved_of(self, run: str) -> list[SavedRecord]:
         return sorted((one for one in self.ledger.saved.values() if one.run == run), key=lambda one: one.time)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    async def checkpoints(self, asked: Asked) -> Response:
-        page, cursor = _page(asked, sorted(self.ledger.saved.values(), key=lambda one: -one.time))
+    async def checkpoints(self, request: ClientRequest) -> Response:
+        page, cursor = _page(request, sorted(self.ledger.saved.values(), key=lambda one: -one.time))
         return JSONResponse({"checkpoints": [as_checkpoint(one) for one in page], "cursor": cursor})
 
-    async def checkpoints_of_run(self, asked: Asked) -> Response:
-        model = self._model(asked.path["id"])
+    async def checkpoints_of_run(self, request: ClientRequest) -> Response:
+        model = self._model(request.path["id"])
         return JSONResponse({"checkpoints": [as_checkpoint(one) for one in self._saved_of(model.id)]})
 
-    def _found(self, asked: Asked) -> Saved:
-        run, part, name = asked.path["id"], asked.path["part"], asked.path["name"]
+    def _found(self, request: ClientRequest) -> SavedRecord:
+        run, part, name = request.path["id"], request.path["part"], request.path["name"]
         path = f"tinker://{run}/{part}/{name}"
         if path not in self.ledger.saved:
-            raise Refused(404, f"{path[:200]} is not saved here")
+            raise RequestError(404, f"{path[:200]} is not saved here")
         return self.ledger.saved[path]
 
-    async def delete_checkpoint(self, asked: Asked) -> Response:
-        self.ledger.delete(self._found(asked).path)
+    async def delete_checkpoint(self, request: ClientRequest) -> Response:
+        self.ledger.delete(self._found(request).path)
         return Response(status_code=204)
 
-    async def set_ttl(self, asked: Asked) -> Response:
-        self.ledger.keep_for(self._found(asked), seconds_of(asked.json))
+    async def set_ttl(self, request: ClientRequest) -> Response:
+        self.ledger.set_ttl(self._found(request), seconds_of(request.json))
         return JSONResponse({})
 
-    async def archive(self, asked: Asked) -> Response:
+    async def archive(self, request: ClientRequest) -> Response:
         """All of what was saved: of sampler weights the folder that peft or transformers loads."""
-        return self.links.to_archive(asked, self._found(asked))
+        return self.links.to_archive(request, self._found(request))
 
-    async def external_weights_urls(self, asked: Asked) -> Response:
-        return self.links.to_files(asked, self._found(asked))
+    async def external_weights_urls(self, request: ClientRequest) -> Response:
+        return self.links.to_files(request, self._found(request))
 
-    async def weights_info(self, asked: Asked) -> Response:
-        saved = self.ledger.find(field(asked.json, "tinker_path", str))
+    async def weights_info(self, request: ClientRequest) -> Response:
+        saved = self.ledger.find(field(request.json, "tinker_path", str))
         lora, kind = saved.kind.rank is not None, saved.kind
         parts = {"train_attn": kind.attention, "train_mlp": kind.mlp, "train_unembed": False} if lora else {}
         return JSONResponse({"base_model": saved.base, "is_lora": lora, "lora_rank": kind.rank} | parts)
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
-    async def sessions(self, asked: Asked) -> Response:
-        page, _ = _page(asked, sorted(self.ledger.sessions, key=lambda id: -self.ledger.sessions[id]))
+    async def sessions(self, request: ClientRequest) -> Response:
+        page, _ = _page(request, sorted(self.ledger.sessions, key=lambda id: -self.ledger.sessions[id]))
         return JSONResponse({"sessions": page})
 
-    async def session(self, asked: Asked) -> Response:
-        id = asked.path["id"]
+    async def session(self, request: ClientRequest) -> Response:
+        id = request.path["id"]
         if id not in self.ledger.sessions:
-            raise Refused(404, f"there is no session {id[:80]} here")
+            raise RequestError(404, f"there is no session {id[:80]} here")
         runs = [model.id for model in self.ledger.models.values() if model.session == id]
         samplers = [record.id for record in self.ledger.samplers.values() if record.session == id]
         return JSONResponse({"training_run_ids": runs, "sampler_ids": samplers})
 
 
-def as_checkpoint(saved: Saved) -> dict[str, Any]:
+def as_checkpoint(saved: SavedRecord) -> dict[str, Any]:
     """Returns what a client is told of a save."""
     return {
         "checkpoint_id": f"{saved.part}/{saved.name}",
@@ -118,7 +118,7 @@ def as_checkpoint(saved: Saved) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _last(saved: Sequence[Saved], part: str) -> dict[str, Any] | None:
+def _last(saved: Sequence[SavedRecord], part: str) -> dict[str, Any] | None:
     of_part = [one for one in saved if one.part == part]
     return as_checkpoint(of_part[-1]) if of_part else None
 
@@ -127,17 +127,17 @@ def _time(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
 
 
-def _page(asked: Asked, everything: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:
+def _page(request: ClientRequest, everything: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:
     """Returns the part that a query asks for by limit and offset, and where it is in the whole."""
     query = {
-        name: int(value) if _NUMBER.fullmatch(value) else value for name, value in asked.request.query_params.items()
+        name: int(value) if _NUMBER.fullmatch(value) else value for name, value in request.request.query_params.items()
     }
-    limit, offset = min(number(query, "limit", 20), MOST), number(query, "offset", 0)
+    limit, offset = min(number(query, "limit", 20), MAX_PAGE), number(query, "offset", 0)
     cursor = {"offset": offset, "limit": limit, "total_count": len(everything)}
     return list(everything[offset : offset + limit]), cursor
 
 
-def as_cut(name: str) -> str:
+def as_tokenizer_name(name: str) -> str:
     """Returns what a sampling client gives to AutoTokenizer for a model's name: `tinker` takes a colon and what follows
     the second of two slashes for a variant."""
     name = name.partition(":")[0]

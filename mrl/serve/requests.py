@@ -18,14 +18,14 @@ _KINDS: dict[type, str] = {
     str: "a text", int: "a whole number", float: "a number", bool: "true or false", dict: "an object", list: "a list",
 }  # fmt: skip
 _MISSING: Any = object()
-LARGEST = 2**63 - 1
-LONGEST_S = 10 * 365 * 24 * 3600
-MOST_METADATA = 16384
+MAX_NUMBER = 2**63 - 1
+MAX_SECONDS = 10 * 365 * 24 * 3600
+MAX_METADATA = 16384
 SMALL_BYTES = 2**20
 """A longer body is parsed in a process of its own."""
 
 
-class Refused(Exception):
+class RequestError(Exception):
     """A request that is answered by a status and one line. A client raises at 400 to 404 and 422; at 408, 409, 429 and
     5xx it comes again."""
 
@@ -35,14 +35,14 @@ class Refused(Exception):
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
-    """Returns the JSON object of a body. Raises Refused."""
+    """Returns the JSON object of a body. Raises RequestError."""
     if not body:
         return {}
-    status, found = parse_json.parsed(body) if len(body) <= SMALL_BYTES else _parsed_apart(body)
+    status, found = parse_json.parse_body_json(body) if len(body) <= SMALL_BYTES else _parsed_apart(body)
     if status != 200:
-        raise Refused(status, str(found))
+        raise RequestError(status, str(found))
     if not isinstance(found, dict):
-        raise Refused(400, "the body is no JSON object")
+        raise RequestError(400, "the body is no JSON object")
     return found
 
 
@@ -55,8 +55,8 @@ def _parsed_apart(body: bytes) -> tuple[int, Any]:
         done = subprocess.run(command, stdin=file, stdout=subprocess.PIPE, check=False)
     if done.returncode != 0:  # it was killed, as where memory runs out
         return 413, "the body takes too much memory to parse"
-    found: tuple[int, Any] = marshal.loads(done.stdout)
-    return found
+    answer: tuple[int, Any] = marshal.loads(done.stdout)
+    return answer
 
 
 def field(body: Mapping[str, Any], name: str, kind: type[T], default: Any = _MISSING) -> T:
@@ -73,7 +73,7 @@ def field(body: Mapping[str, Any], name: str, kind: type[T], default: Any = _MIS
     found: Any = value
     if kind is float and not math.isfinite(found):
         raise UserError(name, found, "is not finite", "give a finite number")
-    if kind is int and abs(found) > LARGEST:
+    if kind is int and abs(found) > MAX_NUMBER:
         raise UserError(name, found, "is out of range", "give a smaller number")
     if kind is str and not is_utf8(found):
         raise UserError(name, found, "has characters that are none", "give UTF-8")
@@ -100,8 +100,8 @@ def is_utf8(text: str) -> bool:
 def seconds_of(body: Mapping[str, Any]) -> int | None:
     """Returns for how long something is to be kept, None for ever. Raises UserError."""
     seconds = field(body, "ttl_seconds", int, None)
-    if seconds is not None and not 1 <= seconds <= LONGEST_S:
-        raise UserError("ttl_seconds", seconds, "is out of range", f"give 1 to {LONGEST_S}, or null for ever")
+    if seconds is not None and not 1 <= seconds <= MAX_SECONDS:
+        raise UserError("ttl_seconds", seconds, "is out of range", f"give 1 to {MAX_SECONDS}, or null for ever")
     return seconds
 
 
@@ -111,6 +111,6 @@ def metadata_of(body: Mapping[str, Any]) -> dict[str, Any]:
     texts = [*metadata, *metadata.values()]
     if not all(isinstance(text, str) and is_utf8(text) for text in texts):
         raise UserError("user_metadata", why="has a value that is no text", fix="give texts of UTF-8")
-    if sum(map(len, texts)) > MOST_METADATA:
-        raise UserError("user_metadata", why="is too long", fix=f"give at most {MOST_METADATA} characters")
+    if sum(map(len, texts)) > MAX_METADATA:
+        raise UserError("user_metadata", why="is too long", fix=f"give at most {MAX_METADATA} characters")
     return metadata

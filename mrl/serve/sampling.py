@@ -15,33 +15,35 @@ from torch import Tensor
 from mrl.engine.sampling import SamplingParams
 from mrl.errors import UserError
 from mrl.serve import datums, messages
-from mrl.serve.app import Asked, promised
-from mrl.serve.desk import PROTOBUF, Desk, Result
+from mrl.serve.app import ClientRequest, future_response
 from mrl.serve.ledger import PREFIX, Ledger, SamplerRecord
-from mrl.serve.models import Sampled
-from mrl.serve.operations import Sample
+from mrl.serve.models import SampleOutcome
+from mrl.serve.operations import DrawSamples
+from mrl.serve.request_queue import PROTOBUF, RequestQueue, Result
 from mrl.serve.requests import field, number
-from mrl.serve.training import Samples, Served, Work
+from mrl.serve.training import PreparedOperation, SamplingQueue, ServedModel
 
 NOT_DONE = ("prompt_alt_tokens_k", "target_prompt_logprobs", "prompt_logprobs_last_n")
 EMPTY_LOG_PROB = -99999.0
 """What the client takes for a cell without a token."""
-MOST_SAMPLES = 4096
-MOST_TOP_NUMBERS = 2**24
+MAX_SAMPLES = 4096
+MAX_TOP_NUMBERS = 2**24
 """Log-probs of the likeliest tokens that one answer tells: some 200 megabytes."""
 
-LEAST_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 """Logits that are divided by much less are no numbers in fp32, and their samples none of the model."""
 
 
-class Sampling:
+class SamplingHandlers:
     """The handlers, with what they share. end_tokens: that end a completion where the client names none."""
 
-    def __init__(self, served: Served, ledger: Ledger, desk: Desk, end_tokens: Sequence[int]) -> None:
-        self.served, self.ledger, self.desk, self.end_tokens = served, ledger, desk, end_tokens
+    def __init__(
+        self, served: ServedModel, ledger: Ledger, request_queue: RequestQueue, end_tokens: Sequence[int]
+    ) -> None:
+        self.served, self.ledger, self.request_queue, self.end_tokens = served, ledger, request_queue, end_tokens
 
-    async def create_sampling_session(self, asked: Asked) -> Response:
-        body = asked.json
+    async def create_sampling_session(self, request: ClientRequest) -> Response:
+        body = request.json
         session = field(body, "session_id", str)
         if session not in self.ledger.sessions:
             raise UserError("session_id", session, "is no session of this server", "make a new ServiceClient")
@@ -63,8 +65,8 @@ class Sampling:
             raise UserError("model_path", path, "has weights to train on alone", "give one of save_weights_for_sampler")
         return SamplerRecord(id, session, saved.base, path=path, saved=saved.time)
 
-    async def sampler(self, asked: Asked) -> Response:
-        record = self._record(asked.path["id"])
+    async def sampler(self, request: ClientRequest) -> Response:
+        record = self._record(request.path["id"])
         return JSONResponse({"sampler_id": record.id, "base_model": record.base, "model_path": record.path})
 
     def _record(self, id: str) -> SamplerRecord:
@@ -72,19 +74,19 @@ class Sampling:
             raise UserError("sampling_session_id", id, "is no sampler of this server", "make another sampling client")
         return self.ledger.samplers[id]
 
-    async def asample(self, asked: Asked) -> Response:
-        body = asked.json
+    async def asample(self, request: ClientRequest) -> Response:
+        body = request.json
         record = self._record(field(body, "sampling_session_id", str))
-        sample = await asked.read_by(self.sample_of, body)
+        sample = await request.read_by(self.sample_of, body)
         key = ("sample", record.id, number(body, "seq_id", secrets.randbits(60)))
 
-        def answer(found: Sampled) -> Result:
+        def answer(found: SampleOutcome) -> Result:
             return Result(as_message(found, sample), PROTOBUF)
 
-        promise = self.desk.put_together(source_of(record), key, Work(sample, answer))
-        return promised(promise, sample_sequence_ids=[f"{promise.id}:{i}" for i in range(sample.count)])
+        future = self.request_queue.put_batched(source_of(record), key, PreparedOperation(sample, answer))
+        return future_response(future, sample_sequence_ids=[f"{future.id}:{i}" for i in range(sample.count)])
 
-    def sample_of(self, body: Mapping[str, Any]) -> Sample:
+    def sample_of(self, body: Mapping[str, Any]) -> DrawSamples:
         """Returns what a client asks for. Raises UserError."""
         for name in NOT_DONE:
             if body.get(name):
@@ -97,15 +99,15 @@ class Sampling:
             fix = f"ask for at most {room}, or raise serve.max_length"
             raise UserError("sampling_params.max_tokens", most, f"is more than fits after {len(tokens)} tokens", fix)
         count = number(body, "num_samples", 1, least=1)
-        if count > MOST_SAMPLES:
-            raise UserError("num_samples", count, "is too many at once", f"ask for at most {MOST_SAMPLES}")
+        if count > MAX_SAMPLES:
+            raise UserError("num_samples", count, "is too many at once", f"ask for at most {MAX_SAMPLES}")
         seed = field(params, "seed", int, None)
-        stop, stop_tokens = self.stops(params.get("stop"))
+        stop, stop_tokens = self.stop_conditions(params.get("stop"))
         for name, tokens_of in (("topk_prompt_logprobs", len(tokens)), ("topk_sample_logprobs", count * most)):
-            if self._top(body, name) * tokens_of > MOST_TOP_NUMBERS:
-                why, fix = f"is too many for {tokens_of} tokens", f"ask for at most {MOST_TOP_NUMBERS // tokens_of}"
+            if self._top(body, name) * tokens_of > MAX_TOP_NUMBERS:
+                why, fix = f"is too many for {tokens_of} tokens", f"ask for at most {MAX_TOP_NUMBERS // tokens_of}"
                 raise UserError(name, self._top(body, name), why, fix)
-        return Sample(
+        return DrawSamples(
             tokens, count, most, sampling_of(params), secrets.randbits(62) if seed is None else seed, stop_tokens, stop,
             field(body, "prompt_logprobs", bool, False), self._top(body, "topk_prompt_logprobs"),
             self._top(body, "topk_sample_logprobs"),
@@ -125,7 +127,7 @@ class Sampling:
         datums.check_tokens(torch.tensor(tokens, dtype=torch.int64), "prompt", self.served.limits)
         return tokens
 
-    def stops(self, stop: Any) -> tuple[list[str], list[int]]:
+    def stop_conditions(self, stop: Any) -> tuple[list[str], list[int]]:
         """(texts, token ids) that end a completion."""
         if stop is None:
             return [], list(self.end_tokens)
@@ -143,17 +145,17 @@ class Sampling:
         return top
 
 
-def source_of(record: SamplerRecord) -> Samples:
+def source_of(record: SamplerRecord) -> SamplingQueue:
     """Returns the queue of all samples from one place."""
-    return Samples(record.path, record.saved, record.snapshot)
+    return SamplingQueue(record.path, record.saved, record.snapshot)
 
 
 def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
     """Returns how tokens are drawn. Raises UserError."""
     temperature, top_p = field(params, "temperature", float, 1.0), field(params, "top_p", float, 1.0)
     top_k = field(params, "top_k", int, -1)
-    if temperature and not LEAST_TEMPERATURE <= temperature <= 100:
-        fix = f"give 0 for the likeliest token, or {LEAST_TEMPERATURE:g} to 100"
+    if temperature and not MIN_TEMPERATURE <= temperature <= 100:
+        fix = f"give 0 for the likeliest token, or {MIN_TEMPERATURE:g} to 100"
         raise UserError("sampling_params.temperature", temperature, "is out of range", fix)
     if not 0 < top_p <= 1:
         raise UserError("sampling_params.top_p", top_p, "is out of range", "give more than 0 and at most 1")
@@ -162,7 +164,7 @@ def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(temperature, max(top_k, 0), top_p)
 
 
-def as_message(found: Sampled, sample: Sample) -> bytes:
+def as_message(found: SampleOutcome, sample: DrawSamples) -> bytes:
     """Returns a `SampleResponse`."""
     out = messages.SampleResponse()
     for i, one in enumerate(found.completions):

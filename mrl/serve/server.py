@@ -34,17 +34,17 @@ from mrl.engine.registry import build_engine
 from mrl.errors import Stopped, UserError
 from mrl.serve import operations as ops
 from mrl.serve import suspended
-from mrl.serve.app import Asked, Door, HTTPServer, listening, retrieving, route
+from mrl.serve.app import Auth, ClientRequest, HTTPServer, make_retrieve_handler, open_socket, route
 from mrl.serve.datums import Limits
-from mrl.serve.desk import Desk, Result, Turn, Waiting
-from mrl.serve.ledger import Ledger, Saved
-from mrl.serve.links import ROOT, Links
-from mrl.serve.models import Models, OwnFault, unwritten
-from mrl.serve.openai import OpenAI
-from mrl.serve.records import Records, as_cut
-from mrl.serve.sampling import Sampling
-from mrl.serve.servers import Adapter, Servers
-from mrl.serve.training import Samples, Served, Training, Work
+from mrl.serve.ledger import Ledger, SavedRecord
+from mrl.serve.links import ROOT, DownloadLinks
+from mrl.serve.models import Models, ServerFault, write_error_line
+from mrl.serve.openai import OpenAIHandlers
+from mrl.serve.records import RecordHandlers, as_tokenizer_name
+from mrl.serve.request_queue import QueuedRequest, RequestQueue, Result, Work
+from mrl.serve.sampling import SamplingHandlers
+from mrl.serve.servers import ServedAdapter, Servers
+from mrl.serve.training import PreparedOperation, SamplingQueue, ServedModel, TrainingHandlers
 from mrl.trainers import used_folder
 from mrl.trainers.common import say_all
 from mrl.trainers.console import Console, open_console
@@ -56,10 +56,10 @@ PULSE_S = 60.0
 SLICE = 32
 """Tokens that are drawn of each sample before others have their turn, and what has come since joins in."""
 
-LOOK_S = 0.5
+SIGNAL_CHECK_S = 0.5
 """How often the main rank looks for a signal."""
 
-LOOK_AGAIN_S = 5.0
+SILENCE_CHECK_S = 5.0
 """And for clients that are gone."""
 
 DRAIN_S = 60.0
@@ -68,7 +68,7 @@ DRAIN_S = 60.0
 CHUNK_BYTES = 5_000_000
 """Of a pass, what clients send in one body."""
 
-MOST_TEXT_BYTES = 2**23
+MAX_TEXT_BYTES = 2**23
 """Of a body of OpenAI's interface."""
 
 API = "/api/v1"
@@ -94,7 +94,7 @@ def run(config: ServeConfig, command_line: str = "") -> None:
             engine.on_main(lambda: used_folder.refuse_foreign(directory.path))
             engine.on_main(lambda: suspended.refuse_other_layout(config))
             listens: list[socket.socket] = []  # before the model is read, which may take long: two would seem to serve
-            engine.on_main(lambda: listens.append(closing.enter_context(listening(keys.host, keys.port))))
+            engine.on_main(lambda: listens.append(closing.enter_context(open_socket(keys.host, keys.port))))
             say_all(console, engine.notes)
             console.doing("building the model")
             engine.init_model()
@@ -107,7 +107,7 @@ def run(config: ServeConfig, command_line: str = "") -> None:
             engine.on_main(lambda: shutil.rmtree(directory.path / "snapshots", ignore_errors=True))
             given = config.model.path
             tokenizer_at = os.path.abspath(folder) if os.path.exists(os.path.expanduser(given)) else given
-            served = Served(name, tokenizer_at, limits, config.model.lora, most, exports)
+            served = ServedModel(name, tokenizer_at, limits, config.model.lora, most, exports)
             _serve(config, Models(engine, tokenizer, config.model.lora, folder, keys), served, console, listens)
         finally:
             lock.release()
@@ -115,7 +115,7 @@ def run(config: ServeConfig, command_line: str = "") -> None:
 
 
 def _serve(
-    config: ServeConfig, models: Models, served: Served, console: Console, listens: Sequence[socket.socket]
+    config: ServeConfig, models: Models, served: ServedModel, console: Console, listens: Sequence[socket.socket]
 ) -> None:  # listens: the one socket, on the main rank
     says = "the server ends what it is at" if is_main() else None
     with StopSignal(says) as stop:  # on every rank: each gets the signal, and the main one acts on it
@@ -123,15 +123,15 @@ def _serve(
             _follow(models)
             return
         server = Server(
-            config, served, models.ends.ids, models.tokenizer, console, *listens,
+            config, served, models.end_tokens.ids, models.tokenizer, console, *listens,
             snapshots=lambda: set(models.snapshots),
         )  # fmt: skip
-        server.ledger.sweep()
-        for said in filter(None, [server.ledger.oddities(), *resume(server, models)]):
-            console.say(said)
-        say_all(console, models.ends.notes(models.tokenizer, "completions end there, too, and exports name it"))
+        server.ledger.remove_partial()
+        for line in filter(None, [server.ledger.skipped_lines(), *resume(server, models)]):
+            console.say(line)
+        say_all(console, models.end_tokens.notes(models.tokenizer, "completions end there, too, and exports name it"))
         server.http.start()
-        server.say_ready()
+        server.print_ready()
         lead(server, models, stop)
 
 
@@ -150,27 +150,27 @@ class Server:
     """What the main rank has beside the models: records, queues, and the thread that listens."""
 
     def __init__(
-        self, config: ServeConfig, served: Served, ends: Sequence[int], tokenizer: PreTrainedTokenizerBase,
+        self, config: ServeConfig, served: ServedModel, ends: Sequence[int], tokenizer: PreTrainedTokenizerBase,
         console: Console, listens: socket.socket, *, snapshots: Callable[[], Collection[str]],
     ) -> None:  # fmt: skip
         self.config, self.served, self.console = config, served, console
-        self.desk = Desk(most_waiting=config.serve.max_waiting)
+        self.request_queue = RequestQueue(max_waiting=config.serve.max_waiting)
         self.ledger = Ledger(pathlib.Path(config.output_dir))
-        self.training = Training(served, self.ledger, self.desk)
-        self.sampling = Sampling(served, self.ledger, self.desk, ends)
-        self.openai = OpenAI(served, self.ledger, self.desk, self.sampling, tokenizer, snapshots)
+        self.training = TrainingHandlers(served, self.ledger, self.request_queue)
+        self.sampling = SamplingHandlers(served, self.ledger, self.request_queue, ends)
+        self.openai = OpenAIHandlers(served, self.ledger, self.request_queue, self.sampling, tokenizer, snapshots)
         keys = config.serve
         self.servers = None
         if keys.servers.kind is not None:
-            self.servers = Servers(keys.servers, self.desk, longest=keys.max_length)
+            self.servers = Servers(keys.servers, self.request_queue, longest=keys.max_length)
         self.http = HTTPServer(self._routes(), listens)
 
     def _routes(self) -> list[Any]:
-        training, sampling, links = self.training, self.sampling, Links(self.ledger)
-        records = Records(self.ledger, links)
-        door = Door(secret_of_clients(), self.config.serve.max_body_mb * 2**20)
-        doors = {"forward_backward": dataclasses.replace(door, is_json=False)}
-        of_texts = dataclasses.replace(door, most_bytes=min(door.most_bytes, MOST_TEXT_BYTES))
+        training, sampling, links = self.training, self.sampling, DownloadLinks(self.ledger)
+        records = RecordHandlers(self.ledger, links)
+        auth = Auth(secret_of_clients(), self.config.serve.max_body_mb * 2**20)
+        doors = {"forward_backward": dataclasses.replace(auth, is_json=False)}
+        of_texts = dataclasses.replace(auth, max_bytes=min(auth.max_bytes, MAX_TEXT_BYTES))
         chunk = min(CHUNK_BYTES, self.config.serve.max_body_mb * 2**19)  # estimates: room for what they leave out
         handlers = {
             "POST client/config": _constant({"parallel_fwdbwd_chunks": False, "fwdbwd_max_chunk_bytes_count": chunk}),
@@ -193,7 +193,7 @@ class Server:
             "POST create_sampling_session": sampling.create_sampling_session,
             "GET samplers/{id}": sampling.sampler,
             "POST asample": sampling.asample,
-            "POST retrieve_future": retrieving(self.desk, training.became),
+            "POST retrieve_future": make_retrieve_handler(self.request_queue, training.model_status),
             "GET training_runs": records.training_runs,
             "GET training_runs/{id}": records.training_run,
             "GET training_runs/{id}/checkpoints": records.checkpoints_of_run,
@@ -213,11 +213,11 @@ class Server:
             "POST chat/completions": self.openai.chat_completions,
         }
         signed = route(
-            "GET", f"{ROOT}/{{until}}/{{signature}}/{{what:path}}", links.follow, Door(None, 0, for_all=True)
+            "GET", f"{ROOT}/{{until}}/{{signature}}/{{what:path}}", links.follow, Auth(None, 0, is_public=True)
         )
         return [signed] + [
             route(method, f"{root}/{path}", handler, doors.get(path, usual))
-            for root, below, usual in ((API, handlers, door), ("/v1", of_openai, of_texts))
+            for root, below, usual in ((API, handlers, auth), ("/v1", of_openai, of_texts))
             for (method, path), handler in ((name.split(), handler) for name, handler in below.items())
         ]
 
@@ -225,11 +225,11 @@ class Server:
         model = {"model_name": self.served.base, "max_context_length": self.served.limits.length}
         return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
 
-    def say_ready(self) -> None:
+    def print_ready(self) -> None:
         """Says what a client needs."""
-        host = reached_at(self.config.serve.host)
+        host = client_address(self.config.serve.host)
         self.console.say(f"serving {self.served.base}")
-        if (cut := as_cut(self.served.base)) != self.served.base:
+        if (cut := as_tokenizer_name(self.served.base)) != self.served.base:
             self.console.say(
                 f"serve.name: a client that only samples looks for the tokenizer in {cut!r}, which is what it makes of "
                 "the name; give one with no colon, and with one slash or three"
@@ -240,15 +240,15 @@ class Server:
 
     def stop(self) -> None:
         """Ends the thread that listens, after those who wait were told."""
-        self.desk.end()
+        self.request_queue.end()
         self.http.stop()
 
-    def gone(self, now: float) -> set[str]:
+    def silent_sessions(self, now: float) -> set[str]:
         """Returns the sessions of clients that have not been heard of for long."""
         return {id for id, heard in self.ledger.sessions.items() if now - heard > self.config.serve.silent_s}
 
 
-def reached_at(host: str) -> str:
+def client_address(host: str) -> str:
     """Returns what clients call the address that is listened on, as it stands in a URL: all addresses have no name but
     the machine's."""
     try:
@@ -260,7 +260,7 @@ def reached_at(host: str) -> str:
 
 
 def _constant(answer: Any) -> Any:
-    async def handler(asked: Asked) -> JSONResponse:
+    async def handler(request: ClientRequest) -> JSONResponse:
         return JSONResponse(answer)
 
     return handler
@@ -270,54 +270,54 @@ def _constant(answer: Any) -> Any:
 
 
 def lead(server: Server, models: Models, stop: StopSignal) -> None:
-    """Takes turns from the desk until a signal comes."""
+    """Takes work from the queues until a signal comes."""
     looked = time.monotonic()
     while not stop.requested:
-        turn = server.desk.take(LOOK_S)
+        work = server.request_queue.next_work(SIGNAL_CHECK_S)
         now = time.monotonic()
         if not server.http.thread.is_alive():  # nobody would hear of it otherwise
             raise RuntimeError("the thread that listens has ended")
         server.ledger.clear()
-        if turn is not None:
-            do_turn(server, models, turn)
+        if work is not None:
+            do_work(server, models, work)
         if time.monotonic() - models.spoken > PULSE_S:  # also where inference servers do all that there is to do
-            together(models, ops.Rest())
-        if now - looked > min(LOOK_AGAIN_S, server.config.serve.silent_s / 4):
-            _let_go(server, models)
+            do_on_all_ranks(models, ops.Idle())
+        if now - looked > min(SILENCE_CHECK_S, server.config.serve.silent_s / 4):
+            _release_idle(server, models)
             looked = now
     try:
         suspend(server, models)
     except UserError:  # a full disk; all ranks have it
         server.stop()
-        together(models, ops.End())
+        do_on_all_ranks(models, ops.Shutdown())
         raise
-    together(models, ops.End())
+    do_on_all_ranks(models, ops.Shutdown())
 
 
 def suspend(server: Server, models: Models) -> None:
     """Does what models have yet to do, and writes all that the next start goes on with. Samples are drawn anew: their
     clients ask again."""
-    server.desk.close("the server ends")
+    server.request_queue.close("the server ends")
     if server.servers is not None:
         server.servers.close()
     until = time.monotonic() + DRAIN_S
-    while time.monotonic() < until and (turn := server.desk.take(0)) is not None:
+    while time.monotonic() < until and (turn := server.request_queue.next_work(0)) is not None:
         server.ledger.clear()
-        if not isinstance(turn.queue, Samples):
-            do_turn(server, models, turn)
+        if not isinstance(turn.queue, SamplingQueue):
+            do_work(server, models, turn)
     why = "the server was ended before this was done, and it was not done; send it again"
-    for work in server.desk.give_back(why):
-        work.lost(why)
+    for work in server.request_queue.fail_waiting(why):
+        work.on_failure(why)
     folder = server.ledger.suspended
     shutil.rmtree(folder, ignore_errors=True)
-    together(models, ops.Suspend(f"{folder}.partial"))
+    do_on_all_ranks(models, ops.SuspendModels(f"{folder}.partial"))
     lost = {model: list(passes.items()) for model, passes in server.training.lost.items()}
-    state = {"layout": suspended.layout_of(server.config), "desk": server.desk.state(), "lost": lost}
+    state = {"layout": suspended.layout_of(server.config), "desk": server.request_queue.state(), "lost": lost}
     try:
         (folder.parent / f"{folder.name}.partial" / "desk.json").write_text(json.dumps(state), encoding="utf-8")
         os.rename(f"{folder}.partial", folder)
     except OSError as error:
-        raise unwritten(error) from error
+        raise write_error_line(error) from error
     server.stop()
 
 
@@ -330,107 +330,109 @@ def resume(server: Server, models: Models) -> list[str]:
         return []
     try:
         state = suspended.read_state(folder)
-        together(models, ops.Resume(str(folder)))
+        do_on_all_ranks(models, ops.ResumeModels(str(folder)))
     except UserError as error:
-        aside = suspended.put_aside(folder)
+        aside = suspended.move_aside(folder)
         return [f"{error}: {aside} has it, and models of the last start are gone but for what was saved"]
-    server.desk.restore(state["desk"])
+    server.request_queue.restore(state["desk"])
     server.training.lost = state["lost"]
     unknown = sorted(models.waiting.keys() - (server.ledger.models.keys() & state["desk"]["numbers"].keys()))
     if unknown:  # their lines of the ledger were passed over
-        together(models, ops.Forget(models=unknown))
-    here = server.training.back(models.waiting, models.snapshots)
+        do_on_all_ranks(models, ops.ForgetModels(models=unknown))
+    here = server.training.restore(models.waiting, models.snapshots)
     os.rename(folder, f"{folder}.partial")  # at once: half of it would be nothing to go on with
     shutil.rmtree(f"{folder}.partial")
     gone = [f"let go of {', '.join(unknown)}, which {server.ledger.file.name} does not know"] if unknown else []
     return ([f"going on with {here} of the last start"] if here else []) + gone
 
 
-def do_turn(server: Server, models: Models, turn: Turn) -> None:
-    """Does what a queue has brought, and keeps every promise of it."""
-    if isinstance(turn.queue, Samples):
-        _sample(server, models, turn.queue, turn.waiting)
+def do_work(server: Server, models: Models, work: Work) -> None:
+    """Does what a queue has brought, and finishes its futures."""
+    if isinstance(work.queue, SamplingQueue):
+        _sample(server, models, work.queue, work.requests)
         return
-    [waiting] = turn.waiting
+    [waiting] = work.requests
     operation = waiting.operation.operation
     try:
         result = _done(models, waiting.operation)
     except UserError as error:
-        waiting.operation.lost(str(error))
-        server.desk.fail(waiting.promise, "server" if isinstance(error, OwnFault) else "user", str(error))
-        if isinstance(operation, (ops.Create, ops.Load)) and not server.ledger.models[operation.model].here:
+        waiting.operation.on_failure(str(error))
+        server.request_queue.fail(waiting.future, "server" if isinstance(error, ServerFault) else "user", str(error))
+        if isinstance(operation, (ops.CreateModel, ops.LoadModel)) and not server.ledger.models[operation.model].here:
             server.training.forget(operation.model, error)
         return
-    server.desk.finish(waiting.promise, result)
+    server.request_queue.finish(waiting.future, result)
 
 
-def _done(models: Models, work: Work) -> Result:
+def _done(models: Models, work: PreparedOperation) -> Result:
     """Does what a client asked for, on all ranks. A full disk does not end the server, but where it stops one of
     several ranks, for which the others wait."""
     alone = all_ranks().size == 1
     try:
         work.check()
     except UserError:
-        if work.otherwise is not None:
-            together(models, work.otherwise)
+        if work.fallback is not None:
+            do_on_all_ranks(models, work.fallback)
         raise
     try:
-        found = together(models, work.operation)
+        outcome = do_on_all_ranks(models, work.operation)
         alone = True
-        return work.answer(found)
+        return work.answer(outcome)
     except OSError as error:
         if not alone:
             raise
-        raise unwritten(error) from error
+        raise write_error_line(error) from error
 
 
-def _sample(server: Server, models: Models, queue: Samples, waiting: Sequence[Waiting]) -> None:
+def _sample(server: Server, models: Models, queue: SamplingQueue, waiting: Sequence[QueuedRequest]) -> None:
     """Draws more tokens of all that is sampled from one place; what is not whole waits for the next turn, together with
     what has come by then. What the inference servers can draw, where there are some, is theirs."""
-    waiting, unwanted = server.desk.sift(waiting)
+    waiting, unwanted = server.request_queue.split_abandoned(waiting)
     try:
         if server.servers is not None:
-            waiting = _lend(server, models, queue, waiting)
+            waiting = _draw_on_servers(server, models, queue, waiting)
         if not waiting and not unwanted:
             return
         snapshot = _snapshot(server, models, queue)
         running = models.running[snapshot][0] if snapshot in models.running else {}
-        begun = {one.promise.id: one.operation.operation for one in waiting if one.promise.id not in running}
+        begun = {one.future.id: one.operation.operation for one in waiting if one.future.id not in running}
         left = [id for id in unwanted if id in running]
-        ended = together(models, ops.SampleAll(snapshot, begun, SLICE, left)) if begun or running else {}
-        of = {one.promise.id: one.operation for one in waiting}
+        ended = do_on_all_ranks(models, ops.ContinueSampling(snapshot, begun, SLICE, left)) if begun or running else {}
+        of = {one.future.id: one.operation for one in waiting}
         results = {id: of[id].answer(found) for id, found in ended.items()}
     except UserError as error:
         for one in waiting:
-            server.desk.fail(one.promise, "server" if isinstance(error, OwnFault) else "user", str(error))
+            server.request_queue.fail(one.future, "server" if isinstance(error, ServerFault) else "user", str(error))
         return
     for one in waiting:
-        if one.promise.id in results:
-            server.desk.finish(one.promise, results[one.promise.id])
-    if rest := [one for one in waiting if one.promise.id not in results]:
-        server.desk.put_back(queue, rest, more=bool(results))
+        if one.future.id in results:
+            server.request_queue.finish(one.future, results[one.future.id])
+    if rest := [one for one in waiting if one.future.id not in results]:
+        server.request_queue.put_back(queue, rest, expects_more=bool(results))
         for one in rest:
             if one.operation.progress is not None:
-                one.operation.progress(models.running[snapshot][0][one.promise.id].completions)
+                one.operation.progress(models.running[snapshot][0][one.future.id].completions)
 
 
-def _lend(server: Server, models: Models, queue: Samples, waiting: Sequence[Waiting]) -> Sequence[Waiting]:
+def _draw_on_servers(
+    server: Server, models: Models, queue: SamplingQueue, waiting: Sequence[QueuedRequest]
+) -> Sequence[QueuedRequest]:
     """Gives the inference servers what they can draw, and returns the rest. Raises UserError."""
     assert server.servers is not None
     adapter = None
     if queue.path is not None:
         saved = _saved(server, queue)
-        adapter = Adapter(str(server.ledger.folder_of(saved.run, saved.part, saved.name)), saved.time)
+        adapter = ServedAdapter(str(server.ledger.folder_of(saved.run, saved.part, saved.name)), saved.time)
     elif queue.snapshot is not None:
         if queue.snapshot not in models.folders:  # it is of an earlier start, or is gone
             return waiting
-        adapter = Adapter(models.folders[queue.snapshot])
-    theirs = [one for one in waiting if server.servers.can(one.operation.operation)]
+        adapter = ServedAdapter(models.folders[queue.snapshot])
+    theirs = [one for one in waiting if server.servers.can_draw(one.operation.operation)]
     server.servers.draw(theirs, adapter)
     return [one for one in waiting if one not in theirs]
 
 
-def _saved(server: Server, queue: Samples) -> Saved:
+def _saved(server: Server, queue: SamplingQueue) -> SavedRecord:
     """Returns what a queue samples from. Raises UserError where it is gone."""
     assert queue.path is not None
     saved = server.ledger.find(queue.path)
@@ -439,7 +441,7 @@ def _saved(server: Server, queue: Samples) -> Saved:
     return saved
 
 
-def _snapshot(server: Server, models: Models, queue: Samples) -> str | None:
+def _snapshot(server: Server, models: Models, queue: SamplingQueue) -> str | None:
     """Returns the name of the snapshot to sample from, which is read where it is only saved. Raises UserError."""
     if queue.path is None:
         if queue.snapshot is not None and queue.snapshot not in models.snapshots:
@@ -451,34 +453,36 @@ def _snapshot(server: Server, models: Models, queue: Samples) -> str | None:
     if name not in models.snapshots:
         saved = _saved(server, queue)
         folder = str(server.ledger.folder_of(saved.run, saved.part, saved.name))
-        together(models, ops.Thaw(name, saved.kind, folder))
+        do_on_all_ranks(models, ops.LoadSnapshot(name, saved.kind, folder))
     return name
 
 
-def _let_go(server: Server, models: Models) -> None:
+def _release_idle(server: Server, models: Models) -> None:
     """Frees what the models of silent clients hold, and removes what was saved for a time that is over."""
     server.ledger.expire(time.time())
-    for model, count in server.desk.give_up().items():
-        server.training.lose(str(model), count, f"the call with seq_id {count} has not come")
-    gone = server.gone(time.time())
+    for model, count in server.request_queue.fail_overdue().items():
+        server.training.fail_pass(str(model), count, f"the call with seq_id {count} has not come")
+    gone = server.silent_sessions(time.time())
     silent = [
-        m.id for m in server.ledger.models.values() if m.here and m.session in gone and not server.desk.waits(m.id)
+        m.id
+        for m in server.ledger.models.values()
+        if m.here and m.session in gone and not server.request_queue.has_work(m.id)
     ]
     snapshots = [
         name for name in models.snapshots
-        if name.partition(":")[0] in gone and not server.desk.waits(Samples(None, None, name))
+        if name.partition(":")[0] in gone and not server.request_queue.has_work(SamplingQueue(None, None, name))
     ]  # fmt: skip
     if silent or snapshots:
-        together(models, ops.Forget(silent, snapshots))
+        do_on_all_ranks(models, ops.ForgetModels(silent, snapshots))
     for id in silent:
         server.training.forget(id, UserError("model_id", id, "is gone: its client was gone for long", "create one"))
 
 
-def together(models: Models, operation: Any) -> Any:
+def do_on_all_ranks(models: Models, operation: Any) -> Any:
     """Does an operation on all ranks; the main one tells the others. Returns what came of it."""
     models.spoken = time.monotonic()  # not of each turn: what inference servers draw is told to no other rank
     on_main(lambda: operation)
-    return None if isinstance(operation, (ops.Rest, ops.End)) else models.do(operation)
+    return None if isinstance(operation, (ops.Idle, ops.Shutdown)) else models.do(operation)
 
 
 # -- the other ranks ---------------------------------------------------------------------------------------------------
@@ -487,9 +491,9 @@ def together(models: Models, operation: Any) -> Any:
 def _follow(models: Models) -> None:
     """Does what the main rank says, until it ends."""
     while True:
-        said: Any = on_main(lambda: None)  # what the main rank gives there
-        if isinstance(said, ops.End):
+        operation: Any = on_main(lambda: None)  # what the main rank gives there
+        if isinstance(operation, ops.Shutdown):
             return
-        if not isinstance(said, ops.Rest):
+        if not isinstance(operation, ops.Idle):
             with contextlib.suppress(UserError):  # which the main rank answers its client
-                models.do(said)
+                models.do(operation)

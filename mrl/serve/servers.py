@@ -22,13 +22,13 @@ from mrl.engine.base import Completion
 from mrl.engine.sampling import SamplingKey
 from mrl.errors import ServerError, UserError
 from mrl.rollout.base import SampleRequest
-from mrl.rollout.http import Http, HungUp
+from mrl.rollout.http import HttpClient, RequestAborted
 from mrl.rollout.servers import AdapterServer, checked
 from mrl.rollout.sglang import SGLangServer
 from mrl.rollout.vllm import VLLMServer
-from mrl.serve.desk import Desk, Promise, Waiting
-from mrl.serve.models import Sampled, prompt_number
-from mrl.serve.operations import Sample
+from mrl.serve.models import SampleOutcome, prompt_number
+from mrl.serve.operations import DrawSamples
+from mrl.serve.request_queue import Future, QueuedRequest, RequestQueue
 
 KINDS: dict[str, type[AdapterServer]] = {"vllm": VLLMServer, "sglang": SGLangServer}
 KEY = "serve.servers.urls"
@@ -37,7 +37,7 @@ KEPT = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Adapter:
+class ServedAdapter:
     """A folder in peft's form. version: of what lies there."""
 
     folder: str
@@ -49,7 +49,7 @@ class Adapter:
         return "mrl-" + hashlib.sha256(f"{self.folder}@{self.version}".encode()).hexdigest()[:16]
 
 
-class _Loaded:
+class _LoadedAdapters:
     """The adapters of one server, the one used last at the end."""
 
     def __init__(self, server: AdapterServer) -> None:
@@ -57,7 +57,7 @@ class _Loaded:
         self.in_use: collections.OrderedDict[str, int] = collections.OrderedDict()  # name -> requests
 
     @contextlib.contextmanager
-    def using(self, adapter: Adapter, *, anew: bool = False) -> Iterator[str]:
+    def using(self, adapter: ServedAdapter, *, anew: bool = False) -> Iterator[str]:
         """Inside, the server has an adapter; yields its name there. anew: the server has lost it."""
         name, folder = adapter.name, os.path.abspath(adapter.folder)
         with self.lock:
@@ -82,61 +82,61 @@ class _Loaded:
 class Servers:
     """The servers of `serve.servers`. Used by the main rank alone."""
 
-    def __init__(self, config: ServersConfig, desk: Desk, *, longest: int) -> None:
+    def __init__(self, config: ServersConfig, request_queue: RequestQueue, *, longest: int) -> None:
         """Raises ServerError where one does not answer, or has no room for sequences of `longest` tokens."""
         assert config.kind is not None
-        self.desk = desk
+        self.request_queue = request_queue
         self.loaded = []
         for url in config.urls:
-            server = KINDS[config.kind](Http(url, timeout_s=config.timeout_s, key=KEY))
+            server = KINDS[config.kind](HttpClient(url, timeout_s=config.timeout_s, key=KEY))
             room = server.inspect(sleeps=False)
             if room is not None and room < longest:
                 raise server.http.error(f"takes sequences of {room} tokens; start it with room for {longest}")
-            self.loaded.append(_Loaded(server))
+            self.loaded.append(_LoadedAdapters(server))
         self.turns = itertools.cycle(self.loaded)
         self.pool = concurrent.futures.ThreadPoolExecutor(config.concurrency * len(self.loaded), "samples")
 
     def close(self) -> None:
         """Ends what is under way; its clients ask again."""
         for loaded in self.loaded:
-            loaded.server.http.hang_up()
+            loaded.server.http.abort_requests()
         self.pool.shutdown(cancel_futures=True)
 
     @staticmethod
-    def can(sample: Sample) -> bool:
+    def can_draw(sample: DrawSamples) -> bool:
         """Returns whether the servers draw a sample; else the ranks do."""
         return not (sample.prompt_log_probs or sample.top_of_prompt or sample.top_of_samples)
 
-    def draw(self, waiting: Sequence[Waiting], adapter: Adapter | None) -> None:
-        """Begins to draw samples, and keeps their promises once they are whole. adapter: None is the base."""
+    def draw(self, waiting: Sequence[QueuedRequest], adapter: ServedAdapter | None) -> None:
+        """Begins to draw samples, and finishes their futures once they are whole. adapter: None is the base."""
         for one in waiting:
-            sample: Sample = one.operation.operation
+            sample: DrawSamples = one.operation.operation
             futures = [self.pool.submit(self._complete, sample, i, adapter) for i in range(sample.count)]
             self.pool.submit(self._finish, one, futures)
 
-    def _finish(self, one: Waiting, futures: Sequence[concurrent.futures.Future[Completion]]) -> None:
+    def _finish(self, one: QueuedRequest, futures: Sequence[concurrent.futures.Future[Completion]]) -> None:
         try:
             completions = [future.result() for future in futures]
-        except (HungUp, concurrent.futures.CancelledError):
+        except (RequestAborted, concurrent.futures.CancelledError):
             return
         except ServerError as error:
-            self._fail(one.promise, "server", error)
+            self._fail(one.future, "server", error)
             return
         except UserError as error:
-            self._fail(one.promise, "user", error)
+            self._fail(one.future, "user", error)
             return
         except Exception:  # of an answer that nobody foresaw: without a word the client would wait for ever
             logging.getLogger("mrl.serve").exception("a sample of an inference server")
-            self.desk.fail(one.promise, "server", f"{KEY}: a fault of this server, which its log has")
+            self.request_queue.fail(one.future, "server", f"{KEY}: a fault of this server, which its log has")
             return
         if one.operation.progress is not None:
             one.operation.progress(completions)
-        self.desk.finish(one.promise, one.operation.answer(Sampled(completions, None, None, None)))
+        self.request_queue.finish(one.future, one.operation.answer(SampleOutcome(completions, None, None, None)))
 
-    def _fail(self, promise: Promise, category: str, error: UserError) -> None:
-        self.desk.fail(promise, "server" if category == "server" else "user", str(error))
+    def _fail(self, future: Future, category: str, error: UserError) -> None:
+        self.request_queue.fail(future, "server" if category == "server" else "user", str(error))
 
-    def _complete(self, sample: Sample, index: int, adapter: Adapter | None) -> Completion:
+    def _complete(self, sample: DrawSamples, index: int, adapter: ServedAdapter | None) -> Completion:
         request = SampleRequest(
             tokens=sample.tokens, max_new_tokens=sample.max_new_tokens, sampling=sample.sampling,
             key=SamplingKey(seed=sample.seed, prompt=prompt_number(sample.tokens), sample=index),

@@ -12,8 +12,8 @@ from mrl.config.serve import ServeConfig
 from mrl.converters.json_file import read_json
 from mrl.engine.collective import all_ranks
 from mrl.errors import CheckpointError, ConfigError, ModelError, first_line, show, unwritable
-from mrl.serve.desk import Desk
 from mrl.serve.ledger import Ledger
+from mrl.serve.request_queue import RequestQueue
 
 
 def layout_of(config: ServeConfig) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def read_state(folder: pathlib.Path) -> dict[str, Any]:
     """Returns what the main rank wrote. Raises CheckpointError where it is not what `suspend` writes."""
     try:
         state = read_json(folder / "desk.json")
-        Desk(most_waiting=1).restore(state["desk"])
+        RequestQueue(max_waiting=1).restore(state["desk"])
         lost = {
             str(model): {int(number): str(line) for number, line in passes}
             for model, passes in state.get("lost", {}).items()
@@ -51,7 +51,7 @@ def refuse_other_layout(config: ServeConfig) -> None:
         raise ConfigError("output_dir", config.output_dir, f"has models that were suspended with {differ}", fix)
 
 
-def put_aside(folder: pathlib.Path) -> pathlib.Path:
+def move_aside(folder: pathlib.Path) -> pathlib.Path:
     """Gives the folder another name, and returns it."""
     number = 1
     while os.path.lexists(aside := folder.with_name(f"{folder.name}.damaged-{number}")):

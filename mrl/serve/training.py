@@ -1,7 +1,7 @@
 """The calls of a training client: sessions, models, passes, steps, saves (docs/serve.md).
 
-Everything here runs on the thread of the HTTP server. What the ranks do is put on the desk as `Work`; what they have
-done is made an answer on the main thread, by the `answer` beside it.
+Everything here runs on the thread of the HTTP server. What the ranks do is queued as a `PreparedOperation`; what they
+have done becomes an answer on the main thread, by the `answer` beside it.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from starlette.responses import JSONResponse, Response
 
 from mrl.config.schema import LoraConfig
 from mrl.engine.base import Completion
-from mrl.engine.trained_state import Update
+from mrl.engine.trained_state import UpdateSettings
 from mrl.errors import UserError
 from mrl.serve import datums
 from mrl.serve import operations as ops
-from mrl.serve.app import Asked, as_result, promised
-from mrl.serve.desk import PROTOBUF, Busy, Desk, Promise, Result
-from mrl.serve.ledger import ENDED, PREFIX, Ledger, ModelRecord, Part, SamplerRecord, Saved, check_name
-from mrl.serve.operations import Kind
-from mrl.serve.requests import Refused, field, metadata_of, number, seconds_of
+from mrl.serve.app import ClientRequest, future_response, json_result
+from mrl.serve.ledger import ENDED, PREFIX, Ledger, ModelRecord, Part, SamplerRecord, SavedRecord, check_name
+from mrl.serve.operations import ModelKind
+from mrl.serve.request_queue import PROTOBUF, Future, QueueFull, RequestQueue, Result
+from mrl.serve.requests import RequestError, field, metadata_of, number, seconds_of
 
 OLDEST_CLIENT = (0, 29)
-LEAST_EPS = 1e-30
+MIN_EPS = 1e-30
 """AdamW divides by no less: with 0, what has had no gradient yet, as what pads adapters, would be no number."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """An operation, and what makes its outcome an answer."""
+class PreparedOperation:
+    """Hold an operation and the functions that turn its outcome into an answer."""
 
     operation: Any
     answer: Callable[[Any], Result]
     check: Callable[[], None] = lambda: None  # called just before it is done; may raise UserError
-    otherwise: Any = None  # an operation that is done where `check` raised
-    lost: Callable[[str], None] = lambda line: None  # told why, where nothing came of it
+    fallback: Any = None  # an operation that is done where `check` raised
+    on_failure: Callable[[str], None] = lambda line: None  # told why, where nothing came of it
     progress: Callable[[Sequence[Completion]], None] | None = None  # told of completions while they are drawn
 
 
 @dataclasses.dataclass(frozen=True)
-class Samples:
+class SamplingQueue:
     """The queue of what is sampled from one place: what was saved under a path at a time, a snapshot, or neither for
     the base."""
 
@@ -58,31 +58,33 @@ class Samples:
 
 
 @dataclasses.dataclass(frozen=True)
-class Served:
-    """What is served. base: the model's name, for clients. tokenizer: where they load its tokenizer from."""
+class ServedModel:
+    """Describe the model that is served.
+
+    base: the model's name, for clients. tokenizer: where they load its tokenizer from."""
 
     base: str
     tokenizer: str
     limits: datums.Limits
     lora: LoraConfig | None  # the adapters of the engine; None: one model, of which all weights train
-    most_models: int
+    max_models: int
     exports: pathlib.Path | None = None  # where snapshots are written that inference servers load
 
 
-class Training:
+class TrainingHandlers:
     """The handlers, with what they share."""
 
-    def __init__(self, served: Served, ledger: Ledger, desk: Desk) -> None:
-        self.served, self.ledger, self.desk = served, ledger, desk
+    def __init__(self, served: ServedModel, ledger: Ledger, request_queue: RequestQueue) -> None:
+        self.served, self.ledger, self.request_queue = served, ledger, request_queue
         self.lost: dict[str, dict[int, str]] = {}  # model -> numbers of passes that came to nothing since its last step
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
-    async def create_session(self, asked: Asked) -> Response:
-        version = field(asked.json, "sdk_version", str, "")
-        if parsed(version) < OLDEST_CLIENT:
+    async def create_session(self, request: ClientRequest) -> Response:
+        version = field(request.json, "sdk_version", str, "")
+        if parse_version(version) < OLDEST_CLIENT:
             oldest = ".".join(map(str, OLDEST_CLIENT))
-            raise Refused(
+            raise RequestError(
                 400,
                 f"tinker {version or 'of no version'} is too old for this server: pip install -U 'tinker>={oldest}'",
             )
@@ -101,16 +103,16 @@ class Training:
             "layer has none (train_unembed is not read)"
         )
 
-    async def session_heartbeat(self, asked: Asked) -> Response:
-        id = field(asked.json, "session_id", str)
+    async def session_heartbeat(self, request: ClientRequest) -> Response:
+        id = field(request.json, "session_id", str)
         if self.ledger.sessions.get(id, ENDED) == ENDED:  # a late one revives none
-            raise Refused(410, f"there is no session {id[:40]} here (any more)")
-        self.ledger.hear(id)
+            raise RequestError(410, f"there is no session {id[:40]} here (any more)")
+        self.ledger.record_heartbeat(id)
         return JSONResponse({})
 
-    async def finish_session(self, asked: Asked) -> Response:
+    async def finish_session(self, request: ClientRequest) -> Response:
         """What the session's models hold is freed once they have done what they were given."""
-        id = asked.path["id"]
+        id = request.path["id"]
         if self.ledger.sessions.get(id, ENDED) != ENDED:  # the first one counts
             self.ledger.finish(id)
         return JSONResponse({"session_id": id})
@@ -121,57 +123,58 @@ class Training:
             raise UserError("session_id", id, "is no session of this server", "make a new ServiceClient")
         if self.ledger.sessions[id] == ENDED:  # what it made would be let go at once
             raise UserError("session_id", id, "has ended", "make a new ServiceClient")
-        self.ledger.hear(id)  # its last heartbeat may have been one of hours ago, to an earlier start of the server
+        # its last heartbeat may be hours old, sent to an earlier start of the server
+        self.ledger.record_heartbeat(id)
         return id
 
     # -- models ------------------------------------------------------------------------------------------------------
 
-    async def create_model(self, asked: Asked) -> Response:
-        body = asked.json
+    async def create_model(self, request: ClientRequest) -> Response:
+        body = request.json
         record = self._new_model(body, self._kind(field(body, "lora_config", dict, {})))
         self._check_base(field(body, "base_model", str, self.served.base))
         self._check_optimizer(body)
-        return promised(self._begin(record, ops.Create(record.id, record.kind)))
+        return future_response(self._begin(record, ops.CreateModel(record.id, record.kind)))
 
-    def _new_model(self, body: Mapping[str, Any], kind: Kind) -> ModelRecord:
+    def _new_model(self, body: Mapping[str, Any], kind: ModelKind) -> ModelRecord:
         session, count = self._session(body), number(body, "model_seq_id")
         metadata = metadata_of(body)
         return ModelRecord(f"{session}:train:{count}", session, kind, self.served.base, metadata, time.time())
 
-    def _begin(self, record: ModelRecord, operation: ops.Create | ops.Load) -> Promise:
+    def _begin(self, record: ModelRecord, operation: ops.CreateModel | ops.LoadModel) -> Future:
         """Puts the first operation of a model on its own queue, once."""
 
         def begun(_: Any) -> Result:
             self.ledger.models[record.id].here = True
-            return as_result({"model_id": record.id, "path": getattr(operation, "path", None)})
+            return json_result({"model_id": record.id, "path": getattr(operation, "path", None)})
 
-        promise = self.desk.known(record.id, 0)
-        if promise is not None:
-            return promise
+        future = self.request_queue.future_of(record.id, 0)
+        if future is not None:
+            return future
         known = self.ledger.models.get(record.id)
         if known is None:
-            held = [model for model in self.ledger.models.values() if model.here or self.desk.has(model.id)]
+            held = [model for model in self.ledger.models.values() if model.here or self.request_queue.has(model.id)]
             others = [model.id for model in held]
-            full = len(others) >= (1 if self.served.lora is None else self.served.most_models)
+            full = len(others) >= (1 if self.served.lora is None else self.served.max_models)
             if full and any(self.ledger.sessions.get(model.session, ENDED) == ENDED for model in held):
-                raise Busy  # one is about to be let go
-            self.desk.check_open()
+                raise QueueFull  # one is about to be let go
+            self.request_queue.check_open()
             if self.served.lora is None and others:
                 fix = "close its ServiceClient first, or serve adapters (model.lora)"
                 raise UserError("model", record.id, f"is a second one, beside {others[0]}: all weights train here", fix)
-            if len(others) >= self.served.most_models:
+            if len(others) >= self.served.max_models:
                 fix = "close a ServiceClient first, or raise serve.max_models"
                 raise UserError("model", record.id, f"is one more than the {len(others)} that are held at once", fix)
             self.ledger.model(record)
-            self.desk.open(record.id, first=0)
-        elif not self.desk.has(record.id):
+            self.request_queue.open(record.id, first=0)
+        elif not self.request_queue.has(record.id):
             raise self._lost(record.id)
-        return self.desk.put(record.id, 0, Work(operation, begun), model=record.id)
+        return self.request_queue.put(record.id, 0, PreparedOperation(operation, begun), model=record.id)
 
-    def _kind(self, config: Mapping[str, Any]) -> Kind:
+    def _kind(self, config: Mapping[str, Any]) -> ModelKind:
         lora = self.served.lora
         if lora is None:
-            return Kind()
+            return ModelKind()
         rank = number(config, "rank", lora.rank, least=1)
         if rank > lora.rank:
             fix = f"give at most {lora.rank}, or serve with model.lora.rank={rank}"
@@ -179,7 +182,7 @@ class Training:
         attention, mlp = (field(config, f"train_{part}", bool, True) for part in ("attn", "mlp"))
         if not attention and not mlp:
             raise UserError("lora_config", why="trains neither attention nor MLP", fix="set train_attn or train_mlp")
-        return Kind(rank, number(config, "seed", 0), attention, mlp, lora.alpha, lora.rslora)
+        return ModelKind(rank, number(config, "seed", 0), attention, mlp, lora.alpha, lora.rslora)
 
     def _check_base(self, name: str) -> None:
         if name != self.served.base:
@@ -194,7 +197,7 @@ class Training:
         id = field(body, "model_id", str)
         if id not in self.ledger.models:
             raise UserError("model_id", id, "is no model of this server", "create one")
-        if not self.desk.has(id):
+        if not self.request_queue.has(id):
             raise self._lost(id)
         self.ledger.models[id].asked_at = time.time()
         return self.ledger.models[id]
@@ -206,17 +209,17 @@ class Training:
         fix = f"go on from {newest}" if newest else "nothing of it was saved: create another"
         return UserError("model_id", id, why, fix)
 
-    def became(self, id: str) -> UserError:
+    def model_status(self, id: str) -> UserError:
         """Says of a model why a result of it is not known."""
         if id not in self.ledger.models:
             return UserError("model_id", id, "is no model of this server", "create one")
-        if not self.desk.has(id):
+        if not self.request_queue.has(id):
             return self._lost(id)
         why = "has done this, and its result is no longer kept"
         return UserError("model_id", id, why, "go on: its next call comes after it")
 
-    async def get_info(self, asked: Asked) -> Response:
-        id = field(asked.json, "model_id", str)
+    async def get_info(self, request: ClientRequest) -> Response:
+        id = field(request.json, "model_id", str)
         if id not in self.ledger.models:
             raise UserError("model_id", id, "is no model of this server", "create one")
         kind = self.ledger.models[id].kind
@@ -224,22 +227,22 @@ class Training:
         about = {"model_id": id, "model_data": data, "is_lora": kind.rank is not None, "model_name": self.served.base}
         return JSONResponse(about | {"lora_rank": kind.rank, "optimizer_config": {"type": "adamw"}, "type": "get_info"})
 
-    async def unload_model(self, asked: Asked) -> Response:
-        known = self.desk.known("unload", field(asked.json, "model_id", str))
+    async def unload_model(self, request: ClientRequest) -> Response:
+        known = self.request_queue.future_of("unload", field(request.json, "model_id", str))
         if known is not None:
-            return promised(known)  # its answer was lost, and the model is gone by now
-        model = self._model(asked.json)
-        promise = self.desk.put_together(("unload", model.id), ("unload", model.id), self._unload(model))
-        return promised(promise)
+            return future_response(known)  # its answer was lost, and the model is gone by now
+        model = self._model(request.json)
+        future = self.request_queue.put_batched(("unload", model.id), ("unload", model.id), self._unload(model))
+        return future_response(future)
 
-    def _unload(self, model: ModelRecord) -> Work:
+    def _unload(self, model: ModelRecord) -> PreparedOperation:
         def done(_: Any) -> Result:
             self.forget(model.id, UserError("model_id", model.id, "was unloaded", "create another"))
-            return as_result({"model_id": model.id})
+            return json_result({"model_id": model.id})
 
-        return Work(ops.Forget(models=[model.id]), done)
+        return PreparedOperation(ops.ForgetModels(models=[model.id]), done)
 
-    def back(self, ids: Collection[str], snapshots: Collection[str]) -> str:
+    def restore(self, ids: Collection[str], snapshots: Collection[str]) -> str:
         """Says that the ranks have models and snapshots of an earlier start again. Returns how many, in words."""
         for id in ids:
             self.ledger.models[id].here = True
@@ -251,32 +254,32 @@ class Training:
     def forget(self, id: str, why: UserError) -> None:
         """Says that the ranks no longer have a model."""
         self.ledger.models[id].here = False
-        self.desk.drop(id, why)
+        self.request_queue.drop(id, why)
         self.lost.pop(id, None)
 
     # -- passes and steps --------------------------------------------------------------------------------------------
 
-    async def _numbered(
-        self, model: ModelRecord, number: int, work: Callable[[], Work],
+    async def _queue_call(
+        self, model: ModelRecord, number: int, work: Callable[[], PreparedOperation],
         lost: Callable[[str], None] = lambda line: None, *, size: int = 0,
     ) -> Response:  # fmt: skip
-        """Promises a call of a model. One that is sent again is promised what it was, whatever has changed since; one
+        """Promises a call of a model. One that is sent again is futured what it was, whatever has changed since; one
         that is refused is not waited for by those after it. lost: is told why a call is refused. size: bytes of it."""
-        known = self.desk.known(model.id, number)
+        known = self.request_queue.future_of(model.id, number)
         if known is None:
             try:
                 made = await run_in_threadpool(work)  # images may take long to read
             except UserError as error:
                 lost(str(error))
-                self.desk.refuse(model.id, number)
+                self.request_queue.refuse(model.id, number)
                 raise
             try:
-                known = self.desk.put(model.id, number, made, model=model.id, size=size)
+                known = self.request_queue.put(model.id, number, made, model=model.id, size=size)
             except KeyError:  # it was let go meanwhile
                 raise self._lost(model.id) from None
-        return promised(known)
+        return future_response(known)
 
-    def lose(self, model: str, number: int, line: str) -> None:
+    def fail_pass(self, model: str, number: int, line: str) -> None:
         """Says why a pass came to nothing. The step after it fails: its gradients would be those of a part of a batch,
         as a client sends a large one in several passes, and the step before it has heard of any."""
         self.lost.setdefault(model, {})[number] = line
@@ -291,53 +294,55 @@ class Training:
             why = f"has the gradients of a part of what was sent, as a forward_backward failed ({line})"
             raise UserError("optim_step", why=why, fix="they are forgotten: send the batch again, and a step after it")
 
-    async def forward_backward(self, asked: Asked) -> Response:
-        call = await asked.read_by(datums.read_call, asked.body)
+    async def forward_backward(self, request: ClientRequest) -> Response:
+        call = await request.read_by(datums.read_call, request.body)
         model, count = self._model({"model_id": call.model}), number({"seq_id": call.number}, "seq_id", least=1)
 
         def lose(line: str) -> None:
             if not call.forward_only:
-                self.lose(model.id, count, line)
+                self.fail_pass(model.id, count, line)
 
-        def work() -> Work:
+        def work() -> PreparedOperation:
             options, batch = datums.options_of(call), datums.batch_of(call, self.served.limits)
 
             def answer(found: Any) -> Result:
                 log_probs, loss = found
                 return Result(datums.answer(batch, log_probs, {"loss": loss}), PROTOBUF)
 
-            return Work(ops.Pass(model.id, batch, call.loss, options, call.forward_only), answer, lost=lose)
+            return PreparedOperation(
+                ops.ForwardPass(model.id, batch, call.loss, options, call.forward_only), answer, on_failure=lose
+            )
 
-        return await self._numbered(model, count, work, lose, size=len(asked.body))
+        return await self._queue_call(model, count, work, lose, size=len(request.body))
 
-    async def optim_step(self, asked: Asked) -> Response:
-        body = asked.json
+    async def optim_step(self, request: ClientRequest) -> Response:
+        body = request.json
 
-        def work() -> Work:
+        def work() -> PreparedOperation:
             self._check_optimizer(
                 {"optimizer_config": {"type": field(body, "optimizer_params", dict, {}).get("type", "adamw")}}
             )
             given = field(body, "adam_params", dict, field(body, "optimizer_params", dict, {}))
-            return Work(
-                ops.Step(model.id, update_of(given)), lambda found: as_result({"metrics": found}),
-                lambda: self._check_passes(model, count), ops.Drop(model.id),
+            return PreparedOperation(
+                ops.OptimizerStep(model.id, update_of(given)), lambda found: json_result({"metrics": found}),
+                lambda: self._check_passes(model, count), ops.DropGradients(model.id),
             )  # fmt: skip
 
         model, count = self._model(body), number(body, "seq_id", least=1)
-        return await self._numbered(model, count, work)
+        return await self._queue_call(model, count, work)
 
     # -- saves -------------------------------------------------------------------------------------------------------
 
-    async def save_weights(self, asked: Asked) -> Response:
-        body = asked.json
+    async def save_weights(self, request: ClientRequest) -> Response:
+        body = request.json
         model, count = self._model(body), number(body, "seq_id", least=1)
 
-        def work() -> Work:
+        def work() -> PreparedOperation:
             name = field(body, "path", str, "") or f"step{count:08d}"
             folder, saved, check = self._place(model, "weights", name, body)
-            return Work(ops.Save(model.id, str(folder)), saved, check)
+            return PreparedOperation(ops.SaveCheckpoint(model.id, str(folder)), saved, check)
 
-        return await self._numbered(model, count, work)
+        return await self._queue_call(model, count, work)
 
     def _place(
         self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]
@@ -360,47 +365,47 @@ class Training:
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             now = time.time()
             expires = None if ttl is None else now + ttl
-            self.ledger.save(Saved(model.id, part, name, model.kind, model.base, now, size, expires, metadata))
-            return as_result({"path": path, "size_bytes": size})
+            self.ledger.save(SavedRecord(model.id, part, name, model.kind, model.base, now, size, expires, metadata))
+            return json_result({"path": path, "size_bytes": size})
 
         return folder, saved, check
 
-    async def save_weights_external(self, asked: Asked) -> Response:
-        body = asked.json
+    async def save_weights_external(self, request: ClientRequest) -> Response:
+        body = request.json
 
-        def work() -> Work:
+        def work() -> PreparedOperation:
             if body.get("age_encryption_recipients"):
                 why = "are not known here: files are written as they are"
                 raise UserError("age_encryption_recipients", why=why, fix="leave them out")
             return self._export(model, "external_weights", field(body, "path", str), body)
 
         model = self._model(body)
-        return await self._numbered(model, number(body, "seq_id", least=1), work)
+        return await self._queue_call(model, number(body, "seq_id", least=1), work)
 
-    def _export(self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]) -> Work:
+    def _export(self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]) -> PreparedOperation:
         """Makes a folder that peft loads over the base, or transformers where all weights train."""
         folder, saved, check = self._place(model, part, name, body)
-        return Work(ops.Export(model.id, str(folder)), saved, check)
+        return PreparedOperation(ops.ExportWeights(model.id, str(folder)), saved, check)
 
-    async def load_weights(self, asked: Asked) -> Response:
+    async def load_weights(self, request: ClientRequest) -> Response:
         """Makes a model of what was saved, or has one take it on whose `model_id` stands in place of a session: so do
         clients before 0.38."""
-        body = asked.json
+        body = request.json
         if "session_id" in body:
             id = f"{self._session(body)}:train:{number(body, 'model_seq_id')}"
-            if (known := self.desk.known(id, 0)) is not None:
-                return promised(known)  # though what it was made of may be deleted by now
+            if (known := self.request_queue.future_of(id, 0)) is not None:
+                return future_response(known)  # though what it was made of may be deleted by now
             load, saved = self._to_load(body, None)
-            return promised(self._begin(self._new_model(body, saved.kind), load))
+            return future_response(self._begin(self._new_model(body, saved.kind), load))
         model = self._model(body)
 
-        def work() -> Work:
+        def work() -> PreparedOperation:
             load, saved = self._to_load(body, model)
-            return Work(load, lambda _: as_result({"path": saved.path, "model_id": model.id}))
+            return PreparedOperation(load, lambda _: json_result({"path": saved.path, "model_id": model.id}))
 
-        return await self._numbered(model, number(body, "seq_id", least=1), work)
+        return await self._queue_call(model, number(body, "seq_id", least=1), work)
 
-    def _to_load(self, body: Mapping[str, Any], model: ModelRecord | None) -> tuple[ops.Load, Saved]:
+    def _to_load(self, body: Mapping[str, Any], model: ModelRecord | None) -> tuple[ops.LoadModel, SavedRecord]:
         """Returns what a model is to take on, None: a new one. Raises UserError."""
         saved = self.ledger.find(field(body, "path", str))
         if saved.part != "weights":
@@ -411,9 +416,9 @@ class Training:
         self._check_kind(saved, model)
         folder = str(self.ledger.folder_of(saved.run, saved.part, saved.name))
         made = self._new_model(body, saved.kind) if model is None else model
-        return ops.Load(made.id, made.kind, folder, field(body, "optimizer", bool, False)), saved
+        return ops.LoadModel(made.id, made.kind, folder, field(body, "optimizer", bool, False)), saved
 
-    def _check_kind(self, saved: Saved, model: ModelRecord | None) -> None:
+    def _check_kind(self, saved: SavedRecord, model: ModelRecord | None) -> None:
         lora = self.served.lora
         if (saved.kind.rank is None) != (lora is None):
             what = "all weights" if saved.kind.rank is None else "adapters"
@@ -422,30 +427,30 @@ class Training:
             fix = "use create_training_client_from_state, which makes a model of its kind"
             raise UserError("path", saved.path, f"has {saved.kind.describe()}, the model {model.kind.describe()}", fix)
 
-    async def save_weights_for_sampler(self, asked: Asked) -> Response:
-        body = asked.json
+    async def save_weights_for_sampler(self, request: ClientRequest) -> Response:
+        body = request.json
         model, count = self._model(body), number(body, "seq_id", least=1)
 
-        def work() -> Work:
+        def work() -> PreparedOperation:
             name = field(body, "path", str, "")
             return self._export(model, "sampler_weights", name, body) if name else self._freeze(model, count, body)
 
-        return await self._numbered(model, count, work)
+        return await self._queue_call(model, count, work)
 
-    def _freeze(self, model: ModelRecord, count: int, body: Mapping[str, Any]) -> Work:
+    def _freeze(self, model: ModelRecord, count: int, body: Mapping[str, Any]) -> PreparedOperation:
         id = f"{model.session}:sample:{number(body, 'sampling_session_seq_id')}"
         snapshot = f"{model.id}:{count}"
 
         def frozen(_: Any) -> Result:
             self.ledger.sampler(SamplerRecord(id, model.session, model.base, snapshot=snapshot))
-            return as_result({"sampling_session_id": id})
+            return json_result({"sampling_session_id": id})
 
         exports = self.served.exports
         folder = None if exports is None else str(exports / f"{model.id}-{count}".replace(":", "-"))
-        return Work(ops.Freeze(model.id, snapshot, folder), frozen)
+        return PreparedOperation(ops.TakeSnapshot(model.id, snapshot, folder), frozen)
 
 
-def update_of(given: Mapping[str, Any]) -> Update:
+def update_of(given: Mapping[str, Any]) -> UpdateSettings:
     """Returns an optimizer step of what the client gives; what it leaves out is the client's default. Raises
     UserError."""
     values = {
@@ -456,17 +461,17 @@ def update_of(given: Mapping[str, Any]) -> Update:
         )
     }  # fmt: skip
     for name, value in values.items():
-        least, most = {"eps": (LEAST_EPS, 1.0), "grad_clip_norm": (0.0, math.inf)}.get(name, (0.0, 1e6))
+        least, most = {"eps": (MIN_EPS, 1.0), "grad_clip_norm": (0.0, math.inf)}.get(name, (0.0, 1e6))
         if value < least or value > most or (name.startswith("beta") and value >= 1):
             room = "0 or more, and less than 1" if name.startswith("beta") else f"{least:g} to {most:g}"
             raise UserError(f"adam_params.{name}", value, "is out of range", f"give {room}")
-    return Update(
+    return UpdateSettings(
         values["learning_rate"], (values["beta1"], values["beta2"]), values["eps"], values["weight_decay"],
         values["grad_clip_norm"],
     )  # fmt: skip
 
 
-def parsed(version: str) -> tuple[int, int]:
+def parse_version(version: str) -> tuple[int, int]:
     """Returns the first two numbers of a version, zeros where it has none."""
-    found = re.match(r"(\d{1,6})\.(\d{1,6})", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d{1,6})\.(\d{1,6})", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

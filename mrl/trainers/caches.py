@@ -21,7 +21,7 @@ from mrl.config.schema import EngineConfig
 from mrl.converters.json_file import read_json
 from mrl.converters.pt_file import read_pt, write_pt
 from mrl.errors import CheckpointError, ModelError, unwritable
-from mrl.trainers.common import Ranks, stopped
+from mrl.trainers.common import Ranks, stop_error
 from mrl.trainers.signals import StopSignal
 
 logger = logging.getLogger(__name__)
@@ -88,8 +88,8 @@ def _hash_of_file(path: pathlib.Path) -> str:
 
 def with_precision(engine: EngineConfig) -> dict[str, Any]:
     """Returns, as an entry of what numbers are made by, an engine's choice of fp8; nothing where it has none."""
-    found = precision_of(engine.megatron)
-    return {"precision": found} if found else {}
+    settings = precision_of(engine.megatron)
+    return {"precision": settings} if settings else {}
 
 
 def saved_by(
@@ -108,11 +108,11 @@ def saved_by(
     if not path.exists():
         return None
     try:
-        found = read_pt(path, fields=("made_by", *fields), mmap=mmap, say=say)
+        saved = read_pt(path, fields=("made_by", *fields), mmap=mmap, say=say)
     except CheckpointError as error:
         say(f"{path}: {error.why}, and is made anew")
         return None
-    return found if found["made_by"] == made_by else None
+    return saved if saved["made_by"] == made_by else None
 
 
 def save_cache(path: pathlib.Path, content: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ def save_cache(path: pathlib.Path, content: Mapping[str, Any]) -> None:
         raise unwritable(str(path.parent.parent), path, error) from error
 
 
-def until_stopped(
+def batches_until_stopped(
     ranks: Ranks, stop: StopSignal, batches: Iterable[Batch], write: Callable[[], str | None], *, doing: str
 ) -> Iterator[Batch]:
     """Yields the batches of a pass before training. Raises Stopped after a signal, once what is known is written.
@@ -132,5 +132,5 @@ def until_stopped(
     """
     for batch in batches:
         if any(ranks.max_over_ranks(stop.requested)):
-            raise stopped(ranks, stop, where=f"while {doing}", step=0, saved=ranks.on_main(write))
+            raise stop_error(ranks, stop, where=f"while {doing}", step=0, saved=ranks.on_main(write))
         yield batch

@@ -14,13 +14,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from mrl import metrics
-from mrl.config.command import OnRows
+from mrl.config.command import RowsRunConfig
 from mrl.config.schema import LoraConfig, ModelConfig
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.mcore_weights import is_imported
 from mrl.converters.mtp import COUNT
-from mrl.converters.safetensors_io import some
+from mrl.converters.safetensors_io import shorten_list
 from mrl.converters.tokenizer_files import add_end_tokens, write_chat_template
 from mrl.data.encode import Encoder
 from mrl.data.remote import SourceError
@@ -32,10 +32,10 @@ from mrl.errors import DamagedCheckpoint, DataError, Stopped, UserError
 from mrl.rollout.stops import EndTokens
 from mrl.trainers import used_folder
 from mrl.trainers.console import Console, figures
-from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
+from mrl.trainers.run_directory import RunDirectory, StartState, choose_start, copy_missed
 from mrl.trainers.signals import StopSignal, signal_name
 from mrl.trainers.throughput import memory_gb
-from mrl.words import counted
+from mrl.words import pluralize
 
 T = TypeVar("T")
 EXPORTED = ("model.path", "actor.model.path")  # the models that a run exports
@@ -88,12 +88,13 @@ def say_done(ranks: Ranks, console: Console, directory: RunDirectory, *, steps: 
     places = [path.name + "/" * path.is_dir() for path in directory.contents()]
     console.say(f"{directory.path} has {', '.join(places)}")
     console.say(
-        f"done: {counted(steps, 'step')}, {counted(round(tokens), 'trained token')}; everything is in {directory.path}"
+        f"done: {pluralize(steps, 'step')}, {pluralize(round(tokens), 'trained token')}; "
+        f"everything is in {directory.path}"
     )
 
 
 def already_done(
-    ranks: Ranks, directory: RunDirectory, console: Console, start: Start, *, total_steps: int, export_hf: bool,
+    ranks: Ranks, directory: RunDirectory, console: Console, start: StartState, *, total_steps: int, export_hf: bool,
     lora: LoraConfig | None,
 ) -> bool:  # fmt: skip
     """Returns whether the run that `start` goes on with has made all its steps and left all its files; says what it
@@ -104,16 +105,16 @@ def already_done(
     if start.step < total_steps or not ranks.on_main(lambda: used_folder.last_is_logged(directory.path, start.step)):
         console.say(start.message)
         return False
-    done = used_folder.complete(directory.path, start.step, total_steps)
+    done = used_folder.complete_line(directory.path, start.step, total_steps)
     if export_hf and not ranks.on_main(directory.hf.exists):
         console.say(f"{done}, but not its export; exporting")
         return False
     if export_hf and lora is not None and not ranks.on_main(lambda: directory.is_exported_as(lora.export)):
         console.say(f"{done}, and its export is not as model.lora.export {lora.export} says; exporting")
         return False
-    console.say(f"{done}; {used_folder.TO_GO_ON}")
+    console.say(f"{done}; {used_folder.CONTINUE_FIX}")
     for note in start.moved:
-        console.say(f"{used_folder.NOT_LOOKED_AT}: {note}")
+        console.say(f"{used_folder.NOT_CHECKED}: {note}")
     return True
 
 
@@ -147,11 +148,11 @@ def saved_before(
 def load_newest(
     ranks: Ranks,
     directory: RunDirectory,
-    config: OnRows,
+    config: RowsRunConfig,
     console: Console,
-    start: Start,
+    start: StartState,
     load: Callable[[str], dict[str, Any]],
-) -> tuple[Start, dict[str, Any] | None]:
+) -> tuple[StartState, dict[str, Any] | None]:
     """Loads the checkpoint of `start`.
 
     Returns where the run starts indeed, and the trainer's state; None at the beginning.
@@ -190,14 +191,14 @@ def say_other_ends(
     made otherwise of rows. encoders: of rows that train."""
     before = list(state.get("end_tokens", {}).get("added", ()))
     if "end_tokens" not in state:
-        found = {line: None for encoder in encoders if (line := encoder.changed_ends())}
+        found = {line: None for encoder in encoders if (line := encoder.changed_ends_note())}
         say_all(console, [f"changed since the checkpoint: {line}" for line in found])
     if before != list(ends.added):
         now = list(ends.added) or "none"
         console.say(f"changed since the checkpoint: end tokens of the chat template were {before or 'none'}, now {now}")
 
 
-def check_outside(config: OnRows) -> None:
+def check_outside(config: RowsRunConfig) -> None:
     """Checks what the main process will need outside of this run: an account, a remote folder that can be written."""
     metrics.check_login(config.log)
     if config.checkpoint.remote is not None:
@@ -220,7 +221,9 @@ def say_mtp_layers(ranks: Ranks, console: Console, folders: Mapping[str, str]) -
             left_out = "they are not loaded"
             if key in EXPORTED:
                 left_out += " and not trained, and what is exported has none"
-            console.say(f"{key}: {folder} has layers that predict further tokens (MTP: {some(names, 1)}); {left_out}")
+            console.say(
+                f"{key}: {folder} has layers that predict further tokens (MTP: {shorten_list(names, 1)}); {left_out}"
+            )
 
 
 def export(
@@ -268,7 +271,7 @@ def _use_of_adapter(folder: str, path: str) -> str:
     return f"peft loads it over {path}; `mrl convert export` merges it"
 
 
-def stopped(ranks: Ranks, stop: StopSignal, *, where: str, step: int, saved: str | None) -> Stopped:
+def stop_error(ranks: Ranks, stop: StopSignal, *, where: str, step: int, saved: str | None) -> Stopped:
     """Returns the end of a run that a signal, to whichever rank, has stopped.
 
     where: in words. step: optimizer steps made. saved: the checkpoint that was saved; None where none was due.

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from mrl.trainers.waits import Watch, write_line
+from mrl.trainers.waits import WaitWatch, write_line
 
-SHOWN = (
+CONSOLE_METRICS = (
     ("reward/mean", "reward", "{:z.3f}"),
     ("actor/sequence_kl", "sequence kl", "{:z.3g}"),
     ("eval/accuracy", "accuracy", "{:.1%}"),
@@ -108,7 +108,7 @@ class PlainConsole(Console):
 
     def __init__(self, write: Callable[[str], None] = write_line, every: int = 1) -> None:
         self._clock, self._write, self._every = _Clock(0, 0), write, every
-        self._watch = Watch(write)
+        self._watch = WaitWatch(write)
 
     def say(self, line: str) -> None:
         self._watch.reset()
@@ -258,7 +258,7 @@ def _shown(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
     """Returns those of SHOWN that rows of metrics have and that say something."""
     names = {name for row in rows for name in row}
     hidden = hidden_of(names)
-    shown = [entry for entry in SHOWN if entry[0] in names and entry[0] not in hidden]
+    shown = [entry for entry in CONSOLE_METRICS if entry[0] in names and entry[0] not in hidden]
     if all(map(_is_share, rows)):
         return shown
     short, form = HELD_OUT_REWARD

@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mrl.algorithms.preference import DENOMINATOR, WEIGHED_BY, Numbers, PreferenceLoss, kl_estimate
+from mrl.algorithms.preference import DENOMINATOR, METRIC_DENOMINATORS, LossSettings, PreferenceLoss, kl_estimate
 from mrl.batch import Batch
 from mrl.config.dpo import DPOConfig
 from mrl.config.load import to_dict
-from mrl.config.roles import own_keys
+from mrl.config.roles import rewrite_error_keys
 from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
 from mrl.converters.hf_config import read_hf_config, reads_images, vocab_size_of
 from mrl.converters.hub import model_fingerprint, model_folder
@@ -39,14 +39,14 @@ from mrl.data.vision import load_vision
 from mrl.engine.base import BaseEngine, Ctx
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, DataError
-from mrl.trainers.caches import until_stopped, weights_digest, with_precision
+from mrl.trainers.caches import batches_until_stopped, weights_digest, with_precision
 from mrl.trainers.console import Console
 from mrl.trainers.opening import say_choices, say_model
 from mrl.trainers.reference import AnswerCache, answers_by, with_reference
 from mrl.trainers.sft import run_task
 from mrl.trainers.signals import StopSignal
-from mrl.trainers.task import Frozen, HFConfig, Task, engine_of_groups
-from mrl.words import counted
+from mrl.trainers.task import FrozenModel, HFConfig, Task, engine_of_groups
+from mrl.words import pluralize
 
 
 def run(config: DPOConfig, command_line: str = "") -> None:
@@ -62,11 +62,11 @@ class DPOTask(Task[DPOConfig]):
     def __init__(self, config: DPOConfig) -> None:
         super().__init__(config)
         loss = config.loss
-        self.loss_fn = PreferenceLoss(loss.name, Numbers(**loss.resolved))
+        self.loss_fn = PreferenceLoss(loss.name, LossSettings(**loss.resolved))
         absent = set() if loss.is_paired else {"rewards/accuracy"}  # kto's pairs may be in two micro-batches
         if not (loss.is_paired and loss.needs_reference):
             absent.add("reference/kl")
-        self.means = {name: count for name, count in WEIGHED_BY.items() if name not in absent}
+        self.means = {name: count for name, count in METRIC_DENOMINATORS.items() if name not in absent}
         if not loss.is_paired:
             self.means |= {"kto/kl": "sequences"}  # of a batch; `means_of` adds it
         self.reference: BaseEngine | None = None  # with a model of its own
@@ -138,11 +138,11 @@ class DPOTask(Task[DPOConfig]):
             console.doing("building the reference")
             self.reference = self._build_reference(console)
 
-    def frozen_models(self, folder: str) -> Mapping[str, Frozen]:
+    def frozen_models(self, folder: str) -> Mapping[str, FrozenModel]:
         if not self.config.loss.needs_reference:
             return {}
         is_cached = self.config.reference.cache
-        return {"reference.model.path": Frozen(self._folder_of_reference(folder), is_cached=is_cached)}
+        return {"reference.model.path": FrozenModel(self._folder_of_reference(folder), is_cached=is_cached)}
 
     def _folder_of_reference(self, folder: str) -> str:
         """folder: of the model that trains."""
@@ -152,7 +152,7 @@ class DPOTask(Task[DPOConfig]):
 
     def _reference_keys(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which what is said of `engine.x` or `model.x` is said of the reference's own key."""
-        return own_keys("reference", has_engine=self.config.reference.engine is not None, of="model")
+        return rewrite_error_keys("reference", has_engine=self.config.reference.engine is not None, of="model")
 
     def _build_reference(self, console: Console) -> BaseEngine:
         config = self.config
@@ -183,11 +183,11 @@ class DPOTask(Task[DPOConfig]):
         missing = cache.lacks(itertools.chain.from_iterable(self.eval_batches(rows, None) for rows in sets))
         first = next(missing, None)
         if first is None:
-            console.say(f"reference: its log-probs of {counted(len(cache.known), 'answer')} are in {cache.path}")
+            console.say(f"reference: its log-probs of {pluralize(len(cache.known), 'answer')} are in {cache.path}")
             return
         if cache.known:
             console.say(
-                f"reference: goes on from its log-probs of {counted(len(cache.known), 'answer')} in {cache.path}"
+                f"reference: goes on from its log-probs of {pluralize(len(cache.known), 'answer')} in {cache.path}"
             )
         elif engine.on_main(cache.path.exists):
             console.say(f"reference: {cache.path} is damaged, or of another model, dtype or seed, and is made anew")
@@ -195,12 +195,12 @@ class DPOTask(Task[DPOConfig]):
         base = reference is engine and config.model.lora is not None
         console.doing("computing the reference's log-probs")
         every, doing = itertools.chain([first], missing), "the reference's log-probs were computed"
-        for batch in until_stopped(engine, stop, every, cache.write, doing=doing):
+        for batch in batches_until_stopped(engine, stop, every, cache.write, doing=doing):
             cache.add(batch, answers_by(reference, batch, base=base))
             engine.on_main(cache.write_if_due)
-            console.detail(counted(len(cache.known), "answer"))
+            console.detail(pluralize(len(cache.known), "answer"))
         engine.on_main(cache.write)
-        console.say(f"reference: its log-probs of {counted(len(cache.known), 'answer')} are written to {cache.path}")
+        console.say(f"reference: its log-probs of {pluralize(len(cache.known), 'answer')} are written to {cache.path}")
 
     def _reference_of(self, engine: BaseEngine, batch: Batch) -> Tensor:
         if self.cache is not None:

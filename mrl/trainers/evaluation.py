@@ -57,23 +57,23 @@ class Evaluation:
         self.console.doing("evaluating")
         means = {"loss": self.task.denominator, **self.task.means}
         all_sums, all_counts = dict.fromkeys(means, 0.0), dict.fromkeys(means, 0.0)
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name in self.sets:
             measured = self._measure(name, means)
             if measured is None:
                 return None
             sums, counts = measured
             if name:
-                found |= {f"eval/{name}/{mean}": sums[mean] / counts[mean] for mean in means if counts[mean]}
+                metrics |= {f"eval/{name}/{mean}": sums[mean] / counts[mean] for mean in means if counts[mean]}
             for mean in means:
                 all_sums[mean] += sums[mean]
                 all_counts[mean] += counts[mean]
         self.reported = True
-        found = {f"eval/{mean}": all_sums[mean] / all_counts[mean] for mean in means if all_counts[mean]} | found
-        if not math.isfinite(found["eval/loss"]):
+        metrics = {f"eval/{mean}": all_sums[mean] / all_counts[mean] for mean in means if all_counts[mean]} | metrics
+        if not math.isfinite(metrics["eval/loss"]):
             good = last_good(self.engine, self.directory, step)
-            raise TrainingError(f"step {step}: the loss on data.eval is {found['eval/loss']}; {good}")
-        return found
+            raise TrainingError(f"step {step}: the loss on data.eval is {metrics['eval/loss']}; {good}")
+        return metrics
 
     def _measure(self, of: str, means: Mapping[str, str]) -> tuple[dict[str, float], dict[str, float]] | None:
         """Returns the sums of the means on one set and what they are divided by; None where a signal came first."""
@@ -87,8 +87,8 @@ class Evaluation:
             with engine.eval_mode():
                 share = engine.shard_data(made)
                 _, ctx = engine.forward_backward_step(share, PLAIN_CTX | ctx, forward_only=True)
-            found = {"loss": ctx["loss"], **task.means_of(made, ctx)}
-            for name, mean in ((name, found[name]) for name in means if name in found):
+            metrics = {"loss": ctx["loss"], **task.means_of(made, ctx)}
+            for name, mean in ((name, metrics[name]) for name in means if name in metrics):
                 sums[name] += mean * made.denominators[means[name]]
                 counts[name] += made.denominators[means[name]]
             tokens += made.denominators["tokens"]

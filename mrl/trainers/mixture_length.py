@@ -11,7 +11,7 @@ from mrl.data.mixture import MixedDataset
 from mrl.data.stream import may_leave_out, usable_of_mixture
 from mrl.errors import ConfigError
 from mrl.trainers.console import Console
-from mrl.words import counted
+from mrl.words import pluralize
 
 
 def length_of_mixture(
@@ -37,11 +37,11 @@ def length_of_mixture(
         steps, length = train.steps, f"train.steps {train.steps}"
     elif train.epochs is None and most is not None:
         steps = most // rows * each
-        length = f"the {counted(steps, 'step')} that the epochs of the sources fill"
+        length = f"the {pluralize(steps, 'step')} that the epochs of the sources fill"
     else:
         epochs = 1.0 if train.epochs is None else train.epochs
         steps = steps_for_epochs(epochs, sum(usable for usable, _ in usable_of), rows) * each
-        length = f"the {counted(steps, 'step')} of {counted(epochs, 'epoch')}"
+        length = f"the {pluralize(steps, 'step')} of {pluralize(epochs, 'epoch')}"
     needed = -(-steps // each) * rows
     if most is not None and most < rows:
         size = train.global_batch_size

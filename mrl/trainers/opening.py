@@ -9,12 +9,12 @@ from mrl.config.checks import parallel_dims
 from mrl.config.schema import RoleConfig
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config
-from mrl.converters.mtp import announced
+from mrl.converters.mtp import num_mtp_layers
 from mrl.converters.rules import expected_hf_names
 from mrl.engine.base import BaseEngine
 from mrl.engine.lora.folder import adapters
 from mrl.trainers.console import Console
-from mrl.words import counted
+from mrl.words import pluralize
 
 
 def say_choices(console: Console, engines: Mapping[str, BaseEngine]) -> None:
@@ -34,12 +34,12 @@ def say_length(console: Console, *, steps: int, batch: int, noun: str, rows: int
     batch: rows of a step, which are called `noun`. rows: of data.train, None of a stream. per_epoch: steps that one
     pass over them takes.
     """
-    length = f"{counted(steps, 'step')} of {counted(batch, noun)}"
+    length = f"{pluralize(steps, 'step')} of {pluralize(batch, noun)}"
     if rows is None:
         console.say(f"data.train: a stream; {length}")
         return
     console.say(
-        f"data.train: {counted(rows, 'row')}; {length}, which are {counted(round(steps / per_epoch, 2), 'epoch')}"
+        f"data.train: {pluralize(rows, 'row')}; {length}, which are {pluralize(round(steps / per_epoch, 2), 'epoch')}"
     )
 
 
@@ -53,7 +53,7 @@ def _parameters(config: RoleConfig) -> str:
     hf = read_hf_config(config.model.path)
     of_model = ""
     if (family := FAMILIES.get(hf["model_type"])) is not None:  # another one's shapes are known to transformers alone
-        mtp = announced(hf) if config.mtp is not None else 0
+        mtp = num_mtp_layers(hf) if config.mtp is not None else 0
         shapes_of_model = expected_hf_names(family, hf, head=config.head, mtp=mtp).values()
         of_model = f"{sum(map(math.prod, shapes_of_model)):,} "
     if config.model.lora is not None:
@@ -67,5 +67,5 @@ def _parameters(config: RoleConfig) -> str:
 def _layout(engine: BaseEngine) -> str:
     of = engine.config.engine
     dims = parallel_dims(of.parallel, engine.world_size)
-    where = counted(engine.world_size, "process", "processes")
+    where = pluralize(engine.world_size, "process", "processes")
     return f"{of.backend}, {dims.describe()} on {where} ({engine.device.type})"

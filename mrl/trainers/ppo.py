@@ -35,14 +35,14 @@ from mrl.trainers.common import (
     say_mtp_layers,
 )
 from mrl.trainers.opening import say_choices, say_length, say_model
-from mrl.trainers.rl.collect import Collected
+from mrl.trainers.rl.collect import ScoredRollout
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.prepare import check_rollout, policy_metrics, prepare, rollout_metrics
 from mrl.trainers.rl.setup import trainer_of
 from mrl.trainers.rl.show import show_rollout
 from mrl.trainers.rl.state import Progress, Trainer, restore, save, stopped_at
 from mrl.trainers.rl.updates import end_iteration, train_actor, train_critic
-from mrl.trainers.run_directory import Start, choose_start, copy_missed
+from mrl.trainers.run_directory import StartState, choose_start, copy_missed
 from mrl.trainers.throughput import FreedMemory, memory_gb
 
 
@@ -64,7 +64,7 @@ def run(config: PPOConfig, command_line: str = "") -> None:
             train(trainer, start, command_line)
 
 
-def train(trainer: Trainer, start: Start, command_line: str) -> None:
+def train(trainer: Trainer, start: StartState, command_line: str) -> None:
     """From building the models to exporting the policy."""
     config, dispatch, directory, console = trainer.config, trainer.dispatch, trainer.directory, trainer.console
     say_choices(console, dispatch.engines)  # first: a run that ends for want of memory has said what was chosen
@@ -164,7 +164,7 @@ def loop(trainer: Trainer, progress: Progress, experience: Experience | None, lo
         memory.give_back()
 
 
-def sample(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> Collected:
+def sample(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> ScoredRollout:
     """Returns the completions and rewards of the next iteration."""
     trainer.console.doing(f"step {progress.step + 1}: prompts and weights for the sampler")
     with saved_before_errors(trainer, progress, None, log):
@@ -205,7 +205,7 @@ def one_step(trainer: Trainer, progress: Progress, experience: Experience) -> tu
 
 
 def finish_rollout(
-    trainer: Trainer, progress: Progress, collected: Collected, experience: Experience, log: metrics.MetricsLog
+    trainer: Trainer, progress: Progress, collected: ScoredRollout, experience: Experience, log: metrics.MetricsLog
 ) -> None:
     """Shows a rollout and what was wrong with its rows and rewards. After a signal it is saved, and Stopped raised."""
     show_rollout(trainer, progress.step + 1, collected, experience, log)
@@ -228,11 +228,11 @@ def finish_step(
     if trainer.evaluation is not None and is_due(config.train.eval_every, step, trainer.total_steps):
         progress.unlogged = row  # a save within the evaluation holds the row, and the next start evaluates again
         with saved_before_errors(trainer, progress, experience, log), trainer.sampling(step):
-            found = trainer.evaluation.run(step)
-        if found is None:
+            metrics_of_eval = trainer.evaluation.run(step)
+        if metrics_of_eval is None:
             log_without_evaluation(dispatch, log, progress)
             raise stopped_at(trainer, progress, experience, saved=save(trainer, progress, experience))
-        row |= found
+        row |= metrics_of_eval
 
     stop_requested, row["perf/memory_gb"] = dispatch.max_over_ranks(trainer.stop.requested, memory_gb(dispatch.device))
     log.write(step, row)

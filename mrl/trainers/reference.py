@@ -60,10 +60,10 @@ class AnswerCache:
 
     def read(self) -> bool:
         """Reads the file. Returns whether there is one, made by the same."""
-        found = saved_by(self.path, self.made_by, fields=("names", "log_probs"))
-        if found is None:
+        saved = saved_by(self.path, self.made_by, fields=("names", "log_probs"))
+        if saved is None:
             return False
-        self.known = dict(zip(from_tensor(found["names"]), found["log_probs"].tolist(), strict=True))
+        self.known = dict(zip(from_tensor(saved["names"]), saved["log_probs"].tolist(), strict=True))
         return True
 
     def write(self) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import mrl
 from mrl.batch import Batch
-from mrl.config.command import Config, OnRows, command_of
+from mrl.config.command import Config, RowsRunConfig, command_of
 from mrl.config.load import dump_config
 from mrl.config.resume import Change
 from mrl.config.schema import CheckpointConfig
@@ -125,7 +125,7 @@ class RunDirectory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class StartState:
     """The state that a run begins from."""
 
     checkpoint: str | None  # its folder; None at the beginning
@@ -134,7 +134,9 @@ class Start:
     moved: Sequence[Change] = ()  # data or model that have another name than in config.yaml
 
 
-def choose_start(run: RunDirectory, config: OnRows, damaged: Mapping[str, str] = MappingProxyType({})) -> Start:
+def choose_start(
+    run: RunDirectory, config: RowsRunConfig, damaged: Mapping[str, str] = MappingProxyType({})
+) -> StartState:
     """Decides by `checkpoint.resume`. Raises ConfigError where the run would overwrite another one's files.
 
     damaged: folders that were chosen before and found damaged when they were to be loaded, and the error of each. One
@@ -146,7 +148,7 @@ def choose_start(run: RunDirectory, config: OnRows, damaged: Mapping[str, str] =
     resume, own = config.checkpoint.resume, atomic_checkpoint.find_checkpoint(str(run.checkpoints), but=damaged)
     if resume == "never":
         used_folder.refuse_used(run.path)
-        return Start(None, 0, f"starting in {run.path}")
+        return StartState(None, 0, f"starting in {run.path}")
     if own is not None:
         moved = used_folder.check_same_run(run.path, config, own)
     elif resume != "auto":
@@ -156,13 +158,13 @@ def choose_start(run: RunDirectory, config: OnRows, damaged: Mapping[str, str] =
         fetched = f", fetched from {config.checkpoint.remote}," if own is not None else ""
     if own is None:
         used_folder.refuse_damaged(run.path, damaged)
-        again = " again: it has no checkpoint yet" if used_folder.present(run.path) else ""
-        return Start(None, 0, f"starting in {run.path}{again}")
+        again = " again: it has no checkpoint yet" if used_folder.files_of_run(run.path) else ""
+        return StartState(None, 0, f"starting in {run.path}{again}")
     step = atomic_checkpoint.validate(own).step
-    return Start(own, step, f"resuming from {own}{fetched or ','} after step {step}", moved)
+    return StartState(own, step, f"resuming from {own}{fetched or ','} after step {step}", moved)
 
 
-def is_own(run: RunDirectory, start: Start, saved: Mapping[str, Any], config: CheckpointConfig) -> bool:
+def is_own(run: RunDirectory, start: StartState, saved: Mapping[str, Any], config: CheckpointConfig) -> bool:
     """Returns whether this run saved the checkpoint of `start`, and another one did not. saved: the config that is in
     it.
 
@@ -176,7 +178,7 @@ def is_own(run: RunDirectory, start: Start, saved: Mapping[str, Any], config: Ch
     return saved["checkpoint"]["resume"] == config.resume
 
 
-def copy_missed(run: RunDirectory, start: Start, config: CheckpointConfig) -> None:
+def copy_missed(run: RunDirectory, start: StartState, config: CheckpointConfig) -> None:
     """Copies the run's own newest checkpoint to `checkpoint.remote` where a kill came between the save and its copy."""
     if start.checkpoint is None or config.remote is None:
         return
@@ -187,11 +189,11 @@ def copy_missed(run: RunDirectory, start: Start, config: CheckpointConfig) -> No
 def _elsewhere(run: RunDirectory, resume: str, damaged: Mapping[str, str]) -> str:
     """Returns the checkpoint that `checkpoint.resume` names: a folder, a folder of them, or a URL of either."""
     if "://" not in resume:
-        return used_folder.elsewhere(resume, damaged)
-    found = checkpoint_remote.fetch(resume, str(run.checkpoints))
-    if found is None:
+        return used_folder.checkpoint_elsewhere(resume, damaged)
+    checkpoint = checkpoint_remote.fetch(resume, str(run.checkpoints))
+    if checkpoint is None:
         raise used_folder.no_checkpoint(resume, [])
-    return found
+    return checkpoint
 
 
 def _provenance(command_line: str) -> str:
@@ -204,13 +206,13 @@ def _provenance(command_line: str) -> str:
 
 def versions() -> dict[str, str]:
     """Returns the versions of mrl, Python and the packages that numbers may depend on."""
-    found = {"mrl": mrl.__version__, "python": platform.python_version()}
+    versions_by_name = {"mrl": mrl.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions_by_name[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "absent"
-    return found
+            versions_by_name[package] = "absent"
+    return versions_by_name
 
 
 def git_states() -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 
 from mrl.engine import saving
 from mrl.engine.atomic_checkpoint import step_name
-from mrl.engine.background import Saver, Write
+from mrl.engine.background import BackgroundSaver, Write
 from mrl.engine.base import BaseEngine
 from mrl.errors import ConfigError
 from mrl.trainers.console import Console
@@ -29,11 +29,11 @@ def check_background(wanted: bool, engines: Mapping[str, BaseEngine]) -> None:
             )
 
 
-class Saves:
+class CheckpointSaver:
     """All methods but `ended` on its way out of an error are collective."""
 
     def __init__(self, device: torch.device) -> None:
-        self.saver = Saver(device)
+        self.saver = BackgroundSaver(device)
         self._held_s: float | None = None
         self._written_s: float | None = None
 
@@ -53,7 +53,7 @@ class Saves:
         began_s = time.perf_counter()
         self.finish()  # one at a time: it bounds host memory, and saves end in order
         write = stage()
-        saving.in_background(
+        saving.save_in_background(
             self.saver, root, step, write, backend=backend, remote=remote, keep=keep, protect=protect, then=then
         )
         self._held_s = time.perf_counter() - began_s
@@ -75,11 +75,11 @@ class Saves:
     def metrics(self) -> dict[str, float]:
         """Returns how long the save before this step held training up, and how long one that has ended was written.
         Raises what went wrong with it."""
-        found = {} if self._held_s is None else {"perf/save_held_s": self._held_s}
-        written_s = self.saver.look()
+        metrics_of_save = {} if self._held_s is None else {"perf/save_held_s": self._held_s}
+        written_s = self.saver.poll()
         written_s = self._written_s if written_s is None else written_s
         self._held_s = self._written_s = None
-        return found if written_s is None else found | {"perf/save_write_s": written_s}
+        return metrics_of_save if written_s is None else metrics_of_save | {"perf/save_write_s": written_s}
 
     @contextlib.contextmanager
     def ended(self, console: Console) -> Iterator[None]:

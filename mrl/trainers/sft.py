@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mrl import metrics
-from mrl.algorithms.distill import weighed_by
+from mrl.algorithms.distill import metric_denominators
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
 from mrl.config.checks import check_batch, check_schedule
@@ -38,7 +38,7 @@ from mrl.data.stream import Report, count_usable, may_leave_out
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine.base import PLAIN_CTX, BaseEngine, Ctx
-from mrl.engine.collective import OnMainBeside, error_of_all, is_main
+from mrl.engine.collective import OnMainInThread, error_of_all, is_main
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, ServerError, Stopped
 from mrl.mcore_models.platform import device_type
@@ -59,21 +59,21 @@ from mrl.trainers.common import (
     say_mtp_layers,
     say_other_choices,
     say_other_ends,
-    stopped,
+    stop_error,
 )
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.evaluation import Evaluation
 from mrl.trainers.mixture_length import length_of_mixture
 from mrl.trainers.opening import say_choices, say_length, say_model
-from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed, is_own
+from mrl.trainers.run_directory import RunDirectory, StartState, choose_start, copy_missed, is_own
 from mrl.trainers.run_lock import RunLock
-from mrl.trainers.saves import Saves, check_background
+from mrl.trainers.saves import CheckpointSaver, check_background
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.step_guard import StepGuard
-from mrl.trainers.task import Frozen, HFConfig, Task, engine_of_groups, saved_state
+from mrl.trainers.task import FrozenModel, HFConfig, Task, engine_of_groups, saved_state
 from mrl.trainers.teacher import Teachers
 from mrl.trainers.throughput import Throughput, memory_gb
-from mrl.words import counted
+from mrl.words import pluralize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Trainer:
     directory: RunDirectory
     console: Console
     stop: StopSignal
-    saves: Saves
+    saves: CheckpointSaver
     chat_template: str | None  # the text of data.chat_template, which the export gets too
     ends: EndTokens  # of completions: those that the export names
 
@@ -110,7 +110,7 @@ class SFTTask(Task[SFTConfig]):
         super().__init__(config)
         self.loss_fn = sft_loss
         self.teachers = None if config.teacher is None else Teachers(config)
-        self.means = {} if self.teachers is None else weighed_by(self.teachers.names)
+        self.means = {} if self.teachers is None else metric_denominators(self.teachers.names)
 
     def role(self, folder: str) -> RoleConfig:
         return role_config(self.config, folder)
@@ -144,7 +144,7 @@ class SFTTask(Task[SFTConfig]):
             self.teachers.begin(engine, every, place, console, stop)
         super().begin(engine, sets, place, console, stop)
 
-    def frozen_models(self, folder: str) -> Mapping[str, Frozen]:
+    def frozen_models(self, folder: str) -> Mapping[str, FrozenModel]:
         return {} if self.teachers is None else self.teachers.frozen_models
 
     def prepare(self, engine: BaseEngine, batch: Batch) -> tuple[Batch, Ctx]:
@@ -175,7 +175,7 @@ def _run(task: Task[Any], command_line: str, console: Console) -> None:
     hf_config = read_hf_config(folder)  # first: a wrong config.json fails the tokenizer too
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.data.chat_template)
     if streamed_keys(config.data):
-        task.exchange = OnMainBeside(device_type(config.engine.device))
+        task.exchange = OnMainInThread(device_type(config.engine.device))
 
     def open_rows(part: Part, data: Any) -> RowDataset[Any]:
         of_data = task if data is config.data else task.of_data(data)
@@ -199,8 +199,8 @@ def _run(task: Task[Any], command_line: str, console: Console) -> None:
         template = tokenizer.chat_template if config.data.chat_template is not None else None
         evaluation = Evaluation(task, eval_sets, engine, directory, console, stop) if eval_sets else None
         trainer = Trainer(
-            task, total_steps, source, evaluation, engine, directory, console, stop, Saves(engine.device), template,
-            ends,
+            task, total_steps, source, evaluation, engine, directory, console, stop, CheckpointSaver(engine.device),
+            template, ends,
         )  # fmt: skip
         try:
             engine.on_main(lock.acquire)
@@ -236,14 +236,16 @@ def length_of(config: Any, train_set: RowDataset[Any], console: Console) -> int:
     usable = rows
     counts: Mapping[str, int] = {}
     if may_leave_out(config.data):
-        console.say(f"data.train: counting which of its {counted(rows, 'row')} can be used, for the length of the run")
+        console.say(
+            f"data.train: counting which of its {pluralize(rows, 'row')} can be used, for the length of the run"
+        )
         usable, counts = count_usable(train_set)
     steps = steps_for_epochs(epochs, usable, batch)
-    length = f"the {counted(steps, 'step')} of {counted(epochs, 'epoch')}"
+    length = f"the {pluralize(steps, 'step')} of {pluralize(epochs, 'epoch')}"
     if usable < rows:
         left_out = ", ".join(f"{what}: {number}" for what, number in counts.items() if number)
         console.say(
-            f"data.train: {usable} of its {counted(rows, 'row')} can be used ({left_out}), which makes {length}"
+            f"data.train: {usable} of its {pluralize(rows, 'row')} can be used ({left_out}), which makes {length}"
         )
     check_schedule(config.optimizer, steps, length)
     return steps
@@ -261,7 +263,7 @@ def role_config(config: SFTConfig, model_path: str) -> RoleConfig:
     )
 
 
-def train(trainer: Trainer, start: Start, command_line: str) -> None:
+def train(trainer: Trainer, start: StartState, command_line: str) -> None:
     """From building the model to exporting it."""
     config, engine, directory, console = trainer.config, trainer.engine, trainer.directory, trainer.console
     say_choices(console, {"": engine})  # first: a run that ends for want of memory has said what it was to be built of
@@ -283,7 +285,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     progress = restore(trainer, start)
     if progress.logged < trainer.total_steps:
         console.doing("reading the first rows")  # a bad one is an error before anything is written
-        trainer.source.peek()
+        trainer.source.prefetch()
         if trainer.evaluation is not None:
             trainer.evaluation.read_rows()
     console.doing("opening the logs")
@@ -318,7 +320,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     say_done(engine, console, directory, steps=progress.step, tokens=progress.tokens)
 
 
-def restore(trainer: Trainer, start: Start) -> Progress:
+def restore(trainer: Trainer, start: StartState) -> Progress:
     """Puts engine and data where the checkpoint of `start` left them; a run of its own gets an id of its own."""
     engine, config, directory = trainer.engine, trainer.config, trainer.directory
     start, state = load_newest(engine, directory, config, trainer.console, start, engine.load_checkpoint)
@@ -392,11 +394,11 @@ def finish_step(trainer: Trainer, progress: Progress, log: metrics.MetricsLog, r
     if trainer.evaluation is not None and is_due(config.train.eval_every, step, trainer.total_steps):
         progress.unlogged = row  # a save within the evaluation holds the row, and the next start evaluates again
         with saved_before_errors(trainer, progress, log):
-            found = trainer.evaluation.run(step)
-        if found is None:
+            metrics_of_eval = trainer.evaluation.run(step)
+        if metrics_of_eval is None:
             log_without_evaluation(engine, log, progress)
             raise stopped_after(trainer, progress, save(trainer, progress))
-        row |= found
+        row |= metrics_of_eval
 
     bad_row = trainer.source.next_error(lambda: trainer.stop.requested) if step < trainer.total_steps else None
     stop_requested, any_bad_row, row["perf/memory_gb"] = engine.max_over_ranks(
@@ -429,7 +431,7 @@ def stopped_after(trainer: Trainer, progress: Progress, saved: str | None) -> St
     """Returns the end of a run that a signal has stopped. saved: the checkpoint; None where there was nothing to save
     yet."""
     where = f"after step {progress.step} of {trainer.total_steps}"
-    return stopped(trainer.engine, trainer.stop, where=where, step=progress.step, saved=saved)
+    return stop_error(trainer.engine, trainer.stop, where=where, step=progress.step, saved=saved)
 
 
 def save(

@@ -41,9 +41,9 @@ class StepGuard:
         """Checks the gradient norm and, until every parameter has been seen to train, what the update did to them."""
         findings = self._engine.guard_after_step(self._before) if self._watches_parameters else []
         self._before = None
-        problems = guards.faults(findings)
+        problems = guards.confirmed_faults(findings)
         if self._below_zero_head:
-            problems = [problem for problem in problems if problem.kind is not guards.Kind.ZERO_GRADIENT]
+            problems = [problem for problem in problems if problem.kind is not guards.FaultKind.ZERO_GRADIENT]
             self._below_zero_head = False
         if fault := norm_fault("the gradient norm", grad_norm, problems):
             raise self._failed(step, batch, fault)

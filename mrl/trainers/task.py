@@ -15,21 +15,21 @@ from transformers import PreTrainedTokenizerBase
 
 from mrl.batch import Batch
 from mrl.config.checks import micro_batch_tokens
-from mrl.config.command import OnRows, command_of
+from mrl.config.command import RowsRunConfig, command_of
 from mrl.config.load import to_dict
-from mrl.config.resume import check_resume, spell_out
+from mrl.config.resume import check_resume, expand_nulls
 from mrl.config.schema import EngineConfig, RoleConfig
 from mrl.converters.hub import WEIGHTS, check_same_model, model_fingerprint
 from mrl.data.batches import BatchSource
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.stream import Report
-from mrl.data.streamed import Exchange, alone
+from mrl.data.streamed import Exchange, one_process_exchange
 from mrl.engine.base import BaseEngine, Ctx, LossFn
 from mrl.engine.lora.identity import weights_fingerprint
 from mrl.trainers.console import Console
 from mrl.trainers.signals import StopSignal
 
-C = TypeVar("C", bound=OnRows)
+C = TypeVar("C", bound=RowsRunConfig)
 HFConfig = dict[str, Any]
 
 
@@ -44,7 +44,7 @@ class RowsTask(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Frozen:
+class FrozenModel:
     """A model that never trains, so that no checkpoint holds it."""
 
     folder: str
@@ -53,10 +53,10 @@ class Frozen:
 
     def fingerprint(self) -> dict[str, str]:
         """Returns `model_fingerprint`, and what tells a sample of the weights from others."""
-        found = model_fingerprint(self.folder)
+        hashes = model_fingerprint(self.folder)
         if self.is_read and any(pathlib.Path(self.folder).glob("*.safetensors")):  # it may start from scratch
-            found[WEIGHTS] = weights_fingerprint(self.folder)
-        return found
+            hashes[WEIGHTS] = weights_fingerprint(self.folder)
+        return hashes
 
 
 def engine_of_groups(engine: EngineConfig, longest: int) -> EngineConfig:
@@ -89,7 +89,7 @@ class Task(abc.ABC, Generic[C]):
     def __init__(self, config: C) -> None:
         self.config = config
         self.fingerprints: Mapping[str, dict[str, str]] = {}  # of `frozen_models`, as they were when the run began
-        self.exchange: Exchange = alone  # by which ranks get rows of data.train that are streamed
+        self.exchange: Exchange = one_process_exchange  # by which ranks get rows of data.train that are streamed
 
     def of_data(self, data: Any) -> Self:
         """Returns the same task on another section `data`."""
@@ -134,7 +134,7 @@ class Task(abc.ABC, Generic[C]):
         """
         engine.set_loss_fn(self.loss_fn, self.denominator)
 
-    def frozen_models(self, folder: str) -> Mapping[str, Frozen]:
+    def frozen_models(self, folder: str) -> Mapping[str, FrozenModel]:
         """Returns the key of each model beside the one that trains -> what a resume has to find there again.
 
         folder: of the model that trains.
@@ -161,7 +161,7 @@ class Task(abc.ABC, Generic[C]):
 
     def check_frozen(self, state: Mapping[str, Any]) -> None:
         """Raises ConfigError where a model of `fingerprints` is not the checkpoint's. state: the trainer's in it."""
-        both = spell_out(state["config"], to_dict(self.config), command_of(type(self.config)))
+        both = expand_nulls(state["config"], to_dict(self.config), command_of(type(self.config)))
         for key, found in self.fingerprints.items():
             before, now = (str(functools.reduce(operator.getitem, key.split("."), plain)) for plain in both)
             # older versions saved no "models"

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mrl.algorithms.distill import TEACHER, DistillLoss, teacher_numbers, tokens_of
+from mrl.algorithms.distill import TEACHER, DistillLoss, teacher_numbers, tokens_denominator
 from mrl.algorithms.ragged import to_tokens
 from mrl.batch import Batch
-from mrl.config.roles import own_keys
+from mrl.config.roles import rewrite_error_keys
 from mrl.config.schema import OneTeacherConfig, RoleConfig, SFTConfig
-from mrl.config.teacher_checks import unnamed
+from mrl.config.teacher_checks import unused_teacher_lines
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import model_fingerprint, model_folder
 from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
@@ -29,12 +29,12 @@ from mrl.engine.base import BaseEngine, Ctx
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, quoted
 from mrl.roles.dispatch import mesh
-from mrl.trainers.caches import until_stopped, weights_digest, with_precision
+from mrl.trainers.caches import batches_until_stopped, weights_digest, with_precision
 from mrl.trainers.common import say_all
 from mrl.trainers.console import Console
 from mrl.trainers.signals import StopSignal
-from mrl.trainers.task import Frozen, engine_of_groups
-from mrl.trainers.teacher_cache import Top, TopCache
+from mrl.trainers.task import FrozenModel, engine_of_groups
+from mrl.trainers.teacher_cache import TopCache, TopTokens
 from mrl.trainers.teacher_server import TeacherServer
 
 
@@ -51,25 +51,25 @@ class Teacher:
         self.tokenizer: PreTrainedTokenizerBase  # its own, which `check` reads
         self.vocab_size = self.own_vocab_size = 0  # rows of the student's output layer, and of the teacher's
         self.cache: TopCache | None = None
-        self.top: Callable[[Batch], Top]  # of a global mini-batch, on every rank; collective
+        self.top: Callable[[Batch], TopTokens]  # of a global mini-batch, on every rank; collective
 
     @property
     def ids_per_token(self) -> int:
         return min(self.keys.top_k or self.own_vocab_size, self.own_vocab_size)
 
     @property
-    def says_all(self) -> bool:
+    def gives_full_distribution(self) -> bool:
         """Whether what it says is of the whole vocabulary, and of nothing more."""
         return self.ids_per_token == self.own_vocab_size == self.vocab_size
 
-    def _own_keys(self) -> contextlib.AbstractContextManager[None]:
+    def _rewrite_error_keys(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which what is said of `engine.x` or `model.x` is said of the teacher's own key."""
-        return own_keys(self.key, has_engine=self.own.engine is not None, of="model")
+        return rewrite_error_keys(self.key, has_engine=self.own.engine is not None, of="model")
 
     def check(self, tokenizer: PreTrainedTokenizerBase, hf_config: dict[str, Any]) -> None:
         """Raises ConfigError where its vocabulary is not the student's. tokenizer, hf_config: the student's."""
         path, server, key = self.own.model.path, self.own.server, f"{self.key}.model.path"
-        with self._own_keys():
+        with self._rewrite_error_keys():
             self.folder = model_folder(path, weights=server is None)
             self.tokenizer = own = load_tokenizer(self.folder, self.config.model.trust_remote_code)
             sizes = [vocab_size_of(which) for which in (hf_config, read_hf_config(self.folder))]
@@ -113,7 +113,7 @@ class Teacher:
             ask = self._asked(engine, console)
             console.doing("computing the teacher's log-probs")
             every, doing = itertools.chain([first], missing), f"the log-probs of {self.key} were computed"
-            for batch in until_stopped(engine, stop, every, cache.write, doing=doing):
+            for batch in batches_until_stopped(engine, stop, every, cache.write, doing=doing):
                 found = ask(batch)
                 count = engine.on_main(functools.partial(cache.add, batch, found))
                 console.detail(f"{count:,} rows")
@@ -134,7 +134,7 @@ class Teacher:
         by |= {"model": model, "dtype": self.config.teacher_model(self.own.model).dtype}
         return by | with_precision(self.own.engine or self.config.engine)
 
-    def _asked(self, engine: BaseEngine, console: Console) -> Callable[[Batch], Top]:
+    def _asked(self, engine: BaseEngine, console: Console) -> Callable[[Batch], TopTokens]:
         """Returns what asks the teacher itself, which is built now."""
         count = self.ids_per_token
         if self.own.server is not None:
@@ -142,9 +142,9 @@ class Teacher:
             name = engine.on_main(lambda: server.name)  # which the main process keeps: it alone asks
             engine.on_main(lambda: server.check_tokenizer(self.tokenizer))
             console.say(f"{self.key}: {name} at {server.http.url}")
-            return lambda batch: Top(*engine.on_main(lambda: server.top(batch, count)))
+            return lambda batch: TopTokens(*engine.on_main(lambda: server.top(batch, count)))
         console.doing("building the teacher")
-        with self._own_keys():
+        with self._rewrite_error_keys():
             teacher = build_engine(role_of(self.config, self.own, self.folder))
             say_all(console, [f"{self.key}: {note}" for note in teacher.notes])
             teacher.init_model()
@@ -168,17 +168,17 @@ class Teachers:
             one.check(tokenizer, hf_config)
 
     @property
-    def frozen_models(self) -> dict[str, Frozen]:
+    def frozen_models(self) -> dict[str, FrozenModel]:
         """Their models by key."""
         cached = self.keys.cache
         return {
-            f"{one.key}.model.path": Frozen(one.folder, is_read=one.own.server is None, is_cached=cached)
+            f"{one.key}.model.path": FrozenModel(one.folder, is_read=one.own.server is None, is_cached=cached)
             for one in self.each
         }
 
     @property
     def loss_fn(self) -> DistillLoss:
-        keys, tail = self.keys, not all(one.says_all for one in self.each)
+        keys, tail = self.keys, not all(one.gives_full_distribution for one in self.each)
         return DistillLoss(
             kind=keys.loss, beta=keys.resolved_beta, temperature=keys.temperature, weight=keys.weight, tail=tail,
             names=self.names,
@@ -190,7 +190,7 @@ class Teachers:
     ) -> None:  # fmt: skip
         """As `Teacher.begin`, of all. place: output_dir."""
         if not self.keys.cache:  # else each says whether it has rows, which are all read
-            say_all(console, unnamed(self.config))
+            say_all(console, unused_teacher_lines(self.config))
         names = ["", *self.keys.others]
         for number, (name, one) in enumerate(zip(names, self.each, strict=True)):
             one.begin(engine, functools.partial(_rows_of, number, rows), place / "teacher" / name, console, stop)
@@ -205,7 +205,7 @@ class Teachers:
         log_probs[trained] = -torch.inf  # of a teacher that says fewer ids than another
         of_T, counts = to_tokens(teacher_numbers(batch), batch.lengths), dict(batch.denominators)
         for number, name in enumerate(self.names):
-            counts[tokens_of(name)] = float(batch.loss_mask[of_T == number].sum())
+            counts[tokens_denominator(name)] = float(batch.loss_mask[of_T == number].sum())
         for number, one in enumerate(self.each):
             own = _of_teacher(batch, number)
             if own is None:
@@ -241,9 +241,9 @@ def role_of(config: SFTConfig, teacher: OneTeacherConfig, folder: str) -> RoleCo
     )  # fmt: skip
 
 
-def top_by(engine: BaseEngine, batch: Batch, ctx: Mapping[str, Any]) -> Top:
+def top_by(engine: BaseEngine, batch: Batch, ctx: Mapping[str, Any]) -> TopTokens:
     """Returns what an engine without a loss says of a global mini-batch, on every rank. ctx: temperature, and top."""
     with engine.eval_mode():
         found = mesh(engine, batch, lambda share: engine.forward_backward_step(share, dict(ctx), True)[0])
     trained = batch.loss_mask.nonzero()[:, 0]
-    return Top(found["top_tokens"][trained].int(), found["top_log_probs"][trained].float())
+    return TopTokens(found["top_tokens"][trained].int(), found["top_log_probs"][trained].float())

@@ -21,7 +21,7 @@ from mrl.trainers.caches import as_tensor, digests, from_tensor, logger, save_ca
 
 
 @dataclasses.dataclass(frozen=True)
-class Top:
+class TopTokens:
     """What a teacher says of the trained tokens of a batch, in their order."""
 
     ids: Tensor  # [N, K] int32
@@ -34,7 +34,7 @@ class TopCache:
     made_by: what it depends on beside the tokens. Files that say otherwise are replaced.
     """
 
-    most_bytes = 2**27
+    max_bytes = 2**27
     """The most that is said of rows and waits in memory for the next file."""
 
     write_every_s = 60.0
@@ -42,10 +42,10 @@ class TopCache:
 
     def __init__(self, folder: pathlib.Path, made_by: Mapping[str, Any]) -> None:
         self.folder, self.made_by = folder, json.dumps(made_by, sort_keys=True)
-        self.files: list[Top] = []
+        self.files: list[TopTokens] = []
         self.places: dict[bytes, tuple[int, slice]] = {}  # of a row: which file, and where in it
         self._unread: list[pathlib.Path] = []  # made by something else, or damaged
-        self._waiting: dict[bytes, Top] = {}  # rows for the next file
+        self._waiting: dict[bytes, TopTokens] = {}  # rows for the next file
         self._bytes, self._written_s = 0, time.monotonic()
         self._added: set[bytes] = set()  # rows in files that were not there yet at the last `read`
 
@@ -63,31 +63,31 @@ class TopCache:
         """Reads the files that were made by the same."""
         self.files, self.places, self._unread = [], {}, []
         self._added.clear()
-        said: list[str] = []
+        notes: list[str] = []
         for path in sorted(self.folder.glob("log_probs*.pt")):
-            found = saved_by(
-                path, self.made_by, fields=("names", "counts", "ids", "log_probs"), mmap=True, say=said.append
+            saved = saved_by(
+                path, self.made_by, fields=("names", "counts", "ids", "log_probs"), mmap=True, say=notes.append
             )
-            if found is None:
+            if saved is None:
                 self._unread.append(path)
                 continue
-            ends = found["counts"].cumsum(0).tolist()
-            for name, *place in zip(from_tensor(found["names"]), [0, *ends[:-1]], ends, strict=True):
+            ends = saved["counts"].cumsum(0).tolist()
+            for name, *place in zip(from_tensor(saved["names"]), [0, *ends[:-1]], ends, strict=True):
                 self.places[name] = len(self.files), slice(*place)
-            self.files.append(Top(found["ids"], found["log_probs"]))
-        if said:
-            more = f" (so are {len(said) - 1} more files)" if len(said) > 1 else ""
-            logger.warning("%s%s", said[0], more)
+            self.files.append(TopTokens(saved["ids"], saved["log_probs"]))
+        if notes:
+            more = f" (so are {len(notes) - 1} more files)" if len(notes) > 1 else ""
+            logger.warning("%s%s", notes[0], more)
 
-    def add(self, batch: Batch, found: Top) -> int:
+    def add(self, batch: Batch, found: TopTokens) -> int:
         """Adds what is said of the rows that are not known, and writes it where that is due. Returns `count`."""
         counts = [int(part.count_nonzero()) for part in batch.loss_mask.split(batch.lengths.tolist())]
         each = zip(digests(batch), found.ids.split(counts), found.log_probs.split(counts), strict=True)
         for name, ids, log_probs in each:
             if not (name in self.places or name in self._added or name in self._waiting):
-                self._waiting[name] = Top(ids.clone(), log_probs.clone())
+                self._waiting[name] = TopTokens(ids.clone(), log_probs.clone())
                 self._bytes += ids.nbytes + log_probs.nbytes
-        if self._bytes >= self.most_bytes or time.monotonic() - self._written_s >= self.write_every_s:
+        if self._bytes >= self.max_bytes or time.monotonic() - self._written_s >= self.write_every_s:
             self.write()
         return self.count
 
@@ -122,9 +122,9 @@ class TopCache:
             if not self.places.keys() >= set(digests(batch)):
                 yield batch
 
-    def of(self, batch: Batch) -> Top:
+    def of(self, batch: Batch) -> TopTokens:
         """Returns what was said of a batch. KeyError: a row is in no file that was read."""
         found = [(self.files[file], at) for file, at in (self.places[name] for name in digests(batch))]
-        return Top(
+        return TopTokens(
             torch.cat([file.ids[at] for file, at in found]), torch.cat([file.log_probs[at] for file, at in found])
         )

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from mrl.batch import Batch
 from mrl.config.schema import TeacherServerConfig
 from mrl.errors import ConfigError, ServerError, quoted
-from mrl.rollout.http import Http
+from mrl.rollout.http import HttpClient
 
 COMPLETIONS = "/v1/completions"
 
@@ -36,7 +36,7 @@ class TeacherServer:
     def __init__(self, config: TeacherServerConfig, key: str = "teacher.server") -> None:
         self.config, self.key = config, key
         self._secret = os.environ.get(config.key_variable or "", "").strip()
-        self.http = Http(config.url, timeout_s=config.timeout_s, key=f"{key}.url", secret=self._secret)
+        self.http = HttpClient(config.url, timeout_s=config.timeout_s, key=f"{key}.url", secret=self._secret)
 
     @functools.cached_property
     def name(self) -> str:

@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from mrl import metrics
-from mrl.config.command import OnRows
+from mrl.config.command import RowsRunConfig
 from mrl.config.load import read_yaml, to_dict
-from mrl.config.resume import Change, check_resume, moving
+from mrl.config.resume import Change, check_resume, path_keys
 from mrl.converters.adapter_folder import CONFIG as ADAPTER_CONFIG
 from mrl.engine import atomic_checkpoint
 from mrl.errors import CheckpointError, ConfigError, Shown, quoted, shortened
 from mrl.trainers import run_lock
-from mrl.words import counted
+from mrl.words import pluralize
 
-NOT_LOOKED_AT = "changed since, and not looked at, as there is nothing to do"
-TO_GO_ON = "raise train.steps or train.epochs to train on, or give another output_dir"
+NOT_CHECKED = "changed since, and not looked at, as there is nothing to do"
+CONTINUE_FIX = "raise train.steps or train.epochs to train on, or give another output_dir"
 FILES = ("config.yaml", "metrics.jsonl")
 RESULTS = ("checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending")
 FOLDERS = (*RESULTS, "teacher", "reference", ".tmp-hf", "logs", "merged")
@@ -28,7 +28,7 @@ REPLACED = (f"checkpoints/{atomic_checkpoint.LATEST}", f"checkpoints/{atomic_che
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class ResumePoint:
     """What a run goes on with; `str` says so to the user."""
 
     message: str
@@ -36,11 +36,11 @@ class Saved:
     moved: Sequence[Change] = ()  # data or model that have another name than in config.yaml
 
     def __str__(self) -> str:
-        changes = [f"{NOT_LOOKED_AT}: {change}" for change in self.moved] if self.is_complete else []
+        changes = [f"{NOT_CHECKED}: {change}" for change in self.moved] if self.is_complete else []
         return "\n".join([self.message, *changes])
 
 
-def check(config: OnRows, lora_export: str | None) -> Saved | None:
+def check(config: RowsRunConfig, lora_export: str | None) -> ResumePoint | None:
     """Raises a UserError where the run would refuse what is saved in output_dir. Returns what it goes on with. Nothing
     is downloaded.
 
@@ -56,7 +56,7 @@ def check(config: OnRows, lora_export: str | None) -> Saved | None:
     if own is not None:
         moved = check_same_run(path, config, own)
     elif resume != "auto" and "://" not in resume:
-        own = elsewhere(resume)
+        own = checkpoint_elsewhere(resume)
     elif resume == "auto" and config.checkpoint.remote is None:
         refuse_damaged(path)
     if own is None:
@@ -66,16 +66,16 @@ def check(config: OnRows, lora_export: str | None) -> Saved | None:
     exported = hf.exists() and (lora_export is None or is_adapter == (lora_export == "adapter"))
     if steps is not None and step >= steps and same_folder(os.path.dirname(own), str(path / "checkpoints")):
         if (exported or not config.checkpoint.export_hf) and last_is_logged(path, step):
-            return Saved(f"{complete(path, step, steps)}; {TO_GO_ON}", is_complete=True, moved=moved)
-        return Saved(complete(path, step, steps))
-    return Saved(f"resuming from {own}, after step {step}")
+            return ResumePoint(f"{complete_line(path, step, steps)}; {CONTINUE_FIX}", is_complete=True, moved=moved)
+        return ResumePoint(complete_line(path, step, steps))
+    return ResumePoint(f"resuming from {own}, after step {step}")
 
 
-def complete(path: pathlib.Path, step: int, steps: int) -> str:
+def complete_line(path: pathlib.Path, step: int, steps: int) -> str:
     """Returns the line on a run that has made all its steps."""
-    made = f"{step} of {counted(steps, 'step')} {'is' if step == 1 else 'are'} made"
+    made = f"{step} of {pluralize(steps, 'step')} {'is' if step == 1 else 'are'} made"
     if step > steps:
-        made = f"it has made {counted(step, 'step')}, and this config asks for {steps}"
+        made = f"it has made {pluralize(step, 'step')}, and this config asks for {steps}"
     return f"the run in {path} is complete: {made}"
 
 
@@ -89,18 +89,18 @@ def last_is_logged(path: pathlib.Path, step: int) -> bool:
     return (before.get("data") or {}).get("eval") is None or any(name.startswith("eval/") for name in last)
 
 
-def present(path: pathlib.Path) -> list[str]:
+def files_of_run(path: pathlib.Path) -> list[str]:
     """Returns names of what a run of mrl has left in `path`."""
     return [name for name in (*FILES, *RESULTS) if (path / name).exists()]
 
 
 def refuse_used(path: pathlib.Path) -> None:
     """Raises ConfigError where a run that is not to be resumed would overwrite another one's files."""
-    if found := present(path):
+    if names := files_of_run(path):
         raise ConfigError(
             "checkpoint.resume",
             "never",
-            f"would overwrite the run in {path} ({', '.join(found)})",
+            f"would overwrite the run in {path} ({', '.join(names)})",
             "give another output_dir, remove that one, or set checkpoint.resume to auto",
         )
 
@@ -146,10 +146,10 @@ def refuse_foreign(path: pathlib.Path) -> None:
         )
 
 
-def check_same_run(path: pathlib.Path, config: OnRows, newest: str) -> list[Change]:
+def check_same_run(path: pathlib.Path, config: RowsRunConfig, newest: str) -> list[Change]:
     """Refuses another run's directory: another config than its config.yaml, or a start from another checkpoint.
 
-    Returns what has another name there (`moving`).
+    Returns what has another name there (`path_keys`).
     """
     before = read_yaml(path / "config.yaml") if (path / "config.yaml").exists() else to_dict(config)
     changes = check_resume(before, to_dict(config))
@@ -162,15 +162,15 @@ def check_same_run(path: pathlib.Path, config: OnRows, newest: str) -> list[Chan
             f"is not the newest checkpoint of the run in {path}, which is {newest}",
             "give another output_dir to start from it, or set checkpoint.resume to auto to go on with that run",
         )
-    return [change for change in changes if change.key in moving(type(config))]
+    return [change for change in changes if change.key in path_keys(type(config))]
 
 
-def elsewhere(resume: str, damaged: Mapping[str, str] = MappingProxyType({})) -> str:
+def checkpoint_elsewhere(resume: str, damaged: Mapping[str, str] = MappingProxyType({})) -> str:
     """Returns the checkpoint that is in the folder `resume`, or that folder. Raises CheckpointError without one."""
-    found = atomic_checkpoint.find_checkpoint(resume, but=damaged)
-    if found is None:
+    checkpoint = atomic_checkpoint.find_checkpoint(resume, but=damaged)
+    if checkpoint is None:
         raise no_checkpoint(resume, [*atomic_checkpoint.damage(resume), *damaged.values()])
-    return found
+    return checkpoint
 
 
 def no_checkpoint(resume: str, wrong: list[str]) -> CheckpointError:

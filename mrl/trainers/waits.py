@@ -12,7 +12,7 @@ SILENCES_S = (5.0, 15.0, 30.0, 60.0)
 """Seconds of silence after which a line is shown; after the last one, again each time that so many more have passed."""
 
 
-class Watch:
+class WaitWatch:
     """Shows what the process is doing when nothing was shown for a while. A thread of its own keeps the time.
 
     write: shows a line; it is called in that thread.
@@ -81,9 +81,9 @@ def write_error_line(line: str) -> None:
 
 
 @contextlib.contextmanager
-def announced(what: str, *, shows: bool, write: Callable[[str], None] = write_line) -> Iterator[Watch]:
+def announce(what: str, *, shows: bool, write: Callable[[str], None] = write_line) -> Iterator[WaitWatch]:
     """Inside, `what` is done by a process that has no console yet. Yields its watch. shows: False says nothing."""
-    watch = Watch(write)
+    watch = WaitWatch(write)
     if shows:
         watch.doing(what)
     try:

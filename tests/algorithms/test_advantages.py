@@ -14,7 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.algorithms import advantages as adv
-from mrl.algorithms.ragged import from_trained_columns, last_trained, sum_per_sequence, to_tokens, trained_columns
+from mrl.algorithms.ragged import (
+    from_trained_columns,
+    last_trained_position,
+    sum_per_sequence,
+    to_tokens,
+    trained_columns,
+)
 from tests.algorithms.sequences import Ragged, close, examples, flat, groups, ragged
 
 DISCOUNTS = st.sampled_from([0.0, 0.5, 0.95, 1.0])
@@ -195,7 +201,7 @@ def test_every_estimator_by_its_name_is_zero_outside_the_mask(name, case):
     numbers = [case.rng.randrange(2) for _ in case.masks]
     baselines_S = torch.tensor(case.per_sequence(-1, 1), dtype=torch.float64)
     values_T = flat(case.rows(-1, 1))
-    rollout = adv.Rollout(
+    rollout = adv.AdvantageInputs(
         rewards_T=flat(rewards),
         mask_T=case.mask_T,
         lengths_S=case.lengths_S,
@@ -235,14 +241,14 @@ def test_ragged(case):
     for mask in case.masks:
         last.append(max((start + i for i, m in enumerate(mask) if m), default=-1))
         start += len(mask)
-    assert last_trained(case.mask_T, case.lengths_S).tolist() == last
+    assert last_trained_position(case.mask_T, case.lengths_S).tolist() == last
 
 
 def test_a_rollout_of_nothing_has_answers():
     none, no_lengths = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     assert adv.gae(none, none, none, no_lengths, gamma=1.0, lam=1.0)[0].shape == (0,)
     assert adv.grpo(none, no_lengths).shape == adv.whiten(none, none).shape == (0,)
-    assert to_tokens(none, no_lengths).shape == last_trained(none, no_lengths).shape == (0,)
+    assert to_tokens(none, no_lengths).shape == last_trained_position(none, no_lengths).shape == (0,)
 
 
 @examples

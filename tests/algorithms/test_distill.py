@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms import distill
-from mrl.algorithms.distill import DIVERGENCES, TEACHER, TEACHER_OF, DistillLoss, FromTeacher, divergence
+from mrl.algorithms.distill import DIVERGENCES, TEACHER, TEACHER_OF, DistillLoss, TeacherDivergence, divergence
 from mrl.algorithms.losses import ActorLoss
 from mrl.batch import Batch, make_batch
 
@@ -155,8 +155,8 @@ def test_each_teacher_has_the_mean_of_its_own_tokens():
     student, teacher = log_probs[trained, 1:], teacher_NK.float()
     each = divergence(student, teacher, kind="forward_kl", tail=True)[0] * batch.loss_mask[trained].double()
     means = {"a": float(each[[0, 1, 4, 5]].sum()) / 5, "b": float(each[[2, 3]].sum()) / 1.5}
-    found = {name: float(value) / 6.5 for name, value in metrics.items() if name.startswith(distill.OF_EACH)}
-    assert found == pytest.approx({distill.OF_EACH + name: mean for name, mean in means.items()}, rel=1e-9)
+    found = {name: float(value) / 6.5 for name, value in metrics.items() if name.startswith(distill.PER_TEACHER_METRIC)}
+    assert found == pytest.approx({distill.PER_TEACHER_METRIC + name: mean for name, mean in means.items()}, rel=1e-9)
 
 
 def test_the_policys_loss_and_the_divergence_are_added_with_the_coefficient():
@@ -169,7 +169,7 @@ def test_the_policys_loss_and_the_divergence_are_added_with_the_coefficient():
     advantages = torch.linspace(-1, 2, batch.num_tokens)
     fields = {**batch.token_fields, "advantages": advantages, "old_log_probs": log_probs[:, 0].nan_to_num()}
     batch = Batch(**{**vars(batch), "token_fields": fields})
-    loss_fn = ActorLoss(kl_coef=0.25, distill=FromTeacher(kind="jsd", beta=BETA))
+    loss_fn = ActorLoss(kl_coef=0.25, distill=TeacherDivergence(kind="jsd", beta=BETA))
     total, ctx = loss_fn(batch, {"log_probs": log_probs}, {"metrics": {}})
     mask = batch.loss_mask[trained].double()
     value, _, tail = divergence(log_probs[trained, 1:], teacher_NK.float(), kind="jsd", beta=BETA, tail=True)

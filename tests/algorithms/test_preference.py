@@ -13,7 +13,14 @@ import random
 import pytest
 import torch
 
-from mrl.algorithms.preference import DENOMINATOR, LOSSES, WEIGHED_BY, Numbers, PreferenceLoss, kl_estimate
+from mrl.algorithms.preference import (
+    DENOMINATOR,
+    LOSSES,
+    METRIC_DENOMINATORS,
+    LossSettings,
+    PreferenceLoss,
+    kl_estimate,
+)
 from mrl.batch import Batch, make_batch
 from mrl.config.preference_losses import ROWS
 from mrl.data.preferences import with_denominators
@@ -41,7 +48,7 @@ def answers_of(log_probs: list[list[float]]) -> list[list[float]]:
     return [row[prompt - 1 :] for row, (prompt, _) in zip(log_probs, COUNTS, strict=True)]
 
 
-def by_hand(name: str, n: Numbers, log_probs: list[list[float]], reference: list[float]) -> float:
+def by_hand(name: str, n: LossSettings, log_probs: list[list[float]], reference: list[float]) -> float:
     """The loss of the whole mini-batch, from the equations of the papers."""
     lp = [sum(row) for row in answers_of(log_probs)]
     mean = [sum(row) / len(row) for row in answers_of(log_probs)]
@@ -69,7 +76,7 @@ def by_hand(name: str, n: Numbers, log_probs: list[list[float]], reference: list
     return sum(losses) / len(losses) - n.sft_weight * sum(chosen) / len(chosen)
 
 
-def computed(name: str, n: Numbers, batch: Batch, log_probs_T: torch.Tensor, parts=((0, 1, 2, 3, 4, 5),)):
+def computed(name: str, n: LossSettings, batch: Batch, log_probs_T: torch.Tensor, parts=((0, 1, 2, 3, 4, 5),)):
     """The loss and metrics, the batch in micro-batches `parts`: what engines do with sums."""
     loss, metrics = 0.0, {}
     starts = batch.cu_seqlens.tolist()
@@ -84,16 +91,16 @@ def computed(name: str, n: Numbers, batch: Batch, log_probs_T: torch.Tensor, par
 
 
 CASES = [
-    ("dpo", Numbers(beta=0.7)),
-    ("dpo", Numbers(beta=0.7, label_smoothing=0.2, sft_weight=0.5)),
-    ("dpo", Numbers(beta=0.7, reference_free=True)),
-    ("dpo", Numbers(beta=0.7, length_normalized=True)),
-    ("ipo", Numbers(beta=0.4)),
-    ("ipo", Numbers(beta=0.4, length_normalized=True, sft_weight=0.3)),
-    ("kto", Numbers(beta=0.6)),
-    ("kto", Numbers(beta=0.6, desirable_weight=1.5, undesirable_weight=0.5, sft_weight=0.2)),
-    ("orpo", Numbers(beta=0.3, sft_weight=1.0)),
-    ("simpo", Numbers(beta=2.0, gamma=0.6)),
+    ("dpo", LossSettings(beta=0.7)),
+    ("dpo", LossSettings(beta=0.7, label_smoothing=0.2, sft_weight=0.5)),
+    ("dpo", LossSettings(beta=0.7, reference_free=True)),
+    ("dpo", LossSettings(beta=0.7, length_normalized=True)),
+    ("ipo", LossSettings(beta=0.4)),
+    ("ipo", LossSettings(beta=0.4, length_normalized=True, sft_weight=0.3)),
+    ("kto", LossSettings(beta=0.6)),
+    ("kto", LossSettings(beta=0.6, desirable_weight=1.5, undesirable_weight=0.5, sft_weight=0.2)),
+    ("orpo", LossSettings(beta=0.3, sft_weight=1.0)),
+    ("simpo", LossSettings(beta=2.0, gamma=0.6)),
 ]
 
 
@@ -141,7 +148,7 @@ def weighted(batch: Batch, weights: list[float], singles: set[int] = frozenset()
 def test_metrics_are_means_weighted_by_rows(name):
     """Of kto two pairs and a good answer more, so that no two of its counts are equal. A pair of equal rewards is not in order."""
     batch, log_probs, reference = sequences(8)
-    lp, n = [sum(row) for row in answers_of(log_probs)], Numbers(beta=0.7)
+    lp, n = [sum(row) for row in answers_of(log_probs)], LossSettings(beta=0.7)
     reference[3] = lp[3] - (lp[2] - reference[2])
     weights = [3.0, 3.0, 0.5, 0.5, 1.5, 1.5]
     fields = {**batch.sequence_fields, "reference": torch.tensor(reference, dtype=torch.float64)}
@@ -173,7 +180,7 @@ def test_metrics_are_means_weighted_by_rows(name):
 
 def test_metrics_are_means_over_answers_pairs_and_tokens():
     batch, log_probs, reference = sequences(7)
-    n = Numbers(beta=0.7, sft_weight=0.5)
+    n = LossSettings(beta=0.7, sft_weight=0.5)
     _, found = computed("dpo", n, batch, torch.tensor([x for row in log_probs for x in row]))
     lp = [sum(row) for row in answers_of(log_probs)]
     rewards = [0.7 * (a - b) for a, b in zip(lp, reference, strict=True)]
@@ -188,13 +195,13 @@ def test_metrics_are_means_over_answers_pairs_and_tokens():
         "nll/chosen": -sum(lp[::2]) / (3 + 1 + 2),
         "reference/kl": sum(b - a for a, b in zip(lp, reference, strict=True)) / 6,
     }
-    assert found == pytest.approx(expected, rel=1e-5) and found.keys() == WEIGHED_BY.keys()
+    assert found == pytest.approx(expected, rel=1e-5) and found.keys() == METRIC_DENOMINATORS.keys()
     _, of_kto = computed(
         "kto", n, with_denominators(batch, group=1), torch.tensor([x for row in log_probs for x in row])
     )
     assert of_kto["rewards/margin"] == pytest.approx(expected["rewards/margin"], rel=1e-5)  # the answers taken apart
     assert 0 < found["rewards/accuracy"] < 1, "the numbers of the test tell nothing of the accuracy"
-    _, free = computed("dpo", Numbers(beta=0.7, reference_free=True), batch, torch.zeros(batch.num_tokens))
+    _, free = computed("dpo", LossSettings(beta=0.7, reference_free=True), batch, torch.zeros(batch.num_tokens))
     assert free.keys() == found.keys() - {"reference/kl"}, "a log-prob is no distance"
 
 
@@ -203,7 +210,7 @@ def test_rewards_are_those_of_the_loss(name):
     """beta times the ratio to the reference, or the mean log-prob of a loss that has no reference, orpo's too."""
     batch, log_probs, reference = sequences(7)
     batch = with_denominators(batch, group=1) if name == "kto" else batch
-    _, found = computed(name, Numbers(beta=0.7), batch, torch.tensor([x for row in log_probs for x in row]))
+    _, found = computed(name, LossSettings(beta=0.7), batch, torch.tensor([x for row in log_probs for x in row]))
     sums = [sum(row) for row in answers_of(log_probs)]
     means = [total / count for total, (_, count) in zip(sums, COUNTS, strict=True)]
     ratios = [a - b for a, b in zip(sums, reference, strict=True)]
@@ -217,8 +224,8 @@ def test_only_answers_count_whatever_prompts_have():
     batch, log_probs, _ = sequences(1)
     flat_T = torch.tensor([x for row in log_probs for x in row])
     loud_T = flat_T.masked_fill(batch.loss_mask == 0, float("nan")).requires_grad_()
-    plain, _ = computed("dpo", Numbers(beta=0.5, sft_weight=1.0), batch, flat_T)
-    loss, _ = computed("dpo", Numbers(beta=0.5, sft_weight=1.0), batch, loud_T)
+    plain, _ = computed("dpo", LossSettings(beta=0.5, sft_weight=1.0), batch, flat_T)
+    loss, _ = computed("dpo", LossSettings(beta=0.5, sft_weight=1.0), batch, loud_T)
     assert float(loss) == float(plain)
     loss.backward()
     assert loud_T.grad.isfinite().all() and not loud_T.grad[batch.loss_mask == 0].any()
@@ -227,7 +234,7 @@ def test_only_answers_count_whatever_prompts_have():
 def test_orpo_of_a_certain_answer_is_finite():
     batch, _, _ = sequences(1)
     certain_T = torch.zeros(batch.num_tokens, requires_grad=True)
-    loss, _ = computed("orpo", Numbers(beta=0.1), batch, certain_T)
+    loss, _ = computed("orpo", LossSettings(beta=0.1), batch, certain_T)
     loss.backward()
     assert math.isfinite(float(loss)) and certain_T.grad.isfinite().all()
 
@@ -236,7 +243,7 @@ def test_kto_of_a_batch_with_good_answers_alone():
     batch, log_probs, _ = sequences(1)
     good = with_denominators(batch.select([0, 2, 4]), group=1)
     of = [token for i in (0, 2, 4) for token in log_probs[i]]
-    loss, found = computed("kto", Numbers(beta=0.6), good, torch.tensor(of), ((0, 1, 2),))
+    loss, found = computed("kto", LossSettings(beta=0.6), good, torch.tensor(of), ((0, 1, 2),))
     assert math.isfinite(float(loss)) and found["rewards/rejected"] == 0.0
 
 
@@ -248,4 +255,4 @@ def test_the_kl_of_kto_is_the_mean_log_ratio_and_never_negative():
 def test_the_table_of_config_is_that_of_the_losses():
     assert ROWS.keys() == LOSSES.keys()
     for row in ROWS.values():
-        Numbers(**row)
+        LossSettings(**row)

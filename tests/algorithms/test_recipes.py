@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 
 from mrl.algorithms import recipes
-from mrl.algorithms.advantages import Rollout
+from mrl.algorithms.advantages import AdvantageInputs
 from mrl.config.ppo import ALGORITHMS
 from mrl.errors import ConfigError
 from tests.algorithms.sequences import close, examples, flat, ragged
@@ -176,7 +176,7 @@ def whiten_oracle(rows, masks):
 def test_reinforce_pp(case):
     """Hu 2025: A_t is the reward of the sequence minus the KL from t on, over the mean and std of the global batch."""
     rewards = [[r * m for r, m in zip(*pair, strict=True)] for pair in zip(case.rows(-1, 1), case.masks, strict=True)]
-    rollout = Rollout(rewards_T=flat(rewards), mask_T=case.mask_T, lengths_S=case.lengths_S)
+    rollout = AdvantageInputs(rewards_T=flat(rewards), mask_T=case.mask_T, lengths_S=case.lengths_S)
     returns = [
         put_back(returns_oracle([r for r, m in zip(*pair, strict=True) if m], 1.0), pair[1])
         for pair in zip(rewards, case.masks, strict=True)
@@ -194,7 +194,7 @@ def test_reinforce_pp_baseline(case):
     scores = [sum(row) for row in rewards]
     of_group = {g: [s for s, h in zip(scores, numbers, strict=True) if g == h] for g in numbers}
     above = [s - sum(of_group[g]) / len(of_group[g]) for s, g in zip(scores, numbers, strict=True)]
-    rollout = Rollout(
+    rollout = AdvantageInputs(
         rewards_T=flat(rewards), mask_T=case.mask_T, lengths_S=case.lengths_S, groups_S=torch.tensor(numbers)
     )
     got, _ = recipes.advantages(recipes.recipe("reinforce_pp_baseline"), rollout)
@@ -202,7 +202,7 @@ def test_reinforce_pp_baseline(case):
 
 
 def test_an_estimator_without_what_it_needs_is_refused():
-    rollout = Rollout(rewards_T=torch.ones(1), mask_T=torch.ones(1), lengths_S=torch.tensor([1]))
+    rollout = AdvantageInputs(rewards_T=torch.ones(1), mask_T=torch.ones(1), lengths_S=torch.tensor([1]))
     with pytest.raises(AssertionError, match="without values_T"):
         recipes.advantages(recipes.recipe("ppo"), rollout)
 

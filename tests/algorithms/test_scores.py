@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mrl.algorithms.scores import DENOMINATOR, METRICS, ScoreLoss
-from mrl.data.scored import Scored, ScoredRow, scored_batch
+from mrl.data.scored import ScoredRow, ScoredSequence, scored_batch
 
 PAIRS = [((5, 3), 0.0), ((4, 6), 0.7), ((2, 2), -0.3)]  # tokens of both, margin
 ANSWERS = [(5, {4: 1.5}), (3, {2: -2.0}), (6, {5: 0.0}), (1, {0: 3.0})]  # tokens, place -> grade
@@ -24,11 +24,11 @@ STEPS = [(6, {1: 1.0, 3: 0.0, 5: 0.4}), (3, {2: 1.0}), (4, {0: 0.0, 3: 0.5})]
 def rows_of(name: str) -> list[ScoredRow]:
     if name == "bradley_terry":
         return [
-            ScoredRow(tuple(Scored(list(range(n)), (n - 1,), (0.0,)) for n in lengths), margin)
+            ScoredRow(tuple(ScoredSequence(list(range(n)), (n - 1,), (0.0,)) for n in lengths), margin)
             for lengths, margin in PAIRS
         ]
     single = ANSWERS if name == "regression" else STEPS
-    return [ScoredRow((Scored(list(range(n)), tuple(at), tuple(at.values())),)) for n, at in single]
+    return [ScoredRow((ScoredSequence(list(range(n)), tuple(at), tuple(at.values())),)) for n, at in single]
 
 
 def by_hand(name: str, centering: float, values: list[float]) -> float:

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from mrl.check.measure import Measured, Work, measure
+from mrl.check.measure import LayoutComparison, LayoutWork, measure
 from mrl.check.verdict import Problem, problems
 from mrl.converters import algebra
 from mrl.converters.algebra import Shard, Span
@@ -120,7 +120,7 @@ PATCHES: dict[str, Patch] = {
 }
 
 
-def measured(work: Work, fault: str) -> tuple[Measured, list[Problem]] | None:
+def measured(work: LayoutWork, fault: str) -> tuple[LayoutComparison, list[Problem]] | None:
     """What a layout gives with a fault in its code, and what is said of it."""
     with PATCHES[fault]():
         found = measure(work)

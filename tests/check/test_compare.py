@@ -11,24 +11,33 @@ import pytest
 import torch
 
 from mrl.check.bounds import BOUNDS
-from mrl.check.compare import Off, TensorErrors, as_json, factor_of, is_sure, relative_l2, tensor_errors, update_error
+from mrl.check.compare import (
+    TensorErrors,
+    TensorMismatch,
+    as_json,
+    factor_of,
+    is_sure,
+    relative_l2,
+    tensor_errors,
+    update_error,
+)
 from mrl.check.folder import CheckedModel
 from mrl.check.layouts import named
-from mrl.check.measure import Measured
+from mrl.check.measure import LayoutComparison
 from mrl.check.report import Terminal, summary
 from mrl.check.rows import Rows
-from mrl.check.run import Asked, Item, Listener, Report, Row, Session
+from mrl.check.run import CheckOptions, CheckRow, Item, Listener, Report, Session
 from mrl.check.verdict import clue, problems
 from mrl.check.worker import result_file
 from mrl.commands.sft import SFT
 from mrl.config.schema import ParallelConfig
 from tests.engine import tiny
 
-NONE = TensorErrors(2, (Off("a", 0.0),), 0)
+NONE = TensorErrors(2, (TensorMismatch("a", 0.0),), 0)
 
 
-def made(**changes) -> Measured:
-    right = Measured(
+def made(**changes) -> LayoutComparison:
+    right = LayoutComparison(
         loss=2.0, expected_loss=2.0, grad_norm=1.0, expected_grad_norm=1.0, log_probs=1e-6, log_probs_at=0,
         decided_log_probs=None, decided_labels=7, start=NONE,
         gradients=NONE, weights=NONE, weights_share=1.0, bounds=BOUNDS["float32"],
@@ -115,7 +124,9 @@ def test_what_differs_is_said_with_its_bound(changes, first, hint):
 
 
 def test_tensors_are_named():
-    off = TensorErrors(9, (Off("q", 0.5, 2.0), Off("k", 0.25, 2.0), Off("v", 1e-9)), 2, factor=2.0)
+    off = TensorErrors(
+        9, (TensorMismatch("q", 0.5, 2.0), TensorMismatch("k", 0.25, 2.0), TensorMismatch("v", 1e-9)), 2, factor=2.0
+    )
     lines, advice = said(gradients=off, loss=3.0)
     assert lines[1] == (
         "gradients: 2 of 9 tensors are off (bound 0.0001); all of these are 2 times what they should be; q is off by 0.5 of "
@@ -125,7 +136,7 @@ def test_tensors_are_named():
     lost = TensorErrors(8, NONE.worst, 0, missing=["w", "x"])
     (line,), advice = said(start=lost)
     assert line == "initial weights: missing: w and 1 more" and "starts from another model" in advice
-    (line,), advice = said(weights=TensorErrors(8, (Off("w", math.inf),), 1))
+    (line,), advice = said(weights=TensorErrors(8, (TensorMismatch("w", math.inf),), 1))
     assert line.endswith("w is not finite") and advice.endswith("look at the optimizer")
 
 
@@ -135,7 +146,7 @@ def test_json_has_a_word_for_each_number():
 
 
 SWITCHED = {"log_probs": 0.5, "decided_log_probs": 1e-6}  # what another choice of experts gives
-GRADIENTS = TensorErrors(9, (Off("q", 0.5),), 1)
+GRADIENTS = TensorErrors(9, (TensorMismatch("q", 0.5),), 1)
 
 
 @pytest.mark.parametrize(
@@ -146,10 +157,13 @@ GRADIENTS = TensorErrors(9, (Off("q", 0.5),), 1)
         ({"log_probs": 2e-6, "decided_log_probs": 1e-6}, "different"),  # nothing chose otherwise
         ({"log_probs": 0.5, "decided_log_probs": 0.4}, "different"),  # no router is before what differs
         ({"log_probs": 0.5, "decided_log_probs": None}, "different"),  # no router is undecided
-        (SWITCHED | {"start": TensorErrors(2, (Off("a", 1.0),), 1)}, "different"),
+        (SWITCHED | {"start": TensorErrors(2, (TensorMismatch("a", 1.0),), 1)}, "different"),
         # within their bound log-probs are no excuse for what they cannot explain
         ({"log_probs": 1e-4, "decided_log_probs": 1e-6, "loss": 4.0}, "different"),
-        ({"log_probs": 1e-4, "decided_log_probs": 1e-6, "weights": TensorErrors(9, (Off("q", 0.5),), 1)}, "different"),
+        (
+            {"log_probs": 1e-4, "decided_log_probs": 1e-6, "weights": TensorErrors(9, (TensorMismatch("q", 0.5),), 1)},
+            "different",
+        ),
         ({"log_probs": 1e-4, "decided_log_probs": 0.0, "decided_labels": 0}, "different"),
     ],
 )
@@ -162,9 +176,9 @@ def test_a_difference_after_undecided_routers_alone_is_none(changes, verdict):
     assert not report.nothing
 
 
-def row_of(**changes) -> Row:
+def row_of(**changes) -> CheckRow:
     found = made(**changes)
-    return Row("", "tp2", 2, measured=found, problems=problems(found, head="lm", lengths=[4, 3]))
+    return CheckRow("", "tp2", 2, measured=found, problems=problems(found, head="lm", lengths=[4, 3]))
 
 
 def test_where_nothing_is_compared_nothing_is_the_same():
@@ -175,14 +189,14 @@ def test_where_nothing_is_compared_nothing_is_the_same():
     assert report.nothing == ["tp2"] and "NOTHING COULD BE COMPARED of tp2; the same: 1 row" in summary(report)
     undecided = Report(rows=[row_of(gradients=GRADIENTS, **SWITCHED)])
     assert undecided.nothing == ["tp2"] and "the same" not in summary(undecided)
-    assert summary(Report(rows=[Row("", "dp1", 1)])) == "NOTHING COULD BE COMPARED of dp1"
+    assert summary(Report(rows=[CheckRow("", "dp1", 1)])) == "NOTHING COULD BE COMPARED of dp1"
 
 
 def test_a_model_that_is_certain_of_its_labels_lets_no_gradient_of_zeros_pass():
     for bounds, most in ((BOUNDS["float32"], 0.1), (BOUNDS["bfloat16"], 0.45)):
         grown = bounds.given(torch.full((4,), -1e-7))
         assert (grown.gradients, grown.grad_norm, grown.certain) == (most, most, True) and not bounds.certain
-        zeros = row_of(gradients=TensorErrors(9, (Off("q", 1.0),), 9), grad_norm=0.0, bounds=grown)
+        zeros = row_of(gradients=TensorErrors(9, (TensorMismatch("q", 1.0),), 9), grad_norm=0.0, bounds=grown)
         assert zeros.verdict == "undecided" and zeros.clue.endswith("take other rows")
         assert Report(rows=[zeros, row_of(bounds=grown)]).nothing == ["tp2"]
         assert row_of(loss=3.0, bounds=grown).verdict == "different"
@@ -202,7 +216,7 @@ def test_a_column_that_compares_nothing_is_empty(capsys):
 
 def test_a_rank_that_dies_after_its_numbers_are_written_failed(tmp_path):
     """As where one that is not the main one ends while the others have done all of their work."""
-    session = Session(Asked(config_path="sft.yaml"), SFT, None, tmp_path, Listener())
+    session = Session(CheckOptions(config_path="sft.yaml"), SFT, None, tmp_path, Listener())
     session.rows = Rows([], [], tiny.uneven_batch(sequences=3), "")
     [layout] = named("tp2", ParallelConfig())
     items = [
@@ -220,5 +234,5 @@ def test_a_rank_that_dies_after_its_numbers_are_written_failed(tmp_path):
 def test_models_with_experts_are_compared_in_float32(tmp_path, raw, dtype):
     """In bfloat16 nearly every router is undecided, so that no fault would show."""
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    session = Session(Asked(config_path="sft.yaml", dtype="bfloat16"), SFT, None, tmp_path, Listener())
+    session = Session(CheckOptions(config_path="sft.yaml", dtype="bfloat16"), SFT, None, tmp_path, Listener())
     assert session._dtype(CheckedModel(str(tmp_path), 1, "pretrained", "")) == dtype

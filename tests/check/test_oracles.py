@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.algorithms.preference import Numbers, PreferenceLoss
+from mrl.algorithms.preference import LossSettings, PreferenceLoss
 from mrl.algorithms.scores import ScoreLoss
 from mrl.batch import Batch
 from mrl.check.of_dpo import PreferenceOracle
 from mrl.check.of_rm import ScoreOracle
 from mrl.config.preference_losses import ROWS
 from mrl.data.preferences import Answer, Preference, batch_of
-from mrl.data.scored import Scored, ScoredRow, scored_batch
+from mrl.data.scored import ScoredRow, ScoredSequence, scored_batch
 from mrl.trainers.reference import with_reference
 
 LENGTHS, TRAINED = (5, 7, 4, 9, 6, 8), (2, 3, 1, 4, 2, 2)
@@ -65,7 +65,7 @@ def test_losses_on_preferences(name, changed):
         }
         for i in range(6)
     ]  # fmt: skip
-    loss = PreferenceLoss(name, Numbers(**by))
+    loss = PreferenceLoss(name, LossSettings(**by))
     same(PreferenceOracle(name, by), group, batch, fields, lambda v: loss(batch, {"log_probs": v}, {"kl": 0.7})[0])
 
 
@@ -74,7 +74,7 @@ def test_losses_on_scores(name):
     group = 2 if name == "bradley_terry" else 1
     places = [(n - 3, n - 1) if name == "steps" else (n - 1,) for n in LENGTHS]
     targets = [(0.0, 0.3) if name == "steps" else (i - 1.5,) for i in range(6)]
-    sequences = [Scored(list(range(n)), at, of) for n, at, of in zip(LENGTHS, places, targets, strict=True)]
+    sequences = [ScoredSequence(list(range(n)), at, of) for n, at, of in zip(LENGTHS, places, targets, strict=True)]
     rows = [
         ScoredRow(tuple(sequences[i : i + group]), margin=0.1 * i if group == 2 else 0.0, weight=1 + i / 2)
         for i in range(0, 6, group)

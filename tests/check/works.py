@@ -16,7 +16,7 @@ from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
 from mrl.check import reference
 from mrl.check.bounds import BOUNDS
-from mrl.check.measure import Numbers, Store, Work
+from mrl.check.measure import LayoutWork, StepNumbers, Store
 from mrl.check.routers import undecided_tokens
 from mrl.config.schema import OptimizerConfig
 from tests.engine import tiny
@@ -36,11 +36,11 @@ class Checked:
     dtype: str
     undecided: Tensor | None  # of routers
 
-    def work(self, *, backend: str = "megatron", **parallel: Any) -> Work:
+    def work(self, *, backend: str = "megatron", **parallel: Any) -> LayoutWork:
         config = tiny.role(
             self.folder, backend=backend, size=2, optimizer=OPTIMIZER, parallel=parallel, dtype=self.dtype
         )
-        return Work(
+        return LayoutWork(
             config=config, batch=self.batch, loss_fn=sft_loss, denominator="tokens", ctx={"temperature": 1.0}, adapter=None,
             reference=self.store, bounds=BOUNDS[self.dtype], undecided=self.undecided,
         )  # fmt: skip
@@ -66,7 +66,7 @@ def make(
     made = reference.run(model, examples, reference.Loss(), optimizer=OPTIMIZER, rates=[OPTIMIZER.lr])
     store = place / "reference"
     store.mkdir()
-    numbers = Numbers(made.loss, made.grad_norm, made.log_probs)
+    numbers = StepNumbers(made.loss, made.grad_norm, made.log_probs)
     Store(store).write(numbers, start=start, gradients=made.gradients, weights=made.weights)
     return Checked(folder, batch, str(store), dtype, narrow)
 

@@ -30,10 +30,10 @@ def site(tmp_path, monkeypatch):
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (metadata / "entry_points.txt").write_text(f"[mrl.commands]\n{entries}\n")
         (tmp_path / f"{name}.py").write_text(code)
-        commands.registered.cache_clear()
+        commands.registered_commands.cache_clear()
 
     yield install
-    commands.registered.cache_clear()
+    commands.registered_commands.cache_clear()
 
 
 def refusal(*words: str) -> str:

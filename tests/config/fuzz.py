@@ -31,7 +31,7 @@ from click.testing import CliRunner
 from mrl.cli import main as mrl
 from mrl.config.command import roots
 from mrl.config.dpo import PreferenceDataConfig
-from mrl.config.keys import Key, types_of, walk
+from mrl.config.keys import Key, types_of, walk_keys
 from mrl.config.ppo import PromptsConfig
 from mrl.config.rewards import NAMED, FunctionReward
 from mrl.config.rm import FORMAT_OF, ScoredDataConfig
@@ -41,7 +41,7 @@ from mrl.data.dataset import SFTDataset
 from mrl.data.preferences import PreferenceDataset, batch_of
 from mrl.data.prompts import PromptDataset, PromptSource
 from mrl.data.scored import ScoredDataset, detect, scored_batch
-from mrl.errors import MOST_MISTAKES, UserError
+from mrl.errors import MAX_MISTAKES, UserError
 from tests.bad_input.mistakes import CONFIG, DPO_CONFIG, PPO_CONFIG, RM_CONFIG, SERVE_CONFIG, Workspace
 from tests.trainers.tiny_runs import load_example
 
@@ -128,10 +128,10 @@ class Outcome:
 @functools.cache
 def keys_of(command: str) -> tuple[Key, ...]:
     """The keys of the command, those of its rewards among them, as of the first one."""
-    keys = tuple(walk(roots()[command]))
+    keys = tuple(walk_keys(roots()[command]))
     if command == "ppo":
         for section in (*NAMED.values(), FunctionReward):
-            keys += tuple(walk(section, "rewards.functions[0]"))
+            keys += tuple(walk_keys(section, "rewards.functions[0]"))
     return keys
 
 
@@ -449,7 +449,7 @@ def fault(code: int, said: str, escaped: BaseException | None, seconds: float) -
     if code != 2:
         return f"exit code {code}: {said[:200]!r}"
     lines = message.split("\nmrl: ")  # of a config with several mistakes
-    if len(lines) > MOST_MISTAKES + 1 or not all(line.isprintable() for line in lines):
+    if len(lines) > MAX_MISTAKES + 1 or not all(line.isprintable() for line in lines):
         return f"no printable lines, or too many: {said[:300]!r}"
     odd = [line for line in lines if len(line) > LIMIT_CHARACTERS or "; " not in line]
     return f"over {LIMIT_CHARACTERS} characters, or nothing of what would work: {odd[0]!r}" if odd else ""

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from mrl.config.keys import walk
+from mrl.config.keys import walk_keys
 from mrl.config.schema import SFTConfig
 from tests.config import looks
 from tests.config.reach import DEFAULT, Row
@@ -55,7 +55,7 @@ IN_OTHER_TESTS = {
     **{f"teacher.server.{name}": "tests/trainers/test_teacher_server.py" for name in _OF_SERVER},
     **{
         key.path: "tests/config/test_teacher_checks.py"
-        for key in walk(SFTConfig)
+        for key in walk_keys(SFTConfig)
         if key.path.startswith("teacher.engine.")
     },
 }

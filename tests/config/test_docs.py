@@ -7,7 +7,7 @@ import re
 
 from mrl.config.command import own_names, roots
 from mrl.config.docs import default_text, sections, text
-from mrl.config.keys import expected, walk
+from mrl.config.keys import accepted_values, walk_keys
 from tools import pages
 
 
@@ -19,7 +19,7 @@ def test_the_file_is_current():
 def test_every_key_is_on_the_terminal():
     for root in roots().values():
         lines = text(root)
-        for key in walk(root):
+        for key in walk_keys(root):
             assert f"\n  {key.path}  (" in lines
             assert key.help in lines
 
@@ -37,7 +37,7 @@ def test_the_page_has_each_key_of_each_command_in_the_table_that_its_section_is_
             heading = headings.setdefault(path, linked.get(path) or f"{headings[above]}.{name}")
             for key in keys:
                 row = key.path if not path else f"{heading}.{key.path.rpartition('.')[2]}"
-                start = f"| `{row}` | {expected(key.annotation, key.stated)} | `{default_text(key)}` | "
+                start = f"| `{row}` | {accepted_values(key.annotation, key.stated)} | `{default_text(key)}` | "
                 own = [line for line in tables[heading].splitlines() if line.startswith(start)]
                 places = [re.match(r"In (`.*?`): ", line.removeprefix(start)) for line in own]
                 here = f"`mrl {command}`" if path in ("", heading) else f"`{path}`"

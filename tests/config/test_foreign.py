@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from mrl import cli
 from mrl.config.command import roots
-from mrl.config.keys import nearest
+from mrl.config.keys import nearest_key
 from mrl.config.load import from_dict
 from mrl.config.translate import TRAINERS, advice, known_keys
 from mrl.errors import ConfigError, shortened
@@ -92,7 +92,7 @@ def test_what_a_foreign_key_is_told(command, key, says):
 
 def test_a_name_that_is_only_near_is_the_last_resort():
     root = roots()["sft"]
-    assert nearest("deepspeed", root, root, "") == "seed"  # what it would be told by distance
+    assert nearest_key("deepspeed", root, root, "") == "seed"  # what it would be told by distance
     assert "seed" not in (advice("deepspeed", root) or "")
 
 

@@ -14,10 +14,10 @@ import yaml
 
 from mrl.config.build import build_section
 from mrl.config.command import roots
-from mrl.config.keys import MOST, numbers_in, section_keys, walk
+from mrl.config.keys import MAX_VALUES, numbers_in, section_keys, walk_keys
 from mrl.config.load import from_dict
 from mrl.config.rewards import NAMED, FunctionReward
-from mrl.errors import LONGEST, ConfigError
+from mrl.errors import MAX_LINE, ConfigError
 from mrl.launch.slurm.options import SlurmConfig
 from tests.bad_input.mistakes import Workspace
 from tests.config import fuzz
@@ -36,7 +36,7 @@ def numeric(section: type) -> list:
     """The numeric keys, each once: of `mrl ppo` an engine's and an optimizer's are the actor's."""
     keys = {
         (key.path.rsplit(".", 1)[-1], key.help): key
-        for key in reversed(list(walk(section)))
+        for key in reversed(list(walk_keys(section)))
         if numbers_in(key.annotation)
     }
     return list(keys.values())
@@ -61,7 +61,7 @@ def outside(key, value) -> bool:
 def test_each_numeric_key_at_the_extremes_of_its_type(command):
     root, base = roots()[command], fuzz.BASES[command]
     for key in numeric(root):
-        assert key.bounds["maximum"] <= max(MOST[int], 2**32 - 1), key.path
+        assert key.bounds["maximum"] <= max(MAX_VALUES[int], 2**32 - 1), key.path
         assert key.bounds["minimum"] is not None or key.bounds["above"] is not None, key.path
         for value in [*EXTREMES, key.bounds["maximum"]]:
             plain = json.loads(json.dumps(base))
@@ -71,7 +71,7 @@ def test_each_numeric_key_at_the_extremes_of_its_type(command):
                     fuzz.put(plain, *needed)
             fuzz.put(plain, key.path, as_written if fuzz.is_list(key) else value)
             message = refusal(from_dict, plain, root) or ""
-            assert len(message) <= LONGEST and "\n" not in message, key.path
+            assert len(message) <= MAX_LINE and "\n" not in message, key.path
             if outside(key, value):
                 assert message.startswith(f"{key.path}: value "), f"{key.path}={value}: {message}"
 
@@ -84,7 +84,7 @@ def test_each_numeric_key_of_rewards_and_jobs_at_the_extremes_of_its_type(sectio
             plain = dict(required)
             fuzz.put(plain, key.path, value)
             message = refusal(build_section, section, plain, "", section) or ""
-            assert message.startswith(f"{key.path}: value ") and len(message) <= LONGEST, (
+            assert message.startswith(f"{key.path}: value ") and len(message) <= MAX_LINE, (
                 f"{key.path}={value}: {message}"
             )
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from mrl.config.keys import walk
+from mrl.config.keys import walk_keys
 from mrl.config.schema import SFTConfig
 from tests.config import inputs, looks, teacher_rows
 from tests.config.reach import DEFAULT, Refusal, Row, Runs
@@ -409,11 +409,11 @@ def test_key_reaches_what_it_configures(runs: Runs, row: Row, backend: str):
 
 
 def test_every_key_has_a_row():
-    assert {row.key for row in ROWS} | {*teacher_rows.IN_OTHER_TESTS} == {key.path for key in walk(SFTConfig)}
+    assert {row.key for row in ROWS} | {*teacher_rows.IN_OTHER_TESTS} == {key.path for key in walk_keys(SFTConfig)}
 
 
 def test_every_choice_is_made():
-    for key in (key for key in walk(SFTConfig) if key.path not in teacher_rows.IN_OTHER_TESTS):
+    for key in (key for key in walk_keys(SFTConfig) if key.path not in teacher_rows.IN_OTHER_TESTS):
         made = [
             key.default if value == DEFAULT else value for row in ROWS if row.key == key.path for value, _ in row.seen
         ]

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.config import yaml_text
-from mrl.config.keys import walk
+from mrl.config.keys import walk_keys
 from mrl.config.load import dump_config, from_dict, load_config, to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.rewards import label_of
 from mrl.config.schema import SFTConfig
-from mrl.errors import MOST_MISTAKES, ConfigError
+from mrl.errors import MAX_MISTAKES, ConfigError
 
 BASE = {"output_dir": "run", "model": {"path": "m"}, "data": {"train": "d"}, "train": {"global_batch_size": 8}}
 
@@ -152,7 +152,7 @@ def values_of(annotation, bounds) -> st.SearchStrategy:
 @given(data=st.data())
 def test_what_is_dumped_loads_back_equal(root, raw, data):
     """Any accepted value of any key, text that YAML could take for something else among them."""
-    key = data.draw(st.sampled_from(list(walk(root))))
+    key = data.draw(st.sampled_from(list(walk_keys(root))))
     raw = copy.deepcopy(raw)
     node = raw
     *parents, name = key.path.split(".")
@@ -162,7 +162,7 @@ def test_what_is_dumped_loads_back_equal(root, raw, data):
     try:
         config = from_dict(raw, root)
     except ConfigError as error:  # it does not fit the other keys
-        assert len(str(error).split("\n")) == min(1 + len(error.others), MOST_MISTAKES + 1)  # a line for each mistake
+        assert len(str(error).split("\n")) == min(1 + len(error.others), MAX_MISTAKES + 1)  # a line for each mistake
         return
     assert from_dict(yaml_text.parse(dump_config(config), "dump"), root) == config
 
@@ -224,19 +224,19 @@ def test_plain_data_holds_every_key(root, raw):
     beside = {path for of in others for path in leaves(to_dict(from_dict(merged(raw, of), root)))}
     beside = {path for path in beside if any(part in path for part in (".server.", ".mtp.", ".distill."))}
     null = {"teacher.server", "model.mtp", "actor.model.mtp", "reference.server", "algorithm.distill"}
-    assert leaves(to_dict(from_dict(full, root))) - null | beside == {key.path for key in walk(root)}
+    assert leaves(to_dict(from_dict(full, root))) - null | beside == {key.path for key in walk_keys(root)}
 
 
 @ROOTS
 def test_every_key_says_what_it_means(root, raw):
-    for key in walk(root):
+    for key in walk_keys(root):
         assert key.help and "\n" not in key.help, key.path
         assert not key.help.endswith("."), key.path
 
 
 @ROOTS
 def test_defaults_are_within_their_bounds(root, raw):
-    for key in walk(root):
+    for key in walk_keys(root):
         if isinstance(key.default, int | float) and not isinstance(key.default, bool):
             assert math.isfinite(key.default), key.path
             assert key.default <= key.bounds["maximum"], key.path

@@ -8,9 +8,9 @@ from click.testing import CliRunner
 
 from mrl import cli
 from mrl.config.command import roots
-from mrl.config.keys import walk
+from mrl.config.keys import walk_keys
 from mrl.config.load import apply_override, from_dict, load_config
-from mrl.errors import LONGEST, MOST_MISTAKES, ConfigError
+from mrl.errors import MAX_LINE, MAX_MISTAKES, ConfigError
 from tests.config import fuzz
 
 BROKEN = {
@@ -45,7 +45,7 @@ def test_each_mistake_of_a_config_has_its_line(command, tmp_path):
     error = caught.value
     assert {one.key for one in (error, *error.others)} >= set(keys)
     lines = str(error).splitlines()
-    assert lines[0].startswith(f"{error.key}: ") and all("; " in line and len(line) <= LONGEST for line in lines)
+    assert lines[0].startswith(f"{error.key}: ") and all("; " in line and len(line) <= MAX_LINE for line in lines)
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(raw))
     done = CliRunner().invoke(cli.main, [command, str(tmp_path / "c.yaml")])
     assert (done.exit_code, done.stderr) == (2, "".join(f"mrl: {line}\n" for line in lines))
@@ -56,7 +56,7 @@ def test_every_key_that_is_mistyped_at_once_is_found(command):
     """A value that no key takes, in all of them, and none of them is lost; ten have a line."""
     root = roots()[command]
     raw: dict = {}
-    keys = [key for key in walk(root) if key.parse is None and key.annotation != dict[str, object]]
+    keys = [key for key in walk_keys(root) if key.parse is None and key.annotation != dict[str, object]]
     for key in keys:
         apply_override(raw, f"{key.path}=2020-01-01")
     with pytest.raises(ConfigError) as caught:
@@ -65,8 +65,8 @@ def test_every_key_that_is_mistyped_at_once_is_found(command):
     found = {one.key for one in (error, *error.others)}
     assert {key.path for key in keys} - found == set()
     lines = str(error).splitlines()
-    assert len(lines) == MOST_MISTAKES + 1
-    left = 1 + len(error.others) - MOST_MISTAKES
+    assert len(lines) == MAX_MISTAKES + 1
+    left = 1 + len(error.others) - MAX_MISTAKES
     assert lines[-1] == f"{left} more mistakes; correct these first (of verl, NeMo-RL, TRL: mrl config translate FILE)"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mrl.algorithms.configured import check_algorithm
-from mrl.config.keys import walk
+from mrl.config.keys import walk_keys
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.roles import ROLES, TRAINED, role_configs
@@ -312,7 +312,7 @@ def test_key_reaches_what_it_configures(runs: Runs, row: Row):
 
 ROLE_KEYS = [
     key
-    for key in walk(PPOConfig)
+    for key in walk_keys(PPOConfig)
     if key.path.startswith(tuple(f"{role}.{part}." for role in ROLES for part in ("model", "engine", "optimizer")))
 ]
 OTHER_VALUES = {
@@ -383,8 +383,8 @@ def made(keys):
 def test_every_key_has_a_row():
     have = {row.key for row in ROWS} | set(IN_OTHER_TESTS) | {key.path for key in ROLE_KEYS}
     have |= {f"rewards.{name}" for row in ROWS if row.key == "rewards" for name in [row.what.split(".")[1]]}
-    assert {key.path for key in walk(PPOConfig)} - {"rewards"} <= have
-    assert not [path for path in have - {"rewards"} if path not in {key.path for key in walk(PPOConfig)}]
+    assert {key.path for key in walk_keys(PPOConfig)} - {"rewards"} <= have
+    assert not [path for path in have - {"rewards"} if path not in {key.path for key in walk_keys(PPOConfig)}]
 
 
 def test_what_other_tests_see_is_in_them():

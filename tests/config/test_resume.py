@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from mrl.config.dpo import DPOConfig
-from mrl.config.keys import walk
+from mrl.config.keys import walk_keys
 from mrl.config.load import from_dict, to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.preference_losses import ROWS
-from mrl.config.resume import ABSENT, Change, changed_keys, check_resume, may_change, moving
+from mrl.config.resume import ABSENT, Change, changed_keys, check_resume, may_change, path_keys
 from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
 from tests.config.test_load import PPO_BASE, base, merged
@@ -106,9 +106,9 @@ SAME = {
 @pytest.mark.parametrize("root", [SFTConfig, PPOConfig])
 def test_what_a_key_says_of_a_change_holds_of_all_below_it(root):
     """What may change in one role may in all of them, and what the run compares lies in each role's model and in the rows."""
-    allowed, paths = may_change(root), [key.path for key in walk(root)]
+    allowed, paths = may_change(root), [key.path for key in walk_keys(root)]
     roles = ("actor.", "critic.", "reference.", "reward.") if root is PPOConfig else ("", "teacher.")
-    assert set(moving(root)) == {*(f"{role}model.path" for role in roles), "data.train"} < set(allowed)
+    assert set(path_keys(root)) == {*(f"{role}model.path" for role in roles), "data.train"} < set(allowed)
     assert {f"{role}engine.parallel" for role in roles} | {"log", "checkpoint", "output_dir"} < set(allowed)
     for path in SAME[root].split():
         assert path in paths and not path.startswith(allowed), path

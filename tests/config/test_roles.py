@@ -11,7 +11,7 @@ from mrl.algorithms.recipes import RECIPES, Recipe
 from mrl.commands.ppo import COMMAND
 from mrl.config.load import from_dict
 from mrl.config.ppo import AlgorithmConfig, PPOConfig
-from mrl.config.roles import keys_of, role_configs, roles_of
+from mrl.config.roles import rewrite_role_error_keys, role_configs, roles_of
 from mrl.errors import ConfigError, DataError, ModelError
 from mrl.mcore_models import platform
 from tests.config.test_load import PPO_BASE, merged
@@ -114,19 +114,19 @@ def test_derived_values():
 
 def test_what_an_engine_says_of_its_keys_is_said_of_the_roles():
     config, _ = made(critic={"engine": {}})
-    with pytest.raises(ConfigError, match=r"^critic\.engine\.parallel: tp"), keys_of(config, "critic"):
+    with pytest.raises(ConfigError, match=r"^critic\.engine\.parallel: tp"), rewrite_role_error_keys(config, "critic"):
         raise ConfigError("engine.parallel", why="tp does not fit", fix="use 1")
     inherited = r"^reference\.engine: value null is the actor's engine, which does not fit: engine\.parallel: tp"
-    with pytest.raises(ConfigError, match=inherited), keys_of(config, "reference"):
+    with pytest.raises(ConfigError, match=inherited), rewrite_role_error_keys(config, "reference"):
         raise ConfigError("engine.parallel", why="tp does not fit", fix="use 1")
     with (
         pytest.raises(ModelError, match=r'^actor\.model\.path: value "x" is no folder; give one$'),
-        keys_of(config, "actor"),
+        rewrite_role_error_keys(config, "actor"),
     ):
         raise ModelError("model.path", "x", "is no folder", "give one")
-    with pytest.raises(ConfigError, match=r"^train\.steps: value 3 is odd"), keys_of(config, "actor"):
+    with pytest.raises(ConfigError, match=r"^train\.steps: value 3 is odd"), rewrite_role_error_keys(config, "actor"):
         raise ConfigError("train.steps", 3, "is odd", "give 4")
-    with pytest.raises(DataError, match="^rows.jsonl:3: bad"), keys_of(config, "actor"):
+    with pytest.raises(DataError, match="^rows.jsonl:3: bad"), rewrite_role_error_keys(config, "actor"):
         raise DataError("rows.jsonl:3: bad; correct it")
 
 
@@ -134,7 +134,7 @@ def test_a_device_that_is_not_there_is_that_of_the_role(monkeypatch):
     monkeypatch.setattr(platform, "has_gpu", lambda: False)
     config, _ = made(critic={"engine": {}})
     message = r'^critic\.engine\.device: value "cuda" needs a GPU, and torch sees none; use auto or cpu$'
-    with pytest.raises(ConfigError, match=message), keys_of(config, "critic"):
+    with pytest.raises(ConfigError, match=message), rewrite_role_error_keys(config, "critic"):
         platform.device_type("cuda")
 
 
@@ -143,10 +143,13 @@ def test_an_error_of_no_key_is_said_after_the_role():
     config, _ = made()
     with (
         pytest.raises(ConfigError, match="^critic: engine.options.size: value 0 is no size; give 1$"),
-        keys_of(config, "critic"),
+        rewrite_role_error_keys(config, "critic"),
     ):
         raise ConfigError("engine.options.size: value 0 is no size; give 1")
-    with pytest.raises(ModelError, match="^reward.model.path: model.v2/x.json: is cut"), keys_of(config, "reward"):
+    with (
+        pytest.raises(ModelError, match="^reward.model.path: model.v2/x.json: is cut"),
+        rewrite_role_error_keys(config, "reward"),
+    ):
         raise ModelError("model.v2/x.json", why="is cut")
-    with pytest.raises(ModelError, match="^reward.model: config.json: no"), keys_of(config, "reward"):
+    with pytest.raises(ModelError, match="^reward.model: config.json: no"), rewrite_role_error_keys(config, "reward"):
         raise ModelError("config.json: no such family; use another")

@@ -178,8 +178,8 @@ def test_an_adapter_folder_appears_whole(made, tmp_path, monkeypatch):
     shutil.copytree(path, run)
     (tmp_path / "template.jinja").write_text("{{ messages }}")
     config_of_a_run(run, base, "float32", LORA, chat_template=str(tmp_path / "template.jinja"))
-    sync = workspace.sync
-    monkeypatch.setattr(workspace, "sync", lambda file: (synced.append((file.name, out.exists())), sync(file)))
+    sync = workspace.fsync_path
+    monkeypatch.setattr(workspace, "fsync_path", lambda file: (synced.append((file.name, out.exists())), sync(file)))
     with monkeypatch.context() as patched:
         patched.setattr(exporting, "write_chat_template", interrupted)
         with pytest.raises(KeyboardInterrupt):

@@ -11,7 +11,7 @@ import torch
 
 from mrl.converters import family_for, hf_to_mcore, mcore_to_hf, read_hf_config
 from mrl.converters.rules import chunk_plans, param_map
-from mrl.converters.stacks import reading
+from mrl.converters.stacks import unstacking_read
 from mrl.errors import ModelError
 from mrl.parallel import ParallelDims
 from tests.converters.models import DENSE_LAYOUTS, LAYOUTS, MOE, save
@@ -64,7 +64,7 @@ def test_shards_are_those_of_the_rules_and_merge_again(model, name, layout, tied
             assert (chunk, mcore) not in got
             got[chunk, mcore] = shard
             shards.append((rank, chunk, mcore, shard))
-        read = reading(weights.__getitem__, family)
+        read = unstacking_read(weights.__getitem__, family)
         expected = {
             (chunk, n): rule.load(read)
             for chunk in range(layout.vpp)

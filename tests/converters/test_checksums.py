@@ -33,7 +33,7 @@ def test_a_data_file_knows_its_sum_and_holds_what_torch_saves(tmp_path, rows):
         file.tensor(f"t{i}", (0,) * t.dim(), tuple(t.shape), t.dtype, t.split(max(len(t) // 3, 1)))
         for i, t in enumerate(tensors)
     ]
-    items.append(file.nothing("none"))
+    items.append(file.add_empty("none"))
     file.close()
     data = (tmp_path / "file").read_bytes()
     assert (file.size, file.crc32) == (len(data), zlib.crc32(data))

@@ -7,7 +7,7 @@ import torch
 
 from mrl.converters.accounting import check_model
 from mrl.converters.families import family_for
-from mrl.converters.fused import unstacked
+from mrl.converters.fused import unstack_experts
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.safetensors_io import SafetensorsReader
 from mrl.errors import ModelError
@@ -22,7 +22,7 @@ def test_stacked_experts_load_like_split_ones(saved, tmp_path, model):
     family, split = family_for(config), saved(model).weights
     with SafetensorsReader(folder) as stored:
         assert "model.layers.0.mlp.experts.gate_up_proj" in stored.tensors
-        reader = unstacked(stored, family)
+        reader = unstack_experts(stored, family)
         assert check_model(reader, family, config) == []
         assert all(torch.equal(reader(name)[()], split[name]) for name in split)
         shards, _ = load_all(reader, family, config, layout)
@@ -36,4 +36,4 @@ def test_stacked_experts_load_like_split_ones(saved, tmp_path, model):
 def test_split_experts_need_no_view(saved):
     hf = saved("mixtral")
     with SafetensorsReader(hf.path) as reader:
-        assert unstacked(reader, family_for(read_hf_config(hf.path))) is reader
+        assert unstack_experts(reader, family_for(read_hf_config(hf.path))) is reader

@@ -8,9 +8,9 @@ import os
 import pytest
 import torch
 
-from mrl.converters.pread import FEWEST_BYTES, LazySlice, ShortFile, read_region
+from mrl.converters.pread import MIN_BYTES, LazySlice, TruncatedFile, read_region
 
-ROW = FEWEST_BYTES  # entries: of 2 and 4 bytes, half a row and less are read by itself
+ROW = MIN_BYTES  # entries: of 2 and 4 bytes, half a row and less are read by itself
 COLUMNS = [(0, ROW), (3, 3 + ROW // 2), (ROW // 2, ROW), (ROW // 4, ROW // 4 + ROW // 2), (5, 6), (7, 7)]
 
 
@@ -41,6 +41,6 @@ def test_a_lazy_slice_is_indexed_as_a_tensor_and_a_short_file_is_told(opened):
     lazy = LazySlice((4, ROW), lambda region: read_region(file, 4, dtype=whole.dtype, shape=(4, ROW), region=region))
     for key in (2, slice(1, 3), (slice(None), slice(9, 9 + ROW // 2)), (3, slice(1, 5)), ()):
         assert torch.equal(lazy[key], whole[key]), key
-    with pytest.raises(ShortFile):
+    with pytest.raises(TruncatedFile):
         read_region(file, 8, dtype=whole.dtype, shape=(4, ROW), region=[(3, 4), (0, ROW)])
     os.close(file)

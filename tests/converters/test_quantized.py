@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from mrl.converters.quantized import dequantised
+from mrl.converters.quantized import dequantise
 from mrl.converters.safetensors_io import SafetensorsReader
 from mrl.errors import ModelError
 
@@ -33,7 +33,7 @@ def fp8(tmp_path):
 def test_block_fp8(fp8):
     path, whole = fp8
     with SafetensorsReader(path) as stored:
-        reader = dequantised(stored)
+        reader = dequantise(stored)
         assert {name: (i.dtype, i.shape) for name, i in reader.tensors.items()} == {
             "w.weight": ("BF16", (10, 7)),
             "norm.weight": ("F32", (3,)),
@@ -53,7 +53,7 @@ def test_mxfp4(tmp_path):
     path = folder(tmp_path, {"x.proj_blocks": blocks, "x.proj_scales": scales, "x.proj_bias": torch.ones(3, 6)})
     whole = convert_moe_packed_tensors(blocks, scales)
     with SafetensorsReader(path) as stored:
-        reader = dequantised(stored)
+        reader = dequantise(stored)
         assert reader.tensors["x.proj"].shape == (3, 64, 6) == tuple(whole.shape)
         assert set(reader.tensors) == {"x.proj", "x.proj_bias"}
         assert torch.equal(reader("x.proj")[()], whole)
@@ -62,7 +62,7 @@ def test_mxfp4(tmp_path):
 
 def test_a_folder_that_is_not_quantised_is_left_alone(tmp_path):
     with SafetensorsReader(folder(tmp_path, {"w": torch.ones(2)})) as stored:
-        assert dequantised(stored) is stored
+        assert dequantise(stored) is stored
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_factors_that_do_not_fit_are_refused(fp8, block, message):
     path, _ = fp8
     (path / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": block}}))
     with SafetensorsReader(path) as stored, pytest.raises(ModelError, match=message) as error:
-        dequantised(stored)
+        dequantise(stored)
     assert "\n" not in str(error.value)
 
 
@@ -83,7 +83,7 @@ def test_factors_of_a_dtype_that_is_no_factor_are_refused(fp8):
     stored["w.weight_scale_inv"] = stored["w.weight_scale_inv"].to(torch.uint8)
     save_file(stored, path / "model.safetensors")
     with SafetensorsReader(path) as stored, pytest.raises(ModelError, match=r"with factors U8 \[3, 3\], not F8_E4M3"):
-        dequantised(stored)
+        dequantise(stored)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_factors_of_a_dtype_that_is_no_factor_are_refused(fp8):
 def test_mxfp4_of_other_shapes_is_refused(tmp_path, blocks, scales, message):
     tensors = {"x_blocks": torch.ones(blocks, dtype=torch.uint8), "x_scales": torch.ones(scales, dtype=torch.uint8)}
     with SafetensorsReader(folder(tmp_path, tensors)) as stored, pytest.raises(ModelError, match=message) as error:
-        dequantised(stored)
+        dequantise(stored)
     assert "\n" not in str(error.value)
 
 
@@ -110,4 +110,4 @@ def test_mxfp4_of_another_dtype_is_refused(tmp_path, name):
     }
     tensors[name] = tensors[name].to(torch.int8)
     with SafetensorsReader(folder(tmp_path, tensors)) as stored, pytest.raises(ModelError, match="I8"):
-        dequantised(stored)
+        dequantise(stored)

@@ -14,7 +14,7 @@ import pytest
 from mrl.converters import ranges
 from mrl.converters.families import FAMILIES, fields_of
 from mrl.converters.hf_config import normalize, read_hf_config
-from mrl.converters.json_file import MOST_LEVELS
+from mrl.converters.json_file import MAX_DEPTH
 from mrl.converters.ranges import FIELDS, ROPE, Range
 from mrl.converters.rules import expected_hf_names
 from mrl.errors import ModelError
@@ -160,10 +160,10 @@ def test_what_published_files_say_is_accepted(name):
     assert said(whole) is None
 
 
-@pytest.mark.parametrize("levels", [MOST_LEVELS + 1, 500, 30_000])
+@pytest.mark.parametrize("levels", [MAX_DEPTH + 1, 500, 30_000])
 def test_a_file_that_nests_deep_is_one_line(tmp_path, levels):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "x": ' + "[" * levels + "]" * levels + "}")
-    with pytest.raises(ModelError, match=f"it nests deeper than {MOST_LEVELS} levels"):
+    with pytest.raises(ModelError, match=f"it nests deeper than {MAX_DEPTH} levels"):
         read_hf_config(tmp_path)
 
 

@@ -14,7 +14,7 @@ from mrl.converters.families import family_for
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.rules import chunk_plans, expected_hf_names, export_order, padded_vocab, param_map
 from mrl.converters.safetensors_io import SafetensorsReader
-from mrl.converters.stacks import reading, restacked, stored_shapes
+from mrl.converters.stacks import restack, stored_shapes, unstacking_read
 from mrl.parallel import Coordinates
 from tests.converters.models import DENSE_LAYOUTS, LAYOUTS, MODELS, MOE, VOCAB
 
@@ -24,7 +24,7 @@ CASES = [(m, layout) for m in MODELS for layout in (LAYOUTS if m in MOE else DEN
 def load_all(read, family, config, layout, **options):
     """The shards of every rank: {rank: {(chunk, mcore name): tensor}}, and the rules beside them."""
     plans = chunk_plans(config["num_hidden_layers"], layout.pp, layout.vpp)
-    shards, rules, read = {}, {}, reading(read, family)
+    shards, rules, read = {}, {}, unstacking_read(read, family)
     for rank in range(layout.world_size):
         coords = layout.coordinates(rank)
         for (pp_rank, chunk), plan in plans.items():
@@ -49,7 +49,7 @@ def export_all(shards, family, config, layout, **options):
         merged = owned.rule.merge([group[i] for i in range(owned.rule.degree)])
         assert not merged.keys() & out.keys(), "written twice"
         out |= merged
-    return dict(restacked(out.items(), family, config))
+    return dict(restack(out.items(), family, config))
 
 
 VARIANTS = {

@@ -23,5 +23,5 @@ class Layout:
 @dataclasses.dataclass
 class Found:
     reached: set[str]  # by its layers: "flash", "fused", "unfused", or what transformer-engine says
-    told: str | None  # te_limits.te_refuses
+    told: str | None  # te_limits.te_refusal
     kernels: tuple[str, ...]  # te_limits.kernels

@@ -214,7 +214,7 @@ def ceilings(case: Case) -> dict[str, float]:
         rf"{between} torch.cuda.synchronize": 4 * case.vpp,
         rf"{between} tolist": 4 * case.vpp,
         rf"{between} to_gpu": 4 * case.vpp,
-        r"mrl/engine/(megatron/engine.py most|collective.py in_batch_order) to_gpu": 1,
+        r"mrl/engine/(megatron/engine.py most|collective.py to_batch_order) to_gpu": 1,
     }
 
 

@@ -36,7 +36,7 @@ class _Sampling(_Given):
         return 0 if function == "_on_any_rank" else super().number(tensor, function)
 
     def numbers(self, tensor: torch.Tensor, function: str) -> Any:
-        if function == "_together" and tensor.dim() == 2:
+        if function == "_run_batch" and tensor.dim() == 2:
             return [[1.0, -1.0, 1.0]] * len(tensor)
         return super().numbers(tensor, function)
 

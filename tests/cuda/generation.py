@@ -16,7 +16,7 @@ def peak(
     """The most bytes alive at once while one layer attends to `new` tokens of a prompt after `old` that the cache has,
     beside the cache."""
     from mrl.mcore_models.kv_cache import CachedStep, KVCache
-    from mrl.mcore_models.masked import Scoring
+    from mrl.mcore_models.masked import ScoreRule
 
     with fake.Fake() as run, torch.no_grad():
         q = torch.empty(new, GROUPS, HEADS // GROUPS, SIZE, dtype=getattr(torch, dtype), device="cuda")
@@ -24,6 +24,6 @@ def peak(
         step = CachedStep(KVCache(1, new + old), (new,), (old,), torch.device("cuda"))
         cache = sum(t.numel() * t.element_size() for t in step.cache.of_layer(1, k, v))
         of_sinks = torch.empty(HEADS, dtype=q.dtype, device="cuda") if sinks else None
-        out = step.attend(1, q, k, v, Scoring(1.0, window, of_sinks, softcap))
+        out = step.attend(1, q, k, v, ScoreRule(1.0, window, of_sinks, softcap))
         assert out.shape == q.shape and out.dtype == q.dtype and out.device.type == "cuda"
         return run.memory.peak - cache

@@ -33,7 +33,7 @@ def peak(
         process_groups: Any = types.SimpleNamespace(cp=dist.group.WORLD, tp=None)
         module = SdpaAttention(config, 1, pg_collection=process_groups)
         order = zigzag_inverse((length,), cp).to("cuda")
-        layout = PackedLayout.make((length,), positions=torch.arange(length, device="cuda"), order=order)
+        layout = PackedLayout.for_sequences((length,), positions=torch.arange(length, device="cuda"), order=order)
         run.syncs.clear()
         q, k, v = (
             torch.empty(length // cp, 1, n, d, dtype=params_dtype, device="cuda", requires_grad=True)

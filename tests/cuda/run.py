@@ -35,7 +35,7 @@ class _Given(fake.Given):
         return super().selected(mask) if count is None else count
 
     def told(self, function: str) -> Any:
-        if function == "from_last_stage":
+        if function == "broadcast_from_last_stage":
             return {"loss": 1.0}, [("log_probs", (sum(self.lengths),), torch.float32)]
         return super().told(function)
 
@@ -45,7 +45,7 @@ class _Given(fake.Given):
     def numbers(self, tensor: Any, function: str) -> Any:
         if function == "_communicate_shapes":
             return list(self.shape)
-        if function == "in_batch_order":
+        if function == "to_batch_order":
             return [0, *itertools.accumulate(self.lengths)]
         of_experts = self.experts.numbers(tensor, function)
         return super().numbers(tensor, function) if of_experts is None else of_experts

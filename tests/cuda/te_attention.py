@@ -32,12 +32,12 @@ def ask(layout: Layout, gpus: list[tuple[tuple[int, int], bool]], off: tuple[str
     from mrl.mcore_models import layer_spec, te_limits
     from mrl.mcore_models.attention import PackedLayout
 
-    layer_spec.te_refuses = lambda *_, **__: None  # transformer-engine itself is asked
+    layer_spec.te_refusal = lambda *_, **__: None  # transformer-engine itself is asked
     fake.join_world(0, layout.tp * layout.cp)
     with fake.Fake() as run:
         model = _model(layout)
         fields = fields_of(dict(model.hf))
-        attention = te_limits.Attention.of(fields, model.dims)
+        attention = te_limits.AttentionShape.of(fields, model.dims)
         found = []
         packed = _on_gpu(_layout(model), run)
         assert isinstance(packed, PackedLayout)
@@ -48,7 +48,7 @@ def ask(layout: Layout, gpus: list[tuple[tuple[int, int], bool]], off: tuple[str
                 reached = {
                     _reach(layer.self_attention.core_attention, packed) for layer in model.chunks[0].decoder.layers
                 }
-            told = te_limits.te_refuses(fields, model.dims, gpu, dtype=model.dtype)
+            told = te_limits.te_refusal(fields, model.dims, gpu, dtype=model.dtype)
             found.append(Found(reached, told, te_limits.kernels(attention, gpu, model.dtype)))
         return found
 

@@ -85,7 +85,7 @@ def built(
         with made.state.installed():
             stored = {(box.key, str(box.data.dtype)) for each in dist_checkpoint._placed(made) for box in each.boxes}
             training, reached = _context(made), _reached(made)
-            with fp8.without(made.chunks):
+            with fp8.disabled(made.chunks):
                 decoding = _context(made)
             assert _context(made) == training
         return Found(
@@ -206,7 +206,7 @@ def recomputed(model: str, further: Mapping[str, Any], recompute: str) -> list[s
         made = engine.model
         [chunk], tokens = made.chunks, 64
         positions = torch.arange(tokens, device="cuda")
-        layout = PackedLayout.make((tokens,), positions=positions, qkv_format="thd")
+        layout = PackedLayout.for_sequences((tokens,), positions=positions, qkv_format="thd")
         x = torch.empty(tokens, 1, made.hf["hidden_size"], dtype=torch.bfloat16, device="cuda", requires_grad=True)
         if recompute == "selective":  # which begins behind attention
             layer = chunk.decoder.layers[0]

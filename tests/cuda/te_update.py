@@ -15,6 +15,6 @@ def update(case: Case, capability: tuple[int, int]) -> Found:
     te_fp8._be(capability)
     te_attention._be(capability, False, ())
     torch.distributed.is_backend_available = lambda name: True  # nccl, by which userbuffers are made
-    layer_spec.te_refuses = lambda *_, **__: None  # transformer-engine itself is asked
+    layer_spec.te_refusal = lambda *_, **__: None  # transformer-engine itself is asked
     kernels = te_kernels.install()
     return Found(run.run(case), kernels)

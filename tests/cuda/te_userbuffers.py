@@ -35,7 +35,7 @@ def _begin(case: Case) -> RoleConfig:
     te_fp8._be((9, 0))
     te_attention._be((9, 0), False, ())
     torch.distributed.is_backend_available = lambda name: True  # nccl, by which they are made
-    layer_spec.te_refuses = lambda *_, **__: None
+    layer_spec.te_refusal = lambda *_, **__: None
     te_kernels.install()
     fake.join_world(case.rank, case.world)
     return update.config_of(case, models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes))

@@ -101,11 +101,11 @@ def test_a_peek_changes_nothing(path, prefetch):
     peeked, plain = make(path, prefetch=prefetch), make(path, prefetch=prefetch)
     for _ in range(3):
         before = peeked.state_dict()
-        peeked.peek()
+        peeked.prefetch()
         assert peeked.state_dict() == before
         assert same(peeked.next(), plain.next()) and peeked.rows == plain.rows
     assert peeked.state_dict() == plain.state_dict()
-    peeked.peek()
+    peeked.prefetch()
     peeked.load_state_dict(before)  # what was peeked at is forgotten
     assert peeked.next() is not None and peeked.state_dict() == plain.state_dict()
 

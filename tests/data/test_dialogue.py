@@ -8,7 +8,7 @@ import pytest
 
 from mrl.config.build import build_section
 from mrl.config.schema import DataConfig
-from mrl.data.dialogue import looks_like_dialogue, with_turns
+from mrl.data.dialogue import looks_like_dialogue, split_turns
 from mrl.data.files import BadRow
 from mrl.errors import ConfigError, DataError
 from tests.data import tiny_tokenizers
@@ -45,13 +45,13 @@ PAIRS = [
 
 @pytest.mark.parametrize(("row", "made"), PAIRS)
 def test_marked_texts_become_messages(row, made):
-    assert with_turns(row, HH) == made
-    assert with_turns(row, {}) is row
+    assert split_turns(row, HH) == made
+    assert split_turns(row, {}) is row
 
 
 def test_a_marker_may_begin_another_and_roles_are_the_users():
     markers = {"user": "#", "assistant": "##", "system": "###"}
-    made = with_turns({"text": "### be brief # 1+1? ## 2"}, markers)
+    made = split_turns({"text": "### be brief # 1+1? ## 2"}, markers)
     assert made == {"messages": [{"role": "system", "content": "be brief"}, USER, RIGHT_TURN]}
 
 
@@ -67,7 +67,7 @@ def test_a_marker_may_begin_another_and_roles_are_the_users():
 )
 def test_what_cannot_be_told_is_a_bad_row(row, says):
     with pytest.raises(BadRow, match=says.replace("+", r"\+").replace("?", r"\?")):
-        with_turns(row, HH)
+        split_turns(row, HH)
 
 
 def test_only_whole_conversations_look_like_one():

@@ -168,5 +168,5 @@ def test_answers_of_preferences_end_so_and_scored_sequences_are_as_the_template_
     ],
 )  # fmt: skip
 def test_what_a_resume_says_of_rows_of_an_older_run(template, loss_on, says):
-    found = Encoder(make_tokenizer(template), loss_on).changed_ends()
+    found = Encoder(make_tokenizer(template), loss_on).changed_ends_note()
     assert found is None if says is None else says in found

@@ -145,14 +145,14 @@ def test_prompts_keep_their_fields_and_are_asked_again_as_they_were(tmp_path, co
     prompt = loaded(tmp_path, "ppo", row)
     assert prompt.row == row
     encoder = TurnEncoder(make_tokenizer())
-    assert encoder.prompt(prompt.asked) == prompt.tokens
+    assert encoder.prompt(prompt.conversation) == prompt.tokens
     saved = dataclasses.replace(
         prompt, content=[*prompt.content] if isinstance(prompt.content, list) else prompt.content
     )
-    assert encoder.prompt(saved.asked) == prompt.tokens
-    other = prompt.asked_with("Three?")  # of an environment
+    assert encoder.prompt(saved.conversation) == prompt.tokens
+    other = prompt.with_conversation("Three?")  # of an environment
     assert not isinstance(other, Chat) and [m["role"] for m in other.chat.messages] == ["system", "user"]
-    given = prompt.asked_with([{"role": "system", "content": "x"}, ASKED])
+    given = prompt.with_conversation([{"role": "system", "content": "x"}, ASKED])
     assert isinstance(given, Chat) and [m["content"] for m in given.messages] == ["x", "Two?"]
     assert parse_prompt({"prompt": "Two?"}, "prompt").chat.messages == [ASKED]
 

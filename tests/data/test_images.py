@@ -11,7 +11,7 @@ import torch
 
 from mrl.data import images
 from mrl.data.batches import BatchSource
-from mrl.data.dataset import Rejected, SFTDataset
+from mrl.data.dataset import RejectedRow, SFTDataset
 from mrl.errors import DataError, ModelError
 from tests.data.pictures import make_vision, picture, png, png_text
 from tests.data.tiny_tokenizers import config, make_tokenizer, trained_text, write_jsonl
@@ -156,7 +156,7 @@ def test_truncation_never_cuts_an_image(reader, tmp_path):
     assert f"has {length} tokens and data.max_length is {length - 1}" in refused(reader, path, max_length=length - 1)
     assert "left to 20" in refused(reader, path, max_length=20, truncation="left")
     assert "cuts an image" in refused(reader, path, max_length=20, truncation="left")
-    assert isinstance(load(reader, path, max_length=20, truncation="drop"), Rejected)
+    assert isinstance(load(reader, path, max_length=20, truncation="drop"), RejectedRow)
     kept = load(reader, path, max_length=length - 2, truncation="right")
     assert kept.truncated and len(kept.ids) == length - 2
     answered = {
@@ -165,7 +165,7 @@ def test_truncation_never_cuts_an_image(reader, tmp_path):
     path = write_jsonl(tmp_path / "b.jsonl", [answered])
     assert "right to 20" in refused(reader, path, max_length=20, truncation="right")
     skipped = load(reader, path, max_length=20, truncation="right", on_bad_row="skip")
-    assert isinstance(skipped, Rejected) and "cuts an image" in skipped.why
+    assert isinstance(skipped, RejectedRow) and "cuts an image" in skipped.why
 
 
 BROKEN = png()[:60]

@@ -16,7 +16,7 @@ from mrl.config.sources import SFTShare, SFTSource, eval_of, train_of
 from mrl.data.batches import BatchSource, eval_batches
 from mrl.data.dataset import SFTDataset
 from mrl.data.mixture import eval_rows, train_rows
-from mrl.data.mixture_shares import Supply, shares_of_run
+from mrl.data.mixture_shares import SourceSupply, shares_of_run
 from mrl.data.stream import Report, usable_of_mixture
 from mrl.errors import CheckpointError, ConfigError, DataError
 from tests.config.test_load import BASE
@@ -150,7 +150,7 @@ def test_shares_of_a_run_are_known_before_it(files, mix_by):
     held = [name for name, _ in taken(made, 20)]
     tokens = [[len(one.load(row).ids) for row in range(len(one))] for one in made.dataset.sources]
     supplies = [
-        Supply(weight, len(of), None if last is None else last, sum(of) / len(of))
+        SourceSupply(weight, len(of), None if last is None else last, sum(of) / len(of))
         for weight, of, last in zip(made.mixer.weights, tokens, made.mixer.last, strict=True)
     ]
     found = shares_of_run(supplies, len(held), by_tokens=mix_by == "tokens")

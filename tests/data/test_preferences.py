@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from mrl.algorithms.preference import LOSSES, REFERENCE, Numbers, PreferenceLoss
+from mrl.algorithms.preference import LOSSES, REFERENCE, LossSettings, PreferenceLoss
 from mrl.config.dpo import DPOConfig, PreferenceDataConfig
 from mrl.data.batches import in_order
-from mrl.data.dataset import Rejected
+from mrl.data.dataset import RejectedRow
 from mrl.data.preferences import PreferenceDataset, batch_of, with_other_answers
 from mrl.errors import DataError
 from mrl.trainers.dpo import DPOTask
@@ -207,7 +207,7 @@ def test_long_rows_are_refused_or_dropped_whole(tmp_path):
     assert "raise data.max_length, or set data.truncation to drop" in refusal(tmp_path, long, max_length=60)
     found = dataset(tmp_path, long, PAIR, max_length=60, truncation="drop")
     dropped = found.load(0)
-    assert isinstance(dropped, Rejected) and dropped.outcome == "dropped" and "rows.jsonl:1" in dropped.why
+    assert isinstance(dropped, RejectedRow) and dropped.outcome == "dropped" and "rows.jsonl:1" in dropped.why
     assert [rows for rows, _ in in_order(found, 4)] == [[1]]
 
 
@@ -287,7 +287,7 @@ def test_a_row_of_weight_2_is_that_row_twice(tmp_path, name):
         form | {"chosen": "the quick", "rejected": "4"},
         form | {"chosen": "over", "weight": 0},
     ]
-    numbers = Numbers(beta=0.3, sft_weight=0.7, gamma=0.2, desirable_weight=1.5)
+    numbers = LossSettings(beta=0.3, sft_weight=0.7, gamma=0.2, desirable_weight=1.5)
 
     def losses_of(rows: list[dict], order: list[int]) -> dict[str, torch.Tensor]:
         config = PreferenceDataConfig(train=write_jsonl(tmp_path / "rows.jsonl", rows), max_length=64)

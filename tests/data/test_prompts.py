@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mrl.config.ppo import PromptsConfig
-from mrl.data.dataset import Rejected
+from mrl.data.dataset import RejectedRow
 from mrl.data.order import row_order
 from mrl.data.prompts import PromptDataset, PromptSource, first_prompts
 from mrl.data.stream import Report
@@ -116,7 +116,7 @@ def test_bad_rows(tmp_path, row, wrong, works):
         make(path).load(1)
     message = str(error.value)
     assert message.startswith(f"{path}:2: ") and wrong in message and works in message and "\n" not in message
-    assert make(path, on_bad_row="skip").load(1) == Rejected("skipped", message)
+    assert make(path, on_bad_row="skip").load(1) == RejectedRow("skipped", message)
 
 
 def test_messages_with_nothing_to_ask(tmp_path):

@@ -17,7 +17,7 @@ from mrl.errors import DataError
     ],
 )
 def test_what_libraries_say_is_shown_without_signatures(text):
-    said = str(remote.failure("data.train", "hf://datasets/a/b/a.jsonl", OSError(text)))
+    said = str(remote.read_failure("data.train", "hf://datasets/a/b/a.jsonl", OSError(text)))
     assert "secret" not in said and "a.jsonl?(hidden)" in said and "Request ID: 1" in said
 
 

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mrl.config.rm import ScoredDataConfig
-from mrl.data.dataset import Rejected
+from mrl.data.dataset import RejectedRow
 from mrl.data.scored import ScoredDataset, padding, scored_batch
 from mrl.errors import DataError, ModelError
 from tests.data.tiny_tokenizers import CHATML, STRIPS_REASONING, WITH_TOOLS, make_tokenizer, turns, write_jsonl
@@ -255,7 +255,7 @@ def test_long_rows_are_refused_or_dropped_whole_and_bad_ones_skipped(tmp_path):
     assert "raise data.max_length, or set data.truncation to drop" in refusal(tmp_path, long, max_length=60)
     found = dataset(tmp_path, long, {**PAIR, "rejected": GOOD}, max_length=60, truncation="drop", on_bad_row="skip")
     assert [found.load(i).outcome for i in range(2)] == ["dropped", "skipped"]
-    assert isinstance(found.load(0), Rejected)
+    assert isinstance(found.load(0), RejectedRow)
 
 
 def test_a_batch_reads_the_last_token_and_counts_what_is_divided_by(tmp_path):

@@ -167,7 +167,7 @@ def in_source(base, name, value):
 def test_every_key_of_every_kind_of_source_is_read_or_refused(made, monkeypatch):
     command, folder, paths = made
     hub_in(folder / "hub", monkeypatch)
-    monkeypatch.setattr("mrl.data.stream.MOST_FRUITLESS", 20)
+    monkeypatch.setattr("mrl.data.stream.MAX_SKIPPED_IN_A_ROW", 20)
     tried = values(command, folder)
     keys = {key.path for key in section_keys(type(config_of(command, folder, {"train": "a"}).data))} - OF_A_RUN.keys()
     own = {key.path for key in section_keys(SHARES[command])}

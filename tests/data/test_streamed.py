@@ -411,7 +411,7 @@ def test_bad_and_long_rows_are_named_and_counted(tmp_path, site):
 
 
 def test_nothing_but_bad_rows_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr("mrl.data.stream.MOST_FRUITLESS", 50)
+    monkeypatch.setattr("mrl.data.stream.MAX_SKIPPED_IN_A_ROW", 50)
     (tmp_path / "bad.jsonl").write_text('{"text": ""}\n' * 9)
     made = source(str(tmp_path / "bad.jsonl"), on_bad_row="skip")
     with pytest.raises(

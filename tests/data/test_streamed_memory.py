@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from mrl.data.rows import open_stream
-from mrl.data.streamed import Cursor, alone
+from mrl.data.streamed import Cursor, one_process_exchange
 
 
 def test_memory_does_not_grow_with_the_stream(tmp_path):
@@ -19,7 +19,7 @@ def test_memory_does_not_grow_with_the_stream(tmp_path):
     def peak(rows: int) -> int:
         path = tmp_path / f"{rows}.jsonl"
         path.write_text("".join(json.dumps({"text": "fox", "unread": f"{i:01000}"}) + "\n" for i in range(rows)))
-        stream = open_stream(str(path), split=None, buffer=100, exchange=alone)
+        stream = open_stream(str(path), split=None, buffer=100, exchange=one_process_exchange)
         order = lambda what, epoch, count: np.arange(count)  # noqa: E731
         at, index = Cursor(), -1
         tracemalloc.start()
@@ -40,7 +40,7 @@ def test_memory_does_not_grow_with_the_row_groups_of_parquet(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=1000)
     whole = table.nbytes
     del table
-    stream = open_stream(str(tmp_path / "rows.parquet"), split=None, buffer=100, exchange=alone)
+    stream = open_stream(str(tmp_path / "rows.parquet"), split=None, buffer=100, exchange=one_process_exchange)
     order = lambda what, epoch, count: np.arange(count)  # noqa: E731
     at, held = Cursor(), []
     before = pa.total_allocated_bytes()

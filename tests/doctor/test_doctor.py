@@ -200,7 +200,7 @@ def test_in_a_fresh_venv_without_torch(bare, tmp_path):
     found = findings(done.stdout)
     assert done.returncode == 2 and done.stderr == ""
     absent = found["packages.absent"]
-    all_but_click = {package.name for package in known.NEEDED} - {"click"} | {known.MEGATRON}
+    all_but_click = {package.name for package in known.NEEDED_PACKAGES} - {"click"} | {known.MEGATRON}
     assert absent["level"] == "fault" and set(absent["data"]["absent"]) == all_but_click
     assert "pip install" in absent["fix"] and not [name for name in found if name.startswith("package.torch")]
     assert "click" in found["packages"]["data"], "it loads, though pip knows nothing of it"

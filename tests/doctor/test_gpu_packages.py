@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from mrl.doctor import gpu_packages
-from mrl.doctor.imports import Imported, imports
+from mrl.doctor.imports import ImportResult, imports
 from mrl.mcore_models import optional, versions
 from tests.doctor.conftest import by_name
 from tests.doctor.machines import BREAKS, distribution, package
@@ -101,9 +101,9 @@ def test_an_installation_that_broke_off_and_a_finder_that_raises(site, monkeypat
     package(site, "flash_attn")
     (site / "flash_attn-2.8.3.dist-info").mkdir()
     assert "flash_attn" in [one.module for one in gpu_packages.present()]
-    said = by_name(gpu_packages.section({"flash_attn": Imported()}, gpu=True))["package.flash-attn-2"]
+    said = by_name(gpu_packages.section({"flash_attn": ImportResult()}, gpu=True))["package.flash-attn-2"]
     assert said.what == "flash-attn 2 loads, and is not used without transformer-engine"
-    assert versions.version_of("flash-attn") == versions.NOT_THERE
+    assert versions.version_of("flash-attn") == versions.NOT_INSTALLED
 
     class Finder:
         def find_spec(self, name, path=None, target=None):
@@ -212,14 +212,14 @@ def test_flash_attn_4_lies_in_a_folder_without_flash_attn_2(site, torch):
     ("beside", "level", "says"),
     [
         ({}, "note", "nothing is lost without transformer-engine"),
-        ({"transformer_engine": Imported()}, "warning", "leaves it out"),
-        ({"transformer_engine": Imported(error="ImportError: x.so")}, "warning", "and does not load either"),
+        ({"transformer_engine": ImportResult()}, "warning", "leaves it out"),
+        ({"transformer_engine": ImportResult(error="ImportError: x.so")}, "warning", "and does not load either"),
     ],
 )
 def test_a_broken_flash_attn_costs_what_transformer_engine_makes_of_it(beside, level, says):
     """It imports flash-attn 3, and a flash-attn 2 of a version that it takes, and does not load where one of them fails
     (transformer-engine 2.20.2, pytorch/attention/dot_product_attention/backends.py)."""
-    broken = {"flash_attn_interface": Imported(error="OSError: y.so"), **beside}
+    broken = {"flash_attn_interface": ImportResult(error="OSError: y.so"), **beside}
     found = by_name(gpu_packages.section(broken, gpu=True))["package.flash-attn-3"]
     assert found.level == level and found.what.endswith(says) is (level == "warning") and says in found.what
 

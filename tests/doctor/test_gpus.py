@@ -3,7 +3,7 @@
 import pytest
 
 from mrl.doctor import gpus
-from mrl.doctor.imports import Imported
+from mrl.doctor.imports import ImportResult
 from tests.doctor.conftest import by_name
 from tests.doctor.machines import printing, program
 
@@ -40,7 +40,7 @@ def smi(folder, rows, *, topology="", head=HEAD, code=0):
 
 
 def look(torch=TORCH, environment=None):
-    facts = Imported(blocked_by="torch") if torch is None else Imported(facts=torch)
+    facts = ImportResult(blocked_by="torch") if torch is None else ImportResult(facts=torch)
     found = gpus.smi()
     return by_name(gpus.section(found, facts, environment or {})), gpus.has_gpu(found, facts)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mrl.doctor import known, packages
-from mrl.doctor.imports import Imported
+from mrl.doctor.imports import ImportResult
 from mrl.doctor.probe import FACTS as FACTS_STEP
 from tests.doctor.conftest import by_name
 from tests.doctor.machines import distribution
@@ -21,15 +21,17 @@ FACTS = {
 
 def imported(**changes):
     """All that is needed, as it should be; `changes` by name."""
-    found = {p.name: Imported(version=HERE[p.name], file=f"/site/{p.name}/__init__.py") for p in known.NEEDED}
+    found = {
+        p.name: ImportResult(version=HERE[p.name], file=f"/site/{p.name}/__init__.py") for p in known.NEEDED_PACKAGES
+    }
     return (
         found
-        | {FACTS_STEP: Imported(facts=FACTS)}
+        | {FACTS_STEP: ImportResult(facts=FACTS)}
         | {name.replace("torch_facts", FACTS_STEP): one for name, one in changes.items()}
     )
 
 
-LOADS = Imported()
+LOADS = ImportResult()
 
 
 def said(megatron=LOADS, **changes):
@@ -51,7 +53,7 @@ def test_known_versions_are_those_of_the_constraints(python):
 def test_what_is_imported_is_what_setup_asks_for():
     asked = re.search(r"install_requires=\[(.*?)\n    \]", (ROOT / "setup.py").read_text(), re.DOTALL)[1]
     names = {packages.canonical(name) for name in re.findall(r'^\s*"([A-Za-z0-9_-]+)', asked, re.MULTILINE)}
-    assert names == {packages.canonical(p.name) for p in known.NEEDED} | {known.MEGATRON}
+    assert names == {packages.canonical(p.name) for p in known.NEEDED_PACKAGES} | {known.MEGATRON}
 
 
 def test_a_whole_installation_is_one_line(monkeypatch):
@@ -64,9 +66,9 @@ def test_a_whole_installation_is_one_line(monkeypatch):
 def test_absent_and_broken_ones_say_what_they_cost(monkeypatch):
     have = {name: version for name, version in HERE.items() if name != "jinja2"}
     monkeypatch.setattr(packages, "installed", lambda: have)
-    broken = Imported(error="OSError: libcudart.so.12: cannot open shared object file")
-    gone = Imported(error="ModuleNotFoundError: No module named 'jinja2'")
-    blocked = Imported(blocked_by="torch")
+    broken = ImportResult(error="OSError: libcudart.so.12: cannot open shared object file")
+    gone = ImportResult(error="ModuleNotFoundError: No module named 'jinja2'")
+    blocked = ImportResult(blocked_by="torch")
     found = said(blocked, jinja2=gone, wandb=broken, torch=broken, torch_facts=blocked)
     assert found["package.jinja2"].what == "jinja2 is not installed: no chat template is rendered"
     assert found["package.jinja2"].fix == "pip install jinja2"
@@ -81,7 +83,7 @@ def test_absent_and_broken_ones_say_what_they_cost(monkeypatch):
 
 def test_one_that_fails_by_another_is_not_to_be_installed_again(monkeypatch):
     monkeypatch.setattr(packages, "installed", lambda: HERE)
-    found = said(peft=Imported(error="OSError: x.so", because_of=("transformer_engine",)))["package.peft"]
+    found = said(peft=ImportResult(error="OSError: x.so", because_of=("transformer_engine",)))["package.peft"]
     assert found.what.startswith(
         f"peft {HERE['peft']} does not load (OSError: x.so), but does without transformer_engine: "
     )
@@ -97,34 +99,41 @@ def test_megatron_core_that_is_absent_or_does_not_load(monkeypatch):
     )
     assert "constraints" not in said()["packages"].what, "what is not known is not the tried one"
     monkeypatch.setattr(packages, "is_found", lambda module: module != "megatron")
-    for came_to in (Imported(error="ModuleNotFoundError: No module named 'megatron'"), Imported(blocked_by="torch")):
+    for came_to in (
+        ImportResult(error="ModuleNotFoundError: No module named 'megatron'"),
+        ImportResult(blocked_by="torch"),
+    ):
         absent = said(came_to)[name]
         assert absent.level == "fault"
         assert absent.what.startswith("megatron-core is not installed: engine.backend: megatron")
     monkeypatch.setattr(packages, "installed", lambda: HERE)
-    found = said(Imported(error="ImportError: cannot import name 'x'"))
+    found = said(ImportResult(error="ImportError: cannot import name 'x'"))
     assert found[name].level == "fault" and "megatron-core" not in found["packages"].what
     assert f"megatron-core {HERE[known.MEGATRON]} does not load (ImportError" in found[name].what
 
 
 def test_megatron_core_that_was_not_come_to_is_not_listed_as_loading(monkeypatch):
     monkeypatch.setattr(packages, "installed", lambda: HERE)
-    found = said(Imported(blocked_by="what a run will use"))
+    found = said(ImportResult(blocked_by="what a run will use"))
     assert "megatron-core" not in found["packages"].what and "megatron-core" not in found["packages"].data
     assert found["package.megatron-core"].what == (
         f"megatron-core {HERE[known.MEGATRON]} was not looked at, as what a run will use cannot be told"
     )
     monkeypatch.setattr(packages, "installed", lambda: {n: v for n, v in HERE.items() if n != known.MEGATRON})
-    clone = said(Imported(blocked_by="what a run will use"))["package.megatron-core"]  # on PYTHONPATH alone
+    clone = said(ImportResult(blocked_by="what a run will use"))["package.megatron-core"]  # on PYTHONPATH alone
     assert clone.what.startswith("megatron-core of an unknown version was not looked at")
-    torch = said(Imported(blocked_by="torch"), torch=Imported(error="x"), torch_facts=Imported(blocked_by="torch"))
+    torch = said(
+        ImportResult(blocked_by="torch"), torch=ImportResult(error="x"), torch_facts=ImportResult(blocked_by="torch")
+    )
     assert torch["packages.without_torch"].what == "not looked at, as torch does not load: megatron-core"
 
 
 def test_other_versions_than_the_known(monkeypatch):
     have = HERE | {"torch": "2.99.1+cu130", "transformers": HERE["transformers"] + ".post1", "rich": "13.0"}
     monkeypatch.setattr(packages, "installed", lambda: have)
-    found = said(torch=Imported(version=have["torch"]), rich=Imported(version="13.0"), transformers=Imported())
+    found = said(
+        torch=ImportResult(version=have["torch"]), rich=ImportResult(version="13.0"), transformers=ImportResult()
+    )
     assert found["package.torch.version"].level == "warning"
     assert "2.99.1+cu130 is untried" in found["package.torch.version"].what
     assert not {"package.transformers.version", "package.rich.version"} & found.keys()
@@ -133,7 +142,7 @@ def test_other_versions_than_the_known(monkeypatch):
 
 def test_a_build_of_the_known_version_is_the_known_version(monkeypatch):
     monkeypatch.setattr(packages, "installed", lambda: HERE | {"torch": HERE["torch"] + "+cu130"})
-    assert "package.torch.version" not in said(torch=Imported(version=HERE["torch"] + "+cu130"))
+    assert "package.torch.version" not in said(torch=ImportResult(version=HERE["torch"] + "+cu130"))
 
 
 def test_a_python_that_nothing_is_known_of(monkeypatch):
@@ -147,19 +156,19 @@ def test_a_python_that_nothing_is_known_of(monkeypatch):
 def test_what_torch_is_built_for(monkeypatch):
     monkeypatch.setattr(packages, "installed", lambda: HERE)
     facts = FACTS | {"cuda": "13.0", "nccl": [2, 27, 3], "cudnn": 92501}
-    found = said(torch_facts=Imported(facts=facts))
+    found = said(torch_facts=ImportResult(facts=facts))
     assert found["torch.build"].what == "torch 2.13.0 is built for CUDA 13.0, NCCL 2.27.3, cuDNN 9.25.1"
 
 
 def test_torch_that_cannot_be_asked(monkeypatch):
     monkeypatch.setattr(packages, "installed", lambda: HERE)
-    found = said(torch_facts=Imported(error="its import ends the process (ended by SIGSEGV)"))
+    found = said(torch_facts=ImportResult(error="its import ends the process (ended by SIGSEGV)"))
     assert found["torch.build"].level == "fault" and "cannot be asked" in found["torch.build"].what
 
 
 def test_places_that_are_wrong(monkeypatch):
     monkeypatch.setattr(packages, "installed", lambda: HERE)
-    found = said(fsspec=Imported(version="1.0", file="/mine/fsspec.py"), datasets=Imported(is_package=False))
+    found = said(fsspec=ImportResult(version="1.0", file="/mine/fsspec.py"), datasets=ImportResult(is_package=False))
     assert (
         found["package.fsspec.place"].what
         == f"fsspec is 1.0 at /mine/fsspec.py, and pip has installed {HERE['fsspec']}"

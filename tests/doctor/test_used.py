@@ -11,7 +11,7 @@ from mrl.doctor.choices import MODELS
 from mrl.errors import ConfigError
 from mrl.mcore_models import causal, cpu_stand_in, layer_spec, platform, te_limits
 from mrl.mcore_models.te_limits import Gpu
-from mrl.mcore_models.versions import NOT_THERE
+from mrl.mcore_models.versions import NOT_INSTALLED
 from tests.doctor.conftest import by_name
 from tests.doctor.machines import SEGFAULTS, package
 
@@ -79,7 +79,7 @@ def test_on_a_gpu_it_is_what_the_tables_of_limits_say(machine):
 def test_a100_without_flash_attn_takes_the_local_spec(machine):
     machine(A100)
     assert {row["attention"][0] for row in rows().values() if row["model"] in (DENSE, LATENT)} == {"flash"}
-    machine(dataclasses.replace(A100, flash_attn=NOT_THERE))
+    machine(dataclasses.replace(A100, flash_attn=NOT_INSTALLED))
     found = rows()
     assert found[DENSE, 1]["spec"] == "local" and "attention is the unfused one" in found[DENSE, 1]["why"]
     assert found[DENSE, 2]["spec"] == "local" and "without flash-attn 2" in found[DENSE, 2]["why"]
@@ -111,14 +111,14 @@ def choices_dims():
 def test_the_local_attention_is_asked_with_tensors_of_the_model(machine, monkeypatch):
     """Heads of 192 and 128, 128 heads; a window where layers have one; queries of half the keys under cp 2."""
     seen = []
-    way = causal.way
+    way = causal.attention_kind
 
     def record(query, keys, value, **options):
         seen.append((tuple(query.shape), tuple(value.shape), keys, options["window"], options["sinks"]))
         return way(query, keys, value, **options)
 
     machine(None)
-    monkeypatch.setattr(causal, "way", record)
+    monkeypatch.setattr(causal, "attention_kind", record)
     rows()
     assert ((1, 128, 64, 192), (1, 128, 64, 128), 64, None, False) in seen
     assert ((1, 64, 32, 64), (1, 8, 64, 64), 64, 16, True) in seen and (
@@ -147,7 +147,7 @@ def test_modules_and_optimizer_are_megatrons(monkeypatch):
     }
     assert {made[model, 1]["experts"] for model in (EXPERTS, SINKS, LATENT)} == {"SequentialMLP"}
     assert made[LATENT, 2]["attention"] == "SdpaAttention"
-    assert optim.chosen() == {
+    assert optim.implementations() == {
         "optimizer": f"{Adam.__module__}.{Adam.__name__}", "norm": "megatron.core.utils.local_multi_tensor_l2_norm",
     }  # fmt: skip
     assert issubclass(Adam, torch.optim.AdamW)
@@ -179,7 +179,7 @@ def test_a_process_that_breaks_says_how_far_it_came(site, torch_text, says):
     package(site, "torch", torch_text)
     found = used.choices()
     assert says in found.error and not found.rows
-    assert found.imported_megatron.error is None and found.imported_megatron.blocked_by == used.UNTOLD
+    assert found.imported_megatron.error is None and found.imported_megatron.blocked_by == used.UNKNOWN_LINE
     assert by_name(used.section(found, torch_works=True))["used"].level == "fault"
     assert by_name(used.section(found, torch_works=False))["used"].level == "note"
 
@@ -187,7 +187,7 @@ def test_a_process_that_breaks_says_how_far_it_came(site, torch_text, says):
 def test_how_far_the_process_came_with_megatron():
     rows = ({"model": DENSE, "cp": 1, "spec": "local", "why": "x", "attention": ["sdpa"], "cp_communication": None},)
     before = used.Choices(rows=rows, error="OSError: of the layer spec")
-    assert before.imported_megatron.blocked_by == used.UNTOLD, "not blamed, and not listed as loading"
+    assert before.imported_megatron.blocked_by == used.UNKNOWN_LINE, "not blamed, and not listed as loading"
     begun = dataclasses.replace(before, megatron="begun")
     assert begun.imported_megatron.error == begun.error and "used.modules" not in by_name(
         used.section(begun, torch_works=True)
@@ -222,4 +222,4 @@ def test_kernels_have_words():
     from typing import get_args
 
     assert set(used.KERNELS["te"]) == set(get_args(te_limits.Kernel))
-    assert set(used.KERNELS["local"]) == set(get_args(causal.Way))
+    assert set(used.KERNELS["local"]) == set(get_args(causal.AttentionKind))

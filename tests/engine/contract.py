@@ -22,7 +22,7 @@ from mrl.batch import Batch, make_batch
 from mrl.config.schema import RoleConfig
 from mrl.engine import guards
 from mrl.engine.base import BaseEngine, GenerateRequest
-from mrl.engine.guards import Kind, Problem
+from mrl.engine.guards import FaultKind, Problem
 from mrl.engine.registry import build_engine
 from mrl.engine.schedule import learning_rate
 from mrl.errors import CheckpointError
@@ -264,7 +264,7 @@ def guards_find_a_step_that_was_not_made(config: RoleConfig) -> None:
     engine = make_engine(config)
     gradients(engine, engine.shard_data(tiny.uneven_batch()))
     problems = engine.guard_after_step(engine.guard_before_step())
-    assert len(problems) > 10 and all(problem.kind is Kind.UNCHANGED for problem in problems)
+    assert len(problems) > 10 and all(problem.kind is FaultKind.UNCHANGED for problem in problems)
 
 
 def guards_find_copies_that_differ(config: RoleConfig) -> None:
@@ -276,7 +276,7 @@ def guards_find_copies_that_differ(config: RoleConfig) -> None:
     name, parameter = list(engine.model.parameters().items())[3]
     if dist.get_rank() == 0:
         parameter.detach().to_local().view(-1)[0] += 1
-    assert engine.guard_after_step(token) == [Problem(Kind.REPLICAS_DIFFER, name, "ranks [0, 2]")]
+    assert engine.guard_after_step(token) == [Problem(FaultKind.REPLICAS_DIFFER, name, "ranks [0, 2]")]
 
 
 def offloaded_state_gives_the_same_numbers(config: RoleConfig) -> None:

@@ -23,7 +23,7 @@ from mrl.errors import ConfigError
 from mrl.mcore_models import decode_graphs, decoder, kv_cache
 from tests.engine import tiny
 from tests.engine.contract import loss_fn, train
-from tests.engine.test_sampling import signed, transformers_logits
+from tests.engine.test_sampling import to_int64, transformers_logits
 
 SAMPLINGS = [
     SamplingParams(),
@@ -69,7 +69,7 @@ def hugging_face(folder: str, requests: list[GenerateRequest]) -> list[tuple[lis
             with torch.no_grad():
                 logits = transformers_logits(hf(input_ids=torch.tensor([tokens])).logits[:, -1], request.sampling)
             if not request.sampling.greedy:
-                logits = logits + gumbel(torch.tensor([signed(noise_key(request.key, len(tokens)))]), 0, tiny.VOCAB)
+                logits = logits + gumbel(torch.tensor([to_int64(noise_key(request.key, len(tokens)))]), 0, tiny.VOCAB)
             new.append(int(logits.argmax()))
             tokens.append(new[-1])
             finished = new[-1] in request.stop_tokens or (request.stop_at is not None and request.stop_at(new))
@@ -203,12 +203,12 @@ def gpt_model_itself_gives_the_same(config: RoleConfig) -> None:
     requests = sampled_requests()
     shorter = engine.generate(requests)
     made, original = [], decoder.Decoder.__init__
-    fits, decoder.fits = decoder.fits, lambda model: False
+    fits, decoder.supports_chunk = decoder.supports_chunk, lambda model: False
     decoder.Decoder.__init__ = lambda self, model: made.append(model)
     try:
         longer = engine.generate(requests)
     finally:
-        decoder.fits, decoder.Decoder.__init__ = fits, original
+        decoder.supports_chunk, decoder.Decoder.__init__ = fits, original
     assert not made and all(fits(model) for model in engine.model.chunks)
     for one, other in zip(shorter, longer, strict=True):
         assert (one.tokens, one.finished) == (other.tokens, other.finished)
@@ -225,7 +225,7 @@ def fixed_shapes_give_the_same(config: RoleConfig) -> None:
     # what is widened: 5 sequences to 6 rows, and rows of 21 places at once
     requests = [*sampled_requests(), GenerateRequest([7, 3], 12, key=SamplingKey(3))]
     expected = engine.generate(requests)
-    calls, original = [], decode_graphs.FixedSteps.__call__
+    calls, original = [], decode_graphs.DecodeGraphs.__call__
 
     def poisoned(self, tokens, positions, hidden):
         """As it is, with rows beyond that are no numbers, once more with zeros there, and without such rows."""
@@ -250,13 +250,13 @@ def fixed_shapes_give_the_same(config: RoleConfig) -> None:
         torch.testing.assert_close(found[0], alone, rtol=bound, atol=bound)
         return found[0]
 
-    decode_graphs.FixedSteps.__call__ = poisoned
+    decode_graphs.DecodeGraphs.__call__ = poisoned
     try:
         found = engine.generate(requests, cuda_graphs=True)
         assert any(rows > count for count, rows in calls), "no step was widened"
         tight = engine.generate(requests, cuda_graphs=True, cache_tokens=45, prefill_tokens=3)
     finally:
-        decode_graphs.FixedSteps.__call__ = original
+        decode_graphs.DecodeGraphs.__call__ = original
     for completions in (found, tight):
         for one, other in zip(completions, expected, strict=True):
             assert (one.tokens, one.finished) == (other.tokens, other.finished)
@@ -312,13 +312,13 @@ def graphs_on_all_tensor_parallel_ranks_or_none(config: RoleConfig, refuses: int
             bucket.out.copy_(steps[-1]._run(bucket))
             replayed.append(bucket)
 
-    steps: list[decode_graphs.FixedSteps] = []
-    begin = decode_graphs.FixedSteps.__init__
+    steps: list[decode_graphs.DecodeGraphs] = []
+    begin = decode_graphs.DecodeGraphs.__init__
     with (
         mock.patch.multiple(torch.cuda, CUDAGraph=Graph, graph=capture, graph_pool_handle=lambda: None),
         mock.patch.object(decode_graphs.logger, "warning", lambda text, *of: lines.append(text % of)),
         mock.patch.object(
-            decode_graphs.FixedSteps, "__init__", lambda self, *a, **k: (steps.append(self), begin(self, *a, **k))[0]
+            decode_graphs.DecodeGraphs, "__init__", lambda self, *a, **k: (steps.append(self), begin(self, *a, **k))[0]
         ),
     ):
         model.captures_graphs = True

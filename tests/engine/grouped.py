@@ -19,17 +19,17 @@ def with_key(config: RoleConfig) -> RoleConfig:
 @contextlib.contextmanager
 def counted() -> Iterator[list[int]]:
     """Counts the products."""
-    count, product = [0], grouped.product
+    count, product = [0], grouped.grouped_product
 
     def counting(*args: Any) -> Any:
         count[0] += 1
         return product(*args)
 
-    grouped.product = counting
+    grouped.grouped_product = counting
     try:
         yield count
     finally:
-        grouped.product = product
+        grouped.grouped_product = product
 
 
 def measure(te: bool, **arguments: Any) -> parity.Outcome | None:

@@ -23,7 +23,7 @@ from mrl.batch import Batch
 from mrl.check.reference import file_names
 from mrl.config.schema import LoraConfig, RoleConfig
 from mrl.engine.base import BaseEngine, GenerateRequest
-from mrl.engine.guards import Kind, Problem
+from mrl.engine.guards import FaultKind, Problem
 from mrl.engine.lora.folder import adapters, read_adapter, write_adapter
 from mrl.engine.lora.shapes import SCORE, adapter_shapes, initial_a
 from mrl.engine.registry import build_engine
@@ -166,9 +166,9 @@ def first_steps_are_guarded(config: RoleConfig) -> None:
         token = engine.guard_before_step()
         engine.optimizer_step(), engine.lr_scheduler_step()
         found.append(engine.guard_after_step(token))
-    assert found[0] == [Problem(Kind.WAITS, name) for name in sorted(shape.a_name for shape in shapes.values())], found[
-        0
-    ]
+    assert found[0] == [Problem(FaultKind.WAITS, name) for name in sorted(shape.a_name for shape in shapes.values())], (
+        found[0]
+    )
     assert found[1] == [], found[1]
 
 
@@ -182,7 +182,7 @@ def an_a_that_has_no_excuse_is_found(config: RoleConfig) -> None:
     engine.model.trained()[name].grad.to_local().zero_()
     token = engine.guard_before_step()
     engine.optimizer_step()
-    assert engine.guard_after_step(token) == [Problem(Kind.ZERO_GRADIENT, name)]
+    assert engine.guard_after_step(token) == [Problem(FaultKind.ZERO_GRADIENT, name)]
 
 
 def only_adapters_are_held(config: RoleConfig, path: str) -> dict[str, Any]:

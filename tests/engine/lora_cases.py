@@ -22,7 +22,7 @@ from mrl.check.reference import file_names
 from mrl.config.schema import RoleConfig
 from mrl.engine import guards
 from mrl.engine.base import BaseEngine, GenerateRequest
-from mrl.engine.guards import Kind, Problem
+from mrl.engine.guards import FaultKind, Problem
 from mrl.engine.lora.shapes import adapter_shapes
 from mrl.engine.megatron.optim import gradient_buffers, optimizers_of, shards
 from mrl.engine.sampling import SamplingKey, SamplingParams
@@ -79,10 +79,10 @@ def guards_know_that_b_starts_at_zero(config: RoleConfig, adapter: str) -> None:
     """A's gradient is zero at the start, and is no fault; a zero gradient of B is one, and of A where B is not zero."""
     engine = make_engine(config)
     found = _problems(engine, lambda name: ".adapter.B.q_proj" in name)
-    waiting = [p.parameter for p in found if p.kind is Kind.WAITS]
+    waiting = [p.parameter for p in found if p.kind is FaultKind.WAITS]
     assert waiting and all("lora_A.weight" in name for name in waiting), found
-    assert guards.faults(found), found
-    assert all("q_proj.lora_B.weight: its gradient is zero" in str(p) for p in guards.faults(found)), found
+    assert guards.confirmed_faults(found), found
+    assert all("q_proj.lora_B.weight: its gradient is zero" in str(p) for p in guards.confirmed_faults(found)), found
     engine = with_adapters(config, adapter)
     found = _problems(engine, lambda name: ".adapter.A.q_proj" in name)
     assert found and all(str(p).endswith("q_proj.lora_A.weight: its gradient is zero") for p in found), found

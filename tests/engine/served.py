@@ -12,11 +12,11 @@ from torch import Tensor
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
 from mrl.engine.base import BaseEngine
-from mrl.engine.trained_state import Update
+from mrl.engine.trained_state import UpdateSettings
 from tests.engine import tiny
 from tests.engine.contract import assert_close, assert_equal, gradients, loss_fn, make_engine
 
-UPDATES = [Update(lr, (0.8, b), eps, decay, clip) for lr, b, eps, decay, clip in (
+UPDATES = [UpdateSettings(lr, (0.8, b), eps, decay, clip) for lr, b, eps, decay, clip in (
     (2e-2, 0.9, 1e-6, 0.0, 0.0), (1e-2, 0.95, 1e-8, 0.3, 0.5), (3e-3, 0.95, 1e-8, 0.3, 0.5),
 )]  # fmt: skip
 
@@ -57,7 +57,9 @@ def models_take_turns(config: RoleConfig) -> None:
         assert_equal(dict(engine.hf_weights()), expected[1])
 
 
-def train_by(engine: BaseEngine, steps: list[tuple[int, Update | None]], half: int | None = None) -> list[tuple]:
+def train_by(
+    engine: BaseEngine, steps: list[tuple[int, UpdateSettings | None]], half: int | None = None
+) -> list[tuple]:
     """A mini-batch of each (seed, update) in two calls, and a step. half: 0 is the first call alone, 1 what follows it.
     Returns (losses, grad norm) of each step."""
     history = []

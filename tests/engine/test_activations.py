@@ -171,5 +171,10 @@ def test_fused_sums_of_gradients_are_refused_beside_it(tmp_path):
     model = read_hf_config(tiny.make_model(str(tmp_path / "model"), "llama"))
     with pytest.raises(ConfigError, match="engine.megatron.gradient_accumulation_fusion: value true .* leave out one"):
         transformer_config(
-            model, ParallelDims(world_size=1), dtype=torch.float32, layer_spec="te", further=further, saves_to_host=True
+            model,
+            ParallelDims(world_size=1),
+            dtype=torch.float32,
+            layer_spec="te",
+            megatron_options=further,
+            saves_to_host=True,
         )

@@ -175,7 +175,7 @@ def on_ranks(size, work):
             return everyone
 
         try:
-            results[rank] = work(atomic_checkpoint.Ranks(rank, size, gather))
+            results[rank] = work(atomic_checkpoint.RankGroup(rank, size, gather))
         except CheckpointError as error:
             results[rank] = error
 

@@ -66,12 +66,12 @@ def test_products_of_any_number_of_tokens(monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):
         x, weights = torch.randn(40, 16, dtype=dtype), torch.randn(3, 24, 16, dtype=dtype).unbind()
         one_by_one = [part @ w.T for part, w in zip(x.split((7, 0, 33)), weights, strict=True)]
-        assert torch.equal(grouped.product(x, torch.tensor((7, 0, 33)), weights), torch.cat(one_by_one))
+        assert torch.equal(grouped.grouped_product(x, torch.tensor((7, 0, 33)), weights), torch.cat(one_by_one))
     weights = [torch.randn(8, 4) for _ in range(3)]
     x = torch.randn(
         4, 5, requires_grad=True
     )  # in an order that kernels refuse; weights do not train, as beside adapters
-    found = grouped.product(x.t(), torch.tensor((2, 0, 3)), weights)
+    found = grouped.grouped_product(x.t(), torch.tensor((2, 0, 3)), weights)
     assert found.grad_fn.saved_tensors[0] is None, "inputs are kept for no gradient"
     found.sum().backward()  # of a gradient with one element
     torch.testing.assert_close(x.grad.t(), torch.cat([weights[0].sum(0).expand(2, 4), weights[2].sum(0).expand(3, 4)]))
@@ -79,7 +79,7 @@ def test_products_of_any_number_of_tokens(monkeypatch):
         torch.empty(0, 4, requires_grad=True),
         [w.requires_grad_() for w in weights],
     )  # of a rank without tokens
-    found = grouped.product(none, torch.tensor((0, 0, 0)), trained)
+    found = grouped.grouped_product(none, torch.tensor((0, 0, 0)), trained)
     found.sum().backward()
     assert found.shape == (0, 8) and none.grad.shape == (0, 4) and all(torch.equal(w.grad, 0 * w) for w in trained)
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mrl.engine import guards
-from mrl.engine.guards import Kind, Problem, Watched
+from mrl.engine.guards import FaultKind, Problem, WatchedParameter
 from tests.engine.harness import run_case
 
 LR, EPS = 1e-3, 1e-8
@@ -16,7 +16,7 @@ LR, EPS = 1e-3, 1e-8
 def after_step(weight, gradient, *, new=None, lr=LR, **watched):
     before = torch.tensor(weight)
     g = None if gradient is None else torch.tensor(gradient)
-    found = guards.inspect([Watched("w", before, g, **watched)], lr=lr, eps=EPS)
+    found = guards.inspect([WatchedParameter("w", before, g, **watched)], lr=lr, eps=EPS)
     return [str(p) for p in guards.problems(found, [("w", torch.tensor(weight if new is None else new))])]
 
 
@@ -95,14 +95,14 @@ def over_ranks():
     """Rank 0 holds the rows of an embedding that occur and rank 1 the others; "half" stays on rank 1 alone, where it should
     move too; of those that stay, A of an adapter waits where all of B is zero; replicas differ, those of "balanced" by + - - +."""
     rank = dist.get_rank()
-    rows = Watched("embedding", torch.ones(2), torch.full((2,), 0.1 if rank == 0 else 0.0))
-    own = Watched(f"stage{rank}", torch.ones(1), torch.ones(1))
-    half = Watched("half", torch.ones(2), torch.ones(2))
+    rows = WatchedParameter("embedding", torch.ones(2), torch.full((2,), 0.1 if rank == 0 else 0.0))
+    own = WatchedParameter(f"stage{rank}", torch.ones(1), torch.ones(1))
+    half = WatchedParameter("half", torch.ones(2), torch.ones(2))
     zero = torch.zeros(1)
     still = [
-        Watched("idle here", zero, zero, may_be_idle=rank == 0),
-        Watched("waits here", zero, zero, waits=rank == 0),
-        Watched("waits", zero, zero, waits=True),
+        WatchedParameter("idle here", zero, zero, may_be_idle=rank == 0),
+        WatchedParameter("waits here", zero, zero, waits=rank == 0),
+        WatchedParameter("waits", zero, zero, waits=True),
     ]
     found = guards.inspect([rows, own, half, *still], lr=LR, eps=EPS)
     moved = torch.ones(2) - (0.001 if rank == 0 else 0.0)
@@ -111,7 +111,9 @@ def over_ranks():
     balanced = torch.full((4,), 1.5) + rank * 2.0**-20 * torch.tensor([1.0, -1.0, -1.0, 1.0])
     replicas = [("same", torch.ones(3)), ("other", torch.full((3,), float(rank))), ("balanced", balanced)]
     found_wrong += guards.replica_problems(replicas, None)
-    of_all = guards.union([Problem(Kind.UNCHANGED, f"from {rank}"), Problem(Kind.NO_GRADIENT, "both")])
+    of_all = guards.merge_problems(
+        [Problem(FaultKind.UNCHANGED, f"from {rank}"), Problem(FaultKind.NO_GRADIENT, "both")]
+    )
     return [str(p) for p in found_wrong], [p.parameter for p in of_all]
 
 

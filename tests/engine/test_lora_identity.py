@@ -45,12 +45,12 @@ def test_few_tensors_of_every_kind(folder):
     """64 in all, as many of one kind as of another, wherever a model has them."""
     layers = {f"model.layers.{layer}.{name}" for layer in range(48) for name in ("q.weight", "k.weight", "norm.weight")}
     experts = {f"model.layers.{layer}.experts.{e}.up.weight" for layer in range(48) for e in range(128)}
-    chosen = identity.samples([*layers, *experts, "embed.weight"])
+    chosen = identity.sample_names([*layers, *experts, "embed.weight"])
     counts = {}
     for name in chosen:
         counts[kind_of(name)] = counts.get(kind_of(name), 0) + 1
     assert len(chosen) == identity.SAMPLES and sorted(counts.values()) == [1, 15, 16, 16, 16]
-    assert chosen == identity.samples(reversed([*layers, *experts, "embed.weight"]))
+    assert chosen == identity.sample_names(reversed([*layers, *experts, "embed.weight"]))
 
 
 def test_a_change_in_some_rows_is_seen(folder):

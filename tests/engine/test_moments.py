@@ -17,7 +17,7 @@ def test_an_update_is_torchs_and_moments_are_rounded_behind_it(dtypes):
     names = dict(zip(("exp_avg", "exp_avg_sq"), dtypes, strict=True))
     start = torch.randn(257, generator=torch.Generator().manual_seed(0))
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    rounded = RoundedAdamW.in_place_of(torch.optim.AdamW([ours], **ADAMW), names)
+    rounded = RoundedAdamW.from_adam(torch.optim.AdamW([ours], **ADAMW), names)
     plain = torch.optim.AdamW([theirs], **ADAMW)
     for seed in range(5):
         ours.grad = torch.randn(257, generator=torch.Generator().manual_seed(seed))

@@ -13,7 +13,7 @@ from mrl.config.schema import EngineConfig, MoEConfig, MTPConfig
 from mrl.engine.checks import Sequences
 from mrl.engine.megatron.checks import MegatronChecks
 from mrl.engine.megatron.inputs import padded_lengths
-from mrl.engine.megatron.pipeline import Setup, make_micro_batch
+from mrl.engine.megatron.pipeline import PipelineConfig, make_micro_batch
 from mrl.errors import ConfigError
 from mrl.mcore_models import megatron_needs
 from mrl.parallel import ParallelDims
@@ -57,7 +57,7 @@ def test_padding_counts_in_nothing(tmp_path, family, world, parallel, padding, c
 def test_padding_of_many_places_is_of_many_tokens():
     """Experts choose tokens by what they are: equal ones would all go to the same few."""
     dims, batch = ParallelDims(), tiny.uneven_batch(sequences=3)
-    setup = Setup(dims, dims.coordinates(0), packed=True, thd=False, head="lm", vocab_size=50)
+    setup = PipelineConfig(dims, dims.coordinates(0), packed=True, thd=False, head="lm", vocab_size=50)
     many, few = (
         make_micro_batch(batch, {}, None, dataclasses.replace(setup, **padding)).inputs
         for padding in ({"places": 300}, {"multiple": 16})

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mrl.config.schema import LoraConfig, MoEConfig, RoleConfig
 from mrl.errors import ConfigError
-from mrl.mcore_models.recompute import chosen_modules
+from mrl.mcore_models.recompute import recompute_modules
 from tests.engine import tiny
 from tests.engine.contract import assert_equal, loss_fn
 from tests.engine.harness import run_case
@@ -161,7 +161,7 @@ def test_a_run_says_what_it_computes_again(folders):
 
 def chosen(modules: list[str] | None, spec: str | None, **fields: Any) -> list[str] | str:
     try:
-        return chosen_modules(fields, modules, layer_spec=spec)
+        return recompute_modules(fields, modules, layer_spec=spec)
     except ConfigError as error:
         return str(error)
 

@@ -28,7 +28,7 @@ from mrl.engine.sampling import (
     noise_keys,
     random_bits,
 )
-from mrl.engine.splitmix import signed
+from mrl.engine.splitmix import to_int64
 from tests.engine.harness import run_case
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_bits_are_splitmix64_whatever_part_is_asked_for():
     keys = [noise_key((1, 2, 3, s), 4) for s in range(3)]
     words = [[splitmix64((key + w * 0x9E3779B97F4A7C15) % 2**64) for w in range(12)] for key in keys]
     expected = [[half for word in row for half in (word % 2**32, word >> 32)] for row in words]
-    tensor = torch.tensor([signed(key) for key in keys])
+    tensor = torch.tensor([to_int64(key) for key in keys])
     for start, count in ((0, 24), (0, 7), (5, 8), (6, 1), (7, 16), (3, 0)):
         bits = random_bits(tensor, start, count)
         assert (bits.long() % 2**32).tolist() == [row[start : start + count] for row in expected]
@@ -85,8 +85,8 @@ def test_every_part_of_a_key_counts():
 
 def test_keys_of_a_step_are_those_of_each_sequence():
     keys = [SamplingKey(s, 2**40, 2**63 + s, s) for s in range(5)]
-    found = noise_keys([signed(key_hash(key)) for key in keys], range(95, 100))
-    assert found.tolist() == [signed(noise_key(key, 95 + i)) for i, key in enumerate(keys)]
+    found = noise_keys([to_int64(key_hash(key)) for key in keys], range(95, 100))
+    assert found.tolist() == [to_int64(noise_key(key, 95 + i)) for i, key in enumerate(keys)]
 
 
 @pytest.mark.parametrize("rows, count, start", [(300, 1000, 3), (1, 70001, 0), (5, 65537, 1), (40, 1, 7), (3, 0, 0)])
@@ -155,11 +155,11 @@ def test_noise_is_uniform_and_independent_along_every_axis(axis):
     """Bits, uniforms and pairs of neighbours, over 2^16 numbers along one axis of the key with the others fixed."""
     count = 2**16
     if axis == "vocabulary":
-        bits = random_bits(torch.tensor([signed(noise_key((0, 0, 0, 0), 0))]), 0, count)[0]
+        bits = random_bits(torch.tensor([to_int64(noise_key((0, 0, 0, 0), 0))]), 0, count)[0]
     else:
         at = ("seed", "step", "prompt", "sample", "position").index(axis)
         keys = [noise_key(*((k[:4], k[4]))) for k in ([i if j == at else 7 for j in range(5)] for i in range(count))]
-        bits = random_bits(torch.tensor([signed(key) for key in keys]), 10, 1)[:, 0]
+        bits = random_bits(torch.tensor([to_int64(key) for key in keys]), 10, 1)[:, 0]
     bits = bits.long() % 2**31
     ones = torch.stack([(bits >> b & 1).sum() for b in range(31)]).double()
     assert ((ones - count / 2) / (count / 4) ** 0.5).abs().max() < 4.5
@@ -171,7 +171,7 @@ def test_noise_is_uniform_and_independent_along_every_axis(axis):
 
 
 def test_gumbel_has_the_moments_of_its_distribution():
-    noise = gumbel(torch.tensor([signed(noise_key((3, 0, 0, s), 0)) for s in range(64)]), 0, 4096).double()
+    noise = gumbel(torch.tensor([to_int64(noise_key((3, 0, 0, s), 0)) for s in range(64)]), 0, 4096).double()
     assert noise.isfinite().all() and noise.max() > 11
     assert abs(noise.mean() - 0.5772156649) < 0.01 and abs(noise.var() - math.pi**2 / 6) < 0.02
 
@@ -208,7 +208,7 @@ def test_choice_is_the_argmax_of_what_transformers_keeps_plus_noise(vocab, seed)
     tokens, log_probs = choose(logits, rows, VocabShard(vocab))
     scaled = torch.stack([row / (p.temperature or 1.0) for row, p in zip(logits, params, strict=True)])
     above = scaled >= lower_bound(scaled, rows, None, columns=vocab, count=vocab)[0][:, None]
-    noise = gumbel(torch.tensor([signed(noise_key(key, 0)) for key in keys]), 0, vocab)
+    noise = gumbel(torch.tensor([to_int64(noise_key(key, 0)) for key in keys]), 0, vocab)
     for i, p in enumerate(params):
         kept = transformers_logits(logits[i : i + 1].clone(), p)[0]
         assert torch.equal(above[i], kept.isfinite()), p

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.engine.torch_dist import boxes
-from mrl.engine.torch_dist.boxes import Box, Placed, blocks, boxes_of_run, check, fill, write, write_index
+from mrl.engine.torch_dist.boxes import Box, PlacedTensor, blocks, boxes_of_run, check, fill, write, write_index
 from mrl.engine.torch_dist.data_files import Item
 from mrl.engine.torch_dist.metadata import write_metadata
 from mrl.engine.torch_dist.reader import Chunk, StoredTensor, TorchDistReader, _overlap
@@ -29,12 +29,12 @@ def test_every_part_that_meets_a_region_is_found(rows, columns, data):
     stored = StoredTensor(None, (sum(rows), sum(columns)), chunks)
     region = [tuple(sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))) for size in stored.shape]
     met = [chunk for chunk in chunks if _overlap(chunk, region) is not None]
-    assert set(met) <= set(stored.near(region))
+    assert set(met) <= set(stored.parts_near(region))
 
 
 def test_one_expert_of_many_is_found_at_once():
     chunks = tuple(Chunk((expert, 0), (1, 8), "file", 0, 0) for expert in range(256))
-    assert StoredTensor(None, (256, 8), chunks).near([(17, 18), (0, 8)]) == (chunks[17],)
+    assert StoredTensor(None, (256, 8), chunks).parts_near([(17, 18), (0, 8)]) == (chunks[17],)
 
 
 def test_a_part_that_begins_within_its_storage(tmp_path):
@@ -68,7 +68,7 @@ def test_shards_of_a_parameter_are_boxes_of_what_it_is_made_of(rows, columns, by
     views = [
         Box(key, (9, 9, 9), (3, 1, 2), half[None], padded=key == "b") for key, half in zip("ab", halves, strict=True)
     ]
-    placed = Placed(parameter, tuple(view for view in views if view.data.numel()), (0, 0, 0))
+    placed = PlacedTensor(parameter, tuple(view for view in views if view.data.numel()), (0, 0, 0))
     ends = sorted({0, *data.draw(st.lists(st.integers(0, rows * columns), max_size=3)), rows * columns})
     found = {key: torch.full((1, rows, columns), -1) for key in "ab"}
     for start, end in itertools.pairwise(ends):
@@ -87,9 +87,9 @@ def test_shards_of_a_parameter_are_boxes_of_what_it_is_made_of(rows, columns, by
 def test_a_box_of_a_copy_is_no_place_of_a_parameter():
     """What is read into one would be lost."""
     parameter = torch.arange(6.0).view(2, 3)
-    Placed(parameter, (Box("a", (2, 3), (0, 0), parameter.t().t()[None]),), (0, 0, 0))
+    PlacedTensor(parameter, (Box("a", (2, 3), (0, 0), parameter.t().t()[None]),), (0, 0, 0))
     with pytest.raises(AssertionError, match="copies"):
-        Placed(parameter, (Box("a", (2, 3), (0, 0), parameter.clone()),), (0, 0, 0))
+        PlacedTensor(parameter, (Box("a", (2, 3), (0, 0), parameter.clone()),), (0, 0, 0))
 
 
 @given(SHAPES, st.integers(1, 40))

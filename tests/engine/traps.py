@@ -85,7 +85,7 @@ def gradients_are_summed_once_over_replicas(config: RoleConfig) -> None:
     assert not torch.equal(parts[0], parts[1])
     with engine.model.state.installed():
         engine._reduce()
-        optim.whole_gradients(engine.model.wrapped)
+        optim.gather_gradients(engine.model.wrapped)
     torch.testing.assert_close(parameter.main_grad, sum(parts) / len(parts), rtol=1e-5, atol=1e-7)
     try:
         with engine.train_mode():
@@ -212,7 +212,7 @@ def weights_travel_in_batches(config: RoleConfig) -> None:
     """Of three shards each, so that a parameter's shards are not all in one: on rank 0, and sent on to every rank."""
     engine = make_engine(config)
     expected = load_file(f"{config.model.path}/model.safetensors")
-    with mock.patch.object(streams, "BATCH_BYTES", 3 * streams.SMALLEST):
+    with mock.patch.object(streams, "BATCH_BYTES", 3 * streams.MIN_BATCH_BYTES):
         owned = list(streams._owned(engine.model))
         sizes = [len(batch) for batch in streams._batches(engine.model, owned, torch.float32)]
         assert len(sizes) > 2 and set(sizes[:-1]) == {3} and sum(sizes) == sum(each.rule.degree for each in owned)

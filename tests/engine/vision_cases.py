@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
-from mrl.engine.guards import Kind, Problem
+from mrl.engine.guards import FaultKind, Problem
 from mrl.errors import ModelError
 from tests.engine import tiny
 from tests.engine.contract import assert_close, assert_equal, gradients, make_engine
@@ -104,7 +104,7 @@ def guards_of_adapters_end_without_images(config: RoleConfig, batch: Batch) -> N
     tower = {name for name in engine.model.trained() if "visual" in name}
     waiting = {name for name in engine.model.trained() if "lora_A" in name} - tower
     assert tower and waiting
-    assert found == [[Problem(Kind.WAITS, name) for name in sorted(waiting)], []], found
+    assert found == [[Problem(FaultKind.WAITS, name) for name in sorted(waiting)], []], found
 
 
 def bf16_is_near_fp32(config: RoleConfig, batch: Batch) -> None:

@@ -289,7 +289,7 @@ def _sent(way: str, weights: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
 
 
 def _received(weights: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-    end = links.make_end(_told(None, by=0), 0)
+    end = links.make_receiver(_told(None, by=0), 0)
     for _ in range(2):
         came: list[tuple[str, torch.Tensor]] = []
         while update := _told(None, by=0):
@@ -315,7 +315,7 @@ def grouped_products(splits: tuple[int, ...]) -> dict[str, Any]:
         return torch.randn(*shape, generator=generator).bfloat16().to(DEVICE).requires_grad_()
 
     x, weights, grad = drawn(sum(splits), 64), [drawn(96, 64) for _ in splits], drawn(sum(splits), 96).detach()
-    found = grouped.product(x, torch.tensor(splits), weights)
+    found = grouped.grouped_product(x, torch.tensor(splits), weights)
     found.backward(grad)
     exact = [t.detach().float().requires_grad_() for t in (x, *weights)]
     rows = exact[0].split(splits)

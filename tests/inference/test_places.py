@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mrl.config.schema import LoraConfig
 from mrl.convert.importing import import_hf
 from mrl.errors import UserError
-from mrl.inference.places import find
+from mrl.inference.places import find_model
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.inference.cases import mrl
@@ -81,7 +81,7 @@ def test_a_checkpoint_answers_on_any_layout(run, world, keys):
     """Two steps apart there are other weights; the names of the newest one mean the same."""
     last = says(run / "checkpoints" / "step_00000002", *keys, world=world)[0]
     assert last == says(run)[0] == says(run / "checkpoints" / "latest")[0] == says(run / "checkpoints")[0]
-    first = find(str(run / "checkpoints" / "step_00000001"))
+    first = find_model(str(run / "checkpoints" / "step_00000001"))
     assert first.dtype == "float32" and first.source is not None and first.limit == 128
 
 
@@ -158,10 +158,10 @@ def test_folders_without_a_model(run, tmp_path):
     }
     for name, says_ in cases.items():
         with pytest.raises(UserError) as caught:
-            find(str(tmp_path / name))
+            find_model(str(tmp_path / name))
         assert says_.format(tmp_path / name) in str(caught.value), str(caught.value)
     with pytest.raises(UserError, match="MODEL: value 'a/b/c' does not exist"):
-        find("a/b/c")
+        find_model("a/b/c")
 
 
 def test_a_value_head_makes_no_text(tmp_path):
@@ -172,13 +172,13 @@ def test_a_value_head_makes_no_text(tmp_path):
 
 def test_names_of_the_positions_and_dtypes(tmp_path):
     folder = pathlib.Path(tiny.make_model(str(tmp_path / "m"), "gpt2", n_positions=64, max_position_embeddings=64))
-    assert find(str(folder)).limit == 64 and find(str(folder)).dtype == "float32"
+    assert find_model(str(folder)).limit == 64 and find_model(str(folder)).dtype == "float32"
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    assert find(str(folder)).dtype == "float32", "what the weights are, whatever config.json says of them"
+    assert find_model(str(folder)).dtype == "float32", "what the weights are, whatever config.json says of them"
     longrope = {"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 32}
     (folder / "config.json").write_text(json.dumps(config | longrope))
-    assert find(str(folder)).limit == 32, "beyond, keys would be of another length than the sequence's"
+    assert find_model(str(folder)).limit == 32, "beyond, keys would be of another length than the sequence's"
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     (folder / "model.safetensors").rename(folder / "of_another_layout.safetensors")
-    assert find(str(folder)).dtype == "bfloat16"
+    assert find_model(str(folder)).dtype == "bfloat16"

@@ -104,7 +104,7 @@ ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 def test_variables_of_gpus(backend, degrees, environ, generates, generation, expected):
     part = Part("", ModelConfig(path="model"), EngineConfig(backend=backend))
     dims = ParallelDims(world_size=2, **degrees)
-    found = gpu_variables.to_set([part], [dims], environ, generates=generates, generation=lambda: generation)
+    found = gpu_variables.variables_to_set([part], [dims], environ, generates=generates, generation=lambda: generation)
     assert found == expected
 
 

@@ -131,7 +131,7 @@ def test_of_serve_the_folder_alone_is_looked_at(runs):
     raw = merged(fuzz.BASES["serve"], {"output_dir": str(runs / "foreign")})
     with pytest.raises(ConfigError, match="did not write"):
         preflight.check_used(preflight_command("serve"), from_dict(raw, roots()["serve"]))
-    assert used_folder.present(runs / "whole") == ["config.yaml", "checkpoints", "hf"]
+    assert used_folder.files_of_run(runs / "whole") == ["config.yaml", "checkpoints", "hf"]
 
 
 def test_a_script_is_rendered_where_neither_weights_nor_rows_are(runs):

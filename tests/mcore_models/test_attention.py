@@ -69,7 +69,7 @@ def close(actual, wanted):
 @pytest.mark.parametrize("window", [None, 1, 4, 5, 100])  # of 5 tokens: shorter by one, and all
 def test_packed_sequences_see_themselves_only(window):
     q, k, v = tokens()
-    layout = PackedLayout.make(LENGTHS, positions=torch.cat([torch.arange(n) for n in LENGTHS]))
+    layout = PackedLayout.for_sequences(LENGTHS, positions=torch.cat([torch.arange(n) for n in LENGTHS]))
     assert layout.runs == [(0, 2, 5), (10, 1, 1), (11, 1, 9), (20, 1, 3)]
     out = attention(window)(q, k, v, packed_seq_params=layout)
     assert out.shape == (sum(LENGTHS), 1, H * D)
@@ -78,7 +78,7 @@ def test_packed_sequences_see_themselves_only(window):
 
 def test_a_window_counts_in_its_layers_only():
     q, k, v = tokens((9,))
-    layout = PackedLayout.make((9,), positions=torch.arange(9))
+    layout = PackedLayout.for_sequences((9,), positions=torch.arange(9))
     for layer, window in ((1, None), (2, 3)):
         out = attention(3, windowed_layers=[0, 1], layer=layer)(q, k, v, packed_seq_params=layout)
         close(out.squeeze(1), expected(q, k, v, (9,), window))

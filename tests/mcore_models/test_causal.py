@@ -8,7 +8,7 @@ import torch
 from mrl.mcore_models import causal, flash
 from mrl.mcore_models.causal import causal_attention
 from mrl.mcore_models.kv_cache import CachedStep, KVCache
-from mrl.mcore_models.masked import Scoring, causal_mask, explicit_attention
+from mrl.mcore_models.masked import ScoreRule, causal_mask, explicit_attention
 
 H, G, D = 4, 2, 8
 LONG = 2 * flash.BLOCK + 5
@@ -51,10 +51,10 @@ def test_every_way_computes_the_same(monkeypatch, queries, keys, options):
     """On a CPU, and as on a GPU that has no kernel for it: fp64 is none of flash-attn's types."""
     tensors, arguments = given(queries, keys, **options)
     wanted = with_gradients(written_out(*tensors, **arguments), tensors)
-    found = with_gradients(causal_attention(*tensors, Scoring(**arguments)), tensors)
+    found = with_gradients(causal_attention(*tensors, ScoreRule(**arguments)), tensors)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
-    monkeypatch.setattr(causal, "MOST_SCORES", 7 * 2 * H * keys)  # in blocks of 7 queries
-    on_gpu = causal_attention(*(t.as_subclass(OnGpu) for t in tensors), Scoring(**arguments))
+    monkeypatch.setattr(causal, "MAX_SCORES", 7 * 2 * H * keys)  # in blocks of 7 queries
+    on_gpu = causal_attention(*(t.as_subclass(OnGpu) for t in tensors), ScoreRule(**arguments))
     on_gpu = with_gradients(on_gpu.as_subclass(torch.Tensor), tensors)
     torch.testing.assert_close(on_gpu, wanted, rtol=0, atol=1e-6)
 
@@ -70,7 +70,9 @@ def test_a_prompt_in_parts_is_the_prompt(options):
     cache, old, outs = KVCache(2, LONG), 0, []
     for new in (1, 3, flash.BLOCK + 7, LONG - flash.BLOCK - 11):
         step = CachedStep(cache, (new, new), (old, old), q.device)
-        out = step.attend(0, *(t[:, old : old + new].flatten(0, 1) for t in (query, key, value)), Scoring(**arguments))
+        out = step.attend(
+            0, *(t[:, old : old + new].flatten(0, 1) for t in (query, key, value)), ScoreRule(**arguments)
+        )
         outs.append(out.flatten(1, 2).unflatten(0, (2, new)))
         old += new
     torch.testing.assert_close(torch.cat(outs, dim=1), wanted, rtol=0, atol=1e-6)

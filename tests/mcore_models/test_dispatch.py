@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
-from mrl.mcore_models.dispatch import Copies, Routes, Sums
+from mrl.mcore_models.dispatch import CopyToRows, Routes, SumOfRows
 
 
 def routing(tokens, experts, chosen):
@@ -24,8 +24,8 @@ def test_rows_are_megatrons_and_so_are_gradients(tokens, experts, chosen):
 
     def ours(x, probs):
         routes = Routes.of(map_, chosen)
-        rows, of_rows = Copies.apply(x, routes.rows, routes.choices), routes.of_rows(probs)
-        return rows, of_rows, Sums.apply(rows * scale * of_rows[:, None], routes.rows, routes.choices)
+        rows, of_rows = CopyToRows.apply(x, routes.rows, routes.choices), routes.of_rows(probs)
+        return rows, of_rows, SumOfRows.apply(rows * scale * of_rows[:, None], routes.rows, routes.choices)
 
     def megatrons(x, probs):
         rows, of_rows, order, *_ = permute(x, map_, probs=probs, num_out_tokens=tokens * chosen)
@@ -48,5 +48,5 @@ def test_a_sum_is_rounded_once_and_its_rows_are_in_the_order_of_experts():
     assert torch.equal(routes.experts, map_.nonzero()[:, 1].view(64, 8))
     y = torch.randn(64 * 8, 40).bfloat16()
     exact = y.double()[routes.rows].sum(1)
-    error = (Sums.apply(y, routes.rows, routes.choices).double() - exact).abs()
+    error = (SumOfRows.apply(y, routes.rows, routes.choices).double() - exact).abs()
     assert (error <= 2**-8 * exact.abs() + 1e-6).all()  # half of the last bit, and what fp32 rounds

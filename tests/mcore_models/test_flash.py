@@ -22,7 +22,7 @@ from mrl.mcore_models.attention import PackedLayout, SdpaAttention, zigzag_inver
 from mrl.mcore_models.masked import causal_mask  # noqa: E402
 
 LONG = 2 * flash.BLOCK + 5
-assert flash.BLOCK < flash.SHORT < LONG
+assert flash.BLOCK < flash.SHORT_TOKENS < LONG
 
 
 def written_out(q, k, v, scale, window, sinks):
@@ -39,7 +39,7 @@ def written_out(q, k, v, scale, window, sinks):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 75, LONG - 1])
 @pytest.mark.parametrize(
-    "queries, keys", [(5, 5), (3, 9), (flash.BLOCK + 9, flash.SHORT), (LONG, LONG), (flash.BLOCK + 9, LONG)]
+    "queries, keys", [(5, 5), (3, 9), (flash.BLOCK + 9, flash.SHORT_TOKENS), (LONG, LONG), (flash.BLOCK + 9, LONG)]
 )
 def test_outputs_and_gradients_are_exact(queries, keys, window, sinks):
     torch.manual_seed(0)
@@ -87,7 +87,9 @@ def test_every_rank_has_its_part_of_the_whole(monkeypatch, cp, window, sinks):
     lengths = (2 * cp, 2 * cp, 10 * cp)
     torch.manual_seed(0)
     whole = [torch.randn(sum(lengths), 1, heads, 8) for heads in (2, 1, 1)]
-    layout = PackedLayout.make(lengths, positions=torch.arange(sum(lengths)), order=zigzag_inverse(lengths, cp))
+    layout = PackedLayout.for_sequences(
+        lengths, positions=torch.arange(sum(lengths)), order=zigzag_inverse(lengths, cp)
+    )
     alone = core(window=window, sinks=sinks)
     wanted = alone(*whole, packed_seq_params=layout)
     places, ranks = of_ranks(monkeypatch, whole, lengths, cp)
@@ -99,7 +101,7 @@ def test_every_rank_has_its_part_of_the_whole(monkeypatch, cp, window, sinks):
 def peak(monkeypatch, length, cp, **options):
     whole = [torch.randn(length, 1, heads, 8, requires_grad=True) for heads in (2, 1, 1)]
     _, ranks = of_ranks(monkeypatch, [t.detach() for t in whole], (length,), cp)
-    layout = PackedLayout.make((length,), positions=torch.arange(length), order=zigzag_inverse((length,), cp))
+    layout = PackedLayout.for_sequences((length,), positions=torch.arange(length), order=zigzag_inverse((length,), cp))
     given = [t.requires_grad_() for t in ranks[0]] if cp > 1 else whole
     module = core(cp=cp, **options)
     with PeakBytes() as memory:
@@ -193,7 +195,7 @@ def test_heads_of_a_group_are_neighbours_where_a_gpu_has_no_kernel(monkeypatch, 
     """In fp32: keys and values are written out for each query head."""
     torch.manual_seed(0)
     whole = [torch.randn(12, 1, heads, 8) for heads in (4, 2, 2)]
-    layout = PackedLayout.make((12,), positions=torch.arange(12))
+    layout = PackedLayout.for_sequences((12,), positions=torch.arange(12))
     module = core(window=window, heads=4, groups=2)
     wanted = module(*whole, packed_seq_params=layout)
     grouped = []
@@ -213,7 +215,7 @@ def test_dropout_is_that_of_windowed_layers_too(monkeypatch):
     tracker = types.SimpleNamespace(fork=contextlib.nullcontext)
     monkeypatch.setattr(attention, "get_cuda_rng_tracker", lambda: tracker)
     whole = [torch.ones(12, 1, heads, 8) for heads in (2, 1, 1)]
-    layout = PackedLayout.make((12,), positions=torch.arange(12))
+    layout = PackedLayout.for_sequences((12,), positions=torch.arange(12))
     for window in (None, 5):
         module = core(window=window)
         module.dropout = 0.5

@@ -65,6 +65,6 @@ def test_a_core_attention_as_strict_as_transformer_engines():
     theirs.load_state_dict(ours.state_dict())
     lengths = [3, 5]
     positions = torch.cat([torch.arange(n) for n in lengths])
-    layout = PackedLayout.make(lengths, positions=positions)
+    layout = PackedLayout.for_sequences(lengths, positions=positions)
     hidden = torch.randn(8, 1, 16)
     assert torch.equal(theirs(hidden, packed_seq_params=layout)[0], ours(hidden, packed_seq_params=layout)[0])

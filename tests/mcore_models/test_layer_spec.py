@@ -52,7 +52,7 @@ WORKS = {"__init__.py": "", "pytorch.py": ""}
 OTHER_APEX = {"__init__.py": "from pyramid.config import Configurator"}
 DENSE = {"num_layers": 2, "num_attention_heads": 8, "num_query_groups": 8, "hidden_size": 512}
 ONE = ParallelDims()
-H100 = te_limits.Gpu((9, 0), versions.NOT_THERE)
+H100 = te_limits.Gpu((9, 0), versions.NOT_INSTALLED)
 FLASH = te_limits.Gpu((8, 0), Version("2.8.3"), transformer_engine=Version("2.20.2"))
 
 
@@ -233,7 +233,7 @@ def test_without_a_gpu_broken_ones_are_not_looked_at(tmp_path):
 def test_auto_is_local_where_only_the_unfused_attention_is_left(machine, monkeypatch):
     """An A100 without flash-attn: scores of whole rows under te, a flash kernel under local. te stays te where asked."""
     machine(gpu=True, transformer_engine=WORKS)
-    monkeypatch.setattr(te_limits.Gpu, "here", lambda: te_limits.Gpu((8, 0), versions.NOT_THERE))
+    monkeypatch.setattr(te_limits.Gpu, "here", lambda: te_limits.Gpu((8, 0), versions.NOT_INSTALLED))
     chosen = spec_for("auto")
     assert chosen.name == "local" and "attention is the unfused one, whose memory grows" in chosen.why
     assert "under flash-attn 2" in chosen.why and spec_for("te").name == "te"
@@ -268,10 +268,10 @@ def test_a_dry_run_without_a_gpu_says_on_which_ones_te_is_taken(machine, monkeyp
     machine(gpu=True, transformer_engine=WORKS)
     for at, name in te_limits.GENERATIONS.items():
         for flash_attn, is_te in (
-            (versions.NOT_THERE, name not in beside + never),
+            (versions.NOT_INSTALLED, name not in beside + never),
             (Version("2.8.3"), name not in never),
         ):
-            here = te_limits.Gpu(at, flash_attn, switched_off=te_limits.switched_off())
+            here = te_limits.Gpu(at, flash_attn, switched_off=te_limits.disabled_switches())
             monkeypatch.setattr(te_limits.Gpu, "here", lambda here=here: here)
             assert (layer_spec.choose("auto", fields, ONE, dtype=torch.bfloat16).name == "te") is is_te, here
 
@@ -325,7 +325,7 @@ def test_te_for_another_machine_is_not_refused_by_the_gpu_that_is_here(machine, 
     """A login node with an A100 and no flash-attn, of a cluster of H100: cp has a kernel there alone."""
     machine(gpu=True)
     cp2 = ParallelDims(world_size=2, cp=2)
-    monkeypatch.setattr(te_limits.Gpu, "here", lambda: te_limits.Gpu((8, 0), versions.NOT_THERE))
+    monkeypatch.setattr(te_limits.Gpu, "here", lambda: te_limits.Gpu((8, 0), versions.NOT_INSTALLED))
     layer_spec.check_rules(DENSE, cp2)
     with pytest.raises(ConfigError, match="no kernel for attention in float32 under cp 2 on any GPU"):
         layer_spec.check_rules(DENSE, cp2, dtype=torch.float32)

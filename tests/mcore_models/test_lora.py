@@ -10,7 +10,7 @@ from mrl.mcore_models import cpu_stand_in
 cpu_stand_in.prepare()
 
 from mrl.mcore_models import lora  # noqa: E402
-from mrl.mcore_models.lora import Adapter, GroupedAdapter, Part  # noqa: E402
+from mrl.mcore_models.lora import Adapter, AdapterBlock, GroupedAdapter  # noqa: E402
 
 COUNTS = [2, 0, 3]
 
@@ -42,7 +42,7 @@ def grouped(monkeypatch):
     adapters = []
     for expert in range(len(COUNTS)):
         adapter = Adapter(
-            config, [Part("up", ((0, 4),))], split="column", expert=True, inputs=6, outputs=4, rank=2, scale=0.5,
+            config, [AdapterBlock("up", ((0, 4),))], split="column", expert=True, inputs=6, outputs=4, rank=2, scale=0.5,
             dropout=0.0,
         )  # fmt: skip
         for parameter in adapter.parameters():
@@ -56,7 +56,7 @@ def test_each_experts_tokens_meet_its_adapter(grouped):
     module, adapters = grouped
     x = torch.randn(sum(COUNTS), 6)
     out, bias = module(x, COUNTS)
-    wanted = [part @ lora.adapter_of(module, f"weight{i}").added_to(module.get_parameter(f"weight{i}")).t()
+    wanted = [part @ lora.adapter_of(module, f"weight{i}").merged_weight(module.get_parameter(f"weight{i}")).t()
               for i, part in enumerate(x.split(COUNTS))]  # fmt: skip
     torch.testing.assert_close(out, torch.cat(wanted))
     assert bias == "biases" and isinstance(module.adapter, GroupedAdapter)
@@ -82,7 +82,7 @@ def test_experts_adapters_are_parts_of_their_own_rank(grouped, ep):
     """The gradient's norm counts them on every tensor-parallel rank, and under ep the ranks of other experts have others."""
     config = types.SimpleNamespace(sequence_parallel=True, params_dtype=torch.float32, expert_model_parallel_size=ep)
     adapter = Adapter(
-        config, [Part("up", ((0, 4),))], split="column", expert=True, inputs=6, outputs=4, rank=2, scale=0.5, dropout=0.0
+        config, [AdapterBlock("up", ((0, 4),))], split="column", expert=True, inputs=6, outputs=4, rank=2, scale=0.5, dropout=0.0
     )  # fmt: skip
     marks = {(p.tensor_model_parallel, p.allreduce, p.sequence_parallel) for p in adapter.parameters()}
     assert marks == {(True, ep == 1, False)}

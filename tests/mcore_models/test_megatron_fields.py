@@ -6,11 +6,18 @@ import re
 import pytest
 import torch
 
-from mrl.config.megatron_speed import GONE, ROUNDING
+from mrl.config.megatron_speed import REMOVED_FIELDS, ROUNDING
 from mrl.converters.hf_config import normalize
 from mrl.errors import ConfigError
 from mrl.mcore_models import cpu_stand_in, megatron_fields, platform
-from mrl.mcore_models.megatron_fields import NOT_THERE, OF_TRANSFORMER_ENGINE, SET_BY_MRL, check, fields, of_kind
+from mrl.mcore_models.megatron_fields import (
+    REFUSED_FIELDS,
+    SET_BY_MRL,
+    TRANSFORMER_ENGINE_FIELDS,
+    check,
+    fields,
+    fields_of_kind,
+)
 from mrl.parallel import ParallelDims
 from tests.engine import tiny
 
@@ -97,14 +104,14 @@ def test_others_are_refused_in_one_line(given, message):
 def test_every_field_that_is_taken_has_been_looked_at():
     """A new megatron-core brings fields: each is refused, or read by what mrl runs and added to the list."""
     open_to_yaml = {name for name, field in fields().items() if megatron_fields._takes_any(field.annotation)}
-    assert open_to_yaml - set(SET_BY_MRL) - set(NOT_THERE) - REVIEWED == set()
-    assert not REVIEWED & (set(SET_BY_MRL) | set(NOT_THERE))
+    assert open_to_yaml - set(SET_BY_MRL) - set(REFUSED_FIELDS) - REVIEWED == set()
+    assert not REVIEWED & (set(SET_BY_MRL) | set(REFUSED_FIELDS))
 
 
 def test_fields_that_019_alone_has_are_refused_with_what_to_do():
     assert SET_BY_MRL["lion_beta1"] == SET_BY_MRL["soap_shampoo_beta"] == "set optimizer.name"
     assert SET_BY_MRL["megatron_fsdp_grad_comm_dtype"] == "set engine.backend to fsdp"
-    assert {"use_mup", "grad_norm_skip_threshold", "moe_paged_stash", "gtp_weight_remat_size"} <= set(NOT_THERE)
+    assert {"use_mup", "grad_norm_skip_threshold", "moe_paged_stash", "gtp_weight_remat_size"} <= set(REFUSED_FIELDS)
 
 
 LAYOUTS = (
@@ -137,22 +144,24 @@ def test_what_mrl_sets_is_refused(family, monkeypatch):
 
 
 def test_a_resumed_run_may_change_no_field_that_is_set_elsewhere():
-    refused = set(SET_BY_MRL) | set(NOT_THERE)
-    assert set(NOT_THERE) >= GONE
-    assert not ROUNDING & refused and not OF_TRANSFORMER_ENGINE & refused and not set(SET_BY_MRL) & set(NOT_THERE)
+    refused = set(SET_BY_MRL) | set(REFUSED_FIELDS)
+    assert set(REFUSED_FIELDS) >= REMOVED_FIELDS
+    assert (
+        not ROUNDING & refused and not TRANSFORMER_ENGINE_FIELDS & refused and not set(SET_BY_MRL) & set(REFUSED_FIELDS)
+    )
 
 
 def made(further, family="qwen3", dims=ParallelDims(), **how):  # noqa: B008
     hf = normalize(tiny.config_of(family).to_dict())
-    return build.transformer_config(hf, dims, dtype=torch.bfloat16, further=further, **how)
+    return build.transformer_config(hf, dims, dtype=torch.bfloat16, megatron_options=further, **how)
 
 
 def test_fields_reach_megatrons_classes():
     given = {"moe_input_jitter_eps": 0.25, "bucket_size": 7, "overlap_param_gather": True}
     assert made(given, "qwen3_moe").moe_input_jitter_eps == 0.25
-    assert of_kind(given, "ddp") == {"bucket_size": 7, "overlap_param_gather": True}
-    assert of_kind(given, "optimizer") == {"overlap_param_gather": True}
-    assert of_kind({"main_params_dtype": "bfloat16"}, "optimizer") == {"main_params_dtype": torch.bfloat16}
+    assert fields_of_kind(given, "ddp") == {"bucket_size": 7, "overlap_param_gather": True}
+    assert fields_of_kind(given, "optimizer") == {"overlap_param_gather": True}
+    assert fields_of_kind({"main_params_dtype": "bfloat16"}, "optimizer") == {"main_params_dtype": torch.bfloat16}
 
 
 def test_what_megatron_refuses_is_one_line(monkeypatch):

@@ -12,7 +12,7 @@ from mrl.converters.hf_config import normalize
 from mrl.engine.megatron.checks import MegatronChecks
 from mrl.errors import ConfigError
 from mrl.mcore_models import cpu_stand_in, megatron_fields, megatron_needs, platform
-from mrl.mcore_models.megatron_fields import NOT_THERE, OF_TRANSFORMER_ENGINE, SET_BY_MRL, fields
+from mrl.mcore_models.megatron_fields import REFUSED_FIELDS, SET_BY_MRL, TRANSFORMER_ENGINE_FIELDS, fields
 from mrl.parallel import ParallelDims
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -84,10 +84,10 @@ def test_what_would_not_be_read_or_break_is_refused(given, family, layout, messa
 def test_fields_of_experts_need_some():
     """All of them: a name that the list lacks would do nothing in silence."""
     open_to_yaml = {name for name, field in fields().items() if megatron_fields._takes_any(field.annotation)}
-    open_to_yaml -= set(SET_BY_MRL) | set(NOT_THERE)
+    open_to_yaml -= set(SET_BY_MRL) | set(REFUSED_FIELDS)
     assert {name for name in open_to_yaml if name.startswith("moe_")} <= megatron_needs.NEEDS[0].fields
     [flex] = [need for need in megatron_needs.NEEDS if "flex" in need.words]
-    assert flex.fields <= OF_TRANSFORMER_ENGINE, "a plan leaves the dispatcher out"
+    assert flex.fields <= TRANSFORMER_ENGINE_FIELDS, "a plan leaves the dispatcher out"
 
 
 def said_of(given, spec="local", dtype=torch.float32, **how):
@@ -100,9 +100,9 @@ def said_of(given, spec="local", dtype=torch.float32, **how):
 
 
 def test_what_is_of_transformer_engine_needs_it(monkeypatch):
-    assert megatron_needs.OF_LAYERS | megatron_needs.OF_KERNELS <= OF_TRANSFORMER_ENGINE
-    layers = [{name: True} for name in sorted(megatron_needs.OF_LAYERS)]
-    kernels = [{name: True} for name in sorted(megatron_needs.OF_KERNELS)]
+    assert megatron_needs.LAYER_FIELDS | megatron_needs.KERNEL_FIELDS <= TRANSFORMER_ENGINE_FIELDS
+    layers = [{name: True} for name in sorted(megatron_needs.LAYER_FIELDS)]
+    kernels = [{name: True} for name in sorted(megatron_needs.KERNEL_FIELDS)]
     for given in (*layers, *kernels):  # there is no GPU here
         assert not said_of(dict.fromkeys(given, False)) and not said_of(given, elsewhere="auto")
     for given in layers:
@@ -135,7 +135,9 @@ def test_what_megatron_raises_is_one_line(monkeypatch, error):
     monkeypatch.setattr(build, "config_class", lambda fields: refuse)
     hf = normalize(tiny.config_of("qwen3").to_dict())
     with pytest.raises(ConfigError, match="sets bias_dropout_fusion, and megatron-core refuses it: no"):
-        build.transformer_config(hf, ParallelDims(), dtype=torch.float32, further={"bias_dropout_fusion": True})
+        build.transformer_config(
+            hf, ParallelDims(), dtype=torch.float32, megatron_options={"bias_dropout_fusion": True}
+        )
 
 
 def test_fp8_and_userbuffers_are_asked_too():
@@ -163,7 +165,7 @@ def test_each_field_by_itself_runs_or_is_refused(tmp_path):
     values = {
         name: value_of(field.annotation)
         for name, field in fields().items()
-        if name not in SET_BY_MRL and name not in NOT_THERE and megatron_fields._takes_any(field.annotation)
+        if name not in SET_BY_MRL and name not in REFUSED_FIELDS and megatron_fields._takes_any(field.annotation)
     }
     folder = tiny.make_model(str(tmp_path / "model"), "deepseek_v3")
     config = tiny.role(folder, backend="megatron", size=2)
@@ -176,7 +178,7 @@ def test_each_field_by_itself_runs_or_is_refused(tmp_path):
 
 def value_of(annotation):
     """A value of a field that asks for something."""
-    arm = next(arm for arm in megatron_fields._arms(annotation) if arm is not type(None))
+    arm = next(arm for arm in megatron_fields.arms_of(annotation) if arm is not type(None))
     if typing.get_origin(arm) is typing.Literal:
         return typing.get_args(arm)[-1]
     return {bool: True, int: 2, float: 0.5, str: "x", megatron_fields.DType: "bfloat16"}[arm]

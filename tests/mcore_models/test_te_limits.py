@@ -7,14 +7,14 @@ import pytest
 import torch
 from packaging.version import Version
 
-from mrl.mcore_models.te_limits import Gpu, cp_comm_type, switched_off, te_refuses, te_slows
-from mrl.mcore_models.versions import NOT_THERE, flash_attn_bounds
+from mrl.mcore_models.te_limits import Gpu, cp_comm_type, disabled_switches, te_refusal, te_warning
+from mrl.mcore_models.versions import NOT_INSTALLED, flash_attn_bounds
 from mrl.parallel import ParallelDims
 
 DENSE = {"num_attention_heads": 32, "num_query_groups": 8, "hidden_size": 4096, "kv_channels": 128}
 WINDOWS = DENSE | {"window_size": (4095, 0), "window_attn_skip_freq": [1, 0]}
 SINKS = DENSE | {"softmax_type": "learnable"}
-H100 = Gpu((9, 0), NOT_THERE, (9, 25, 1), Version("2.20.2"))
+H100 = Gpu((9, 0), NOT_INSTALLED, (9, 25, 1), Version("2.20.2"))
 A100 = dataclasses.replace(H100, capability=(8, 0))
 FLASH = dataclasses.replace(A100, flash_attn=Version("2.8.3"))
 
@@ -48,7 +48,7 @@ def layout(**degrees):
     ],
 )
 def test_reasons(fields, degrees, gpu, reason):
-    found = te_refuses(fields, layout(**degrees), gpu)
+    found = te_refusal(fields, layout(**degrees), gpu)
     assert found is None if reason is None else reason in found
 
 
@@ -62,10 +62,10 @@ def test_how_ranks_exchange_keys():
 
 def test_the_unfused_attention_is_said():
     one = layout()
-    assert te_slows(DENSE, one, H100) is None and te_slows(DENSE, one, Gpu()) is None
-    assert te_slows(DENSE, one, A100).endswith("; it does not under flash-attn 2")
-    assert te_slows(DENSE, one, dataclasses.replace(A100, flash_attn=Version("2.8.3"))) is None
-    assert te_slows(SINKS, one, A100).endswith("the square of a row")
+    assert te_warning(DENSE, one, H100) is None and te_warning(DENSE, one, Gpu()) is None
+    assert te_warning(DENSE, one, A100).endswith("; it does not under flash-attn 2")
+    assert te_warning(DENSE, one, dataclasses.replace(A100, flash_attn=Version("2.8.3"))) is None
+    assert te_warning(SINKS, one, A100).endswith("the square of a row")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_the_unfused_attention_is_said():
     ],
 )
 def test_a_cure_of_the_unfused_attention_is_one(fields, dtype, cure):
-    assert te_slows(fields, layout(), A100, dtype=dtype).partition("of a row")[2] == cure
+    assert te_warning(fields, layout(), A100, dtype=dtype).partition("of a row")[2] == cure
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_a_cure_of_the_unfused_attention_is_one(fields, dtype, cure):
     ],
 )
 def test_a_kernel_that_a_variable_switches_off_serves_nothing(gpu, off, degrees, reason):
-    found = te_refuses(DENSE, layout(**degrees), dataclasses.replace(gpu, switched_off=off))
+    found = te_refusal(DENSE, layout(**degrees), dataclasses.replace(gpu, switched_off=off))
     assert found is None if reason is None else found.endswith(reason), found
 
 
 def test_variables_are_read_as_int_reads_them():
     environment = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": " 00", "NVTE_UNFUSED_ATTN": "1", "NVTE_FLASH_ATTN_V2": ""}
-    assert switched_off(environment) == ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN") and switched_off({}) == ()
-    slow = te_slows(DENSE, layout(), dataclasses.replace(H100, switched_off=("NVTE_FUSED_ATTN",)))
+    assert disabled_switches(environment) == ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN") and disabled_switches({}) == ()
+    slow = te_warning(DENSE, layout(), dataclasses.replace(H100, switched_off=("NVTE_FUSED_ATTN",)))
     assert slow.endswith("; it does not without NVTE_FUSED_ATTN=0 or under flash-attn 2")
 
 
@@ -125,9 +125,9 @@ def test_variables_are_read_as_int_reads_them():
 def test_which_flash_attn_a_transformer_engine_takes(engine, taken, left_out):
     gpu = dataclasses.replace(A100, transformer_engine=Version(engine))
     for version in taken:
-        assert te_refuses(DENSE, layout(cp=2), dataclasses.replace(gpu, flash_attn=Version(version))) is None
+        assert te_refusal(DENSE, layout(cp=2), dataclasses.replace(gpu, flash_attn=Version(version))) is None
     for version in left_out:
-        why = te_refuses(DENSE, layout(cp=2), dataclasses.replace(gpu, flash_attn=Version(version)))
+        why = te_refusal(DENSE, layout(cp=2), dataclasses.replace(gpu, flash_attn=Version(version)))
         bounds = flash_attn_bounds(gpu.transformer_engine, blackwell=False)
         assert why.endswith(f"without flash-attn {bounds}; here is {version}"), why
 
@@ -179,6 +179,6 @@ def test_a_gpu_and_its_software_are_read(monkeypatch):
     versions.clear()
     versions["flash-attn-3"] = "3.0.0"
     # a transformer-engine that is not there yet is not too old
-    assert Gpu.here() == Gpu((9, 0), NOT_THERE, (9, 18, 1), None, off, (3,))
+    assert Gpu.here() == Gpu((9, 0), NOT_INSTALLED, (9, 18, 1), None, off, (3,))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert Gpu.here() == Gpu(switched_off=off)

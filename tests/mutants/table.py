@@ -66,7 +66,7 @@ KL = (
     *_of(
         "algorithms/kl.py",
         "algorithms/test_kl.py",
-        ("torch.expm1(-bounded(d_T)) + bounded(d_T)", "torch.expm1(bounded(d_T)) - bounded(d_T)"),
+        ("torch.expm1(-clamped_log_ratio(d_T)) + clamped_log_ratio(d_T)", "torch.expm1(clamped_log_ratio(d_T)) - clamped_log_ratio(d_T)"),
         ("d_T.square() / 2", "d_T.square()"),
         ("-0.2), 0.2)\n", "-0.2), 2.0)\n"),
         ("self.coef *= 1 + self._gain * error", "self.coef *= 1 - self._gain * error"),
@@ -75,7 +75,7 @@ KL = (
     *_of(
         "algorithms/log_ratio.py",
         ("algorithms/test_policy.py", "algorithms/test_kl.py"),
-        ("log_ratio.clamp(-BOUND, BOUND)", "log_ratio"),
+        ("log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)", "log_ratio"),
     ),
     *_of(
         "trainers/rl/updates.py",
@@ -197,8 +197,8 @@ SCALING_AND_OPTIMIZER = (
     *_of(
         "engine/guards.py",
         "engine/test_guards.py",
-        ("splitmix.mix(places * splitmix.signed(splitmix.GAMMA) + words)", "splitmix.mix(words.long().clone())"),
-        ("splitmix.mix(places * splitmix.signed(splitmix.GAMMA) + words)", "places * (words + 7 * places)"),
+        ("splitmix.mix_in_place(places * splitmix.to_int64(splitmix.GAMMA) + words)", "splitmix.mix_in_place(words.long().clone())"),
+        ("splitmix.mix_in_place(places * splitmix.to_int64(splitmix.GAMMA) + words)", "places * (words + 7 * places)"),
         ("differ = (low != high).tolist()", "differ = (low > high).tolist()"),
         ("if any(f.should_change and not f.changed for f in found)", "if all(f.should_change and not f.changed for f in found)"),
     ),
@@ -253,7 +253,7 @@ MODELS = (
     *_of(
         "mcore_models/dispatch.py",
         ("mcore_models/test_dispatch.py", "engine/test_padding.py::test_other_ways_of_tokens_to_experts"),
-        ("return sums(grad, rows), None, None", "return grad[: len(rows)], None, None"),
+        ("return sum_of_rows(grad, rows), None, None", "return grad[: len(rows)], None, None"),
         ("self.drop_and_pad or config.moe_expert_capacity_factor is not None", "self.drop_and_pad"),
     ),
     *_of(
@@ -381,11 +381,11 @@ ON_GPUS = (
         "mcore_models/layer_spec.py",
         "mcore_models/test_layer_spec.py",
         ('if wanted == "local":', 'if wanted == "local" and platform.without_transformer_engine():'),
-        ("if platform.does_not_load(absent):", "if False:"),
+        ("if platform.is_broken_package(absent):", "if False:"),
         ("if against is not None:\n        return LayerSpec(\"local\", f\"tr", "if False:\n        return LayerSpec(\"local\", f\"tr"),
         ("if absent is not None:\n        lacks", "if False:\n        lacks"),
-        ("slow = te_slows(fields, dims, gpu, dtype=dtype)", "slow = te_slows(fields, dims, gpu)"),
-        ("if platform.does_not_load(fault):", "if fault is not None:"),
+        ("slow = te_warning(fields, dims, gpu, dtype=dtype)", "slow = te_warning(fields, dims, gpu)"),
+        ("if platform.is_broken_package(fault):", "if fault is not None:"),
     ),
     *_of(
         "trainers/used_folder.py",
@@ -412,7 +412,7 @@ ON_GPUS = (
     *_of(
         "mcore_models/layer_spec.py",
         "mcore_models/test_layer_spec.py::test_what_its_attention_has_for_a_dtype",
-        ("engine(), te_refuses(fields, dims, gpu, dtype=dtype)", "engine(), te_refuses(fields, dims, gpu)"),
+        ("engine(), te_refusal(fields, dims, gpu, dtype=dtype)", "engine(), te_refusal(fields, dims, gpu)"),
     ),
     *_of(
         "mcore_models/lora.py",

@@ -12,7 +12,7 @@ CHECK = (
         ("difference / max(expected.double().norm().item(), 1e-300)", "difference / max(actual.double().norm().item(), 1e-300)"),
         ("        return math.inf\n    return 0.0 if difference", "        return 0.0\n    return 0.0 if difference"),
         ("over = [off for off in found if", "over = [off for off in found[:TOP] if"),
-        ("common_factor(over), sorted(waiting), sorted(unexpected))", "common_factor(over), [], sorted(unexpected))"),
+        ("common_factor(over), sorted(waiting), sorted(unexpected)", "common_factor(over), [], sorted(unexpected)"),
         ("update, gap = update * sure, gap * sure", "gap = gap * sure"),
         ("gradient.abs() > MARGIN * rounding * rms", "gradient.abs() > rounding * rms"),
     ),
@@ -63,7 +63,7 @@ DOCTOR = (
         "doctor/gpu_packages.py",
         "doctor/test_gpu_packages.py",
         ("""!= "NVIDIA's":\n            yield _other_apex""", """== "PyPI's":\n            yield _other_apex"""),
-        ("package.module in OF_MEGATRON and not _is", "package.module in OF_MEGATRON and _is"),
+        ("package.module in MEGATRON_PACKAGES and not _is", "package.module in MEGATRON_PACKAGES and _is"),
     ),
     *_of(
         "doctor/limits.py",
@@ -87,7 +87,7 @@ REPORT = (
         "report/test_curves.py",
         ("numpy.where(inside, part, numpy.inf).argmin()", "numpy.where(inside, part, -numpy.inf).argmin()"),
         ("kept = weight**number", "kept = weight"),
-        ("found[i] = total / weights", "found[i] = total"),
+        ("smoothed[i] = total / weights", "smoothed[i] = total"),
         ("return sums / counts, counts", "return sums / numpy.diff(bounds), counts"),
     ),
     *_of(
@@ -152,7 +152,7 @@ GENERATE_AND_EVAL = (
         ('on_pairs = [{**of, "measures": own} for of, own in zip(results, comparison["of_pairs"], strict=True)]', "pass"),
         ("counts['skipped'] + counts['dropped']", "counts['skipped']"),
         ("exact = greedy and statistics.is_binary(", "exact = statistics.is_binary("),
-        ("found.update(f", "str(f"),
+        ("digest.update(f", "str(f"),
         ('values["file of the reward"] = [of.get("reward_file") for of in (first, second)]', "pass"),
     ),
     *_of(

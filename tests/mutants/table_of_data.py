@@ -29,7 +29,7 @@ OF_DATA = (
         "trainers/test_distill.py",
         ("here, width = found.ids < one.vocab_size,", "here, width = found.ids < 10**9,"),
         ("log_probs[trained] = -torch.inf", "log_probs[trained] = 0"),
-        ("not all(one.says_all", "not any(one.says_all"),
+        ("not all(one.gives_full_distribution", "not any(one.gives_full_distribution"),
         ('{"ids": self.ids_per_token, "temperature"', '{"temperature"'),
         ("with engine.eval_mode():", "with torch.no_grad():"),
     ),
@@ -59,7 +59,7 @@ OF_DATA = (
         "data/encode.py",
         "data/test_weights.py",
         ("mask[start:end] = [trained[turn]] * (end - start)", "mask[start:end] = [1] * (end - start)"),
-        ('STAND_INS = ("a", "7")', 'STAND_INS = ("a", "a")'),
+        ('PROBE_CONTENTS = ("a", "7")', 'PROBE_CONTENTS = ("a", "a")'),
     ),
     *_of("data/formats.py", "data/test_weights.py", ("given=chat.given + bool(chat.given)", "given=chat.given")),
     *_of("data/dataset.py", "data/test_weights.py", ("mask=[weight * w for w in fitted.mask]", "mask=[w for w in fitted.mask]")),
@@ -80,7 +80,7 @@ OF_DATA = (
     *_of(
         "algorithms/distill.py",
         "algorithms/test_distill.py",
-        (".where(rest_q > LEAST_TAIL, torch.zeros_like(of_tail))", ""),
+        (".where(rest_q > MIN_TAIL, torch.zeros_like(of_tail))", ""),
     ),
     *_of("data/scored.py", "data/test_scored.py::test_a_batch_reads_the_last_token_and_counts_what_is_divided_by", ('_number(row["margin"], "margin")', 'abs(_number(row["margin"], "margin"))')),
     *_of(

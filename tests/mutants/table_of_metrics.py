@@ -18,7 +18,7 @@ OF_METRICS = (
         "algorithms/test_preference.py::test_metrics_are_means_weighted_by_rows",
         ('"rewards/rejected": "rejected",', '"rewards/rejected": "chosen",'),
         ('"rewards/margin": "pairs",', '"rewards/margin": "chosen",'),
-        ("torch.where(of.chosen_S, 1.0, -1.0) * of_pairs(data)", "torch.where(of.chosen_S, 1.0, -1.0)"),
+        ("torch.where(of.chosen_S, 1.0, -1.0) * is_paired_S(data)", "torch.where(of.chosen_S, 1.0, -1.0)"),
         ("(weights_S * behind_S).sum() / 2", "behind_S.sum() / 2"),
     ),
     *_of(

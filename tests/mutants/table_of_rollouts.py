@@ -37,7 +37,7 @@ OF_ROLLOUTS = (
         "rollout/handover.py",
         OF_SERVERS,
         ("            link.leave()\n", "            pass\n"),
-        ("self._servers.each(lambda s: s.finish(version))\n                link.rest()", "self._servers.each(lambda s: s.finish(version))"),
+        ("self._servers.map(lambda s: s.finish(version))\n                link.rest()", "self._servers.map(lambda s: s.finish(version))"),
         ("except (OSError, no_memory) as error:", "except no_memory as error:"),
     ),
     *_of(
@@ -63,7 +63,7 @@ OF_ROLLOUTS = (
         "mcore_models/test_megatron_needs.py",
         ("dims.ep * dims.etp == 1", "dims.ep == 1"),
         ('way == "allgather" and dims.experts_span_replicas', 'way == "allgather" and False'),
-        ("not LEAST[name] < value < math.inf", "not LEAST[name] < value"),
+        ("not MIN_VALUES[name] < value < math.inf", "not MIN_VALUES[name] < value"),
         ('if value in (None, False, "alltoall"):', "if value is None:"),
         ('and not (unknown and elsewhere != "local")', "and not unknown"),
         ("absent is not None and not unknown", "absent is not None"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from mrl.algorithms.distill import TEACHER, DistillLoss
 from mrl.config.schema import RoleConfig
 from mrl.engine.megatron import meta
-from mrl.engine.megatron.meta_ids import Ids
+from mrl.engine.megatron.meta_ids import DistillIds
 from mrl.parallel import ParallelDims
 from mrl.plan import schedule
 from mrl.plan.memory import most_activations
@@ -29,7 +29,7 @@ def held(case: Case) -> list[dict[str, int]]:
         case.world, tp=case.tp, pp=case.pp, vpp=case.vpp, cp=case.cp, ep=case.ep, etp=parallel.expert_tp,
         sp=parallel.sequence_parallel,
     )  # fmt: skip
-    ids = Ids(case.ids, DistillLoss(kind="forward_kl"), TEACHER, first_temperature=1.0) if case.ids else None
+    ids = DistillIds(case.ids, DistillLoss(kind="forward_kl"), TEACHER, first_temperature=1.0) if case.ids else None
     ranks = range(0, case.world, case.world // case.pp)
     stages = [meta.measure(config, dims, rank, case.lengths, ids=ids) for rank in ranks]
     found = []

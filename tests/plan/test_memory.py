@@ -13,7 +13,7 @@ from mrl.engine.megatron import meta
 from mrl.engine.megatron.meta import Buffer, ChunkFigures, RankFigures
 from mrl.parallel import ParallelDims
 from mrl.plan import schedule
-from mrl.plan.memory import RolePlan, micro_batches, most_activations, uses
+from mrl.plan.memory import RolePlan, memory_uses, micro_batches, most_activations
 from tests.cuda import models
 from tests.cuda.cases import DENSE, Case
 
@@ -44,7 +44,7 @@ def offloading(*kinds: str) -> RoleConfig:
 
 
 def test_an_update():
-    first, last = uses(Phases((UPDATE,)), {"actor": role()}, 8, 0)
+    first, last = memory_uses(Phases((UPDATE,)), {"actor": role()}, 8, 0)
     assert (first.parameters, first.gradients) == (2007, 4 * 1010)
     assert first.optimizer == 12 * 600 + 8 * 5  # of the fullest rank; fp32 parameters are their own masters
     # 16 sequences over dp 2 in micro-batches of 2: one in flight before the first stage's own, none on the last
@@ -53,25 +53,25 @@ def test_an_update():
 
 
 def test_an_optimizer_that_waits_on_the_host_comes_when_activations_are_gone():
-    [use, _] = uses(Phases((UPDATE,)), {"actor": role(offloading("optimizer"))}, 8, 0)
+    [use, _] = memory_uses(Phases((UPDATE,)), {"actor": role(offloading("optimizer"))}, 8, 0)
     assert (use.optimizer, use.activations) == (7240, 0)
     plan = role(offloading("optimizer"))
     large = dataclasses.replace(plan.trains[0], chunks=(dataclasses.replace(CHUNK, saved=9000, backward_peak=9000),))
-    [use, _] = uses(Phases((UPDATE,)), {"actor": dataclasses.replace(plan, trains=(large,) * 2)}, 8, 0)
+    [use, _] = memory_uses(Phases((UPDATE,)), {"actor": dataclasses.replace(plan, trains=(large,) * 2)}, 8, 0)
     assert (use.optimizer, use.activations) == (0, 18000)
 
 
 def test_forward_passes_hold_weights_alone():
-    use = uses(Phases((Phase("forward of the actor", "actor", "forward", 32),)), {"actor": role()}, 8, 0)[0]
+    use = memory_uses(Phases((Phase("forward of the actor", "actor", "forward", 32),)), {"actor": role()}, 8, 0)[0]
     assert (use.parameters, use.gradients, use.optimizer, use.activations) == (2007, 0, 0, 12)
 
 
 def test_roles_that_wait():
     roles = {"actor": role(), "critic": role(offloading("optimizer", "gradients"), "critic")}
     stay = Phases((UPDATE,), offload_idle=False)
-    assert {use.idle for use in uses(stay, roles, 8, 0)} == {2007}
-    assert {use.idle for use in uses(Phases((UPDATE,)), roles, 8, 0)} == {0}
-    assert {use.idle for use in uses(stay, {"actor": role(), "critic": role(name="critic")}, 8, 0)} == {
+    assert {use.idle for use in memory_uses(stay, roles, 8, 0)} == {2007}
+    assert {use.idle for use in memory_uses(Phases((UPDATE,)), roles, 8, 0)} == {0}
+    assert {use.idle for use in memory_uses(stay, {"actor": role(), "critic": role(name="critic")}, 8, 0)} == {
         2007 + 4040 + 7240
     }
 
@@ -79,7 +79,9 @@ def test_roles_that_wait():
 @pytest.mark.parametrize(("offload", "kept"), [((), (2007, 4040, 7240)), (("parameters", "optimizer"), (7, 4040, 0))])
 def test_a_role_that_stays_keeps_its_gradients_and_optimizer_in_all_phases(offload, kept):
     forward, inside = Phase("f", "actor", "forward", 32), Phase("s", "actor", "sample", 32, engine_fraction=0.5)
-    found = uses(Phases((forward, inside), offload_idle=False), {"actor": role(offloading(*offload), pp=1)}, 8, 8000)
+    found = memory_uses(
+        Phases((forward, inside), offload_idle=False), {"actor": role(offloading(*offload), pp=1)}, 8, 8000
+    )
     # a forward pass brings the parameters, a sampling engine has its own
     assert [(use.parameters, use.gradients, use.optimizer) for use in found] == [(2007, *kept[1:]), kept]
 
@@ -90,7 +92,7 @@ def test_an_engine_inside_the_trainer_takes_its_weights_then_its_share(tmp_path)
     config = dataclasses.replace(CONFIG, model=ModelConfig(path=path, dtype="bfloat16"))
     handed = Phase("new weights to vLLM", "actor", "sample", 32, handed_to_tp=2)
     inside = Phase("sampling by vLLM", "actor", "sample", 32, engine_fraction=0.5)
-    found = uses(Phases((handed, inside)), {"actor": role(config, pp=1)}, 8, 8000)
+    found = memory_uses(Phases((handed, inside)), {"actor": role(config, pp=1)}, 8, 8000)
     assert [(use.parameters, use.cache) for use in found] == [(2007, 2 * 8_190_735_360 // 2), (0, 4000)]
 
 
@@ -100,10 +102,10 @@ def test_a_role_that_samples_has_prompts_in_its_layers_then_logits(tmp_path):
     plan = role(config)
     plan = dataclasses.replace(plan, sampling=(dataclasses.replace(plan.forward[0], chunks=(CHUNK, CHUNK)),) * 2)
     sampling = Phase("sampling", "actor", "sample", 33, cache_tokens=0, prefill_tokens=8)
-    found = uses(Phases((sampling,)), {"actor": plan}, 8, 0)
+    found = memory_uses(Phases((sampling,)), {"actor": plan}, 8, 0)
     per_sequence = 151936 * (4 + 12) + 16  # logits; noise
     assert [use.activations for use in found] == [15, 15 + 17 * per_sequence]  # 33 sequences on dp 2
-    [unknown, _] = uses(Phases((sampling,)), {"actor": role(config)}, 8, 0)
+    [unknown, _] = memory_uses(Phases((sampling,)), {"actor": role(config)}, 8, 0)
     assert unknown.activations is None
 
 
@@ -199,5 +201,5 @@ def test_copies_in_8_bits_are_where_parameters_are():
     for offload, waiting in (((), 2007), (("parameters",), 7)):
         held = dataclasses.replace(with_copies, config=offloading(*offload))
         own = Phase("s", "actor", "sample", 32, engine_fraction=0.5)
-        [update, idle] = uses(Phases((UPDATE, own), offload_idle=False), {"actor": held}, 8, 8000)
+        [update, idle] = memory_uses(Phases((UPDATE, own), offload_idle=False), {"actor": held}, 8, 8000)
         assert (update.parameters, idle.parameters) == (2507, waiting)

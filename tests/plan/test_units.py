@@ -7,7 +7,7 @@ import pytest
 from mrl.errors import ConfigError
 from mrl.plan import units
 from mrl.plan.gpus import GPUS, gpu_of
-from mrl.words import counted
+from mrl.words import pluralize
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,9 @@ def test_durations(seconds, text):
 
 
 def test_counts_and_flops():
-    assert counted(1, "micro-batch", "micro-batches") == "1 micro-batch"
-    assert counted(16384, "rank") == "16,384 ranks"
-    assert [counted(x, "epoch") for x in (1.0, 0.5, 3)] == ["1 epoch", "0.5 epochs", "3 epochs"]
+    assert pluralize(1, "micro-batch", "micro-batches") == "1 micro-batch"
+    assert pluralize(16384, "rank") == "16,384 ranks"
+    assert [pluralize(x, "epoch") for x in (1.0, 0.5, 3)] == ["1 epoch", "0.5 epochs", "3 epochs"]
     assert units.flops(49.03e9) == "49.03 GFLOPs" and units.flops(7.5e5) == "750.00 kFLOPs"
 
 

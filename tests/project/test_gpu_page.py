@@ -18,8 +18,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from mrl.mcore_models.te_limits import GENERATIONS, Attention, Gpu, kernels
-from mrl.mcore_models.versions import NOT_THERE
+from mrl.mcore_models.te_limits import GENERATIONS, AttentionShape, Gpu, kernels
+from mrl.mcore_models.versions import NOT_INSTALLED
 
 ROOT = Path(__file__).parents[2]
 SETUP, DOCKERFILE, PAGE = (
@@ -89,7 +89,7 @@ def test_the_page_names_what_is_installed():
 def test_the_page_has_the_kernels_of_each_generation():
     """The table of attention under transformer-engine is what runs are refused by."""
     rows = re.findall(r"^\| (\d+\.0 .+) \| (.+) \| (.+) \| (.+) \|$", PAGE, re.MULTILINE)
-    plain = Attention(
+    plain = AttentionShape(
         heads=32, groups=8, query_size=128, value_size=128, windowed=False, sinks=False, dropout=False, cp=1
     )
     shown = {}
@@ -99,7 +99,7 @@ def test_the_page_has_the_kernels_of_each_generation():
     for capability in GENERATIONS:
         found = [
             kernels(dataclasses.replace(plain, cp=cp), Gpu(capability, flash_attn), torch.bfloat16)
-            for flash_attn, cp in ((Version("2.8.3"), 1), (NOT_THERE, 1), (NOT_THERE, 2))
+            for flash_attn, cp in ((Version("2.8.3"), 1), (NOT_INSTALLED, 1), (NOT_INSTALLED, 2))
         ]
         assert shown[capability] == found
     assert sorted(shown) == sorted(GENERATIONS)

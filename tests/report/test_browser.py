@@ -13,8 +13,8 @@ import numpy
 import pytest
 
 from mrl.report.charts import charts_of
-from mrl.report.make import Report, Wanted
-from mrl.report.page import Look
+from mrl.report.make import Report, ReportOptions
+from mrl.report.page import InitialView
 from mrl.report.runs import readers
 from tests.report import browser as chromium
 from tests.report import made_runs
@@ -46,9 +46,11 @@ def tab(browser):
 
 
 def write(
-    folder: pathlib.Path, *runs: pathlib.Path, look: Look | None = None, reload_s: int | None = None
+    folder: pathlib.Path, *runs: pathlib.Path, look: InitialView | None = None, reload_s: int | None = None
 ) -> pathlib.Path:
-    report = Report(readers([str(run) for run in runs], may_be_empty=True), Wanted(folder, look or Look(), 100))
+    report = Report(
+        readers([str(run) for run in runs], may_be_empty=True), ReportOptions(folder, look or InitialView(), 100)
+    )
     return report.write(report.runs(), reload_s=reload_s, pictures=False)
 
 
@@ -105,7 +107,7 @@ def test_runs_of_different_kinds_on_one_axis(tab, tmp_path):
         tmp_path / "rl", [(1, {"reward/mean": 0.1, "train/loss": 1.0}), (2, {"reward/mean": 0.2, "train/loss": 2.0})]
     )
     empty = made_runs.make_run(tmp_path / "empty", [])
-    tab.open(write(tmp_path / "out", sft, rl, empty, look=Look(smooth=0.995)))
+    tab.open(write(tmp_path / "out", sft, rl, empty, look=InitialView(smooth=0.995)))
     assert tab.js("document.querySelector('#smooth').nextSibling.textContent") == "0.995"
     assert coloured(tab, "loss", BLUE) > 100 and coloured(tab, "loss", ORANGE) > 50
     assert coloured(tab, "reward", BLUE) == 0 and coloured(tab, "reward", ORANGE) > 50

@@ -16,8 +16,8 @@ from mrl import cli, metrics
 from mrl.commands import report as command
 from mrl.errors import UserError
 from mrl.report import make, summary
-from mrl.report.make import Report, Wanted, watch
-from mrl.report.page import Look
+from mrl.report.make import Report, ReportOptions, watch
+from mrl.report.page import InitialView
 from mrl.report.runs import readers
 from mrl.trainers.run_lock import RunLock
 from tests.report import made_runs
@@ -215,7 +215,7 @@ class Going:
 def test_watching_a_run_to_its_end(tmp_path, no_pictures):
     run = Going(tmp_path / "run", total=3)
     found = readers([str(run.folder)], may_be_empty=True)
-    report = Report(found, Wanted(tmp_path / "out", Look(), 10))
+    report = Report(found, ReportOptions(tmp_path / "out", InitialView(), 10))
     shown = []
 
     def show(runs, written):
@@ -253,7 +253,7 @@ def test_a_watched_run_that_begins_anew_and_one_that_is_removed(tmp_path, no_pic
     """Its metrics.jsonl goes with its folder, and no page makes that folder again."""
     run = made_runs.make_sft(tmp_path / "run", steps=5)
     found = readers([str(run)], may_be_empty=True)
-    report = Report(found, Wanted(run / "report", Look(), 10))
+    report = Report(found, ReportOptions(run / "report", InitialView(), 10))
     steps, waits = (
         [],
         iter(((run / "metrics.jsonl").unlink, lambda: made_runs.make_sft(run, steps=2), lambda: shutil.rmtree(run))),

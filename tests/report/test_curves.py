@@ -9,16 +9,16 @@ import pytest
 
 from mrl.metric_names import METRICS
 from mrl.report.charts import CHARTS, MAIN, NOT_DRAWN, OTHER, charts_of, goal_of, is_main
-from mrl.report.curves import BUCKETS, MOST_POINTS, bucket_means, choose, smoothed
+from mrl.report.curves import BUCKETS, MAX_POINTS, bucket_means, choose, smooth_values
 from mrl.report.metrics_file import Curve, Table
-from mrl.report.page import stacked
+from mrl.report.page import stack_curves
 
 NOISE = numpy.random.default_rng(0).normal(size=100_003)
 
 
 def test_short_curves_are_drawn_whole():
-    assert choose(NOISE[:MOST_POINTS]).chosen.tolist() == list(range(MOST_POINTS))
-    assert not choose(NOISE[:MOST_POINTS]).is_part
+    assert choose(NOISE[:MAX_POINTS]).chosen.tolist() == list(range(MAX_POINTS))
+    assert not choose(NOISE[:MAX_POINTS]).is_part
 
 
 def test_long_curves_keep_their_extremes_and_ends():
@@ -50,10 +50,10 @@ def test_means_of_buckets():
 
 
 def test_smoothing():
-    assert smoothed(NOISE, 0.0) is NOISE
-    assert smoothed(numpy.array([2.0, 4.0]), 0.5) == pytest.approx([2.0, (0.5 * 2 * 0.5 + 4 * 0.5) / 0.75])
-    assert smoothed(numpy.full(50, 3.0), 0.99) == pytest.approx(numpy.full(50, 3.0)), "no bias towards zero"
-    with_gap = smoothed(numpy.array([numpy.nan, 1.0, numpy.nan, numpy.inf, 1.0]), 0.9)
+    assert smooth_values(NOISE, 0.0) is NOISE
+    assert smooth_values(numpy.array([2.0, 4.0]), 0.5) == pytest.approx([2.0, (0.5 * 2 * 0.5 + 4 * 0.5) / 0.75])
+    assert smooth_values(numpy.full(50, 3.0), 0.99) == pytest.approx(numpy.full(50, 3.0)), "no bias towards zero"
+    with_gap = smooth_values(numpy.array([numpy.nan, 1.0, numpy.nan, numpy.inf, 1.0]), 0.9)
     assert numpy.isnan(with_gap[0]) and with_gap[1:] == pytest.approx([1.0] * 4)
 
 
@@ -61,8 +61,8 @@ def test_smoothing_of_means_is_near_that_of_all_values():
     values = numpy.sin(numpy.arange(8000) / 900) + 0.1 * NOISE[:8000]
     points = choose(values)
     means, counts = bucket_means(values, points.bounds)
-    whole = smoothed(values, 0.99)[points.bounds[1:] - 1]
-    assert smoothed(means, 0.99, counts.tolist())[20:] == pytest.approx(whole[20:], abs=0.05)
+    whole = smooth_values(values, 0.99)[points.bounds[1:] - 1]
+    assert smooth_values(means, 0.99, counts.tolist())[20:] == pytest.approx(whole[20:], abs=0.05)
 
 
 def test_every_metric_of_mrl_has_a_chart_that_was_chosen_for_it():
@@ -109,12 +109,12 @@ def test_stacks_of_long_runs_are_means_that_add_up():
     steps = numpy.arange(1, 10_001)
     whole, some = numpy.random.default_rng(1).random(10_000), numpy.ones(5000)
     table = Table(steps, {"a": Curve(steps - 1, whole), "b": Curve(numpy.arange(0, 10_000, 2), some)}, [])
-    stack = stacked(table, ["a", "b", "c"])
+    stack = stack_curves(table, ["a", "b", "c"])
     assert list(stack.values) == ["a", "b"] and stack.each > 1 and stack.rows[-1] == 9999
     lengths = numpy.diff(numpy.append(-1, stack.rows))
     assert (stack.values["a"] * lengths).sum() == pytest.approx(whole.sum())
     assert (stack.values["b"] * lengths).sum() == pytest.approx(5000)
-    short = stacked(table, ["b"], most=10_000)
+    short = stack_curves(table, ["b"], most=10_000)
     assert short.each == 1 and short.values["b"][:4].tolist() == [1, 0, 1, 0], (
         "a step without one has taken no time for it"
     )

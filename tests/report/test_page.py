@@ -10,8 +10,8 @@ import pytest
 
 from mrl.errors import UserError
 from mrl.report.differences import differences_of
-from mrl.report.make import Report, Wanted, check_folder
-from mrl.report.page import Look, as_script_data, page
+from mrl.report.make import Report, ReportOptions, check_folder
+from mrl.report.page import InitialView, as_script_data, page
 from mrl.report.runs import readers
 from mrl.report.samples import Samples
 from tests.report import made_runs
@@ -35,12 +35,12 @@ class Elements(html.parser.HTMLParser):
             self.found[-1] = tag, attributes, text + data
 
 
-def made(*folders: pathlib.Path, look: Look | None = None, samples: int = 100) -> tuple[Elements, dict]:
+def made(*folders: pathlib.Path, look: InitialView | None = None, samples: int = 100) -> tuple[Elements, dict]:
     """The elements of the page of runs, and the data in it."""
     found = readers([str(folder) for folder in folders])
     read = [reader.run() for reader in found]
     of_samples = [Samples([], []) if not samples else SampleReaderOf(folder).read(samples) for folder in folders]
-    text = page(read, of_samples, look or Look()).decode("utf-8")
+    text = page(read, of_samples, look or InitialView()).decode("utf-8")
     elements = Elements(text)
     [data] = [text for tag, attributes, text in elements.found if attributes.get("id") == "data"]
     return elements, json.loads(data)
@@ -92,7 +92,7 @@ def test_hostile_texts_are_data_and_nothing_else(tmp_path):
 
 def test_curves_name_places_of_the_axes(tmp_path):
     run = made_runs.make_rl(tmp_path / "run")
-    _, data = made(run, look=Look("tokens", 0.5, 7))
+    _, data = made(run, look=InitialView("tokens", 0.5, 7))
     assert data["look"] == {"axis": "tokens", "smooth": 0.5, "reload_s": 7} and data["axes"] == [
         "step",
         "tokens",
@@ -149,7 +149,7 @@ def test_differences_of_runs(tmp_path):
 
 def test_a_page_is_not_written_over_what_is_none_of_ours(tmp_path):
     run = made_runs.make_sft(tmp_path / "run")
-    wanted = Wanted(tmp_path / "out", Look(), 0)
+    wanted = ReportOptions(tmp_path / "out", InitialView(), 0)
     report = Report(readers([str(run)]), wanted)
     for _ in range(2):
         report.write(report.runs(), pictures=False)
@@ -162,8 +162,8 @@ def test_a_page_is_not_written_over_what_is_none_of_ours(tmp_path):
     check_folder(tmp_path / "elsewhere")
 
 
-def pictures(folder: pathlib.Path, *runs: pathlib.Path, look: Look | None = None) -> set[str]:
-    report = Report(readers([str(run) for run in runs]), Wanted(folder, look or Look(), 0))
+def pictures(folder: pathlib.Path, *runs: pathlib.Path, look: InitialView | None = None) -> set[str]:
+    report = Report(readers([str(run) for run in runs]), ReportOptions(folder, look or InitialView(), 0))
     report.write(report.runs())
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (folder / "charts").iterdir())
     return {path.stem for path in (folder / "charts").iterdir()}
@@ -174,7 +174,7 @@ def test_pictures_are_of_these_runs_alone(tmp_path):
     phases = {"perf/step_s": 1.0, "perf/rollout_s": 0.5, "perf/update_s": 0.5}
     first = made_runs.make_run(tmp_path / "a", [(1, {"train/loss": 1.0, **phases}), (2, {"train/loss": 0.5, **phases})])
     second = made_runs.make_run(tmp_path / "b$x_1$", [(1, phases)])
-    assert pictures(tmp_path / "out", first, second, look=Look("seconds", 0.9)) == {
+    assert pictures(tmp_path / "out", first, second, look=InitialView("seconds", 0.9)) == {
         "loss",
         "step_s",
         "phases_1",
@@ -187,7 +187,7 @@ def test_pictures_are_of_these_runs_alone(tmp_path):
 
 @pytest.mark.slow
 def test_pictures_of_every_chart(tmp_path):
-    found = pictures(tmp_path / "out", made_runs.make_rl(tmp_path / "run"), look=Look("tokens", 0.5))
+    found = pictures(tmp_path / "out", made_runs.make_rl(tmp_path / "run"), look=InitialView("tokens", 0.5))
     assert found == {
         "loss", "reward", "reward_by_function", "reward_std", "accuracy", "kl", "entropy", "clip_fraction", "response_length",
         "logprob_gap", "lr", "grad_norm", "throughput", "phases", "step_s", "memory", "progress", "iteration",

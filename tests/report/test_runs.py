@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from mrl.errors import UserError
-from mrl.report.runs import flattened, is_locked, read_settings, readers
+from mrl.report.runs import flatten, is_locked, read_settings, readers
 from mrl.trainers.run_lock import RunLock
 from tests.report import made_runs
 
@@ -44,7 +44,7 @@ def test_a_config_that_cannot_be_read_is_no_reason_to_show_nothing(tmp_path):
 
 
 def test_keys_by_their_dotted_names():
-    assert flattened({"a": {"b": 1, "c": {"d": [1]}, "e": {}}, "f": None}) == {
+    assert flatten({"a": {"b": 1, "c": {"d": [1]}, "e": {}}, "f": None}) == {
         "a.b": 1,
         "a.c.d": [1],
         "a.e": {},

@@ -9,7 +9,7 @@ import pytest
 
 from mrl.report import samples
 from mrl.report.page import as_script_data
-from mrl.report.samples import SampleReader, evenly, first_groups, sample_files
+from mrl.report.samples import SampleReader, first_groups, pick_evenly, sample_files
 from mrl.report.token_text import TokenTexts
 from mrl.rollout.samples import write_samples
 from tests.data.tiny_tokenizers import CHATML, make_tokenizer
@@ -100,8 +100,8 @@ def test_no_more_samples_than_asked_for(run):
 
 
 def test_files_are_all_along_the_run():
-    assert evenly(list(range(5)), 12) == [0, 1, 2, 3, 4]
-    assert evenly(list(range(100)), 3) == [0, 50, 99] and evenly([1, 2, 3], 1) == [3]
+    assert pick_evenly(list(range(5)), 12) == [0, 1, 2, 3, 4]
+    assert pick_evenly(list(range(100)), 3) == [0, 50, 99] and pick_evenly([1, 2, 3], 1) == [3]
 
 
 def test_groups_are_whole_where_they_fit():

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from mrl.rewards.calls import Missing, Position, RewardCall, Sample, TrainerState
+from mrl.rewards.calls import MissingFields, Position, RewardCall, Sample, TrainerState
 
 AT = Position(step=8, made=7, total=40)
 VERL_ROW = {
@@ -90,7 +90,7 @@ def test_a_function_gets_what_it_names(function, samples, expected):
     ],
 )  # fmt: skip
 def test_a_row_that_lacks_what_a_function_names(function, row, message):
-    with pytest.raises(Missing, match=re.escape(message)):
+    with pytest.raises(MissingFields, match=re.escape(message)):
         given(function, [sample(row=row)])
 
 

@@ -28,7 +28,7 @@ from mrl.converters.safetensors_io import SafetensorsReader
 from mrl.engine.base import Completion
 from mrl.engine.registry import build_engine
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
-from mrl.rollout.adapters import Adapted
+from mrl.rollout.adapters import AdapterTraining
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.servers import Probe
 from mrl.rollout.vllm import VLLMServerSampler
@@ -253,7 +253,7 @@ def adapters_follow_the_actor(config: RoleConfig, url: str, weights_dir: str) ->
     own, before = functools.partial(own_log_probs, engine), None
     sampler = sampler_of(
         [url], weights_dir, is_main=engine.is_main, on_main=engine.on_main, probe=Probe(TEXT, own, 1e-5),
-        adapted=Adapted(config.model.path, config.model.lora),
+        adapted=AdapterTraining(config.model.path, config.model.lora),
     )  # fmt: skip
     with contextlib.closing(sampler):
         for _ in range(3):

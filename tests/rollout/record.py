@@ -13,7 +13,7 @@ from typing import Any
 from mrl.engine.sampling import SamplingKey, SamplingParams
 from mrl.errors import ServerError
 from mrl.rollout.base import SampleRequest
-from mrl.rollout.http import Http
+from mrl.rollout.http import HttpClient
 from mrl.rollout.vllm import VLLMServer
 from tests.rollout.real_vllm import RealServer, make_model
 
@@ -33,7 +33,7 @@ def asked() -> list[SampleRequest]:
 OUT_OF_VOCABULARY = SampleRequest([5, 7000], 4, SamplingParams(), SamplingKey(), stop_tokens=(2,))
 
 
-class Recorder(Http):
+class Recorder(HttpClient):
     def __init__(self, url: str) -> None:
         super().__init__(url, timeout_s=60)
         self.exchanges: list[dict[str, Any]] = []

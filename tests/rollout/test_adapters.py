@@ -24,8 +24,8 @@ from mrl.engine.lora.folder import adapters, read_adapter, write_adapter_files
 from mrl.engine.lora.shapes import adapter_shapes
 from mrl.engine.sampling import GREEDY, SamplingParams
 from mrl.errors import ConfigError, ServerError
-from mrl.rollout.adapters import PREFIX, Adapted, AdapterHandover
-from mrl.rollout.handover import Together
+from mrl.rollout.adapters import PREFIX, AdapterTraining, AdapterWeightSync
+from mrl.rollout.handover import ServerGroup
 from mrl.trainers import ppo
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -97,7 +97,7 @@ def test_log_probs_are_those_of_the_actor(model, vllm, tmp_path, backend, parall
 @pytest.mark.slow
 def test_a_server_that_lost_the_adapters_is_an_error_and_gets_them_again(model, vllm, tmp_path):
     folder = tmp_path / "weights"
-    sampler = sampler_of([vllm.url], str(folder), adapted=Adapted(model, LORA))
+    sampler = sampler_of([vllm.url], str(folder), adapted=AdapterTraining(model, LORA))
     sampler.update_weights(iter(tensors(model, LORA, 0).items()))
     expected = sampler.log_probs(TEXT)[0]
     [name] = listed(vllm)
@@ -112,7 +112,7 @@ def test_a_server_that_lost_the_adapters_is_an_error_and_gets_them_again(model, 
     sampler.sample(requests(SamplingParams()))
 
     killed, left = sampler, listed(vllm)
-    sampler = sampler_of([vllm.url], str(folder), adapted=Adapted(model, LORA))  # the same run, after a kill
+    sampler = sampler_of([vllm.url], str(folder), adapted=AdapterTraining(model, LORA))  # the same run, after a kill
     assert listed(vllm) == [] and not list(folder.iterdir()) and len(left) == 1
     sampler.update_weights(iter(tensors(model, LORA, 0).items()))
     assert sampler.log_probs(TEXT)[0] == expected and len(list(folder.iterdir())) == 1
@@ -151,9 +151,9 @@ def test_mrl_ppo_trains_with_adapters_alone(model, vllm, tmp_path):
 def test_what_the_server_does_not_take_is_said_at_the_start(model, vllm, tmp_path):
     other = make_model(str(tmp_path / "other"), seed=1)
     with pytest.raises(ServerError, match=f"serves {model}, whose weights are not those of actor.model.path"):
-        sampler_of([vllm.url], str(tmp_path / "w"), adapted=Adapted(other, LORA))
+        sampler_of([vllm.url], str(tmp_path / "w"), adapted=AdapterTraining(other, LORA))
     with pytest.raises(ConfigError) as caught:
-        sampler_of([vllm.url], str(tmp_path / "w"), adapted=Adapted(model, LoraConfig(rank=16)))
+        sampler_of([vllm.url], str(tmp_path / "w"), adapted=AdapterTraining(model, LoraConfig(rank=16)))
     assert str(caught.value) == (
         f"actor.model.lora.rank: value 16 is above 8, the largest that {vllm.url} was started for; start it with "
         "--max-lora-rank 16 or more, give a smaller rank, or set rollout.server.lora to merged"
@@ -161,7 +161,7 @@ def test_what_the_server_does_not_take_is_said_at_the_start(model, vllm, tmp_pat
     tell(vllm, "/update_weight_version", new_version="00000001-abcdef01")  # a run that handed merged weights over
     try:
         with pytest.raises(ServerError, match="has weights that a run gave it .* start it again"):
-            sampler_of([vllm.url], str(tmp_path / "w"), adapted=Adapted(model, LORA))
+            sampler_of([vllm.url], str(tmp_path / "w"), adapted=AdapterTraining(model, LORA))
     finally:
         tell(vllm, "/update_weight_version", new_version="default")
     assert listed(vllm) == []
@@ -225,8 +225,8 @@ def dense(tmp_path_factory) -> str:
     return tiny.make_model(str(tmp_path_factory.mktemp("dense")), "qwen3", seed=0)
 
 
-def handover(dense: str, folder: pathlib.Path, *servers: Noted, lora: LoraConfig = LORA) -> AdapterHandover:
-    return AdapterHandover(Together(servers), str(folder), Adapted(dense, lora))
+def handover(dense: str, folder: pathlib.Path, *servers: Noted, lora: LoraConfig = LORA) -> AdapterWeightSync:
+    return AdapterWeightSync(ServerGroup(servers), str(folder), AdapterTraining(dense, lora))
 
 
 def test_all_servers_have_the_new_adapters_or_none(dense, tmp_path):

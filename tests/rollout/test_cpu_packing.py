@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mrl.rollout import vllm_local
-from mrl.rollout.cpu_packing import pack_anew
+from mrl.rollout.cpu_packing import repack
 
 
 class UnquantizedFusedMoEMethod:
@@ -62,7 +62,7 @@ def model_and_packed():
 
 def test_shared_weights_and_experts_are_packed_once(model_and_packed):
     model, packed = model_and_packed
-    pack_anew(model)
+    repack(model)
     assert sorted(packed) == ["derived", "embedding", "head", "own"]
 
 

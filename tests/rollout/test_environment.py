@@ -5,7 +5,7 @@ import time
 import pytest
 
 from mrl.errors import ConfigError, RewardError
-from mrl.rollout.environment import Environments, Step, load_environment
+from mrl.rollout.environment import Environments, EnvironmentStep, load_environment
 from tests.data.tiny_tokenizers import make_tokenizer
 from tests.rollout.environments import Says, make_prompts, make_rollouts, write_environments
 
@@ -130,7 +130,7 @@ def test_calls_of_a_round_run_at_the_same_time(path, name):
         environments.reset(prompts)
         environments.begin_steps(0, [(i, "dog") for i in range(20)])
         assert environments.answers(wait=False) == {}
-        assert environments.answers(wait=True) == {0: [Step("fox", 0.5, True)] * 20}
+        assert environments.answers(wait=True) == {0: [EnvironmentStep("fox", 0.5, True)] * 20}
         assert time.monotonic() - start < 6, "20 calls of 0.2 s, twice, one after the other take 8 s"
     environments.close()
 
@@ -140,7 +140,7 @@ def test_more_conversations_than_threads(path):
     environments = Environments(load_environment(f"{path}:Count"), "Count", timeout_s=5)
     environments.reset(prompts)
     environments.begin_steps(0, [(i, "x" * i) for i in range(0, 300, 3)])
-    assert environments.answers(wait=True) == {0: [Step(f"{i} fox", 1.0, True) for i in range(0, 300, 3)]}
+    assert environments.answers(wait=True) == {0: [EnvironmentStep(f"{i} fox", 1.0, True) for i in range(0, 300, 3)]}
     environments.close()
 
 

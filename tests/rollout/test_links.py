@@ -82,7 +82,7 @@ def test_a_link_carries_every_bit(way):
     offers = link.offers()
     seats = [(offers[0], 0), (offers[1], 0), (offers[1], 1)]
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        joining = [pool.submit(links.make_end, offer, worker) for offer, worker in seats]
+        joining = [pool.submit(links.make_receiver, offer, worker) for offer, worker in seats]
         link.connect(lambda: False)
         ends = [each.result() for each in joining]
         for weights in (WEIGHTS, MIXED):
@@ -106,7 +106,7 @@ def test_a_link_carries_every_bit(way):
 def test_a_process_that_is_gone_breaks_the_link():
     link = links.BroadcastLink(CPU, "127.0.0.1", [1], timeout_s=60)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(links.make_end, link.offers()[0], 0)
+        joining = pool.submit(links.make_receiver, link.offers()[0], 0)
         link.connect(lambda: False)
         joining.result().close()
     del joining
@@ -131,7 +131,7 @@ def test_a_trainer_that_was_killed_leaves_nothing():
     process = multiprocessing.get_context("spawn").Process(target=killed_trainer.run, args=(there,), daemon=True)
     process.start()
     (file, offer), mine = here.recv(), links.SharedMemoryLink(CPU, 1)
-    end = links.make_end(offer, 0)
+    end = links.make_receiver(offer, 0)
     mine.buffer(0, 100)
     assert os.path.exists(file) and not end._is_left(), "it lives"
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -153,7 +153,7 @@ def test_a_trainer_that_leaves_keeps_no_server_waiting(monkeypatch):
     monkeypatch.setattr(links, "ASKED_S", 0.1)
     link = links.BroadcastLink(CPU, "127.0.0.1", [1], timeout_s=60)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(links.make_end, link.offers()[0], 0)
+        joining = pool.submit(links.make_receiver, link.offers()[0], 0)
         link.connect(lambda: False)
         end = joining.result()
         receiving = pool.submit(end.receive, {"names": ["a"], "dtypes": ["uint8"], "shapes": [[2**20]]}, CPU)
@@ -182,7 +182,7 @@ def test_a_broadcast_that_failed_is_no_bucket():
         if limit is not None:
             raise RuntimeError("aborted")
 
-    work, end = types.SimpleNamespace(is_completed=lambda: True, wait=wait), object.__new__(links._BroadcastEnd)
+    work, end = types.SimpleNamespace(is_completed=lambda: True, wait=wait), object.__new__(links._BroadcastReceiver)
     end._group, end._timeout_s = [types.SimpleNamespace(broadcast=lambda *args: work)], 1
     with pytest.raises(RuntimeError, match="aborted"):
         end.receive({"names": ["a"], "dtypes": ["uint8"], "shapes": [[2]]}, CPU)
@@ -199,7 +199,7 @@ def test_who_ends_what_where_nccl_fails(monkeypatch):
     monkeypatch.setattr(links, "make_group", noted)
     link = links.BroadcastLink(CPU, "127.0.0.1", [1], timeout_s=30)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(links.make_end, link.offers()[0], 0)
+        joining = pool.submit(links.make_receiver, link.offers()[0], 0)
         link.connect(lambda: False)
         joining.result().close()
     link.close()
@@ -244,7 +244,9 @@ def test_nccl_ends_no_process(monkeypatch):
 
 def test_another_protocol_is_refused():
     with pytest.raises(ValueError, match="protocol 0 and this one's 2"):
-        links.make_end({"protocol": 0, "link": "ipc"}, 0)
+        links.make_receiver({"protocol": 0, "link": "ipc"}, 0)
     with pytest.raises(ValueError, match="another machine"):
         memory = {"file": "/dev/shm/of-another-machine", "bytes": 4}
-        links.make_end({"protocol": 2, "link": "ipc"}, 0).receive({"memory": memory, "dtypes": [], "shapes": []}, CPU)
+        links.make_receiver({"protocol": 2, "link": "ipc"}, 0).receive(
+            {"memory": memory, "dtypes": [], "shapes": []}, CPU
+        )

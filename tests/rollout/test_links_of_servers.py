@@ -113,7 +113,7 @@ class Process:
     """A process of a replayed server that joins a group and receives."""
 
     def __init__(self, server: Replay, *, receives: bool) -> None:
-        self.end: links.End | None = None
+        self.end: links.LinkReceiver | None = None
         self.came: list[tuple[str, torch.Tensor]] = []
         server.faults["/server_info?config_format=json"] = [linked]
         server.faults["/get_world_size"] = [says(200, {"world_size": 1})] * 9
@@ -122,7 +122,7 @@ class Process:
         server.faults["/collective_rpc"] = [self.leave] * 9
 
     def join(self, body, recorded):
-        self.end = links.make_end(body["init_info"]["offer"], 0)
+        self.end = links.make_receiver(body["init_info"]["offer"], 0)
         return 200, {"message": "done"}
 
     def receive(self, body, recorded):

@@ -21,7 +21,7 @@ from mrl.engine.base import Completion
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import ConfigError, ServerError
 from mrl.rollout.base import SampleRequest
-from mrl.rollout.http import Http
+from mrl.rollout.http import HttpClient
 from mrl.rollout.servers import seed_of
 from mrl.rollout.sglang import SGLangServer, SGLangServerSampler, sampling_fields
 from mrl.rollout.sglang_link import PickledLink
@@ -119,7 +119,7 @@ def test_a_hand_over_that_fails_is_undone(servers, tmp_path, status):
 
 def test_adapters_are_named(servers):
     """A load that fails says why; requests name the adapter, and the base has no name."""
-    replay, server = servers[0], SGLangServer(Http(servers[0].url, timeout_s=30))
+    replay, server = servers[0], SGLangServer(HttpClient(servers[0].url, timeout_s=30))
     [models] = [e for e in replay.exchanges if e["path"] == "/v1/models"]
     models["answer"]["data"].append({"id": "mrl-ppo-1", "object": "model", "root": "/w/1", "parent": "tiny"})
     done = {

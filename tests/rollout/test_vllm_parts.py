@@ -19,16 +19,16 @@ from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig, ServerConfig
 from mrl.config.ppo_checks import check_inside
 from mrl.engine import collective
-from mrl.engine.atomic_checkpoint import Ranks
+from mrl.engine.atomic_checkpoint import RankGroup
 from mrl.engine.kept import share
 from mrl.errors import ConfigError, ServerError
 from mrl.parallel import ParallelDims
 from mrl.roles.dispatch import WorkerDispatch
-from mrl.rollout.apart import Apart
+from mrl.rollout.apart import IsolatedState
 from mrl.rollout.base import Sampler
 from mrl.rollout.vllm_local import _import_vllm, engine_arguments
 from mrl.trainers.rl import samplers
-from mrl.trainers.rl.samplers import WithWeights
+from mrl.trainers.rl.samplers import SyncedSampler
 from tests.engine.harness import run_case
 from tests.rollout import stand_in_vllm
 
@@ -85,7 +85,7 @@ class Recorded(Sampler):
 def test_the_rest_of_the_memory_wakes_after_the_actor_was_put_away(forgets, monkeypatch):
     sampler = Recorded(forgets=forgets)
     monkeypatch.setattr(samplers.time, "perf_counter", lambda: float(len(sampler.events)))
-    sampling = WithWeights(sampler, sampler, beside=True)  # type: ignore[arg-type]
+    sampling = SyncedSampler(sampler, sampler, beside=True)  # type: ignore[arg-type]
     for step in (0, 0, 1):
         with sampling(step):
             sampler.sample([])
@@ -94,12 +94,12 @@ def test_the_rest_of_the_memory_wakes_after_the_actor_was_put_away(forgets, monk
     assert sampler.events == [*whole, *again, *whole]
     assert sampling.take_seconds() == 4 + (4 if forgets else 2) + 4, "what comes before a sample"
     assert sampling.take_seconds() == 0.0
-    assert WithWeights(sampler, sampler, beside=False).take_seconds() is None  # type: ignore[arg-type]
+    assert SyncedSampler(sampler, sampler, beside=False).take_seconds() is None  # type: ignore[arg-type]
 
 
 def test_a_hand_over_that_fails_wakes_nothing_more_and_sleeps():
     sampler = Recorded(forgets=True, fails=True)
-    with pytest.raises(ServerError), WithWeights(sampler, sampler, beside=True)(0):  # type: ignore[arg-type]
+    with pytest.raises(ServerError), SyncedSampler(sampler, sampler, beside=True)(0):  # type: ignore[arg-type]
         raise AssertionError("it samples")
     assert sampler.events == ["roles away", "weights ['actor', True]", "sleep"]
 
@@ -197,7 +197,7 @@ def test_neighbours_make_an_engine(monkeypatch):
 
     given = []
     for rank in range(4):
-        ranks = Ranks(rank, 4, lambda value: [value] * 4)
+        ranks = RankGroup(rank, 4, lambda value: [value] * 4)
         monkeypatch.setattr(collective, "all_ranks", lambda ranks=ranks: ranks)
         with stand_in_vllm.installed() as vllm:
             sampler = sampler_of(tp=2)
@@ -334,7 +334,7 @@ def test_the_process_is_the_trainers_outside(monkeypatch):
         return dict(os.environ), generators, threads, torch.get_default_dtype(), torch.get_float32_matmul_precision()
 
     before = states()
-    apart = Apart(CPU, {"RANK": "5"}, {"KEPT": "theirs", "NEW": "theirs"})
+    apart = IsolatedState(CPU, {"RANK": "5"}, {"KEPT": "theirs", "NEW": "theirs"})
     with apart.inside():
         assert (os.environ["RANK"], os.environ["KEPT"], os.environ["NEW"]) == ("5", "ours", "theirs")
         os.environ |= {"LD_PRELOAD": "theirs", "KEPT": "changed"}
@@ -377,7 +377,7 @@ def test_the_current_cuda_stream_is_the_trainers_outside(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.zeros(1))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
-    apart = Apart(torch.device("cuda", 0), {})
+    apart = IsolatedState(torch.device("cuda", 0), {})
     with apart.inside():
         assert current[-1] is ours
         torch.cuda.set_stream(theirs)

@@ -13,13 +13,13 @@ import pytest
 from starlette.responses import JSONResponse
 
 from mrl.serve import app
-from mrl.serve.app import Door, HTTPServer, as_result, listening, promised, retrieving, route
+from mrl.serve.app import Auth, HTTPServer, future_response, json_result, make_retrieve_handler, open_socket, route
 from mrl.serve.datums import Limits
-from mrl.serve.desk import Desk
 from mrl.serve.ledger import Ledger
-from mrl.serve.openai import OpenAI
-from mrl.serve.sampling import Sampling
-from mrl.serve.training import Served
+from mrl.serve.openai import OpenAIHandlers
+from mrl.serve.request_queue import RequestQueue
+from mrl.serve.sampling import SamplingHandlers
+from mrl.serve.training import ServedModel
 from tests.data.tiny_tokenizers import make_tokenizer
 
 HEALTH = "/api/v1/healthz"
@@ -29,25 +29,27 @@ class Listening:
     """The handlers over a desk of which nothing is taken, as there is no model."""
 
     def __init__(self, folder):
-        tokenizer, self.desk = make_tokenizer(), Desk(most_waiting=100)
-        served = Served("m", "m", Limits(len(tokenizer), 64), None, 1)
-        sampling = Sampling(served, Ledger(folder), self.desk, [0])
-        openai = OpenAI(served, sampling.ledger, self.desk, sampling, tokenizer, lambda: [])
+        tokenizer, self.request_queue = make_tokenizer(), RequestQueue(max_waiting=100)
+        served = ServedModel("m", "m", Limits(len(tokenizer), 64), None, 1)
+        sampling = SamplingHandlers(served, Ledger(folder), self.request_queue, [0])
+        openai = OpenAIHandlers(served, sampling.ledger, self.request_queue, sampling, tokenizer, lambda: [])
 
         async def health(asked):
             return JSONResponse({})
 
         async def promise(asked):
-            return promised(self.desk.put_together("queue", asked.json["key"], "work"))
+            return future_response(self.request_queue.put_batched("queue", asked.json["key"], "work"))
 
-        self.listens = listening("127.0.0.1", 0)
-        door, of_texts = Door(None, 2**26), Door(None, 2**23)
+        self.listens = open_socket("127.0.0.1", 0)
+        auth, of_texts = Auth(None, 2**26), Auth(None, 2**23)
         self.http = HTTPServer(
             [
-                route("GET", HEALTH, health, door),
-                route("POST", "/api/v1/asample", sampling.asample, door),
-                route("POST", "/promise", promise, door),
-                route("POST", "/api/v1/retrieve_future", retrieving(self.desk, lambda id: None), door),
+                route("GET", HEALTH, health, auth),
+                route("POST", "/api/v1/asample", sampling.asample, auth),
+                route("POST", "/promise", promise, auth),
+                route(
+                    "POST", "/api/v1/retrieve_future", make_retrieve_handler(self.request_queue, lambda id: None), auth
+                ),
                 route("POST", "/v1/completions", openai.completions, of_texts),
                 route("POST", "/v1/chat/completions", openai.chat_completions, of_texts),
             ],
@@ -69,7 +71,7 @@ class Listening:
 def server(tmp_path):
     made = Listening(tmp_path)
     yield made
-    made.desk.end()
+    made.request_queue.end()
     made.http.stop()
 
 
@@ -156,20 +158,20 @@ def test_a_slow_upload_lives_and_a_stalled_one_ends(server, monkeypatch):
 def test_the_end_answers_who_waits(server, caplog, monkeypatch):
     """Held results, whole answers, streams, and a body that is still on its way: each in words, and no traceback."""
     monkeypatch.setattr(app, "ENDING_S", 0.5)
-    _, promise = server.ask("/promise", {"key": 1})
+    _, future = server.ask("/promise", {"key": 1})
     bodies = {
-        "/api/v1/retrieve_future": {"request_id": promise["request_id"]},
+        "/api/v1/retrieve_future": {"request_id": future["request_id"]},
         "/v1/completions": {"model": "m", "prompt": [5, 6], "max_tokens": 4},
         "/v1/chat/completions": chat("a", max_tokens=4, stream=True),
     }
     waiting, held = {}, threading.Semaphore(0)
-    tell = server.desk.tell
+    tell = server.request_queue.add_callback
 
     def telling(*what):
         tell(*what)
         held.release()
 
-    monkeypatch.setattr(server.desk, "tell", telling)
+    monkeypatch.setattr(server.request_queue, "add_callback", telling)
     for path, body in bodies.items():
         waiting[path] = server.connect()
         waiting[path].request("POST", path, json.dumps(body))
@@ -177,7 +179,7 @@ def test_the_end_answers_who_waits(server, caplog, monkeypatch):
     half = socket.create_connection(("127.0.0.1", server.http.port))
     half.sendall(b"POST /promise HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 99\r\n\r\nhalf")
     stream = waiting["/v1/chat/completions"].getresponse()  # its head has come
-    server.desk.end()
+    server.request_queue.end()
     server.http.stop()
     held_result, whole = (waiting[path].getresponse() for path in list(bodies)[:2])
     assert (held_result.status, json.loads(held_result.read())["type"]) == (200, "try_again")
@@ -194,9 +196,9 @@ def test_what_is_done_by_the_end_is_told(server):
     """And nobody is held after it."""
     _, done = server.ask("/promise", {"key": 1})
     _, waits = server.ask("/promise", {"key": 2})
-    [one, _] = server.desk.take(1).waiting
-    server.desk.finish(one.promise, as_result({"came": 1}))
-    server.desk.end()
+    [one, _] = server.request_queue.next_work(1).requests
+    server.request_queue.finish(one.future, json_result({"came": 1}))
+    server.request_queue.end()
     asked = "/api/v1/retrieve_future"
     assert server.ask(asked, {"request_id": done["request_id"]}) == (200, {"came": 1})
     assert server.ask(asked, {"request_id": waits["request_id"]})[1]["type"] == "try_again"

@@ -23,9 +23,9 @@ from mrl.config.load import from_dict
 from mrl.config.serve import ServeConfig
 from mrl.engine.collective import join_processes
 from mrl.errors import ConfigError
-from mrl.serve.app import MOST_FILES, take_more_connections
-from mrl.serve.records import as_cut
-from mrl.serve.server import reached_at
+from mrl.serve.app import MAX_FILES, raise_file_limit
+from mrl.serve.records import as_tokenizer_name
+from mrl.serve.server import client_address
 from mrl.serve.suspended import layout_of, refuse_other_layout
 from tests.forks import forks
 from tests.serve.serving import Serving, serving
@@ -83,22 +83,22 @@ def test_names_in_which_a_sampling_client_finds_no_tokenizer(name, monkeypatch):
     found = []
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda id, **more: found.append(id))
     sampling_client._load_tokenizer_from_model_info(name)
-    assert found == [as_cut(name)]
+    assert found == [as_tokenizer_name(name)]
 
 
 def test_the_address_that_clients_are_told():
     here = socket.gethostname()
     told = {"127.0.0.1": "127.0.0.1", "0.0.0.0": here, "::": here, "::1": "[::1]", "node7": "node7"}
-    assert {host: reached_at(host) for host in told} == told
+    assert {host: client_address(host) for host in told} == told
 
 
 def test_more_files_than_many_systems_begin_with():
     before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        take_more_connections()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, MOST_FILES) if hard > 0 else MOST_FILES, hard)
-        take_more_connections()
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, MAX_FILES) if hard > 0 else MAX_FILES, hard)
+        raise_file_limit()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
 

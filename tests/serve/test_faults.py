@@ -112,9 +112,9 @@ def malformed(rng: random.Random, session: str, model_id: str) -> tuple[str, byt
     return path, {**body, name: odd}
 
 
-def came_of(server, promise):
+def came_of(server, future):
     """What a promise came to, where that is JSON."""
-    found = ask(server, "/api/v1/retrieve_future", {"request_id": promise})[1]
+    found = ask(server, "/api/v1/retrieve_future", {"request_id": future})[1]
     return json.loads(found) if found[:1] == b"{" else {}
 
 
@@ -273,11 +273,11 @@ def test_what_a_dead_client_held_is_freed(model, tmp_path):
         status, answer = ask(server, "/api/v1/create_session", {"sdk_version": "0.38.0"})
         session = json.loads(answer)["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": model, "lora_config": {"rank": 2}}
-        promise = json.loads(ask(server, "/api/v1/create_model", body)[1])
-        ask(server, "/api/v1/retrieve_future", {"request_id": promise["request_id"]})
+        future = json.loads(ask(server, "/api/v1/create_model", body)[1])
+        ask(server, "/api/v1/retrieve_future", {"request_id": future["request_id"]})
         deadline = time.monotonic() + 120
         while True:
-            status, answer = ask(server, "/api/v1/optim_step", {"model_id": promise["model_id"], "seq_id": 9})
+            status, answer = ask(server, "/api/v1/optim_step", {"model_id": future["model_id"], "seq_id": 9})
             if status == 400 and re.search("is gone: .*its client was gone for long", answer.decode()):
                 break
             assert time.monotonic() < deadline, answer

@@ -11,23 +11,23 @@ import time
 import pytest
 
 from mrl.errors import CheckpointError, ConfigError, UserError
-from mrl.serve.desk import Desk
-from mrl.serve.ledger import ENDED, Ledger, ModelRecord, SamplerRecord, Saved
-from mrl.serve.operations import Kind
-from mrl.serve.suspended import put_aside, read_state
+from mrl.serve.ledger import ENDED, Ledger, ModelRecord, SamplerRecord, SavedRecord
+from mrl.serve.operations import ModelKind
+from mrl.serve.request_queue import RequestQueue
+from mrl.serve.suspended import move_aside, read_state
 
 RUN = "s1:train:0"
 
 
 def saved(name, **fields):
-    return Saved(RUN, "weights", name, Kind(4), "base", 1.0, 10, **fields)
+    return SavedRecord(RUN, "weights", name, ModelKind(4), "base", 1.0, 10, **fields)
 
 
 @pytest.fixture
 def ledger(tmp_path):
     made = Ledger(tmp_path)
     made.session("s1")
-    made.model(ModelRecord(RUN, "s1", Kind(4), "base", {"who": "tests"}, 1.0, here=True))
+    made.model(ModelRecord(RUN, "s1", ModelKind(4), "base", {"who": "tests"}, 1.0, here=True))
     made.save(saved("a"))
     made.sampler(SamplerRecord("s1:sample:0", "s1", "base", path=saved("a").path, saved=1.0))
     return made
@@ -37,7 +37,7 @@ def test_the_next_start_knows_all_but_what_the_ranks_have(ledger, tmp_path):
     again = Ledger(tmp_path)
     assert again.sessions == ledger.sessions and again.saved == ledger.saved and again.samplers == ledger.samplers
     [model] = again.models.values()
-    assert (model.id, model.kind, model.metadata, model.here) == (RUN, Kind(4), {"who": "tests"}, False)
+    assert (model.id, model.kind, model.metadata, model.here) == (RUN, ModelKind(4), {"who": "tests"}, False)
 
 
 def test_a_line_that_broke_off_takes_no_other_with_it(ledger, tmp_path):
@@ -84,7 +84,7 @@ def test_a_client_that_comes_back_is_heard(ledger, tmp_path):
     again = Ledger(tmp_path)
     before = again.sessions["s1"]
     for session in ("s1", "s2", "s3"):
-        again.hear(session)
+        again.record_heartbeat(session)
     assert again.sessions["s1"] > before and again.sessions["s2"] == ENDED and "s3" not in again.sessions
 
 
@@ -99,9 +99,9 @@ def test_whoever_goes_through_a_mapping_is_not_disturbed(ledger):
 
 
 def test_what_is_kept_from_now_on(ledger):
-    ledger.keep_for(saved("a"), 60)
+    ledger.set_ttl(saved("a"), 60)
     assert 50 < ledger.saved[saved("a").path].expires - time.time() < 70
-    ledger.keep_for(saved("a"), None)
+    ledger.set_ttl(saved("a"), None)
     assert ledger.saved[saved("a").path].expires is None
 
 
@@ -178,7 +178,7 @@ def test_an_odd_line_is_passed_over_and_said(ledger, tmp_path, name):
     again = odd_of(ledger, tmp_path, ODD[name], {"event": "session", "id": "s2", "time": 5.0})
     assert again.saved == ledger.saved and again.samplers == ledger.samplers and again.models.keys() == {RUN}
     assert again.sessions == {**ledger.sessions, "s2": 5.0} and not again.deleted
-    assert re.fullmatch(r"ledger.jsonl: line 5 is passed over \([^()]+\)", again.oddities())
+    assert re.fullmatch(r"ledger.jsonl: line 5 is passed over \([^()]+\)", again.skipped_lines())
 
 
 def test_what_a_newer_mrl_added_is_left_out_and_said(ledger, tmp_path):
@@ -186,10 +186,12 @@ def test_what_a_newer_mrl_added_is_left_out_and_said(ledger, tmp_path):
     more = {"event": "saved", **dataclasses.asdict(saved("b")), "digest": "x", "color": 1}
     more["kind"] |= {"dora": True}
     again = odd_of(ledger, tmp_path, more)
-    assert again.saved.keys() == {saved("a").path, saved("b").path} and again.saved[saved("b").path].kind == Kind(4)
-    assert again.oddities() == "ledger.jsonl: line 5 has fields of another mrl (color, digest, kind.dora)"
-    assert not ledger.oddities()
-    many = odd_of(ledger, tmp_path, *[[]] * 5).oddities()
+    assert again.saved.keys() == {saved("a").path, saved("b").path} and again.saved[saved("b").path].kind == ModelKind(
+        4
+    )
+    assert again.skipped_lines() == "ledger.jsonl: line 5 has fields of another mrl (color, digest, kind.dora)"
+    assert not ledger.skipped_lines()
+    many = odd_of(ledger, tmp_path, *[[]] * 5).skipped_lines()
     assert many.startswith("ledger.jsonl: line 5 has fields") and many.endswith(", and 3 more")
 
 
@@ -227,7 +229,7 @@ def test_what_a_killed_save_left_is_removed(ledger, tmp_path):
     """And no save, whatever it is called."""
     whole = ledger.folder_of(RUN, "weights", "a") / "step_00000002"
     odd = ledger.folder_of(RUN, "sampler_weights", "b.partial")
-    ledger.save(Saved(RUN, "sampler_weights", "b.partial", Kind(4), "base", 1.0, 10))
+    ledger.save(SavedRecord(RUN, "sampler_weights", "b.partial", ModelKind(4), "base", 1.0, 10))
     left = [
         ledger.folder_of(RUN, "weights", "a") / ".tmp-step_00000003", ledger.folder_of(RUN, "weights", "c") / ".tmp-step_00000003",
         ledger.folder_of(RUN, "weights", "a") / ".trash-step_00000001", ledger.folder_of(RUN, "external_weights", "d.partial"),
@@ -236,18 +238,18 @@ def test_what_a_killed_save_left_is_removed(ledger, tmp_path):
         folder.mkdir(parents=True)
         (folder / "file").write_text("x")
     again = odd_of(ledger, tmp_path, {"event": "x"})
-    again.sweep()
+    again.remove_partial()
     assert left[-1].exists(), "an odd line may be that of a save"
     Ledger(tmp_path).file.write_text("\n".join(ledger.file.read_text().splitlines()[:-1]) + "\n")
-    Ledger(tmp_path).sweep()
+    Ledger(tmp_path).remove_partial()
     assert whole.exists() and odd.exists() and not any(folder.exists() for folder in left)
     assert not left[1].parent.exists()
 
 
 def state_of(folder, **changed):
-    desk = Desk(most_waiting=5)
-    desk.open(RUN, first=1)
-    state = {"layout": {"a": 1}, "desk": desk.state(), "lost": {RUN: [[1, "why"]]}} | changed
+    request_queue = RequestQueue(max_waiting=5)
+    request_queue.open(RUN, first=1)
+    state = {"layout": {"a": 1}, "desk": request_queue.state(), "lost": {RUN: [[1, "why"]]}} | changed
     folder.mkdir()
     (folder / "desk.json").write_text(json.dumps({k: v for k, v in state.items() if v != "GONE"}))
     return folder
@@ -272,5 +274,5 @@ def test_what_is_damaged_is_put_aside(tmp_path):
         make()
         with pytest.raises(CheckpointError, match="is damaged"):
             read_state(folder)
-        put_aside(folder)
+        move_aside(folder)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"suspended.damaged-{i}" for i in (1, 2, 3)]

@@ -14,17 +14,17 @@ from mrl.config.serve import ServeKeys
 from mrl.engine.base import Completion
 from mrl.engine.registry import build_engine
 from mrl.engine.sampling import SamplingParams
-from mrl.engine.trained_state import Update
+from mrl.engine.trained_state import UpdateSettings
 from mrl.errors import UserError
 from mrl.serve import models as models_module
 from mrl.serve import operations as ops
-from mrl.serve.models import Models, OwnFault
+from mrl.serve.models import Models, ServerFault
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.layouts import world_and_role
 from tests.tiers import slow_but
 
-FULL = ops.Kind()
+FULL = ops.ModelKind()
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +43,17 @@ def first_steps(config: RoleConfig) -> None:
     engine.init_model()
     models, unwatched = (Models(engine, None, None, config.model.path, ServeKeys(guards=on)) for on in (True, False))
     for name in ("a", "b"):
-        models.do(ops.Create(name, FULL))
-    unwatched.do(ops.Create("c", FULL))
+        models.do(ops.CreateModel(name, FULL))
+    unwatched.do(ops.CreateModel("c", FULL))
     for _ in range(2):  # the fault stays, and is said again
-        with pytest.raises(OwnFault, match=r"optim_step: did not train .*: model.norm.weight: it has no gradient; "):
+        with pytest.raises(ServerFault, match=r"optim_step: did not train .*: model.norm.weight: it has no gradient; "):
             step(models, "a", lr=1e-3, without="model.norm.weight")
     step(unwatched, "c", lr=1e-3, without="model.norm.weight")
     assert step(models, "b", lr=0.0) > 0, "a model of its own"
     step(models, "b", lr=1e-3, without="model.norm.weight")  # only the first step is looked at
-    models.do(ops.Forget(models=["b"]))
-    models.do(ops.Create("b", FULL))
-    with pytest.raises(OwnFault):
+    models.do(ops.ForgetModels(models=["b"]))
+    models.do(ops.CreateModel("b", FULL))
+    with pytest.raises(ServerFault):
         step(models, "b", lr=1e-3, without="model.norm.weight")
     assert step(models, "a", lr=1e-3) > 0
 
@@ -82,7 +82,7 @@ def without_memory(config: RoleConfig) -> None:
     engine.init_model()
     models = Models(engine, None, None, config.model.path, ServeKeys())
     for name in ("a", "b", "undisturbed"):
-        models.do(ops.Create(name, FULL))
+        models.do(ops.CreateModel(name, FULL))
     expected = [step(models, "undisturbed", lr=1e-2) for _ in range(3)]
     assert [step(models, "a", lr=1e-2), step(models, "b", lr=1e-2)] == [expected[0]] * 2
     models.do(gradients("a"))
@@ -91,39 +91,39 @@ def without_memory(config: RoleConfig) -> None:
     Hungry.seen = 0
     try:
         with pytest.raises(
-            OwnFault, match=r"forward_backward: ran out of memory \(.*9 GiB\); lower engine.micro_batch"
+            ServerFault, match=r"forward_backward: ran out of memory \(.*9 GiB\); lower engine.micro_batch"
         ):
             models.do(gradients("a"))
     finally:
         models_module.SummedLoss = right
-    update = Update(1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, clip_grad=0.0)
+    update = UpdateSettings(1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, clip_grad=0.0)
     with pytest.raises(UserError, match="optim_step: has no gradient"):
-        models.do(ops.Step("a", update))
+        models.do(ops.OptimizerStep("a", update))
     assert [step(models, "a", lr=1e-2) for _ in range(2)] == expected[1:]
-    assert models.do(ops.Step("b", update))["grad_norm"] == expected[1], "what it had accumulated is there"
+    assert models.do(ops.OptimizerStep("b", update))["grad_norm"] == expected[1], "what it had accumulated is there"
     models.do(gradients("a"))
-    models.do(ops.Drop("a"))
+    models.do(ops.DropGradients("a"))
     with pytest.raises(UserError, match="optim_step: has no gradient"):
-        models.do(ops.Step("a", update))
+        models.do(ops.OptimizerStep("a", update))
     _sampling_without_memory(models)
 
 
 def _sampling_without_memory(models: Models) -> None:
     """What was drawn from the snapshot is given up, and the next samples are whole."""
-    sample = ops.Sample([5, 6, 7], 1, 4, SamplingParams(temperature=1.0), 3, [], [])
-    [whole] = models.do(ops.SampleAll(None, {"1": sample}, 16)).values()
-    assert models.do(ops.SampleAll(None, {"2": sample}, 2)) == {}
+    sample = ops.DrawSamples([5, 6, 7], 1, 4, SamplingParams(temperature=1.0), 3, [], [])
+    [whole] = models.do(ops.ContinueSampling(None, {"1": sample}, 16)).values()
+    assert models.do(ops.ContinueSampling(None, {"2": sample}, 2)) == {}
     generate = models.engine.generate
 
     def fails(*_: object, **__: object) -> list[Completion]:
         raise torch.OutOfMemoryError("no room")
 
     models.engine.generate = fails
-    with pytest.raises(OwnFault, match=r"asample: ran out of memory \(no room\)"):
-        models.do(ops.SampleAll(None, {"3": sample}, 2))
+    with pytest.raises(ServerFault, match=r"asample: ran out of memory \(no room\)"):
+        models.do(ops.ContinueSampling(None, {"3": sample}, 2))
     models.engine.generate = generate
     assert not models.running
-    [again] = models.do(ops.SampleAll(None, {"4": sample}, 16)).values()
+    [again] = models.do(ops.ContinueSampling(None, {"4": sample}, 16)).values()
     assert again.completions == whole.completions and not models.running
 
 
@@ -134,27 +134,27 @@ def test_samples_that_take_turns_are_those_drawn_alone(folder, backend, rank):
     processes, role = world_and_role(backend, folder, size=1)
     if rank is not None:
         role = dataclasses.replace(role, model=dataclasses.replace(role.model, lora=LoraConfig(rank=2 * rank)))
-    run_case(processes, f"{__name__}:turns", config=role, kind=ops.Kind(rank))
+    run_case(processes, f"{__name__}:turns", config=role, kind=ops.ModelKind(rank))
 
 
-def turns(config: RoleConfig, kind: ops.Kind) -> None:
+def turns(config: RoleConfig, kind: ops.ModelKind) -> None:
     """Two snapshots of a model, a part of each at a time, and steps of the model between them."""
     engine = build_engine(config)
     engine.init_model()
     models = Models(engine, None, config.model.lora, config.model.path, ServeKeys())
-    models.do(ops.Create("a", kind))
+    models.do(ops.CreateModel("a", kind))
     snapshots = ("before", "after")
     for name in snapshots:
         step(models, "a", lr=0.1)
-        models.do(ops.Freeze("a", name))
-    sample = ops.Sample([5, 6, 7], 2, 6, SamplingParams(temperature=1.0), 3, [], [])
-    alone = {name: models.do(ops.SampleAll(name, {"0": sample}, 16))["0"].completions for name in snapshots}
+        models.do(ops.TakeSnapshot("a", name))
+    sample = ops.DrawSamples([5, 6, 7], 2, 6, SamplingParams(temperature=1.0), 3, [], [])
+    alone = {name: models.do(ops.ContinueSampling(name, {"0": sample}, 16))["0"].completions for name in snapshots}
     assert alone["before"] != alone["after"]
     begun = {name: {"0": sample} for name in snapshots}
     found = {}
     for _ in range(3):
         for name in snapshots:
-            for sampled in models.do(ops.SampleAll(name, begun.pop(name, {}), 2)).values():
+            for sampled in models.do(ops.ContinueSampling(name, begun.pop(name, {}), 2)).values():
                 found[name] = sampled.completions
             step(models, "a", lr=0.1)
     assert {name: [one.tokens for one in of] for name, of in found.items()} == {
@@ -166,11 +166,11 @@ def turns(config: RoleConfig, kind: ops.Kind) -> None:
     assert not models.running
 
 
-def gradients(name: str) -> ops.Pass:
+def gradients(name: str) -> ops.ForwardPass:
     """A pass that accumulates them."""
     made = tiny.uneven_batch()
     data = dataclasses.replace(made, token_fields={"weights": made.loss_mask}, denominators={DENOMINATOR: 1.0})
-    return ops.Pass(name, data, "cross_entropy", {}, forward_only=False)
+    return ops.ForwardPass(name, data, "cross_entropy", {}, forward_only=False)
 
 
 def step(models: Models, name: str, lr: float, without: str | None = None) -> float:
@@ -178,5 +178,5 @@ def step(models: Models, name: str, lr: float, without: str | None = None) -> fl
     models.do(gradients(name))
     if without is not None:
         models.engine.model.trained()[without].grad = None
-    update = Update(lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, clip_grad=0.0)
-    return models.do(ops.Step(name, update))["grad_norm"]
+    update = UpdateSettings(lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, clip_grad=0.0)
+    return models.do(ops.OptimizerStep(name, update))["grad_norm"]

@@ -1,4 +1,4 @@
-"""The door of OpenAI's interface, with OpenAI's own client."""
+"""The handlers of OpenAI's interface, with OpenAI's own client."""
 
 import contextlib
 import http.client
@@ -193,7 +193,7 @@ def test_nothing_more_is_drawn_for_a_client_that_hung_up(model, tmp_path):
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 20100}))
     model = str(model)
     with serving(tmp_path, model, "serve.max_length=20100", "serve.max_waiting=2") as server:
-        door = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        auth = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         for stream in (False, True):
             body = {"model": model, "prompt": [[5, 6], [7, 8]], "max_tokens": 20000, "stop": [], "stream": stream}
             line = b""
@@ -210,12 +210,12 @@ def test_nothing_more_is_drawn_for_a_client_that_hung_up(model, tmp_path):
                 time.sleep(0.5)
             assert line.startswith(b"data: ") == stream, line
             with pytest.raises(openai.RateLimitError):
-                door.completions.create(model=model, prompt=[5, 6], max_tokens=2)
+                auth.completions.create(model=model, prompt=[5, 6], max_tokens=2)
             connection.close()
             deadline, answer = time.monotonic() + 10, None
             while answer is None and time.monotonic() < deadline:
                 with contextlib.suppress(openai.RateLimitError):
-                    answer = door.completions.create(model=model, prompt=[5, 6], max_tokens=2)
+                    answer = auth.completions.create(model=model, prompt=[5, 6], max_tokens=2)
             assert answer is not None, (
                 f"there is no room 10 s after the client of a {'stream' if stream else 'whole'} went"
             )

@@ -36,20 +36,20 @@ def tensors():
 
 
 def test_a_wider_adapter_acts_as_the_narrow_one(tensors):
-    wide = padded.widened(tensors, SHAPES, RANK)
+    wide = padded.pad_rank(tensors, SHAPES, RANK)
     shapes = {name: dataclasses.replace(shape, rank=RANK) for name, shape in SHAPES.items()}
     for shape in shapes.values():
         assert wide[shape.a_name].shape == shape.a_shape and wide[shape.b_name].shape == shape.b_shape
     for name, expected in products(tensors, SHAPES, 3).items():
         torch.testing.assert_close(products(wide, shapes, RANK)[name], expected)
-    back = padded.narrowed(wide, SHAPES, RANK)
+    back = padded.unpad_rank(wide, SHAPES, RANK)
     assert back.keys() == tensors.keys() and all(torch.equal(back[name], tensors[name]) for name in tensors)
 
 
 @pytest.mark.parametrize(("attention", "mlp"), [(True, True), (True, False), (False, True)])
 def test_what_is_not_adapted_is_zero(attention, mlp):
-    found = padded.initial(SHAPES, RANK, seed=1, attention=attention, mlp=mlp)
-    again = padded.initial(SHAPES, RANK, seed=2, attention=attention, mlp=mlp)
+    found = padded.initial_adapters(SHAPES, RANK, seed=1, attention=attention, mlp=mlp)
+    again = padded.initial_adapters(SHAPES, RANK, seed=2, attention=attention, mlp=mlp)
     for name, shape in SHAPES.items():
         wanted = attention if "self_attn" in name else mlp
         a = found[shape.a_name].view(max(shape.experts, 1), RANK, -1)

@@ -12,15 +12,15 @@ from mrl.engine.base import Completion
 from mrl.engine.sampling import SamplingParams
 from mrl.errors import UserError
 from mrl.serve import messages
-from mrl.serve.app import Asked
+from mrl.serve.app import ClientRequest
 from mrl.serve.datums import Limits
-from mrl.serve.desk import Desk
-from mrl.serve.ledger import Ledger, SamplerRecord, Saved
-from mrl.serve.models import Sampled
-from mrl.serve.openai import OpenAI, _Part
-from mrl.serve.operations import Kind, Sample
-from mrl.serve.sampling import Sampling, as_message, sampling_of, source_of
-from mrl.serve.training import Served
+from mrl.serve.ledger import Ledger, SamplerRecord, SavedRecord
+from mrl.serve.models import SampleOutcome
+from mrl.serve.openai import OpenAIHandlers, _TextDelta
+from mrl.serve.operations import DrawSamples, ModelKind
+from mrl.serve.request_queue import RequestQueue
+from mrl.serve.sampling import SamplingHandlers, as_message, sampling_of, source_of
+from mrl.serve.training import ServedModel
 from tests.data.tiny_tokenizers import make_tokenizer
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}, {"tokens": [3]}]}
@@ -32,9 +32,11 @@ def sampling(tmp_path):
     ledger = Ledger(tmp_path)
     ledger.session("s1")
     for part in ("sampler_weights", "weights"):
-        ledger.save(Saved("s1:train:0", part, "a", Kind(4), "base", 7.0, 10))
+        ledger.save(SavedRecord("s1:train:0", part, "a", ModelKind(4), "base", 7.0, 10))
     ledger.sampler(SamplerRecord("s1:sample:0", "s1", "base", path=PATH, saved=7.0))
-    return Sampling(Served("base", "folder", Limits(10, 6), None, 1), ledger, Desk(most_waiting=9), end_tokens=[9])
+    return SamplingHandlers(
+        ServedModel("base", "folder", Limits(10, 6), None, 1), ledger, RequestQueue(max_waiting=9), end_tokens=[9]
+    )
 
 
 def asked(sampling, **body):
@@ -94,7 +96,7 @@ def test_what_is_refused(sampling, body, says):
 
 
 def test_more_largest_log_probs_than_an_answer_holds(sampling, monkeypatch):
-    monkeypatch.setattr("mrl.serve.sampling.MOST_TOP_NUMBERS", 12)
+    monkeypatch.setattr("mrl.serve.sampling.MAX_TOP_NUMBERS", 12)
     asked(sampling, topk_prompt_logprobs=4, topk_sample_logprobs=2, num_samples=2, sampling_params={"max_tokens": 3})
     with pytest.raises(UserError, match="topk_prompt_logprobs: value 5 is too many for 3 tokens; ask for at most 4"):
         asked(sampling, topk_prompt_logprobs=5)
@@ -103,7 +105,7 @@ def test_more_largest_log_probs_than_an_answer_holds(sampling, monkeypatch):
 
 
 def called(handler, **body):
-    return json.loads(asyncio.run(handler(Asked(None, b"", body))).body)
+    return json.loads(asyncio.run(handler(ClientRequest(None, b"", body))).body)
 
 
 def test_a_sample_that_is_sent_again_is_drawn_once(sampling):
@@ -111,9 +113,9 @@ def test_a_sample_that_is_sent_again_is_drawn_once(sampling):
     first = called(sampling.asample, seq_id=1, **body)
     assert called(sampling.asample, seq_id=1, **body) == first and len(set(first["sample_sequence_ids"])) == 3
     assert called(sampling.asample, seq_id=2, **body)["request_id"] != first["request_id"]
-    turn = sampling.desk.take(0)
-    assert len(turn.waiting) == 2 and turn.queue == source_of(sampling.ledger.samplers["s1:sample:0"])
-    assert (turn.queue.path, turn.queue.saved, turn.queue.snapshot) == (PATH, 7.0, None)
+    work = sampling.request_queue.next_work(0)
+    assert len(work.requests) == 2 and work.queue == source_of(sampling.ledger.samplers["s1:sample:0"])
+    assert (work.queue.path, work.queue.saved, work.queue.snapshot) == (PATH, 7.0, None)
 
 
 def test_samplers(sampling):
@@ -135,11 +137,13 @@ def test_samplers(sampling):
 
 
 def test_the_answer():
-    sample = Sample([1, 2, 3], 2, 4, SamplingParams(), 0, [], [], True, 2, 1)
+    sample = DrawSamples([1, 2, 3], 2, 4, SamplingParams(), 0, [], [], True, 2, 1)
     top = torch.tensor([[-0.5, -1.0], [-0.25, -math.inf]]), torch.tensor([[4, 5], [6, 7]])
     of_samples = [(torch.tensor([[-0.1]]), torch.tensor([[8]])), (torch.zeros(0, 1), torch.zeros(0, 1).long())]
     completions = [Completion([8], [-0.1], finished=True), Completion([], [], finished=False)]
-    out = messages.SampleResponse.FromString(as_message(Sampled(completions, [-1.5, -2.5], top, of_samples), sample))
+    out = messages.SampleResponse.FromString(
+        as_message(SampleOutcome(completions, [-1.5, -2.5], top, of_samples), sample)
+    )
     assert [one.stop_reason for one in out.sequences] == [messages.STOP, messages.LENGTH]
     assert np.frombuffer(out.sequences[0].tokens, "<i4").tolist() == [8] and out.sequences[1].tokens == b""
     assert np.frombuffer(out.sequences[0].logprobs, "<f4").tolist() == pytest.approx([-0.1])
@@ -150,12 +154,12 @@ def test_the_answer():
     assert np.frombuffer(found.token_ids, "<i4").tolist() == [0, 0, 4, 5, 6, 0]
     beside = out.sequences[0].topk_sampled_logprobs
     assert (beside.k, beside.length, np.frombuffer(beside.token_ids, "<i4").tolist()) == (1, 1, [8])
-    plain = Sample([1], 1, 1, SamplingParams(), 0, [], [])
+    plain = DrawSamples([1], 1, 1, SamplingParams(), 0, [], [])
     assert not messages.SampleResponse.FromString(
-        as_message(Sampled(completions[:1], None, None, None), plain)
+        as_message(SampleOutcome(completions[:1], None, None, None), plain)
     ).HasField("prompt_logprobs")
-    of_one = Sample([1], 1, 1, SamplingParams(), 0, [], [], True, 2)
-    alone = messages.SampleResponse.FromString(as_message(Sampled(completions[:1], [], None, None), of_one))
+    of_one = DrawSamples([1], 1, 1, SamplingParams(), 0, [], [], True, 2)
+    alone = messages.SampleResponse.FromString(as_message(SampleOutcome(completions[:1], [], None, None), of_one))
     assert (alone.topk_prompt_logprobs.k, alone.topk_prompt_logprobs.length) == (2, 1), (
         "of a prompt of one token nothing is known"
     )
@@ -175,7 +179,7 @@ def test_a_text_that_comes_in_parts_ends_before_its_stop():
         (["fox", "quick"], "the "),
         (["quick brown"], "the "),
     ):
-        part, shown = _Part(tokenizer, Sample([1], 1, 99, SamplingParams(), 0, [], stop)), ""
+        part, shown = _TextDelta(tokenizer, DrawSamples([1], 1, 99, SamplingParams(), 0, [], stop)), ""
         for end in range(1, len(ids) + 1):
             shown += part(Completion(ids[:end], [0.0] * end, finished=False), False)
             assert expected.startswith(shown), (stop, shown)
@@ -183,17 +187,19 @@ def test_a_text_that_comes_in_parts_ends_before_its_stop():
 
 
 def test_a_token_has_the_log_prob_of_its_neighbours_list(sampling):
-    door = OpenAI(sampling.served, sampling.ledger, sampling.desk, sampling, make_tokenizer(), lambda: ["s1:train:0:3"])
-    log_probs, ids = torch.tensor([-0.5, -1.0, -math.inf]), torch.tensor([7, 8, 9])
-    assert door._score(7, -0.50001, (log_probs, ids))["log_prob"] == -0.5
-    assert (
-        door._score(11, -3.0, (log_probs, ids))["log_prob"] == -3.0
-        and door._score(9, -4.0, (log_probs, ids))["log_prob"] == -4.0
+    auth = OpenAIHandlers(
+        sampling.served, sampling.ledger, sampling.request_queue, sampling, make_tokenizer(), lambda: ["s1:train:0:3"]
     )
-    assert list(door._score(7, 0.0, (log_probs, ids))["top"].values()) == [-0.5, -1.0]
+    log_probs, ids = torch.tensor([-0.5, -1.0, -math.inf]), torch.tensor([7, 8, 9])
+    assert auth._score(7, -0.50001, (log_probs, ids))["log_prob"] == -0.5
+    assert (
+        auth._score(11, -3.0, (log_probs, ids))["log_prob"] == -3.0
+        and auth._score(9, -4.0, (log_probs, ids))["log_prob"] == -4.0
+    )
+    assert list(auth._score(7, 0.0, (log_probs, ids))["top"].values()) == [-0.5, -1.0]
     sampling.ledger.sampler(SamplerRecord("s1:sample:5", "s1", "base", snapshot="s1:train:0:3"))
     sampling.ledger.sampler(SamplerRecord("s1:sample:6", "s1", "base", snapshot="s1:train:0:2"))
-    listed = [one["id"] for one in called(door.models)["data"]]
+    listed = [one["id"] for one in called(auth.models)["data"]]
     assert listed == ["base", PATH, "s1:sample:5"], "saves to sample from, and snapshots that are there"
 
 
@@ -211,8 +217,8 @@ def test_a_token_has_the_log_prob_of_its_neighbours_list(sampling):
     ],
 )  # fmt: skip
 def test_what_the_other_door_refuses(sampling, body, says):
-    door = OpenAI(sampling.served, sampling.ledger, sampling.desk, sampling, make_tokenizer(), list)
+    auth = OpenAIHandlers(sampling.served, sampling.ledger, sampling.request_queue, sampling, make_tokenizer(), list)
     given = {"model": "base", "prompt": [[1, 2], [3], [4], [5]], "max_tokens": 2, **body}
     with pytest.raises(UserError, match=says):
-        called(door.completions, **given)
-    assert sampling.desk.take(0) is None
+        called(auth.completions, **given)
+    assert sampling.request_queue.next_work(0) is None

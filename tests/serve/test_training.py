@@ -12,22 +12,24 @@ import torch
 from mrl.config.schema import LoraConfig
 from mrl.errors import UserError
 from mrl.serve import datums, messages
-from mrl.serve.app import Asked
+from mrl.serve.app import ClientRequest
 from mrl.serve.datums import Limits
-from mrl.serve.desk import Busy, Desk
 from mrl.serve.ledger import ENDED, Ledger
 from mrl.serve.models import Models
-from mrl.serve.operations import Kind
-from mrl.serve.requests import Refused
-from mrl.serve.training import Served, Training
+from mrl.serve.operations import ModelKind
+from mrl.serve.request_queue import QueueFull, RequestQueue
+from mrl.serve.requests import RequestError
+from mrl.serve.training import ServedModel, TrainingHandlers
 
 MODEL = "s1:train:0"
 
 
 @pytest.fixture
 def training(tmp_path):
-    made = Training(
-        Served("base", "folder", Limits(10, 6), LoraConfig(rank=4), 2), Ledger(tmp_path), Desk(most_waiting=9)
+    made = TrainingHandlers(
+        ServedModel("base", "folder", Limits(10, 6), LoraConfig(rank=4), 2),
+        Ledger(tmp_path),
+        RequestQueue(max_waiting=9),
     )
     made.ledger.session("s1")
     call(made, "create_model", session_id="s1", model_seq_id=0)
@@ -37,18 +39,18 @@ def training(tmp_path):
 
 def call(training, name, **body):
     raw = body["raw"] if "raw" in body else json.dumps(body).encode()
-    answer = asyncio.run(getattr(training, name)(Asked(None, raw, {} if "raw" in body else body)))
+    answer = asyncio.run(getattr(training, name)(ClientRequest(None, raw, {} if "raw" in body else body)))
     return json.loads(answer.body)["request_id"]
 
 
 def done(training, found=None):
     """Does the next operation, and returns it."""
-    turn = training.desk.take(0)
-    if turn is None:
+    work = training.request_queue.next_work(0)
+    if work is None:
         return None
-    [waiting] = turn.waiting
+    [waiting] = work.requests
     waiting.operation.check()
-    training.desk.finish(waiting.promise, waiting.operation.answer(found))
+    training.request_queue.finish(waiting.future, waiting.operation.answer(found))
     return waiting.operation.operation
 
 
@@ -179,7 +181,7 @@ def test_adapters_keep_their_alpha(training):
     later = Models.__new__(Models)
     later.lora = LoraConfig(rank=8, alpha=77.0, rslora=True)
     assert later._scale(kind) == LoraConfig(rank=2).alpha / 2
-    assert later._scale(Kind(rank=4)) == 77.0 / 2, "of new ones"
+    assert later._scale(ModelKind(rank=4)) == 77.0 / 2, "of new ones"
 
 
 def test_no_clipping_at_all(training):
@@ -221,10 +223,10 @@ def test_no_more_models_than_are_held(training):
         call(training, "create_model", session_id="s1", model_seq_id=2)
     training.ledger.session("s2")
     training.ledger.finish("s1")
-    with pytest.raises(Busy):
+    with pytest.raises(QueueFull):
         call(training, "create_model", session_id="s2", model_seq_id=0)
-    training.served = dataclasses.replace(training.served, lora=None, most_models=9)
-    training.ledger.hear("s1")
+    training.served = dataclasses.replace(training.served, lora=None, max_models=9)
+    training.ledger.record_heartbeat("s1")
     training.ledger.sessions["s1"] = 5.0
     with pytest.raises(UserError, match="is a second one, beside s1:train:0: all weights train here"):
         call(training, "create_model", session_id="s2", model_seq_id=0)
@@ -232,16 +234,16 @@ def test_no_more_models_than_are_held(training):
 
 @pytest.mark.parametrize("version", ["0.28.9", "0.3", "", "newest"])
 def test_clients_of_old(training, version):
-    with pytest.raises(Refused, match="is too old for this server: pip install -U 'tinker>=0.29'"):
-        asyncio.run(training.create_session(Asked(None, b"", {"sdk_version": version})))
+    with pytest.raises(RequestError, match="is too old for this server: pip install -U 'tinker>=0.29'"):
+        asyncio.run(training.create_session(ClientRequest(None, b"", {"sdk_version": version})))
     for right in ("0.29.0", "0.30.1", "1.0"):
-        asyncio.run(training.create_session(Asked(None, b"", {"sdk_version": right})))
+        asyncio.run(training.create_session(ClientRequest(None, b"", {"sdk_version": right})))
 
 
 def test_a_heartbeat_of_a_session_that_has_ended(training):
     training.ledger.finish("s1")
-    with pytest.raises(Refused, match="there is no session s1"):
-        asyncio.run(training.session_heartbeat(Asked(None, b"", {"session_id": "s1"})))
+    with pytest.raises(RequestError, match="there is no session s1"):
+        asyncio.run(training.session_heartbeat(ClientRequest(None, b"", {"session_id": "s1"})))
     assert training.ledger.sessions["s1"] == ENDED
 
 

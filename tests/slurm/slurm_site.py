@@ -82,7 +82,7 @@ class Site:
         deadline = time.monotonic() + timeout_s
         while True:
             found = jobs.known(job_id)
-            if found and all(job.state in (states or jobs.ENDED) for job in found):
+            if found and all(job.state in (states or jobs.END_STATES) for job in found):
                 return found[0]
             assert time.monotonic() < deadline, f"{[dict(job.fields) for job in found]}\n{self.logs()}"
             time.sleep(0.1)

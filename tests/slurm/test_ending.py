@@ -6,7 +6,7 @@ import pytest
 
 from mrl import cli
 from mrl.errors import DataError, Stopped
-from mrl.launch.slurm.ending import MOST, VARIABLE, record
+from mrl.launch.slurm.ending import MAX_LENGTH, VARIABLE, record
 from mrl.launch.slurm.follow import first_error
 from tests.bad_input.mistakes import Workspace
 from tests.slurm.slurm_site import CliRunner
@@ -31,7 +31,7 @@ def test_a_message_is_one_line_that_a_history_has_room_for(tmp_path):
     path = tmp_path / "first_end"
     record({VARIABLE: str(path)}, 1, "x\n" * 10_000)
     code, reason, rest = path.read_text().split("\n")
-    assert (code, len(reason), rest) == ("1", MOST + len("rank 0: "), "")
+    assert (code, len(reason), rest) == ("1", MAX_LENGTH + len("rank 0: "), "")
 
 
 def test_a_folder_that_is_gone_does_not_hide_the_error(tmp_path):

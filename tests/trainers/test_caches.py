@@ -14,7 +14,7 @@ from mrl.batch import make_batch
 from mrl.errors import ConfigError
 from mrl.trainers.caches import weights_digest
 from mrl.trainers.reference import AnswerCache
-from mrl.trainers.teacher_cache import Top, TopCache
+from mrl.trainers.teacher_cache import TopCache, TopTokens
 from tests.engine.harness import Case, run_case, run_world
 from tests.tiers import slow_but
 from tests.trainers import test_distill, test_dpo, tiny_runs
@@ -26,7 +26,7 @@ def test_a_cache_knows_a_row_by_its_tokens_and_what_trains_of_them(tmp_path):
     """Whatever the order that rows are asked for in; what was made by another teacher is not read."""
     masks = [[0, 0, 1], [0, 1, 1], [0, 1, 0.5]]  # of the same tokens; a weight changes nothing
     batch = make_batch([[1, 2, 3]] * 3, masks)
-    said = Top(torch.arange(5)[:, None].int(), -torch.arange(5.0)[:, None])
+    said = TopTokens(torch.arange(5)[:, None].int(), -torch.arange(5.0)[:, None])
     cache = TopCache(tmp_path, {"temperature": 1.0})
     cache.add(batch, said)
     cache.write()
@@ -44,9 +44,9 @@ def test_a_cache_knows_a_row_by_its_tokens_and_what_trains_of_them(tmp_path):
 def test_files_are_whole_or_not_there_and_small(tmp_path, monkeypatch):
     """A torn one is one that is not there; the rows of all others are read, and each row is in one of them."""
     batches = [make_batch([[i, 1, 2], [9, 8, 7]], [[0, 1, 1]] * 2) for i in range(4)]
-    said = [Top(torch.full((4, 2), i).int(), torch.full((4, 2), -float(i))) for i in range(4)]
+    said = [TopTokens(torch.full((4, 2), i).int(), torch.full((4, 2), -float(i))) for i in range(4)]
     # both rows of the first, then two batches' new ones
-    monkeypatch.setattr(TopCache, "most_bytes", 2 * said[0].ids.nbytes)
+    monkeypatch.setattr(TopCache, "max_bytes", 2 * said[0].ids.nbytes)
     cache = TopCache(tmp_path, {})
     counts = [cache.add(batch, of) for batch, of in zip(batches, said, strict=True)]
     files = sorted(tmp_path.iterdir())
@@ -72,7 +72,7 @@ def test_a_bit_that_changed_is_no_other_number(tmp_path, caplog, kind):
 
     first, number = cache(), torch.tensor([-1.5], dtype=torch.float64)
     for batch in batches:
-        first.add(batch, Top(torch.zeros(2, 1).int(), -torch.ones(2, 1)) if kind is TopCache else number)
+        first.add(batch, TopTokens(torch.zeros(2, 1).int(), -torch.ones(2, 1)) if kind is TopCache else number)
         first.write()
     files = sorted(tmp_path.glob("*.pt"))
     whole = files[0].read_bytes()
@@ -101,7 +101,7 @@ def test_a_disk_that_is_full_is_one_line(tmp_path):
     (tmp_path / "reference" / "log_probs.partial").symlink_to("/dev/full")
     batch = make_batch([[0, 1, 2]], [[0, 1, 1]])
     top, answers = TopCache(tmp_path / "teacher", {}), AnswerCache(tmp_path / "reference" / "log_probs.pt", {})
-    top.add(batch, Top(torch.zeros(2, 1).int(), -torch.ones(2, 1)))
+    top.add(batch, TopTokens(torch.zeros(2, 1).int(), -torch.ones(2, 1)))
     answers.add(batch, torch.tensor([-1.5], dtype=torch.float64))
     for cache in (top, answers):
         with pytest.raises(ConfigError, match="output_dir: value .* cannot be written .*No space left"):

@@ -19,12 +19,12 @@ from mrl.algorithms.distill import TEACHER, TEACHER_OF
 from mrl.batch import make_batch
 from mrl.config.load import from_dict
 from mrl.config.schema import DataConfig
-from mrl.config.teacher_checks import unnamed
+from mrl.config.teacher_checks import unused_teacher_lines
 from mrl.data.dataset import SFTDataset
 from mrl.metric_names import DISTILL_METRICS, SFT_METRICS
 from mrl.metrics import read
 from mrl.trainers.teacher import Teachers
-from mrl.trainers.teacher_cache import Top
+from mrl.trainers.teacher_cache import TopTokens
 from tests.engine.harness import run_case
 from tests.tiers import in_tiers, slow_but
 from tests.trainers import tiny_runs
@@ -296,7 +296,7 @@ def test_ids_of_a_teacher_with_more_rows_or_fewer(tmp_path, rows, top_k, tail):
 
         def top(batch, table=table, count=one.ids_per_token):
             values, ids = table[batch.tokens[batch.loss_mask != 0]].topk(count)
-            return Top(ids.int(), values)
+            return TopTokens(ids.int(), values)
 
         one.top = top
     sequences = [torch.randint(0, 3, (len(mask),), generator=generator).tolist() for mask in MASKS]
@@ -487,8 +487,8 @@ def test_what_the_sources_say_of_teachers(tmp_path):
     others = {name: {"model": {"path": name}} for name in "ab"}
     data = {"train": [{"path": "x", "teacher": "b"}], "eval": None}
     made = lambda **data: from_dict(make_config(tmp_path, tmp_path, teacher={"others": others}, data=data))  # noqa: E731
-    lines = unnamed(made(**data))
+    lines = unused_teacher_lines(made(**data))
     assert [line.partition(":")[0] for line in lines] == ["teacher.model", "teacher.others.a"]
-    assert unnamed(made(**data, teacher="a"))[0].startswith("teacher.model: no row learns from it")
+    assert unused_teacher_lines(made(**data, teacher="a"))[0].startswith("teacher.model: no row learns from it")
     data = {"train": [{"path": "x", "teacher": "b"}, {"path": "y"}], "eval": {"z": {"path": "z", "teacher": "a"}}}
-    assert unnamed(made(**data)) == []
+    assert unused_teacher_lines(made(**data)) == []

@@ -16,7 +16,7 @@ from mrl.batch import make_batch
 from mrl.config.load import from_dict, to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.engine.base import GradNorm
-from mrl.engine.guards import Kind, Problem
+from mrl.engine.guards import FaultKind, Problem
 from mrl.errors import DamagedCheckpoint, TrainingError
 from mrl.roles.dispatch import StepResult
 from mrl.rollout.stops import EndTokens
@@ -25,13 +25,13 @@ from mrl.trainers.evaluation import Evaluation
 from mrl.trainers.rl import prepare, state
 from mrl.trainers.rl.experience import epoch_order
 from mrl.trainers.rl.role_guard import RoleGuard
-from mrl.trainers.run_directory import RunDirectory, Start
-from mrl.trainers.saves import Saves
+from mrl.trainers.run_directory import RunDirectory, StartState
+from mrl.trainers.saves import CheckpointSaver
 from mrl.trainers.step_guard import StepGuard
 from tests.config.test_load import PPO_BASE, base, merged
 from tests.trainers.test_parts import make_checkpoint
 
-WAITS, STAYS = Problem(Kind.WAITS, "a"), Problem(Kind.UNCHANGED, "a")
+WAITS, STAYS = Problem(FaultKind.WAITS, "a"), Problem(FaultKind.UNCHANGED, "a")
 
 
 def there(**fields):
@@ -87,7 +87,7 @@ def test_the_last_save_removes_the_export_of_a_shorter_run(tmp_path, monkeypatch
     saver = there(
         save_checkpoint=lambda *args, **kwargs: folder.hf.exists(), config=there(model=there(path="m")), chosen={}
     )
-    parts |= {"saves": Saves(torch.device("cpu")), "task": there(fingerprints={})}
+    parts |= {"saves": CheckpointSaver(torch.device("cpu")), "task": there(fingerprints={})}
     trainer = there(engine=saver, dispatch=saver, directory=folder, console=there(), **parts)
     trainer.config = from_dict(base())
     assert sft.save(trainer, sft.Progress(step=step)) is stays
@@ -116,7 +116,7 @@ def test_the_best_value_is_gone_on_with_where_it_is_of_this_run_and_metric(
     parts = {"config": to_dict(config(saved)), "models": {}, "data": {}, "kl": {}, "experience": None}
     parts["chosen"] = {"actor.layer_spec": "te", "critic.layer_spec": "local", "reward.layer_spec": "te"}
     root = tmp_path / "checkpoints" if own else tmp_path / "other"
-    found = Start(str(root / "step_00000004"), 4, ""), parts | {"progress": progress}
+    found = StartState(str(root / "step_00000004"), 4, ""), parts | {"progress": progress}
     monkeypatch.setattr(state, "load_newest", lambda *args: found)
     now_chosen = {"actor.layer_spec": "local", "critic.layer_spec": "local"}
     loads, said = there(load_state_dict=lambda of: None, load_checkpoint=None, chosen=now_chosen), []
@@ -177,7 +177,7 @@ def test_an_evaluation_divides_the_sums_of_all_batches_once_by_what_each_mean_is
 
 
 def test_the_seconds_of_a_save_are_said_once_by_the_step_after_it():
-    saves, began_s = Saves(torch.device("cpu")), time.perf_counter()
+    saves, began_s = CheckpointSaver(torch.device("cpu")), time.perf_counter()
     assert saves.now(lambda: str(sum(range(10**6)))) == "499999500000"
     took_s = time.perf_counter() - began_s
     assert 0 < saves.metrics()["perf/save_held_s"] <= took_s and saves.metrics() == {}
@@ -206,7 +206,7 @@ def test_a_run_is_done_when_its_last_line_is_written(tmp_path, step, evaluates, 
     lora, ranks, shown = from_dict(base()).model.lora, there(), there(say=said.append)
 
     def is_done(**wanted):
-        start = Start(str(tmp_path), step, "resuming")
+        start = StartState(str(tmp_path), step, "resuming")
         return common.already_done(ranks, folder, shown, start, total_steps=4, **{"lora": lora} | wanted)
 
     assert is_done(export_hf=False) is done
@@ -232,11 +232,11 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one_and_not_to_the_beginning
             raise DamagedCheckpoint(path, why="is damaged")
         return {"of": path}
 
-    newest_first = Start(newest, 4, "resuming from the newest")
+    newest_first = StartState(newest, 4, "resuming from the newest")
     start, state = common.load_newest(there(), RunDirectory(tmp_path), config, shown, newest_first, load)
     assert asked == [newest, older] and (start.checkpoint, start.step, state) == (older, 2, {"of": older})
     assert said[0].startswith("passed over ") and said[1] == f"resuming from {older}, after step 2"
-    start, state = common.load_newest(there(), RunDirectory(tmp_path), config, shown, Start(None, 0, ""), load)
+    start, state = common.load_newest(there(), RunDirectory(tmp_path), config, shown, StartState(None, 0, ""), load)
     assert (start.checkpoint, state) == (None, None)
 
 
@@ -265,6 +265,6 @@ def test_a_step_whose_evaluation_was_broken_off_is_not_logged_yet():
 
 
 def test_many_problems_are_the_first_ten_and_a_number():
-    problems = [Problem(Kind.UNCHANGED, name) for name in "abcdefghijkl"]
+    problems = [Problem(FaultKind.UNCHANGED, name) for name in "abcdefghijkl"]
     assert common.problems_in_words(problems).endswith(f"{problems[9]}; and 2 more")
     assert common.problems_in_words(problems[:10]).endswith(str(problems[9]))

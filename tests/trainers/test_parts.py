@@ -87,7 +87,7 @@ def test_the_eta_is_that_of_measured_steps(monkeypatch):
 
 
 def test_no_wait_is_without_a_word(capsys):
-    watch = waits.Watch(lambda line: None)
+    watch = waits.WaitWatch(lambda line: None)
     watch.doing("evaluating")
     began_s = watch._began_s
     words = {s: watch.word(began_s + s) for s in (4, 5.5, 14, 15.5, 29, 31, 59, 61, 119, 121)}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from mrl.config.keys import walk
+from mrl.config.keys import walk_keys
 from mrl.config.rm import RMConfig, ScoredDataConfig
 from mrl.config.schema import SFTConfig
 from mrl.data.scored import ScoredDataset, ScoredRow
@@ -303,8 +303,8 @@ def test_a_key_of_its_own_reaches_what_it_configures(places, tmp_path, key):
 
 def test_every_key_of_its_own_has_a_row():
     """Those that `mrl sft` has not, or takes other values for; all others are seen in tests/config/test_keys_reach.py."""
-    of_sft = {key.path: key.annotation for key in walk(SFTConfig)}
-    assert {key.path for key in walk(RMConfig) if of_sft.get(key.path) != key.annotation} == {*OWN_KEYS}
+    of_sft = {key.path: key.annotation for key in walk_keys(SFTConfig)}
+    assert {key.path for key in walk_keys(RMConfig) if of_sft.get(key.path) != key.annotation} == {*OWN_KEYS}
 
 
 ADAPTERS = {"rank": 4, "dropout": 0.1, "export": "merged"}

@@ -9,8 +9,8 @@ import importlib
 import pkgutil
 from typing import Any
 
-from mrl.converters.fields import NEUTRAL, harmless
-from mrl.converters.json_file import shown
+from mrl.converters.fields import NEUTRAL, is_off
+from mrl.converters.json_file import shorten_value
 from mrl.converters.quantized import check_readable
 from mrl.converters.table import Family, HFConfig
 from mrl.errors import ModelError
@@ -25,7 +25,7 @@ def family_for(hf_config: HFConfig) -> Family:
     if model_type not in FAMILIES:
         raise ModelError(
             "config.json",
-            why=f"model_type {shown(model_type)} is not supported",
+            why=f"model_type {shorten_value(model_type)} is not supported",
             fix=f"supported are {', '.join(sorted(FAMILIES))}",
         )
     return FAMILIES[model_type]
@@ -42,17 +42,17 @@ def fields_of(hf: dict[str, Any]) -> dict[str, Any]:
     if family is None:
         raise ModelError(
             "config.json",
-            why=f"model_type {shown(hf['model_type'])} is not supported by the megatron engine",
+            why=f"model_type {shorten_value(hf['model_type'])} is not supported by the megatron engine",
             fix=f"use one of {', '.join(FAMILIES)}, or engine.backend=fsdp",
         )
     check_readable(hf.get("quantization_config"))
     for name, value in hf.items():
         if name == "quantization_config":
             continue
-        if not (name.startswith("_") or name in NEUTRAL or name in family.reads or harmless(value)):
+        if not (name.startswith("_") or name in NEUTRAL or name in family.reads or is_off(value)):
             raise ModelError(
                 "config.json",
-                why=f"{name} = {shown(value)} may change the maths and the {hf['model_type']} model "
+                why=f"{name} = {shorten_value(value)} may change the maths and the {hf['model_type']} model "
                 "of the megatron engine does not know it",
                 fix="remove the field if it does not matter, or use engine.backend=fsdp",
             )

@@ -21,10 +21,10 @@ from mrl.converters.table import (
     QK_NORM,
     Family,
     HFConfig,
+    only_where,
     qkv_bias,
     shared_mlp,
     sparse_mlp,
-    where,
 )
 
 
@@ -44,7 +44,7 @@ def fields(hf: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     model_type="glm4_moe",
-    layer=ATTENTION + where("use_qk_norm", QK_NORM) + qkv_bias("attention_bias"),
+    layer=ATTENTION + only_where("use_qk_norm", QK_NORM) + qkv_bias("attention_bias"),
     dense=DENSE_MLP,
     sparse=sparse_mlp("mlp", "gate_proj", "up_proj", "down_proj") + EXPERT_BIAS + shared_mlp("mlp.shared_experts"),
     is_sparse=is_sparse,

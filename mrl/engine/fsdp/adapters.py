@@ -80,7 +80,7 @@ class Adapters:
                 module.scaling[ADAPTER] = scale
         self.shapes = {name: dataclasses.replace(shape, scale=scale) for name, shape in self.shapes.items()}
 
-    def waiting(self) -> set[str]:
+    def zero_b_names(self) -> set[str]:
         """Returns the names of A whose B is zero on this rank: there its gradient is exactly zero, and rightly."""
         trained = self.trained()
         return {s.a_name for s in self.shapes.values() if not bool(trained[s.b_name].to_local().any())}
@@ -96,7 +96,7 @@ class Adapters:
         return whole.float() + shape.delta(a, b)
 
     @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """Inside, layers run without their adapters."""
         layers = [module for module in self.hf.modules() if isinstance(module, LoraLayer)]
         for layer in layers:

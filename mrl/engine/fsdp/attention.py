@@ -27,10 +27,10 @@ from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.errors import ModelError
 from mrl.mcore_models.causal import causal_attention
 from mrl.mcore_models.kv_cache import CachedStep
-from mrl.mcore_models.masked import Scoring
+from mrl.mcore_models.masked import ScoreRule
 
 NAME = "mrl_documents"
-ALONE = Ulysses()
+NO_CONTEXT_PARALLEL = Ulysses()
 
 UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks", "head_mask")
 """Arguments that models of transformers give to attention, and that change what it computes."""
@@ -71,20 +71,20 @@ def document_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     document_lengths: Sequence[int] | None = None,
-    ulysses: Ulysses = ALONE,
+    ulysses: Ulysses = NO_CONTEXT_PARALLEL,
     cached_step: CachedStep | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface. query: [R, H, L, D]; key, value: [R, G, L, D]. Returns [R, L, H, D].
 
     sliding_window: where the model makes no mask; its mask says otherwise. softcap, s_aux: [H], as `softcap` and
-    `sinks` of `Scoring`.
+    `sinks` of `ScoreRule`.
     document_lengths: of the documents that one row holds, in order; None where a row is one document.
     ulysses: the ranks that share the rows; each then gives and gets its own places of them, and has all heads' sinks.
     cached_step: in generation, what the one row holds and where the keys and values before it are.
     """
     mask = _rule(module, attention_mask, sliding_window, is_causal, others)
-    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, mask.window, s_aux, softcap)
+    scoring = ScoreRule(query.shape[-1] ** -0.5 if scaling is None else scaling, mask.window, s_aux, softcap)
     if cached_step is not None:
         if mask.chunk is not None:
             raise ModelError(_refused(module, "has attention in chunks, with which nothing is generated yet"))
@@ -100,12 +100,12 @@ def document_attention(
         return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)).transpose(1, 2)
 
     def whole_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return over_documents(attend, q, k, v, document_lengths)
+        return attend_per_document(attend, q, k, v, document_lengths)
 
     return ulysses.attend(whole_rows, query, key, value), None
 
 
-def over_documents(
+def attend_per_document(
     attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int] | None
 ) -> Tensor:
     """[R, L, H, D] of `attend`, called with one document's tensors after the other. lengths: None if a row is one."""

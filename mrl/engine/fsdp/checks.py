@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.config.backends import OWN
+from mrl.config.backends import OWN_KEYS
 from mrl.config.checks import check_recompute_every
 from mrl.config.schema import EngineConfig, ModelConfig
 from mrl.converters.families import FAMILIES
@@ -18,7 +18,7 @@ from mrl.parallel import ParallelDims, divisors_near
 
 class FSDPChecks(EngineChecks):
     backend = "fsdp"
-    supports = OWN["fsdp"]
+    supports = OWN_KEYS["fsdp"]
 
     @classmethod
     def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:

@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mrl.converters.fields import NEUTRAL
-from mrl.converters.mcore_weights import architecture, check_architecture, differing
+from mrl.converters.mcore_weights import architecture, check_architecture, differing_fields
 from mrl.converters.pt_file import load_pt
 from mrl.engine import background, collective
-from mrl.engine.atomic_checkpoint import Ranks
+from mrl.engine.atomic_checkpoint import RankGroup
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.optim import Optimizer
@@ -75,9 +75,9 @@ def stage(
     """Copies what `save` writes to host memory. Returns what writes it: the same tensors and state."""
     copies = {name: _on_host(tensor) for name, tensor in tensors(model, optimizer).items()}
     rng, about = saved_bytes(generators.states()), saved_bytes(_about(model, optimizer, schedule_step, state))
-    background.settle(device)
+    background.wait_for_copies(device)
 
-    def write_copy(folder: str, ranks: Ranks) -> None:
+    def write_copy(folder: str, ranks: RankGroup) -> None:
         ranks.gather(None)  # a rank that failed before this says so here, not amid the collectives of dcp
         dcp.save(copies, checkpoint_id=folder, process_group=ranks.group)
         _write_rest(folder, ranks.rank, rng, about)
@@ -95,14 +95,14 @@ def _write_rest(folder: str, rank: int, rng: bytes, about: bytes) -> None:
 
 def _on_host(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):  # `from_local` would take the copy back to the mesh's device
-        return DTensor(background.on_host(tensor.to_local()), tensor._spec, requires_grad=False)
-    return background.on_host(tensor)
+        return DTensor(background.copy_to_host(tensor.to_local()), tensor._spec, requires_grad=False)
+    return background.copy_to_host(tensor)
 
 
 def _about(model: Model, optimizer: Optimizer | None, schedule_step: int, state: Mapping[str, Any]) -> dict[str, Any]:
     updates = 0 if optimizer is None else optimizer.updates
     about = {"schedule_step": schedule_step, "updates": updates, "state": dict(state)}
-    return about | {"architecture": described(model), "adapters": model.adapter_identity}
+    return about | {"architecture": describe_model(model), "adapters": model.adapter_identity}
 
 
 def load(
@@ -118,8 +118,8 @@ def load(
         _check_architecture(saved["architecture"], model, folder)
         check_identity(saved.get("adapters"), model.adapter_identity, folder)
     rng = os.path.join(folder, f"rng_{dist.get_rank()}.pt")
-    generator_states = collective.on_every(lambda: load_pt(rng) if os.path.exists(rng) else None)
-    collective.on_every(lambda: _read_tensors(folder, model, optimizer, saved))
+    generator_states = collective.call_on_every_rank(lambda: load_pt(rng) if os.path.exists(rng) else None)
+    collective.call_on_every_rank(lambda: _read_tensors(folder, model, optimizer, saved))
     if optimizer is not None:
         optimizer.updates = saved["updates"]
     if generator_states is not None:
@@ -135,7 +135,7 @@ def state_of(folder: str) -> dict[str, Any] | None:
         return None
 
 
-def described(model: Model) -> dict[str, Any]:
+def describe_model(model: Model) -> dict[str, Any]:
     """A model is known by what its family reads of config.json; without a table, all that may change the maths."""
     if model.family is not None:
         return architecture(model.family, model.hf_config)
@@ -147,7 +147,7 @@ def described(model: Model) -> dict[str, Any]:
 def _check_architecture(saved: Mapping[str, Any], model: Model, folder: str) -> None:
     if model.family is not None:
         check_architecture(saved, model.family, model.hf_config, folder)
-    elif differ := differing(saved, described(model), "in the checkpoint", "in config.json"):
+    elif differ := differing_fields(saved, describe_model(model), "in the checkpoint", "in config.json"):
         raise CheckpointError(
             folder, why=f"is another model: {'; '.join(differ)}", fix="give the model that was trained"
         )

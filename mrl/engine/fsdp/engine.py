@@ -42,7 +42,7 @@ from mrl.engine.kept import KeptSequences
 from mrl.engine.microbatch import lengths_of_groups, plan_micro_batches, token_budget
 from mrl.engine.offload import Offload
 from mrl.engine.rng import Generators
-from mrl.engine.trained_state import TrainedState, Update, on_host, put_back
+from mrl.engine.trained_state import TrainedState, UpdateSettings, clone_tensors, restore_tensors
 from mrl.mcore_models import platform
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -137,7 +137,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         deferred = self.config.engine.fsdp.defer_sync
         with (
             self.offload.used(*kinds), self.generators.installed(), torch.set_grad_enabled(not forward_only),
-            self.model.kept_gathered() if deferred else contextlib.nullcontext(),
+            self.model.keep_gathered() if deferred else contextlib.nullcontext(),
         ):  # fmt: skip
             for number, indices in enumerate(order, 1):
                 if deferred:
@@ -151,10 +151,10 @@ class FSDPEngine(FSDPChecks, BaseEngine):
                     sums[name] = sums.get(name, 0.0) + value
         if forward_only:
             self.model.reshard()
-        sums = collective.add_over(sums, self.group)
+        sums = collective.sum_in_rank_order(sums, self.group)
         ctx["metrics"] = {name[1]: value / denominator for name, value in sums.items() if name[0] == "metrics"}
         loss = sums.get(("loss", ""), 0.0) / denominator
-        whole = collective.in_batch_order(predictions, order, batch)
+        whole = collective.to_batch_order(predictions, order, batch)
         if forward_only:
             return whole, ctx | ({"loss": loss} if self.loss_fn is not None else {})
         return whole, loss, ctx
@@ -223,7 +223,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         self.offload.forget("gradients")
         self.seen_images = self._spent = False
 
-    def optimizer_step(self, update: Update | None = None) -> GradNorm:
+    def optimizer_step(self, update: UpdateSettings | None = None) -> GradNorm:
         with self.offload.used("parameters", "gradients", "optimizer"):
             norm = self._trained().step(update or self._update())
             self.offload.spend("gradients")
@@ -234,29 +234,31 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         optimizer, spent = self._trained(), self._spent
         with self.offload.used("parameters", "gradients", "optimizer"):
             gradients = None if spent else optimizer.gradients()
-            weights = on_host(p.to_local() for p in optimizer.parameters.values())
-            moments = on_host(m.to_local() for m in optimizer.moments().values())
+            weights = clone_tensors(p.to_local() for p in optimizer.parameters.values())
+            moments = clone_tensors(m.to_local() for m in optimizer.moments().values())
         return TrainedState(weights, moments, optimizer.updates, gradients, spent)
 
     @torch.no_grad()
     def set_trained_state(self, state: TrainedState) -> None:
         optimizer = self._trained()
         with self.offload.used("parameters", "gradients", "optimizer"):
-            put_back((p.to_local() for p in optimizer.parameters.values()), state.weights)
-            put_back((m.to_local() for m in optimizer.moments().values()), state.moments)
+            restore_tensors((p.to_local() for p in optimizer.parameters.values()), state.weights)
+            restore_tensors((m.to_local() for m in optimizer.moments().values()), state.moments)
             optimizer.updates = state.updates
             optimizer.set_gradients(state.gradients)
         self._spent = state.spent
 
-    def _watched(self) -> Iterator[guards.Watched]:
+    def _watched(self) -> Iterator[guards.WatchedParameter]:
         adapters, scores = self.model.adapters, self.config.head == "value"
-        waiting = adapters.waiting() if adapters is not None else ()
+        waiting = adapters.zero_b_names() if adapters is not None else ()
         for name, p in self.model.trained().items():
             gradient = None if p.grad is None else p.grad.to_local()
             idle = not self.seen_images and self.model.is_of_images(name)
             if scores and adapters is None and p is self.model.hf.get_output_embeddings().weight:
                 name = SCORE  # which is where the output layer was
-            yield guards.Watched(name, p.detach().to_local(), gradient, may_be_idle=idle, waits=name in waiting)
+            yield guards.WatchedParameter(
+                name, p.detach().to_local(), gradient, may_be_idle=idle, waits=name in waiting
+            )
 
     def guard_before_step(self) -> Any:
         with self.offload.used("parameters", "gradients"):
@@ -266,7 +268,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         with self.offload.used("parameters"):
             weights = [(w.name, w.weight) for w in self._watched()]
             replicas = guards.replica_problems(weights, self.mesh.replica_group)
-            return guards.problems(token, weights) + guards.union(replicas)
+            return guards.problems(token, weights) + guards.merge_problems(replicas)
 
     def _trained(self) -> Optimizer:
         assert self.optimizer is not None, "this role has no optimizer"
@@ -326,8 +328,8 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         check_room(requests, cache_tokens)
         kept = KeptSequences(0) if kept is None else kept
         alone = self.world_size == 1  # then the shards are the model, and gathering them at every step is for nothing
-        with self.eval_mode(), self.model.kept_gathered() if alone else contextlib.nullcontext():
-            found = generate.generate(
+        with self.eval_mode(), self.model.keep_gathered() if alone else contextlib.nullcontext():
+            completions = generate.generate(
                 self.model.module,
                 [(i, requests[i]) for i in kept.share(requests, dist.get_rank(), self.world_size)],
                 device=self.device,
@@ -339,9 +341,9 @@ class FSDPEngine(FSDPChecks, BaseEngine):
                 rule=self.model.rule,
             )
         everyone: list[dict[int, Completion]] = [{}] * self.world_size
-        dist.all_gather_object(everyone, found)
-        found = {i: completion for part in everyone for i, completion in part.items()}
-        return [found[i] for i in range(len(requests))]
+        dist.all_gather_object(everyone, completions)
+        completions = {i: completion for part in everyone for i, completion in part.items()}
+        return [completions[i] for i in range(len(requests))]
 
     def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
         with self.offload.used("parameters"):
@@ -365,7 +367,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
             yield from self.model.stream_trained(lambda parameter: parameter)
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.model.adapters is None else self.model.adapters.off()
+        return contextlib.nullcontext() if self.model.adapters is None else self.model.adapters.disabled()
 
     def export_hf(self, path: str, *, merged: bool = False) -> None:
         if self.exports_adapter and not merged:

@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 
 from mrl.converters.accounting import SCORE, account, equal_tensors, follows_from_config
 from mrl.converters.algebra import Shape
-from mrl.converters.safetensors_io import DTYPES, SafetensorsReader, TensorInfo, some
+from mrl.converters.safetensors_io import DTYPES, SafetensorsReader, TensorInfo, shorten_list
 from mrl.errors import ModelError
 
 Read = Callable[[str], Any]
@@ -117,13 +117,13 @@ class ModelFiles:
         )
 
     @contextlib.contextmanager
-    def opened(self, path: str, *, trained: bool) -> Iterator[Stored]:
+    def opened(self, path: str, *, trained: bool) -> Iterator[StoredFolder]:
         """The weights of the folder `path`, all accounted for. trained: a missing value head starts at zero."""
         with SafetensorsReader(path) as reader:
-            yield Stored(self, reader, may_lack=[SCORE] if self.head == "value" and trained else [])
+            yield StoredFolder(self, reader, may_lack=[SCORE] if self.head == "value" and trained else [])
 
 
-class Stored:
+class StoredFolder:
     """The weights of a Hugging Face folder, by the module's names. Raises ModelError that lists all that differs."""
 
     def __init__(self, files: ModelFiles, reader: SafetensorsReader, *, may_lack: Sequence[str]) -> None:
@@ -184,7 +184,7 @@ class Stored:
         absent = account(found, expected, where=str(self.reader.path), may_lack=may_lack, may_have=unread | carried)
         odd = [key for key in carried if found[key].dtype not in DTYPES]
         if odd:
-            why = f"{some(odd)} of dtype {found[odd[0]].dtype} cannot be carried over to an export"
+            why = f"{shorten_list(odd)} of dtype {found[odd[0]].dtype} cannot be carried over to an export"
             raise ModelError(self.reader.path, why=why, fix=f"store them in one of {', '.join(DTYPES)}")
         return FolderNames(whole, parts, copies, {key: found[key] for key in left}), absent
 

@@ -17,7 +17,7 @@ from mrl.batch import Batch, to_device
 from mrl.engine.base import Ctx, Predictions
 from mrl.engine.fsdp import vision
 from mrl.engine.fsdp.output import hidden_states, output_weight
-from mrl.engine.fsdp.rotary import FollowingRotary
+from mrl.engine.fsdp.rotary import LengthDependentRotary
 from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.engine.fsdp.vision import Images
 from mrl.engine.logprobs import LogitRule, VocabShard, log_probs_from_hidden, top_log_probs
@@ -54,7 +54,7 @@ class ModelInputs:
     """[T] where each real token lies in the R * L places of all ranks; None where one rank has these and no others."""
     ulysses: Ulysses
     images: Images | None = None  # of a model that reads them
-    rotary: FollowingRotary | None = None  # of a model whose angles follow the length of a sequence
+    rotary: LengthDependentRotary | None = None  # of a model whose angles follow the length of a sequence
     lengths: Tensor | None = None
     """With rotary: [R, L/C], on the host, of the sequence that a place is in, 1 for padding."""
 
@@ -72,7 +72,7 @@ def prepare(
     device: torch.device,
     ulysses: Ulysses,
     reads_images: nn.Module | None = None,
-    rotary: FollowingRotary | None = None,
+    rotary: LengthDependentRotary | None = None,
 ) -> ModelInputs:
     """Step one. A micro-batch without sequences is one dummy token a rank, of which `places` keeps nothing.
 
@@ -135,7 +135,7 @@ def hidden_of(hf: nn.Module, inputs: ModelInputs) -> Tensor:
         by_lengths = contextlib.nullcontext() if inputs.rotary is None else inputs.rotary.by_lengths(inputs.lengths)
         with by_lengths:
             return hidden_states(hf, input_ids=inputs.tokens, **options).flatten(0, 1)
-    fed = vision.embedded(hf, inputs.tokens, inputs.images)
+    fed = vision.embed_images(hf, inputs.tokens, inputs.images)
     return hf.model.language_model(**fed, **options, use_cache=False).last_hidden_state.flatten(0, 1)
 
 

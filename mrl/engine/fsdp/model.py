@@ -21,7 +21,7 @@ from mrl.config.schema import RoleConfig
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config, reads_images
 from mrl.converters.random_weights import RandomWeights
-from mrl.converters.safetensors_io import NAMES, TensorInfo, some
+from mrl.converters.safetensors_io import NAMES, TensorInfo, shorten_list
 from mrl.engine import collective
 from mrl.engine.fsdp import attention, precision, probe
 from mrl.engine.fsdp.adapters import Adapters
@@ -31,19 +31,19 @@ from mrl.engine.fsdp.initial import InitialWeights
 from mrl.engine.fsdp.mesh import Mesh
 from mrl.engine.fsdp.names import TableFiles
 from mrl.engine.fsdp.output import logit_rule
-from mrl.engine.fsdp.rotary import following_rotary
+from mrl.engine.fsdp.rotary import length_dependent_rotary
 from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.engine.fsdp.wrap import wrap_blocks
 from mrl.engine.logprobs import PLAIN
 from mrl.engine.lora import identity
 from mrl.errors import ModelError
-from mrl.words import counted
+from mrl.words import pluralize
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 
-class Sharded(nn.Module):
+class ShardedRoot(nn.Module):
     """The root of the sharding: whatever runs the model runs inside its forward, where its weights are gathered."""
 
     def __init__(self, hf: nn.Module) -> None:
@@ -63,7 +63,7 @@ class Model:
 
     family: None where mrl has no table of it; transformers then says what its files hold, and a probe whether it
     computes here what it should. rule: what the model makes of what its output layer gives. frozen: names of parameters
-    that the model itself declares to need no gradient (a router's bias). kept_in_fp32: of those that are not cast to
+    that the model itself declares to need no gradient (a router's bias). fp32_parameters: of those that are not cast to
     bfloat16. rotary: where its angles follow the length of a sequence. read: as in `BaseEngine.init_model`.
     """
 
@@ -80,9 +80,9 @@ class Model:
             self.files = TableFiles(hf, self.family, self.hf_config, config.head)
         else:
             self.files = _files_of_transformers(copy.deepcopy(hf), config.head)
-        self.rotary = following_rotary(hf, self.hf_config)
+        self.rotary = length_dependent_rotary(hf, self.hf_config)
         self.frozen = {name for name, parameter in hf.named_parameters() if not parameter.requires_grad}
-        kept = precision.kept_in_fp32(hf, config.model.dtype)
+        kept = precision.fp32_parameters(hf, config.model.dtype)
         self.kept_in_fp32 = kept.keys()
         self.adapters = Adapters(hf, config, kept.values()) if config.model.lora is not None else None
         self.activations = wrap_blocks(hf, config.engine)
@@ -118,7 +118,9 @@ class Model:
         self.module.eval()
         how = {"packed": packed, "device": self.device, "ulysses": ulysses}
         self.module(lambda hf: probe.choose_attention(hf, **how))
-        plain = self.adapters.off() if self.adapters is not None else contextlib.nullcontext()  # theirs is asked for
+        plain = (
+            self.adapters.disabled() if self.adapters is not None else contextlib.nullcontext()
+        )  # theirs is asked for
         with plain:
             noisy = trains and self.module(lambda hf: probe.computes_with_noise(hf, **how))
         if noisy and collective.is_main():
@@ -146,7 +148,7 @@ class Model:
             self.rotary.check(longest, "kept keys do not follow it")
 
     @contextlib.contextmanager
-    def kept_gathered(self) -> Iterator[None]:
+    def keep_gathered(self) -> Iterator[None]:
         """Inside, what a forward gathers stays for the next one: the whole model on every rank. An error leaves none of
         the gradients that were summed since."""
         self.module.set_reshard_after_forward(False)
@@ -243,8 +245,8 @@ class Model:
             logger.warning(
                 "%s does not read %s of its folder: they do not train, and exports hold them unchanged (%s)",
                 type(self.hf).__name__,
-                counted(len(carried), "tensor"),
-                some(carried),
+                pluralize(len(carried), "tensor"),
+                shorten_list(carried),
             )
 
     def load_hf(self, path: str) -> None:
@@ -330,4 +332,4 @@ def _sharded(hf: nn.Module, config: RoleConfig, mesh: DeviceMesh, in_fp32: Seque
     for part in (*blocks_of(hf), *([] if embedding is None else [embedding])):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # The root is resharded too: kept gathered after a forward it would miss the optimizer's next update.
-    return fully_shard(Sharded(hf), mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    return fully_shard(ShardedRoot(hf), mesh=mesh, mp_policy=policy, reshard_after_forward=True)

@@ -42,14 +42,14 @@ def file_tensors(name: str, shape: Sequence[int], *, family: Family, head: str) 
     """Returns the file tensors that parameter `name` of `shape` holds, in order. head: "lm", or "value" for a score."""
     if head == "value" and name == "lm_head.weight":
         return [FileTensor("score.weight")]
-    found = _FUSED.fullmatch(name)
-    if found is None or not family.sparse or family.stacks:  # stacked experts are in the files as in memory
+    match = _FUSED.fullmatch(name)
+    if match is None or not family.sparse or family.stacks:  # stacked experts are in the files as in memory
         return [FileTensor(name)]
-    layer = int(found[1])
-    if found[2] == "gate.weight":
+    layer = int(match[1])
+    if match[2] == "gate.weight":
         (router,) = (entry for entry in family.sparse if entry.mcore.endswith("router.weight"))
         return [FileTensor(router.hf[0][0].format(l=layer))]
-    fc = "linear_fc1.weight" if found[2] == "experts.gate_up_proj" else "linear_fc2.weight"
+    fc = "linear_fc1.weight" if match[2] == "experts.gate_up_proj" else "linear_fc2.weight"
     (matrices,) = (entry.hf for entry in family.sparse if entry.of_expert and entry.mcore.endswith(fc))
     rows = shape[1] // len(matrices)
     return [

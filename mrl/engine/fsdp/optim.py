@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mrl.config.schema import OptimizerConfig
 from mrl.engine.base import GradNorm
-from mrl.engine.trained_state import Update, on_host
+from mrl.engine.trained_state import UpdateSettings, clone_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -51,7 +51,7 @@ class Optimizer:
 
     def gradients(self) -> list[Tensor | None]:
         """Returns copies of this rank's accumulated gradients, in host memory; None of a parameter that has none."""
-        return [None if p.grad is None else on_host([p.grad.to_local()])[0] for p in self.parameters.values()]
+        return [None if p.grad is None else clone_tensors([p.grad.to_local()])[0] for p in self.parameters.values()]
 
     def set_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
         """Puts back what `gradients` gave; None for none at all."""
@@ -61,7 +61,7 @@ class Optimizer:
             if copied is not None:
                 p.grad.to_local().copy_(copied)
 
-    def step(self, update: Update) -> GradNorm:
+    def step(self, update: UpdateSettings) -> GradNorm:
         """Clips and updates; where the norm is not finite, nothing is updated on any rank."""
         shards = [p.grad.to_local() for p in self.parameters.values() if p.grad is not None]
         norm = global_norm(shards, self.shards)

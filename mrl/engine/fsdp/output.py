@@ -24,7 +24,7 @@ PROBES = (-300.0, -40.0, -7.5, -1.0, -(2.0**-12), 0.0, 2.0**-12, 1.0, 3.0, 29.0,
 
 
 @dataclasses.dataclass
-class Kept:
+class OutputCapture:
     """What one forward gave its output layer, and what the layer answered."""
 
     answer: Tensor | None = None
@@ -32,9 +32,9 @@ class Kept:
 
 
 @contextlib.contextmanager
-def keeping(layer: nn.Module, answer: Tensor | None = None) -> Iterator[Kept]:
+def capture_output(layer: nn.Module, answer: Tensor | None = None) -> Iterator[OutputCapture]:
     """Inside, `layer` keeps its input and gives `answer` for every token, or one zero."""
-    kept = Kept(answer)
+    kept = OutputCapture(answer)
 
     def keep(hidden: Tensor) -> Tensor:
         kept.hidden.append(hidden)
@@ -50,7 +50,7 @@ def keeping(layer: nn.Module, answer: Tensor | None = None) -> Iterator[Kept]:
 
 def hidden_states(hf: nn.Module, **inputs: object) -> Tensor:
     """[R, L, H] what the output layer of `hf` is given for `inputs` of its forward; position_ids if it takes any."""
-    with keeping(hf.get_output_embeddings()) as kept:
+    with capture_output(hf.get_output_embeddings()) as kept:
         hf(**_taken(hf, inputs), use_cache=False)
     (hidden,) = kept.hidden
     return hidden
@@ -79,7 +79,7 @@ def logit_rule(hf: nn.Module, **inputs: object) -> LogitRule:
     """Returns what `hf` makes of its output layer's numbers, seen in a forward of `inputs`. Raises ModelError if not
     known."""
     given = torch.tensor(PROBES, dtype=torch.float64)
-    with keeping(hf.get_output_embeddings(), given) as kept:
+    with capture_output(hf.get_output_embeddings(), given) as kept:
         logits = hf(**_taken(hf, inputs), use_cache=False).logits
     model_type = hf.config.model_type
     if len(kept.hidden) != 1:

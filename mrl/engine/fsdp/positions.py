@@ -14,7 +14,7 @@ def check_positions(model: Mapping[str, Any], sequences: Sequences) -> None:
 
     model: the content of its config.json.
     """
-    kind, limit = following_positions(model) or (None, None)
+    kind, limit = length_dependent_positions(model) or (None, None)
     if kind is None or not (sequences.generated or "text_config" in model):
         return
     if limit is None:  # a field of config.json that is not there
@@ -30,7 +30,7 @@ def check_positions(model: Mapping[str, Any], sequences: Sequences) -> None:
         raise ConfigError(sequences.key, sequences.longest, why, f"give at most {limit}, or use another model")
 
 
-def following_positions(model: Mapping[str, Any]) -> tuple[str, int | None] | None:
+def length_dependent_positions(model: Mapping[str, Any]) -> tuple[str, int | None] | None:
     """Returns the kind of a rotary embedding that follows the length of a sequence, and the length up to which it is
     the same for all (None: config.json does not say); None where it does not. model: the content of its config.json.
     """

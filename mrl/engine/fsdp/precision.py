@@ -26,7 +26,7 @@ def policy_of(dtype: str) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
 
-def kept_in_fp32(hf: nn.Module, dtype: str) -> dict[str, nn.Parameter]:
+def fp32_parameters(hf: nn.Module, dtype: str) -> dict[str, nn.Parameter]:
     """Parameters that transformers loads in fp32 where the model is of `dtype`, by name."""
     patterns = sorted(hf._keep_in_fp32_modules_strict or ())
     if dtype == "float32" or not patterns:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mrl.batch import make_batch
 from mrl.engine.fsdp import attention, forward
-from mrl.engine.fsdp.attention import ALONE
+from mrl.engine.fsdp.attention import NO_CONTEXT_PARALLEL
 from mrl.engine.fsdp.output import hidden_states
 from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.engine.rng import Generators
@@ -29,7 +29,9 @@ LEAK = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 """The same of a document beside another one: experts meet their tokens in other numbers and sum in another order."""
 
 
-def choose_attention(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = ALONE) -> None:
+def choose_attention(
+    hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = NO_CONTEXT_PARALLEL
+) -> None:
     """As `check`. Where sequences are padded and each rank has its own, a model may keep its own attention."""
     try:
         check(hf, packed=packed, device=device, ulysses=ulysses)
@@ -40,7 +42,7 @@ def choose_attention(hf: nn.Module, *, packed: bool, device: torch.device, ulyss
         check(hf, packed=packed, device=device)
 
 
-def check(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = ALONE) -> None:
+def check(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = NO_CONTEXT_PARALLEL) -> None:
     """Raises ModelError, saying what would work, where `hf` does not compute what it should. Its weights are gathered.
 
     ulysses: the ranks that share sequences, which only attention can bring together: a recurrent layer would see a
@@ -67,7 +69,9 @@ def check(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses
         raise ModelError(_refused(hf, f"lets {way} sequences see each other", remedy))
 
 
-def computes_with_noise(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = ALONE) -> bool:
+def computes_with_noise(
+    hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = NO_CONTEXT_PARALLEL
+) -> bool:
     """Returns whether `hf`, which is in eval mode, draws random numbers in train mode; generators are left as they
     were.
 
@@ -114,7 +118,12 @@ def _own_attention(hf: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _run(
-    hf: nn.Module, documents: list[list[int]], *, packed: bool, device: torch.device, ulysses: Ulysses = ALONE
+    hf: nn.Module,
+    documents: list[list[int]],
+    *,
+    packed: bool,
+    device: torch.device,
+    ulysses: Ulysses = NO_CONTEXT_PARALLEL,
 ) -> list[Tensor]:
     """[tokens, H] of each document, what the output layer is given. The last label of each is not needed."""
     batch = make_batch(

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from mrl.engine.fsdp.blocks import blocks_of
-from mrl.engine.fsdp.positions import following_positions
+from mrl.engine.fsdp.positions import length_dependent_positions
 from mrl.errors import ModelError
 
 
 @dataclasses.dataclass(frozen=True)
-class FollowingRotary:
+class LengthDependentRotary:
     """The rotary modules of a model that follow the length of a sequence."""
 
     kind: str
@@ -39,7 +39,7 @@ class FollowingRotary:
         """
         groups = _groups(lengths, self.limit)
         for module in self.modules:
-            module.forward = _ByLengths(module, groups)
+            module.forward = _PerLengthForward(module, groups)
         try:
             yield
         finally:
@@ -56,9 +56,9 @@ class FollowingRotary:
             )
 
 
-def following_rotary(hf: nn.Module, raw: Mapping[str, Any]) -> FollowingRotary | None:
+def length_dependent_rotary(hf: nn.Module, raw: Mapping[str, Any]) -> LengthDependentRotary | None:
     """Returns those of `hf`, made of the config.json `raw`, or None. Raises ModelError where they are not marked."""
-    found = following_positions(raw)
+    found = length_dependent_positions(raw)
     if found is None:
         return None
     kind, limit = found
@@ -72,7 +72,7 @@ def following_rotary(hf: nn.Module, raw: Mapping[str, Any]) -> FollowingRotary |
             fix="use another model",
         )
     config = hf.config.get_text_config()
-    return FollowingRotary(kind, config.max_position_embeddings if limit is None else limit, modules)
+    return LengthDependentRotary(kind, config.max_position_embeddings if limit is None else limit, modules)
 
 
 def _follows(rope_type: Any) -> bool:
@@ -87,7 +87,7 @@ def _groups(lengths: Tensor, limit: int) -> list[tuple[int, Tensor]]:
     return [(length, of_place == length) for length in of_place.unique().tolist()]
 
 
-class _ByLengths:
+class _PerLengthForward:
     """The forward of a rotary module, length by length, each from the state that the module was made with."""
 
     def __init__(self, module: nn.Module, groups: list[tuple[int, Tensor]]) -> None:

@@ -40,7 +40,7 @@ def shapes_of(config: RoleConfig) -> tuple[list[Shape], int]:
         with_value_head(hf, checked=raw["model_type"] not in FAMILIES)
     trained = {id(p) for p in hf.parameters() if p.requires_grad}
     if config.model.lora is not None:
-        adapters = Adapters(hf, config, precision.kept_in_fp32(hf, config.model.dtype).values())
+        adapters = Adapters(hf, config, precision.fp32_parameters(hf, config.model.dtype).values())
         trained = {id(p) for p in adapters.trained().values()}
     if config.optimizer is None:
         trained = set()

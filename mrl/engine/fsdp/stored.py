@@ -11,7 +11,7 @@ from mrl.converters.mcore_weights import check_architecture
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.pt_file import load_pt
 from mrl.converters.rules import buffer_names, expected_hf_names
-from mrl.converters.safetensors_io import DTYPES, NAMES, TensorInfo, listed
+from mrl.converters.safetensors_io import DTYPES, NAMES, TensorInfo, count_groups
 from mrl.converters.table import Family, HFConfig
 from mrl.engine.fsdp.names import STATE, FileTensor, file_tensors
 from mrl.engine.torch_dist.reader import TorchDistReader
@@ -41,25 +41,25 @@ class FSDPReader:
         expected = expected_hf_names(family, hf_config, head=self.head)
         self.tensors: dict[str, TensorInfo] = {}
         self._where: dict[str, tuple[str, FileTensor]] = {}
-        found: dict[str, TensorInfo] = {}
+        infos: dict[str, TensorInfo] = {}
         for key, tensor in self._stored.tensors.items():
             if key.startswith(PREFIX):
                 name = key.removeprefix(PREFIX)
                 for part in file_tensors(name, tensor.shape, family=family, head=self.head):
                     kept = torch.float32 if part.name in self._buffers else dtype
-                    found[part.name] = TensorInfo(NAMES[kept], _shape(part, tensor.shape))
+                    infos[part.name] = TensorInfo(NAMES[kept], _shape(part, tensor.shape))
                     self._where[part.name] = key, part
-        missing = [name for name in expected if name not in found]
-        left = [name for name in found if name not in expected]
-        shapes = [n for n in expected if n in found and found[n].shape != tuple(expected[n])]
-        parts = listed({"missing": missing, "left over": left, "of another shape": shapes})
+        missing = [name for name in expected if name not in infos]
+        left = [name for name in infos if name not in expected]
+        shapes = [n for n in expected if n in infos and infos[n].shape != tuple(expected[n])]
+        parts = count_groups({"missing": missing, "left over": left, "of another shape": shapes})
         if parts:
             raise CheckpointError(
                 path,
                 why=f"tensors do not fit the model's config.json: {', '.join(parts)}",
                 fix="give the config.json of the model that was trained",
             )
-        self.tensors = {name: found[name] for name in expected}
+        self.tensors = {name: infos[name] for name in expected}
 
     def __call__(self, name: str) -> LazySlice:
         return LazySlice(self.tensors[name].shape, lambda region: self._read(name, region))

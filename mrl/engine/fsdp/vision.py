@@ -79,7 +79,7 @@ def images_of(hf: nn.Module, batch: Batch, feature: Tensor, device: torch.device
     return Images(inputs["pixel_values"].to(device), inputs["image_grid_thw"].to(device), feature.to(device))
 
 
-def embedded(hf: nn.Module, tokens: Tensor, images: Images) -> dict[str, Any]:
+def embed_images(hf: nn.Module, tokens: Tensor, images: Images) -> dict[str, Any]:
     """Returns what the language model is given instead of tokens [R, L/C]: embeddings, with features in the places of
     images.
 

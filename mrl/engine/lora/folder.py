@@ -46,8 +46,8 @@ def shapes_in_file(model_folder: str, lora: LoraConfig, head: str) -> dict[str, 
     folder."""
     from mrl.engine.lora.selection import injection  # as above
 
-    found = injection(model_folder, lora, head)
-    return adapter_shapes(found.shapes, head, found.hidden_size)
+    injected = injection(model_folder, lora, head)
+    return adapter_shapes(injected.shapes, head, injected.hidden_size)
 
 
 def write_adapter(
@@ -90,7 +90,7 @@ def write_adapter_files(
     modules may be left out, which then are as in the base."""
     from mrl.engine.lora.selection import injection  # as above
 
-    found = injection(base_model_path, lora, head)
+    injected = injection(base_model_path, lora, head)
     on_host = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
     out = Path(path)
     out.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def write_adapter_files(
             file.write(as_bytes(tensor))
     os.replace(out / f".{WEIGHTS}.part", out / WEIGHTS)
     about = {
-        key: sorted(value) if isinstance(value, set) else value for key, value in found.config.to_dict().items()
+        key: sorted(value) if isinstance(value, set) else value for key, value in injected.config.to_dict().items()
     } | {BASE: os.path.abspath(base_model_path), "inference_mode": True, "init_lora_weights": True}
     if head == "value":
         about["modules_to_save"] = ["score"]
@@ -139,11 +139,13 @@ def read_fitting(path: str | os.PathLike[str], model_folder: str, lora: LoraConf
     _, tensors = read_adapter(path)
     check_is_plain(str(path))
     expected = shapes_in_file(model_folder, lora, head)
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    shapes_found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    differ = sorted(
+        name for name in expected.keys() | shapes_found.keys() if expected.get(name) != shapes_found.get(name)
+    )
     if differ:
         name = differ[0]
-        there, here = found.get(name, "absent"), expected.get(name, "absent")
+        there, here = shapes_found.get(name, "absent"), expected.get(name, "absent")
         raise ModelError(
             path,
             why=f"{name} is {there} there and {here} with this config's model.lora ({len(differ)} tensors differ)",

@@ -44,14 +44,14 @@ def weights_fingerprint(path: str) -> str:
 
 def _hash(shapes: Mapping[str, Sequence[int]], read: Callable[[str], Any]) -> str:
     digest = hashlib.sha256()
-    for name in samples(name for name in shapes if name != SCORE):
+    for name in sample_names(name for name in shapes if name != SCORE):
         digest.update(name.encode())
         for part in _parts(shapes[name]):
             digest.update(read(name)[part].to(torch.float32).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def samples(names: Iterable[str]) -> list[str]:
+def sample_names(names: Iterable[str]) -> list[str]:
     """`SAMPLES` of the names, or all: of each kind (a name without layer and expert) as many as of any other.
 
     A hash of the name says which: layers in regular steps would be of one kind where a model repeats a pattern of

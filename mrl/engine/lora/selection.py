@@ -318,7 +318,7 @@ def _peft_config(selection: Selection, head: str) -> peft.LoraConfig:
 
 def _shapes(model: nn.Module) -> dict[str, AdapterShape]:
     """Returns the adapters that peft has put into a model, in the model's order."""
-    found = {}
+    shapes = {}
     for peft_name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
@@ -331,7 +331,7 @@ def _shapes(model: nn.Module) -> dict[str, AdapterShape]:
                 name = parameter
             experts = layer.num_experts if layer.get_param().ndim == 3 else 0
             transposed = bool(experts) and not layer._did_swap_in_out_features
-        found[name] = AdapterShape(
+        shapes[name] = AdapterShape(
             name,
             peft_name,
             layer.in_features,
@@ -342,7 +342,7 @@ def _shapes(model: nn.Module) -> dict[str, AdapterShape]:
             transposed,
             parameter,
         )
-    return found
+    return shapes
 
 
 def _is_end(end: str, name: str) -> bool:

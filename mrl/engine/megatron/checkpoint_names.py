@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.converters.families import FAMILIES
-from mrl.converters.table import in_mtp_block
+from mrl.converters.table import as_mtp_entry
 
 _EXTRA = "_extra_state"  # of transformer-engine's modules: scales of fp8, which nothing here uses
 
@@ -21,25 +21,25 @@ _EXTRA = "_extra_state"  # of transformer-engine's modules: scales of fp8, which
 @functools.cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
     """(a name under transformer-engine, the name for it) of all families; `l` is the layer."""
-    found = {}
+    patterns = {}
     for family in FAMILIES.values():
         of_layer = (*family.layer, *family.dense, *family.sparse)
-        for entry in (*of_layer, *map(in_mtp_block, of_layer)):
+        for entry in (*of_layer, *map(as_mtp_entry, of_layer)):
             if entry.te is not None and not entry.of_expert:
                 pattern = re.escape(entry.te).replace(re.escape("{l}"), r"(?P<l>\d+)")
-                found[pattern] = entry.mcore.replace("{l}", r"\g<l>")
-    return [(re.compile(pattern), name) for pattern, name in found.items()]
+                patterns[pattern] = entry.mcore.replace("{l}", r"\g<l>")
+    return [(re.compile(pattern), name) for pattern, name in patterns.items()]
 
 
 def stored_name(key: str) -> str:
     """Returns the name in a checkpoint of what either spec calls `key`."""
     for pattern, name in _patterns():
-        if found := pattern.fullmatch(key):
-            return found.expand(name)
+        if match := pattern.fullmatch(key):
+            return match.expand(name)
     return key
 
 
-def stored(sharded: Mapping[str, Any]) -> dict[str, Any]:
+def stored_names(sharded: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a chunk's sharded state dict with entries of these names, and without transformer-engine's own state.
 
     sharded: name in the module -> megatron's ShardedTensor, ShardedTensorFactory or ShardedObject, which are changed.

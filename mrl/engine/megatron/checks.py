@@ -7,23 +7,23 @@ from typing import Any
 
 import torch
 
-from mrl.config.backends import OWN
+from mrl.config.backends import OWN_KEYS
 from mrl.config.schema import EngineConfig, ModelConfig, TrainedModelConfig
 from mrl.converters.families import FAMILIES, family_for, fields_of
 from mrl.converters.hf_config import normalize
-from mrl.converters.mtp import announced
+from mrl.converters.mtp import num_mtp_layers
 from mrl.engine.checks import EngineChecks, Sequences, whole_number
 from mrl.errors import ConfigError, Shown, quoted
 from mrl.mcore_models import fp8, layer_spec, megatron_needs, userbuffers
 from mrl.mcore_models.layer_spec import DTYPES, LayerSpec
-from mrl.mcore_models.layout import ALIGNED, check_layout, expert_sizes, experts_fit
-from mrl.mcore_models.recompute import chosen_modules
+from mrl.mcore_models.layout import ALIGNMENT, check_layout, expert_sizes, experts_fit
+from mrl.mcore_models.recompute import recompute_modules
 from mrl.parallel import ParallelDims, stage_layers
 
 
 class MegatronChecks(EngineChecks):
     backend = "megatron"
-    supports = OWN["megatron"]
+    supports = OWN_KEYS["megatron"]
 
     @classmethod
     def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:
@@ -52,7 +52,7 @@ class MegatronChecks(EngineChecks):
             raise ConfigError("engine.batch_invariant", True, why, "set engine.parallel.etp to 1, or leave this out")
         fp8.check_model(engine.megatron, family_for(normalized), normalized, dims)
         if engine.recompute == "selective":
-            chosen_modules(fields, engine.recompute_modules, layer_spec=None)
+            recompute_modules(fields, engine.recompute_modules, layer_spec=None)
         layer_spec.check_attention(engine.attention, engine.layer_spec)
         if layer_spec.wanted_spec(engine.layer_spec, engine.attention) == "te":
             layer_spec.check_rules(fields, dims, attention=engine.attention)
@@ -76,7 +76,7 @@ class MegatronChecks(EngineChecks):
             engine.layer_spec, fields, dims, dtype=dtype, attention=engine.attention, elsewhere=True
         )
         megatron_needs.check_spec(engine.megatron, spec.name, spec.why, dtype, elsewhere=engine.layer_spec)
-        return choices(spec, engine, fields)
+        return choice_lines(spec, engine, fields)
 
     @classmethod
     def check_here(
@@ -90,7 +90,7 @@ class MegatronChecks(EngineChecks):
         fp8.check_here(engine.megatron)
 
 
-def choices(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any]) -> list[str]:
+def choice_lines(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any]) -> list[str]:
     """Returns lines for the user on what is chosen for a model, before a run and in it. fields: as `fields_of` has
     them."""
     lines = layer_spec.notes(spec)
@@ -99,13 +99,13 @@ def choices(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any]) ->
             f"engine.megatron.fp8: linear layers compute in FP8 ({engine.megatron['fp8_recipe']}), in evaluations and "
             "log-probs too; decoding, weights, checkpoints and exports are bfloat16 (docs/fp8.md)"
         )
-    if userbuffers.is_on(engine.megatron):
+    if userbuffers.is_enabled(engine.megatron):
         lines.append(
             f"engine.megatron.{userbuffers.FIELD}: every micro-batch is padded to engine.micro_batch.tokens "
             f"({engine.micro_batch.tokens}), in evaluations and log-probs too; no GPU has run it (docs/tp-overlap.md)"
         )
     if engine.recompute == "selective":
-        modules = chosen_modules(fields, engine.recompute_modules, layer_spec=spec.name)
+        modules = recompute_modules(fields, engine.recompute_modules, layer_spec=spec.name)
         lines.append(f"engine.recompute: selective computes {', '.join(modules)} again (docs/layouts.md)")
     return lines
 
@@ -128,7 +128,7 @@ def check_mtp(model: ModelConfig, dims: ParallelDims, hf_config: Mapping[str, An
 
 def mtp_layers(hf_config: Mapping[str, Any], dims: ParallelDims, *, lora: bool) -> int:
     """Returns how many MTP layers train. lora: adapters do. Raises ConfigError where they cannot."""
-    layers = announced(hf_config)
+    layers = num_mtp_layers(hf_config)
     if not layers or hf_config["model_type"] not in FAMILIES:
         why = f"is for a model with MTP layers, and num_nextn_predict_layers of its config.json is {layers}"
         raise ConfigError("model.mtp", why=why, fix="leave it out")
@@ -170,7 +170,7 @@ def check_sizes(engine: EngineConfig, fields: Mapping[str, Any], dims: ParallelD
     wanted = engine.moe.grouped_mm is True and fields.get("num_moe_experts")
     if wanted and not experts_fit(fields, dims, dtype.itemsize):
         theirs = " x ".join(map(str, expert_sizes(fields, dims)))
-        multiple = f"{ALIGNED // dtype.itemsize} ({ALIGNED} bytes in {str(dtype).removeprefix('torch.')})"
+        multiple = f"{ALIGNMENT // dtype.itemsize} ({ALIGNMENT} bytes in {str(dtype).removeprefix('torch.')})"
         why = f"takes experts whose sizes are multiples of {multiple}, and theirs are {theirs} on a rank"
         raise ConfigError("engine.moe.grouped_mm", True, why, "leave it out")
 

@@ -29,12 +29,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor,
 from mrl.converters.mcore_weights import architecture
 from mrl.converters.pt_file import load_pt
 from mrl.engine import background, collective
-from mrl.engine.atomic_checkpoint import Ranks
+from mrl.engine.atomic_checkpoint import RankGroup
 from mrl.engine.lora.identity import check_identity
 from mrl.engine.megatron import checkpoint_names, lora, optim_state, weights
 from mrl.engine.megatron.model import Model
 from mrl.engine.megatron.optim import optimizers_of
-from mrl.engine.torch_dist.boxes import Box, Placed, Written, check, fill, write, write_index
+from mrl.engine.torch_dist.boxes import Box, PlacedTensor, WrittenFile, check, fill, write, write_index
 from mrl.engine.torch_dist.data_files import saved_bytes
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
@@ -55,15 +55,15 @@ def save(model: Model, path: str, *, schedule_step: int, state: Mapping[str, Any
         about = {"schedule_step": schedule_step} | described | {"state": dict(state)}
         (folder / "engine.pt").write_bytes(saved_bytes(about))
 
-    def own() -> Written:
+    def own() -> WrittenFile:
         (folder / "rng" / f"rank_{rank:05d}.pt").write_bytes(saved_bytes(_plain_rng(model)))
         placed = _placed(model)
         boxes = (box for each in placed if not any(each.replica) for box in each.boxes)
-        moments = () if model.optimizer is None else optim_state.to_write(model.optimizer, placed)
+        moments = () if model.optimizer is None else optim_state.boxes_to_write(model.optimizer, placed)
         return write(folder / "mcore" / f"__{rank}_0.distcp", itertools.chain(boxes, moments))
 
     collective.on_main(lambda: _writing(path, common))
-    everyone = collective.gather_on_main(collective.on_every(lambda: _writing(path, own)))
+    everyone = collective.gather_on_main(collective.call_on_every_rank(lambda: _writing(path, own)))
     collective.on_main(lambda: _writing(path, lambda: write_index(folder / "mcore", everyone)))
 
 
@@ -73,11 +73,11 @@ def stage(model: Model, *, schedule_step: int, state: Mapping[str, Any]) -> back
     about = saved_bytes({"schedule_step": schedule_step} | _description(model) | {"state": dict(state)})
     rng, placed = saved_bytes(_plain_rng(model)), _placed(model)
     boxes = [box for each in placed if not any(each.replica) for box in each.boxes]
-    boxes += () if model.optimizer is None else optim_state.to_write(model.optimizer, placed)
-    boxes = [dataclasses.replace(box, data=background.on_host(box.data)) for box in boxes]
-    background.settle(model.device)
+    boxes += () if model.optimizer is None else optim_state.boxes_to_write(model.optimizer, placed)
+    boxes = [dataclasses.replace(box, data=background.copy_to_host(box.data)) for box in boxes]
+    background.wait_for_copies(model.device)
 
-    def write_copy(path: str, ranks: Ranks) -> None:
+    def write_copy(path: str, ranks: RankGroup) -> None:
         folder = Path(path)
 
         def common() -> None:
@@ -85,7 +85,7 @@ def stage(model: Model, *, schedule_step: int, state: Mapping[str, Any]) -> back
             (folder / "rng").mkdir()
             (folder / "engine.pt").write_bytes(about)
 
-        def own() -> Written:
+        def own() -> WrittenFile:
             (folder / "rng" / f"rank_{rank:05d}.pt").write_bytes(rng)
             return write(folder / "mcore" / f"__{rank}_0.distcp", boxes)
 
@@ -128,8 +128,8 @@ def load(model: Model, found: str) -> tuple[int, dict[str, Any]]:
         )
     of_rank = os.path.join(found, "rng", f"rank_{rank:05d}.pt")
     same_layout = saved["layout"] == dataclasses.asdict(model.dims)
-    rng = collective.on_every(lambda: load_pt(of_rank)) if same_layout else None
-    collective.on_every(lambda: _read_tensors(model, found))
+    rng = collective.call_on_every_rank(lambda: load_pt(of_rank)) if same_layout else None
+    collective.call_on_every_rank(lambda: _read_tensors(model, found))
     if model.optimizer is not None:
         for part in optimizers_of(model.optimizer):
             optim_state.set_step_count(part.optimizer, saved["optimizer_steps"])
@@ -153,7 +153,7 @@ def _read_tensors(model: Model, found: str) -> None:
             placed = _placed(model)
             boxes = [box for each in placed for box in each.boxes]
             if model.optimizer is not None:
-                boxes += optim_state.to_read(model.optimizer, placed)
+                boxes += optim_state.boxes_to_read(model.optimizer, placed)
             check(reader, boxes)
             fill(reader, boxes)
     except CheckpointError as error:
@@ -216,19 +216,19 @@ def _sharded(model: Model) -> dict[str, Any]:
         "non_homogeneous_layers": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    whole = (checkpoint_names.stored(chunk.sharded_state_dict(metadata=metadata)) for chunk in model.chunks)
+    whole = (checkpoint_names.stored_names(chunk.sharded_state_dict(metadata=metadata)) for chunk in model.chunks)
     return {f"model{index}": of_chunk for index, of_chunk in enumerate(whole)}
 
 
-def _placed(model: Model) -> list[Placed]:
+def _placed(model: Model) -> list[PlacedTensor]:
     """Returns the model's tensors with their places in a checkpoint."""
     if model.adapters:
-        return list(lora.placed(model.chunks, model.rules))
+        return list(lora.checkpoint_places(model.chunks, model.rules))
     placed = []
     for entry in nested_values(_sharded(model)):
         assert isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None, entry
         entries = nested_values([entry.build() if isinstance(entry, ShardedTensorFactory) else entry])
-        placed.append(Placed(entry.data, tuple(map(_box, entries)), _replica(entry)))
+        placed.append(PlacedTensor(entry.data, tuple(map(_box, entries)), _replica(entry)))
     held = {id(t): name for c in model.chunks for name, t in weights.tensors_of(c).items()}
     lost = sorted(held[i] for i in held.keys() ^ {id(each.tensor) for each in placed})
     assert not lost, f"megatron has no place in a checkpoint for {lost}"

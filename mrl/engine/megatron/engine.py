@@ -14,7 +14,7 @@ from torch import Tensor
 from mrl.batch import MTP_MASK, Batch
 from mrl.config.schema import RoleConfig
 from mrl.converters.families import fields_of
-from mrl.converters.mtp import copies_in
+from mrl.converters.mtp import shared_tensors
 from mrl.converters.rules import buffer_names, expected_hf_names
 from mrl.converters.safetensors_io import tensor_infos
 from mrl.engine import collective, guards
@@ -35,7 +35,7 @@ from mrl.engine.base import (
 from mrl.engine.kept import KeptSequences
 from mrl.engine.microbatch import lengths_of_groups, plan_micro_batches, token_budget
 from mrl.engine.offload import Offload
-from mrl.engine.trained_state import TrainedState, Update
+from mrl.engine.trained_state import TrainedState, UpdateSettings
 from mrl.errors import ConfigError
 from mrl.mcore_models import cpu_stand_in, platform
 
@@ -53,7 +53,7 @@ from mrl.engine.megatron import (  # noqa: E402
     trained,
     watched,
 )
-from mrl.engine.megatron.checks import MegatronChecks, choices  # noqa: E402
+from mrl.engine.megatron.checks import MegatronChecks, choice_lines  # noqa: E402
 from mrl.engine.megatron.model import Model  # noqa: E402
 from mrl.mcore_models import fp8, userbuffers  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
@@ -85,7 +85,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             ep=parallel.ep, etp=parallel.expert_tp, sp=parallel.sequence_parallel,
         )  # fmt: skip
         self.model = Model(config, dims)
-        self.setup = pipeline.Setup(
+        self.setup = pipeline.PipelineConfig(
             dims=dims, coords=self.model.coords, packed=config.packing, thd=self.model.spec == "te", head=config.head,
             vocab_size=self.model.hf["vocab_size"], mtp=self.model.mtp, mtp_weight=self.model.mtp_weight,
             detaches_mtp=self.model.detaches_mtp, multiple=fp8.multiple_of(config.engine.megatron),
@@ -111,7 +111,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     @property
     def notes(self) -> list[str]:
-        lines = choices(self.model.layer_spec, self.config.engine, fields_of(dict(self.model.hf)))
+        lines = choice_lines(self.model.layer_spec, self.config.engine, fields_of(dict(self.model.hf)))
         return lines if self.device.type == "cuda" else lines[1:]  # a CPU has one spec
 
     @property
@@ -125,10 +125,10 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     def init_model(self, read: Callable[[str], Any] | None = None) -> None:
         """As every engine. read: where weights come from (HF name -> tensor or lazy slice); None: as configured."""
         self.model.init(read)
-        state = optim.offloadable(self.model.chunks, self.model.wrapped, self.model.optimizer)
+        state = optim.offload_tensors(self.model.chunks, self.model.wrapped, self.model.optimizer)
         drop_copies = {"parameters": functools.partial(fp8.forget_copies, self.model.chunks)}
         self.offload = Offload(self.config.engine.offload, state, spent=("gradients",), drop_copies=drop_copies)
-        self._late = optim.gathers_late(self.model.wrapped)
+        self._late = optim.gathers_in_forward(self.model.wrapped)
         self._ungathered = self._late  # its first forward would gather, and in generation not every rank makes one
         self._gather()
 
@@ -185,7 +185,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             for indices in order
         ]
         last = bool(ctx.get("last")) and not forward_only
-        call = self._call(batch, forward_only, postprocess_fn, reduces=last and self._reduces_early, adds=adds)
+        call = self._step_config(batch, forward_only, postprocess_fn, reduces=last and self._reduces_early, adds=adds)
         used = self._used("parameters") if forward_only else self.offload.used("parameters", "gradients")
         with used, torch.set_grad_enabled(not forward_only):
             pipeline.run(self.model.wrapped, self.model.transformer, micro_batches, self.setup, call)
@@ -196,9 +196,9 @@ class MegatronEngine(MegatronChecks, BaseEngine):
                 self._reduce()
         payload = None
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            sums = collective.add_over(pipeline.totals(micro_batches), self._host_dp_group())
-            payload = (sums, collective.in_batch_order([mb.predictions for mb in micro_batches], order, batch))
-        sums, predictions = pipeline.from_last_stage(payload, self.device)
+            sums = collective.sum_in_rank_order(pipeline.sum_micro_batches(micro_batches), self._host_dp_group())
+            payload = (sums, collective.to_batch_order([mb.predictions for mb in micro_batches], order, batch))
+        sums, predictions = pipeline.broadcast_from_last_stage(payload, self.device)
         loss = sums.pop("loss", 0.0) / call.denominator
         of_mtp = {"mtp_loss": sums.pop("mtp_loss") / call.tokens} if "mtp_loss" in sums else {}
         metrics = {name.removeprefix("metrics/"): value / call.denominator for name, value in sums.items()}
@@ -241,9 +241,9 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         wrapped = self.model.wrapped
         return bool(wrapped) and wrapped[0].ddp_config.overlap_grad_reduce and not self.model.adapters
 
-    def _call(
+    def _step_config(
         self, batch: Batch, forward_only: bool, postprocess_fn: Callable | None, *, reduces: bool, adds: bool
-    ) -> pipeline.Call:
+    ) -> pipeline.StepConfig:
         denominator = collective.denominator_of(batch, self.loss_denominator)
         share = 1.0
         if not forward_only and (self.config.engine.moe.aux_loss or self.config.engine.moe.z_loss):
@@ -252,7 +252,9 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             share = float(mine) / float(batch.denominators["tokens"] or 1.0) or 1.0
         of_mtp = MTP_MASK if MTP_MASK in batch.token_fields else "tokens"
         tokens = collective.denominator_of(batch, of_mtp) if self.setup.mtp else 1.0
-        return pipeline.Call(self.loss_fn, denominator, share, forward_only, postprocess_fn, reduces, adds, tokens)
+        return pipeline.StepConfig(
+            self.loss_fn, denominator, share, forward_only, postprocess_fn, reduces, adds, tokens
+        )
 
     @installed
     def unshard_data(self, predictions: Predictions, batch: Batch) -> Predictions:
@@ -280,13 +282,13 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             self._reduced = True
 
     @installed
-    def optimizer_step(self, update: Update | None = None) -> GradNorm:
+    def optimizer_step(self, update: UpdateSettings | None = None) -> GradNorm:
         with self._used("parameters", "gradients", "optimizer"):
             self._reduce()
-            norm = optim.step(self.model.optimizer, update or self._update(), self.model.detached)
+            norm = optim.step(self.model.optimizer, update or self._update(), self.model.detached_params)
             self.offload.spend("gradients")
             if self._late:
-                optim.leave_to_forward(self.model.wrapped)
+                optim.gather_in_forward(self.model.wrapped)
                 self._ungathered = True
                 # adapters lie in modules that no forward is called of, which is where megatron gathers
                 if self.model.adapters or "parameters" in self.config.engine.offload:
@@ -299,12 +301,12 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         with self._used("parameters", "gradients", "optimizer"):
             model, unreduced = self.model, self._accumulated and not self._spent
             assert self._spent or not self._reduced, "gradients were reduced for hf_gradients or a guard"
-            return trained.copy(model.wrapped, model.optimizer, gradients=unreduced, spent=self._spent)
+            return trained.copy_trained_state(model.wrapped, model.optimizer, gradients=unreduced, spent=self._spent)
 
     @installed
     def set_trained_state(self, state: TrainedState) -> None:
         with self._used("parameters", "gradients", "optimizer"):
-            trained.put(self.model.wrapped, self.model.optimizer, state)
+            trained.restore_trained_state(self.model.wrapped, self.model.optimizer, state)
         fp8.forget_copies(self.model.chunks)  # where gradients have accumulated no call would make them again
         self._accumulated = state.gradients is not None
         self._reduced = self._spent = state.spent
@@ -313,7 +315,9 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     def guard_before_step(self) -> Any:
         with self._used("parameters", "gradients", "optimizer"):
             self._reduce()
-            return guards.inspect(watched.watched(self.model), lr=self._learning_rate(), eps=self._optimizer_config.eps)
+            return guards.inspect(
+                watched.watched_parameters(self.model), lr=self._learning_rate(), eps=self._optimizer_config.eps
+            )
 
     @installed
     def guard_after_step(self, token: Any) -> list[guards.Problem]:
@@ -384,20 +388,20 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
         fp8.forget_copies(self.model.chunks)  # whoever takes the weights wants the room
-        value = streams.merged(self.model) if self.model.adapters else (lambda parameter: parameter.data)
+        value = streams.merge_adapters(self.model) if self.model.adapters else (lambda parameter: parameter.data)
         return self._stream(value, "parameters", self.model.dtype, everywhere=everywhere)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._stream_trained(lambda parameter: parameter.data.float(), "parameters")
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None]:
-        return lora.off(self.model.chunks)
+        return lora.without_adapters(self.model.chunks)
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         assert not self._spent, "optimizer_step has spent the gradients"
         with self.model.state.installed(), self._used("gradients"):
             self._reduce()
-            optim.whole_gradients(self.model.wrapped)
+            optim.gather_gradients(self.model.wrapped)
         if self.model.adapters:
             return self._stream_trained(lambda parameter: parameter.main_grad, "gradients")
         return self._stream(lambda parameter: parameter.main_grad, "gradients", torch.float32)
@@ -409,7 +413,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         model = self.model
         shapes = expected_hf_names(model.family, model.hf, head=self.config.head, mtp=model.mtp)
         exact = {name: shapes[name] for name in buffer_names(model.family, model.hf, mtp=model.mtp)}
-        copies = copies_in(model.hf, model.mtp)
+        copies = shared_tensors(model.hf, model.mtp)
         of_copies = {name: shapes[of] for name, of in copies.items()}
         infos = tensor_infos(shapes | of_copies, model.dtype) | tensor_infos(exact, torch.float32)
         self._write_hf(path, infos, model.family, model.hf, copies)

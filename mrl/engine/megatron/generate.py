@@ -22,15 +22,15 @@ from mrl.engine.kept import KeptSequences
 from mrl.engine.logprobs import VocabShard
 from mrl.engine.megatron.model import Model
 from mrl.engine.requests import Completion, GenerateRequest
-from mrl.engine.sampling import WIDER, SamplingRows, choose_among
+from mrl.engine.sampling import CANDIDATE_FACTOR, SamplingRows, choose_among
 from mrl.errors import ConfigError
 from mrl.mcore_models import decoder, fp8, platform, userbuffers
 from mrl.mcore_models.attention import CacheLayout, SdpaAttention
-from mrl.mcore_models.decode_graphs import FixedSteps
+from mrl.mcore_models.decode_graphs import DecodeGraphs
 from mrl.mcore_models.kv_cache import CachedStep, KVCache
 from mrl.mcore_models.platform import tensor_on
 
-NOT_LEAN = "its layers go through megatron's own modules (docs/gpu.md)"
+NOT_DECODED_HERE = "its layers go through megatron's own modules (docs/gpu.md)"
 
 
 def run(
@@ -55,7 +55,7 @@ def run(
         [(i, requests[i]) for i in mine], cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, kept=kept
     )  # fmt: skip
     own_attention = contextlib.nullcontext() if model.spec == "local" else _own_attention(model)
-    with own_attention, fp8.without(model.chunks), userbuffers.without(model.chunks):
+    with own_attention, fp8.disabled(model.chunks), userbuffers.disabled(model.chunks):
         runner = _Runner(model, schedule, kept, cuda_graphs=cuda_graphs)
         while _work_left(model, not schedule.done):
             step = DUMMY if schedule.done else schedule.next()
@@ -63,12 +63,12 @@ def run(
             kept.keep(step.ended, runner.caches)
             progress(schedule.completed, len(mine))
         model.captures_graphs &= all(fixed.captures for fixed in runner.fixed)
-    found = dict(schedule.completions())
+    completions = dict(schedule.completions())
     if replicas > 1:
         everyone: list[dict[int, Completion]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, found)
-        found = {i: completion for part in everyone for i, completion in part.items()}
-    return [found[i] for i in range(len(requests))]
+        dist.all_gather_object(everyone, completions)
+        completions = {i: completion for part in everyone for i, completion in part.items()}
+    return [completions[i] for i in range(len(requests))]
 
 
 def _work_left(model: Model, here: bool) -> bool:
@@ -100,38 +100,38 @@ class _Runner:
     def __init__(self, model: Model, schedule: Schedule, kept: KeptSequences, *, cuda_graphs: bool) -> None:
         self.model, self.dims, self.kept = model, model.dims, kept
         # stages have other layers, and adapters on other modules: what one rank cannot do, none does
-        self.lean = all(collective.all_ranks().gather(all(decoder.fits(chunk) for chunk in model.chunks)))
+        self.lean = all(collective.all_ranks().gather(all(decoder.supports_chunk(chunk) for chunk in model.chunks)))
         self.decoders = self._prepared() if self.lean else []
         self.caches = [KVCache(schedule.rows, schedule.length) for _ in model.chunks]
-        self.fixed = collective.on_every(self._fixed_steps) if cuda_graphs else []
+        self.fixed = collective.call_on_every_rank(self._fixed_steps) if cuda_graphs else []
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
         self.ranks = dist.get_process_group_ranks(self.pp_group)
 
     def _prepared(self) -> list[decoder.Decoder]:
         """Returns the decoders of the chunks: on a CPU, where they copy weights, those of the call before."""
-        found = self.kept.prepared.value
-        if found is None:
-            found = [decoder.Decoder(chunk) for chunk in self.model.chunks]
+        decoders = self.kept.prepared.value
+        if decoders is None:
+            decoders = [decoder.Decoder(chunk) for chunk in self.model.chunks]
             if platform.device().type == "cpu":  # on a GPU they are views, of what may be offloaded between calls
-                self.kept.prepared.value = found
-        return found
+                self.kept.prepared.value = decoders
+        return decoders
 
-    def _fixed_steps(self) -> list[FixedSteps]:
+    def _fixed_steps(self) -> list[DecodeGraphs]:
         """One for each chunk. Raises ConfigError where a chunk has no steps of fixed shapes."""
         assert not self.model.batch_invariant, "steps of fixed shapes are of several sequences"
-        refusals = [decoder.fixed_refusal(chunk) for chunk in self.model.chunks] if self.lean else [NOT_LEAN]
+        refusals = [decoder.fixed_refusal(chunk) for chunk in self.model.chunks] if self.lean else [NOT_DECODED_HERE]
         why = next((why for why in refusals if why is not None), None)
         if why is not None:
             raise ConfigError("rollout.cuda_graphs", True, f"is not for this model and layout: {why}", "leave it out")
         captures = self.model.captures_graphs
-        return [FixedSteps(*of, captures=captures) for of in zip(self.decoders, self.caches, strict=True)]
+        return [DecodeGraphs(*of, captures=captures) for of in zip(self.decoders, self.caches, strict=True)]
 
     def forward(self, step: Step) -> tuple[list[int], list[float]]:
         """Returns the tokens that follow the sampled sequences of a step, and their log-probs."""
         for chunk, cache in enumerate(self.caches):
             cache.arrange(step.copies, step.shape)
             self.kept.restore(step.restored, cache, chunk)
-        return self._one_by_one(step) if self.model.batch_invariant else self._together(step, self.caches)
+        return self._one_by_one(step) if self.model.batch_invariant else self._run_batch(step, self.caches)
 
     def _one_by_one(self, step: Step) -> tuple[list[int], list[float]]:
         """As `forward`: each token goes through the model alone, over its own sequence, prompts too. So what is
@@ -143,12 +143,12 @@ class _Runner:
             for i, token in enumerate(new):
                 sampled = [0] if row in step.sampled and i == len(new) - 1 else []
                 alone = Step(None, [], [[token]], [cached + i], sampled, step.sequences[row : row + 1])
-                found = self._together(alone, caches)
+                found = self._run_batch(alone, caches)
                 tokens += found[0]
                 log_probs += found[1]
         return tokens, log_probs
 
-    def _together(self, step: Step, caches: Sequence[KVCache]) -> tuple[list[int], list[float]]:
+    def _run_batch(self, step: Step, caches: Sequence[KVCache]) -> tuple[list[int], list[float]]:
         """As `forward`, of sequences whose rows are in order, through all chunks in pipeline order.
 
         They come to the host in one copy, which is the only wait of a step: with it comes whether top_p needs a look at
@@ -166,10 +166,10 @@ class _Runner:
                 if stage and dims.pp > 1:
                     hidden = self._receive(len(flat), (pp_rank - 1) % dims.pp)
                 last = self.model.chunks[chunk].post_process
-                choice = _Choice(step, self.model.hf["vocab_size"]) if last else None
+                choice = _TokenChoice(step, self.model.hf["vocab_size"]) if last else None
                 if tokens is None:
                     hidden = self.fixed[chunk](flat, step.cached, None if hidden is None else hidden.squeeze(1))
-                    hidden = self._made(chunk, hidden, choice)
+                    hidden = self._make_caches(chunk, hidden, choice)
                 else:
                     lengths, alone = tuple(map(len, step.new)), self.model.batch_invariant
                     cached = CachedStep(caches[chunk], lengths, tuple(step.cached), device, copies=alone)
@@ -201,7 +201,7 @@ class _Runner:
         own = self.model.chunks[chunk]
         if self.lean:
             hidden = self.decoders[chunk](tokens, None if hidden is None else hidden.squeeze(1), cached)
-            return self._made(chunk, hidden, choose_next)
+            return self._make_caches(chunk, hidden, choose_next)
         if hidden is not None:
             own.set_input_tensor(hidden)
         if choose_next is not None:
@@ -209,7 +209,7 @@ class _Runner:
         out = own(tokens, CacheLayout.make(cached, padding=tokens.numel() - cached.tokens), None)
         return out if choose_next is None else out[0]
 
-    def _made(self, chunk: int, hidden: Tensor, choose_next: Callable[..., Tensor] | None) -> Tensor:
+    def _make_caches(self, chunk: int, hidden: Tensor, choose_next: Callable[..., Tensor] | None) -> Tensor:
         """What `_chunk` returns, of a decoder's hidden states [T, N]."""
         if choose_next is None:
             return hidden.unsqueeze(1)
@@ -226,7 +226,7 @@ class _Runner:
         return buffer
 
 
-class _Choice:
+class _TokenChoice:
     """Next tokens of a step's sampled sequences, on the last stage."""
 
     def __init__(self, step: Step, vocab_size: int) -> None:
@@ -248,7 +248,7 @@ class _Choice:
 
     def among_more(self) -> Tensor:
         """As before, among more candidates. Collective over tensor-parallel ranks, all of which know of the need."""
-        self._count *= WIDER
+        self._count *= CANDIDATE_FACTOR
         return self._among()
 
     def _among(self) -> Tensor:

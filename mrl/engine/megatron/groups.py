@@ -95,7 +95,7 @@ class MegatronState:
         assert have == self.coords, f"megatron places rank {dist.get_rank()} at {have}, mrl.parallel at {self.coords}"
 
 
-def forget() -> None:
+def forget_groups() -> None:
     """Forgets all layouts' groups, and megatron's: for a process whose world ends and that joins another (meta.py)."""
     _groups_of_layout.clear()
     _restore(_pristine)

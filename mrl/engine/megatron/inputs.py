@@ -28,7 +28,7 @@ PADDING = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class AheadInputs:
+class MTPInputs:
     """What an MTP layer is fed: the layer of depth `k` (from 1) joins a hidden state with the token that is `k` further
     on in its sequence, and predicts the one after that."""
 
@@ -49,7 +49,7 @@ class ModelInputs:
     trained: Tensor | None  # which of these places have a label that counts in the loss; None for all
     layout: PackedLayout  # which places belong together
     places: Tensor  # [T] the place of each real token among all P
-    ahead: tuple[AheadInputs, ...] = ()  # for each MTP layer
+    mtp: tuple[MTPInputs, ...] = ()  # for each MTP layer
 
 
 def padded_lengths(
@@ -105,18 +105,18 @@ def prepare(
         mine = zigzag_places(tuple(padded), dims.cp, coords.cp_rank)
         tokens, labels, padding, counts, positions = (t[mine] for t in (tokens, labels, padding, counts, positions))
         order = to_device(zigzag_inverse(tuple(padded), dims.cp), device)
-    layout = PackedLayout.make(
+    layout = PackedLayout.for_sequences(
         padded, positions=to_device(positions, device), order=order, qkv_format="thd" if thd else "sbhd"
     )
     trained = None if counts.all() else to_device(counts.nonzero()[:, 0], device)
-    ahead = tuple(_ahead(batch, depth, at, total, mine, device) for depth in range(1, mtp + 1))
+    mtp_inputs = tuple(_mtp_inputs(batch, depth, at, total, mine, device) for depth in range(1, mtp + 1))
     tokens, labels, padding, at = (to_device(t, device) for t in (tokens, labels, padding, at))
-    return ModelInputs(tokens, labels, padding, trained, layout, at, ahead)
+    return ModelInputs(tokens, labels, padding, trained, layout, at, mtp_inputs)
 
 
-def _ahead(
+def _mtp_inputs(
     batch: Batch, depth: int, places: Tensor, total: int, mine: Tensor | slice, device: torch.device
-) -> AheadInputs:
+) -> MTPInputs:
     """places: of the micro-batch's tokens among all `total`. mine: those of them that this rank has, in its order."""
     assert batch.labels.dim() == 1, "MTP layers predict one label for each token"
     lengths = batch.lengths.cpu()
@@ -136,7 +136,7 @@ def _ahead(
     tokens, labels, padding, trained, loss_mask = (
         to_device(t, device) for t in (tokens[mine], labels[mine], padding[mine], trained, loss_mask)
     )
-    return AheadInputs(tokens, labels, padding, trained, loss_mask)
+    return MTPInputs(tokens, labels, padding, trained, loss_mask)
 
 
 def restore(outputs: Tensor, inputs: ModelInputs, cp_group: dist.ProcessGroup) -> Tensor:

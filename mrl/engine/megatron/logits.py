@@ -24,6 +24,6 @@ def logits(path: str, read: Callable[[str], Any], prompts: Sequence[Sequence[int
     with engine.eval_mode():
         for prompt in prompts:
             tokens = torch.tensor(prompt)
-            layout = PackedLayout.make([len(tokens)], positions=torch.arange(len(tokens)))
+            layout = PackedLayout.for_sequences([len(tokens)], positions=torch.arange(len(tokens)))
             found.append(chunk(tokens, layout)[0, :, : engine.model.hf["vocab_size"]].clone())
     return found

@@ -24,7 +24,7 @@ from mrl.converters.rules import Rule
 from mrl.converters.stacks import place_of
 from mrl.converters.table import Family
 from mrl.engine.lora.shapes import PREFIX, SCORE, AdapterShape, initial_a
-from mrl.engine.torch_dist.boxes import Box, Placed
+from mrl.engine.torch_dist.boxes import Box, PlacedTensor
 from mrl.mcore_models import lora
 from mrl.mcore_models.build import Model
 
@@ -85,7 +85,7 @@ class AdapterRule(Rule):
 # -- which rules there are ---------------------------------------------------------------------------------------------
 
 
-def adapted(rule: Rule, shapes: Shapes) -> list[tuple[AdapterShape, tuple[int, ...]]]:
+def adapters_on(rule: Rule, shapes: Shapes) -> list[tuple[AdapterShape, tuple[int, ...]]]:
     """Returns the adapters of an mcore parameter, each with the Hugging Face matrices of the rule that it is of.
 
     transformers holds the experts of a layer as `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`, and calls every
@@ -107,8 +107,8 @@ def adapted(rule: Rule, shapes: Shapes) -> list[tuple[AdapterShape, tuple[int, .
 
 def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
     """Returns the rules of A and B of every adapter of the mcore parameter of `rule`, in order: A, B, A, B, ..."""
-    found = []
-    for shape, sources in adapted(rule, shapes):
+    rules = []
+    for shape, sources in adapters_on(rule, shapes):
         rows = rule.hf_shapes[sources[0]][0]
         divided = [_spans(rule, rank, sources, rows) for rank in range(rule.degree)]
         whole_a, whole_b = (shape.rank, shape.in_features), (shape.out_features, shape.rank)
@@ -117,7 +117,7 @@ def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
         for tensor, size in (("A", whole_a), ("B", whole_b)):
             is_split = tensor == split and rule.degree > 1
             expert = "" if rule.expert is None else f"[{rule.expert}]"
-            found.append(
+            rules.append(
                 AdapterRule(
                     mcore=parameter_name(rule.mcore, shape, tensor),
                     hf=((shape.a_name if tensor == "A" else shape.b_name) + expert,),
@@ -135,7 +135,7 @@ def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
                     interleaved=1 if place is None or tensor == "A" else len(place.stack.parts),
                 )
             )
-    return found
+    return rules
 
 
 def parameter_name(mcore: str, shape: AdapterShape, tensor: str) -> str:
@@ -149,16 +149,16 @@ def parameter_name(mcore: str, shape: AdapterShape, tensor: str) -> str:
 def _spans(rule: Rule, rank: int, sources: tuple[int, ...], rows: int) -> tuple[Span, ...]:
     """Returns what `rank` holds of a split A or B: the columns or rows of its part of the matrices, neighbours
     joined."""
-    found: list[Span] = []
+    spans: list[Span] = []
     for span in rule.spans(rank):
         if span.source not in sources:
             continue
         start = span.start + (sources.index(span.source) * rows if span.dim == 0 else 0)
-        if found and found[-1].start + found[-1].length == start:
-            found[-1] = dataclasses.replace(found[-1], length=found[-1].length + span.length)
+        if spans and spans[-1].start + spans[-1].length == start:
+            spans[-1] = dataclasses.replace(spans[-1], length=spans[-1].length + span.length)
         else:
-            found.append(Span(0, span.dim, start, span.length))
-    return tuple(found)
+            spans.append(Span(0, span.dim, start, span.length))
+    return tuple(spans)
 
 
 # -- into the model ----------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def _attach(model: Model, rule: Rule, found: Sequence[AdapterRule], options: Lor
     shape = found[0].of
     adapter = lora.Adapter(
         model.config,
-        [lora.Part(b.of.name.rpartition(".")[2], _blocks(rule, b)) for b in found[1::2]],
+        [lora.AdapterBlock(b.of.name.rpartition(".")[2], _blocks(rule, b)) for b in found[1::2]],
         split=_SPLITS.get(rule.kind, "column"),
         expert=rule.expert is not None, inputs=inputs, outputs=outputs, rank=shape.rank, scale=shape.scale,
         dropout=options.dropout,
@@ -225,17 +225,17 @@ def _check(rules: Sequence[Mapping[str, Rule]], shapes: Shapes) -> None:
     """Every adapter has a place, of layers that this rank holds."""
     here = [rule for of_chunk in rules for rule in of_chunk.values()]
     layers = {rule.layer for rule in here if rule.layer is not None}
-    placed = {shape.name for rule in here for shape, _ in adapted(rule, shapes)}
+    placed = {shape.name for rule in here for shape, _ in adapters_on(rule, shapes)}
     lost = [name for name in shapes if name not in placed and any(f".layers.{layer}." in name for layer in layers)]
     assert not lost, f"megatron's model has no place for the adapters of {lost}"
 
 
-def reading(read: Callable[[str], Any], adapters: Callable[[str], Tensor]) -> Callable[[str], Any]:
+def route_reads(read: Callable[[str], Any], adapters: Callable[[str], Tensor]) -> Callable[[str], Any]:
     """`read` for the tensors of a model, `adapters` for those of an adapter's file."""
     return lambda name: adapters(name) if name.startswith(PREFIX) else read(name)
 
 
-class Initial:
+class InitialAdapters:
     """What adapters start from, by the names of peft's files: the same in every layout. The last tensor is kept:
     experts ask for slices of one."""
 
@@ -274,7 +274,7 @@ def set_scale(models: Iterable[Model], scale: float) -> None:
 
 
 @contextlib.contextmanager
-def off(models: Iterable[Model]) -> Iterator[None]:
+def without_adapters(models: Iterable[Model]) -> Iterator[None]:
     """Inside, the models are without their adapters."""
     adapters = [adapter for model in models for adapter in lora.adapters_of(model) if adapter.enabled]
     for adapter in adapters:
@@ -289,12 +289,12 @@ def off(models: Iterable[Model]) -> Iterator[None]:
 # -- in files ----------------------------------------------------------------------------------------------------------
 
 
-def placed(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]]) -> Iterator[Placed]:
+def checkpoint_places(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]]) -> Iterator[PlacedTensor]:
     """Yields what trains and its place in a checkpoint: under its name in peft's file, of experts [E, ...]."""
     for model, of_chunk in zip(models, rules, strict=True):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                yield Placed(parameter, _boxes(of_chunk[name], parameter.detach()), _replica(of_chunk[name]))
+                yield PlacedTensor(parameter, _boxes(of_chunk[name], parameter.detach()), _replica(of_chunk[name]))
 
 
 def _replica(rule: Rule) -> tuple[int, int, int]:

@@ -24,11 +24,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.batch import make_batch
-from mrl.config.megatron_speed import ON_HOST, moment_bytes, state_bytes
+from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, moment_bytes, state_bytes
 from mrl.config.schema import ParallelConfig, RoleConfig
 from mrl.engine.megatron.even_experts import EvenExperts
-from mrl.engine.megatron.meta_ids import Ids
-from mrl.engine.megatron.meta_run import BLOCK, AsOnAGPU, Traffic, Watch, apply_keys, in_backward, norms_of
+from mrl.engine.megatron.meta_ids import DistillIds
+from mrl.engine.megatron.meta_run import (
+    BLOCK,
+    CostCounter,
+    GPUKernelChoice,
+    Traffic,
+    apply_keys,
+    keep_mode_in_backward,
+    norms_of,
+)
 from mrl.mcore_models import cpu_stand_in, fp8, megatron_fields, platform, userbuffers
 from mrl.parallel import Coordinates, ParallelDims
 
@@ -112,7 +120,7 @@ class RankFigures:
 def prepare() -> None:
     """Makes this process one that plans: from now on its models have no memory. To be called before torch is used."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    platform.live_on_meta()
+    platform.use_meta_device()
     cpu_stand_in.prepare()
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  its import makes the backend "fake" known
 
@@ -145,11 +153,11 @@ def as_rank(rank: int, dims: ParallelDims) -> Iterator[None]:
     dist.new_group = dist.distributed_c10d.new_group = group_of
     dist.all_gather_object = dist.distributed_c10d.all_gather_object = gather_objects
     parallel_state.generate_masked_orthogonal_rank_groups = mine
-    groups.forget()
+    groups.forget_groups()
     try:
         yield
     finally:
-        groups.forget()
+        groups.forget_groups()
         parallel_state.generate_masked_orthogonal_rank_groups = orthogonal
         dist.new_group = dist.distributed_c10d.new_group = new_group
         dist.all_gather_object = dist.distributed_c10d.all_gather_object = gather
@@ -173,7 +181,7 @@ def own_group(rank: int, sizes: Sequence[int], mask: Sequence[bool]) -> list[int
 
 def measure(
     config: RoleConfig, dims: ParallelDims, rank: int, lengths: Sequence[int], *, spec: Spec = "local",
-    entropy: str = "none", known: dict[tuple, ChunkFigures] | None = None, ids: Ids | None = None,
+    entropy: str = "none", known: dict[tuple, ChunkFigures] | None = None, ids: DistillIds | None = None,
 ) -> RankFigures:  # fmt: skip
     """Returns what `rank` holds, and what a micro-batch of sequences of these lengths takes there; of no sequences,
     nothing is run.
@@ -187,8 +195,10 @@ def measure(
     from mrl.engine.megatron.model import Model
     from mrl.mcore_models.build import build_chunks
 
-    further = {k: v for k, v in config.engine.megatron.items() if k not in megatron_fields.OF_TRANSFORMER_ENGINE}
-    engine = dataclasses.replace(config.engine, layer_spec="local", megatron=further)
+    megatron_options = {
+        k: v for k, v in config.engine.megatron.items() if k not in megatron_fields.TRANSFORMER_ENGINE_FIELDS
+    }
+    engine = dataclasses.replace(config.engine, layer_spec="local", megatron=megatron_options)
     with as_rank(rank, dims), norms_of(spec):
         model = Model(dataclasses.replace(config, engine=engine), dims)
         model.transformer.perform_initialization = False
@@ -208,7 +218,7 @@ def measure(
                 wrapped = optim.wrap(chunks, model.transformer, engine.megatron)
             found = []
             if lengths:
-                run = _Run(config, dims, model, lengths, entropy, ids)
+                run = _MeasuredRun(config, dims, model, lengths, entropy, ids)
                 known = {} if known is None else known
                 keys = _keys_of_chunks(config, dims, model.coords.pp_rank, (*lengths, spec, entropy, ids))
                 for chunk, of, plan, key in zip(wrapped, chunks, plans, keys, strict=True):
@@ -275,14 +285,14 @@ def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims, capability: tuple
     from mrl.converters.families import fields_of
     from mrl.converters.hf_config import read_hf_config
     from mrl.mcore_models.layer_spec import DTYPES, wanted_spec
-    from mrl.mcore_models.te_limits import Gpu, switched_off, te_refuses, te_slows
+    from mrl.mcore_models.te_limits import Gpu, disabled_switches, te_refusal, te_warning
 
     fields, dtype = fields_of(dict(read_hf_config(config.model.path))), DTYPES[config.model.dtype]
-    gpu = Gpu(capability, switched_off=switched_off(attention=config.engine.attention))
+    gpu = Gpu(capability, switched_off=disabled_switches(attention=config.engine.attention))
     wanted = wanted_spec(config.engine.layer_spec, config.engine.attention)
-    if wanted == "local" or te_refuses(fields, dims, gpu, dtype=dtype) is not None:
+    if wanted == "local" or te_refusal(fields, dims, gpu, dtype=dtype) is not None:
         return "local"
-    return "local" if wanted == "auto" and te_slows(fields, dims, gpu, dtype=dtype) is not None else "te"
+    return "local" if wanted == "auto" and te_warning(fields, dims, gpu, dtype=dtype) is not None else "te"
 
 
 def _buffers(config: RoleConfig, model: Any, chunks: Sequence[Any], wrapped: Sequence[Any]) -> list[Buffer]:
@@ -294,7 +304,7 @@ def _buffers(config: RoleConfig, model: Any, chunks: Sequence[Any], wrapped: Seq
     return [_buffer(buffer, config.engine.megatron, matrices) for buffer in optim.gradient_buffers(wrapped)]
 
 
-def _buffer(buffer: Any, further: Mapping[str, Any], matrices: Mapping[int, Any]) -> Buffer:
+def _buffer(buffer: Any, megatron_options: Mapping[str, Any], matrices: Mapping[int, Any]) -> Buffer:
     """What megatron's buffer holds, and how its elements lie on the ranks that divide each of its buckets evenly.
     matrices: what Muon updates, by the id of the parameter."""
     from mrl.engine.megatron.buckets import ranges_of_ranks
@@ -309,21 +319,22 @@ def _buffer(buffer: Any, further: Mapping[str, Any], matrices: Mapping[int, Any]
     return Buffer(
         of_experts=not getattr(parameter, "allreduce", True), ranks=ranks, elements=buffer.grad_data.numel(),
         parameter_bytes=item, masters=tuple(masters),
-        moments=moment_bytes(further),
-        on_host=bool(further.get(ON_HOST)), of_muon=tuple(of_muon) if matrices else (),
+        moments=moment_bytes(megatron_options),
+        on_host=bool(megatron_options.get(CPU_OFFLOAD_FIELD)), of_muon=tuple(of_muon) if matrices else (),
     )  # fmt: skip
 
 
-class _Run:
+class _MeasuredRun:
     """Runs one micro-batch through chunks of a model."""
 
     def __init__(
-        self, config: RoleConfig, dims: ParallelDims, model: Any, lengths: Sequence[int], entropy: str, ids: Ids | None
-    ) -> None:
+        self, config: RoleConfig, dims: ParallelDims, model: Any, lengths: Sequence[int], entropy: str,
+        ids: DistillIds | None,
+    ) -> None:  # fmt: skip
         from mrl.engine.megatron import pipeline
 
         self.dims, self.model, self.trains = dims, model, config.optimizer is not None
-        self.setup = pipeline.Setup(
+        self.setup = pipeline.PipelineConfig(
             dims=dims, coords=model.coords, packed=config.packing, thd=False, head=config.head,
             vocab_size=model.hf["vocab_size"], mtp=model.mtp, mtp_weight=model.mtp_weight,
             detaches_mtp=model.detaches_mtp,
@@ -354,9 +365,9 @@ class _Run:
         chunk.train(self.trains)
         grad = contextlib.nullcontext() if self.trains else torch.no_grad()
         try:
-            with grad, AsOnAGPU(experts), Watch(self.groups) as watch:
+            with grad, GPUKernelChoice(experts), CostCounter(self.groups) as watch:
                 micro_batch = pipeline.make_micro_batch(self.batch, self.ctx, None, self.setup, trains=self.trains)
-                given = 0 if self.ids is None else self.ids.give(micro_batch)
+                given = 0 if self.ids is None else self.ids.add_to_inputs(micro_batch)
                 ins = micro_batch.inputs
                 rows = ins.tokens.numel() // (self.dims.tp if self.dims.sp else 1)
                 begun = watch.alive
@@ -369,7 +380,7 @@ class _Run:
                 if plan.has_output:
                     output = loss(output)[0]
                 kept = begun + shared()
-                saved, forward_peak, forward = watch.alive - kept, watch.peak - kept, watch.taken()
+                saved, forward_peak, forward = watch.alive - kept, watch.peak - kept, watch.take_counts()
                 sent = self._sent(rows, plan)
                 distilled = () if self.ids is None else (given, *self.ids.kept(micro_batch))
                 if not self.trains:
@@ -378,9 +389,9 @@ class _Run:
                         saved, forward_peak, 0, forward[0], 0.0, forward[1], (), sent, shared(), *distilled
                     )
                 watch.peak = watch.alive
-                with in_backward(experts):
+                with keep_mode_in_backward(experts):
                     torch.autograd.backward(output, None if plan.has_output else torch.empty_like(output))
-                backward = watch.taken()
+                backward = watch.take_counts()
                 backward_peak = watch.peak - begun - shared()
                 return ChunkFigures(
                     saved, forward_peak, backward_peak, forward[0], backward[0], forward[1], backward[1], sent,
@@ -400,7 +411,7 @@ class _Run:
                 loss = (predictions[name] * data.loss_mask).sum()
             return (loss + predictions["entropy"].sum() if self.ctx["entropy"] == "differentiable" else loss), ctx
 
-        return pipeline.Call(total if self.trains else None, 1.0, 1.0, not self.trains, None)
+        return pipeline.StepConfig(total if self.trains else None, 1.0, 1.0, not self.trains, None)
 
     def _sent(self, rows: int, plan: Any) -> int:
         return 0 if plan.has_output else rows * self.model.hf["hidden_size"] * self.model.dtype.itemsize
@@ -436,14 +447,14 @@ def kinds_of_stages(config: RoleConfig, dims: ParallelDims) -> list[StageKind]:
     """Returns the stages of a layout, from the first to the last."""
     from mrl.converters.families import fields_of
     from mrl.converters.hf_config import read_hf_config
-    from mrl.converters.mtp import announced
+    from mrl.converters.mtp import num_mtp_layers
     from mrl.converters.rules import chunk_plans
 
     hf = read_hf_config(config.model.path)
     fields = fields_of(dict(hf))
     experts = fields.get("moe_layer_freq") if "num_moe_experts" in fields else None
     windows = fields.get("window_attn_skip_freq")
-    plans = chunk_plans(hf["num_hidden_layers"], dims.pp, dims.vpp, 0 if config.mtp is None else announced(hf))
+    plans = chunk_plans(hf["num_hidden_layers"], dims.pp, dims.vpp, 0 if config.mtp is None else num_mtp_layers(hf))
     adapted = _adapted_modules(config)
 
     def kind(layer: int) -> tuple:

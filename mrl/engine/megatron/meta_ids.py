@@ -16,7 +16,7 @@ from mrl.mcore_models import platform
 
 
 @dataclasses.dataclass(frozen=True)
-class Ids:
+class DistillIds:
     """Token ids at which distillation compares distributions, beside the label of each token."""
 
     count: int  # K
@@ -31,7 +31,7 @@ class Ids:
         asked = {"top": self.count} if self.loss is None else {"first_temperature": self.first_temperature}
         return {"temperature": self.temperature, **asked}
 
-    def give(self, micro_batch: Any) -> int:
+    def add_to_inputs(self, micro_batch: Any) -> int:
         """Gives a micro-batch of the student's the ids and the teacher's log-probs. Returns their bytes."""
         if self.loss is None:
             return 0
@@ -45,15 +45,15 @@ class Ids:
 
     def kept(self, micro_batch: Any) -> tuple[int, int]:
         """Returns bytes of a micro-batch's predictions once it is done, and of what then joins those of all: the whole
-        by name, and beside the last one its parts end to end (mrl.engine.collective, in_batch_order). Stages before the
+        by name, and beside the last one its parts end to end (mrl.engine.collective, to_batch_order). Stages before the
         last have none, and are sent the whole."""
         tokens, each = micro_batch.data.num_tokens, 4 * self.count
         sizes = [4, each, 2 * each] if self.loss is None else [4 + each]  # the teacher's ids are int64
         if not micro_batch.predictions:
             return 0, tokens * sum(sizes)
         whole = [tensor.untyped_storage() for tensor in micro_batch.predictions.values()]
-        said = sum({storage._cdata: storage.nbytes() for storage in whole}.values())
-        return said, tokens * max(sum(sizes[: i + 1]) + size for i, size in enumerate(sizes))
+        storage_bytes = sum({storage._cdata: storage.nbytes() for storage in whole}.values())
+        return storage_bytes, tokens * max(sum(sizes[: i + 1]) + size for i, size in enumerate(sizes))
 
 
 def _empty(rows: int, columns: int, dtype: torch.dtype) -> Tensor:

@@ -37,7 +37,7 @@ _OPS = {
 }  # fmt: skip
 
 
-class Watch(PeakBytes):
+class CostCounter(PeakBytes):
     """Counts bytes, FLOPs and what collectives are given."""
 
     def __init__(self, groups: Mapping[str, str]) -> None:
@@ -46,7 +46,7 @@ class Watch(PeakBytes):
         self.flops = 0.0
         self.traffic: dict[tuple[str, str, int], int] = {}
 
-    def taken(self) -> tuple[float, tuple[Traffic, ...]]:
+    def take_counts(self) -> tuple[float, tuple[Traffic, ...]]:
         """Returns FLOPs and traffic since the last call."""
         flops, traffic = self.flops, tuple(Traffic(*key, count) for key, count in sorted(self.traffic.items()))
         self.flops, self.traffic = 0.0, {}
@@ -118,7 +118,7 @@ _ASKED = {
 }  # fmt: skip
 
 
-class AsOnAGPU(TorchFunctionMode):
+class GPUKernelChoice(TorchFunctionMode):
     """Chooses attention's kernel as torch does on a GPU, and gives what the host reads of tensors without numbers."""
 
     def __init__(self, experts: EvenExperts) -> None:
@@ -152,13 +152,13 @@ class AsOnAGPU(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def in_backward(experts: EvenExperts) -> Iterator[None]:
+def keep_mode_in_backward(experts: EvenExperts) -> Iterator[None]:
     """torch takes a function mode off while it runs what the mode was asked about, backward passes too: in them a
     recomputed forward would go on without."""
     run = torch.autograd.graph._engine_run_backward
 
     def backward(*args: Any, **kwargs: Any) -> Any:
-        with AsOnAGPU(experts):
+        with GPUKernelChoice(experts):
             return run(*args, **kwargs)
 
     torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward = backward

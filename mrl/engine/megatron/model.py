@@ -16,7 +16,7 @@ from mrl.converters.families import family_for, fields_of
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
 from mrl.converters.rules import Rule, expected_hf_names, padded_vocab
-from mrl.converters.stacks import reading
+from mrl.converters.stacks import unstacking_read
 from mrl.engine import collective
 from mrl.engine.activations import ActivationOffload
 from mrl.engine.lora.folder import adapters
@@ -54,7 +54,7 @@ class Model:
         self.transformer = transformer_config(
             self.hf, dims, dtype=self.dtype, recompute=config.engine.recompute,
             recompute_modules=config.engine.recompute_modules, aux_loss=config.engine.moe.aux_loss,
-            z_loss=config.engine.moe.z_loss, layer_spec=self.spec, further=config.engine.megatron,
+            z_loss=config.engine.moe.z_loss, layer_spec=self.spec, megatron_options=config.engine.megatron,
             mtp_layers=self.mtp, saves_to_host="activations" in config.engine.offload,
         )  # fmt: skip
         self.state = MegatronState(dims, config.seed)
@@ -75,7 +75,7 @@ class Model:
         return platform.device()
 
     @property
-    def wants_grouped(self) -> bool:
+    def uses_grouped_mm(self) -> bool:
         """What engine.moe.grouped_mm comes to here."""
         wanted = self.config.engine.moe.grouped_mm
         return grouped.is_chosen(wanted, self.spec, self.dtype, platform.capability())
@@ -88,7 +88,7 @@ class Model:
             return None
         several = self.spec == "te" or fields.num_moe_experts > self.dims.ep
         fit = experts_fit(vars(fields), self.dims, self.dtype.itemsize) and not fields.add_bias_linear
-        if self.wants_grouped and several and fit:
+        if self.uses_grouped_mm and several and fit:
             return EXPERTS["grouped_mm"]
         return EXPERTS["TEGroupedMLP" if self.spec == "te" else "SequentialMLP"]
 
@@ -109,7 +109,7 @@ class Model:
         self.rules = self.rules_under(self.spec)
         buffers = userbuffers.BufferShape.of(config.engine, self.transformer.hidden_size, self.dims)
         if buffers is not None:
-            userbuffers.make(buffers)
+            userbuffers.create_buffers(buffers)
         self.chunks = self.wrapped = build_chunks(
             self.transformer, self.hf, dims=self.dims,
             chunks=weights.plans_here(self.hf, self.dims, self.coords, mtp=self.mtp),
@@ -117,7 +117,7 @@ class Model:
         )  # fmt: skip
         if buffers is not None:
             userbuffers.check_built(self.transformer)
-        if self.wants_grouped:
+        if self.uses_grouped_mm:
             grouped.install(self.chunks)
         if config.model.lora is not None:
             self.adapters = adapters(config.model.path, config.model.lora, head)
@@ -143,7 +143,7 @@ class Model:
         if config.model.init == "random":
             shapes = expected_hf_names(self.family, self.hf, head=config.head, mtp=self.mtp)
             random = RandomWeights(shapes, seed=config.seed, std=self.hf.get("initializer_range") or 0.02)
-            yield reading(random, self.family)
+            yield unstacking_read(random, self.family)
             return
         with self.weights_of(config.model.path, trained=config.optimizer is not None) as read:
             yield read
@@ -154,12 +154,12 @@ class Model:
 
     def fill(self, read: Callable[[str], Any]) -> None:
         """Sets this rank's weights, and masters if any; adapters start anew, which leaves the model as it is."""
-        read = lora.reading(read, lora.Initial(self.adapters, self.config.seed))
+        read = lora.route_reads(read, lora.InitialAdapters(self.adapters, self.config.seed))
         weights.load(self.chunks, self.rules, read)
         self._fill_masters(read)
 
     @property
-    def detached(self) -> frozenset[int] | None:
+    def detached_params(self) -> frozenset[int] | None:
         """Returns the ids of this rank's parameters of MTP layers that train apart from the rest; None where none
         do."""
         if not self.detaches_mtp:
@@ -197,15 +197,15 @@ def agreed_spec(
     Each rank chooses by what its own host has. Raises ConfigError, on every rank, where one refuses or chooses another
     than rank 0: they would train with other kernels, and under context parallelism wait for messages that never come.
     """
-    found, refusal = None, None
+    spec, refusal = None, None
     try:
-        found = layer_spec.choose(wanted, fields, dims, dtype=dtype, attention=attention)
+        spec = layer_spec.choose(wanted, fields, dims, dtype=dtype, attention=attention)
     except ConfigError as error:
         refusal = error
-    name: str = "" if found is None else found.name
+    name: str = "" if spec is None else spec.name
     if name == "te" and dims.cp > 1:
         name += f" with cp_comm_type {cp_comm_type(fields, dims)}"
-    why = "" if found is None else found.why
+    why = "" if spec is None else spec.why
     names, reasons, refusals, hosts = zip(
         *collective.all_ranks().gather((name, why, refusal, socket.gethostname())), strict=True
     )
@@ -220,5 +220,5 @@ def agreed_spec(
             both = (f"{names[i]} on rank {i} (host {hosts[i]}: {reasons[i]})" for i in (0, rank))
             fix = "install the same packages on all hosts, or set local"
             raise ConfigError(layer_spec.KEY, wanted, f"is {' but '.join(both)}", fix)
-    assert found is not None
-    return found
+    assert spec is not None
+    return spec

@@ -33,7 +33,7 @@ from mrl.engine.megatron.buckets import ranges_of_ranks
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration, by Jordan: steepest at zero, so that singular values end between 0.7 and 1.2."""
 
-SMALLEST_NORM = 1e-7
+MIN_NORM = 1e-7
 
 SCALES: Mapping[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: max(rows, columns) ** 0.5,
@@ -51,7 +51,7 @@ def orthogonalise(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.to(dtype)
     x = x.T if is_tall else x  # the products of rows with each other are then the smaller matrix
-    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    x = x / x.norm().clamp(min=MIN_NORM)
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -108,12 +108,12 @@ class Muon(torch.optim.Optimizer):
         self.undivided = [shard for shard in own if len(shard.ranges) == 1]
         self._masters = {id(shard.main) for shard in own}
 
-    def has(self, main: Tensor) -> bool:
+    def updates_master(self, main: Tensor) -> bool:
         """Returns whether a master is of a matrix, which Muon updates."""
         return id(main) in self._masters
 
     @classmethod
-    def in_place_of(
+    def from_optimizer(
         cls, part: MegatronOptimizer, matrices: Mapping[int, Rule], mains: Mapping[int, Tensor], options: MuonConfig,
         dtype: torch.dtype,
     ) -> Muon:  # fmt: skip

@@ -16,13 +16,13 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, l2_norm_impl
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mrl.config.megatron_speed import MOMENTS, ON_HOST, PRECISION_AWARE
+from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, MOMENTS, PRECISION_AWARE
 from mrl.config.schema import OptimizerConfig
 from mrl.converters.rules import Rule
 from mrl.engine.base import GradNorm
 from mrl.engine.megatron.muon import MOMENTUM, Muon
 from mrl.engine.megatron.rounded_adam import HostAdamW, RoundedAdamW
-from mrl.engine.trained_state import Update
+from mrl.engine.trained_state import UpdateSettings
 from mrl.mcore_models import layer_spec, megatron_fields, platform
 from mrl.mcore_models.build import Model
 from mrl.mcore_models.lora import sum_over_experts_tp
@@ -33,10 +33,10 @@ BUFFERS = ("buffers", "expert_parallel_buffers")
 
 
 def wrap(
-    models: Sequence[Model], config: TransformerConfig, further: Mapping[str, Any]
+    models: Sequence[Model], config: TransformerConfig, megatron_options: Mapping[str, Any]
 ) -> list[DistributedDataParallel]:
     """DDP with fp32 gradient buffers that are reduced once, when `reduce_gradients` is called, or from the last
-    backward pass before it on (`overlap_grad_reduce`). further: `engine.megatron`.
+    backward pass before it on (`overlap_grad_reduce`). megatron_options: `engine.megatron`.
 
     megatron reduces experts over their own replicas where ep is above 1, else over everybody's. With etp other than tp
     those are other ranks, which hold other shards of an expert or the same: each expert is told apart here.
@@ -47,7 +47,7 @@ def wrap(
                 if ".experts." in name:
                     parameter.allreduce = False
     # by default megatron sums gradients in the parameters' dtype, and sums of many micro-batches are lost in bf16
-    given = megatron_fields.of_kind(further, "ddp")
+    given = megatron_fields.fields_of_kind(megatron_options, "ddp")
     # over gloo nothing runs beside the CPU's own work
     overlaps = platform.has_gpu() and parallel_state.get_data_parallel_group(with_context_parallel=True).size() > 1
     chosen = {
@@ -57,7 +57,7 @@ def wrap(
     try:
         ddp = DistributedDataParallelConfig(**chosen)
     except (AssertionError, ValueError) as error:
-        raise megatron_fields.refusal(given, error) from error
+        raise megatron_fields.megatron_refusal(given, error) from error
     # 0.19 says of every run that a caller might compute what it then computes by the same function
     logging.getLogger(DistributedDataParallel.__module__).addFilter(_has_no_advice)
     return [DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)]
@@ -71,13 +71,14 @@ def build_optimizer(
     config: OptimizerConfig,
     chunks: Sequence[DistributedDataParallel],
     dtype: torch.dtype,
-    further: Mapping[str, Any],
+    megatron_options: Mapping[str, Any],
     matrices: Mapping[int, Rule],
 ) -> MegatronOptimizer:
     """AdamW over this rank's shard of the parameters, with fp32 master weights; no decay of biases and norms. Where the
-    config says so, Muon in its place for matrices of layers. further: `engine.megatron`. matrices: `matrix_rules`."""
-    given = megatron_fields.of_kind(further, "optimizer")
-    on_host = given.pop(ON_HOST, False)
+    config says so, Muon in its place for matrices of layers. megatron_options: `engine.megatron`. matrices:
+    `matrix_rules`."""
+    given = megatron_fields.fields_of_kind(megatron_options, "optimizer")
+    on_host = given.pop(CPU_OFFLOAD_FIELD, False)
     if on_host or not _is_transformer_engines():  # apex's FusedAdam has fp32 moments alone, as torch's
         given = {k: v for k, v in given.items() if k not in PRECISION}
     try:
@@ -89,17 +90,17 @@ def build_optimizer(
     except (AssertionError, ValueError) as error:
         if not given:
             raise
-        raise megatron_fields.refusal(given, error) from error
+        raise megatron_fields.megatron_refusal(given, error) from error
     # Whether the optimizer that megatron makes has masters of its own, and takes gradients as `decoupled_grad`: ours on
     # the host does. Else masters are megatron's, in fp32, as it has them itself beside some recipes of FP8.
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = on_host
     optimizer = get_megatron_optimizer(settings, list(chunks))
-    dtypes = moment_dtypes(further)
+    dtypes = moment_dtypes(megatron_options)
     for part in optimizers_of(optimizer):
         if on_host:
-            part.optimizer = HostAdamW.in_place_of(part.optimizer, dtypes)
+            part.optimizer = HostAdamW.from_adam(part.optimizer, dtypes)
         elif set(dtypes.values()) != {torch.float32} and not _is_transformer_engines():  # torch's or apex's
-            part.optimizer = RoundedAdamW.in_place_of(part.optimizer, dtypes)
+            part.optimizer = RoundedAdamW.from_adam(part.optimizer, dtypes)
         part.config.exp_avg_dtype, part.config.exp_avg_sq_dtype = dtypes["exp_avg"], dtypes["exp_avg_sq"]
         for group in part.param_groups:
             if isinstance(part.optimizer, torch.optim.AdamW):
@@ -109,19 +110,19 @@ def build_optimizer(
         mains = {id(parameter): main for _, parameter, main, _ in shards(optimizer)}
         for part in optimizers_of(optimizer):
             if part.buffers:  # a stage without experts has an optimizer for them all the same
-                part.optimizer = Muon.in_place_of(part, matrices, mains, config.muon, steps_in)
+                part.optimizer = Muon.from_optimizer(part, matrices, mains, config.muon, steps_in)
     return optimizer
 
 
-def moment_dtypes(further: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    """Returns the dtype of each moment. further: `engine.megatron`."""
-    given = megatron_fields.of_kind(further, "optimizer")
+def moment_dtypes(megatron_options: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """Returns the dtype of each moment. megatron_options: `engine.megatron`."""
+    given = megatron_fields.fields_of_kind(megatron_options, "optimizer")
     return {name: given.get(field, torch.float32) for name, field in MOMENTS.items()}
 
 
 def moment_names(part: MegatronOptimizer, main: torch.Tensor) -> Sequence[str]:
     """Returns what moments the optimizer keeps of a master."""
-    is_matrix = isinstance(part.optimizer, Muon) and part.optimizer.has(main)
+    is_matrix = isinstance(part.optimizer, Muon) and part.optimizer.updates_master(main)
     return (MOMENTUM,) if is_matrix else tuple(MOMENTS)
 
 
@@ -140,7 +141,7 @@ def _is_transformer_engines() -> bool:
     return Adam.__module__.startswith("transformer_engine")
 
 
-def chosen() -> dict[str, str]:
+def implementations() -> dict[str, str]:
     """Returns what AdamW and gradient norms are computed by: megatron-core takes them from transformer-engine, else
     from apex, else from torch and itself, as it is imported."""
     return {
@@ -170,13 +171,13 @@ def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> Iterator[Any]:
         yield from (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
 
 
-def gathers_late(chunks: Sequence[Any]) -> bool:
+def gathers_in_forward(chunks: Sequence[Any]) -> bool:
     """Returns whether an update leaves parameters to be gathered by the next forward (`overlap_param_gather`)."""
     first = next(iter(chunks), None)
     return isinstance(first, DistributedDataParallel) and first.ddp_config.overlap_param_gather
 
 
-def leave_to_forward(chunks: Sequence[DistributedDataParallel]) -> None:
+def gather_in_forward(chunks: Sequence[DistributedDataParallel]) -> None:
     """After an update: the next forward gathers the parameters, module by module, also where something before the
     update has gathered those of before it."""
     for group in bucket_groups(chunks):
@@ -201,7 +202,7 @@ def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
-def step(optimizer: MegatronOptimizer, update: Update, detached: Collection[int] | None = None) -> GradNorm:
+def step(optimizer: MegatronOptimizer, update: UpdateSettings, detached: Collection[int] | None = None) -> GradNorm:
     """One update from reduced gradients.
 
     1. Hand the gradients of this rank's shards to the fp32 master weights.
@@ -254,7 +255,7 @@ def _norm_without(optimizer: MegatronOptimizer, leaves_out: Callable[[torch.Tens
             shard.shared = before
 
 
-def _set_hyperparameters(optimizer: MegatronOptimizer, update: Update) -> None:
+def _set_hyperparameters(optimizer: MegatronOptimizer, update: UpdateSettings) -> None:
     """Megatron marks groups that do not decay with a factor of 0, which only its own scheduler applies: it is applied
     here."""
     for part in optimizers_of(optimizer):
@@ -296,7 +297,7 @@ def gradient_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator:
             yield from getattr(chunk, name)
 
 
-def whole_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
+def gather_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
     """After `reduce_gradients`: gathers the shards, so that `main_grad` of every parameter is the reduced sum."""
     for buffer in gradient_buffers(chunks):
         group = buffer.data_parallel_group
@@ -307,7 +308,7 @@ def whole_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
             dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
 
-def offloadable(
+def offload_tensors(
     models: Sequence[Model], chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None
 ) -> dict[str, Callable[[], Iterable[torch.Tensor]]]:
     """Returns what there is of each kind of state, for `engine.offload`."""

@@ -17,7 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from mrl.engine.megatron.muon import MOMENTUM, Muon
 from mrl.engine.megatron.optim import moment_names, new_moment, optimizers_of, shards
-from mrl.engine.torch_dist.boxes import Box, Placed
+from mrl.engine.torch_dist.boxes import Box, PlacedTensor
 
 
 def step_count(optimizer: MegatronOptimizer) -> int:
@@ -41,7 +41,7 @@ def set_step_count(adam: torch.optim.Optimizer, steps: int) -> None:
             group["step"] = steps
 
 
-def to_write(optimizer: MegatronOptimizer, placed: Iterable[Placed]) -> Iterator[Box]:
+def boxes_to_write(optimizer: MegatronOptimizer, placed: Iterable[PlacedTensor]) -> Iterator[Box]:
     """Yields the boxes of this rank's state that it writes. Moments are zero before the first step.
 
     placed: the model's parameters. Data-parallel ranks have different entries of one; of other ranks that hold the
@@ -59,7 +59,7 @@ def to_write(optimizer: MegatronOptimizer, placed: Iterable[Placed]) -> Iterator
             yield from place.of_entries(span, values.detach().view(-1), _prefix(name))
 
 
-def to_read(optimizer: MegatronOptimizer, placed: Iterable[Placed]) -> Iterator[Box]:
+def boxes_to_read(optimizer: MegatronOptimizer, placed: Iterable[PlacedTensor]) -> Iterator[Box]:
     """Yields the boxes of this rank's state, to read into; makes moments where there are none yet."""
     of_parameter = {id(each.tensor): each for each in placed}
     for part, parameter, main, span in shards(optimizer):

@@ -20,12 +20,12 @@ from mrl.engine.logprobs import VocabShard, log_probs_from_hidden, top_log_probs
 from mrl.engine.megatron import inputs as model_inputs
 from mrl.engine.megatron.scaling import megatron_loss, megatron_scale
 from mrl.mcore_models import fp8, platform
-from mrl.mcore_models.mtp import Ahead
+from mrl.mcore_models.mtp import MTPLayerInputs
 from mrl.parallel import Coordinates, ParallelDims
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
+class PipelineConfig:
     """What every micro-batch of an engine shares."""
 
     dims: ParallelDims
@@ -54,7 +54,7 @@ class MicroBatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class StepConfig:
     """One call of `forward_backward_step`: how its losses are made."""
 
     loss_fn: LossFn | None
@@ -68,7 +68,7 @@ class Call:
 
 
 def make_micro_batch(
-    batch: Batch, ctx: Ctx, preprocess_fn: Callable | None, setup: Setup, *, trains: bool = True
+    batch: Batch, ctx: Ctx, preprocess_fn: Callable | None, setup: PipelineConfig, *, trains: bool = True
 ) -> MicroBatch:
     """Step one. `ctx` is copied: what a hook changes for one micro-batch changes nothing for the next. trains: without
     it MTP layers are left out."""
@@ -84,7 +84,9 @@ def make_micro_batch(
     return MicroBatch(batch.to(device), ctx, inputs)
 
 
-def run(chunks: Sequence[Any], config: Any, micro_batches: Sequence[MicroBatch], setup: Setup, call: Call) -> None:
+def run(
+    chunks: Sequence[Any], config: Any, micro_batches: Sequence[MicroBatch], setup: PipelineConfig, call: StepConfig
+) -> None:
     """Forward, and backward unless `call.forward_only`; fills the micro-batches' results on the last stage."""
     config.grad_scale_func = megatron_scale(call.share)  # of router losses: see scaling.py
     forward_backward = get_forward_backward_func()
@@ -107,7 +109,7 @@ def run(chunks: Sequence[Any], config: Any, micro_batches: Sequence[MicroBatch],
 
 
 def _forward_step(
-    iterator: Iterator[Any], chunk: Any, *, setup: Setup, call: Call, count: int
+    iterator: Iterator[Any], chunk: Any, *, setup: PipelineConfig, call: StepConfig, count: int
 ) -> tuple[Tensor, Callable[..., Any]]:
     """Step two: the model. Returns its output and the function that megatron calls on the last stage."""
     micro_batch = next(iterator)
@@ -116,36 +118,48 @@ def _forward_step(
         model = model.module
     ins = micro_batch.inputs
     if call.adds:
-        fp8.keep_gradients(chunk)
+        fp8.accumulate_gradients(chunk)
     if model.post_process and setup.head == "lm":
         model.output_layer.project = functools.partial(_log_probs, setup=setup, ins=ins, ctx=micro_batch.ctx)
-        model.ahead = [
-            Ahead(of.tokens, of.padding, functools.partial(_log_probs_ahead, setup=setup, of=of, ctx=micro_batch.ctx))
-            for of in ins.ahead
+        model.mtp_inputs = [
+            MTPLayerInputs(
+                of.tokens, of.padding, functools.partial(_mtp_log_probs, setup=setup, of=of, ctx=micro_batch.ctx)
+            )
+            for of in ins.mtp
         ]
     padding = ins.padding if model.config.num_moe_experts else None
     output = chunk(ins.tokens, ins.layout, padding)
-    model.ahead = ()  # sampling has a forward of its own, which runs no MTP layers
+    model.mtp_inputs = ()  # sampling has a forward of its own, which runs no MTP layers
     return output, functools.partial(_loss, micro_batch, setup, call, count)
 
 
-def _log_probs_ahead(hidden: Tensor, weight: Tensor, *, setup: Setup, of: model_inputs.AheadInputs, ctx: Ctx) -> Tensor:
+def _mtp_log_probs(
+    hidden: Tensor, weight: Tensor, *, setup: PipelineConfig, of: model_inputs.MTPInputs, ctx: Ctx
+) -> Tensor:
     """[P/cp, 1] fp32: log-probs that an MTP layer gives its labels that train, 0 elsewhere."""
     if setup.detaches_mtp:
         weight = weight.detach()
     log_probs, _ = log_probs_from_hidden(
-        hidden, weight, of.labels, shard=_shard(weight, setup), rows=of.trained, temperature=ctx["temperature"],
-        entropy="none", reduce_hidden_grad=not setup.dims.sp,
-    )  # fmt: skip
+        hidden,
+        weight,
+        of.labels,
+        shard=_shard(weight, setup),
+        rows=of.trained,
+        temperature=ctx["temperature"],
+        entropy="none",
+        reduce_hidden_grad=not setup.dims.sp,
+    )
     return log_probs[:, None]
 
 
-def _shard(weight: Tensor, setup: Setup) -> VocabShard:
+def _shard(weight: Tensor, setup: PipelineConfig) -> VocabShard:
     group = parallel_state.get_tensor_model_parallel_group()
     return VocabShard(setup.vocab_size, group.rank() * weight.shape[0], group if group.size() > 1 else None)
 
 
-def _log_probs(hidden: Tensor, weight: Tensor, *, setup: Setup, ins: model_inputs.ModelInputs, ctx: Ctx) -> Tensor:
+def _log_probs(
+    hidden: Tensor, weight: Tensor, *, setup: PipelineConfig, ins: model_inputs.ModelInputs, ctx: Ctx
+) -> Tensor:
     """[P/cp, columns] fp32, as `_named` tells them apart: log-probs of the labels that train, 0 elsewhere, and what the
     ctx asks for beside."""
     shard = _shard(weight, setup)
@@ -175,17 +189,19 @@ def _named(columns: Tensor, data: Batch, ctx: Ctx) -> Predictions:
     labels = 1 if data.labels.dim() == 1 else data.labels.shape[1]
     entropies, top = int(ctx.get("entropy", "none") != "none"), ctx.get("top", 0)
     of_labels, entropy, largest, tokens = columns.split([labels, entropies, top, top], dim=-1)
-    found = {"log_probs": of_labels.reshape(data.labels.shape)}
-    found |= {"entropy": entropy[:, 0]} if entropies else {}
-    return found | ({"top_log_probs": largest, "top_tokens": tokens.to(torch.int64)} if top else {})
+    predictions = {"log_probs": of_labels.reshape(data.labels.shape)}
+    predictions |= {"entropy": entropy[:, 0]} if entropies else {}
+    return predictions | ({"top_log_probs": largest, "top_tokens": tokens.to(torch.int64)} if top else {})
 
 
-def _loss(micro_batch: MicroBatch, setup: Setup, call: Call, count: int, output: Tensor) -> tuple[Tensor, dict]:
+def _loss(
+    micro_batch: MicroBatch, setup: PipelineConfig, call: StepConfig, count: int, output: Tensor
+) -> tuple[Tensor, dict]:
     """Step three: outputs back in order, the hook, the loss as megatron wants it (see scaling.py)."""
     cp_group = parallel_state.get_context_parallel_group()
     columns = model_inputs.restore(output[0], micro_batch.inputs, cp_group)
-    is_lm, ahead = setup.head == "lm", micro_batch.inputs.ahead
-    columns, of_mtp = columns[:, : columns.shape[1] - len(ahead)], columns[:, columns.shape[1] - len(ahead) :]
+    is_lm, mtp = setup.head == "lm", micro_batch.inputs.mtp
+    columns, of_mtp = columns[:, : columns.shape[1] - len(mtp)], columns[:, columns.shape[1] - len(mtp) :]
     predictions = _named(columns, micro_batch.data, micro_batch.ctx) if is_lm else {"values": columns[:, 0]}
     nothing = output.sum() * 0.0  # keeps every rank's backward pass the same, also for an empty micro-batch
     loss = nothing
@@ -199,14 +215,14 @@ def _loss(micro_batch: MicroBatch, setup: Setup, call: Call, count: int, output:
     micro_batch.predictions = {name: value.detach() for name, value in predictions.items()}
     scaled_by = functools.partial(megatron_loss, micro_batches=count, dp=setup.dims.dp, share=call.share)
     scaled = scaled_by(loss, denominator=call.denominator)
-    if ahead:
-        mtp_loss = -(of_mtp * torch.stack([of.loss_mask for of in ahead], dim=1)).sum() / len(ahead)
+    if mtp:
+        mtp_loss = -(of_mtp * torch.stack([of.loss_mask for of in mtp], dim=1)).sum() / len(mtp)
         micro_batch.mtp_loss = mtp_loss.detach().double()
         scaled = scaled + scaled_by(mtp_loss * setup.mtp_weight, denominator=call.tokens)
     return scaled, {}
 
 
-def totals(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+def sum_micro_batches(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
     """This rank's sums over its micro-batches: "loss" and each metric, as Python floats (fp64)."""
     sums: dict[str, float] = {}
     for mb in micro_batches:
@@ -219,7 +235,7 @@ def totals(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
     return sums
 
 
-def from_last_stage(
+def broadcast_from_last_stage(
     payload: tuple[dict[str, float], Predictions] | None, device: torch.device
 ) -> tuple[dict[str, float], Predictions]:
     """Hands the last pipeline stage's results to every stage of the replica."""

@@ -22,7 +22,7 @@ class RoundedAdamW(torch.optim.AdamW):
     """Of the moments exp_avg and exp_avg_sq."""
 
     @classmethod
-    def in_place_of(cls, adam: torch.optim.Optimizer, dtypes: Mapping[str, torch.dtype]) -> RoundedAdamW:
+    def from_adam(cls, adam: torch.optim.Optimizer, dtypes: Mapping[str, torch.dtype]) -> RoundedAdamW:
         """Returns one that updates what `adam` would: also megatron's shards, which are views, and no parameters for
         torch."""
         made = cls([torch.nn.Parameter(torch.empty(0))])
@@ -68,8 +68,8 @@ class HostAdamW(RoundedAdamW):
     """The parameter's fp32 values, in host memory, by parameter."""
 
     @classmethod
-    def in_place_of(cls, adam: torch.optim.Optimizer, dtypes: Mapping[str, torch.dtype]) -> HostAdamW:
-        made = super().in_place_of(adam, dtypes)
+    def from_adam(cls, adam: torch.optim.Optimizer, dtypes: Mapping[str, torch.dtype]) -> HostAdamW:
+        made = super().from_adam(adam, dtypes)
         assert isinstance(made, HostAdamW)
         made.masters = {p: _on_host(p) for group in made.param_groups for p in group["params"]}
         return made

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.converters.algebra import Shape
-from mrl.converters.rules import Owned, Rule, chunk_plans, export_order
-from mrl.converters.stacks import restacked
+from mrl.converters.rules import OwnedRule, Rule, chunk_plans, export_order
+from mrl.converters.stacks import restack
 from mrl.engine.collective import from_main
 from mrl.engine.lora.shapes import SCORE
 from mrl.engine.megatron.lora import AdapterRule, rules_of
@@ -35,7 +35,7 @@ HEAD = "output_layer.weight"
 BATCH_BYTES = 128 * 2**20
 """Shards that travel to rank 0 at the same time; a larger one travels alone."""
 
-SMALLEST = 2**20
+MIN_BATCH_BYTES = 2**20
 """Bytes that the smallest shard counts for, so that a batch has no more than 128 of them."""
 
 
@@ -47,7 +47,7 @@ def stream(
     dtype: of what `value` gives. buffers: with the stored buffers, which are fp32 and have no gradient. everywhere:
     rank 0 sends them to every rank, which all yield them.
     """
-    return restacked(_by_rule(model, value, dtype, buffers=buffers, everywhere=everywhere), model.family, model.hf)
+    return restack(_by_rule(model, value, dtype, buffers=buffers, everywhere=everywhere), model.family, model.hf)
 
 
 def _by_rule(
@@ -65,7 +65,7 @@ def _by_rule(
             yield name, whole.pop(name)
 
 
-def _owned(model: Model) -> Iterator[Owned]:
+def _owned(model: Model) -> Iterator[OwnedRule]:
     """Yields the rules of the whole model in the order of an export, and who holds what they are of."""
     chunks = chunk_plans(model.hf["num_hidden_layers"], model.dims.pp, model.dims.vpp, model.mtp)
     return export_order(
@@ -73,7 +73,7 @@ def _owned(model: Model) -> Iterator[Owned]:
     )
 
 
-def merged(model: Model) -> Callable[[Tensor], Tensor]:
+def merge_adapters(model: Model) -> Callable[[Tensor], Tensor]:
     """From a parameter to its values with its adapter added in: a new tensor, for as long as it is used."""
     of_parameter: dict[int, lora.Adapter] = {}
     for chunk, of_chunk in zip(model.chunks, model.rules, strict=True):
@@ -88,7 +88,7 @@ def merged(model: Model) -> Callable[[Tensor], Tensor]:
 
     def value(parameter: Tensor) -> Tensor:
         adapter = of_parameter.get(id(parameter))
-        return parameter.data if adapter is None or not adapter.enabled else adapter.added_to(parameter.data)
+        return parameter.data if adapter is None or not adapter.enabled else adapter.merged_weight(parameter.data)
 
     return value
 
@@ -125,7 +125,9 @@ def _joined(pairs: Iterable[tuple[AdapterRule | Rule, Tensor]]) -> Iterator[tupl
     assert not waiting, f"parts are missing of {sorted(waiting)}"
 
 
-def _whole_tensors(owned: Sequence[Owned], shards: Iterator[Tensor | None]) -> Iterator[tuple[Rule, dict[str, Tensor]]]:
+def _whole_tensors(
+    owned: Sequence[OwnedRule], shards: Iterator[Tensor | None]
+) -> Iterator[tuple[Rule, dict[str, Tensor]]]:
     """Yields each rule and, on rank 0, its whole tensors by name, for the reader to take out: what it leaves is held
     until the next are there. shards: those of `_shards`, of the same rules."""
     for each in owned:
@@ -154,7 +156,7 @@ def _holders(dims: ParallelDims, pp_rank: int, ep_rank: int | None, axis: str | 
 class _Shard:
     """A shard of a parameter on its way to rank 0."""
 
-    owned: Owned
+    owned: OwnedRule
     holder: int  # the global rank that it comes from
     shape: Shape
     dtype: torch.dtype
@@ -164,7 +166,7 @@ class _Shard:
         return self.holder != 0 and 0 not in self.shape  # nothing of an adapter of which the rank has no row
 
 
-def _batches(model: Model, owned: Iterable[Owned], dtype: torch.dtype) -> Iterator[list[_Shard]]:
+def _batches(model: Model, owned: Iterable[OwnedRule], dtype: torch.dtype) -> Iterator[list[_Shard]]:
     """Yields all shards of `owned`, in order; the same batches on every rank."""
     batch: list[_Shard] = []
     size = 0
@@ -172,7 +174,7 @@ def _batches(model: Model, owned: Iterable[Owned], dtype: torch.dtype) -> Iterat
         rule = each.rule
         for place, holder in enumerate(_holders(model.dims, each.pp_rank, each.ep_rank, rule.axis, rule.degree)):
             shard = _Shard(each, holder, rule.shape(place), _dtype_of(rule, dtype))
-            taken = max(math.prod(shard.shape) * shard.dtype.itemsize, SMALLEST)
+            taken = max(math.prod(shard.shape) * shard.dtype.itemsize, MIN_BATCH_BYTES)
             if batch and size + taken > BATCH_BYTES:
                 yield batch
                 batch, size = [], 0
@@ -190,7 +192,7 @@ def _shards(
     model: Model,
     of_chunks: Sequence[Mapping[str, Tensor]],
     value: Callable[[Tensor], Tensor],
-    owned: Sequence[Owned],
+    owned: Sequence[OwnedRule],
     dtype: torch.dtype,
 ) -> Iterator[Tensor | None]:
     """Yields as many items on each rank: on rank 0 the shards of `owned`, in order, on the engine's device. of_chunks:

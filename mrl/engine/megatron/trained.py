@@ -10,30 +10,30 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from mrl.engine.megatron import optim, optim_state
-from mrl.engine.trained_state import TrainedState, on_host, put_back
+from mrl.engine.trained_state import TrainedState, clone_tensors, restore_tensors
 
 Chunks = Sequence[DistributedDataParallel]
 
 
-def copy(chunks: Chunks, optimizer: MegatronOptimizer, *, gradients: bool, spent: bool) -> TrainedState:
+def copy_trained_state(chunks: Chunks, optimizer: MegatronOptimizer, *, gradients: bool, spent: bool) -> TrainedState:
     """Returns what this rank has. gradients: there are some that have accumulated and are not reduced."""
     moments = (
         optim.new_moment(part, name, main) if (kept := part.optimizer.state.get(main, {}).get(name)) is None else kept
         for part, _, main, _ in optim.shards(optimizer) for name in optim.moment_names(part, main)
     )  # fmt: skip
     return TrainedState(
-        weights=on_host(_weights(chunks, optimizer)),
-        moments=on_host(moments),
+        weights=clone_tensors(_weights(chunks, optimizer)),
+        moments=clone_tensors(moments),
         updates=optim_state.step_count(optimizer),
-        gradients=on_host(b.grad_data for b in optim.gradient_buffers(chunks)) if gradients else None,
+        gradients=clone_tensors(b.grad_data for b in optim.gradient_buffers(chunks)) if gradients else None,
         spent=spent,
     )
 
 
 @torch.no_grad()
-def put(chunks: Chunks, optimizer: MegatronOptimizer, state: TrainedState) -> None:
+def restore_trained_state(chunks: Chunks, optimizer: MegatronOptimizer, state: TrainedState) -> None:
     """Puts it back; gradients that the state has none of are zero then."""
-    put_back(_weights(chunks, optimizer), state.weights)
+    restore_tensors(_weights(chunks, optimizer), state.weights)
     moments = []
     for part, _, main, _ in optim.shards(optimizer):
         of_main = part.optimizer.state[main]
@@ -41,14 +41,14 @@ def put(chunks: Chunks, optimizer: MegatronOptimizer, state: TrainedState) -> No
             if name not in of_main:  # before its first step there are none
                 of_main[name] = optim.new_moment(part, name, main)
             moments.append(of_main[name])
-    put_back(moments, state.moments)
+    restore_tensors(moments, state.moments)
     for part in optim.optimizers_of(optimizer):
         optim_state.set_step_count(part.optimizer, state.updates)
     if state.gradients is None:
         for chunk in chunks:
             chunk.zero_grad_buffer()
     else:
-        put_back([b.grad_data for b in optim.gradient_buffers(chunks)], state.gradients)
+        restore_tensors([b.grad_data for b in optim.gradient_buffers(chunks)], state.gradients)
     optimizer.zero_grad()
 
 

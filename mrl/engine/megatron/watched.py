@@ -18,14 +18,14 @@ from mrl.mcore_models import lora
 
 def _names(model: Model) -> dict[int, tuple[str, Rule]]:
     """id of a parameter -> its name for people (the Hugging Face tensors that it holds) and rule."""
-    found = {}
+    names = {}
     for chunk, of_chunk in zip(model.chunks, model.rules, strict=True):
         for name, parameter in chunk.named_parameters():
-            found[id(parameter)] = (" + ".join(of_chunk[name].hf), of_chunk[name])
-    return found
+            names[id(parameter)] = (" + ".join(of_chunk[name].hf), of_chunk[name])
+    return names
 
 
-def watched(model: Model) -> Iterator[guards.Watched]:
+def watched_parameters(model: Model) -> Iterator[guards.WatchedParameter]:
     """This rank's shard of every parameter: what the optimizer updates, and the reduced gradient that it will use.
 
     A of an adapter whose B is zero, as B is at the start, has no gradient but zero. Those of MTP layers are zero
@@ -39,11 +39,11 @@ def watched(model: Model) -> Iterator[guards.Watched]:
         gradient = parameter.main_grad.view(-1)[span]
         idle, waits = rule.expert is not None or id(parameter) in of_mtp, id(parameter) in waiting
         weight = main.detach().view(-1).to(gradient.device)  # from the host, where it is there
-        yield guards.Watched(name, weight, gradient, may_be_idle=idle, waits=waits)
+        yield guards.WatchedParameter(name, weight, gradient, may_be_idle=idle, waits=waits)
 
 
 def weights(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """The names and weights of `watched`, after a step: its gradients may be gone."""
+    """The names and weights of `watched_parameters`, after a step: its gradients may be gone."""
     named = _names(model)
     for _, parameter, main, _ in shards(model.optimizer):
         yield named[id(parameter)][0], main.detach().view(-1).to(parameter.device)
@@ -73,5 +73,5 @@ def replica_problems(model: Model) -> list[guards.Problem]:
     twice = model.mtp or model.hf["tie_word_embeddings"] and model.config.head == "lm"
     if twice and model.dims.pp > 1 and embeddings:
         checks.append((embeddings, group))
-    found = [problem for parameters, over in checks for problem in guards.replica_problems(parameters, over)]
-    return guards.union(found) if dist.get_world_size() > 1 else found
+    problems = [problem for parameters, over in checks for problem in guards.replica_problems(parameters, over)]
+    return guards.merge_problems(problems) if dist.get_world_size() > 1 else problems

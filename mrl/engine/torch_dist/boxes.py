@@ -39,7 +39,7 @@ class Box:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
+class PlacedTensor:
     """A tensor of this rank, contiguous, and where it is in a checkpoint."""
 
     tensor: Tensor
@@ -136,7 +136,7 @@ def blocks(data: Tensor) -> Iterator[tuple[Shape, Tensor]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """What a rank has written into its data file."""
 
     file: str  # its name
@@ -144,9 +144,9 @@ class Written:
     tensors: dict[str, tuple[torch.dtype, Shape]]  # key -> what the whole tensor is
 
 
-def write(path: Path, boxes: Iterable[Box]) -> Written:
+def write(path: Path, boxes: Iterable[Box]) -> WrittenFile:
     """Writes a data file and puts it on disk."""
-    written = Written(path.name, [], {})
+    written = WrittenFile(path.name, [], {})
     file = ItemFile(path)
     try:
         for box in boxes:
@@ -160,7 +160,7 @@ def write(path: Path, boxes: Iterable[Box]) -> Written:
     return written
 
 
-def write_index(folder: Path, everyone: Iterable[Written]) -> None:
+def write_index(folder: Path, everyone: Iterable[WrittenFile]) -> None:
     """Makes the data files of all ranks a checkpoint. Raises CheckpointError where they are not all of each tensor."""
     tensors: dict[str, tuple[torch.dtype, Shape]] = {}
     items: dict[str, list[Item]] = {}
@@ -175,7 +175,7 @@ def write_index(folder: Path, everyone: Iterable[Written]) -> None:
     )
     name = f"__0_{len(items)}.distcp"
     file = ItemFile(folder / name)
-    items[name] = [file.nothing(key) for key in asked_for]
+    items[name] = [file.add_empty(key) for key in asked_for]
     file.close()
     write_metadata(folder, tensors, items, asked_for)
     TorchDistReader(folder).close()

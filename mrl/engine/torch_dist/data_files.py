@@ -66,7 +66,7 @@ class ItemFile:
             self._stream.write(view[start : start + WRITE_BYTES])
         if self.size - self._given >= WRITE_BACK_BYTES:
             self._stream.flush()
-            self._given = give_to_disk(self._stream.fileno(), self._given, self.size - self.size % PAGE_BYTES)
+            self._given = start_writeback(self._stream.fileno(), self._given, self.size - self.size % PAGE_BYTES)
         return len(view)
 
     def flush(self) -> None:
@@ -92,7 +92,7 @@ class ItemFile:
         assert count == expected, f"{key}: {count} bytes for shape {sizes} of {dtype}"
         return Item(key, tuple(offsets), tuple(sizes), start, self.size - start)
 
-    def nothing(self, key: str) -> Item:
+    def add_empty(self, key: str) -> Item:
         """Appends what megatron stores of a module that has no extra state."""
         start = self.size
         self.write(saved_bytes([None]))
@@ -119,7 +119,7 @@ def saved_bytes(value: Any) -> bytes:
     return data.getvalue()
 
 
-def give_to_disk(file: int, start: int, end: int) -> int:
+def start_writeback(file: int, start: int, end: int) -> int:
     """Has the system begin to write these bytes of an open file, without waiting for it. Returns `end`."""
     if sys.platform == "linux":
         os.posix_fadvise(file, start, end - start, os.POSIX_FADV_DONTNEED)  # begins with pages that are not on disk yet

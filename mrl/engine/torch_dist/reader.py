@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mrl.converters.algebra import Shape
-from mrl.converters.pread import ShortFile, read_region
+from mrl.converters.pread import TruncatedFile, read_region
 from mrl.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -160,7 +160,7 @@ class StoredTensor:
     def _longest(self) -> int:
         return max((chunk.sizes[0] for chunk in self.chunks), default=0)
 
-    def near(self, region: Sequence[tuple[int, int]]) -> tuple[Chunk, ...]:
+    def parts_near(self, region: Sequence[tuple[int, int]]) -> tuple[Chunk, ...]:
         """Returns the parts that may meet `region`, by the first dimension: of hundreds of experts, those asked for."""
         if not self.shape:
             return self.chunks
@@ -223,7 +223,7 @@ class TorchDistReader:
     def read(self, key: str, region: Sequence[tuple[int, int]]) -> Tensor:
         """New memory with the entries from `region[d][0]` to `region[d][1]` in each dimension d of the tensor `key`."""
         stored = self.tensors[key]
-        overlaps = [(chunk, _overlap(chunk, region)) for chunk in stored.near(region)]
+        overlaps = [(chunk, _overlap(chunk, region)) for chunk in stored.parts_near(region)]
         parts = [(chunk, both) for chunk, both in overlaps if both is not None]
         if len(parts) == 1 and all(
             n == stop - start for (_, _, n), (start, stop) in zip(parts[0][1], region, strict=True)
@@ -244,7 +244,7 @@ class TorchDistReader:
         try:
             file = self._file(chunk.file)
             return read_region(file.number, at, dtype=dtype, shape=chunk.sizes, region=region)
-        except (ShortFile, OSError) as error:
+        except (TruncatedFile, OSError) as error:
             raise CheckpointError(self.path / chunk.file, why=str(error), fix="get the checkpoint again") from error
 
     def _place(self, key: str, dtype: torch.dtype, chunk: Chunk) -> int:
@@ -257,8 +257,8 @@ class TorchDistReader:
             span = io.BufferedReader(_Span(file.number, chunk.start, chunk.length))
             with zipfile.ZipFile(span) as archive:
                 root = archive.namelist()[0].split("/")[0]
-                found = _TensorUnpickler(io.BytesIO(archive.read(f"{root}/data.pkl"))).load()
-                shape, strides, offset, (stored, storage) = found
+                place = _TensorUnpickler(io.BytesIO(archive.read(f"{root}/data.pkl"))).load()
+                shape, strides, offset, (stored, storage) = place
                 info = archive.getinfo(f"{root}/data/{storage}")
                 span.seek(info.header_offset + 26)
                 lengths = span.read(4)

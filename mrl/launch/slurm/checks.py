@@ -10,11 +10,11 @@ import statistics
 from collections.abc import Collection, Sequence
 
 from mrl import metrics
-from mrl.config.command import Config, OnRows, Part, Server, TrainingCommand
+from mrl.config.command import Config, Part, RowsRunConfig, Server, TrainingCommand
 from mrl.errors import ConfigError, quoted
 from mrl.launch import preflight
 from mrl.launch.slurm.options import SlurmConfig, seconds_of
-from mrl.launch.slurm.render import Reads, reads_of
+from mrl.launch.slurm.render import TemplateNames, reads_of
 from mrl.parallel import ParallelDims
 
 RECENT_STEPS = 20
@@ -57,11 +57,11 @@ def check_template(config: Config, options: SlurmConfig, given: Collection[str] 
         ("output_dir", config.output_dir, "\n\0\\" + in_mounts),
         ("working directory", os.getcwd(), "\n\0" + in_mounts),
     ):
-        if found := [c for c in value if c in refused]:
+        if refused_options := [c for c in value if c in refused]:
             raise ConfigError(
                 name,
                 quoted(value),
-                f"has {found[0]!r} in it, which the job's script cannot have there",
+                f"has {refused_options[0]!r} in it, which the job's script cannot have there",
                 "give another folder",
             )
     if "image" in reads.needs and options.image is None:
@@ -73,7 +73,7 @@ def check_template(config: Config, options: SlurmConfig, given: Collection[str] 
         _check_servers(server, options)
 
 
-def _check_unused(options: SlurmConfig, reads: Reads, given: Collection[str]) -> None:
+def _check_unused(options: SlurmConfig, reads: TemplateNames, given: Collection[str]) -> None:
     for name in ("image", "mounts"):
         if getattr(options, name) and name not in reads.names:
             raise ConfigError(
@@ -130,7 +130,7 @@ def _check_devices(asked: set[str], options: SlurmConfig) -> None:
         )
 
 
-def _check_restarts(config: OnRows, options: SlurmConfig) -> None:
+def _check_restarts(config: RowsRunConfig, options: SlurmConfig) -> None:
     if config.checkpoint.resume == "never" and options.max_restarts:
         raise ConfigError(
             "checkpoint.resume",
@@ -171,7 +171,7 @@ def _check_server_cores(options: SlurmConfig) -> list[str]:
     ]
 
 
-def _check_time(config: OnRows, options: SlurmConfig) -> list[str]:
+def _check_time(config: RowsRunConfig, options: SlurmConfig) -> list[str]:
     """Returns what a failed node can lose, and whether there is time to save before the limit."""
     limit_s = seconds_of(options.time) if options.time is not None else None
     step_s, every = step_seconds(pathlib.Path(config.output_dir)), config.checkpoint.every

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 
 VARIABLE = "MRL_FIRST_END"
-MOST = 400
+MAX_LENGTH = 400
 """Characters of a message that go into the job's history; the log has all of it."""
 
 
@@ -26,7 +26,7 @@ def record(environ: Mapping[str, str], code: int, message: str, details: str = "
     partial = f"{path}.{rank}"
     with contextlib.suppress(OSError):  # the message is in the log too
         with open(partial, "w", encoding="utf-8") as out:
-            out.write(f"{code}\nrank {rank}: {' '.join(message.split())[:MOST]}\n{details}")
+            out.write(f"{code}\nrank {rank}: {' '.join(message.split())[:MAX_LENGTH]}\n{details}")
         with contextlib.suppress(FileExistsError):
             os.link(partial, path)
         os.unlink(partial)

@@ -18,7 +18,7 @@ from mrl.launch.slurm.checks import in_words, step_seconds
 
 POLL_S = 1.0
 LEDGER = "ledger.jsonl"
-SHOWN = ("train/loss", "reward/mean", "eval/loss", "eval/accuracy", "perf/tokens_per_s")
+STATUS_METRICS = ("train/loss", "reward/mean", "eval/loss", "eval/accuracy", "perf/tokens_per_s")
 """Metrics in a line of `status`, where the run has them."""
 
 
@@ -72,7 +72,7 @@ def _progress(run_dir: pathlib.Path, *, running: bool) -> list[str]:
     row = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
     steps = _length(run_dir / "config.yaml")
     done = f"step {row['step']:.0f}" + (f" of {steps}" if steps else "")
-    shown = ", ".join(f"{name} {row[name]:.4g}" for name in SHOWN if name in row)
+    shown = ", ".join(f"{name} {row[name]:.4g}" for name in STATUS_METRICS if name in row)
     left = ""
     if running and steps and (step_s := step_seconds(run_dir)) is not None:
         left = f"; about {in_words((steps - row['step']) * step_s)} left"
@@ -102,8 +102,8 @@ def _length(config: pathlib.Path) -> int | None:
     """Returns steps of a run, also where train.epochs sets them: its trainer notes them at the head of config.yaml."""
     if not config.exists():
         return None
-    found = re.search(r"^# length: (\d+) steps$", config.read_text(encoding="utf-8"), re.MULTILINE)
-    return int(found[1]) if found else None
+    match = re.search(r"^# length: (\d+) steps$", config.read_text(encoding="utf-8"), re.MULTILINE)
+    return int(match[1]) if match else None
 
 
 # ----------------------------------------------------------------------------------------------------------- the log

@@ -15,7 +15,7 @@ from typing import Any
 from mrl.converters.json_file import parse_json
 from mrl.errors import ConfigError
 
-ENDED = (
+END_STATES = (
     "COMPLETED",
     "FAILED",
     "CANCELLED",
@@ -72,7 +72,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        return self.state in ENDED
+        return self.state in END_STATES
 
     @property
     def slurm_dir(self) -> pathlib.Path | None:
@@ -106,9 +106,9 @@ def known(job_id: str) -> list[Job]:
         if "Invalid job id" in str(error):
             return []
         raise
-    found = [_parse(part) for part in re.split(r"^(?=JobId=)", text, flags=re.MULTILINE) if part.startswith("JobId=")]
-    found = [job for job in found if job.fields.get("HetJobOffset", "0") == "0"]  # the other parts end with the first
-    return sorted(found, key=_task_number)
+    jobs = [_parse(part) for part in re.split(r"^(?=JobId=)", text, flags=re.MULTILINE) if part.startswith("JobId=")]
+    jobs = [job for job in jobs if job.fields.get("HetJobOffset", "0") == "0"]  # the other parts end with the first
+    return sorted(jobs, key=_task_number)
 
 
 def known_of(slurm_dir: pathlib.Path, job_id: str) -> list[Job]:
@@ -118,8 +118,8 @@ def known_of(slurm_dir: pathlib.Path, job_id: str) -> list[Job]:
 
 def _task_number(job: Job) -> int:
     """Slurm shows tasks that have not begun as a range, `4-7`, in one job."""
-    found = re.match(r"\d+", job.fields.get("ArrayTaskId", ""))
-    return int(found[0]) if found else 0
+    match = re.match(r"\d+", job.fields.get("ArrayTaskId", ""))
+    return int(match[0]) if match else 0
 
 
 def _parse(text: str) -> Job:
@@ -217,8 +217,8 @@ def targets(what: str | None) -> list[Target]:
     if what is None:
         if (pathlib.Path("slurm") / RECORDS).is_file():
             return [_newest(pathlib.Path.cwd() / "slurm")]
-        found = {job.fields.get("ArrayJobId", job.id): job for job in mine()}
-        folders = {job_id: job.slurm_dir for job_id, job in found.items()}
+        jobs_by_id = {job.fields.get("ArrayJobId", job.id): job for job in mine()}
+        folders = {job_id: job.slurm_dir for job_id, job in jobs_by_id.items()}
         return [Target(folder, job_id, known(job_id)) for job_id, folder in folders.items() if folder is not None]
     if re.fullmatch(r"\d+(_\d+)?", what) and not os.path.isdir(what):
         return [_of_id(what)]

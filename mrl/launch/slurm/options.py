@@ -237,14 +237,14 @@ def seconds_of(time: str) -> int | None:
     """Returns Slurm's time limit in seconds; None for no limit, as 0 is. ConfigError: it is none of Slurm's forms."""
     if time.upper() in ("UNLIMITED", "INFINITE"):
         return None
-    found = _TIME.fullmatch(time)
-    if found is None:
+    match = _TIME.fullmatch(time)
+    if match is None:
         raise ConfigError(
             "slurm.time", time, "is no time limit", 'give minutes, "H:MM:SS", "D-H" or "D-HH:MM:SS", as in "4:00:00"'
         )
-    part = {name: int(text or 0) for name, text in found.groupdict().items()}
-    if found["d"] is not None:
+    part = {name: int(text or 0) for name, text in match.groupdict().items()}
+    if match["d"] is not None:
         return ((part["d"] * 24 + part["dh"]) * 60 + part["dm"]) * 60 + part["ds"] or None
-    if found["c"] is not None:
+    if match["c"] is not None:
         return (part["a"] * 60 + part["b"]) * 60 + part["c"] or None
     return part["a"] * 60 + part["b"] or None

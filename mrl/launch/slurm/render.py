@@ -58,14 +58,14 @@ def template_text(name: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reads:
+class TemplateNames:
     """Names that a template and those that it extends read, but for `base`."""
 
     names: frozenset[str]
     needs: frozenset[str]  # those outside any `if`
 
 
-def reads_of(options: SlurmConfig) -> Reads:
+def reads_of(options: SlurmConfig) -> TemplateNames:
     """Returns what the job's template reads. Raises ConfigError where one cannot be read, or has a mistake."""
     environment, names, asked = _environment(options), set(), set()
     waiting, seen = [_file_name(options.template)], {"base" + SUFFIX}
@@ -84,7 +84,7 @@ def reads_of(options: SlurmConfig) -> Reads:
                     if isinstance(read, jinja2.nodes.Name)
                 }
             waiting += [found for found in jinja2.meta.find_referenced_templates(tree) if found is not None]
-    return Reads(frozenset(names), frozenset(names - asked))
+    return TemplateNames(frozenset(names), frozenset(names - asked))
 
 
 def render(job: Job, options: SlurmConfig) -> str:

@@ -20,12 +20,12 @@ from mrl.launch.slurm.options import SlurmConfig
 from mrl.launch.slurm.render import TASK_ID, Job, render
 from mrl.launch.slurm.servers import server_command
 
-AT_AN_END = ("afterany", "afterok", "afternotok", "afterburstbuffer")
+END_DEPENDENCIES = ("afterany", "afterok", "afternotok", "afterburstbuffer")
 """Kinds of a dependency on the end of a job."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Checked:
+class CheckedConfig:
     """A config that can run in its job."""
 
     config: Config
@@ -35,7 +35,7 @@ class Checked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Submitted:
+class SubmittedJob:
     """A job in the queue, and its files."""
 
     job_id: str
@@ -53,7 +53,7 @@ def check(
     given: Collection[str] = (),
     *,
     there: bool = True,
-) -> Checked:
+) -> CheckedConfig:
     """Loads the config and checks it against the job. Nothing is written.
 
     there: weights and rows have to be there.
@@ -75,7 +75,7 @@ def check(
     output_dir = os.path.abspath(config.output_dir)
     servers = server_command(server, options) if options.servers.nodes else ""
     job = Job(command, os.path.abspath(config_path), tuple(overrides), output_dir, os.getcwd(), servers)
-    return Checked(config, job, options, warnings)
+    return CheckedConfig(config, job, options, warnings)
 
 
 def _of_first_task(root: type, config_path: str, overrides: Sequence[str], array: str) -> Config:
@@ -94,7 +94,7 @@ def _for_first(overrides: Sequence[str], array: str | None) -> list[str]:
     return [override.replace(TASK_ID, first[0]) for override in overrides]
 
 
-def submit(checked: Checked) -> Submitted:
+def submit(checked: CheckedConfig) -> SubmittedJob:
     """Writes script and resolved config into output_dir/slurm and gives the script to sbatch.
 
     Where sbatch refuses, nothing stays, and its own message is the error.
@@ -135,7 +135,7 @@ def submit(checked: Checked) -> Submitted:
             "config": config.name,
         },
     )
-    return Submitted(job_id, script, config, log, _too_many_nodes(options))
+    return SubmittedJob(job_id, script, config, log, _too_many_nodes(options))
 
 
 def _too_many_nodes(options: SlurmConfig) -> list[str]:
@@ -154,7 +154,7 @@ def _too_many_nodes(options: SlurmConfig) -> list[str]:
     ]
 
 
-def _resolved(checked: Checked) -> str:
+def _resolved(checked: CheckedConfig) -> str:
     """Returns the config as the job reads it, but for what differs between an array's tasks, and unknown servers."""
     job = checked.job
     shared = [o for o in job.overrides if checked.options.array is None or TASK_ID not in o]
@@ -168,7 +168,7 @@ def _free_name(slurm_dir: pathlib.Path) -> str:
     return next(name for name in names if not (slurm_dir / f"{name}.sbatch").exists())
 
 
-def _refuse_second(checked: Checked, slurm_dir: pathlib.Path) -> None:
+def _refuse_second(checked: CheckedConfig, slurm_dir: pathlib.Path) -> None:
     """Two jobs of one run would meet in its folder; the second would fail, hours later."""
     for job in jobs.in_queue(slurm_dir):
         if _waits_for(checked.options.dependency or "", job.id):
@@ -187,5 +187,5 @@ def _refuse_second(checked: Checked, slurm_dir: pathlib.Path) -> None:
 def _waits_for(dependency: str, job_id: str) -> bool:
     """Tells whether a job with that --dependency begins after the end of the job, or of the array of its task."""
     clauses = [clause.split(":") for clause in re.split("[,?]", dependency)]
-    named = [kind in AT_AN_END and bool({job_id, job_id.partition("_")[0]} & set(ids)) for kind, *ids in clauses]
+    named = [kind in END_DEPENDENCIES and bool({job_id, job_id.partition("_")[0]} & set(ids)) for kind, *ids in clauses]
     return all(named) if "?" in dependency else any(named)

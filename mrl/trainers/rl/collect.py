@@ -42,7 +42,7 @@ def take_together(source: PromptSource, count: int, ranks: Ranks) -> list[Prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class Collected:
+class ScoredRollout:
     """A rollout with its rewards."""
 
     trajectories: list[Trajectory]
@@ -128,14 +128,14 @@ class Collector:
         self.prompts, self.samples, self.rounds, self.greedy_answers = prompts, samples, rounds, greedy_answers
         self.doing = doing
 
-    def collect(self, prompts: list[Prompt], step: int) -> Collected:
+    def collect(self, prompts: list[Prompt], step: int) -> ScoredRollout:
         """prompts: the first ones, as `take` gave them; with dynamic sampling more are taken.
 
         step: the one that is next, which the noise of sampling follows from. Raises TrainingError where dynamic
         sampling finds too few groups.
         """
         self._rollout_s = self._reward_s = 0.0
-        rejected = greedy = NOTHING
+        rejected = greedy = NO_ROLLOUT
         if self.rounds is None:
             trajectories, scores = self._sample(prompts, self.samples, step=step)
             sampled = list(range(len(trajectories)))
@@ -147,7 +147,7 @@ class Collector:
             greedy = self._sample(kept, 1, step=step, greedy=True, series="baseline")
             baselines_S = torch.tensor(greedy[1].totals, dtype=torch.float64).repeat_interleave(self.samples)
         groups_S = torch.arange(len(kept)).repeat_interleave(self.samples)
-        return Collected(
+        return ScoredRollout(
             trajectories, scores, groups_S, baselines_S, rejected, greedy, sampled, self._rollout_s, self._reward_s
         )
 
@@ -169,7 +169,7 @@ class Collector:
     ) -> tuple[tuple[list[Trajectory], Scores], tuple[list[Trajectory], Scores], list[int]]:
         """DAPO's dynamic sampling (Yu 2025, eq. 11): groups whose rewards are all equal give way to other prompts'.
 
-        Returns what is kept, what was rejected, and `Collected.sampled`.
+        Returns what is kept, what was rejected, and `ScoredRollout.sampled`.
         """
         kept: list[tuple[list[Trajectory], Scores]] = []
         rejected: list[tuple[list[Trajectory], Scores]] = []
@@ -202,7 +202,7 @@ class Collector:
         )
 
 
-NOTHING: tuple[list[Trajectory], Scores] = ([], Scores((), {}))
+NO_ROLLOUT: tuple[list[Trajectory], Scores] = ([], Scores((), {}))
 
 
 def _joined(parts: Sequence[tuple[list[Trajectory], Scores]]) -> tuple[list[Trajectory], Scores]:

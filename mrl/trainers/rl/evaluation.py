@@ -60,15 +60,15 @@ class Evaluation:
             trajectories += sampled
         whole = scoring.joined(scores)
         self.seen(step, trajectories, whole)
-        found = {f"eval/{name}": value for name, value in self._measured(trajectories, whole).items()}
+        metrics = {f"eval/{name}": value for name, value in self._measured(trajectories, whole).items()}
         if whole.parts:
-            found["eval/binary"] = float(is_binary(self.scores.accuracy_of(whole)))
+            metrics["eval/binary"] = float(is_binary(self.scores.accuracy_of(whole)))
         end = 0
         for of, prompts in self.sets.items():
             start, end = end, end + len(prompts) * self.samples
             own = self._measured(trajectories[start:end], scoring.select(whole, range(start, end))) if of else {}
-            found |= {f"eval/{of}/{name}": value for name, value in own.items()}
-        return found | {"eval/faults": len(whole.faults), "perf/eval_s": time.perf_counter() - began_s}
+            metrics |= {f"eval/{of}/{name}": value for name, value in own.items()}
+        return metrics | {"eval/faults": len(whole.faults), "perf/eval_s": time.perf_counter() - began_s}
 
     def _measured(self, trajectories: Sequence[Trajectory], scores: Scores) -> dict[str, float]:
         """Returns means over prompts, prompt-major; of rewards where there are any."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.algorithms.advantages import Rollout
+from mrl.algorithms.advantages import AdvantageInputs
 from mrl.algorithms.kl import KLController, kl_estimate
 from mrl.algorithms.ragged import tokens_after_prompt
 from mrl.algorithms.recipes import Recipe, advantages, overlong_cache
@@ -139,7 +139,7 @@ def make_experience(
         lengths_S = tokens_after_prompt(batch.loss_mask, batch.lengths)
         scores_S = scores_S + overlong_penalty(lengths_S, max_length=max_response_length, cache=cache)
     rewards_T = token_rewards(scores_S, batch.loss_mask, batch.lengths, kl_T=kl_T, kl_coef=kl.coef)
-    rollout = Rollout(
+    rollout = AdvantageInputs(
         rewards_T=rewards_T,
         mask_T=batch.loss_mask,
         lengths_S=batch.lengths,

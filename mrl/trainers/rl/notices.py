@@ -13,7 +13,7 @@ from mrl.batch import Batch
 from mrl.rollout.base import Trajectory
 
 
-class _Recurring:
+class _RecurringNotice:
     """Counts rollouts in a row that are to be reported: the first such one, and each 10th in a row."""
 
     EVERY = 10
@@ -38,7 +38,7 @@ class EqualRewards:
     """
 
     def __init__(self) -> None:
-        self._rollouts = _Recurring()
+        self._rollouts = _RecurringNotice()
 
     def note(self, batch: Batch, scores_S: Tensor, recipe: Recipe) -> str | None:
         """Returns the line to show of a rollout, for the first such one and each 10th in a row. scores_S: in the order
@@ -65,7 +65,7 @@ class TokenLimit:
     beginnings."""
 
     def __init__(self, *, max_new_tokens: int) -> None:
-        self._max_new_tokens, self._rollouts = max_new_tokens, _Recurring()
+        self._max_new_tokens, self._rollouts = max_new_tokens, _RecurringNotice()
 
     def note(self, trajectories: Sequence[Trajectory]) -> str | None:
         """Returns the line to show of a rollout, for the first such one and each 10th in a row."""

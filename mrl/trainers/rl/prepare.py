@@ -7,15 +7,15 @@ import dataclasses
 import torch
 
 from mrl.algorithms.distill import TEACHER_OF
-from mrl.config.ppo_checks import OF_REWARDS, is_rewarded
+from mrl.config.ppo_checks import REWARD_METRICS, is_rewarded
 from mrl.rollout.base import trajectories_to_batch
 from mrl.trainers.rl import invariants
-from mrl.trainers.rl.collect import Collected
+from mrl.trainers.rl.collect import ScoredRollout
 from mrl.trainers.rl.experience import Experience, epoch_order, make_experience, mean_and_std
 from mrl.trainers.rl.state import Progress, Trainer
 
 
-def prepare(trainer: Trainer, progress: Progress, collected: Collected) -> Experience:
+def prepare(trainer: Trainer, progress: Progress, collected: ScoredRollout) -> Experience:
     """Log-probs, values and advantages of a rollout, whose sequences are put into the order of the first epoch."""
     config = trainer.config
     trainer.console.doing(f"step {progress.step + 1}: log-probs of the rollout")
@@ -51,7 +51,7 @@ def step_gives_old_log_probs(trainer: Trainer, progress: Progress) -> bool:
     return progress.exact and trainer.config.steps_per_iteration == 1 and trainer.recipe.kl_in != "reward"
 
 
-def check_rollout(trainer: Trainer, progress: Progress, collected: Collected, experience: Experience) -> None:
+def check_rollout(trainer: Trainer, progress: Progress, collected: ScoredRollout, experience: Experience) -> None:
     """Raises TrainingError where the first rollout has numbers that cannot be; tells the user of one that teaches
     little."""
     config, batch = trainer.config, experience.batch
@@ -71,7 +71,7 @@ def check_rollout(trainer: Trainer, progress: Progress, collected: Collected, ex
 
 
 def rollout_metrics(
-    trainer: Trainer, collected: Collected, experience: Experience, *, log_probs_s: float
+    trainer: Trainer, collected: ScoredRollout, experience: Experience, *, log_probs_s: float
 ) -> dict[str, float]:
     """Returns metrics of a rollout. log_probs_s: seconds that its forwards took."""
     mean, std = mean_and_std(experience.batch.token_fields["advantages"], experience.batch.loss_mask)
@@ -87,7 +87,7 @@ def rollout_metrics(
     if weights_s is not None:
         row["perf/weights_s"] = weights_s
     if not is_rewarded(trainer.config):  # they would be of zeros
-        row = {name: value for name, value in row.items() if name not in OF_REWARDS}
+        row = {name: value for name, value in row.items() if name not in REWARD_METRICS}
     if trainer.recipe.needs_reference:
         row["actor/kl_coef"] = trainer.kl.coef
     if experience.has_old_log_probs:

@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.engine.guards import Kind, Problem, faults
+from mrl.engine.guards import FaultKind, Problem, confirmed_faults
 from mrl.errors import TrainingError
 from mrl.roles.dispatch import StepResult
 from mrl.trainers.common import problems_in_words
@@ -39,7 +39,7 @@ class RoleGuard:
 
     def after_update(self, result: StepResult) -> None:
         """Checks the gradient norm and, while parameters are watched, that they changed."""
-        problems = faults(result.problems)
+        problems = confirmed_faults(result.problems)
         if fault := norm_fault(f"the {self._role}'s gradient norm", result.grad_norm, problems):
             raise self._failed(fault)
         if self.watches_parameters:
@@ -49,7 +49,7 @@ class RoleGuard:
         progress, role = self._progress, self._role
         has_gradient, an_adapter_waits = float(result.grad_norm) != 0, len(problems) < len(result.problems)
         if not has_gradient or (role == "critic" and role not in progress.moved):
-            problems = [p for p in problems if p.kind is not Kind.ZERO_GRADIENT]
+            problems = [p for p in problems if p.kind is not FaultKind.ZERO_GRADIENT]
         elif not problems and not an_adapter_waits:
             progress.trained.append(role)
         if has_gradient and role not in progress.moved:

@@ -16,7 +16,7 @@ from mrl.config.schema import LoraConfig
 from mrl.engine.base import Completion, GenerateRequest
 from mrl.engine.kept import KeptSequences
 from mrl.roles.dispatch import WorkerDispatch
-from mrl.rollout.adapters import Adapted
+from mrl.rollout.adapters import AdapterTraining
 from mrl.rollout.base import Sampler
 from mrl.rollout.native import EngineSampler
 from mrl.rollout.servers import Probe
@@ -71,11 +71,11 @@ def make_sampler(
         weights_dir=weights_dir(rollout.server, str(output_dir)),
         probe=_probe(dispatch, tokenizer, max_length),
         device=dispatch.device,
-        adapted=Adapted(folder, lora) if lora is not None and rollout.server.lora == "adapter" else None,
+        adapted=AdapterTraining(folder, lora) if lora is not None and rollout.server.lora == "adapter" else None,
     )
 
 
-class WithWeights:
+class SyncedSampler:
     """Contexts in which `sampler` has the actor's weights after a step, and the device's memory that it wants.
 
     sampler: None where nothing is sampled. beside: it is another program than the actor's engine, so that what roles

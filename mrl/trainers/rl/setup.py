@@ -21,19 +21,19 @@ from mrl.config.checks import check_batch
 from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.ppo_checks import check_schedules
-from mrl.config.recipes import OF_A_TEACHER
+from mrl.config.recipes import OPD_NAMES
 from mrl.config.roles import (
     engine_of,
     frozen_roles,
     is_served,
-    keys_of,
     model_of,
     reference_is_base,
+    rewrite_role_error_keys,
     role_configs,
     roles_of,
     teacher_names,
 )
-from mrl.convert.exporting import merged_copy
+from mrl.convert.exporting import write_merged_copy
 from mrl.converters.adapter_folder import is_adapter
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import model_fingerprint, model_folder
@@ -59,17 +59,17 @@ from mrl.trainers.mixture_length import length_of_mixture
 from mrl.trainers.rl.collect import Collector, take_together
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.notices import TokenLimit
-from mrl.trainers.rl.samplers import WithWeights, make_sampler
+from mrl.trainers.rl.samplers import SyncedSampler, make_sampler
 from mrl.trainers.rl.scoring import Scoring
 from mrl.trainers.rl.show import show_evaluation
 from mrl.trainers.rl.state import Trainer
 from mrl.trainers.rl.teachers import check_vocabularies, references_of
 from mrl.trainers.run_directory import RunDirectory
 from mrl.trainers.run_lock import RunLock
-from mrl.trainers.saves import Saves, check_background
+from mrl.trainers.saves import CheckpointSaver, check_background
 from mrl.trainers.signals import StopSignal
-from mrl.trainers.task import Frozen
-from mrl.words import counted
+from mrl.trainers.task import FrozenModel
+from mrl.words import pluralize
 
 
 @contextlib.contextmanager
@@ -102,7 +102,7 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
         lock = RunLock(directory.path)
         ends.callback(lock.release)
         dispatch.on_main(lock.acquire)  # before anything of another run there could be touched
-        if config.actor.model.lora is not None and "reference" in engines and config.algorithm.name not in OF_A_TEACHER:
+        if config.actor.model.lora is not None and "reference" in engines and config.algorithm.name not in OPD_NAMES:
             console.say(f"reference: is a second copy of the model, {_why_not_base(config)}")
         total_steps = _length(config, source, console)
         _set_total_steps(engines, total_steps, critic_warmup=config.algorithm.critic_warmup)
@@ -124,7 +124,7 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
         )  # fmt: skip
         evaluation = _evaluation(config, held_out, rollouts, scores, dispatch, console, directory, stop)
         yield Trainer(
-            saves=Saves(dispatch.device),
+            saves=CheckpointSaver(dispatch.device),
             config=config,
             recipe=recipe,
             total_steps=total_steps,
@@ -133,7 +133,7 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
             dispatch=dispatch,
             source=source,
             collector=collector,
-            sampling=WithWeights(sampler, dispatch, beside=config.rollout.backend not in ("native", "recorded")),
+            sampling=SyncedSampler(sampler, dispatch, beside=config.rollout.backend not in ("native", "recorded")),
             references=references_of(config, folders, recipe, dispatch),
             kl=kl_controller(recipe),
             evaluation=evaluation,
@@ -160,18 +160,18 @@ def _rows(
 
 def _model_folder(config: PPOConfig, role: str) -> str:
     model = model_of(config, role)
-    with keys_of(config, role):
+    with rewrite_role_error_keys(config, role):
         adapter = pathlib.Path(model.path).expanduser()
         if is_adapter(adapter):
             join_processes(device_type(engine_of(config, role).device))  # one of them merges
-            return on_main(lambda: merged_copy(adapter, pathlib.Path(config.output_dir, "merged")))
+            return on_main(lambda: write_merged_copy(adapter, pathlib.Path(config.output_dir, "merged")))
         return model_folder(model.path, weights=model.init == "pretrained" and not is_served(config, role))
 
 
 def _fingerprints(config: PPOConfig, folders: Mapping[str, str]) -> dict[str, dict[str, str]]:
     frozen = frozen_roles(config)
     return {
-        role: Frozen(folder, is_read=not is_served(config, role)).fingerprint()
+        role: FrozenModel(folder, is_read=not is_served(config, role)).fingerprint()
         if role in frozen
         else model_fingerprint(folder)
         for role, folder in folders.items()
@@ -182,7 +182,7 @@ def _engines(config: PPOConfig, folders: Mapping[str, str], recipe: Recipe) -> d
     """Returns the engines of the roles, none of which has a model yet."""
     engines: dict[str, BaseEngine] = {}
     for role, role_config in role_configs(config, folders, recipe).items():
-        with keys_of(config, role):
+        with rewrite_role_error_keys(config, role):
             engines[role] = build_engine(role_config)
     by_key = {f"{role}.engine.backend": engine for role, engine in engines.items()}
     check_background(config.checkpoint.background, by_key)
@@ -217,9 +217,9 @@ def _length(config: PPOConfig, source: PromptSource, console: Console) -> int:
     usable = source.usable()
     iterations = max(1, math.ceil(Fraction(str(epochs)) * usable / config.prompts_per_iteration))
     steps = iterations * per_iteration
-    length = f"the {counted(steps, 'step')} of {counted(epochs, 'epoch')}"
-    made = f"{counted(iterations, 'iteration')}: {length}"
-    console.say(f"data.train: {usable} of its {counted(rows, 'row')} can be used, which makes {made}")
+    length = f"the {pluralize(steps, 'step')} of {pluralize(epochs, 'epoch')}"
+    made = f"{pluralize(iterations, 'iteration')}: {length}"
+    console.say(f"data.train: {usable} of its {pluralize(rows, 'row')} can be used, which makes {made}")
     check_schedules(config, steps, length)
     return steps
 
@@ -234,7 +234,7 @@ def _set_total_steps(engines: Mapping[str, BaseEngine], total_steps: int, *, cri
 def _reward_model(config: PPOConfig, dispatch: WorkerDispatch, folders: Mapping[str, str]) -> RewardModel | None:
     if "reward" not in folders:
         return None
-    with keys_of(config, "reward"):
+    with rewrite_role_error_keys(config, "reward"):
         own = load_tokenizer(folders["reward"], config.actor.model.trust_remote_code)
     return RewardModel(dispatch, own, system=config.data.system)
 

@@ -17,7 +17,7 @@ from mrl.rollout.base import Trajectory
 from mrl.rollout.samples import bound, write_samples
 from mrl.trainers.console import Console
 from mrl.trainers.rl import scoring
-from mrl.trainers.rl.collect import Collected
+from mrl.trainers.rl.collect import ScoredRollout
 from mrl.trainers.rl.experience import Experience, epoch_order
 from mrl.trainers.rl.state import Trainer
 from mrl.trainers.run_directory import RunDirectory
@@ -27,7 +27,7 @@ LOGGED_ROWS = 64
 
 
 def show_rollout(
-    trainer: Trainer, step: int, collected: Collected, experience: Experience, log: metrics.MetricsLog
+    trainer: Trainer, step: int, collected: ScoredRollout, experience: Experience, log: metrics.MetricsLog
 ) -> None:
     """Writes a rollout that `step` is the first to be trained on, and shows some of its samples."""
     config = trainer.config
@@ -66,7 +66,7 @@ def is_due(step: int, every: int, steps_per_rollout: int) -> bool:
     return (step - 1) % every < steps_per_rollout
 
 
-def histograms(collected: Collected, advantages: list[float]) -> dict[str, list[float]]:
+def histograms(collected: ScoredRollout, advantages: list[float]) -> dict[str, list[float]]:
     """One number for each sequence of a rollout, by the name under which wandb and tensorboard show them."""
     lengths = [float(t.response_length) for t in collected.trajectories]
     return {
@@ -80,7 +80,7 @@ def write_rollout(
     directory: RunDirectory,
     wanted: SamplesConfig,
     step: int,
-    collected: Collected,
+    collected: ScoredRollout,
     advantages: list[float],
     of_tokens: list[list[float] | None],
 ) -> int:
@@ -182,7 +182,7 @@ def table(
     places = range(0, len(trajectories), max(1, len(trajectories) // rows))
     return [
         (
-            last_words(trajectories[i]),
+            last_turn_text(trajectories[i]),
             text_after_prompt(trajectories[i]),
             scores.totals[i] if rewarded else None,
             scoring.by_sample(scores, i),
@@ -199,7 +199,7 @@ def text_after_prompt(trajectory: Trajectory) -> str:
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in trajectory.conversation)
 
 
-def last_words(trajectory: Trajectory) -> str:
+def last_turn_text(trajectory: Trajectory) -> str:
     """Returns the prompt's text, or its last message."""
     content = trajectory.prompt.content
     return content if isinstance(content, str) else str(content[-1]["content"])

@@ -19,16 +19,16 @@ from mrl.errors import Stopped
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.stops import EndTokens
 from mrl.trainers import common
-from mrl.trainers.common import load_newest, say_other_choices, say_other_ends, stopped
+from mrl.trainers.common import load_newest, say_other_choices, say_other_ends, stop_error
 from mrl.trainers.console import Console
 from mrl.trainers.rl.collect import Collector
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.notices import EqualRewards, TokenLimit
-from mrl.trainers.rl.samplers import WithWeights
+from mrl.trainers.rl.samplers import SyncedSampler
 from mrl.trainers.rl.teachers import References
-from mrl.trainers.run_directory import RunDirectory, Start, is_own
-from mrl.trainers.saves import Saves
+from mrl.trainers.run_directory import RunDirectory, StartState, is_own
+from mrl.trainers.saves import CheckpointSaver
 from mrl.trainers.signals import StopSignal
 
 
@@ -60,7 +60,7 @@ class Trainer:
     dispatch: WorkerDispatch
     source: PromptSource
     collector: Collector
-    sampling: WithWeights
+    sampling: SyncedSampler
     references: References | None
     kl: KLController
     evaluation: Evaluation | None
@@ -76,7 +76,7 @@ class Trainer:
     chat_template: str | None  # the text of data.chat_template, which the export gets too
     ends: EndTokens  # of completions: those that the export names
     token_limit: TokenLimit
-    saves: Saves
+    saves: CheckpointSaver
     equal_rewards: EqualRewards = dataclasses.field(default_factory=EqualRewards)
 
     def position(self, step: int) -> tuple[int, int]:
@@ -137,7 +137,7 @@ def save(
     return saved
 
 
-def restore(trainer: Trainer, start: Start) -> tuple[Progress, Experience | None]:
+def restore(trainer: Trainer, start: StartState) -> tuple[Progress, Experience | None]:
     """Puts roles, data and KL controller where the checkpoint of `start` left them."""
     config, dispatch, directory = trainer.config, trainer.dispatch, trainer.directory
     start, state = load_newest(dispatch, directory, config, trainer.console, start, dispatch.load_checkpoint)
@@ -190,4 +190,4 @@ def stopped_at(trainer: Trainer, progress: Progress, experience: Experience | No
     elif experience is not None:
         where = f"within iteration {iteration + 1}, whose rollout is made, after {made} of its {count} steps"
     where += f" (step {progress.step} of {trainer.total_steps})"
-    return stopped(trainer.dispatch, trainer.stop, where=where, step=progress.step, saved=saved)
+    return stop_error(trainer.dispatch, trainer.stop, where=where, step=progress.step, saved=saved)

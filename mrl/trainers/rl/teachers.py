@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mrl.algorithms.distill import TEACHER, TEACHER_IDS, FromTeacher, teacher_numbers
+from mrl.algorithms.distill import TEACHER, TEACHER_IDS, TeacherDivergence, teacher_numbers
 from mrl.algorithms.kl import kl_estimate, sequence_kl
 from mrl.algorithms.ragged import to_tokens
 from mrl.algorithms.recipes import Recipe
 from mrl.batch import Batch
 from mrl.config.ppo import PPOConfig
-from mrl.config.recipes import OF_A_TEACHER
-from mrl.config.roles import is_served, keys_of, model_of, section_of, teachers_of
+from mrl.config.recipes import OPD_NAMES
+from mrl.config.roles import is_served, model_of, rewrite_role_error_keys, section_of, teachers_of
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
 from mrl.engine.base import Predictions
@@ -42,7 +42,7 @@ class References:
 
     asked: Mapping[str, Ask]
     ids: tuple[int, ...] = ()
-    distill: FromTeacher | None = None
+    distill: TeacherDivergence | None = None
     vocab_size: int = 0
 
     @property
@@ -68,11 +68,11 @@ class References:
                 continue
             ctx = {"temperature": temperature} | ({"top": self.ids[number]} if self.ids else {})
             parts = [ask(part, dict(ctx)) for part in mini_batches(batch.select(own), size)]
-            said = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            predictions = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
             here_T, trains = (of_T == number) & trained_T, trained_T[of_T == number]
-            found["ref_log_probs"][here_T] = said["log_probs"][trains].float()
+            found["ref_log_probs"][here_T] = predictions["log_probs"][trains].float()
             if self.distill is not None:
-                ids, log_probs = said["top_tokens"][trains], said["top_log_probs"][trains].float()
+                ids, log_probs = predictions["top_tokens"][trains], predictions["top_log_probs"][trains].float()
                 if not self.distill.tail:
                     found[TEACHER][here_T] = torch.zeros_like(log_probs).scatter(1, ids, log_probs)
                     continue
@@ -121,11 +121,11 @@ def with_ids(batch: Batch) -> Batch:
 
 def check_vocabularies(config: PPOConfig, folders: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError where the actor and its reference, or a teacher, do not have the same tokens."""
-    who = "teacher" if config.algorithm.name in OF_A_TEACHER else "reference"
+    who = "teacher" if config.algorithm.name in OPD_NAMES else "reference"
     for role in teachers_of(config):
         if folders.get(role, folders["actor"]) == folders["actor"]:
             continue
-        with keys_of(config, role):
+        with rewrite_role_error_keys(config, role):
             own = load_tokenizer(folders[role], config.actor.model.trust_remote_code).get_vocab()
         path = model_of(config, role).path
         check_same_vocabulary(tokenizer.get_vocab(), own, path, f"{role}.model.path", "actor.model.path", role=who)
@@ -144,7 +144,7 @@ def references_of(
     own, *others = (_vocab_size(config, role, folders[role]) for role in ("actor", *asked))
     ids = tuple(min(keys.top_k or size, size) for size in others)
     tail = not all(count == size == own for count, size in zip(ids, others, strict=True))
-    return References(asked, ids, FromTeacher(kind=keys.loss, beta=keys.resolved_beta, tail=tail), own)
+    return References(asked, ids, TeacherDivergence(kind=keys.loss, beta=keys.resolved_beta, tail=tail), own)
 
 
 def _vocab_size(config: PPOConfig, role: str, folder: str) -> int:
@@ -165,10 +165,10 @@ def _asked(config: PPOConfig, role: str, folder: str, dispatch: WorkerDispatch) 
     def ask(batch: Batch, ctx: dict[str, Any]) -> Predictions:
         ids_N, log_probs_N, of_labels_N = dispatch.on_main(lambda: server.top_and_labels(batch, ctx.get("top", 0)))
         trained = batch.loss_mask.nonzero()[:, 0]
-        said = {"log_probs": of_labels_N, "top_tokens": ids_N.long(), "top_log_probs": log_probs_N}
+        predictions = {"log_probs": of_labels_N, "top_tokens": ids_N.long(), "top_log_probs": log_probs_N}
         return {
             name: of_N.new_zeros(batch.num_tokens, *of_N.shape[1:]).index_copy(0, trained, of_N)
-            for name, of_N in said.items()
+            for name, of_N in predictions.items()
         }
 
     return ask

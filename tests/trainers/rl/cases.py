@@ -14,7 +14,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from mrl.algorithms.advantages import Rollout
+from mrl.algorithms.advantages import AdvantageInputs
 from mrl.algorithms.recipes import Recipe
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
@@ -78,7 +78,7 @@ def advantages_are_off(by: float) -> Iterator[None]:
     """Every token's advantage is too large."""
     original = experience.advantages
 
-    def too_large(recipe: Recipe, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
+    def too_large(recipe: Recipe, rollout: AdvantageInputs) -> tuple[Tensor, Tensor | None]:
         advantages_T, returns_T = original(recipe, rollout)
         return advantages_T + by * (rollout.mask_T != 0), returns_T
 

@@ -18,7 +18,7 @@ from mrl.data.prompts import Prompt
 from mrl.rewards.scorer import Scores
 from mrl.rollout.base import Trajectory, TrajectorySource
 from mrl.trainers import ppo
-from mrl.trainers.rl.collect import Collected, conversation_metrics
+from mrl.trainers.rl.collect import ScoredRollout, conversation_metrics
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.prepare import policy_metrics, rollout_metrics
@@ -44,7 +44,7 @@ REJECTED = (1, 1, 2, 3, 3, 3)  # two groups
 GREEDY = (6, 9)
 
 
-def collected(greedy: bool = True) -> Collected:
+def collected(greedy: bool = True) -> ScoredRollout:
     answers = [
         answer(index, PROMPTS[index], [1] * n, n in FINISHED) for index, lengths in LENGTHS.items() for n in lengths
     ]
@@ -52,7 +52,7 @@ def collected(greedy: bool = True) -> Collected:
         (1.0, 0.0, 0.25, 2.0, 2.0, 2.0), {"a": (1, 0, 0, 3, 1, 2), "b": (0, 0, 1, -1, 1, 0)}, ("one", "two")
     )
     of_greedy = ([answer(2, 4, [1] * n) for n in GREEDY], Scores((9.0, 9.0), {}, ("three",)))
-    return Collected(
+    return ScoredRollout(
         answers, scores, torch.tensor([0, 0, 0, 1, 1, 1]), None,
         ([answer(3, 4, [1] * n) for n in REJECTED], Scores((5.0,) * 6, {})), of_greedy if greedy else ([], Scores((), {})),
         list(range(12)), rollout_s=4.0, reward_s=0.5,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
-from mrl.config.ppo_checks import OF_REWARDS
+from mrl.config.ppo_checks import REWARD_METRICS
 from mrl.errors import ConfigError
 from tests.engine.harness import run_case
 from tests.tiers import nightly_but, slow_but
@@ -63,7 +63,7 @@ def test_a_step_is_the_policy_gradient_of_the_reverse_kl(inputs, tmp_path):
     norm = float(torch.cat([p.grad.flatten() for p in student.parameters()]).norm())
     assert metrics["train/grad_norm"] == pytest.approx(norm, rel=2e-5)
     assert metrics["actor/sequence_kl"] == pytest.approx(sum(kls) / len(kls), rel=1e-5)
-    assert metrics["actor/kl_coef"] == 1 and not set(metrics) & set(OF_REWARDS)
+    assert metrics["actor/kl_coef"] == 1 and not set(metrics) & set(REWARD_METRICS)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from mrl.algorithms.distill import TEACHER, TEACHER_IDS, TEACHER_OF, FromTeacher
+from mrl.algorithms.distill import TEACHER, TEACHER_IDS, TEACHER_OF, TeacherDivergence
 from mrl.batch import make_batch
 from mrl.trainers.rl.teachers import References, with_ids
 
@@ -51,7 +51,7 @@ def test_each_teacher_says_its_own_of_its_own_sequences(rows, top):
     ids = tuple(min(top or count, count) for count in rows)
     whole = all(count == of == V for count, of in zip(ids, rows, strict=True))
     one_of = {f"reference{i}": asked(logits, sizes) for i, logits in enumerate(tables)}
-    references = References(one_of, ids, FromTeacher(kind="forward_kl", tail=not whole), V)
+    references = References(one_of, ids, TeacherDivergence(kind="forward_kl", tail=not whole), V)
     found = references.say(batch, size=1, temperature=0.8)
     assert sizes == [1] * 5 and (TEACHER_IDS in found) != whole
     held = sum(field.element_size() for name, field in found.items() if name != "ref_log_probs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mrl.check import reference
-from mrl.check.command import Checked
+from mrl.check.command import CommandCheck
 from mrl.check.folder import CheckedModel
 from mrl.check.rows import Rows, first_rows
 from mrl.check.subject import Subject
@@ -15,7 +15,7 @@ from mrl_unlearn.record import UnlearnConfig
 from mrl_unlearn.trainer import role_config
 
 
-class CheckedUnlearn(Checked[UnlearnConfig]):
+class CheckedUnlearn(CommandCheck[UnlearnConfig]):
     def subjects(self, config: UnlearnConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         floor = config.forget.floor
         loss = reference.Loss(lambda log_probs_T, labels_T, fields: (log_probs_T - floor).clamp(min=0))

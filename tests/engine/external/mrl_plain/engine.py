@@ -142,10 +142,10 @@ class PlainEngine(BaseEngine):
                     for name, value in {"": loss_sum, **own.get("metrics", {})}.items():
                         sums[name] = sums.get(name, 0.0) + float(value)
                 predictions.append({name: value.detach() for name, value in predicted.items()})
-        sums = collective.add_over(sums, dist.group.WORLD)
+        sums = collective.sum_in_rank_order(sums, dist.group.WORLD)
         loss = sums.pop("", 0.0) / denominator
         ctx["metrics"] = {name: value / denominator for name, value in sums.items()}
-        whole = collective.in_batch_order(predictions, order, batch)
+        whole = collective.to_batch_order(predictions, order, batch)
         if forward_only:
             return whole, ctx | ({"loss": loss} if self.loss_fn is not None else {})
         return whole, loss, ctx
@@ -214,13 +214,15 @@ class PlainEngine(BaseEngine):
     def guard_before_step(self) -> Any:
         with self.offload.used("parameters", "gradients"):
             self._reduce()
-            watched = [guards.Watched(name, p.detach(), p.grad) for name, p in self.parameters.items()]
+            watched = [guards.WatchedParameter(name, p.detach(), p.grad) for name, p in self.parameters.items()]
             return guards.inspect(watched, lr=self._learning_rate(), eps=self.config.optimizer.eps)
 
     def guard_after_step(self, token: Any) -> list[guards.Problem]:
         with self.offload.used("parameters"):
             weights = [(name, p.detach()) for name, p in self.parameters.items()]
-            return guards.problems(token, weights) + guards.union(guards.replica_problems(weights, dist.group.WORLD))
+            return guards.problems(token, weights) + guards.merge_problems(
+                guards.replica_problems(weights, dist.group.WORLD)
+            )
 
     # -- state in and out ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,500 @@
+"""The queues of the server: clients' requests wait on them, and their results are fetched.
+
+Requests arrive on the thread of the HTTP server and get a future at once. The main thread, which alone computes, takes
+work: one operation of a model, or all samples that wait for one snapshot. Models come by turns, and each model's
+operations in the order of their numbers, whatever order they arrived in.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import dataclasses
+import itertools
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal
+
+from mrl.errors import UserError
+
+Category = Literal["user", "server", "unknown"]
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+
+KEPT_S = 900.0
+"""Seconds that a result is kept: a client whose connection broke asks again within 300 s."""
+
+FETCHED_S = 120.0
+"""And one that was fetched, where all that are kept have more than MAX_RESULT_BYTES: an answer that is lost on its
+way is asked for again within 45 s."""
+
+MAX_RESULT_BYTES = 2**28
+"""Bytes of results that are kept for KEPT_S, whether they were fetched or not: log-probs of long data are megabytes."""
+
+MAX_UNFETCHED_BYTES = 2**30
+"""Bytes of results that nobody has fetched, above which nothing more is taken until some are, or are out of date."""
+
+MAX_WAITING_BYTES = 2**31
+"""Bytes of the calls of models that wait at once."""
+
+UNFETCHED_S = 400.0
+"""Seconds after which a result that nobody has fetched goes too, where there are too many."""
+
+OVERDUE_S = 400.0
+"""Seconds that calls wait for one with a lower number: a client tries for 300 s to send it."""
+
+GATHER_S, GATHER_MAX_S = 0.01, 0.25
+"""Seconds that a turn waits for the next of those that come one soon after another, and for all of them: what is done
+together costs little more than what is done alone. Clients that waited for one turn come back together."""
+
+MODEL_SEPARATOR = "@"
+"""Before the name of the model in a future's id: where the future is not known any more, the client is told what
+became of the model. Of an answer of 410 it shows no more than `Promise expired/broken`."""
+
+EXPIRY_CHECK_S = 10.0
+"""How often what is out of date is looked for: looking costs as much as all that is kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Hold the body of a finished operation."""
+
+    body: bytes
+    media_type: str = JSON
+
+
+@dataclasses.dataclass(eq=False)
+class Future:
+    """Hold the result of an operation, once it is done."""
+
+    id: str
+    model: str | None = None
+    result: Result | None = None
+    asked_at: float = 0.0
+    done_at: float = 0.0
+    fetched_at: float | None = None
+    abandoned: bool = False  # nobody will ask for it
+    callbacks: list[Callable[[], None]] = dataclasses.field(default_factory=list)  # called when it is done
+
+
+@dataclasses.dataclass(eq=False)
+class QueuedRequest:
+    """Hold an operation on a queue with its future."""
+
+    operation: Any
+    future: Future
+    size: int = 0  # bytes that it holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Name what the ranks do next: requests of one queue."""
+
+    queue: Hashable
+    requests: Sequence[QueuedRequest]
+
+
+class QueueFull(Exception):
+    """Say that a queue has no room; ask again later."""
+
+
+class FutureExpired(Exception):
+    """Say that a future is not known: its result was kept for KEPT_S seconds, or the server has been restarted."""
+
+
+class _OrderedQueue:
+    """Queue requests of one model in the order of their ids."""
+
+    def __init__(self, first: int) -> None:
+        self.next = first
+        self.waiting: dict[int, QueuedRequest] = {}
+        self.refused: set[int] = set()  # numbers that are not waited for
+
+    def ready(self) -> bool:
+        return self.next in self.waiting
+
+    def take(self) -> list[QueuedRequest]:
+        self.next += 1
+        taken = [self.waiting.pop(self.next - 1)]
+        self.skip_refused()
+        return taken
+
+    def take_all(self) -> list[QueuedRequest]:
+        """Takes all that waits off the queue, whose next operation comes after it."""
+        left = list(self.waiting.values())
+        self.next = max(self.waiting) + 1
+        self.waiting.clear()
+        self.skip_refused()
+        return left
+
+    def skip_refused(self) -> None:
+        while self.next in self.refused:
+            self.refused.remove(self.next)
+            self.next += 1
+
+
+class _BatchQueue:
+    """Queue requests that are done together."""
+
+    def __init__(self) -> None:
+        self.waiting: list[QueuedRequest] = []
+        self.expects_more = False  # whether others are likely to come soon
+
+    def ready(self) -> bool:
+        return bool(self.waiting)
+
+    def take(self) -> list[QueuedRequest]:
+        taken, self.waiting = self.waiting, []
+        return taken
+
+
+class RequestQueue:
+    """Queue the requests of one server and keep their futures. Every method may be called on any thread."""
+
+    def __init__(self, *, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_waiting, self.clock = max_waiting, clock
+        self._lock = threading.Condition()
+        self._queues: dict[Hashable, _OrderedQueue | _BatchQueue] = {}
+        self._turns: collections.deque[Hashable] = collections.deque()  # every queue, the one that waits longest first
+        self._futures: dict[str, Future] = {}
+        self._by_key: dict[Hashable, Future] = {}
+        self._name, self._ids = secrets.token_hex(4), itertools.count(1)  # no id of an earlier start comes again
+        self._closed: str | None = None
+        self._ended = False
+        self._unfetched = 0  # bytes
+        self._batched: set[str] = set()  # futures of what is done together that are not kept yet, drawn or waiting
+        self._last_expiry_check = clock()
+
+    # -- of clients --------------------------------------------------------------------------------------------------
+
+    def open(self, queue: Hashable, *, first: int) -> None:
+        """Makes the queue of a model, whose first operation has the number `first`."""
+        with self._lock:
+            self._add(queue, _OrderedQueue(first))
+
+    def _add(self, queue: Hashable, made: _OrderedQueue | _BatchQueue) -> None:
+        self._queues[queue] = made
+        self._turns.append(queue)
+
+    def has(self, queue: Hashable) -> bool:
+        """Returns whether a model has a queue."""
+        with self._lock:
+            return queue in self._queues
+
+    def has_work(self, queue: Hashable) -> bool:
+        """Returns whether a queue has something to do."""
+        with self._lock:
+            return queue in self._queues and self._queues[queue].ready()
+
+    def drop(self, queue: Hashable, why: UserError) -> None:
+        """Ends a queue; what waits there fails."""
+        with self._lock:
+            made = self._queues.pop(queue, None)
+            if made is None:
+                return
+            self._turns.remove(queue)
+            left = list(made.waiting.values() if isinstance(made, _OrderedQueue) else made.waiting)
+        for waiting in left:
+            self.fail(waiting.future, "user", str(why))
+
+    def check_open(self) -> None:
+        """Raises QueueFull where nothing more is taken."""
+        with self._lock:
+            if self._closed is not None:
+                raise QueueFull
+
+    def check_room(self, count: int) -> None:
+        """Raises QueueFull where there is no room for so many operations that are done together. Raises UserError where
+        there never is."""
+        if count > self.max_waiting:
+            fix = f"send at most {self.max_waiting} at a time, or raise serve.max_waiting"
+            raise UserError("prompt", why=f"is {count} prompts", fix=fix)
+        with self._lock:
+            self._check_room(_BatchQueue(), count)
+
+    def future_of(self, queue: Hashable, number: Hashable) -> Future | None:
+        """Returns what was futured for a number or another key, None where nothing was: what was right then may be
+        refused now."""
+        with self._lock:
+            return self._by_key.get((queue, number))
+
+    def refuse(self, queue: Hashable, number: int) -> None:
+        """Says that the operation with this number will not come: those after it do not wait for it."""
+        with self._lock:
+            made = self._queues.get(queue)
+            if isinstance(made, _OrderedQueue) and number >= made.next and number not in made.waiting:
+                made.refused.add(number)
+                made.skip_refused()
+                self._lock.notify_all()
+
+    def fail_overdue(self) -> dict[Hashable, int]:
+        """Fails requests that have waited OVERDUE_S seconds for a lower number, and goes on after it.
+
+        Returns the numbers that have not come, by the queues that waited for them."""
+        left: list[tuple[int, QueuedRequest]] = []
+        lacked: dict[Hashable, int] = {}
+        with self._lock:
+            before = self.clock() - OVERDUE_S
+            for queue, made in self._queues.items():
+                if not isinstance(made, _OrderedQueue) or made.ready() or not made.waiting:
+                    continue
+                if min(waiting.future.asked_at for waiting in made.waiting.values()) < before:
+                    lacked[queue] = made.next
+                    left += [(lacked[queue], waiting) for waiting in made.take_all()]
+        for lacking, waiting in left:
+            why, fix = (
+                "has not come, and later ones waited for it",
+                "look at the client's first error, and send them again",
+            )
+            self.fail(waiting.future, "user", str(UserError("seq_id", lacking, why, fix)))
+        return lacked
+
+    def put(self, queue: Hashable, number: int, operation: Any, *, model: str | None = None, size: int = 0) -> Future:
+        """Puts an operation of a model on its queue. The same number gets the first future again. size: bytes of it.
+
+        Raises KeyError where there is no such queue, and QueueFull. There is always room for the one that a model waits
+        for: others' operations keep no model from going on, nor do its own that came too early.
+        """
+        key = (queue, number)
+        with self._lock:
+            if key in self._by_key:
+                return self._by_key[key]
+            made = self._queues[queue]
+            assert isinstance(made, _OrderedQueue)
+            if number < made.next:  # it was done, and its result is no longer kept: it is not to be done twice
+                return Future(f"gone-{number}{MODEL_SEPARATOR}{model}", model)
+            self._check_room(made, size=size, next=number == made.next)
+            future = self._new_future(key, model)
+            made.refused.discard(number)
+            made.waiting[number] = QueuedRequest(operation, future, size)
+            self._lock.notify_all()
+            return future
+
+    def put_batched(self, queue: Hashable, key: Hashable, operation: Any) -> Future:
+        """Puts an operation on a queue of those that are done together. The same key gets the first future again.
+
+        Raises QueueFull.
+        """
+        with self._lock:
+            if key in self._by_key:
+                return self._by_key[key]
+            if queue not in self._queues:
+                self._add(queue, _BatchQueue())
+            made = self._queues[queue]
+            assert isinstance(made, _BatchQueue)
+            self._check_room(made)
+            future = self._new_future(key, None)
+            self._batched.add(future.id)
+            made.waiting.append(QueuedRequest(operation, future))
+            made.expects_more = True
+            self._lock.notify_all()
+            return future
+
+    def _check_room(
+        self, made: _OrderedQueue | _BatchQueue, count: int = 1, *, size: int = 0, next: bool = False
+    ) -> None:
+        if self._unfetched > MAX_UNFETCHED_BYTES:
+            self._forget()
+        if self._closed is not None or self._unfetched > MAX_UNFETCHED_BYTES:
+            raise QueueFull
+        if isinstance(made, _BatchQueue):
+            waiting = len(self._batched)  # a turn takes all of a queue, and what it does not end comes back to it
+        else:
+            queues = [queue for queue in self._queues.values() if isinstance(queue, _OrderedQueue)]
+            calls = [one for queue in queues for one in queue.waiting.values()]
+            waiting, size = len(calls), size + sum(one.size for one in calls)
+        if (waiting + count > self.max_waiting or size > MAX_WAITING_BYTES) and not next:
+            raise QueueFull
+
+    def _new_future(self, key: Hashable, model: str | None) -> Future:
+        self._forget()
+        id = f"{self._name}-{next(self._ids)}" + ("" if model is None else f"{MODEL_SEPARATOR}{model}")
+        future = Future(id, model, asked_at=self.clock())
+        self._futures[future.id] = self._by_key[key] = future
+        return future
+
+    def _forget(self) -> None:
+        """Forgets results that were kept for long enough."""
+        now = self.clock()
+        if now - self._last_expiry_check < EXPIRY_CHECK_S:
+            return
+        self._last_expiry_check, before = now, now - KEPT_S
+        done = [p for p in self._futures.values() if p.result is not None]
+        old = {p.id for p in done if p.done_at < before} | self._evicted(done, now)
+        if old:
+            forgotten = [p.result for p in done if p.id in old and p.result is not None and p.fetched_at is None]
+            self._unfetched -= sum(len(result.body) for result in forgotten)
+            self._futures = {id: p for id, p in self._futures.items() if id not in old}
+            self._by_key = {key: p for key, p in self._by_key.items() if p.id not in old}
+
+    @staticmethod
+    def _evicted(done: Sequence[Future], now: float) -> set[str]:
+        """Returns the futures, of those that came to something, that are forgotten before their time: the first that
+        were fetched, then the first that nobody wants, so many that the rest has MAX_RESULT_BYTES."""
+        sizes = {p.id: len(p.result.body) for p in done if p.result is not None}
+        excess, found = sum(sizes.values()) - MAX_RESULT_BYTES, set[str]()
+        fetched = [(p.fetched_at, p.id) for p in done if p.fetched_at is not None and p.fetched_at < now - FETCHED_S]
+        unwanted = [(p.done_at, p.id) for p in done if p.fetched_at is None and p.done_at < now - UNFETCHED_S]
+        for _, id in [*sorted(fetched), *sorted(unwanted)]:
+            if excess <= 0:
+                break
+            excess -= sizes[id]
+            found.add(id)
+        return found
+
+    def mark_fetched(self, future: Future) -> None:
+        """Says that the result of a future is on its way to its client."""
+        with self._lock:
+            if future.fetched_at is None and future.result is not None and future.id in self._futures:
+                self._unfetched -= len(future.result.body)
+            future.fetched_at = self.clock()
+
+    def find(self, id: str) -> Future:
+        """Returns a future. Raises FutureExpired."""
+        with self._lock:
+            if id not in self._futures:
+                raise FutureExpired
+            return self._futures[id]
+
+    def abandon(self, future: Future) -> None:
+        """Says that nobody waits for a future any more."""
+        with self._lock:
+            future.abandoned = True
+
+    def split_abandoned(self, waiting: Sequence[QueuedRequest]) -> tuple[list[QueuedRequest], list[str]]:
+        """Returns the operations that somebody waits for, and the ids of the futures of the others, which fail."""
+        for one in waiting:
+            if one.future.abandoned:
+                self.fail(one.future, "user", "its client has hung up")
+        wanted = [one for one in waiting if not one.future.abandoned]
+        return wanted, [one.future.id for one in waiting if one.future.abandoned]
+
+    def add_callback(self, future: Future, when_done: Callable[[], None]) -> None:
+        """Calls `when_done` when the future is done, or nothing more is; at once where that is so."""
+        with self._lock:
+            if future.result is None and not self._ended:
+                future.callbacks.append(when_done)
+                return
+        when_done()
+
+    def remove_callback(self, future: Future, when_done: Callable[[], None]) -> None:
+        """Undoes `add_callback`: a client that waits for hours asks anew every HOLD_S seconds."""
+        with self._lock:
+            if when_done in future.callbacks:
+                future.callbacks.remove(when_done)
+
+    # -- of the ranks ------------------------------------------------------------------------------------------------
+
+    def next_work(self, timeout_s: float) -> Work | None:
+        """Returns the next turn, of the queue that has waited for longest; None where nothing comes within the time."""
+        with self._lock:
+            self._lock.wait_for(self._any_ready, timeout_s)
+            self._gather()
+            for queue in self._turns:
+                made = self._queues[queue]
+                if made.ready():
+                    self._turns.remove(queue)
+                    self._turns.append(queue)
+                    taken = made.take()
+                    if isinstance(made, _BatchQueue):
+                        del self._queues[queue]
+                        self._turns.remove(queue)
+                    return Work(queue, taken)
+            return None
+
+    def _any_ready(self) -> bool:
+        return any(made.ready() for made in self._queues.values())
+
+    def _gather(self) -> None:
+        """Waits for what comes soon after something of its kind, where nothing else could be done meanwhile."""
+        ready = [made for made in self._queues.values() if made.ready()]
+        if len(ready) != 1 or not isinstance(ready[0], _BatchQueue) or not ready[0].expects_more:
+            return
+        [made], began, count = ready, time.monotonic(), 0
+        while len(made.waiting) != count and (left := began + GATHER_MAX_S - time.monotonic()) > 0:
+            count = len(made.waiting)
+            self._lock.wait(min(GATHER_S, left))
+
+    def put_back(self, queue: Hashable, waiting: Sequence[QueuedRequest], *, expects_more: bool = False) -> None:
+        """Puts operations that are not done back on a queue of those that are done together, before what has come.
+
+        more: whether others are likely to come soon, of clients whose operations were done."""
+        with self._lock:
+            if queue not in self._queues:
+                self._add(queue, _BatchQueue())
+            made = self._queues[queue]
+            assert isinstance(made, _BatchQueue)
+            made.waiting = [*waiting, *made.waiting]
+            made.expects_more = made.expects_more or expects_more
+
+    def finish(self, future: Future, result: Result) -> None:
+        """Says what a future came to."""
+        with self._lock:
+            self._unfetched += len(result.body)
+            future.result, future.done_at = result, self.clock()
+            self._batched.discard(future.id)
+            callbacks, future.callbacks = future.callbacks, []
+        for each in callbacks:
+            each()
+
+    def fail(self, future: Future, category: Category, line: str) -> None:
+        """Says that a future came to nothing, and why."""
+        self.finish(future, error_result(category, line))
+
+    def fail_waiting(self, why: str) -> list[Any]:
+        """Fails what waits on the queues of models, and returns it; the next operation of each comes after it."""
+        left: list[QueuedRequest] = []
+        with self._lock:
+            for made in self._queues.values():
+                if isinstance(made, _OrderedQueue) and made.waiting:
+                    left += made.take_all()
+        for waiting in left:
+            self.fail(waiting.future, "server", why)
+        return [waiting.operation for waiting in left]
+
+    def close(self, why: str) -> None:
+        """Takes nothing more: what arrives is told to come again, what waits goes on."""
+        with self._lock:
+            self._closed = why
+
+    def end(self) -> None:
+        """Tells all who wait for a future that nothing more is done: the server ends."""
+        with self._lock:
+            self._ended = True
+            callbacks = [each for future in self._futures.values() for each in future.callbacks]
+        for each in callbacks:
+            each()
+
+    # -- from one start to the next ------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Returns, as JSON, which number each model's queue is at, and the results that may yet be asked for."""
+        with self._lock:
+            results = [
+                {
+                    "queue": key[0], "number": key[1], "id": future.id, "model": future.model,
+                    "media_type": future.result.media_type, "body": base64.b64encode(future.result.body).decode(),
+                }
+                for key, future in self._by_key.items()
+                if isinstance(key, tuple) and key[0] in self._queues and future.result is not None
+            ]  # fmt: skip
+            numbers = {queue: made.next for queue, made in self._queues.items() if isinstance(made, _OrderedQueue)}
+            return {"numbers": numbers, "results": results}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state` of an earlier start gave."""
+        with self._lock:
+            for queue, number in state["numbers"].items():
+                self._add(queue, _OrderedQueue(int(number)))
+            for one in state["results"]:
+                result = Result(base64.b64decode(one["body"], validate=True), one["media_type"])
+                future = Future(one["id"], one["model"], result, done_at=self.clock())
+                self._futures[future.id] = self._by_key[one["queue"], one["number"]] = future
+                self._unfetched += len(result.body)
+
+
+def error_result(category: Category, line: str) -> Result:
+    """Returns the result of a call that failed, as the client shows it."""
+    return Result(json.dumps({"error": line, "category": category}).encode())
