@@ -25,6 +25,9 @@ def to_int64(word: int) -> int:
     return word - 2**64 if word >> 63 else word
 
 
+signed = to_int64  # its older name, which scripts outside of the repository import
+
+
 def mix_in_place(z: Tensor) -> Tensor:
     """`mix_int` of int64 words, in place."""
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
