@@ -170,7 +170,7 @@ class ConfigError(UserError):
 
 
 class MistakeCollector:
-    """A context that collects the mistakes of one parse, and raises them as one error at its end."""
+    """Collect the mistakes of one parse as a context, and raise them as one error at its end."""
 
     def __init__(self) -> None:
         self.found: list[ConfigError] = []

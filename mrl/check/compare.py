@@ -35,7 +35,7 @@ def is_known(gradient: Tensor, norm: float) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class TensorMismatch:
-    """A tensor that is not as the reference has it."""
+    """Describe a tensor that differs from the reference."""
 
     name: str  # in the model's files, or peft's
     error: float  # L2 of the difference, relative to that of the expected tensor

@@ -23,7 +23,7 @@ _FACTORS = ("short_factor", "long_factor")
 
 @dataclasses.dataclass(frozen=True)
 class ModelCut:
-    """What a model is cut to; None leaves it as it is."""
+    """Say what a model is cut to. None leaves it whole."""
 
     layers: int | None = None
     width: int | None = None

@@ -32,7 +32,7 @@ NUMBERS = "numbers.pt"
 
 @dataclasses.dataclass(frozen=True)
 class StepNumbers:
-    """What one way of computing the step gave, beside its tensors."""
+    """Hold the numbers of one way of computing the step. Tensors are apart."""
 
     loss: float
     grad_norm: float
@@ -41,7 +41,7 @@ class StepNumbers:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutComparison:
-    """How a layout compares with the reference."""
+    """Compare a layout with the reference."""
 
     loss: float
     expected_loss: float
@@ -69,7 +69,7 @@ class LayoutComparison:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutWork:
-    """The work of a layout."""
+    """Describe what is computed for a layout."""
 
     config: RoleConfig
     batch: Batch

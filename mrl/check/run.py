@@ -47,7 +47,7 @@ B_SCALE = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    """The words of the command line."""
+    """Hold the words of the command line."""
 
     config_path: str
     overrides: Sequence[str] = ()
@@ -64,7 +64,7 @@ Verdict = Literal["same", "different", "undecided", "failed"]
 
 @dataclasses.dataclass(frozen=True)
 class CheckRow:
-    """A verdict."""
+    """Hold the verdict on one layout."""
 
     role: str  # "" where the config has one model alone
     layout: str

@@ -48,7 +48,7 @@ _METADATA = {"format": "pt"}
 
 @dataclasses.dataclass(frozen=True)
 class ExportResult:
-    """What an export did."""
+    """Say what an export did."""
 
     out: Path
     what: str  # the source, in words

@@ -53,7 +53,7 @@ FILE_BYTES = 2**29
 
 @dataclasses.dataclass(frozen=True)
 class ImportResult:
-    """The result of an import."""
+    """Say what an import did."""
 
     out: Path
     tensors: int  # of the Hugging Face folder, all read

@@ -48,7 +48,7 @@ from mrl.errors import DataError, UserError, show
 
 
 class LoadedRow(Protocol):
-    """A row in tokens."""
+    """Hold a row in tokens."""
 
     @property
     def truncated(self) -> bool: ...
@@ -74,7 +74,7 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class RejectedRow:
-    """A row left out: a bad one under `on_bad_row: skip`, or a long one under `truncation: drop`."""
+    """Describe a row left out: a bad one under `on_bad_row: skip`, or a long one under `truncation: drop`."""
 
     outcome: Literal["skipped", "dropped"]
     why: str

@@ -193,7 +193,7 @@ class MixedDataset(RowDataset[T]):
 
 @dataclasses.dataclass(frozen=True)
 class SourceProgress:
-    """How far a source has been read (`position` rows of `epoch` are used up), and what it has given."""
+    """Count what a source has given. `position` rows of `epoch` are used up."""
 
     epoch: int = 0
     position: int = 0

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class SourceSupply:
-    """A source, as far as its share goes by it."""
+    """Describe a source as its share needs it."""
 
     weight: float
     rows: int | None  # that can be used in one pass; None where not known, as of streams
@@ -22,7 +22,7 @@ class SourceSupply:
 
 @dataclasses.dataclass(frozen=True)
 class SourceShare:
-    """What a run takes of a source."""
+    """Say what a run takes of a source."""
 
     rows: float
     passes: float | None  # over the source's rows; None where their number is not known

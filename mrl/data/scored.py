@@ -57,7 +57,7 @@ MAX_SCORE = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class ScoredSequence:
-    """A sequence, and what its scores should be."""
+    """Hold a sequence and its target scores."""
 
     ids: list[int]
     places: tuple[int, ...]  # of the tokens whose scores are read, ascending

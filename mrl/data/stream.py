@@ -124,7 +124,7 @@ def usable_of_mixture(dataset: MixedDataset[Any], seed: int, *, shuffle: bool = 
 
 @dataclasses.dataclass(frozen=True)
 class TakenRows(Generic[T]):
-    """Rows that were taken from a stream."""
+    """Hold rows that were taken from a stream."""
 
     items: list[T]  # what the rows became
     rows: list[int]  # their indices

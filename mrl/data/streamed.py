@@ -50,7 +50,7 @@ START: Mark = (0, 0, 0)
 
 @dataclasses.dataclass(frozen=True)
 class DamagedRow:
-    """What stands for a bad row, and for the rest of a file that is damaged from a row on."""
+    """Stand for a bad row, and for the rest of a file that is damaged from a row on."""
 
     why: str
 

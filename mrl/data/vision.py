@@ -29,7 +29,7 @@ TEXT_FIELDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_i
 
 @dataclasses.dataclass(frozen=True)
 class ImageRow:
-    """A row's tokens with its images."""
+    """Hold a row's tokens and its images."""
 
     encoded: Encoded  # the tokens in full, none of an image's trained
     inputs: Mapping[str, Tensor]  # as `Batch.multi_modal_inputs` of one sequence

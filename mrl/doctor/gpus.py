@@ -25,7 +25,7 @@ MAX_BYTES_IN_USE = 2 * 2**30
 
 @dataclasses.dataclass(frozen=True)
 class NvidiaSmi:
-    """What nvidia-smi says."""
+    """Hold what nvidia-smi prints."""
 
     error: str | None = None  # in words, where it fails
     gpus: Sequence[Mapping[str, str]] = ()  # by FIELDS

@@ -30,7 +30,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class ImportResult:
-    """What became of a step."""
+    """Say whether a step worked."""
 
     error: str | None = None  # in words; None where it went well
     ends_process: bool = False  # the import kills the process that does it, or never returns

@@ -55,7 +55,7 @@ THREADS = 4  # of each rank; crc32 runs outside the interpreter's lock
 
 @dataclasses.dataclass(frozen=True)
 class RankGroup:
-    """Who takes part."""
+    """Describe the ranks that take part."""
 
     rank: int
     size: int

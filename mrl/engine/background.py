@@ -27,13 +27,13 @@ from mrl.errors import CheckpointError, UserError, first_line
 
 @dataclasses.dataclass(frozen=True)
 class _ThreadFailure:
-    """What the thread of a rank says in place of what the others gather."""
+    """Stand for what a rank gathers when its thread has failed."""
 
     error: UserError
 
 
 class _OtherRankFailed(Exception):
-    """Another rank's thread has failed."""
+    """Say that another rank's thread has failed."""
 
 
 Write = Callable[[str, RankGroup], None]
@@ -67,7 +67,7 @@ def error_line(error: BaseException, rank: int) -> UserError:
 
 
 class BackgroundSaver:
-    """At most one checkpoint that is being written. Methods are collective unless they say otherwise."""
+    """Write one checkpoint at a time. Methods are collective unless they say otherwise."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

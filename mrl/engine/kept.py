@@ -27,7 +27,7 @@ class CacheRows(Protocol):
 
 
 class EndedSequence(Protocol):
-    """A sequence that is complete (of `mrl.engine.generation`)."""
+    """Hold a sequence that is complete (of `mrl.engine.generation`)."""
 
     request: GenerateRequest
     context: list[int]  # the prompt and what followed
@@ -37,7 +37,7 @@ class EndedSequence(Protocol):
 
 @dataclasses.dataclass
 class _KeptSequence:
-    """A sequence that has ended, and its rows."""
+    """Hold a sequence that has ended, and its rows."""
 
     tokens: list[int]  # whose keys and values are of use
     places: int  # of each copy
@@ -46,7 +46,7 @@ class _KeptSequence:
 
 @dataclasses.dataclass
 class PreparedWeights:
-    """What an engine has made of its weights, for calls of `generate` between which they do not change."""
+    """Hold what an engine made of its weights, for calls of `generate` between which they do not change."""
 
     value: Any = None
 

@@ -350,7 +350,7 @@ def _remove_abandoned() -> None:
 
 
 class LinkReceiver(abc.ABC):
-    """A server's process at a link."""
+    """Receive weights in a server's process."""
 
     @abc.abstractmethod
     def receive(self, update: dict[str, Any], device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSettings:
-    """One optimizer step, where the caller says what it is made by and not the config."""
+    """Set one optimizer step that the caller, not the config, decides."""
 
     lr: float
     betas: tuple[float, float]

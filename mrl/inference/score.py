@@ -34,7 +34,7 @@ ROWS_AT_ONCE = 256
 
 @dataclasses.dataclass(frozen=True)
 class RowScore:
-    """A row with the log-probs of what it has after its prompt."""
+    """Hold a row and the log-probs of what follows its prompt."""
 
     where: str
     tokens: list[int]  # ids of what is scored: all assistant turns, or the completion

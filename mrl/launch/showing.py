@@ -166,7 +166,7 @@ class SequenceCounts:
 
 @dataclasses.dataclass(frozen=True)
 class OpenRows:
-    """The rows of a config, open."""
+    """Read the rows of a config."""
 
     command: TrainingCommand[Any]
     config: RowsRunConfig

@@ -167,7 +167,7 @@ def _stages(
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on a rank of one stage in one phase. What is None is not known, and in no sum."""
+    """Count bytes on a rank of one stage in one phase. None is unknown, and in no sum."""
 
     phase: str
     stage: int

@@ -39,7 +39,7 @@ AXES = ("step", "tokens", "seconds")
 
 @dataclasses.dataclass(frozen=True)
 class InitialView:
-    """What the page shows first; its reader can choose otherwise there."""
+    """Say what the page shows first. Its reader can choose otherwise there."""
 
     axis: str = "step"
     smooth: float = 0.0  # weight of the moving average, from 0 to below 1

@@ -67,7 +67,7 @@ class TrainerState:
 
 
 class MissingFields(ValueError):
-    """A row lacks what the function needs."""
+    """Say that a row lacks what the function needs."""
 
 
 class UnknownSignature(Exception):
@@ -79,7 +79,7 @@ Getter = Callable[[Sequence[Sample], Position], Any]
 
 @dataclasses.dataclass(frozen=True)
 class SignatureForm:
-    """A line of the table above."""
+    """Describe a line of the table above."""
 
     scope: Scope
     getters: Mapping[str, Getter]  # parameter -> its value

@@ -283,7 +283,7 @@ class RewardPool:
 
 
 class _PoolRun:
-    """The tasks of one `RewardPool.run`: which wait, which are to run alone, and what came of them.
+    """Track the tasks of one `RewardPool.run`: which wait, which are to run alone, and what came of them.
 
     Processes know a task as the number `first + index`, so an answer is never taken for another run's.
     """

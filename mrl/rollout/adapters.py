@@ -48,7 +48,7 @@ MERGED_FIX = f"set {KEY} to merged"
 
 @dataclasses.dataclass(frozen=True)
 class AdapterTraining:
-    """An actor that trains adapters alone."""
+    """Describe an actor that trains adapters alone."""
 
     model: str  # folder of its base
     lora: LoraConfig

@@ -18,7 +18,7 @@ from mrl.engine.rng import Generators
 
 
 class IsolatedState:
-    """The process as one library left it, where nothing else is to see that.
+    """Keep the process as one library left it, where nothing else is to see that.
 
     variables: of the environment, for the library alone; one that is set already outside of it stays as it is where
     `defaults` names it.

@@ -107,7 +107,7 @@ R = TypeVar("R", bound=Receiver)
 
 
 class ServerGroup(Sequence[R], Generic[R]):
-    """Servers that are asked at the same time."""
+    """Call several servers at the same time."""
 
     def __init__(self, servers: Sequence[R]) -> None:
         self._servers = tuple(servers)
@@ -206,7 +206,7 @@ class ServerGroup(Sequence[R], Generic[R]):
 
 
 class WeightSync(abc.ABC):
-    """A way for weights to all of `servers`."""
+    """Send weights to all of `servers`."""
 
     name: str
     why = ""  # it is none that is faster

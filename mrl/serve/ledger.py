@@ -50,7 +50,7 @@ class ModelRecord:
 
 @dataclasses.dataclass(frozen=True)
 class SavedRecord:
-    """What was saved under a name."""
+    """Record what was saved under a name."""
 
     run: str  # the model's id
     part: Part

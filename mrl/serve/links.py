@@ -29,7 +29,7 @@ _PARTIAL = ".tmp-"
 
 
 class DownloadLinks:
-    """The handlers. The secret that signs is of one start of the server."""
+    """Handle download links. The secret that signs is of one start of the server."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.secret = ledger, secrets.token_bytes(32)

@@ -43,7 +43,7 @@ from mrl.serve.operations import DrawSamples, ModelKind
 
 @dataclasses.dataclass(frozen=True)
 class HeldModel:
-    """A model that waits for its turn, or is sampled from."""
+    """Hold a model that waits, or is sampled from."""
 
     kind: ModelKind
     state: TrainedState
@@ -79,7 +79,7 @@ def prompt_number(tokens: Sequence[int]) -> int:
 
 @dataclasses.dataclass
 class _RunningSample:
-    """A sample that is being drawn, in parts."""
+    """Hold a sample that is being drawn, in parts."""
 
     sample: DrawSamples
     prompt: int  # a number of the prompt: requests of equal numbers and seeds are equal
@@ -484,7 +484,7 @@ def _written(fn: Callable[[], Any], path: str) -> None:
 
 
 class ServerFault(UserError):
-    """The server or its machine is at fault, as a disk that is full: no mistake of a client."""
+    """Say that the server or its machine is at fault, as a full disk: no mistake of a client."""
 
 
 def write_error_line(error: OSError, path: object = "the server's directory") -> ServerFault:

@@ -51,7 +51,7 @@ Kind = Literal["text_completion", "chat.completion"]
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
-    """One request, read. echo: the prompt is a part of the answer."""
+    """Hold one parsed request. echo: the prompt is a part of the answer."""
 
     kind: Kind
     model: str
@@ -66,7 +66,7 @@ class CompletionRequest:
 
 
 class OpenAIHandlers:
-    """The handlers, with what they share."""
+    """Handle OpenAI's endpoints."""
 
     def __init__(
         self,
@@ -369,7 +369,7 @@ def _tell_result(tell: Callable[[Any], None], index: int, future: Future) -> Non
 
 
 class _StreamedSample(PreparedOperation):
-    """A sample whose answer is told, and whose tokens are while they come."""
+    """Stream a sample: its tokens while they come, then its answer."""
 
     def __init__(self, sample: DrawSamples, index: int, tell: Callable[[Any], None]) -> None:
         def answer(found: SampleOutcome) -> Result:
@@ -380,7 +380,7 @@ class _StreamedSample(PreparedOperation):
 
 
 class _TextDelta:
-    """What is new in a text whose tokens come in parts; what may begin a stop text waits."""
+    """Return what is new in a text whose tokens come in parts; what may begin a stop text waits."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sample: DrawSamples) -> None:
         self.new: list[str] = []

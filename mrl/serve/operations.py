@@ -12,7 +12,7 @@ from mrl.engine.trained_state import UpdateSettings
 
 @dataclasses.dataclass(frozen=True)
 class ModelKind:
-    """What a model is beside its weights; a checkpoint of it says so."""
+    """Describe a model apart from its weights; a checkpoint of it says so."""
 
     rank: int | None = None  # of its adapters; None: all weights train
     seed: int = 0  # of A at the start
@@ -28,7 +28,7 @@ class ModelKind:
 
 @dataclasses.dataclass(frozen=True)
 class CreateModel:
-    """A new model, from the base's weights."""
+    """Create a model from the base's weights."""
 
     model: str
     kind: ModelKind
@@ -36,7 +36,7 @@ class CreateModel:
 
 @dataclasses.dataclass(frozen=True)
 class LoadModel:
-    """A model as a checkpoint has it, whatever it was before. optimizer: with what the optimizer had gathered."""
+    """Load a model from a checkpoint, whatever it was before. optimizer: with what the optimizer had gathered."""
 
     model: str
     kind: ModelKind
@@ -46,7 +46,7 @@ class LoadModel:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardPass:
-    """A forward pass over data, and a backward pass unless `forward_only`."""
+    """Run a forward pass over data, and a backward pass unless `forward_only`."""
 
     model: str
     batch: Batch
@@ -57,7 +57,7 @@ class ForwardPass:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerStep:
-    """An optimizer step on the gradients that have accumulated."""
+    """Make an optimizer step on the gradients that have accumulated."""
 
     model: str
     update: UpdateSettings
@@ -65,14 +65,14 @@ class OptimizerStep:
 
 @dataclasses.dataclass(frozen=True)
 class DropGradients:
-    """Forgets the gradients that have accumulated."""
+    """Drop the gradients that have accumulated."""
 
     model: str
 
 
 @dataclasses.dataclass(frozen=True)
 class SaveCheckpoint:
-    """A checkpoint: `folder/step_XXXXXXXX`."""
+    """Save a checkpoint: `folder/step_XXXXXXXX`."""
 
     model: str
     folder: str
@@ -80,7 +80,7 @@ class SaveCheckpoint:
 
 @dataclasses.dataclass(frozen=True)
 class ExportWeights:
-    """The weights as others read them: an adapter's folder, or a Hugging Face folder."""
+    """Export weights for others to read: an adapter's folder, or a Hugging Face folder."""
 
     model: str
     folder: str
@@ -88,7 +88,7 @@ class ExportWeights:
 
 @dataclasses.dataclass(frozen=True)
 class TakeSnapshot:
-    """A snapshot of a model's weights, to sample from. folder: where inference servers find it, beside."""
+    """Take a snapshot of a model's weights, to sample from. folder: where inference servers find it, beside."""
 
     model: str
     snapshot: str
@@ -97,7 +97,7 @@ class TakeSnapshot:
 
 @dataclasses.dataclass(frozen=True)
 class LoadSnapshot:
-    """A snapshot of what `ExportWeights` wrote."""
+    """Load a snapshot that `ExportWeights` wrote."""
 
     snapshot: str
     kind: ModelKind
@@ -106,7 +106,7 @@ class LoadSnapshot:
 
 @dataclasses.dataclass(frozen=True)
 class DrawSamples:
-    """Completions of one prompt, and log-probs of its tokens."""
+    """Draw completions of one prompt, and log-probs of its tokens."""
 
     tokens: Sequence[int]
     count: int
@@ -133,7 +133,7 @@ class ContinueSampling:
 
 @dataclasses.dataclass(frozen=True)
 class ForgetModels:
-    """Models and snapshots that nobody asks for any more."""
+    """Forget models and snapshots that nobody asks for any more."""
 
     models: Sequence[str] = ()
     snapshots: Sequence[str] = ()
@@ -141,23 +141,23 @@ class ForgetModels:
 
 @dataclasses.dataclass(frozen=True)
 class SuspendModels:
-    """All models and snapshots as they are, with accumulated gradients, for the next start in the same layout."""
+    """Write all models and snapshots, with accumulated gradients, for the next start in the same layout."""
 
     folder: str
 
 
 @dataclasses.dataclass(frozen=True)
 class ResumeModels:
-    """What `SuspendModels` wrote."""
+    """Restore what `SuspendModels` wrote."""
 
     folder: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Idle:
-    """Nothing: ranks that wait for long would take the main rank for dead."""
+    """Do nothing: ranks that wait for long would take the main rank for dead."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shutdown:
-    """The server ends."""
+    """End the server."""

@@ -22,7 +22,7 @@ MAX_PAGE = 1000
 
 
 class RecordHandlers:
-    """The handlers."""
+    """Handle the endpoints of runs, checkpoints and sessions."""
 
     def __init__(self, ledger: Ledger, links: DownloadLinks) -> None:
         self.ledger, self.links = ledger, links

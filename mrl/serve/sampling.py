@@ -35,7 +35,7 @@ MIN_TEMPERATURE = 1e-6
 
 
 class SamplingHandlers:
-    """The handlers, with what they share. end_tokens: that end a completion where the client names none."""
+    """Handle the calls of a sampling client. end_tokens: that end a completion where the client names none."""
 
     def __init__(
         self, served: ServedModel, ledger: Ledger, request_queue: RequestQueue, end_tokens: Sequence[int]

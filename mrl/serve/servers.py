@@ -38,7 +38,7 @@ KEPT = 8
 
 @dataclasses.dataclass(frozen=True)
 class ServedAdapter:
-    """A folder in peft's form. version: of what lies there."""
+    """Name a folder in peft's form. version: of what lies there."""
 
     folder: str
     version: float | None = None
@@ -50,7 +50,7 @@ class ServedAdapter:
 
 
 class _LoadedAdapters:
-    """The adapters of one server, the one used last at the end."""
+    """Track the adapters of one server, the one used last at the end."""
 
     def __init__(self, server: AdapterServer) -> None:
         self.server, self.lock = server, threading.Lock()

@@ -72,7 +72,7 @@ class ServedModel:
 
 
 class TrainingHandlers:
-    """The handlers, with what they share."""
+    """Handle the calls of a training client."""
 
     def __init__(self, served: ServedModel, ledger: Ledger, request_queue: RequestQueue) -> None:
         self.served, self.ledger, self.request_queue = served, ledger, request_queue

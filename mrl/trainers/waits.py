@@ -13,7 +13,7 @@ SILENCES_S = (5.0, 15.0, 30.0, 60.0)
 
 
 class WaitWatch:
-    """Shows what the process is doing when nothing was shown for a while. A thread of its own keeps the time.
+    """Show what the process is doing when nothing was shown for a while. A thread of its own keeps the time.
 
     write: shows a line; it is called in that thread.
     """

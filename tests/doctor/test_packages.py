@@ -12,7 +12,7 @@ from tests.doctor.conftest import by_name
 from tests.doctor.machines import distribution
 
 ROOT = Path(__file__).parents[2]
-HERE = dict.fromkeys((p.name for p in known.NEEDED), "1.2.3") | known.versions(known.this_python())
+HERE = dict.fromkeys((p.name for p in known.NEEDED_PACKAGES), "1.2.3") | known.versions(known.this_python())
 FACTS = {
     "version": "2.13.0", "cuda": None, "hip": None, "cudnn": None, "nccl": None,
     "errors": {},

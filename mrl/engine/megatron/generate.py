@@ -227,7 +227,7 @@ class _Runner:
 
 
 class _TokenChoice:
-    """Next tokens of a step's sampled sequences, on the last stage."""
+    """Choose the next tokens of a step's sampled sequences, on the last stage."""
 
     def __init__(self, step: Step, vocab_size: int) -> None:
         self.step, self.vocab_size = step, vocab_size

@@ -26,7 +26,7 @@ from mrl.parallel import Coordinates, ParallelDims
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """What every micro-batch of an engine shares."""
+    """Hold what every micro-batch of an engine shares."""
 
     dims: ParallelDims
     coords: Coordinates
@@ -55,7 +55,7 @@ class MicroBatch:
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """One call of `forward_backward_step`: how its losses are made."""
+    """Say how the losses of one `forward_backward_step` are made."""
 
     loss_fn: LossFn | None
     denominator: float

@@ -26,7 +26,7 @@ END_DEPENDENCIES = ("afterany", "afterok", "afternotok", "afterburstbuffer")
 
 @dataclasses.dataclass(frozen=True)
 class CheckedConfig:
-    """A config that can run in its job."""
+    """Hold a config that can run in its job."""
 
     config: Config
     job: Job  # refers to the user's own file
@@ -36,7 +36,7 @@ class CheckedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SubmittedJob:
-    """A job in the queue, and its files."""
+    """Describe a job in the queue, and its files."""
 
     job_id: str
     script: pathlib.Path

@@ -14,7 +14,7 @@ from mrl.rollout.base import Trajectory
 
 
 class _RecurringNotice:
-    """Counts rollouts in a row that are to be reported: the first such one, and each 10th in a row."""
+    """Count rollouts in a row that are to be reported: the first such one, and each 10th in a row."""
 
     EVERY = 10
 

@@ -76,7 +76,7 @@ def make_sampler(
 
 
 class SyncedSampler:
-    """Contexts in which `sampler` has the actor's weights after a step, and the device's memory that it wants.
+    """Give `sampler` the actor's weights after a step, and the device's memory that it wants.
 
     sampler: None where nothing is sampled. beside: it is another program than the actor's engine, so that what roles
     hold is put away for it.
