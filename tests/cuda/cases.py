@@ -205,9 +205,9 @@ def ceilings(case: Case) -> dict[str, float]:
     between = r"megatron/core/pipeline_parallel/p2p_communication.py _communicate_shapes"
     return {
         # this rank's share of the tokens, before the first, of which router losses are means
-        r"mrl/engine/megatron/engine.py _call (to_gpu|__float__)": 1 if case.router_losses else 0,
+        r"mrl/engine/megatron/engine.py _step_config (to_gpu|__float__)": 1 if case.router_losses else 0,
         # the losses, when all micro-batches are done
-        r"mrl/engine/megatron/pipeline.py totals __float__": 1 + case.mtp,
+        r"mrl/engine/megatron/pipeline.py sum_micro_batches __float__": 1 + case.mtp,
         r"mrl/engine/megatron/engine.py most __int__": 1,  # how many micro-batches there are, before them
         r"mrl/engine/megatron/even_experts.py _maybe_dtoh_and_synchronize d2h_event.synchronize": layers,
         r"megatron/core/transformer/moe/experts.py forward tolist": layers if case.lora else 0,

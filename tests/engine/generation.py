@@ -282,7 +282,7 @@ def ranks_agree_on_the_way(config: RoleConfig) -> None:
         engine.generate(sampled_requests(), cuda_graphs=True)
     made: list[object] = []
     with (
-        mock.patch.object(decoder, "fits", lambda model: not last),
+        mock.patch.object(decoder, "supports_chunk", lambda model: not last),
         mock.patch.object(decoder.Decoder, "__init__", lambda self, model: made.append(model)),
     ):
         engine.generate(sampled_requests(1))
