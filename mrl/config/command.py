@@ -125,7 +125,9 @@ class TrainingCommand(abc.ABC, Generic[C]):
     task: str | None = None
     """"module:NAME" of a `mrl.trainers.task.RowsTask` made of a config: the rows that `mrl data show` shows. None: it
     refuses configs of this command."""
-    checked: str | None = None  # "module:NAME" of a `mrl.check.command.Checked`; None: `mrl check` refuses its configs
+    checked: str | None = (
+        None  # "module:NAME" of a `mrl.check.command.CommandCheck`; None: `mrl check` refuses its configs
+    )
     order: int = 100  # place among the commands that train, where documentation and messages list them
     generates: bool = False  # whether its models sample text
     merges_adapters: bool = False  # whether the path of a model may be an adapter folder
@@ -256,6 +258,14 @@ def names() -> list[str]:
     return sorted({*own_names(), *registered_commands()})
 
 
+RENAMED = {
+    "null_is": "null_fallbacks",
+    "null_stands_for": "null_values",
+    "keys_of": "rewrite_error_keys",
+}
+"""Older names in the records of commands. A record that has them would not be asked."""
+
+
 def record(name: str) -> Any:
     """Returns the record of the command `name`. One of mrl's own is not to be replaced. Raises KeyError where there is
     none."""
@@ -271,6 +281,9 @@ def record(name: str) -> Any:
         why = f"cannot be imported from {first.value} ({type(error).__name__}: {error})"
         raise ConfigError(key, why=why, fix="mend or uninstall that package") from error
     if isinstance(made, TrainingCommand):
+        if outdated := [old for old in RENAMED if hasattr(made, old)]:
+            renamed = ", ".join(f"{old} is {RENAMED[old]} now" for old in outdated)
+            raise ConfigError(key, why=f"is of an older mrl: in {first.value}, {renamed}", fix="rename it there")
         if made.name != name:
             fix = f"set its name to {name}, or register it as {made.name}"
             raise ConfigError(key, why=f"is the record of `mrl {made.name}` in {first.value}", fix=fix)

@@ -30,7 +30,7 @@ def key(
     moves: bool = False,
 ) -> Any:
     """Returns a config key with its default (REQUIRED for none), meaning, and numeric bounds (`above` is exclusive; one
-    that states none has those of `mrl.config.keys.MOST`).
+    that states none has those of `mrl.config.keys.MAX_VALUES`).
 
     parse: what reads a section that dataclasses alone do not describe: `(plain data, dotted path) -> section`.
     may_change: a run that is resumed may have another value, of a section in all of its keys: model and data stay the

@@ -153,7 +153,7 @@ class RolloutConfig:
     cuda_graphs: bool = key(
         False,
         "decode one token of each sequence in fixed shapes, which a GPU replays as CUDA graphs (megatron backend, "
-        "docs/gpu.md)",
+        "docs/decoding.md)",
         may_change=True,
     )
     path: str | None = key(None, "folder of samples/ files to replay, for backend recorded")

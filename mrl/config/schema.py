@@ -186,7 +186,7 @@ class EngineConfig:
     )
     attention: Literal["auto", "flash", "fused", "unfused"] = key(
         "auto",
-        "transformer-engine's attention kernel (megatron backend, docs/gpu.md): flash is flash-attn's, fused is "
+        "transformer-engine's attention kernel (megatron backend, docs/gpu-keys.md): flash is flash-attn's, fused is "
         "cuDNN's. auto is what transformer-engine chooses; any other value requires its layers",
         may_change=True,
     )
@@ -223,7 +223,7 @@ class EngineConfig:
     batch_invariant: bool = key(
         False,
         "a sequence's log-probs, values and sampled tokens do not depend on the rest of its batch, to the bit "
-        "(megatron backend, docs/gpu.md). Needs micro_batch.size 1, and samples one token at a time",
+        "(megatron backend, docs/decoding.md). Needs micro_batch.size 1, and samples one token at a time",
         may_change=True,
     )
     moe: MoEConfig = key(MoEConfig, "mixture-of-experts models: router losses, and how experts multiply")
@@ -231,7 +231,7 @@ class EngineConfig:
     megatron: dict[str, Any] = key(
         dict,
         "more fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, by "
-        "their names there, as {overlap_grad_reduce: true} (megatron backend, docs/gpu.md)",
+        "their names there, as {overlap_grad_reduce: true} (megatron backend, docs/gpu-keys.md)",
         may_change=ROUNDING | REMOVED_FIELDS,
     )
 

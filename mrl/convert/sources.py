@@ -189,8 +189,8 @@ def local_folder(path: str | Path, wanted: str) -> Path:
         return folder
     if folder.exists():
         raise ModelError(folder, why="is a file", fix=GGUF if folder.suffix == ".gguf" else f"give {wanted}")
-    if not _HUB_ID.fullmatch(str(path)):
-        raise ModelError(folder, why="no such folder", fix=f"give {wanted}")
+    if folder.suffix == ".gguf" or not _HUB_ID.fullmatch(str(path)):
+        raise ModelError(folder, why="no such folder", fix=GGUF if folder.suffix == ".gguf" else f"give {wanted}")
     from mrl.converters.hub import model_folder  # the hub's client is slow to import
 
     return Path(model_folder(str(path), key="HF"))
@@ -210,6 +210,8 @@ def _check_is_model(folder: Path) -> None:
             why="is a run",
             fix=f"its final model is in {folder / 'hf'}, and `mrl convert export` makes one of a checkpoint",
         )
+    if not (folder / "config.json").is_file() and any(folder.glob("*.gguf")):
+        raise ModelError(folder, why="holds GGUF files and no config.json", fix=GGUF)
     check_companions(folder)
 
 

@@ -2,7 +2,7 @@
 
 `check_fields` reads a config.json as it is: a wrong value makes transformers endless, or fails far from the field.
 `check_normalized` reads it completed, when fields can be held against one another. Whether mrl supports a value that is
-in range, the family's `fields` says. `python -m mrl.converters.ranges` prints the tables of docs/supported-models.md.
+in range, the family's `fields` says. `python tools/pages.py ranges` prints the tables of docs/supported-models.md.
 """
 
 from __future__ import annotations

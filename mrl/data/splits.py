@@ -23,7 +23,7 @@ _HELD_OUT = re.compile(
     re.IGNORECASE,
 )
 
-_CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")  # trainData, GsmTest
+_CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])")  # trainData, GSMTest, GSM8KTest
 
 
 @dataclasses.dataclass(frozen=True)

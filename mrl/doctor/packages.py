@@ -142,7 +142,7 @@ def _broken(
     because_of: Sequence[str],
 ) -> Finding:
     name, version = package.name, have.get(package.name)
-    pinned = f"'{name}=={wanted[name]}'" if name in wanted else name
+    pinned = f"'{name}=={wanted[name]}'" if name in wanted else f"-c constraints-{known.this_python()}.txt {name}"
     if _is_absent(name, error, have):
         what, fix = f"{name} is not installed: {package.without}", f"pip install {pinned}"
     elif because_of:

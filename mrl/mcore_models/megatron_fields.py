@@ -155,7 +155,7 @@ SET_BY_MRL: Mapping[str, str] = {
     **_use("attention and norms are mrl's own or transformer-engine's (engine.layer_spec)", *"""
         masked_softmax_fusion attention_softmax_in_fp32 apply_query_key_layer_scaling persist_layer_norm
         memory_efficient_layer_norm""".split()),  # noqa: SIM905
-    **_use("mrl samples by its own decoder (docs/gpu.md)", *"""
+    **_use("mrl samples by its own decoder (docs/decoding.md)", *"""
         flash_decode inference_rng_tracker inference_sampling_seed inference_fuse_tp_communication
         inference_disable_triton_nvls_kernels inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels
         inference_moe_token_dispatcher_type use_inference_optimized_layers mlp_chunks_for_prefill

@@ -155,7 +155,7 @@ def _notes(plan: Plan) -> Iterator[str]:
     yield "estimates: give --efficiency what you measured (docs/plan.md)."
     if plan.has_experts:
         yield "Of experts they are far too short: of an H100's peak a dense model of 1.1 B reached 37 %, and one of"
-        yield "1.0 B with 32 experts 2.6 % (docs/gpu.md)."
+        yield "1.0 B with 32 experts 2.6 % (docs/evidence/h100.md)."
     yield from plan.phases.notes
     if not plan.whole:
         yield "Of parts on backend fsdp neither activations are planned, nor the weights that are gathered for a"

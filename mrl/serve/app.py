@@ -151,7 +151,7 @@ def _key_of(request: Request) -> str:
 
 
 def route(method: str, path: str, handler: Handler, auth: Auth) -> Route:
-    """Returns a route whose handler sees what the door lets in; its mistakes are answered in one line."""
+    """Returns a route whose handler sees what Auth lets in; its mistakes are answered in one line."""
 
     async def answer(request: Request) -> Response:
         try:

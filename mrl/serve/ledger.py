@@ -150,7 +150,7 @@ class Ledger:
         name = event.pop("event", None) if isinstance(event, dict) else None
         if not isinstance(name, str) or name not in _EVENTS:
             raise ValueError(f"it has no event that this mrl knows: {show(name)}")
-        record = _of_json(_EVENTS[name], event)
+        record = _of_json(_EVENTS[name], event, name)
         unread = sorted(event.keys() - vars(record).keys())
         if "kind" in event:
             unread += [f"kind.{name}" for name in event["kind"] if name not in vars(record.kind)]
@@ -268,17 +268,20 @@ class Ledger:
         return self.saved[path]
 
 
-def _of_json(shape: type, given: Any) -> Any:
-    """Returns a record of what a line has, without fields that it does not know. Raises ValueError."""
+def _of_json(shape: type, given: Any, name: str) -> Any:
+    """Returns a record of what a line has, without fields that it does not know. Raises ValueError.
+
+    name: the field that it is the value of, for messages.
+    """
     if not isinstance(given, dict):
-        raise ValueError(f"{shape.__name__.lower()} is {show(given)}")
+        raise ValueError(f"{name} is {show(given)}")
     hints = typing.get_type_hints(shape)
     known = {name: given[name] for name in hints if name in given}
-    for name, value in known.items():
-        if dataclasses.is_dataclass(hints[name]):
-            known[name] = _of_json(hints[name], value)
-        elif not _fits(value, hints[name]):
-            raise ValueError(f"{name} is {show(value)}")
+    for field_name, value in known.items():
+        if dataclasses.is_dataclass(hints[field_name]):
+            known[field_name] = _of_json(hints[field_name], value, field_name)
+        elif not _fits(value, hints[field_name]):
+            raise ValueError(f"{field_name} is {show(value)}")
     for field in dataclasses.fields(shape):
         if field.name not in known and dataclasses.MISSING is field.default is field.default_factory:
             raise ValueError(f"it has no {field.name}")

@@ -418,16 +418,16 @@ class Models:
 
     def _with_log_probs(self, ended: Sequence[_RunningSample]) -> list[SampleOutcome]:
         """Adds what is asked of prompts and of the tokens' neighbours: a forward pass for all that ask alike."""
-        operation: dict[tuple[int, float], dict[tuple[int, int | None], Sequence[int]]] = {}
+        passes: dict[tuple[int, float], dict[tuple[int, int | None], Sequence[int]]] = {}
         for i, one in enumerate(ended):
             sample = one.sample
             if (sample.prompt_log_probs or sample.top_of_prompt) and len(sample.tokens) > 1:
-                operation.setdefault((sample.top_of_prompt, 1.0), {})[i, None] = sample.tokens
+                passes.setdefault((sample.top_of_prompt, 1.0), {})[i, None] = sample.tokens
             for k, drawn in enumerate(one.completions if sample.top_of_samples else ()):
                 how = sample.top_of_samples, sample.sampling.temperature or 1.0
-                operation.setdefault(how, {})[i, k] = [*sample.tokens, *drawn.tokens]
+                passes.setdefault(how, {})[i, k] = [*sample.tokens, *drawn.tokens]
         read: dict[tuple[int, int | None], _Read] = {}
-        for how, of in operation.items():
+        for how, of in passes.items():
             read |= zip(of, self._read(list(of.values()), *how), strict=True)
         return [self._sampled(one, i, read) for i, one in enumerate(ended)]
 

@@ -47,7 +47,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 
 def _parsed_apart(body: bytes) -> tuple[int, Any]:
-    """As `parse_json.parsed`, in a process of its own."""
+    """As `parse_body_json`, in a process of its own."""
     with tempfile.TemporaryFile() as file:
         file.write(body)
         file.seek(0)

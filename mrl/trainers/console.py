@@ -255,7 +255,7 @@ def _values(metrics: Mapping[str, float]) -> str:
 
 
 def _shown(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
-    """Returns those of SHOWN that rows of metrics have and that say something."""
+    """Returns those of CONSOLE_METRICS that rows of metrics have and that say something."""
     names = {name for row in rows for name in row}
     hidden = hidden_of(names)
     shown = [entry for entry in CONSOLE_METRICS if entry[0] in names and entry[0] not in hidden]

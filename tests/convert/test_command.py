@@ -101,7 +101,9 @@ def test_what_is_no_hub_id_is_not_looked_for(tmp_path):
         assert code == 2 and "no such folder; give a Hugging Face model folder or a hub id" in said
     (tmp_path / "file").touch()
     assert "is a file; give a Hugging Face folder" in run("verify", tmp_path / "file", tmp_path)[1]
+    assert "no such folder; make a Hugging Face folder" in run("import", "dir/no.gguf", tmp_path / "out")[1]
     (tmp_path / "model.gguf").touch()
+    assert "holds GGUF files and no config.json; make" in run("import", tmp_path, tmp_path / "out")[1]
     for command, other in (("import", tmp_path / "out"), ("verify", tmp_path)):
         said = run(command, tmp_path / "model.gguf", other)[1]
         assert "is a file; make a Hugging Face folder of it with transformers (docs/convert.md#gguf)" in said

@@ -71,7 +71,7 @@ def test_absent_and_broken_ones_say_what_they_cost(monkeypatch):
     blocked = ImportResult(blocked_by="torch")
     found = said(blocked, jinja2=gone, wandb=broken, torch=broken, torch_facts=blocked)
     assert found["package.jinja2"].what == "jinja2 is not installed: no chat template is rendered"
-    assert found["package.jinja2"].fix == "pip install jinja2"
+    assert found["package.jinja2"].fix == f"pip install -c constraints-{packages.known.this_python()}.txt jinja2"
     torch = found["package.torch"]
     assert torch.level == "fault" and torch.what.endswith(
         "it is built for another CUDA than is here: nothing trains, generates or converts"

@@ -30,7 +30,7 @@ from mrl.mcore_models.decode_graphs import DecodeGraphs
 from mrl.mcore_models.kv_cache import CachedStep, KVCache
 from mrl.mcore_models.platform import tensor_on
 
-NOT_DECODED_HERE = "its layers go through megatron's own modules (docs/gpu.md)"
+NOT_DECODED_HERE = "its layers go through megatron's own modules (docs/decoding.md)"
 
 
 def run(
