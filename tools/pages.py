@@ -59,7 +59,8 @@ This page lists the keys of these trainers next to the keys of mrl. You need it 
     mrl config translate FILE --as dpo        # names the command, if the file does not show it
 
 FILE is a whole config: for verl and NeMo-RL the resolved one, as Hydra writes to `.hydra/config.yaml`; for TRL the YAML
-of `--config`. The exit code is 0 if every key was translated and the result is a valid config.
+of `--config`. The exit code is 0 if every key was translated, and keys and types of the result are valid. Check the
+rest with `--dry-run`.
 
 - mrl does not read their keys. If you write one, the error names ours.
 - For `mrl ppo`, keys of `model`, `engine` and `optimizer` begin with `actor.`.
