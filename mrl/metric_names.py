@@ -82,9 +82,12 @@ PPO_METRICS: dict[str, str] = {
     "advantage/mean": "mean of the advantages over the rollout's trained tokens, as they enter the loss",
     "advantage/std": "standard deviation of these advantages",
     "actor/loss": "the actor's whole loss on the mini-batch, aggregated by `algorithm.aggregation`, before the step",
-    "actor/kl": "mean over trained tokens of the KL from the reference to the policy (k3), in nats, before the step",
+    "actor/kl": (
+        "mean over trained tokens of the KL of the policy from the reference (k3; the expectation is the policy's), in "
+        "nats, before the step"
+    ),
     "actor/sequence_kl": (
-        "mean over sequences of the sum of their trained tokens' KL from the reference to the policy (k1, of either "
+        "mean over sequences of the sum of their trained tokens' KL of the policy from the reference (k1, of either "
         "sign). `kl_target` is compared with it"
     ),
     "actor/sequence_kl/<teacher>": (
@@ -100,7 +103,7 @@ PPO_METRICS: dict[str, str] = {
         "tokens; absent for the whole vocabulary"
     ),
     "actor/approx_kl": (
-        "mean over trained tokens of the KL from the policy to the one that sampled (k3), before the step"
+        "mean over trained tokens of the KL of the policy that sampled from the present one (k3), before the step"
     ),
     "actor/entropy": (
         "mean over trained tokens of the entropy of the policy's next-token distribution, in nats, before the step"

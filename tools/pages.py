@@ -58,11 +58,16 @@ This page lists the keys of these trainers next to the keys of mrl. You need it 
     mrl config translate FILE > ours.yaml     # prints what it can translate; lists the rest and exits with 2
     mrl config translate FILE --as dpo        # names the command, if the file does not show it
 
+FILE is a whole config: for verl and NeMo-RL the resolved one, as Hydra writes to `.hydra/config.yaml`; for TRL the YAML
+of `--config`. The exit code is 0 if every key was translated, and keys and types of the result are valid. Check the
+rest with `--dry-run`.
+
 - mrl does not read their keys. If you write one, the error names ours.
 - For `mrl ppo`, keys of `model`, `engine` and `optimizer` begin with `actor.`.
-- The translation writes out their defaults if ours differ.
+- The translation writes out their defaults if ours differ. GRPO differs most: verl and TRL aggregate by token_mean and
+  take no KL. mrl follows the paper, with sequence_mean and a KL of 0.04 in the loss. verl also has a dual clip of 3.
 - In the notes, "there" is the other trainer and "here" is mrl.
-- Keys that mrl has nothing for are listed at the end of each section.
+- Keys that mrl has nothing for are listed at the end of each section, first those with a hint.
 
 `make docs` makes this page from `mrl/config/foreign_*.py`.
 """
@@ -147,8 +152,14 @@ def coming_from() -> str:
                 notes = [row.note, _values_in_words(row), f"for {', '.join(row.of)}" if row.of else ""]
                 ours = ", ".join(f"`{key}`" for key in row.ours)
                 lines.append(f"| `{row.theirs}` | {ours} | {'; '.join(note for note in notes if note)} |")
-        nowhere = ", ".join(f"`{row.theirs}`" for row in trainer.rows if not row.ours)
-        lines += ["", f"mrl has nothing for these keys: {nowhere}.", ""]
+        nowhere: dict[str, list[str]] = {}
+        for row in trainer.rows:
+            if not row.ours:
+                nowhere.setdefault(row.note, []).append(f"`{row.theirs}`")
+        plain = ", ".join(nowhere.pop("", []))
+        lines += ["", "mrl has no key for these:", "", "| theirs | instead |", "|---|---|"]
+        lines += [f"| {', '.join(names)} | {note} |" for note, names in nowhere.items()]
+        lines += ["", f"mrl has nothing for these keys: {plain}.", ""]
     return "\n".join(lines)
 
 

@@ -47,7 +47,7 @@ _POLICY = [
     row("policy.max_grad_norm", "optimizer.clip_grad"),
     row("policy.tokenizer.name", "model.path", "the model's own tokenizer here", values=NEEDLESS),
     row("policy.tokenizer.chat_template", "data.chat_template", JINJA, values=BY_HAND),
-    row("policy.tokenizer.chat_template_kwargs", "data.chat_template", KWARGS, values=BY_HAND),
+    *unsupported_rows("policy.tokenizer.", "chat_template_kwargs", KWARGS),
     row("policy.optimizer.name", "optimizer.name", values={"torch.optim.AdamW": "adamw"}),
     *rows_with(
         (row(f"policy.optimizer.kwargs.{one}", f"optimizer.{one}") for one in ("lr", "weight_decay", "betas", "eps")),

@@ -58,9 +58,10 @@ ROW = "counts rows in both"
 SHARE = "a share of the run there; steps here"
 MICRO = "sequences of a micro-batch on each device"
 TOKENS = "tokens of a micro-batch on each device"
+TOKENS_OF_CP = f"{TOKENS} there; ours counts before cp splits, so multiply by cp"
 ONE_SIZE = "here one size for both"
 JINJA = "a Jinja file here"
-KWARGS = "a row's chat_template_kwargs here"
+KWARGS = "put chat_template_kwargs into each row"
 FUNCTION = "{function: path.py:name} here"
 
 BY_HAND = {"*": KeyError}

@@ -6,6 +6,7 @@ from mrl.config.foreign_rows import (
     BY_HAND,
     FREQ,
     FUNCTION,
+    KWARGS,
     NEEDLESS,
     NOT_PPO,
     ONE_SIZE,
@@ -25,9 +26,10 @@ LOSS_ON = {True: "assistant", False: "all"}
 _ROWS = [
     row("model_name_or_path", "model.path"),
     row("dataset_name", "data.train"),
-    row("dataset_config", "data.train", "give a source with it: [{path: ID, name: NAME}]", values=BY_HAND),
+    row("dataset_config", "data.train", "give it with the id: ID:CONFIG", values=BY_HAND),
     row("dataset_train_split", "data.split", values={"train": None}),
-    row("dataset_test_split", "data.eval", "give a file of evaluation rows", values=BY_HAND),
+    row("dataset_test_split", "data.eval", "give the id, of which test is taken, else validation; or a file",
+        values=BY_HAND),
     row("dataset_streaming", "data.stream", of=NOT_PPO),
     row("dataset_text_field", "data.columns", "a mapping here: {their name: text}", values={"text": None} | BY_HAND),
     row("learning_rate", "optimizer.lr"),
@@ -150,6 +152,7 @@ _ROWS = [
     row("num_completions_to_print", "log.table"),
     row("sync_ref_model", "reference.update_every", "steps here", of=PPO, values={False: None, True: KeyError}),
     row("ref_model_sync_steps", "reference.update_every", of=PPO, when="sync_ref_model"),
+    *unsupported_rows("", "chat_template_kwargs", KWARGS),
     *unsupported_rows("", "do_train do_eval do_predict", "a command trains; data.eval is evaluated"),
     *unsupported_rows("", """
         push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
@@ -175,7 +178,7 @@ _ROWS = [
         eos_token pad_token packing_strategy padding_free pad_to_multiple_of eval_packing disable_dropout
         precompute_ref_batch_size loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting
         discopop_tau ref_model_mixup_alpha cast_lm_head_to_fp32 ds3_gather_for_generation generation_kwargs
-        chat_template_kwargs repetition_penalty cache_implementation vllm_model_impl
+        repetition_penalty cache_implementation vllm_model_impl
         vllm_structured_outputs_regex vllm_server_host vllm_server_port vllm_group_port vllm_max_model_length
         sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg
         multi_objective_aggregation mask_truncated_completions top_entropy_quantile use_adaptive_entropy

@@ -24,6 +24,7 @@ from mrl.config.foreign_rows import (
     SFT,
     SHARE,
     TOKENS,
+    TOKENS_OF_CP,
     Row,
     Trainer,
     offload,
@@ -81,7 +82,7 @@ def _role(theirs: str, ours: str) -> list[Row]:
               "override_optimizer_config lr_warmup_init"),
         row(f"{theirs}.strategy", f"{engine}.backend", values=BACKEND, default="fsdp"),
         row(f"{theirs}.ppo_micro_batch_size_per_gpu", size, MICRO, when=f"not {dynamic}"),
-        row(f"{theirs}.ppo_max_token_len_per_gpu", tokens, TOKENS, when=dynamic),
+        row(f"{theirs}.ppo_max_token_len_per_gpu", tokens, TOKENS_OF_CP, when=dynamic),
         row(dynamic, tokens, lengths, values={True: None, False: None}),
         row(f"{theirs}.ppo_micro_batch_size", size, "counts all devices together there"),
         row(f"{theirs}.ulysses_sequence_parallel_size", f"{engine}.parallel.cp"),
@@ -125,7 +126,7 @@ _DATA = [
     row("data.micro_batch_size_per_gpu", "engine.micro_batch.size", MICRO, when="not data.use_dynamic_bsz"),
     row("data.max_token_len_per_gpu", "engine.micro_batch.tokens", TOKENS),
     row("data.use_dynamic_bsz", "engine.micro_batch.tokens", values={True: None, False: None}),
-    row("data.apply_chat_template_kwargs", "data.chat_template", KWARGS, values=BY_HAND),
+    *unsupported_rows("data.", "apply_chat_template_kwargs", KWARGS),
     *unsupported_rows("data.", """
         tokenizer use_shm train_max_samples val_max_samples gen_batch_size val_batch_size tool_config_path
         function_tool_path return_raw_input_ids return_raw_chat return_full_prompt dataloader_num_workers
@@ -162,8 +163,8 @@ _ALGORITHM = [
         [
             row("algorithm.kl_penalty", "algorithm.kl_estimator", values=KL),
             row("algorithm.kl_ctrl.kl_coef", "algorithm.kl_coef", default=0.001),
-            row("algorithm.kl_ctrl.target_kl", "algorithm.kl_target", "only with kl_ctrl.type adaptive there",
-                values=BY_HAND),
+            row("algorithm.kl_ctrl.target_kl", "algorithm.kl_target",
+                "there it counts with kl_ctrl.type adaptive; here if it is above 0", values=BY_HAND),
         ],
         when="algorithm.use_kl_in_reward",
     ),
@@ -179,11 +180,12 @@ _ALGORITHM = [
     ),
     row("algorithm.gamma", "algorithm.gamma", values={1: None, "*": ...}),
     row("algorithm.lam", "algorithm.lam", values={1: None, "*": ...}),
-    row("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage", "false is algorithm.name dr_grpo's advantage",
+    row("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage", "dr_grpo's advantage is group_mean",
         values={True: None, False: "group_mean"}),
     row("algorithm.filter_groups.enable", "algorithm.dynamic_sampling"),
     row("algorithm.filter_groups.max_num_gen_batches", "algorithm.max_sampling_rounds", values=OFF),
-    row("algorithm.rollout_correction.rollout_is", "algorithm.correction_level", values=same_values("token sequence")),
+    row("algorithm.rollout_correction.rollout_is", "algorithm.correction_level",
+        "also set algorithm.correction: truncate", values=same_values("token sequence")),
     row("algorithm.rollout_correction.rollout_is_threshold", "algorithm.correction_cap",
         when="algorithm.rollout_correction.rollout_is"),
     *unsupported_rows("algorithm.", """

@@ -84,7 +84,7 @@ class RewardModelConfig:
     model: RoleModelConfig = key(
         RoleModelConfig,
         "a sequence classifier with one label, or a critic that mrl exported, with its own tokenizer and chat "
-        "template (docs/rl.md). A null path means no reward model",
+        "template (docs/rewards.md). A null path means no reward model",
     )
     engine: EngineConfig | None = key(None, "its engine and layout; null is the actor's")
     weight: float = key(1.0, "factor of its score in the total")
@@ -157,7 +157,7 @@ class RolloutConfig:
         may_change=True,
     )
     path: str | None = key(None, "folder of samples/ files to replay, for backend recorded")
-    environment: str | None = key(None, "path.py:Class for conversations of several turns (docs/rl.md)")
+    environment: str | None = key(None, "path.py:Class for conversations of several turns (docs/environments.md)")
     max_turns: int = key(8, "turns of the model in a conversation with an environment", minimum=1)
     max_turn_tokens: int | None = key(
         None, "most tokens of one such turn; null is as many as max_new_tokens leaves", minimum=1
@@ -209,7 +209,7 @@ class AlgorithmConfig:
     distill: DistillConfig | None = key(
         None,
         "with opd: minimize the divergence from the teacher's distribution at each sampled token. null: the KL of "
-        "the sampled tokens is their reward (docs/distill.md)",
+        "the sampled tokens is their reward (docs/distill-on-policy.md)",
     )
     kl_estimator: str | None = key(None, "k1, k2 or k3")
     kl_cap: float | None = key(None, "largest k3 of a token (10 in verl); 0 is none", minimum=0)
@@ -297,8 +297,8 @@ class PPOTrainConfig:
 class PPOCheckpointConfig(CheckpointConfig):
     best: str | None = key(
         None,
-        "metric whose best checkpoint is kept too, such as eval/accuracy. Metrics of a rollout or a step are of the "
-        "weights before it",
+        "metric whose best checkpoint is kept too, such as eval/accuracy. That is measured on the saved weights; "
+        "metrics of a rollout or step are measured before its update",
     )
     best_is: Literal["highest", "lowest"] = key("highest", "what is best")
 
@@ -355,7 +355,9 @@ class PPOConfig:
     reward: RewardModelConfig = key(RewardModelConfig, "a reward model, with or instead of functions")
     rewards: RewardsConfig | None = key(None, "functions that score completions (docs/rewards.md)", parse=parse_rewards)
     rollout: RolloutConfig = key(RolloutConfig, "how completions are sampled")
-    algorithm: AlgorithmConfig = key(REQUIRED, "what is learned from them")
+    algorithm: AlgorithmConfig = key(
+        REQUIRED, "what is learned from them. A part that is null has the value that algorithm.name stands for"
+    )
     data: PromptsConfig = key(REQUIRED, "the prompts")
     train: PPOTrainConfig = key(REQUIRED, "length of the run")
     checkpoint: PPOCheckpointConfig = key(PPOCheckpointConfig, "saving and resuming", may_change=True)

@@ -22,7 +22,7 @@ from mrl.config.sources import (
     train_of,
 )
 
-TRAIN_HELP = f"training rows: {FORMS}; or a list of sources to mix (docs/data.md)"
+TRAIN_HELP = f"training rows: {FORMS}; or a list of sources to mix (docs/data-sources.md)"
 EVAL_HELP = "evaluation rows in the same forms, or a mapping of names to sources, each with its own loss"
 
 

@@ -93,7 +93,9 @@ class PolicyModelConfig(TrainedModelConfig):
 class RoleModelConfig:
     """The model of a role next to the policy."""
 
-    path: str | None = key(None, "Hugging Face model folder or hub id; null is the policy's", moves=True)
+    path: str | None = key(
+        None, "Hugging Face model folder or hub id; null is the policy's, in reward.model none", moves=True
+    )
     dtype: Literal["bfloat16", "float32"] | None = key(None, "as model.dtype; null is the policy's")
 
 
@@ -329,7 +331,9 @@ class CheckpointConfig:
         False,
         "copy a save to host memory and write it while training goes on. Saves at the end and on signals wait",
     )
-    export_hf: bool = key(True, "write the final model to output_dir/hf, loadable with transformers")
+    export_hf: bool = key(
+        True, "write the final model to output_dir/hf, for transformers; with model.lora the adapter, for peft"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ FORMS = ".jsonl[.gz|.zst], .parquet, a folder or glob of them, a saved `datasets
 NAME = r"[\w.-]+"
 STREAM_HELP = (
     "read the rows while training, in order, from a URL (https, hf, or another of fsspec), a hub id or local files. "
-    "Nothing is copied, and train.steps is needed (docs/data.md)"
+    "Nothing is copied, and train.steps is needed (docs/data-streams.md)"
 )
 BUFFER_HELP = "with stream: rows that are shuffled together in memory. 0 keeps the order of the files; null is 10000"
 PROMPT_END_HELP = (
