@@ -108,8 +108,8 @@ class BackgroundSaver:
         self._thread.start()
 
     def _gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks' threads. Raises _OtherRankFailed where one of them has failed instead: the first such
-        error is that of all."""
+        """Returns the values of all ranks' threads. Raises _OtherRankFailed where one of them has failed
+        instead: the first such error is that of all."""
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, value, group=self._group)
         if failed := [one for one in everyone if isinstance(one, _ThreadFailure)]:
