@@ -184,8 +184,9 @@ _ALGORITHM = [
         values={True: None, False: "group_mean"}),
     row("algorithm.filter_groups.enable", "algorithm.dynamic_sampling"),
     row("algorithm.filter_groups.max_num_gen_batches", "algorithm.max_sampling_rounds", values=OFF),
-    row("algorithm.rollout_correction.rollout_is", "algorithm.correction_level",
-        "also set algorithm.correction: truncate", values=same_values("token sequence")),
+    row("algorithm.rollout_correction.rollout_is", "algorithm.correction",
+        values={"token": "truncate", "sequence": "truncate"}),
+    row("algorithm.rollout_correction.rollout_is", "algorithm.correction_level", values=same_values("token sequence")),
     row("algorithm.rollout_correction.rollout_is_threshold", "algorithm.correction_cap",
         when="algorithm.rollout_correction.rollout_is"),
     *unsupported_rows("algorithm.", """
