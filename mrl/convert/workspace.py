@@ -26,6 +26,7 @@ from filelock import FileLock, Timeout
 from rich.filesize import decimal
 
 from mrl.converters.checksums import crc32_of
+from mrl.converters.fsync import fsync_path, write_synced
 from mrl.errors import ModelError
 
 PLAN, DONE, LOCK = ".plan.json", ".done.jsonl", ".lock"
@@ -111,8 +112,8 @@ class Workspace:
                 path = Path(folder, name)
                 if str(path.relative_to(self.folder)) not in done and path.name != LOCK:
                     path.unlink()
-        write_file(plan, self._plan.encode())
-        write_file(self.folder / DONE, "".join(json.dumps(summary) + "\n" for summary in done.values()).encode())
+        write_synced(plan, self._plan.encode())
+        write_synced(self.folder / DONE, "".join(json.dumps(summary) + "\n" for summary in done.values()).encode())
         return done
 
     def _check_disk(self) -> None:
@@ -209,20 +210,3 @@ def check_free(out: Path) -> None:
 
 def _is_as_written(path: Path, summary: FileSummary) -> bool:
     return path.is_file() and path.stat().st_size == summary["size"] and crc32_of(path) == summary["crc32"]
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Writes a small file and puts it on disk."""
-    with path.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def fsync_path(path: Path) -> None:
-    """Puts a file's content, or a folder's list of names, on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mrl.converters.algebra import Shape
 from mrl.converters.companions import LFS_POINTER, copy_companions
+from mrl.converters.fsync import fsync_path, write_synced
 from mrl.converters.json_file import parse_json, shorten_value
 from mrl.converters.pread import LazySlice, Region, TruncatedFile, read_region
 from mrl.errors import ConfigError, ModelError
@@ -440,23 +441,13 @@ class HFWriter:
             os.replace(self._part(name), self.out / name)
         if len(self._shards) > 1:
             self._write_index()
-        self._sync_folder()
+        fsync_path(self.out)
 
     def _write_index(self) -> None:
         part = self._part(INDEX)
-        with part.open("w", encoding="utf-8") as stream:
-            stream.write(index_text(self._shard_of, self.tensors))
-            stream.flush()
-            os.fsync(stream.fileno())
-        self._sync_folder()  # the shards have their names on disk before the index says so
+        write_synced(part, index_text(self._shard_of, self.tensors).encode())
+        fsync_path(self.out)  # the shards have their names on disk before the index says so
         os.replace(part, self.out / INDEX)
-
-    def _sync_folder(self) -> None:
-        folder = os.open(self.out, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def abort(self) -> None:
         """Remove what was written; weights of an earlier export stay as they were."""

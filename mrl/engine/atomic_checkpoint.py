@@ -35,6 +35,7 @@ from typing import Any
 import mrl
 from mrl.config.backends import OWN_KEYS
 from mrl.converters.checksums import crc32_of
+from mrl.converters.fsync import fsync_path, write_synced
 from mrl.converters.json_file import parse_json
 from mrl.errors import CheckpointError, DamagedCheckpoint
 
@@ -55,7 +56,7 @@ THREADS = 4  # of each rank; crc32 runs outside the interpreter's lock
 
 @dataclasses.dataclass(frozen=True)
 class RankGroup:
-    """Describe the ranks that take part."""
+    """The ranks that take part."""
 
     rank: int
     size: int
@@ -134,7 +135,7 @@ def replace_folder(root: str, name: str) -> Iterator[str]:
     yield temporary
     for folder, _, names in os.walk(temporary):
         for path in [*names, "."]:
-            _fsync(os.path.join(folder, path))
+            fsync_path(os.path.join(folder, path))
     _publish(root, name)
 
 
@@ -299,7 +300,7 @@ def _settle(path: str, ranks: RankGroup) -> dict[str, dict]:
     files = ranks.gather(_files(path) if ranks.rank == 0 else None)[0]
     mine = [os.path.join(path, file) for file in ranks.share(files)]
     for full in mine:
-        _fsync(full)
+        fsync_path(full)
     with ThreadPoolExecutor(THREADS) as pool:
         entries = [
             {"size": os.path.getsize(f), "crc32": crc} for f, crc in zip(mine, pool.map(crc32_of, mine), strict=True)
@@ -311,7 +312,7 @@ def _settle(path: str, ranks: RankGroup) -> dict[str, dict]:
 def write_marker(path: str, files: dict[str, dict], *, step: int, serial: int, backend: str) -> None:
     """Puts the folders on disk, then COMPLETE. files: what `_settle` returned."""
     for folder, _, _ in os.walk(path):
-        _fsync(folder)
+        fsync_path(folder)
     fields = {
         "format": FORMAT, "version": FORMAT_VERSION, "step": step, "serial": serial, "backend": backend,
         "mrl_version": mrl.__version__, "files": files,
@@ -325,7 +326,7 @@ def _publish(root: str, name: str) -> None:
     if os.path.lexists(final):  # the same step, saved again after a resume from an older one
         _to_trash(root, name)
     os.rename(os.path.join(root, TEMPORARY + name), final)
-    _fsync(root)
+    fsync_path(root)
     _replace_file(os.path.join(root, LATEST), f"{name}\n".encode())
     _empty_trash(root)
 
@@ -364,21 +365,9 @@ def _remove(path: str) -> None:
 def _replace_file(path: str, content: bytes) -> None:
     """Writes a file so that readers see the old content or all of the new, also after a power cut."""
     temporary = f"{path}.tmp"
-    with open(temporary, "wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
+    write_synced(temporary, content)
     os.replace(temporary, path)
-    _fsync(os.path.dirname(path))
-
-
-def _fsync(path: str) -> None:
-    """Puts a file's content, or a folder's list of names, on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync_path(os.path.dirname(path))
 
 
 def _files(path: str) -> list[str]:

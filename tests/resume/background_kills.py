@@ -182,7 +182,7 @@ def _at_point(kill: Kill, begun: threading.Event, die: Callable[[], None]) -> It
         (atomic_checkpoint, "writing", begin),
         (ItemFile, "tensor", tensor), (filesystem, "_write_item", tensor),
         (dist_checkpoint, "write_index", come("index")), (FileSystemWriter, "finish", come("index")),
-        (atomic_checkpoint, "_settle", settle), (atomic_checkpoint, "_fsync", lambda _: inside[0] and on_disk()),
+        (atomic_checkpoint, "_settle", settle), (atomic_checkpoint, "fsync_path", lambda _: inside[0] and on_disk()),
         (atomic_checkpoint, "write_marker", mark), (atomic_checkpoint, "_publish", come("marked")),
         (atomic_checkpoint, "_replace_file", replace), (shutil, "rmtree", delete),
     )  # fmt: skip
