@@ -17,8 +17,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from mrl.config import command as commands
 from mrl.config.docs import Section, default_text, sections
 from mrl.config.foreign_rows import Row
-from mrl.config.keys import accepted_values
-from mrl.config.rates import RATES, key_of
+from mrl.config.keys import accepted_values, join_key
+from mrl.config.rates import RATES
 from mrl.config.translate import TRAINERS
 from mrl.converters import ranges as ranges_of
 
@@ -131,7 +131,8 @@ def rates() -> str:
         if not adapters:
             of_adapters, of = RATES[command, role, True]
             where = f"{source}; adapters: {of}"
-            lines.append(f"| `mrl {command}` | `{key_of(role)}` | {rate:g} | {of_adapters:g} | {where} |")
+            key = join_key(role, "optimizer.lr")
+            lines.append(f"| `mrl {command}` | `{key}` | {rate:g} | {of_adapters:g} | {where} |")
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mrl.config.aliases import ALIASES, NO_EQUIVALENT, VALUES
-from mrl.config.keys import Key, accepted_values, join_names, nearest_key, section_keys, value_kind
+from mrl.config.keys import Key, accepted_values, join_key, join_names, nearest_key, section_keys, value_kind
 from mrl.config.translate import advice as advice_on
 from mrl.config.translate import known_keys, leaf_keys, translate_key
 from mrl.errors import ConfigError, MistakeCollector, shortened, show
@@ -70,7 +70,7 @@ def _value(key: Key, name: str, raw: Mapping[Any, Any], root: type) -> Any:
 def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> list[ConfigError]:
     """Returns the mistakes of an unknown key: one; or one for each key below a section that another trainer has."""
     name = name if isinstance(name, str) else show(name)
-    dotted = f"{path}.{name}" if path else name
+    dotted = join_key(path, name)
     why = "is given to an unknown key"
     below = list(leaf_keys(value, dotted)) if isinstance(value, Mapping) and value else [(dotted, value)]
     advices = [_known_elsewhere(key, root) for key, _ in below]

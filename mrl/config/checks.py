@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from mrl.config.answers import AnswersConfig
 from mrl.config.backends import OWN_KEYS, entry_point
 from mrl.config.dpo import PreferenceDataConfig
-from mrl.config.keys import non_default_keys
+from mrl.config.keys import join_key, non_default_keys
 from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, PRECISION_AWARE
 from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import (
@@ -289,7 +289,7 @@ def check_schedule(optimizer: OptimizerConfig, steps: int, length: str, path: st
 def check_backend(model: ModelConfig, engine: EngineConfig, role: str = "") -> None:
     """Keys that the backend does not have: errors, not ignored. Those of another package's engine, its class knows."""
     if engine.backend not in OWN_KEYS:
-        entry_point(engine.backend, f"{role}.engine" if role else "engine")
+        entry_point(engine.backend, join_key(role, "engine"))
         return
     check_supported(engine.backend, OWN_KEYS[engine.backend], model, engine, role)
     check_host_optimizer(engine, role)
@@ -299,7 +299,7 @@ def check_backend(model: ModelConfig, engine: EngineConfig, role: str = "") -> N
 
 def check_host_optimizer(engine: EngineConfig, role: str = "") -> None:
     """An optimizer that lives on the host is not moved there between steps."""
-    path = f"{role}.engine" if role else "engine"
+    path = join_key(role, "engine")
     if engine.megatron.get(CPU_OFFLOAD_FIELD) and "optimizer" in engine.offload:
         why = f"is of what {path}.megatron.{CPU_OFFLOAD_FIELD} keeps on the host always"
         raise ConfigError(f"{path}.offload", "optimizer", why, "leave out one of them")
@@ -307,7 +307,7 @@ def check_host_optimizer(engine: EngineConfig, role: str = "") -> None:
 
 def check_recompute_every(engine: EngineConfig, role: str = "") -> None:
     """A key that says more of another one's choice."""
-    path = f"{role}.engine" if role else "engine"
+    path = join_key(role, "engine")
     if engine.recompute_every > 1 and engine.recompute != "full":
         why = f'is not used by {path}.recompute "{engine.recompute}"'
         fix = f"set {path}.recompute to full, or leave it out"
@@ -316,7 +316,7 @@ def check_recompute_every(engine: EngineConfig, role: str = "") -> None:
 
 def check_recompute_modules(engine: EngineConfig, role: str = "") -> None:
     """Names of modules are for recompute selective, and there is one at least."""
-    path, modules = f"{role}.engine" if role else "engine", engine.recompute_modules
+    path, modules = join_key(role, "engine"), engine.recompute_modules
     if modules is None:
         return
     if engine.recompute != "selective":

@@ -18,7 +18,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import mrl
 from mrl.config.checks import micro_batch_tokens
-from mrl.config.keys import types_of, value_at, walk_keys
+from mrl.config.keys import join_key, types_of, value_at, walk_keys
 from mrl.config.phases import Phase, Phases
 from mrl.config.rates import notes
 from mrl.config.rows import RowsConfig
@@ -96,7 +96,7 @@ class Part:
 
     def key(self, name: str) -> str:
         """Returns the dotted key that the config has for `name` of this part, as in actor.engine."""
-        return f"{self.role}.{name}" if self.role else name
+        return join_key(self.role, name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,7 +98,7 @@ def section_keys(section: type, path: str = "") -> tuple[Key, ...]:
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        dotted = f"{path}.{field.name}" if path else field.name
+        dotted = join_key(path, field.name)
         stated = {name: field.metadata[name] for name in ("minimum", "above", "maximum")}
         about = {name: field.metadata[name] for name in ("help", "parse", "may_change", "moves")}
         keys.append(Key(path=dotted, annotation=hints[field.name], default=default, stated=stated, **about))
@@ -115,6 +115,11 @@ def walk_keys(section: type, path: str = "", *, sections: bool = False) -> Itera
             yield key
         if key.section is not None:
             yield from walk_keys(key.section, key.path, sections=sections)
+
+
+def join_key(path: str, name: object) -> str:
+    """Returns the dotted key of a name in the section `path`, which is "" at the top level."""
+    return f"{path}.{name}" if path else str(name)
 
 
 def value_at(raw: Any, dotted: str) -> Any:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrl.config.keys import value_at
+from mrl.config.keys import join_key, value_at
 from mrl.errors import ConfigError
 
 # Adapters take ten times the rate of all weights: Schulman 2025, "LoRA Without Regret" (Thinking Machines Lab).
@@ -37,21 +37,17 @@ def fill_rates(raw: Mapping[str, Any], command: str) -> dict[str, Any]:
     made = dict(raw)
     for role in (role for of, role, adapters in RATES if of == command and not adapters):
         sections = [role, "optimizer"] if role else ["optimizer"]
-        if value_at(raw, key_of(role)) is not None or not _may_hold(raw, sections):
+        if value_at(raw, join_key(role, "optimizer.lr")) is not None or not _may_hold(raw, sections):
             continue
         is_used = role != "critic" or "critic" in raw  # that of an algorithm without one is another run's
-        saved = value_at(_saved(raw), key_of(role)) if is_used else None
-        own, _ = RATES[command, role, value_at(raw, key_of(role, "model.lora")) is not None]
+        saved = value_at(_saved(raw), join_key(role, "optimizer.lr")) if is_used else None
+        own, _ = RATES[command, role, value_at(raw, join_key(role, "model.lora")) is not None]
         node = made
         for name in sections:
             node[name] = dict(node.get(name) or {})
             node = node[name]
         node["lr"] = own if saved is None else saved
     return made
-
-
-def key_of(role: str, name: str = "optimizer.lr") -> str:
-    return f"{role}.{name}" if role else name
 
 
 def _may_hold(raw: Any, sections: Sequence[str]) -> bool:
@@ -84,5 +80,6 @@ def notes(command: str, rates: Mapping[str, tuple[float, bool]]) -> list[str]:
         own, source = RATES.get((command, role, adapters), (None, ""))
         if lr == own:
             what = " with adapters" if adapters else ""
-            lines.append(f"{key_of(role)} {lr:g} is the default of mrl {command}{what} ({source})")
+            key = join_key(role, "optimizer.lr")
+            lines.append(f"{key} {lr:g} is the default of mrl {command}{what} ({source})")
     return lines

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mrl.config.command import TrainingCommand, command_of_data
-from mrl.config.keys import walk_keys
+from mrl.config.keys import join_key, walk_keys
 from mrl.config.urls import without_signatures
 from mrl.errors import ConfigError, Shown, show
 
@@ -44,7 +44,7 @@ def changed_keys(
     """
     changes: dict[str, tuple[Any, Any]] = {}
     for name in [*old, *(name for name in new if name not in old)]:
-        dotted = f"{path}.{name}" if path else str(name)
+        dotted = join_key(path, name)
         before, after = (_plain(data.get(name, ABSENT)) for data in (old, new))
         kinds = [isinstance(value, Mapping) for value in (before, after)]
         if any(kinds) and (all(kinds) or ABSENT in (before, after)) and dotted not in whole:

@@ -12,7 +12,7 @@ from mrl.config.foreign_nemo_rl import NEMO_RL
 from mrl.config.foreign_rows import Row, Trainer
 from mrl.config.foreign_trl import TRL
 from mrl.config.foreign_verl import VERL
-from mrl.config.keys import value_at, walk_keys
+from mrl.config.keys import join_key, value_at, walk_keys
 from mrl.errors import show
 
 TRAINERS = (VERL, NEMO_RL, TRL)
@@ -37,7 +37,7 @@ def known_keys(root: type) -> frozenset[str]:
 def leaf_keys(raw: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the dotted keys below `path` that hold a value, with it."""
     for name, value in raw.items():
-        dotted = f"{path}.{name}" if path else str(name)
+        dotted = join_key(path, name)
         if isinstance(value, Mapping) and value and dotted.count(".") < MAX_DEPTH:
             yield from leaf_keys(value, dotted)
         else:

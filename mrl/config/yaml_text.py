@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from mrl.config.keys import join_key
 from mrl.errors import ConfigError, quoted
 
 MAX_LENGTH = 100_000
@@ -157,7 +158,7 @@ def _refuse_duplicates(node: yaml.Node, source: str, path: str, seen: set[int]) 
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if isinstance(key_node, yaml.ScalarNode) and key_node.tag != _MERGE_TAG:
-            dotted = f"{path}.{key_node.value}" if path else key_node.value
+            dotted = join_key(path, key_node.value)
             if key_node.value in lines:
                 first = lines[key_node.value]
                 raise ConfigError(
