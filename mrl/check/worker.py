@@ -31,9 +31,8 @@ def result_file(folder: str, number: int) -> Path:
 def run(task: Task, command_line: str) -> None:
     """Called on every rank."""
     for number in task.numbers:
-        work: measure.LayoutWork = torch.load(
-            work_file(task.folder, number), weights_only=False
-        )  # made by this command
+        file = work_file(task.folder, number)
+        work: measure.LayoutWork = torch.load(file, weights_only=False)  # made by this command
         if work.writes:
             measure.write(work)
         elif (found := measure.measure(work)) is not None:

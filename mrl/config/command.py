@@ -125,9 +125,8 @@ class TrainingCommand(abc.ABC, Generic[C]):
     task: str | None = None
     """"module:NAME" of a `mrl.trainers.task.RowsTask` made of a config: the rows that `mrl data show` shows. None: it
     refuses configs of this command."""
-    checked: str | None = (
-        None  # "module:NAME" of a `mrl.check.command.CommandCheck`; None: `mrl check` refuses its configs
-    )
+    checked: str | None = None
+    """"module:NAME" of a `mrl.check.command.CommandCheck`. None: `mrl check` refuses its configs."""
     order: int = 100  # place among the commands that train, where documentation and messages list them
     generates: bool = False  # whether its models sample text
     merges_adapters: bool = False  # whether the path of a model may be an adapter folder
@@ -354,7 +353,8 @@ def command_of_yaml(raw: Mapping[str, Any]) -> TrainingCommand:
 
 def commands_with_sections(raw: Mapping[str, Any]) -> list[TrainingCommand]:
     """Returns the commands that have all sections of a user's YAML."""
-    return [command for command in all_training() if raw.keys() <= types_of(command.root).keys()]  # type: ignore[arg-type]
+    names = raw.keys()
+    return [command for command in all_training() if names <= types_of(command.root).keys()]  # type: ignore[arg-type]
 
 
 def _formats(root: type) -> Sequence[Any]:

@@ -154,12 +154,14 @@ class StreamedRows:
     def head(self) -> Iterator[int]:
         """Yields the indices of the first rows of the first file that has any."""
         if self._head is None:
-            first = lambda: [(index, row) for _, index, row in itertools.islice(self._reader.rows(), CHUNK)]  # noqa: E731
-            self._head = dict(self._exchange(first))
+            self._head = dict(self._exchange(self._first_rows))
         if not self._head:
             raise self.empty()
         self._chunk, self._taken = None, self._head
         yield from self._head
+
+    def _first_rows(self) -> list[tuple[int, Any]]:
+        return [(index, row) for _, index, row in itertools.islice(self._reader.rows(), CHUNK)]
 
     def empty(self) -> DataError:
         return DataError(self.key, why=f"{self.what}: has no rows", fix="at least one row is needed")
