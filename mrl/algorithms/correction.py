@@ -36,7 +36,7 @@ class Correction:
 
 
 class CorrectionWeights(NamedTuple):
-    """Hold the weights that correct for the sampler's probabilities."""
+    """The weights that correct for the sampler's probabilities."""
 
     weight_T: Tensor  # [T], without gradient
     limited_T: Tensor  # [T] bool, where the ratio itself was not used

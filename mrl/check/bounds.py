@@ -12,7 +12,7 @@ UNSURE = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What the arithmetic may do to right numbers."""
+    """The errors that rounding may cause in right numbers."""
 
     loss: float  # relative where the loss is above 1, else absolute: it is a mean of log-probs
     grad_norm: float  # relative
@@ -25,10 +25,10 @@ class Bounds:
     certain: bool = False  # whether rounding alone may change gradients by more than `most`
 
     def given(self, log_probs: Tensor) -> Bounds:
-        """Returns the bounds for a model that gives labels these log-probs [T], 0 where none trains.
+        """Returns the bounds for a model with these log-probs [T] of labels, 0 at labels that do not train.
 
-        The gradient of a label's log-prob is 1 - p, of whose rounding fp32 knows 1e-7: where a model is nearly certain,
-        that is a larger part of it. Beyond `most` a bound would let faults pass: then gradients decide nothing.
+        The gradient of a label's log-prob is 1 - p, which fp32 rounds by 1e-7. The relative error is larger if a model
+        is nearly certain. A bound above `most` would let faults pass, so gradients then decide nothing.
         """
         unsure = float((1 - log_probs[log_probs != 0].double().exp()).mean()) if (log_probs != 0).any() else 1.0
         times = max(1.0, UNSURE / max(unsure, 1e-6))

@@ -1,4 +1,4 @@
-"""What a command that trains brings for `mrl check`: its record's `checked` names one of these as "module:NAME"."""
+"""The part of a command that trains for `mrl check`. `checked` of its record names it as "module:NAME"."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class CommandCheck(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def subjects(self, config: C, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
-        """Returns the models that train, each with its loss. parts: those that have an optimizer. folders: what each
-        role's model.path stands for."""
+        """Returns the models that train, each with its loss. parts: models with an optimizer. folders: role -> folder
+        of its model.path."""
 
     @abc.abstractmethod
     def rows(
         self, config: C, subject: Subject, model: CheckedModel, *, sequences: int, length: int, device: str
     ) -> Rows:
-        """Returns the batch of the check, which all models share. subject, model: the first that trains. sequences,
-        length: how many, and tokens of one, at most. device: where the model may be run to make them."""
+        """Returns the batch of the check; all models share it. subject, model: the first that trains. sequences: at
+        most this many. length: tokens of one, at most. device: for running the model to make them."""
 
 
 def checked_of(command: TrainingCommand) -> CommandCheck[Any]:

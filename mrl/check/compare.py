@@ -21,7 +21,7 @@ the update is."""
 
 
 def relative_l2(actual: Tensor, expected: Tensor) -> float:
-    """||actual - expected|| / ||expected||, in fp64; 0 where both are zero, infinite where it is not a number."""
+    """||actual - expected|| / ||expected||, in fp64; 0 if both are zero, infinite if it is not a number."""
     difference = (actual.double() - expected.double()).norm().item()
     if not math.isfinite(difference):
         return math.inf
@@ -29,13 +29,13 @@ def relative_l2(actual: Tensor, expected: Tensor) -> float:
 
 
 def is_known(gradient: Tensor, norm: float) -> Tensor:
-    """Of each element, whether its gradient is more than fp32's rounding of the whole gradient; an exact 0 is."""
+    """Returns for each element if its gradient is above fp32's rounding of the whole gradient; an exact 0 counts."""
     return (gradient == 0) | (gradient.abs() > 2**-24 * norm)
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorMismatch:
-    """Describe a tensor that differs from the reference."""
+    """A tensor that differs from the reference."""
 
     name: str  # in the model's files, or peft's
     error: float  # L2 of the difference, relative to that of the expected tensor
@@ -97,7 +97,7 @@ def tensor_errors(
 
 
 def factor_of(actual: Tensor, expected: Tensor) -> float | None:
-    """Returns what `expected` is multiplied with, where that is all that differs."""
+    """Returns the factor from `expected` to `actual`, if nothing else differs."""
     a, b = actual.double(), expected.double()
     size = float((b * b).sum())
     if size == 0:
@@ -109,7 +109,7 @@ def factor_of(actual: Tensor, expected: Tensor) -> float | None:
 
 
 def common_factor(over: Sequence[TensorMismatch]) -> float | None:
-    """Returns the factor that all of some tensors have, where they have one; of a few it may be chance."""
+    """Returns the common factor of some tensors, if they have one; of a few it may be chance."""
     factors = [off.factor for off in over]
     if len(factors) < 2 or None in factors:
         return None
@@ -119,8 +119,10 @@ def common_factor(over: Sequence[TensorMismatch]) -> float | None:
 
 
 def is_sure(gradient: Tensor, *, grad_norm: float, rounding: float) -> Tensor:
-    """Of each element, whether the direction of its update is known: whether rounding, of relative L2 up to `rounding`,
-    leaves its gradient's sign. An exact 0 is known."""
+    """Returns for each element if the direction of its update is known, so that rounding keeps its gradient's sign.
+
+    rounding: its relative L2, at most. An exact 0 is known.
+    """
     rms = gradient.double().norm() / math.sqrt(gradient.numel())
     return is_known(gradient, grad_norm) & ((gradient == 0) | (gradient.abs() > MARGIN * rounding * rms))
 
@@ -129,10 +131,10 @@ def update_error(
     before: Tensor, actual: Tensor, expected: Tensor, gradient: Tensor | None, *, grad_norm: float, rounding: float,
     dtype: torch.dtype,
 ) -> float:  # fmt: skip
-    """Returns the relative L2 error of what a step made of a weight, of its elements whose gradient is known.
+    """Returns the relative L2 error of a weight's update, over its elements with a known gradient.
 
-    gradient: the expected one; None of what has none. rounding: what its relative L2 error may be. dtype: that weights
-    are held in, one unit of whose last place two right weights may be apart by.
+    gradient: the expected one, or None. rounding: the relative L2 error that it may have. dtype: of the weights; two
+    right weights may differ by one unit in its last place.
     """
     update, gap = expected.double() - before.double(), (actual.double() - expected.double()).abs()
     if not torch.isfinite(gap).all():
@@ -147,7 +149,7 @@ def update_error(
 
 
 def as_json(value: Any) -> Any:
-    """Returns plain data; a number that is not finite is None, for which JSON has a word."""
+    """Returns plain data; a number that is not finite is None, because JSON has no word for it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -23,7 +23,7 @@ _FACTORS = ("short_factor", "long_factor")
 
 @dataclasses.dataclass(frozen=True)
 class ModelCut:
-    """Say what a model is cut to. None leaves it whole."""
+    """The sizes that a model is cut to. None leaves it whole."""
 
     layers: int | None = None
     width: int | None = None
@@ -90,7 +90,7 @@ def _undropped(name: str, value: Any) -> Any:
 
 
 def _cut_layers(made: dict[str, Any], layers: int) -> None:
-    """Keeps the first layers. Of kinds that begin further down, one comes into the last ones."""
+    """Keeps the first layers. If another kind begins later, one such layer replaces the last of them."""
     before = made["num_hidden_layers"]
     layers = min(layers, before)
     for name, value in made.items():

@@ -96,8 +96,8 @@ def make_folder(
 
 
 def _link_weights(source: str, out: str, config: Mapping[str, Any], head: Head, seed: int) -> None:
-    """Links the weights of a Hugging Face folder. A value head that it lacks gets random weights: with the zeros that a
-    run starts from, nothing below it would have a gradient."""
+    """Links the weights of a Hugging Face folder. A missing value head gets random weights. A run starts it from zeros,
+    and nothing below it would have a gradient."""
     with SafetensorsReader(source) as reader:
         tensors = dict(reader.tensors)
     adds_score = head == "value" and SCORE not in tensors

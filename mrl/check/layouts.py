@@ -29,7 +29,7 @@ class Layout:
         return parallel_dims(self.parallel, self.processes)
 
     def __str__(self) -> str:
-        """In a word that `named` reads; with the experts' degree where ep alone would have another one."""
+        """Returns a word for `named`, with the experts' degree if ep alone would give another one."""
         dims = self.dims
         text = dims.describe()
         return text.replace(f"ep{dims.ep}", f"ep{dims.ep}xetp{dims.etp}") if dims.ep > 1 < dims.etp == dims.tp else text
@@ -39,8 +39,8 @@ ONE = Layout(ParallelConfig(sp=False), 1)
 
 
 def named(words: str, own: ParallelConfig) -> list[Layout]:
-    """Returns the layouts that a list as "tp2,pp2xvpp2" stands for. own: of the config, which says whether tp comes
-    with sequence parallelism where the word does not."""
+    """Returns the layouts of a list such as "tp2,pp2xvpp2". own: of the config; it decides if tp comes with sequence
+    parallelism when the word does not."""
     layouts = [_named(word.strip(), own) for word in words.split(",")]
     return list(dict.fromkeys(layouts))
 
@@ -88,7 +88,7 @@ def of_config(own: ParallelConfig, *, most: int, fits: Callable[[Layout], bool])
 
 
 def _reduced(own: ParallelConfig, fits: Callable[[Layout], bool]) -> dict[str, dict[str, int]]:
-    """Returns the smallest degrees of each axis that a config uses, by the axis that they are there for."""
+    """Returns axis -> the smallest degrees that use it, for each axis that a config uses."""
     layouts: dict[str, dict[str, int]] = {}
     for name in ("tp", "cp", "pp", "ep"):
         for degree in _divisors(getattr(own, name)):

@@ -1,4 +1,4 @@
-"""What fits on this machine: processes, memory, and how much of a batch takes some seconds."""
+"""The limits of this machine: processes, memory, and the size of a batch that takes some seconds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MEMORY_SHARE = 0.7
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where layouts run."""
+    """The device and the processes for layouts."""
 
     device: Literal["cpu", "cuda"]
     processes: int  # at a time, at most
@@ -67,10 +67,10 @@ def free_bytes(on: Machine) -> float:
 
 
 def choose_cut(raw: Mapping[str, Any], head: Head, layouts: Sequence[Layout] | None, on: Machine) -> ModelCut:
-    """Returns the least that the model of a config.json has to be cut by. layouts: None where they are not chosen yet.
+    """Returns the smallest cut of the model that fits here. layouts: None if they are not chosen yet.
 
-    First all layers but a few go, then the width. One that is quantised is cut in any case: its own weights are
-    computed with in another way by transformers.
+    First all layers but a few go, then the width. A quantised model is always cut, because transformers computes
+    differently with its own weights.
     """
     layers = max([LAYERS, *(layout.parallel.pp * layout.parallel.vpp for layout in layouts or ())])
     copies = max([layout.dims.dp * layout.dims.cp for layout in layouts], default=1) if layouts else 2

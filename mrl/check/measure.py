@@ -32,7 +32,7 @@ NUMBERS = "numbers.pt"
 
 @dataclasses.dataclass(frozen=True)
 class StepNumbers:
-    """Hold the numbers of one way of computing the step. Tensors are apart."""
+    """The numbers of one way of computing the step. Tensors are apart."""
 
     loss: float
     grad_norm: float
@@ -41,7 +41,7 @@ class StepNumbers:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutComparison:
-    """Compare a layout with the reference."""
+    """The errors of a layout against the reference."""
 
     loss: float
     expected_loss: float
@@ -69,7 +69,7 @@ class LayoutComparison:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutWork:
-    """Describe what is computed for a layout."""
+    """The step to compute for a layout."""
 
     config: RoleConfig
     batch: Batch
@@ -149,7 +149,7 @@ def measure(work: LayoutWork) -> LayoutComparison | None:
 
 
 def write(work: LayoutWork) -> None:
-    """Makes one optimizer step, whose numbers become the reference: for layouts that are compared with this one."""
+    """Makes one optimizer step. Its numbers become the reference for the layouts that are compared with this one."""
     engine = make_engine(work.config, work.loss_fn, work.denominator)
     start = {name: tensor.cpu() for name, tensor in engine.hf_weights()}
     if work.adapter is not None:

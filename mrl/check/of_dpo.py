@@ -79,8 +79,10 @@ def _cut(answer: Answer, length: int) -> Answer:
 def _near_the_start(
     folder: str, examples: Sequence[Example], scale: float, *, seed: int, device: str
 ) -> Tensor:  # fmt: skip
-    """Returns [S] float64: the log-probs of answers by the model in the folder, and noise of the size `scale`, so that
-    no log-ratio is 0 and none so large that the loss has no slope."""
+    """Returns [S] float64: the log-probs of answers by the model in the folder, with noise of the size `scale`.
+
+    With the noise no log-ratio is 0, and none is so large that the loss has no slope.
+    """
     model = reference.load(folder).to(device).eval()
     found = []
     for example in examples:

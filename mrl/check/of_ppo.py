@@ -1,5 +1,5 @@
-"""How `mrl check` runs the step of `mrl ppo`: actor and critic on completions that transformers samples, with
-advantages and returns that are noise."""
+"""The step of `mrl ppo` in `mrl check`: actor and critic on completions that transformers samples. Advantages and
+returns are noise."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ class CheckedRM(CommandCheck[RMConfig]):
 
 
 def _cut(sequence: ScoredSequence, length: int) -> ScoredSequence:
-    """Returns at most `length` tokens of a sequence, of which one is scored at least: from its start, or, where the
-    first that is scored comes later, up to that."""
+    """Returns at most `length` tokens of a sequence, with a scored one: the first tokens, or those up to the first
+    scored one if it comes later."""
     stop = max(length, sequence.places[0] + 1)
     start = stop - length
     kept = [(at, target) for at, target in zip(sequence.places, sequence.targets, strict=True) if at < stop]
@@ -64,8 +64,8 @@ def _cut(sequence: ScoredSequence, length: int) -> ScoredSequence:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreOracle:
-    """A loss of mrl/algorithms/scores.py in plain torch, of one pair or one sequence, whose scores are read where the
-    mask is not 0."""
+    """A loss of mrl/algorithms/scores.py in plain torch, for one pair or one sequence. Scores are read at tokens with a
+    mask that is not 0."""
 
     name: str
     centering: float

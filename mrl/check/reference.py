@@ -1,8 +1,8 @@
-"""What Hugging Face and torch.optim.AdamW, or Muon in plain torch, make of a batch, on one process and one sequence at
-a time: what engines are held against.
+"""A step of Hugging Face and torch.optim.AdamW, or Muon in plain torch, on one process and one sequence at a time.
+Engines are compared with it.
 
-Nothing of it is computed by mrl: no padding, no packing, no micro-batches. Labels are shifted here, from rows as the
-data gives them, and sums are divided once. Tensors have the names and shapes of the files that transformers writes.
+mrl computes nothing of it: no padding, no packing, no micro-batches. Labels are shifted here, from rows as the data
+gives them, and sums are divided once. Tensors have the names and shapes of the files that transformers writes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ GroupLoss = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Fields]], Ten
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What the gradient is taken of."""
+    """The loss that the gradient is taken of."""
 
     of_tokens: TokenLoss = negative_log_prob
     weights: TokenWeights = token_mean

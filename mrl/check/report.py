@@ -1,4 +1,4 @@
-"""What a check prints: a row for each layout as it is done, what differs below it, and the same as JSON."""
+"""The output of a check: a row for each layout as it is done, with its differences below, and the same as JSON."""
 
 from __future__ import annotations
 

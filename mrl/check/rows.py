@@ -1,4 +1,4 @@
-"""The batch that is checked: the first rows of the user's data, through the code that training reads them with."""
+"""The batch of a check: the first rows of the user's data, read by the code of training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIN_TOKENS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What both sides compute on."""
+    """The batch of both sides."""
 
     examples: Sequence[Example]  # as the reference takes them: labels not shifted
     fields: Sequence[Mapping[str, Tensor]]  # of each example's labels; () for none
@@ -68,7 +68,7 @@ def _wrong(name: str, actual: Tensor, expected: Sequence[Sequence[float]]) -> st
 
 
 def _shift(actual: list[float], expected: list[float]) -> str:
-    """Returns in words by how many places a row is shifted, where that is what is wrong."""
+    """Returns in words by how many places a row is shifted, if it is."""
     for places in (-2, -1, 1, 2):
         low, high = max(0, places), len(expected) + min(0, places)
         if len(expected) > 4 and actual[low:high] == expected[low - places : high - places]:
@@ -79,8 +79,8 @@ def _shift(actual: list[float], expected: list[float]) -> str:
 def first_rows(
     data: DataConfig, model: ModelConfig, *, of_batch: int, seed: int, sequences: int, length: int
 ) -> Rows:  # fmt: skip
-    """Returns the first rows of the first global batch. model: whose path is a folder. of_batch: sequences of that
-    batch. length: tokens of a sequence at most."""
+    """Returns the first rows of the first global batch. model: its path is a folder. of_batch: sequences of that batch.
+    length: tokens of a sequence at most."""
     tokenizer = load_tokenizer(model.path, model.trust_remote_code, data.chat_template)
     hf_config = read_hf_config(model.path)
     vision = load_vision(model.path, hf_config)

@@ -47,7 +47,7 @@ B_SCALE = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    """Hold the words of the command line."""
+    """The words of the command line."""
 
     config_path: str
     overrides: Sequence[str] = ()
@@ -64,7 +64,7 @@ Verdict = Literal["same", "different", "undecided", "failed"]
 
 @dataclasses.dataclass(frozen=True)
 class CheckRow:
-    """Hold the verdict on one layout."""
+    """The verdict on one layout."""
 
     role: str  # "" where the config has one model alone
     layout: str
@@ -106,7 +106,7 @@ class Report:
 
     @property
     def wrong(self) -> list[str]:
-        """What differs or failed."""
+        """The layouts that differ or failed, and the batch if it differs."""
         rows = [row.name for row in self.rows if row.verdict in ("different", "failed")]
         return ["the batch", *rows] if self.batch else rows
 
@@ -116,12 +116,12 @@ class Report:
 
     @property
     def same(self) -> list[str]:
-        """What was compared and is the same; the one that others are compared with is not."""
+        """The layouts that were compared and are the same. The one that others are compared with is not among them."""
         return [row.name for row in self.rows if row.measured is not None and row.verdict == "same"]
 
     @property
     def nothing(self) -> list[str]:
-        """What could not be compared: all rows, where none is the same."""
+        """The layouts that could not be compared. They are all layouts if none is the same and none is wrong."""
         if not (self.same or self.wrong):
             return [row.name for row in self.rows]
         return [row.name for row in self.rows if row.undecided is not None and not row.undecided.compared]
@@ -134,7 +134,7 @@ class Listener:
         """A line that says what is checked."""
 
     def doing(self, what: str) -> None:
-        """What begins now."""
+        """Called when something begins."""
 
     def row(self, row: CheckRow) -> None:
         """A layout is done."""
@@ -256,7 +256,7 @@ class Session:
     # -- what is checked ----------------------------------------------------------------------------------------------
 
     def _check_router_losses(self, subject: Subject) -> None:
-        """Raises ConfigError where transformers would be compared with losses that it defines otherwise."""
+        """Raises ConfigError for losses of the router that transformers defines differently."""
         moe = subject.config.engine.moe
         for name in ("aux_loss", "z_loss") if self.asked.against == "hf" else ():
             if value := getattr(moe, name):
@@ -267,7 +267,7 @@ class Session:
     def _layouts(
         self, subject: Subject, model: CheckedModel, named: list[Layout] | None, on: Machine
     ) -> list[Layout]:  # fmt: skip
-        """Returns the layouts. Raises ConfigError where one that is asked for does not fit the model."""
+        """Returns the layouts. Raises ConfigError if a requested one does not fit the model."""
         raw = read_json(Path(model.path, "config.json"))
         engine, checks = subject.config.engine, checks_of(subject.config.engine.backend)
 
@@ -354,8 +354,8 @@ class Session:
         return narrow
 
     def _dtype(self, model: CheckedModel) -> Literal["float32", "bfloat16"]:
-        """Returns the dtype that layouts of a model compute in: float32 of models with experts, most of whose routers
-        are undecided within bfloat16's rounding, so that nothing would be left to compare."""
+        """Returns the dtype that layouts of a model compute in: float32 of models with experts. Most of their routers
+        are undecided within bfloat16's rounding, so nothing would be left to compare."""
         return "float32" if has_experts(read_json(Path(model.path, "config.json"))) else self.asked.dtype
 
     def _work(
@@ -387,7 +387,7 @@ class Session:
                 group = self._collect(group, failed)
 
     def _has_reference(self, item: Item) -> bool:
-        """Returns whether there is something to compare a layout with, which is not where the first one failed."""
+        """Returns whether a layout can be compared with something. If the first one failed, it cannot."""
         if item.work.writes or Store(item.work.reference).is_written:
             return True
         self.note(dataclasses.replace(item.row, failed="is not compared, as the first of the layouts failed"))
@@ -403,7 +403,7 @@ class Session:
         return None
 
     def _collect(self, group: list[Item], failed: str | None) -> list[Item]:
-        """Notes the layouts that are done. Returns those that are left, where one of them ended the processes."""
+        """Notes the layouts that are done. Returns the rest if one of them ended the processes."""
         assert self.rows is not None
         lengths = self.rows.batch.lengths.tolist()
         for position, item in enumerate(group):

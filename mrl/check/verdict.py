@@ -1,4 +1,4 @@
-"""What is said of a layout: the same, or which quantity differs, by which parameter, and how far beyond which bound."""
+"""The verdict on a layout: the same, or the quantity that differs, its parameter, and its distance from the bound."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def problems(found: LayoutComparison, *, head: str, lengths: Sequence[int]) -> l
 
 
 def clue(found: Sequence[Problem]) -> str | None:
-    """Returns what the first quantity that differs says of where to look."""
+    """Returns a hint on the cause from the first quantity that differs."""
     if not found:
         return None
     quantities = [problem.quantity for problem in found]
@@ -68,7 +68,7 @@ def clue(found: Sequence[Problem]) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Undecided:
-    """What differs may be no fault."""
+    """The differences may be no fault."""
 
     why: str
     compared: bool  # whether some numbers that such a difference cannot touch are the same

@@ -1,4 +1,4 @@
-"""The keys that `mrl dpo` and `mrl rm` have in common: rows of answers, none of which is cut, and losses of pairs."""
+"""The common keys of `mrl dpo` and `mrl rm`: rows of whole answers, and losses of pairs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class AnswersConfig:
 
     @property
     def longest_group(self) -> tuple[int, str]:
-        """Most tokens that one micro-batch has to hold, and the key that sets it in words."""
+        """Returns the most tokens that a micro-batch has to hold, and their key in words."""
         longest = self.data.max_length
         if self.group == 1:
             return longest, f"data.max_length {longest}"

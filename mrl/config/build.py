@@ -94,7 +94,7 @@ def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> lis
 
 
 def _known_elsewhere(dotted: str, root: type) -> str | None:
-    """Returns what to do about a key that another trainer, or another command of ours, has; None where none has it."""
+    """Returns advice about a key of another trainer or another command of ours; None if none has it."""
     nowhere = next((what for key, what in NO_EQUIVALENT.items() if f"{dotted}.".startswith(f"{key}.")), None)
     if nowhere is not None:
         return nowhere
@@ -136,7 +136,7 @@ def checked_text(value: str, path: str) -> str:
 
 
 def _arm_for(arms: tuple[Any, ...], value: Any) -> Any:
-    """Returns the arm of a union whose basic type the value has; None where there is none."""
+    """Returns the arm of a union with the value's basic type; None if there is none."""
     for arm in arms:
         base = str if typing.get_origin(arm) is Literal else typing.get_origin(arm) or arm
         if type(value) is base or (base, type(value)) in ((float, int), (tuple, list)):

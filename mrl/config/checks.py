@@ -1,7 +1,7 @@
 """Checks of keys against each other, the number of processes and the model's config.json: pure arithmetic.
 
 They run before any process starts. `mrl.config.build` has already checked each key on its own. A function with a `path`
-checks a section that several roots have, and that is where this one has it; what only `mrl ppo` has is in `ppo_checks`.
+checks a section of several roots, at its place in this one. Checks of `mrl ppo` alone are in `ppo_checks`.
 """
 
 from __future__ import annotations
@@ -132,8 +132,11 @@ def check_train(train: TrainConfig, eval_rows: object | None) -> None:
 
 
 def check_mix_by(train: str | Sequence[Share], mix_by: str) -> None:
-    """Shares are of a list of sources, and those of tokens need weights: without, they would be numbers of rows, so
-    that of two sources with as many rows the one whose rows are short would be repeated."""
+    """Shares need a list of sources, and shares of tokens need weights.
+
+    Without weights, shares are numbers of rows. Of two sources with equally many rows, the one with shorter rows would
+    then be repeated.
+    """
     if mix_by == "rows":
         return
     if isinstance(train, str):
@@ -145,7 +148,7 @@ def check_mix_by(train: str | Sequence[Share], mix_by: str) -> None:
 
 
 def formats_of(data: PreferenceDataConfig | ScoredDataConfig) -> Mapping[str, str | None]:
-    """Returns the form of row that each key names: that of all rows, and those of sources."""
+    """Returns key -> form of row that it names, for all rows and for each source."""
     return {"data.format": data.format} | {f"{key}.format": source.format for key, source in _sources(data).items()}
 
 
@@ -158,8 +161,7 @@ def _sources(data: PreferenceDataConfig | ScoredDataConfig) -> dict[str, Prefere
 
 
 def check_prompt_end(data: PreferenceDataConfig | ScoredDataConfig, form: str | None = None) -> None:
-    """Each data.prompt_end is some text, and stands where rows may be pairs. form: that of all rows, where the loss
-    says it."""
+    """Each data.prompt_end is some text, and its rows may be pairs. form: of all rows, if the loss decides it."""
     sections: dict[str, PreferenceDataConfig | ScoredDataConfig | PreferenceSource | ScoredSource]
     sections = {"data": data, **_sources(data)}
     for section, of in sections.items():
@@ -193,7 +195,7 @@ def check_lora(model: ModelConfig, path: str = "model") -> None:
 
 
 def check_micro_batch(micro_batch: MicroBatchConfig, max_length: int, longest: str, path: str = "engine") -> None:
-    """A budget that the longest sequence fits in. longest: the keys that set its `max_length`, with their values."""
+    """The longest sequence fits in a micro-batch. longest: the keys that set `max_length`, with their values."""
     key = f"{path}.micro_batch"
     if micro_batch.tokens is not None and micro_batch.size is not None:
         raise ConfigError(
@@ -212,7 +214,7 @@ def check_micro_batch(micro_batch: MicroBatchConfig, max_length: int, longest: s
 
 
 def check_groups(config: AnswersConfig, engine: EngineConfig, path: str = "engine") -> None:
-    """Micro-batches that hold whole groups of sequences. engine: that of the section `path`."""
+    """Micro-batches hold whole groups of sequences. engine: of the section `path`."""
     size = engine.micro_batch.size
     if engine.batch_invariant and config.group > 1:
         why = f"needs micro-batches of one sequence, and one of {config.loss.name} holds both of a pair"
@@ -253,7 +255,7 @@ def check_optimizer(optimizer: OptimizerConfig, path: str = "optimizer") -> None
 
 
 def check_muon(optimizer: OptimizerConfig, model: ModelConfig, engine: EngineConfig, role: str = "") -> None:
-    """What muon goes with; its keys, where it is not chosen. role: whose sections these are."""
+    """Muon is with keys that it goes with, and without muon none of its keys is set. role: of these sections."""
     path = f"{role}." if role else ""
     if optimizer.name != "muon":
         for key, value in non_default_keys(optimizer.muon, f"{path}optimizer.muon"):

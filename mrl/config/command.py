@@ -1,8 +1,7 @@
-"""The record of a command that trains, which all that reads or starts a run asks about it; and how one is found.
+"""The record of a command that trains, read by all code that reads or starts a run; and how one is found.
 
-A record is the `COMMAND` of a module `mrl/commands/NAME.py`, or what an installed package registers as NAME under the
-entry points `mrl.commands` (docs/commands.md). Records are found by these names alone, so that what is below them
-imports none."""
+A record is the `COMMAND` of a module `mrl/commands/NAME.py`, or an entry point NAME of the group `mrl.commands` of an
+installed package (docs/commands.md). Records are found by these names alone, so lower floors import none."""
 
 from __future__ import annotations
 
@@ -142,7 +141,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
         """Raises ConfigError where keys contradict each other or one would be left unread. It reads no file."""
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
-        """Where a user's YAML can only be of this command: what it is, and why. Other commands refuse it then."""
+        """Returns what the YAML is and why, if it can only be of this command. Other commands refuse it then."""
         return None
 
     def meant_by(self, name: str) -> str | None:
@@ -188,7 +187,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
         """Raises ConfigError where the run is not to be on so many processes for a reason beside its parts' layouts."""
 
     def check_files(self, config: C) -> None:
-        """Raises a UserError where a file is missing that only this command's config names."""
+        """Raises a UserError for a missing file that only this command's config names."""
 
     def check_code(self, config: C) -> None:
         """Loads the user's own code, as a run does when it starts. Raises ConfigError where it is none."""
@@ -225,7 +224,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
         return [part for part in self.parts(config) if part.optimizer is not None and part.role in built]
 
     def server(self, config: C) -> Server | None:
-        """Returns the inference server that a run samples from, as many as there are; None where it needs none."""
+        """Returns the inference servers that a run samples from; None if it needs none."""
         return None
 
 
@@ -340,7 +339,7 @@ def command_of_data(data: Mapping[str, Any]) -> TrainingCommand:
 
 
 def command_of_yaml(raw: Mapping[str, Any]) -> TrainingCommand:
-    """Returns the command that a user's YAML is of: the one that has all its sections, else one that recognises it."""
+    """Returns the command of a user's YAML: one that has all its sections, else one that recognises it."""
     has_all = commands_with_sections(raw)
     form = value_at(raw, "data.format")
     if form is not None and "loss" not in raw:
@@ -368,11 +367,10 @@ def loss_name(raw: Mapping[str, Any]) -> Any:
 
 
 def check_recognised(raw: Mapping[str, Any], in_file: Mapping[str, Any], path: Any, root: type) -> None:
-    """Raises ConfigError where the user's YAML has a section that is not of `root`, plainly of another command, or
-    names a loss of another command.
+    """Raises ConfigError if the user's YAML has a section plainly of another command, or names its loss.
 
-    `raw` is `in_file`, what the file at `path` has, with the overrides over it. What an override alone brings does not
-    make the file another command's: it is an unknown key, or no choice.
+    in_file: the content of the file at `path`. raw: the same with the overrides. An override alone does not make the
+    file another command's: it is an unknown key, or no choice.
     """
     unknown = raw.keys() - types_of(root).keys()
     losses = command_of(root).losses

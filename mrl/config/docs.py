@@ -41,7 +41,7 @@ class Section(NamedTuple):
 
 
 def sections(section: type, path: str = "", help: str = "keys outside of any section") -> Iterator[Section]:
-    """Yields `section` and each section below it that has keys, also where it is null."""
+    """Yields `section` and each section with keys below it, also if it is null."""
     keys = section_keys(section, path)
     if plain := [key for key in keys if key.section is None]:
         yield Section(path, help, section, plain)
@@ -53,7 +53,7 @@ def sections(section: type, path: str = "", help: str = "keys outside of any sec
 def config_text(names: Sequence[str], wanted: str | None) -> str:
     """Returns what `mrl config NAMES --grep WANTED` prints. names: a command, a section or key, both, or none.
 
-    Raises ConfigError where nothing is of that name or has that text.
+    Raises ConfigError if nothing has that name or text.
     """
     roots = commands.roots()
     looked = list(roots) if names or wanted else ["sft"]
@@ -85,7 +85,8 @@ def config_text(names: Sequence[str], wanted: str | None) -> str:
 def text(root: type, part: str = "", wanted: str | None = None) -> str:
     """Returns keys for a terminal: default and type on one line, the meaning below.
 
-    part: only the section or key of that dotted name. wanted: only keys with that text in name or meaning."""
+    part: a section or key, by its dotted name; only this is returned. wanted: text in a key's name or meaning.
+    """
     lines: list[str] = []
     for path, help, _, keys in sections(root):
         if part:

@@ -103,7 +103,7 @@ class DPOConfig(AnswersConfig):
 
     @property
     def sequences_of_row(self) -> int:
-        """Most sequences that a row of data.train is; a row of kto one, where its form is not said to be another."""
+        """Returns the most sequences of a row of data.train. A row of kto has one, unless its form says otherwise."""
         pairs = self.loss.is_paired or "preference" in self.formats_of_train
         return 2 if pairs else 1
 

@@ -29,13 +29,13 @@ def key(
     may_change: bool | frozenset[str] = False,
     moves: bool = False,
 ) -> Any:
-    """Returns a config key with its default (REQUIRED for none), meaning, and numeric bounds (`above` is exclusive; one
-    that states none has those of `mrl.config.keys.MAX_VALUES`).
+    """Returns a config key with its default (REQUIRED for none), meaning, and numeric bounds.
 
-    parse: what reads a section that dataclasses alone do not describe: `(plain data, dotted path) -> section`.
-    may_change: a run that is resumed may have another value, of a section in all of its keys: model and data stay the
-    same. Of a mapping: the names whose entries may be others.
-    moves: it may name another place, and the run compares what lies there with what the checkpoint was trained on.
+    minimum, above, maximum: `above` is exclusive. Without any, `mrl.config.keys.MAX_VALUES` holds.
+    parse: `(plain data, dotted path) -> section`, for a section that dataclasses alone do not describe.
+    may_change: a resumed run may have another value, for a section in all of its keys; model and data stay the same.
+    For a mapping, the names whose entries may change.
+    moves: it may name another place. The run compares the content with the data of the checkpoint.
     """
     metadata = {
         "help": help, "minimum": minimum, "above": above, "maximum": maximum, "parse": parse,

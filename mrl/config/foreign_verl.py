@@ -49,7 +49,7 @@ AGGREGATION = {
 
 
 def _lora(theirs: str, ours: str, *, flat: str, nested: str) -> list[Row]:
-    """Returns the rows of a model's adapters, which verl has twice. flat, nested: names that each of them has."""
+    """Returns the rows of a model's adapters; verl has them twice. flat, nested: the names in each place."""
     names = {"lora_alpha": "alpha", "target_modules": "target_modules", "exclude_modules": "exclude_modules"}
     return [
         row(f"{theirs}.lora_rank", f"{ours}.lora.rank", values=OFF),

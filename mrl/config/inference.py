@@ -27,7 +27,7 @@ MAX_POSITIONS = 65536
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
-    """What both commands take as KEY=VALUE, with the words of `mrl ppo`."""
+    """The keys of both commands as KEY=VALUE, with the words of `mrl ppo`."""
 
     seed: int = key(0, "seed of sampling", minimum=0, maximum=2**32 - 1)
     model: ModelConfig = key(REQUIRED, "how the model is read; its path is MODEL")
@@ -43,7 +43,7 @@ class InferenceConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlaceConfig:
-    """Where a model is, as `mrl.inference.places` found it."""
+    """The place of a model, found by `mrl.inference.places`."""
 
     given: str = key(REQUIRED, "MODEL as the user wrote it")
     what: str = key(REQUIRED, "what was found there, in words")
@@ -77,7 +77,7 @@ class GenerateConfig(InferenceConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalKeys(InferenceConfig):
-    """What `mrl eval` takes as KEY=VALUE."""
+    """The keys of `mrl eval` as KEY=VALUE."""
 
     rewards: RewardsConfig | None = key(
         None, "functions that score completions; the first is what accuracy is made of", parse=parse_rewards

@@ -27,7 +27,7 @@ arithmetic."""
 class Key:
     """One key. path: dotted. annotation: its type. default: MISSING where the user must give it.
 
-    stated: the bounds that the schema gives a number. bounds: these, and `MAX_VALUES` where it gives none.
+    stated: a number's bounds in the schema. bounds: these, or `MAX_VALUES` if there are none.
     parse: `(plain data, path) -> value`, for a section with entries of several forms; else None.
     may_change, moves: as in `mrl.config.schema.key`.
     """
@@ -60,7 +60,7 @@ class Key:
 
     @property
     def section(self) -> type | None:
-        """The dataclass of a key that holds other keys, also where it may be null; None for other keys."""
+        """The dataclass of a key with keys below it, also if it may be null; None for other keys."""
         return next(
             (arm for arm in arms_of(self.annotation) if isinstance(arm, type) and dataclasses.is_dataclass(arm)), None
         )
@@ -106,7 +106,7 @@ def section_keys(section: type, path: str = "") -> tuple[Key, ...]:
 
 
 def walk_keys(section: type, path: str = "", *, sections: bool = False) -> Iterator[Key]:
-    """Yields every key below `section` that holds a value, in the schema's order, also in sections that may be null.
+    """Yields every key with a value below `section`, in the schema's order, also in sections that may be null.
 
     sections: the keys of sections too, each before what it holds.
     """

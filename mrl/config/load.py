@@ -1,7 +1,6 @@
 """YAML and dotted overrides to a frozen, checked config, and back.
 
-What a config is made of, its `root`, is that of the command, whose record checks it, too. Every mistake is a
-`ConfigError` of
+A config is an instance of its command's `root`, and the command's record checks it. Every mistake is a `ConfigError` of
 one line: `dotted.key: value VALUE is ...; what would work`.
 """
 

@@ -54,5 +54,5 @@ def moment_bytes(given: Mapping[str, Any]) -> int:
 
 
 def state_bytes(parameter_bytes: int, moments: int, *, on_host: bool) -> int:
-    """Returns bytes of an element's master and both moments on the device. What is fp32 is its own master there."""
+    """Returns bytes of an element's master and both moments on the device. An fp32 weight is its own master."""
     return 0 if on_host else moments + (0 if parameter_bytes == 4 else 4)

@@ -1,8 +1,7 @@
 """The keys of `mrl ppo`: roles, rollout, algorithm, and what they share with `mrl sft`.
 
-Everything that counts counts in optimizer steps and in sequences: a rollout of `train.global_batch_size` sequences
-(prompts times `rollout.samples_per_prompt`) is trained on in `algorithm.epochs * global_batch_size / mini_batch_size`
-steps, which make one iteration.
+Counts are in optimizer steps and in sequences. An iteration trains on a rollout of `train.global_batch_size` sequences
+(prompts times `rollout.samples_per_prompt`). It has `algorithm.epochs * global_batch_size / mini_batch_size` steps.
 """
 
 from __future__ import annotations
@@ -177,7 +176,7 @@ class RolloutConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillConfig(DivergenceConfig):
-    """What algorithm opd minimizes over distributions, as `teacher` has it of `mrl sft`."""
+    """The divergence of distributions that algorithm opd minimizes, with the keys of `teacher` of `mrl sft`."""
 
     loss: Literal["forward_kl", "reverse_kl", "jsd"] = key(
         "reverse_kl", "the divergence of the student's distributions from the teacher's"

@@ -1,6 +1,6 @@
 """Checks of the keys of `mrl ppo` against each other: pure arithmetic, before any process starts.
 
-What the choice of an algorithm decides (whether there is a critic, say) is checked by `mrl.algorithms.configured`.
+`mrl.algorithms.configured` checks keys that depend on the algorithm, such as the critic's.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def check_rollout(config: SamplingRunConfig) -> None:
 
 
 def check_cuda_graphs(rollout: RolloutConfig, engine: EngineConfig, path: str) -> None:
-    """Raises ConfigError where the engine that samples, at `path`, has no such steps."""
+    """Raises ConfigError if the engine that samples has no such steps. path: of the engine."""
     if rollout.cuda_graphs and engine.backend != "megatron":
         why = f"is not for {path}.backend {engine.backend}"
         raise ConfigError("rollout.cuda_graphs", True, why, "leave it out, or set that to megatron")
@@ -308,7 +308,7 @@ def _check_adapters_alone(config: PPOConfig) -> None:
 
 
 def check_inside(rollout: RolloutConfig, world_size: int, hf: Mapping[str, Any]) -> None:
-    """What an engine inside the trainer cannot be split into. hf: the actor's config.json."""
+    """An engine inside the trainer can be split as the config says. hf: the actor's config.json."""
     tp = rollout.server.tp
     if world_size % tp:
         near = divisors_near(world_size, tp, most=2).replace(", ", " or ")
@@ -325,7 +325,7 @@ def check_inside(rollout: RolloutConfig, world_size: int, hf: Mapping[str, Any])
 
 
 def _refuse(section: object, names: tuple[str, ...], reason: str, instead: str, path: str = "rollout") -> None:
-    """Raises where the section at `path` sets one of the keys `names`, which nothing reads."""
+    """Raises if the section at `path` sets one of the keys `names`, since nothing reads them."""
     given = (pair for pair in non_default_keys(section, path) if pair[0].path.removeprefix(f"{path}.") in names)
     refuse_unread(given, reason, f"leave it out, or {instead}")
 

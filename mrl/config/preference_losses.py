@@ -1,4 +1,4 @@
-"""The losses that `loss.name` of `mrl dpo` chooses, as plain data: which keys of `loss` each reads, with its numbers.
+"""The losses of `mrl dpo` by `loss.name`, as plain data: the keys of `loss` that each reads, with its numbers.
 
 mrl/algorithms/preference.py has the equations and papers. The table is plain data, so that names are known without
 torch.

@@ -32,8 +32,10 @@ RATES: Mapping[tuple[str, str, bool], tuple[float, str]] = {
 
 
 def fill_rates(raw: Mapping[str, Any], command: str) -> dict[str, Any]:
-    """Returns the config as plain data with a rate for each optimizer that has none: that of the run which it resumes,
-    else the table's."""
+    """Returns the config as plain data with a rate for each optimizer that has none.
+
+    The rate is that of the resumed run, else the table's.
+    """
     made = dict(raw)
     for role in (role for of, role, adapters in RATES if of == command and not adapters):
         sections = [role, "optimizer"] if role else ["optimizer"]
@@ -57,7 +59,7 @@ def _may_hold(raw: Any, sections: Sequence[str]) -> bool:
 
 
 def _saved(raw: Mapping[str, Any]) -> Any:
-    """Returns the config of the run that is resumed, as it was written; None where there is none to read."""
+    """Returns the config of the resumed run, as it was written; None if there is none to read."""
     from mrl.config.yaml_text import parse  # PyYAML, which a help does not need
 
     resume, output_dir = value_at(raw, "checkpoint.resume"), raw.get("output_dir")

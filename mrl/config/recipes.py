@@ -1,4 +1,4 @@
-"""The algorithms that `algorithm.name` chooses: which parts make up each, and which number each part has.
+"""The algorithms by `algorithm.name`: the parts of each, and their numbers.
 
 A row holds what differs from the defaults of `mrl.algorithms.recipes.Recipe`, where the parts are explained. The table
 is plain data, so that names are known without torch.

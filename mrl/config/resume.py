@@ -1,4 +1,4 @@
-"""What may differ between the config of a checkpoint and that of the run which resumes it."""
+"""Differences between the config of a checkpoint and the config of the run that resumes it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ CHANGES_SCHEDULE = ("train.steps", "train.epochs")
 
 
 def may_change(root: type) -> tuple[str, ...]:
-    """Returns keys and sections of the config that a resumed run may change: the same models go on with the same
-    data. Of mappings, the entries."""
+    """Returns keys and sections of the config that a resumed run may change; for mappings, the entries.
+
+    The models and the data stay the same.
+    """
     return tuple(key.path for key in walk_keys(root, sections=True) if key.may_change is True) + tuple(
         f"{key.path}.{name}"
         for key in walk_keys(root)
@@ -37,9 +39,9 @@ def path_keys(root: type) -> tuple[str, ...]:
 def changed_keys(
     old: Mapping[str, Any], new: Mapping[str, Any], path: str = "", whole: Collection[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (old value, new value) where two configs as plain data differ; ABSENT where one lacks the key.
+    """Returns dotted key -> (old value, new value) for differences of two configs; ABSENT if one lacks the key.
 
-    A section that is null in one of them is one key, and so is a mapping that is the value of one of the keys `whole`,
+    old, new: plain data. A section that is null in one of them is one key. So is a mapping at one of the keys `whole`,
     such as data.columns.
     """
     changes: dict[str, tuple[Any, Any]] = {}
@@ -91,7 +93,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
 
 
 def _check_adapters(breaking: Mapping[str, tuple[Any, Any]]) -> None:
-    """A run that trains adapters, or none, where what was saved is of the other kind: that alone matters."""
+    """Adapters are trained in both the run and the checkpoint, or in neither; only that matters."""
     for key, pair in breaking.items():
         if key.endswith("model.lora") and None in pair:
             was, now, fix = "without", "with", "set it to null"
@@ -115,7 +117,7 @@ def _innermost(key: str, before: Any, after: Any, whole: Collection[str]) -> tup
 
 
 def _short(value: Any) -> str:
-    """As `show`, but a list of mappings by its length: those of two would be cut before they differ."""
+    """Returns `show(value)`, but the length of a list of mappings: two such lists would be cut before they differ."""
     if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
         return f"[{len(value)} {'entry' if len(value) == 1 else 'entries'}]"
     return show(value)
@@ -143,7 +145,7 @@ def _may_change(key: str, pair: tuple[Any, Any], root: type) -> bool:
 def expand_nulls(
     old: Mapping[str, Any], new: Mapping[str, Any], command: TrainingCommand[Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns both configs, where a key is null in one of them alone, with the value that null stands for."""
+    """Returns both configs. A key that is null in only one of them gets the value that null stands for."""
     both = copy.deepcopy(dict(old)), copy.deepcopy(dict(new))
     meant = [command.null_values(data) for data in both]
     for dotted in dict.fromkeys([*command.null_fallbacks, *meant[0], *meant[1]]):

@@ -1,4 +1,4 @@
-"""The section `rewards`: which rewards score a completion, with their weights and options, and how they are run.
+"""The section `rewards`: the rewards of a completion, with their weights and options, and how they are run.
 
     rewards:
       functions:
@@ -7,8 +7,8 @@
         - {function: my_rewards.py:politeness, weight: 0.5}
       timeout_s: 10
 
-Each entry is one of the dataclasses below, chosen by its `name`, or a `FunctionReward`. What they compute is in
-`mrl.rewards`.
+Each entry is one of the dataclasses below, chosen by its `name`, or a `FunctionReward`. `mrl.rewards` computes
+them.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _parse_reward(raw: Any, path: str) -> Reward:
 
 
 def _build(section: type, raw: Mapping[str, Any], path: str) -> Any:
-    """As `build_section`, where the options that are known are this reward's own."""
+    """Does the same as `build_section`; the known options are this reward's own."""
     known = [k.path for k in section_keys(section)]
     with MistakeCollector() as mistakes:
         for name, value in raw.items():

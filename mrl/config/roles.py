@@ -1,8 +1,8 @@
-"""The roles of `mrl ppo`: which a run has, and what each one's engine is built from.
+"""The roles of `mrl ppo`: those of a run, and the config of each one's engine.
 
-The actor is the policy that is trained; the critic estimates values; the reference is what the KL is measured against;
-the reward is a model that scores. What a role leaves null is the actor's. A role has the name of its section: further
-teachers of on-policy distillation are `reference.others.NAME`.
+The actor is the trained policy. The critic estimates values. The KL is measured against the reference. The reward is a
+model that scores. A key that is null in a role has the actor's value. A role has the name of its section, so teachers
+of on-policy distillation after the first are `reference.others.NAME`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRAINED = ("actor", "critic")
 
 
 class AlgorithmNeeds(Protocol):
-    """What an algorithm needs beside the actor; `mrl.algorithms.recipes.Recipe` is one."""
+    """The needs of an algorithm beside the actor; `mrl.algorithms.recipes.Recipe` is one."""
 
     @property
     def needs_critic(self) -> bool: ...
@@ -39,12 +39,12 @@ def teachers_of(config: PPOConfig) -> tuple[str, ...]:
 
 
 def teacher_names(config: PPOConfig) -> list[str] | None:
-    """Returns the names of teachers beside the first, which rows may give; None where the algorithm has none."""
+    """Returns the names of all teachers but the first; rows may give them. None if the algorithm has no teacher."""
     return list(config.reference.others) if config.algorithm.name in OPD_NAMES else None
 
 
 def frozen_roles(config: PPOConfig) -> tuple[str, ...]:
-    """Returns roles whose weights stay those of their folders, so that no checkpoint needs to hold them."""
+    """Returns roles that keep the weights of their folders, so no checkpoint needs to hold them."""
     starts_anew = config.reference.model.path is None and config.actor.model.init != "pretrained"
     changes = starts_anew or config.reference.update_every is not None
     return ("reward",) if changes else ("reward", *teachers_of(config))
@@ -67,7 +67,7 @@ def is_served(config: PPOConfig, role: str) -> bool:
 
 
 def roles_of(config: PPOConfig, needs: AlgorithmNeeds) -> tuple[str, ...]:
-    """Returns the roles that the run has, in the order of `possible_roles`, also those that servers have."""
+    """Returns the roles of the run, also those on servers, in the order of `possible_roles`."""
     has = {
         "actor": True,
         "critic": needs.needs_critic,
@@ -138,11 +138,12 @@ def rewrite_role_error_keys(config: PPOConfig, role: str) -> contextlib.Abstract
 
 @contextlib.contextmanager
 def rewrite_error_keys(role: str, *, has_engine: bool, of: str) -> Iterator[None]:
-    """Inside, what is said of a key of an engine or a model is said of the role's own key.
+    """Inside, errors about a key of an engine or a model name the role's own key.
 
-    has_engine: the role's section names one; otherwise that of the role `of` serves for it. An error without a key, as
-    an engine of another package may raise it, is said after the name of the role; one of the model's files after that
-    of its section, or, where it begins with their path, after the key of the path.
+    has_engine: the role's section names one; otherwise the role has the engine of `of`.
+
+    An engine of another package may raise an error without a key. It gets the name of the role. An error about the
+    model's files gets the name of its section, or the key of their path if it begins with that path.
     """
     try:
         yield

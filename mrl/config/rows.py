@@ -64,7 +64,7 @@ class StreamedRowsConfig(RowsConfig):
 
     @property
     def resolved_shuffle_buffer(self) -> int:
-        """Rows that are shuffled together, 0 where none are."""
+        """The number of rows that are shuffled together, 0 without shuffling."""
         if not self.shuffle:
             return 0
         return SHUFFLE_BUFFER if self.shuffle_buffer is None else self.shuffle_buffer

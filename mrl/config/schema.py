@@ -377,7 +377,7 @@ class TeacherServerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneTeacherConfig:
-    """A model whose next-token distributions are learned, and where it runs."""
+    """A model that teaches its next-token distributions, and its place."""
 
     model: TeacherModelConfig = key(REQUIRED, "the teacher")
     engine: EngineConfig | None = key(None, "its engine and layout; null is the model's", may_change=True)
@@ -480,7 +480,7 @@ class RoleConfig:
 
     head: "lm" for next-token logits, "value" for one number per token.
     packing: micro-batches hold sequences end to end (True) or padded to the longest (False).
-    total_steps: optimizer steps of the whole run, which the LR schedule decays over.
+    total_steps: optimizer steps of the whole run; the LR schedule decays over them.
     mtp: how MTP layers train; None leaves them out.
     """
 

@@ -55,7 +55,7 @@ def _check_servers(config: ServeConfig) -> None:
 
 
 def secret_of_clients() -> str | None:
-    """Returns the key that clients are asked for; None where there is none."""
+    """Returns the key that clients must have; None if there is none."""
     return os.environ.get(KEY) or None
 
 

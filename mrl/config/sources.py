@@ -1,4 +1,4 @@
-"""The sources that rows come from, where `data.train` is a list of them and `data.eval` a mapping.
+"""The sources of rows. `data.train` may be a list of them, and `data.eval` a mapping.
 
     data:
       train:
@@ -48,12 +48,12 @@ SHUFFLE_BUFFER, MOST_BUFFERED = 10_000, 10_000_000
 
 
 def own_markers(raw: Any, path: str) -> dict[str, str] | None:
-    """As `markers`; None where a source has what `data` has."""
+    """Returns the same as `markers`; None if a source has the same as `data`."""
     return None if raw is None else markers(raw, path)
 
 
 def markers(raw: Any, path: str) -> dict[str, str]:
-    """Returns the markers of turns, by role, that `data.turns` has; {} where it has none."""
+    """Returns the markers of turns in `data.turns`, by role; {} if it has none."""
     if raw is None or raw == {}:
         return {}
     example = 'give {user: "\\n\\nHuman:", assistant: "\\n\\nAssistant:"} or such'
@@ -83,7 +83,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RenderedSource(Source):
-    """Rows whose conversations no part of a run renders but the one that reads them."""
+    """Rows of conversations. Only the part of a run that reads them renders them."""
 
     chat_template: str | None = key(None, "file with a Jinja chat template, or none")
     system: str | None = key(None, "text of a system message before conversations that have none")
@@ -105,7 +105,7 @@ class Share(Source):
 
     @property
     def title(self) -> str:
-        """Its name, made of the path where none is given: "" where none can be made."""
+        """Its name, or one made of the path; "" if none can be made."""
         if self.name is not None:
             return self.name
         path = self.path.partition("?")[0] if "://" in self.path else self.path

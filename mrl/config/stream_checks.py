@@ -1,4 +1,4 @@
-"""Checks of rows that are read while training, whose number nobody knows: arithmetic, before any process starts."""
+"""Checks of streamed rows, whose number is not known: arithmetic, before any process starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def streamed_keys(data: RowsConfig) -> list[str]:
 
 
 def check_stream(data: StreamedRowsConfig, train: TrainConfig) -> None:
-    """Raises ConfigError where keys need the number of rows, or say nothing of rows that are streamed."""
+    """Raises ConfigError for keys that need the number of rows, or that streamed rows do not use."""
     streamed = streamed_keys(data)
     _check_buffers(data, streamed)
     if not streamed:
@@ -41,7 +41,7 @@ def check_stream(data: StreamedRowsConfig, train: TrainConfig) -> None:
 
 
 def check_cache(data: RowsConfig, key: str, cache: bool) -> None:
-    """What is computed over all rows before the first step needs rows that end. key: of a role's `cache`."""
+    """A cache is computed over all rows before the first step, so it needs rows that end. key: of a role's `cache`."""
     streamed = streamed_keys(data)
     if cache and streamed:
         why = f"reads all rows before the first step, and those of {streamed[0]} are streamed"
@@ -64,7 +64,7 @@ def _is_streamed(data: RowsConfig, source: Share | None) -> bool:
 
 
 def _check_buffers(data: StreamedRowsConfig, streamed: list[str]) -> None:
-    """shuffle_buffer is of rows that are streamed and shuffled. What every source has itself is not read in `data`."""
+    """shuffle_buffer needs rows that are streamed and shuffled. `data` is not read if every source sets it."""
     own = [share for _, share in _paths(data) if isinstance(share, StreamedShare)]
     if data.stream and own and all(share.stream is not None for share in own):
         why = "is not read: every source of data.train says whether it is streamed"

@@ -1,4 +1,4 @@
-"""What a config may ask of an engine that says which keys it reads: any other key that is set is an error."""
+"""The keys that an engine says it reads. Any other key that is set is an error."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def check_teacher(config: SFTConfig) -> None:
 
 
 def _check_one(config: SFTConfig, key: str, teacher: OneTeacherConfig) -> None:
-    """Where one of the teachers runs. key: of its section."""
+    """The place of one teacher is right. key: of its section."""
     assert config.teacher is not None, "no teacher"
     if teacher.server is not None:
         keys = config.teacher
@@ -87,8 +87,8 @@ def check_server(
     top_k: tuple[str, int | None] | None,
     temperature: tuple[str, float],
 ) -> None:
-    """What a server is not asked for, and what it cannot give. top_k: key and value, None where no others are compared;
-    temperature: likewise."""
+    """A server is asked only for answers that it can give. top_k: key and value, None if no other tokens are compared.
+    temperature: key and value."""
     server = teacher.server
     assert server is not None, "no server"
     unread = (pair for pair in non_default_keys(teacher, key) if pair[0].path == f"{key}.engine")

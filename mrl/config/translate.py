@@ -82,7 +82,7 @@ def translate_key(keys: Sequence[str], root: type) -> tuple[str, ...] | None:
 
 
 def _resolved(row: Row, root: type, commands: Set[str]) -> tuple[str, ...] | None:
-    """As `translate_key`, of a row; None where it is of none of these commands."""
+    """Does the same as `translate_key` for a row; None if it is of none of these commands."""
     return None if row.of and commands.isdisjoint(row.of) else translate_key(row.ours, root)
 
 

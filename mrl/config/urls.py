@@ -83,8 +83,10 @@ def _path_hidden(source: Any) -> Any:
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a new file with a config or a command in it. Where a URL in it has a signature, which lets whoever reads
-    it read the rows, the file is made for its owner alone: at no moment may others open it."""
+    """Writes a new file with a config or a command in it.
+
+    A URL with a signature lets its reader read the rows. So a file with one is its owner's alone from the start.
+    """
     path.unlink(missing_ok=True)  # one that is there keeps its mode, and may be open elsewhere
     mode = 0o666 if without_queries(text) == text else 0o600
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:

@@ -108,8 +108,8 @@ for _name in _KINDS:
 
 
 def _check_nodes(root: yaml.Node, source: str) -> None:
-    """Refuses what no function that walks the value would end with: a value that holds itself, aliases of aliases that
-    stand for millions of values, and lists in lists without end."""
+    """Refuses values that take forever to walk: a value that holds itself, aliases of aliases for millions of values,
+    and lists in lists without end."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node, above: tuple[int, ...]) -> int:

@@ -48,7 +48,7 @@ _METADATA = {"format": "pt"}
 
 @dataclasses.dataclass(frozen=True)
 class ExportResult:
-    """Say what an export did."""
+    """The outcome of an export."""
 
     out: Path
     what: str  # the source, in words

@@ -53,7 +53,7 @@ FILE_BYTES = 2**29
 
 @dataclasses.dataclass(frozen=True)
 class ImportResult:
-    """Say what an import did."""
+    """The outcome of an import."""
 
     out: Path
     tensors: int  # of the Hugging Face folder, all read

@@ -25,7 +25,7 @@ from mrl.converters.weights import Slice, WeightReader
 
 @dataclasses.dataclass(frozen=True)
 class StackPlace:
-    """Say where a tensor of the tables lies: part `part` of `expert` in the stored tensor `stored`."""
+    """The place of a tensor of the tables: part `part` of `expert` in the stored tensor `stored`."""
 
     stack: Stack
     stored: str

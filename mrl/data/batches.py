@@ -23,7 +23,7 @@ from mrl.errors import DataError, UserError
 
 
 def steps_for_epochs(epochs: float, rows: int, global_batch_size: int) -> int:
-    """Batches that cover `epochs` passes over the rows that fill them; the last one may reach into the next epoch."""
+    """Returns batches for `epochs` passes over the rows; the last one may reach into the next epoch."""
     return max(1, math.ceil(Fraction(str(epochs)) * rows / global_batch_size))
 
 
@@ -75,8 +75,11 @@ class BatchSource(RowStream[T]):
         self._ahead.result()
 
     def next_error(self, stops: Callable[[], bool] = lambda: False) -> DataError | None:
-        """Returns the error that `next` will raise, of a batch that is being made already, so that a checkpoint is
-        saved first; waits for it, unless the run stops: a source that does not answer may take minutes."""
+        """Returns the error that `next` will raise, so that a checkpoint is saved first.
+
+        It waits for the batch that is being made already. A source that does not answer may take minutes, so it stops
+        waiting when the run stops.
+        """
         while self._ahead is not None and not stops():
             if self._ahead in wait([self._ahead], timeout=0.2).done:
                 error = self._ahead.exception()
@@ -121,9 +124,9 @@ def in_order(
 ) -> Iterator[tuple[list[int], list[T]]]:  # fmt: skip
     """Yields all usable rows once, in their order, with their indices: `rows_at_once`, the last time perhaps fewer.
 
-    weighs: whether a row counts in what a batch is divided by. least: rows of a batch. Rows that are fewer or that all
-    weigh nothing are yielded with those before or after them; fewer alone only where there are no others. DataError
-    where no row can be used, and where none weighs.
+    weighs: whether a row counts in the denominator of a batch. least: rows of a batch. Too few rows are yielded with
+    those before or after them, and so are rows that all weigh nothing. Too few are yielded alone only if there are no
+    others. Raises DataError if no row can be used, or none weighs.
     """
     report = report if report is not None else Report()
     held: list[tuple[int, T]] = []  # a whole batch, until it is known that what follows makes one too

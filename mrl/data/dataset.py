@@ -48,7 +48,7 @@ from mrl.errors import DataError, UserError, show
 
 
 class LoadedRow(Protocol):
-    """Hold a row in tokens."""
+    """A row in tokens."""
 
     @property
     def truncated(self) -> bool: ...
@@ -74,18 +74,18 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class RejectedRow:
-    """Describe a row left out: a bad one under `on_bad_row: skip`, or a long one under `truncation: drop`."""
+    """A row left out: a bad one under `on_bad_row: skip`, or a long one under `truncation: drop`."""
 
     outcome: Literal["skipped", "dropped"]
     why: str
 
 
 class RowDataset(abc.ABC, Generic[T]):
-    """Random access to rows of data.train or data.eval as a `T`, which has a flag `truncated`; holds no row in memory.
-    Rows that are streamed are not counted, and only those that were taken last (`take`) can be loaded.
+    """Random access to rows of data.train or data.eval, each a `T` with a flag `truncated`; holds no row in memory.
+    Streamed rows are not counted, and only the last ones (`take`) can be loaded.
 
-    Raises DataError on construction where the data cannot be used at all (missing, empty, no form fits, a conversation
-    without a chat template). vocab_size: the model's, which no token id may reach. `load` may be called from several
+    Raises DataError on construction if the data cannot be used at all (missing, empty, no form fits, a conversation
+    without a chat template). vocab_size: the model's; token ids are below it. `load` may be called from several
     threads; the tokenizer is copied.
     """
 
@@ -152,14 +152,14 @@ class RowDataset(abc.ABC, Generic[T]):
             self._rows.epochs = epochs
 
     def leave_out(self, why: str) -> None:
-        """Notes a row that this rank leaves out, which `agree` compares where rows are streamed. why: begins with its
-        file and line."""
+        """Notes a row that this rank leaves out; if rows are streamed, `agree` compares them. why: begins with its file
+        and line."""
         if isinstance(self._rows, StreamedRows):
             self._rows.leave_out(why)
 
     def agree(self, error: UserError | None) -> None:
-        """Where rows are streamed, raises on every rank an error that one of them has, and where ranks have left out
-        different rows (`Exchange.agree`): they wait for each other's calls. Else raises the error of this rank."""
+        """Raises the error of this rank. If rows are streamed, ranks wait for each other's calls (`Exchange.agree`).
+        Then an error of one is raised on all, and so is an error if ranks have left out different rows."""
         if isinstance(self._rows, StreamedRows):
             self._rows.agree(error)
         elif error is not None:
@@ -179,7 +179,7 @@ class RowDataset(abc.ABC, Generic[T]):
         raise AssertionError(f"rows of a {type(self).__name__} are not mixed")
 
     def encoders(self) -> list[Encoder]:
-        """Returns the encoders of the conversations that rows are; none where what is generated has no turns."""
+        """Returns the encoders of rows that are conversations; none if no turns are generated."""
         return []
 
     @property
@@ -253,7 +253,7 @@ class RowDataset(abc.ABC, Generic[T]):
             )
 
     def detected_form(self) -> str:
-        """Returns the form of the first row that can be read, which data.format auto goes by."""
+        """Returns the form of the first readable row; data.format auto goes by it."""
         row, where = self.first_row()
         try:
             return self._form_of(row)
@@ -274,7 +274,7 @@ class RowDataset(abc.ABC, Generic[T]):
             self.load(index)
 
     def _dialogue(self) -> list[str]:
-        """Returns a line where a text holds a whole conversation, which the chat template makes one turn of."""
+        """Returns a line if a text holds a whole conversation: the chat template makes one turn of it."""
         row, where = self.first_row()
         field = looks_like_dialogue(row) if self._templates_texts() else None
         if field is None:
@@ -302,7 +302,7 @@ class RowDataset(abc.ABC, Generic[T]):
         return [f"{where}: its fields {' and '.join(new)} {what}"] if new else []
 
     def _fields_read(self) -> tuple[str, dict[str, Any], set[str]]:
-        """Returns the place and fields of the first row, and which of them are read: none of a row that is not used."""
+        """Returns the place and fields of the first row, and the fields that are read: none of an unused row."""
         index, row = self._first()
         noted = TrackedRow(row)
         try:
@@ -346,8 +346,8 @@ class RowDataset(abc.ABC, Generic[T]):
 
 
 class SFTDataset(RowDataset[Example]):
-    """Rows that train, as `Example`s. vision: of the model where it reads images. teachers: names of those beside the
-    first; None where there is none at all, so that no field of a row is a name of one."""
+    """Rows that train, as `Example`s. vision: of the model if it reads images. teachers: names of all but the first;
+    None without any teacher, so no field of a row names one."""
 
     config: DataConfig
 
@@ -462,7 +462,7 @@ class SFTDataset(RowDataset[Example]):
 def teacher_of(row: dict[str, Any], of_source: str | None, teachers: Sequence[str], key: str) -> int:
     """Returns the number of a row's teacher, 0 for the first. Raises BadRow.
 
-    of_source: the one of rows that name none. teachers: names of those beside the first, which stand in `key`.
+    of_source: the one of rows that name none. teachers: names of all but the first, given in `key`.
     """
     name = of_source if row.get("teacher") is None else row["teacher"]
     if name is None:

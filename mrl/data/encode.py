@@ -3,21 +3,20 @@
 A *conversation* goes through the tokenizer's chat template. What trains (`data.loss_on`: every assistant turn, the last
 one, those of a list of roles, or everything) is found in one of two ways:
 
-- The template has `{% generation %}` markers: they say it. There must be one marked span per assistant turn.
-- Otherwise the conversation is rendered up to each assistant turn (with the generation prompt: what the model will be
-  given) and to its end, and both must agree, token by token, with the rendering of the whole. Where a template rewrites
-  earlier turns (some drop the reasoning of all but the last) they do not agree; that is an error that shows the
-  difference.
+- The template has `{% generation %}` markers: they say it. Every assistant turn must have one marked span.
+- Otherwise the conversation is rendered up to each assistant turn, with the generation prompt that the model will get,
+  and up to the turn's end. Both must agree, token by token, with the rendering of the whole. They do not agree if a
+  template rewrites earlier turns (some drop the reasoning of all but the last). The error shows the difference.
 
 An assistant turn trains from the first token after the generation prompt up to and with its end-of-turn token, the last
 special token of the turn. White space that a template puts after it ("\\n" after <|im_end|>) does not train, since
 generation has stopped by then; inside generation markers it does. A turn whose end-of-turn token would not train is
-an error: that model would not learn to stop. mrl/data/ends.py finds what ends a turn where templates differ: an ending
-of the whole rendering is no part of the last turn, and the next turn's token ends one that has no other.
+an error, because the model would not learn to stop. mrl/data/ends.py finds the end of a turn, since templates differ.
+An ending of the whole rendering is no part of the last turn. The next turn's token ends a turn that has no other.
 
 A message of another role than assistant trains from the first token of its content, up to and with its end-of-turn
-token where the template writes one. Its content begins where renderings with other contents in its place begin to
-differ. A message's `weight` multiplies what its tokens count in the loss; one of weight 0 does not train.
+token where the template writes one. Its content begins at the first difference from renderings with other contents in
+its place. A message's `weight` multiplies what its tokens count in the loss; one of weight 0 does not train.
 
 A *pair* of strings (prompt_completion, alpaca) becomes a user and an assistant turn where the tokenizer has a chat
 template. Without one the two strings are joined as they are and the EOS token ends them, as in TRL; a template file of
@@ -92,9 +91,9 @@ class Encoded:
 class Encoder:
     """Turns parsed rows into tokens.
 
-    system: text of a system message before conversations that have none. as_rendered: a conversation is what the
-    template makes of it; else its end gets the next turn's token where that ends the last turn. Raises BadRow for a
-    row's fault and DataError for the template's or tokenizer's.
+    system: text of a system message before conversations that have none. as_rendered: a conversation is exactly the
+    template's rendering; else its end gets the next turn's token if that ends the last turn. Raises BadRow for a row's
+    fault and DataError for the template's or tokenizer's.
     """
 
     def __init__(
@@ -228,7 +227,7 @@ class Encoder:
         return self.fit_tool_arguments_and_forms(chat)[0]
 
     def fit_tool_arguments_and_forms(self, chat: Chat) -> tuple[Chat, list[str]]:
-        """As `fit_tool_arguments`, with what that changed in words."""
+        """Does the same as `fit_tool_arguments`, and returns the changes in words."""
         other = sorted(TEMPLATE_ARGUMENTS & chat.template_kwargs.keys())
         if other:
             why = "is no variable of a chat template"
@@ -290,8 +289,7 @@ class Encoder:
         return ids, spans | {i: self._content_span(chat, i, ids) for i in wanted if i not in spans}
 
     def _ended(self, chat: Chat, ids: list[int]) -> list[int]:
-        """Returns a rendering of all messages with the end of the last turn where the template leaves that to the next
-        turn."""
+        """Returns a rendering of all messages, with the last turn's end if the template leaves it to the next turn."""
         last = chat.messages[-1]
         if self.as_rendered or last["role"] != "assistant":
             return ids
@@ -305,14 +303,14 @@ class Encoder:
     def render(
         self, chat: Chat, messages: list[dict[str, Any]], *, prompt: bool = False, marks: bool = False
     ) -> tuple[list[int], list[int]]:
-        """Token ids of `messages` (with the generation prompt where `prompt`), and the template's marks where asked."""
+        """Token ids of `messages` (with the generation prompt if `prompt`), and the template's marks if asked."""
         out = self._apply_template(
             chat, messages, prompt, tokenize=True, return_dict=True, return_assistant_tokens_mask=marks
         )
         return list(out["input_ids"]), list(out["assistant_masks"]) if marks else []
 
     def render_text(self, chat: Chat, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
-        """As `render`, before it is tokenized."""
+        """Returns the text that `render` tokenizes."""
         return self._apply_template(chat, messages, prompt, tokenize=False)
 
     def _apply_template(self, chat: Chat, messages: list[dict[str, Any]], prompt: bool, **options: Any) -> Any:
@@ -386,9 +384,9 @@ class Encoder:
         return start, end
 
     def _end_in_place(self, chat: Chat, rest: list[int], whole: list[int], same: int) -> int | None:
-        """Returns the position after the token that ends an earlier turn where it is no part of the turn alone.
+        """Returns the position after the token that ends an earlier turn, if the turn alone lacks it.
 
-        rest: what the rendering up to the turn has otherwise than `whole`, from the position `same` on.
+        rest: the rendering up to the turn from `same` on, the first position that differs from `whole`.
         """
         if not rest:
             return self._end_at_next(chat, whole, same)
@@ -396,7 +394,7 @@ class Encoder:
         return same + 1 if differs and self.turn_ends(chat).kind == "by place" else None
 
     def _end_at_next(self, chat: Chat, whole: list[int], at: int) -> int | None:
-        """Returns the position after the next turn's first token, where that ends the turn which is whole at `at`."""
+        """Returns the position after the next turn's first token, if it ends the turn that is whole at `at`."""
         ends = self.turn_ends(chat)
         if ends.kind != "next turn" or at == len(whole) or whole[at] == ends.begin:
             return None
@@ -465,7 +463,7 @@ class Encoder:
         )
 
     def _what_works(self, chat: Chat, turn: int) -> str:
-        """Returns what lets an assistant turn train whose template rewrites turns, "" where nothing does."""
+        """Returns advice for a template that rewrites turns, so that an assistant turn trains; "" if there is none."""
         variables = variables_of(self.tokenizer.get_chat_template(None, chat.tools))
         has_switch = "enable_thinking" in variables and "enable_thinking" not in chat.template_kwargs
         switched = dataclasses.replace(chat, template_kwargs={**chat.template_kwargs, "enable_thinking": False})

@@ -3,7 +3,7 @@
 A probe conversation is rendered with nothing after the assistant's turn, and with another turn after it.
 
 - Most templates end a turn with a special token, whatever follows (ChatML, Llama 3). Some write more after the last
-  turn of all (Phi-3: EOS), which is no part of it.
+  turn of all (Phi-3: EOS); it is no part of the turn.
 - Some end the last turn with another token than earlier ones (gpt-oss: <|return|>, and <|end|> before).
 - Some write no end. The special token that begins the next turn then ends this one (GLM-4.5: <|user|>, and
   <|observation|> after a turn that calls tools). It belongs to the turn.
@@ -90,7 +90,7 @@ class Probe:
         return TurnEnds("next turn", there, call=after_call, begin=begin)
 
     def _added(self, part: list[dict[str, Any]], whole: list[dict[str, Any]], *, prompt: bool = False) -> list[int]:
-        """Returns what the rendering of `whole` has after that of `part`; [] where it is not its beginning."""
+        """Returns the tokens of `whole`'s rendering after `part`'s; [] if it does not begin with that."""
         before, after = self._text(part), self._text(whole, prompt=prompt)
         return self.tokenize(after[len(before) :]) if before and after.startswith(before) else []
 

@@ -55,7 +55,7 @@ class BadRow(DataError):
 
 
 def row_error(where: str, bad: BadRow) -> DataError:
-    """Returns the error of a bad row, which `data.on_bad_row: skip` would leave out. where: its file and line."""
+    """Returns the error of a bad row; `data.on_bad_row: skip` would leave it out. where: its file and line."""
     error = DataError(where, why=str(bad))
     error.may_be_skipped = True
     return error
@@ -253,7 +253,7 @@ def parse_line(line: bytes, head: Callable[[], bytes]) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """Returns the value of JSON text. Raises JSONDecodeError, and BadRow where a row may not hold that value."""
+    """Returns the value of JSON text. Raises JSONDecodeError, and BadRow if a row may not hold the value."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -391,7 +391,7 @@ class ParquetFile:
 
 
 def kind_of(value: Any) -> str:
-    """Describes a wrong value for messages: short, with the value where that helps."""
+    """Describes a wrong value for messages: short, with the value if it helps."""
     match value:
         case None:
             return "missing or null"

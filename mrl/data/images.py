@@ -58,7 +58,7 @@ class Image:
 
 
 def require_pillow(path: str) -> None:
-    """Raises ModelError where images cannot be read. path: of the model that wants them."""
+    """Raises ModelError if images cannot be read. path: of the model."""
     if importlib.util.find_spec("PIL") is None:
         raise ModelError("model.path", why=f"{path} {NO_PILLOW}")
 
@@ -92,7 +92,7 @@ def _part(part: Any, name: str) -> dict[str, Any]:
 
 
 def image_of(value: Any, where: str, key: str = "image") -> Image:
-    """Returns the image that a value of a row means. key: the field that it was found under. Raises BadRow."""
+    """Returns the image that a value of a row means. key: its field. Raises BadRow."""
     match value:
         case bytes():
             return Image(where, data=value)

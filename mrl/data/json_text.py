@@ -65,8 +65,8 @@ def json_object(text: Any) -> dict[str, Any] | None:
 
 
 def decode_tool_calls(message: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns a message whose tool calls are objects, also where they are JSON text, and which has no field that is
-    null or an empty list of calls. Raises BadRow."""
+    """Returns a message with tool calls as objects, also if they are JSON text. A field that is null and an empty list
+    of calls are left out. Raises BadRow."""
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
     if "tool_calls" not in message:
         return message
@@ -104,9 +104,9 @@ def _with_parameters(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _conversation(value: Any, name: str) -> Any:
-    """Returns the messages that a text is the JSON of, or that are JSON text in a list; any other value as it is.
+    """Returns the messages in a JSON text, or in a list of JSON texts; any other value as it is.
 
-    name: of the field. Messages with `from` (ShareGPT) are refused by what reads `messages`, which is never text.
+    name: of the field. Messages with `from` (ShareGPT) are refused by the reader of `messages`, never text.
     """
     messages = value
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What a chat template leaves out of conversations: said at the start, from the first rows that have each field.
+"""Notes on fields that a chat template leaves out: said at the start, from the first rows that have each field.
 
 A conversation is rendered with a field and without it. A variable of chat_template_kwargs is looked for in the
 template's text instead: `enable_thinking: true` may change nothing, and be right.
@@ -22,10 +22,9 @@ MAX_ROWS_PER_FIELD = 8
 
 
 def left_out(encoder: Encoder, chats: Iterable[tuple[str, Chat]]) -> list[str]:
-    """Returns a line for each field of the conversations that the chat template writes nothing of, and for the form
-    that the arguments of their tool calls get. chats: with the file and line of each.
+    """Returns a line for each field that the chat template leaves out, and for the form of tool calls' arguments.
 
-    Raises DataError where a turn is left with nothing but its end.
+    chats: conversations, each with its file and line. Raises DataError if nothing is left of a turn but its end.
     """
     if not encoder.has_template:
         return []
@@ -97,7 +96,7 @@ def _kind_of_text(message: Mapping[str, Any], place: int) -> str | None:
 
 
 def _check_turns(encoder: Encoder, chat: Chat, whole: str, where: str) -> None:
-    """Raises DataError where nothing is written of an assistant turn that has no content and says more."""
+    """Raises DataError if an assistant turn without content has other fields and nothing of them is written."""
     for i, message in enumerate(chat.messages):
         extra = extra_fields(message)
         if message["role"] != "assistant" or not extra or not is_blank(message["content"]):

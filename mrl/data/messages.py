@@ -1,4 +1,4 @@
-"""What a message of a conversation says beside its content."""
+"""Fields of a message beside its content."""
 
 from __future__ import annotations
 

@@ -1,18 +1,17 @@
-"""Rows of several sources, mixed by their weights: which source the next row is of, and which row of it.
+"""Rows of several sources, mixed by their weights: the source of the next row, and the row in it.
 
-Every source has an order of its own, epoch after epoch, a function of (seed, its name, epoch). The next row is of the
-source that is furthest behind its share: with `W` the sum of weights, source `i` is due `w_i / W` of what the sources
-have given, and what it has given is behind that by
+Every source has an order of its own, epoch after epoch, a function of (seed, its name, epoch). The next row comes from
+the source that is furthest behind its share. With `W` the sum of weights, source `i` is due `w_i / W` of all that was
+given. It is behind by
 
     due_i = w_i / W * (given_1 + ... + given_n) - given_i
 
 The source with the largest `due` gives the next row that can be used, the first of equals. So no source is ever a whole
-row ahead of its share (`due_i > -1`), or, where shares are of tokens, ahead by more than its last row. The integers
-that this is computed with, and how far each source has been read, are the position that a checkpoint holds: the mixture
-is a function of the seed and of the number of rows that were taken.
+row ahead of its share (`due_i > -1`); shares of tokens are ahead by no more than the last row. A checkpoint holds these
+integers and the position in each source. So the mixture is a function of the seed and the number of rows taken.
 
-A source whose `epochs` are over gives no more: shares of the others count anew from there. They do so, too, where a
-resumed run has other weights or sources.
+A source whose `epochs` are over gives no more. Shares of the others then start from zero, as they do if a resumed run
+has other weights or sources.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def train_rows(data: Any, make: Callable[[Any], RowDataset[T]]) -> RowDataset[T]
 
 
 def eval_rows(data: Any, make: Callable[[Any], RowDataset[T]]) -> dict[str, RowDataset[T]]:
-    """Returns the rows of data.eval by name, "" where it is one path; {} where it is null. make: as `train_rows`."""
+    """Returns the rows of data.eval by name, "" if it is one path; {} if it is null. make: as `train_rows`."""
     if data.eval is None:
         return {}
     if isinstance(data.eval, str):
@@ -134,7 +133,7 @@ class MixedDataset(RowDataset[T]):
         self._streamed_or_first().agree(error)
 
     def _streamed_or_first(self) -> RowDataset[T]:
-        """Returns a source that speaks to the other ranks, where there is one."""
+        """Returns a streamed source if there is one, since it speaks to the other ranks; else the first."""
         return next((source for source in self.sources if source.is_streamed), self.sources[0])
 
     def find(self, index: int) -> tuple[int, int]:
@@ -193,7 +192,7 @@ class MixedDataset(RowDataset[T]):
 
 @dataclasses.dataclass(frozen=True)
 class SourceProgress:
-    """Count what a source has given. `position` rows of `epoch` are used up."""
+    """The rows and tokens that a source has given. `position` rows of `epoch` are used up."""
 
     epoch: int = 0
     position: int = 0
@@ -257,8 +256,8 @@ class Mixer:
         return max(open_, key=lambda i: (self.weights[i] * given - weight * reads[i].given, -i))
 
     def row(self, number: int, read: SourceProgress) -> tuple[int, Cursor]:
-        """Returns the index, among the rows of all sources, of the next row of source `number`, and where that has been
-        read up to then."""
+        """Returns the index of the next row of source `number` among the rows of all sources, and the position after it
+        in the source."""
         source, start = self.dataset.sources[number], self.dataset.starts[number]
         if source.is_streamed:
             index, after = source.take(Cursor(read.epoch, read.position, read.mark), self._parts[number])
@@ -273,8 +272,8 @@ class Mixer:
         return start + int(cached[1][read.position]), after
 
     def record_read(self, reads: list[SourceProgress], number: int, cursor: Cursor, item: Any | None) -> None:
-        """Counts a row of source `number` that was read up to `cursor`, in `reads`. item: what the row became; None
-        where left out."""
+        """Counts a row of source `number` in `reads`. cursor: the position after it. item: the row in tokens;
+        None if left out."""
         read = reads[number]
         rows, tokens = 0, 0
         if item is not None:

@@ -1,4 +1,4 @@
-"""What a run takes of each source of a mixture, computed from its length, before a row is read for it.
+"""The rows that a run takes of each source, computed from its length before a row is read.
 
 `Mixer` (mrl/data/mixture.py) keeps each source within a row of its share, so its shares without the roundings are those
 of the run to within a row for each source that ends.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class SourceSupply:
-    """Describe a source as its share needs it."""
+    """A source as its share needs it."""
 
     weight: float
     rows: int | None  # that can be used in one pass; None where not known, as of streams
@@ -22,7 +22,7 @@ class SourceSupply:
 
 @dataclasses.dataclass(frozen=True)
 class SourceShare:
-    """Say what a run takes of a source."""
+    """The rows that a run takes of a source."""
 
     rows: float
     passes: float | None  # over the source's rows; None where their number is not known

@@ -1,4 +1,4 @@
-"""A row that notes which of its fields are read."""
+"""A row that notes its fields as they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preference rows: answers to a prompt of which one is better, or single ones that are good or bad, in tokens.
+"""Preference rows in tokens: a better and a worse answer to a prompt, or single answers that are good or bad.
 
     format        fields                                              becomes
     preference    prompt, chosen, rejected: strings, or message       two answers, the chosen one first
@@ -301,8 +301,8 @@ class PreferenceDataset(RowDataset[Preference]):
         return Answer(encoded.ids, mask, chosen, row.inputs)
 
     def _check_pair(self, chosen: Answer, rejected: Answer, *, same_turns: bool) -> None:
-        """Raises BadRow where the answers are the same, or do not follow the same tokens. same_turns: whether the turns
-        before the first that trains are the same in both."""
+        """Raises BadRow if the answers are the same, or do not follow the same tokens. same_turns: both have the same
+        turns before the first turn that trains."""
         if chosen.ids == rejected.ids:
             raise BadRow("chosen and rejected are the same tokens to the tokenizer, and teach nothing; remove the row")
         ours, theirs = chosen.prompt, rejected.prompt
@@ -376,11 +376,11 @@ def with_mtp_mask(batch: Batch) -> Batch:
 
 
 def with_other_answers(batch: Batch, max_length: int) -> Batch:
-    """Returns the prompts of a global mini-batch with answers to other prompts, of which kto's KL is made.
+    """Returns the prompts of a global mini-batch with answers to other prompts; kto estimates its KL from them.
 
-    Each prompt gets the answer of the next sequence of another prompt in the order: the chosen ones, then the rejected
-    ones, then the first again; of the next sequence where all have one prompt. What is longer than `max_length` is cut
-    at its end. A pure function of the batch.
+    The order is the chosen sequences, then the rejected ones, then the first again. Each prompt gets the answer of the
+    next sequence with another prompt; of the next sequence if all have one prompt. Sequences are cut to `max_length` at
+    their end. A pure function of the batch.
     """
     chosen = batch.sequence_fields[CHOSEN].tolist()
     order = [i for i in range(len(chosen)) if chosen[i]] + [i for i in range(len(chosen)) if not chosen[i]]
@@ -400,8 +400,8 @@ def with_other_answers(batch: Batch, max_length: int) -> Batch:
 
 
 def _next_that_differs(prompts: Sequence[list[int]]) -> list[int]:
-    """Returns for each place the next place that has another prompt, where the first comes after the last; the next
-    place where all have one prompt."""
+    """Returns for each place the next place with another prompt, with the first after the last. If all have one prompt,
+    it is the next place."""
     size = len(prompts)
     following = [(place + 1) % size for place in range(size)]
     found = list(following)

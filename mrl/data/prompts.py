@@ -52,8 +52,8 @@ class Prompt:
 class PromptDataset(RowDataset[Prompt]):
     """Rows as prompts of at most data.max_prompt_length tokens; see mrl/data/formats.py for the forms they may have.
 
-    A text becomes a user turn where the tokenizer has a chat template, and is taken as it is where it has none.
-    teachers: names of those beside the first; None where rows have none.
+    A text becomes a user turn if the tokenizer has a chat template, and stays as it is otherwise. teachers: names of
+    all but the first; None if rows have none.
     """
 
     config: PromptsConfig
@@ -127,7 +127,7 @@ class PromptSource(RowStream[Prompt]):
     """An endless source of prompts that can be saved and continued exactly."""
 
     def take(self, count: int) -> list[Prompt]:
-        """Returns the next `count` prompts that can be used, whose `index` is that among the rows of all sources.
+        """Returns the next `count` usable prompts. Their `index` counts the rows of all sources.
 
         Raises DataError as `PromptDataset.load` does, and takes none then.
         """

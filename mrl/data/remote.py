@@ -1,4 +1,4 @@
-"""Files elsewhere, read as they lie there: found by URL or hub id, and read as one stream of bytes.
+"""Remote files, found by URL or hub id, and read as one stream of bytes.
 
     https://host/rows.jsonl.gz            one file; `http` too
     hf://datasets/NAME/data/*.parquet     a file, folder or glob of any file system that fsspec has (s3, gs, ...)
@@ -74,7 +74,7 @@ class RemoteFile:
 
 
 class _ReopeningFile(io.RawIOBase):
-    """A file that is opened again, where it broke, as often as `WAITS_S` has waits. Raises SourceError."""
+    """A file that is opened again at the byte where it broke, once for each of `WAITS_S`. Raises SourceError."""
 
     def __init__(self, file: RemoteFile, key: str, ended: threading.Event) -> None:
         self.of, self.key, self._ended = file, key, ended
@@ -123,7 +123,7 @@ class _ReopeningFile(io.RawIOBase):
         return data
 
     def _more(self, file: BinaryIO, most: int) -> bytes:
-        """Returns the next bytes. Raises ConnectionError where a file ends that goes on."""
+        """Returns the next bytes. Raises ConnectionError if a file ends too early."""
         data = file.read(most)
         if not data and self.of.size is not None:
             raise ConnectionError(f"the connection ended at byte {self._file_at:,} of {self.of.size:,}")
@@ -140,7 +140,7 @@ class _ReopeningFile(io.RawIOBase):
 
 
 def is_ending() -> bool:
-    """Returns whether the process ends, which waits for the threads that read."""
+    """Returns whether the process is ending. Its end waits for reading threads."""
     return not threading.main_thread().is_alive()
 
 
@@ -161,8 +161,10 @@ def read_failure(key: str, url: str, error: Exception) -> SourceError:
 
 
 def error_text(error: Exception) -> str:
-    """Returns the kind and the text of an exception on one line, without what comes after `?` in addresses: libraries
-    quote that of the file, the part after its host, or the signed one that a server has sent them on to."""
+    """Returns the type and the text of an exception on one line, without the query (`?...`) of addresses.
+
+    Libraries quote the file's address, the part after its host, or the signed address of a redirect.
+    """
     text = _QUERY.sub(rf"\1{HIDDEN}", str(error))
     return f"{type(error).__name__}: {one_line(text)}"
 
@@ -294,8 +296,10 @@ def _fsspec_files(path: str, key: str) -> list[RemoteFile]:
 
 
 def _pinned(system: Any, root: str) -> str:
-    """Returns a path of the hub with the commit that its branch is at now, so that what is pushed later is not read;
-    of another file system, a bucket of the hub's, or a path that has its commit, the path as it is."""
+    """Returns a path of the hub with its branch's present commit, so that later pushes are not read.
+
+    A path of another file system or of a bucket of the hub stays as it is, and so does a path with a commit.
+    """
     found = system.resolve_path(root) if isinstance(system, HfFileSystem) else None
     if not isinstance(found, HfFileSystemResolvedRepositoryPath):
         return root

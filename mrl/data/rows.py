@@ -139,7 +139,7 @@ def _no_splits(path: str, split: str, part: Part) -> DataError:
 
 
 def _data_files(path: str, part: Part, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
-    """Returns the files that `path` means, sorted; none where it looks like a hub id."""
+    """Returns the files that `path` means, sorted; none if it looks like a hub id."""
     if os.path.isdir(path):
         return _folder_files(path, part, suffixes)
     if os.path.exists(path):
@@ -286,5 +286,5 @@ def _choose_split(path: str, loaded: Any, split: str | None, part: Part, files: 
 
 
 def _rows_of(name: str, dataset: datasets.Dataset, part: Part, files: Sequence[str]) -> Rows:
-    """Returns the rows of one data set. files: that it was made of, where they are known."""
+    """Returns the rows of one data set. files: its own, if they are known."""
     return Rows([DatasetRows(name, dataset)], NamedFiles(f"data.{part}", name, files or (name,), name, is_chosen=True))

@@ -1,4 +1,4 @@
-"""Rows that a reward model learns from, in tokens: pairs of answers, graded answers, answers whose steps have labels.
+"""Rows for a reward model, in tokens: pairs of answers, graded answers, answers with labels of their steps.
 
     format        fields                                              becomes
     preference    prompt, chosen, rejected: strings, or message       two sequences, the chosen one first
@@ -57,7 +57,7 @@ MAX_SCORE = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class ScoredSequence:
-    """Hold a sequence and its target scores."""
+    """A sequence and its target scores."""
 
     ids: list[int]
     places: tuple[int, ...]  # of the tokens whose scores are read, ascending
@@ -76,15 +76,17 @@ class ScoredRow:
 
 
 def scored_token(ids: Sequence[int], pad_token_id: int | None) -> int:
-    """Returns the index in `ids` at which the score is read: the last token other than the padding, the first where
-    all are padding. So does transformers (5, modeling_layers.GenericForSequenceClassification)."""
+    """Returns the index in `ids` for the score: the last token that is no padding; 0 if all are padding.
+
+    transformers does the same (5, modeling_layers.GenericForSequenceClassification).
+    """
     return max((place for place, token in enumerate(ids) if token != pad_token_id), default=0)
 
 
 def padding(hf_config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns the token that pads sequences for a sequence classifier, at which therefore none is scored.
+    """Returns the token that pads sequences for a sequence classifier. No sequence is scored at it.
 
-    It is that of config.json, which transformers goes by; else the tokenizer's, else its EOS token. Raises ModelError.
+    It is config.json's, as in transformers; else the tokenizer's, else its EOS token. Raises ModelError.
     """
     for token in (pad_token_of(hf_config), tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None and 0 <= token < len(tokenizer):
@@ -258,10 +260,10 @@ class ScoredDataset(RowDataset[ScoredRow]):
 
 
 def scored_batch(rows: Sequence[ScoredRow], *, group: int) -> Batch:
-    """Returns the global mini-batch of some rows, with what `mrl.algorithms.scores` reads and divides by.
+    """Returns the global mini-batch of some rows, with the inputs and denominators of `mrl.algorithms.scores`.
 
-    A batch has no value for a sequence's last token, after which nothing is predicted: one more, 0, makes it the last
-    but one. Labels train where a score is read. group: 2 where rows are pairs, else 1.
+    A batch has no value for a sequence's last token, because nothing is predicted after it. So one more token, 0, is
+    appended. Labels train at the tokens whose score is read. group: 2 if rows are pairs, else 1.
     """
     ids, masks, targets = [], [], []
     for sequence in (sequence for row in rows for sequence in row.sequences):

@@ -82,7 +82,7 @@ def _targets(sequence: ScoredSequence) -> dict[int, str]:
 
 
 def text_lines(tokenizer: PreTrainedTokenizerBase, of: ShownSequence, *, coloured: bool) -> Iterator[str]:
-    """Yields the text of a sequence, line by line. Of a long one the middle is left out."""
+    """Yields the text of a sequence, line by line, without the middle if it is long."""
     tokens, total = list(_tokens(of)), len(of.ids_T)
     if total <= MOST:
         yield from _marked(tokenizer, tokens, coloured)
@@ -103,8 +103,8 @@ def _tokens(of: ShownSequence) -> Iterator[tuple[int, tuple[float, int, str]]]:
 def _marked(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[tuple[int, tuple[float, int, str]]], coloured: bool
 ) -> Iterator[str]:
-    """Yields lines of the text, with what has one weight between marks, which are closed at the end of each line. White
-    space that is all that a mark holds is named, before the line ends by it."""
+    """Yields lines of the text. Marks enclose tokens of one weight, and close at the end of each line. A mark of only
+    white space names it, before the line ends by it."""
     line = ""
     for (weight, _, target), run in itertools.groupby(tokens, key=lambda pair: pair[1]):
         text = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)

@@ -1,4 +1,4 @@
-"""Names of files that say of which split they are, and files that are in data.train and in data.eval.
+"""Names of files that tell their split, and files that are both in data.train and in data.eval.
 
 A name says that a file is held out by a word between separators: `gsm_test.jsonl`, `val-00000.parquet`, `dev/a.jsonl`.
 Such a file does not train beside another one because a folder or a glob happens to bring it in.
@@ -50,7 +50,7 @@ def files_of_path(key: str, path: str, files: Sequence[str]) -> NamedFiles:
 
 
 def check_splits(every: Sequence[NamedFiles]) -> None:
-    """Raises DataError where a path brings in a file that is held out beside others. every: what is read together."""
+    """Raises DataError if a path brings in a held-out file beside others. every: paths that are read together."""
     for one in every:
         chosen = _kinds(one.pattern)
         by_name = chosen | _kinds(os.path.basename(one.path.rstrip("/")))
@@ -74,7 +74,7 @@ def _kinds(text: str) -> frozenset[str]:
 
 
 def _first_of_each_kind(files: Sequence[str]) -> Mapping[frozenset[str], str]:
-    """Returns the first file of each kinds of words, which are those of its path below the folder that holds all."""
+    """Returns the first file of each set of kinds, from the words of its path below the common folder."""
     root = os.path.commonprefix(list(files)).rpartition("/")[0]
     first: dict[frozenset[str], str] = {}
     for file in files:

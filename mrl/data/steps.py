@@ -1,7 +1,7 @@
-"""Where the steps of an answer end, in tokens: found in the rendered text by its characters, never by guessing.
+"""The ends of an answer's steps, in tokens: found in the rendered text by its characters, never by guessing.
 
-A step ends with the last token that holds nothing of the next one; where a separator's own characters share a token
-with the next step, that is the token before it. The last step ends where the whole answer is scored.
+A step ends with the last token that holds nothing of the next one. If a separator shares a token with the next step,
+the step ends before that token. The last step ends at the token that scores the whole answer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _MARK = "\ue000\ue001"
 def encode_steps(
     encoder: Encoder, content: Chat | Text, steps: Sequence[str], separator: str
 ) -> tuple[list[int], list[int]]:
-    """Returns token ids, and the place in them at which each step but the last ends.
+    """Returns token ids, and the last token of each step but the last.
 
-    content: whose last message, or the end of whose text, is the steps joined by `separator`. Raises BadRow for a row's
+    content: its last message, or the end of its text, is the steps joined by `separator`. Raises BadRow for a row's
     fault, and DataError or ModelError for the template's or tokenizer's.
     """
     if not encoder.tokenizer.is_fast:
@@ -43,7 +43,7 @@ def encode_steps(
 
 
 def _rendered(encoder: Encoder, content: Chat | Text, answer: str) -> tuple[str, int]:
-    """Returns the text that is tokenized, and where in it the answer begins (or would, were it not stripped)."""
+    """Returns the text to tokenize, and the offset of the answer in it before stripping."""
     if isinstance(content, Text):
         return content.text, len(content.text) - len(answer)
     text = encoder.render_text(content, content.messages)
@@ -60,7 +60,7 @@ def _rendered(encoder: Encoder, content: Chat | Text, answer: str) -> tuple[str,
 
 
 def _places(offsets: Sequence[tuple[int, int]], ends: Sequence[int], separator: int) -> list[int]:
-    """Returns the token with which each step ends. ends: the characters at which the next steps begin."""
+    """Returns the last token of each step. ends: offsets of the next steps' first characters."""
     places, token = [], 0
     for number, end in enumerate(ends):
         while token < len(offsets) and offsets[token][1] <= end:

@@ -1,8 +1,8 @@
 """An endless stream of rows in an order that is a pure function of (seed, epoch, number of rows), with a saved
 position.
 
-Epoch 0 is followed by epoch 1, and so on, each in its own order. Whoever takes rows gets the next ones that can be
-used, also where the epoch ends between them, so no row is lost.
+Epoch 0 is followed by epoch 1, and so on, each in its own order. Rows are taken across the end of an epoch, so none
+is lost. Rows that cannot be used are passed over.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ def max_skipped_in_a_row(dataset: RowDataset[Any]) -> int:
 
 
 def count_usable(dataset: RowDataset[T]) -> tuple[int, dict[str, int]]:
-    """Returns rows that fill batches, and counts as `RowStream.counts`: one pass that encodes every row, the same on
+    """Returns the number of usable rows, and counts as `RowStream.counts`: one pass that encodes every row, the same on
     every rank.
 
-    Raises DataError as `RowDataset.load` does, and where no row is left.
+    Raises DataError as `RowDataset.load` does, and if no row is left.
     """
     report = Report()
     usable = sum(report.count(dataset, row) is not None for row in range(len(dataset)))
@@ -124,7 +124,7 @@ def usable_of_mixture(dataset: MixedDataset[Any], seed: int, *, shuffle: bool = 
 
 @dataclasses.dataclass(frozen=True)
 class TakenRows(Generic[T]):
-    """Hold rows that were taken from a stream."""
+    """Rows that were taken from a stream."""
 
     items: list[T]  # what the rows became
     rows: list[int]  # their indices
@@ -196,7 +196,7 @@ class RowStream(Generic[T]):
         return row, Cursor(at.epoch + 1) if is_last else Cursor(at.epoch, at.position + 1)
 
     def _mixed(self, mixer: Mixer, start: Progress, count: int) -> TakenRows[T]:
-        """As `_after`, of a mixture."""
+        """Does the same as `_after`, for a mixture."""
         report, reads = Report(), list(start.sources)
         items: list[T] = []
         rows: list[int] = []
@@ -364,8 +364,8 @@ def _state_of(read: SourceProgress, source: RowDataset[Any]) -> dict[str, Any]:
 def _check_same(
     key: str, path: str, saved: list[dict[str, Any]], now: list[dict[str, Any]], *, name: str | None = None
 ) -> None:
-    """Raises CheckpointError where the data of `key` is not what it was. path: as the config has it. name: of a source,
-    which another path would give another one."""
+    """Raises CheckpointError if the data of `key` has changed. path: as the config has it. name: of a source; another
+    path would give it another name."""
     if change := _data_change(saved, now):
         commit = re.match(r"(hf://[^@]+@[0-9a-f]{40})/", saved[0]["name"] if saved else "")
         if commit and now and not now[0]["name"].startswith(commit[1]):

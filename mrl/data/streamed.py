@@ -2,12 +2,12 @@
 
 The order is a function of a seed, the epoch and the number of rows that were taken. An epoch has all files, in an order
 of its own. Its rows are taken in blocks of `buffer` rows, one after the other, each shuffled in itself; with a buffer
-of 0 rows come in the order of the files. Where a block begins in its file is part of every position (`Cursor`), so that
-going on from one reads that block again, and nothing before it: a file of JSON lines from the byte where the block
-begins, Parquet from the row group. (Within a compressed file what is before that is unpacked and forgotten.)
+of 0 rows come in the order of the files. Every position (`Cursor`) has the start of its block in the file. A resumed
+run reads from there: JSON lines from that byte, Parquet from the row group. A compressed file is unpacked from its
+start, and the part before the block is dropped.
 
-One process reads, a block ahead of what is taken, and holds two blocks at most. The others get what is taken from it,
-in chunks of rows, by the function `exchange`.
+One process reads, a block ahead, and holds two blocks at most. The others get their rows from it in chunks, by the
+function `exchange`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ START: Mark = (0, 0, 0)
 
 @dataclasses.dataclass(frozen=True)
 class DamagedRow:
-    """Stand for a bad row, and for the rest of a file that is damaged from a row on."""
+    """A bad row, or the rest of a file that is damaged from this row on."""
 
     why: str
 
@@ -67,11 +67,13 @@ class Exchange(Protocol):
         raises is raised in every process."""
 
     def leave_out(self, why: str) -> None:
-        """Notes that this process leaves out a row, which the next call compares. why: begins with file and line."""
+        """Notes that this process leaves out a row, for the next call to compare. why: begins with file and line."""
 
     def agree(self, error: UserError | None) -> None:
-        """Raises an error in every process where one of them has it, or where some have left out a row that others
-        use. Returns where there is none. error: of this process, or None."""
+        """Raises an error in every process if one of them has it, or if some have left out a row that others use.
+
+        error: of this process, or None.
+        """
 
 
 class _OneProcessExchange:
@@ -178,7 +180,7 @@ class StreamedRows:
         return f"{name}:{row + 1}" if name.endswith(JSONL_SUFFIXES) else f"{name}:row {row}"
 
     def folder(self, index: int) -> str:
-        """Returns the folder that relative paths in a row start from; of a URL, one that does not exist."""
+        """Returns the folder of relative paths in a row; for a URL, a folder that does not exist."""
         return os.path.dirname(os.path.abspath(self._files[index >> ROW_BITS][0]))
 
     def fingerprint(self) -> list[dict[str, Any]]:
@@ -335,7 +337,7 @@ def _unpacked(file: RemoteFile, raw: io.BufferedReader) -> Any:
 def _blocks(content: Any, offset: int, file: RemoteFile, key: str) -> Iterator[bytes]:
     """Yields the bytes of a file from an offset on, and none at its end.
 
-    What is compressed is always read from the start, in the same steps, so that damage is met at the same row.
+    A compressed file is always read from the start, in the same steps, so that damage shows at the same row.
     """
     is_plain = isinstance(content, io.BufferedReader)
     if is_plain and content.seekable():

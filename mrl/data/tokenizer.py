@@ -100,10 +100,9 @@ def variables_of(template: str) -> set[str]:
 def check_same_vocabulary(
     trained: Mapping[str, int], other: Mapping[str, int], path: str, key: str, own: str, *, role: str = "teacher"
 ) -> None:
-    """Raises ConfigError where a token has another id. trained, other: token -> id, of the tokenizers of the model that
-    trains, and of the one that it is compared with.
+    """Raises ConfigError if a token has another id. trained, other: token -> id, of the two models' tokenizers.
 
-    path, key: the other's, and where the config has it. own: the key of the one that trains. role: the other's.
+    path, key: the other's, and its key in the config. own: the key of the trained model. role: the other's.
     """
     if trained == other:
         return

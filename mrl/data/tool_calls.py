@@ -26,8 +26,10 @@ AS_GIVEN = "arguments of tool calls that are text and no JSON object go to the c
 
 
 def fit_arguments(chat: Chat, render: Render) -> tuple[Chat, list[str]]:
-    """Returns a conversation with the arguments of its calls in the form that its template takes, and what is said of
-    it. render: messages to text; raises DataError where that cannot be. Raises BadRow where arguments are too deep."""
+    """Returns a conversation with the arguments of its calls in the form that its template takes, and notes on it.
+
+    render: messages to text; raises DataError if that fails. Raises BadRow if arguments are too deep.
+    """
     given: list[Any] = []
     _with_arguments(chat.messages, given.append)  # gathers them
     convert = _conversion(chat.messages, render) if given else None
@@ -43,7 +45,7 @@ def fit_arguments(chat: Chat, render: Render) -> tuple[Chat, list[str]]:
 
 
 def _conversion(messages: list[dict[str, Any]], render: Render) -> Convert | None:
-    """Returns what makes arguments those that the template takes; None where it writes neither form as JSON."""
+    """Returns a function to the template's form of arguments; None if it writes neither form as JSON."""
     try:
         shown = render(_with_arguments(messages, lambda _: PROBE))
         if NAME in shown and VALUE in shown and str(PROBE) not in shown:

@@ -1,9 +1,8 @@
 """The tokens that a policy is given: prompts, and the observations of an environment between its turns.
 
-A conversation with an environment is only ever appended to: what the policy has sampled is never tokenized again, since
-a text has many tokenizations and the policy chose one. What follows its turn is found on a short conversation of its
-own, rendered with the observation and the generation prompt: the text after the assistant's turn, from the token that
-ends that turn.
+A conversation with an environment is only ever appended to. Sampled tokens are never tokenized again, since a text has
+many tokenizations and the policy chose one. The text after its turn is found on a short conversation of its own. That
+is rendered with the observation and the generation prompt, and read from the token that ends the assistant's turn.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class TurnEncoder:
         """Returns the tokens from the policy's turn that ended with `last_token` to the start of its next turn.
 
         content: text is a user turn; without a chat template it is taken as it is. chat: of the prompt, for its tools
-        and template arguments. A turn that does not end as the template ends turns gets that end first.
+        and template arguments. A turn without the template's end gets that end first.
         """
         if not self.has_template:
             if not isinstance(content, str):

@@ -1,8 +1,8 @@
-"""Conversations with images: their tokens in full, and what their images are to the model.
+"""Conversations with images: all their tokens, and the model's inputs for their images.
 
-A chat template writes one token where an image is. The model's own processor (transformers) says which tokens take its
-place and makes the tensors that the model is given for it; nothing of that is computed here. Its work with images is
-done by pillow, also where torchvision is installed, so that an image is the same numbers on every machine.
+A chat template writes one token for an image. The model's own processor (transformers) replaces it and makes the
+tensors for the model; mrl computes nothing of that. The processor uses pillow, even if torchvision is installed, so
+that an image is the same numbers on every machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TEXT_FIELDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_i
 
 @dataclasses.dataclass(frozen=True)
 class ImageRow:
-    """Hold a row's tokens and its images."""
+    """A row's tokens and its images."""
 
     encoded: Encoded  # the tokens in full, none of an image's trained
     inputs: Mapping[str, Tensor]  # as `Batch.multi_modal_inputs` of one sequence
@@ -79,7 +79,7 @@ class Vision:
         return ImageRow(Encoded(ids, mask), inputs)
 
     def read(self, image: Image) -> tuple[list[int], dict[str, Tensor]]:
-        """Returns the tokens that an image takes, whose bytes are given, and what it is to the model. Raises BadRow."""
+        """Returns the tokens of an image, and the model's inputs for it, from its bytes. Raises BadRow."""
         return self._process(image, image.open(""))
 
     def _process(self, image: Image, picture: Any) -> tuple[list[int], dict[str, Tensor]]:

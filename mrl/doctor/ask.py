@@ -20,7 +20,7 @@ END_S = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a program printed and how it ended."""
+    """The output of a program, and its end."""
 
     code: int | None  # exit code, negative of a signal; None where the time was up
     out: str
@@ -81,7 +81,7 @@ def program(*command: str, limit_s: float = 10.0, environment: Mapping[str, str]
 
 
 def _file() -> IO[bytes]:
-    """Returns a file for what a program prints, in memory where the system has that: disks may be full."""
+    """Returns a file for a program's output, in memory if the system can: disks may be full."""
     with contextlib.suppress(AttributeError, OSError):
         return os.fdopen(os.memfd_create("mrl doctor"), "w+b")
     return tempfile.TemporaryFile()

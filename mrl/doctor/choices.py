@@ -95,7 +95,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def _te_kernels(attention: Any, gpu: Any) -> list[str]:
-    """The one that transformer-engine takes of those that serve."""
+    """Returns the kernel that transformer-engine takes of the usable ones."""
     import torch
 
     from mrl.mcore_models.te_limits import kernels
@@ -104,7 +104,7 @@ def _te_kernels(attention: Any, gpu: Any) -> list[str]:
 
 
 def _local_kernels(attention: Any) -> list[str]:
-    """Of layers without a window, and of those with one."""
+    """Returns the kernels of layers without a window, and with one."""
     import torch
 
     from mrl.mcore_models import causal, platform
@@ -123,7 +123,7 @@ def _local_kernels(attention: Any) -> list[str]:
 
 
 def modules(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any] | None]:
-    """For each row: the classes that the model's last layer is built of; None where it is refused."""
+    """Returns for each row the classes of the model's last layer; None if the row is refused."""
     import torch
 
     from mrl.converters.hf_config import normalize

@@ -13,7 +13,7 @@ from mrl.doctor.findings import Finding, fault, note, ok
 
 
 def c_compiler(environment: Mapping[str, str] = os.environ, *, gpu: bool) -> Finding:
-    """Looks for the one that triton takes (triton/runtime/build.py). gpu: whether one is here, which alone needs it."""
+    """Looks for triton's compiler (triton/runtime/build.py). gpu: a GPU is here; nothing else needs the compiler."""
     wanted, include = environment.get("CC"), sysconfig.get_paths()["include"]
     path = shutil.which(wanted) if wanted else shutil.which("gcc") or shutil.which("clang")
     fix = "apt-get install gcc (dnf install gcc), or name one in CC"

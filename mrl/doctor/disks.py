@@ -1,4 +1,4 @@
-"""Where runs write: free space, and shared memory."""
+"""The space that runs write to: disks and shared memory."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _collectives(facts: ImportResult, torch: bool) -> Iterable[Finding]:
 
 
 def _section(title: str, look: Callable[[], Iterable[Finding]], table: Sequence[Sequence[str]] = ()) -> Section:
-    """Calls what looks at one subject. What it found before it broke is kept."""
+    """Looks at one subject. Findings before an error are kept."""
     findings: list[Finding] = []
     try:
         for finding in look():

@@ -1,4 +1,4 @@
-"""What the doctor says: findings with a level, in sections."""
+"""Findings of the doctor, with a level and in sections."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Packages that are used where they are: transformer-engine, apex, flash-attn and DeepEP for GPUs, and vLLM. What each
-that is absent or broken costs, in words."""
+"""Optional packages: transformer-engine, apex, flash-attn and DeepEP for GPUs, and vLLM. The cost of each in words, if
+it is absent or broken."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ REINSTALL = "reinstall it, built for this torch and CUDA, or uninstall it"
 
 
 def present() -> list[OptionalPackage]:
-    """Returns those of PACKAGES that Python finds; none is imported for it.
+    """Returns the PACKAGES that Python finds; none is imported for it.
 
-    Of one inside another package, which would be imported to find it, it is those that pip knows: transformer-engine
-    asks for flash-attn 4 so, too."""
+    Finding a package inside another one would import the other. So pip is asked for these, as transformer-engine does
+    for flash-attn 4.
+    """
     return [
         package for package in PACKAGES if (_version(package) if "." in package.module else _is_package(package.module))
     ]
@@ -60,8 +61,8 @@ def _is_package(module: str) -> bool:
 
 
 def steps(here: Sequence[OptionalPackage]) -> list[Step]:
-    """Returns what is imported: after torch, whose libraries most of them link to, and by the names of modules, which
-    `optional` knows."""
+    """Returns the imports, by the names of modules in `optional`. torch comes first, because most of them link to its
+    libraries."""
     return [Step("torch", ("torch",)), *(Step(package.module, package.modules, needs="torch") for package in here)]
 
 
@@ -102,7 +103,7 @@ def _is_import_error(error: str) -> bool:
 
 
 def _version(package: OptionalPackage) -> str:
-    """Returns the version that pip knows; empty where it knows none."""
+    """Returns the version that pip knows; empty if none."""
     for name in package.distributions:
         try:
             return importlib.metadata.version(name) or ""  # of an installation that broke off it is None
@@ -123,7 +124,7 @@ def _other_apex(name: str, have: str, whose: optional.Apex) -> Finding:
 
 
 def _absent(module: str, name: str, *, gpu: bool, te: bool) -> Finding:
-    """What a package that is not there costs."""
+    """The cost of an absent package."""
     if module == "transformer_engine":
         if not gpu:
             return note(name, "transformer-engine is not installed; it needs a GPU")

@@ -25,7 +25,7 @@ MAX_BYTES_IN_USE = 2 * 2**30
 
 @dataclasses.dataclass(frozen=True)
 class NvidiaSmi:
-    """Hold what nvidia-smi prints."""
+    """The output of nvidia-smi."""
 
     error: str | None = None  # in words, where it fails
     gpus: Sequence[Mapping[str, str]] = ()  # by FIELDS
@@ -176,7 +176,7 @@ def _topology(links: Sequence[Sequence[str]]) -> Iterator[Finding]:
 
 
 def _computing(torch: Mapping[str, Any]) -> Iterator[Finding]:
-    """What torch's own try of each GPU came to."""
+    """The result of torch's own try of each GPU."""
     for name, error in torch["errors"].items():
         if name.startswith("gpu "):
             number = name.removeprefix("gpu ")

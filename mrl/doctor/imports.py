@@ -30,7 +30,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class ImportResult:
-    """Say whether a step worked."""
+    """The outcome of one step."""
 
     error: str | None = None  # in words; None where it went well
     ends_process: bool = False  # the import kills the process that does it, or never returns
@@ -56,9 +56,9 @@ def is_found(module: str) -> bool:
 
 
 def imports(steps: Sequence[Step], *, limit_s: float = LIMIT_S, hidden: Sequence[str] = ()) -> dict[str, ImportResult]:
-    """Returns what became of each step. A process that a package ended is followed by one that goes on after it.
+    """Returns the result of each step. If a package ends the process, another process continues after it.
 
-    limit_s: of one step. hidden: packages that are to be taken for absent.
+    limit_s: of one step. hidden: packages to treat as absent.
     """
     done: dict[str, ImportResult] = {}
     hidden = [*hidden]  # and those that ended a process: who imports them next would end, too
@@ -89,8 +89,10 @@ def imports(steps: Sequence[Step], *, limit_s: float = LIMIT_S, hidden: Sequence
 def with_causes(
     imported: Mapping[str, ImportResult], steps: Sequence[Step], broken: Sequence[str]
 ) -> dict[str, ImportResult]:
-    """Returns `imported`, of `steps`, with `because_of` where one that does not load does without packages `broken`:
-    peft imports a transformer-engine that it finds, and fails as that one does."""
+    """Returns `imported`, of `steps`. A package that loads only without `broken` ones gets them as `because_of`.
+
+    For example, peft imports transformer-engine if it finds it, and fails with it.
+    """
     failed = [step for step in steps if imported[step.name].error is not None and step.modules]
     failed = [step for step in failed if "No module named" not in (imported[step.name].error or "")]
     if not failed or not broken:
@@ -134,5 +136,5 @@ HINTS: Sequence[tuple[str, str]] = (
 
 
 def hint(error: str) -> str:
-    """Returns what an error mostly means, as an addition to a line; empty where that is not known."""
+    """Returns the likely meaning of an error, to append to a line; empty if it is not known."""
     return next((f"; {meaning}" for pattern, meaning in HINTS if re.search(pattern, error)), "")

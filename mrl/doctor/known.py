@@ -1,7 +1,7 @@
-"""Packages that a run imports, and the versions that mrl's tests run with of those whose next release may compute
-something else.
+"""Packages that a run imports, and tested versions of packages whose next release may compute something else.
 
-These are lines of constraints-3.11.txt and constraints-3.12.txt, which a wheel does not have; a test compares them.
+These are lines of constraints-3.11.txt and constraints-3.12.txt. A wheel does not have those files; a test compares
+them.
 """
 
 from __future__ import annotations
@@ -68,5 +68,5 @@ def this_python() -> str:
 
 
 def versions(python: str) -> Mapping[str, str]:
-    """Returns package -> version of the set that works on a Python; empty where none is known."""
+    """Returns package -> version of the tested set for a Python; empty if there is none."""
     return {**_ON_ALL, **_BY_PYTHON[python]} if python in _BY_PYTHON else {}

@@ -19,14 +19,14 @@ LITTLE_MEMORY = 4 * 2**30
 
 @dataclasses.dataclass(frozen=True)
 class ControlGroup:
-    """Limits of the control group that this process is in, and of those above it; None where there is none."""
+    """Limits of this process's control group and the groups above it; None without a limit."""
 
     cpus: float | None = None
     memory: int | None = None  # bytes
 
 
 def control_group(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> ControlGroup:
-    """Reads the limits, of version 2. root: where control groups are mounted. own: the file that names ours."""
+    """Reads the limits, of version 2. root: the mount of control groups. own: the file that names ours."""
     try:
         lines = pathlib.Path(own).read_text().splitlines()
     except OSError:

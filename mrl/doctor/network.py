@@ -47,7 +47,7 @@ def _loopback() -> Iterator[Finding]:
 
 
 def chosen(environment: Mapping[str, str], names: Sequence[str]) -> Iterator[Finding]:
-    """The interfaces that variables choose. names: of those that are here."""
+    """The interfaces that variables choose. names: of all interfaces here."""
     here = ", ".join(names) or "none"
     if gloo := environment.get("GLOO_SOCKET_IFNAME"):
         missing = ", ".join(name for name in gloo.split(",") if name not in names)

@@ -157,7 +157,7 @@ def _broken(
 
 
 def _misplaced(package: known.Package, found: ImportResult, have: Mapping[str, str]) -> Iterator[Finding]:
-    """Says where a package does not come from where it was installed."""
+    """Says so if a package is imported from another place than it was installed in."""
     at, version = f"package.{package.name}.place", have.get(package.name)
     if not found.is_package:
         what = f"{package.name} is a folder of that name without code: {package.without}"

@@ -1,8 +1,14 @@
-"""Imports packages one after another, in a process that may end by it: `python -m mrl.doctor.probe REQUEST`.
+"""Imports packages one after another, in a process that may crash: `python -m mrl.doctor.probe REQUEST`.
 
-REQUEST is JSON: `steps`, the fields of `imports.Step` each; `failed`, names of steps that went wrong before; `hidden`,
-packages that are to be taken for absent; `limit_s`, the longest time of a step. For each step a line of JSON is printed
-before it and one after it, so that whoever reads them knows which step the process ended in (imports.py).
+REQUEST is JSON:
+
+- `steps`, the fields of `imports.Step` each
+- `failed`, names of steps that went wrong before
+- `hidden`, packages to treat as absent
+- `limit_s`, the longest time of a step
+
+A line of JSON is printed before each step and another one after it. So the reader (imports.py) knows the step that the
+process ended in.
 """
 
 from __future__ import annotations

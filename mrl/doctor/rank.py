@@ -1,7 +1,7 @@
 """One of the two processes of `mrl doctor --collectives`: joins as a run on one machine does, and sums.
 
-`python -m mrl.doctor.rank cpu|cuda`, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set. What it has
-done is a line of JSON each, so that of processes that hang it is known how far they came.
+`python -m mrl.doctor.rank cpu|cuda`, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set. Each phase
+prints a line of JSON, so the last phase of a process that hangs is known.
 """
 
 from __future__ import annotations

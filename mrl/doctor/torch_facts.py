@@ -1,4 +1,4 @@
-"""What torch says of this machine; called in a process of its own (probe.py), as asking about GPUs may end it."""
+"""Facts about this machine from torch, read in a process of their own (probe.py): asking about GPUs may end it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mrl.errors import one_line
 
 
 def facts() -> Mapping[str, Any]:
-    """Returns plain data. What raises is its message, under `errors` by name."""
+    """Returns plain data. A fact that raises has its message under `errors`, by name."""
     errors: dict[str, str] = {}
 
     def asked(name: str, ask: Callable[[], Any], otherwise: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""What a run will be made of and why, in words: the answers of choices.py."""
+"""The parts that a run will use and why, in words: the answers of choices.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KERNELS: Mapping[str, Mapping[str, str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """What choices.py answered."""
+    """The answers of choices.py."""
 
     device: str | None = None
     rows: Sequence[Mapping[str, Any]] = ()
@@ -32,7 +32,7 @@ class Choices:
 
     @property
     def imported_megatron(self) -> ImportResult:
-        """What became of megatron-core, which nothing else imports."""
+        """The import of megatron-core; nothing else imports it."""
         if self.megatron == "loads":
             return ImportResult()
         return ImportResult(error=self.error) if self.megatron == "begun" else ImportResult(blocked_by=UNKNOWN_LINE)

@@ -24,7 +24,7 @@ SECRET = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What is known of a variable."""
+    """The effect of some values of variables."""
 
     names: str  # a regular expression of the whole name
     values: str  # and of the whole value, whatever its case

@@ -27,13 +27,13 @@ from mrl.errors import CheckpointError, UserError, first_line
 
 @dataclasses.dataclass(frozen=True)
 class _ThreadFailure:
-    """Stand for what a rank gathers when its thread has failed."""
+    """The entry that a rank gathers when its thread has failed."""
 
     error: UserError
 
 
 class _OtherRankFailed(Exception):
-    """Say that another rank's thread has failed."""
+    """Another rank's thread has failed."""
 
 
 Write = Callable[[str, RankGroup], None]

@@ -34,7 +34,7 @@ FIRST_NEW_TOKENS = 256
 
 @dataclasses.dataclass(eq=False)
 class _ActiveRequest:
-    """Hold a request that is being completed."""
+    """A request that is being completed."""
 
     request: GenerateRequest
     index: int  # in the caller's list

@@ -31,7 +31,7 @@ gradients smaller and Adam's eps weigh more."""
 
 
 class FaultKind(enum.Enum):
-    """Name what a step can leave wrong with a parameter, as a sentence; {} stands for `Problem.detail`."""
+    """A fault that a step can leave in a parameter, as a sentence; {} stands for `Problem.detail`."""
 
     NOT_FINITE = "its gradient is not finite"
     NO_GRADIENT = "it has no gradient"
@@ -61,7 +61,7 @@ def confirmed_faults(problems: Iterable[Problem]) -> list[Problem]:
 
 @dataclasses.dataclass(frozen=True)
 class WatchedParameter:
-    """Hold one trainable parameter as this rank has it, just before the step."""
+    """One trainable parameter as this rank has it, just before the step."""
 
     name: str
     weight: Tensor  # the local shard of what the optimizer updates: the fp32 master where there is one

@@ -27,7 +27,7 @@ class CacheRows(Protocol):
 
 
 class EndedSequence(Protocol):
-    """Hold a sequence that is complete (of `mrl.engine.generation`)."""
+    """A sequence that is complete (of `mrl.engine.generation`)."""
 
     request: GenerateRequest
     context: list[int]  # the prompt and what followed
@@ -37,7 +37,7 @@ class EndedSequence(Protocol):
 
 @dataclasses.dataclass
 class _KeptSequence:
-    """Hold a sequence that has ended, and its rows."""
+    """A sequence that has ended, and its rows."""
 
     tokens: list[int]  # whose keys and values are of use
     places: int  # of each copy
@@ -46,7 +46,7 @@ class _KeptSequence:
 
 @dataclasses.dataclass
 class PreparedWeights:
-    """Hold what an engine made of its weights, for calls of `generate` between which they do not change."""
+    """Weights in the form that an engine samples with. Calls of `generate` share it while weights do not change."""
 
     value: Any = None
 

@@ -30,7 +30,7 @@ from mrl.trainers.rl.samplers import SyncedSampler, make_sampler
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """Hold a model with its weights, on every rank."""
+    """A model with its weights, on every rank."""
 
     dispatch: WorkerDispatch  # its one role is the actor
     tokenizer: PreTrainedTokenizerBase

@@ -34,7 +34,7 @@ ROWS_AT_ONCE = 256
 
 @dataclasses.dataclass(frozen=True)
 class RowScore:
-    """Hold a row and the log-probs of what follows its prompt."""
+    """A row and the log-probs of what follows its prompt."""
 
     where: str
     tokens: list[int]  # ids of what is scored: all assistant turns, or the completion

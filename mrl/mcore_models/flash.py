@@ -38,7 +38,7 @@ MAX_HEAD_DIM = 256  # of flash kernels on CUDA
 
 @dataclasses.dataclass(frozen=True)
 class KeyRange:
-    """Say which queries meet which keys in one call of a kernel."""
+    """The queries and keys of one call of a kernel."""
 
     queries: slice
     keys: slice

@@ -53,7 +53,7 @@ Split = Literal["column", "row", "whole"]
 
 @dataclasses.dataclass(frozen=True)
 class AdapterBlock:
-    """Hold one Hugging Face adapter of a linear."""
+    """One Hugging Face adapter of a linear."""
 
     name: str  # its parameters are `A.name` and `B.name`
     blocks: tuple[tuple[int, int], ...]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class ScoreRule:
-    """Say how a layer makes weights of scores, apart from its queries and keys."""
+    """The settings by which a layer turns scores into weights."""
 
     scale: float
     window: int | None = None  # how many tokens a query sees, itself included; None for all

@@ -44,7 +44,7 @@ def detach_hidden(hidden: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class MTPLayerInputs:
-    """Hold the inputs of one MTP layer."""
+    """The inputs of one MTP layer."""
 
     tokens: Tensor  # [T], the token that is so many places ahead
     padding: Tensor  # [T] bool, True where there is none, or none that it could predict

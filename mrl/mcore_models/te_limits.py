@@ -103,7 +103,7 @@ def disabled_switches(environment: Mapping[str, str] = os.environ, attention: st
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """Describe what of a model and layout decides its attention kernel."""
+    """The properties of a model and a layout that decide the attention kernel."""
 
     heads: int  # of a tensor-parallel rank
     groups: int  # key-value heads of one

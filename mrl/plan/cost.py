@@ -27,7 +27,7 @@ TIED = "tied embeddings"
 
 @dataclasses.dataclass(frozen=True)
 class MovedBytes:
-    """Count the bytes that the busiest rank sends in one kind of communication during a step."""
+    """The bytes that the busiest rank sends in one kind of communication during a step."""
 
     group: str
     op: str

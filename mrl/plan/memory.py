@@ -167,7 +167,7 @@ def _stages(
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
-    """Count bytes on a rank of one stage in one phase. None is unknown, and in no sum."""
+    """Bytes on a rank of one stage in one phase. None is unknown, and in no sum."""
 
     phase: str
     stage: int

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledPass:
-    """Describe one micro-batch through one chunk of a stage."""
+    """One micro-batch through one chunk of a stage."""
 
     forward: bool
     chunk: int

@@ -26,7 +26,7 @@ CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 @dataclasses.dataclass(frozen=True)
 class ReportOptions:
-    """Say what a report has beside the runs."""
+    """The options of a report."""
 
     folder: pathlib.Path | None  # of the page; None where there is to be none
     look: InitialView

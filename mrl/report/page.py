@@ -39,7 +39,7 @@ AXES = ("step", "tokens", "seconds")
 
 @dataclasses.dataclass(frozen=True)
 class InitialView:
-    """Say what the page shows first. Its reader can choose otherwise there."""
+    """The choices that the page opens with. Its reader can change them there."""
 
     axis: str = "step"
     smooth: float = 0.0  # weight of the moving average, from 0 to below 1

@@ -67,7 +67,7 @@ class TrainerState:
 
 
 class MissingFields(ValueError):
-    """Say that a row lacks what the function needs."""
+    """A row lacks what the function needs."""
 
 
 class UnknownSignature(Exception):
@@ -79,7 +79,7 @@ Getter = Callable[[Sequence[Sample], Position], Any]
 
 @dataclasses.dataclass(frozen=True)
 class SignatureForm:
-    """Describe a line of the table above."""
+    """A line of the table above."""
 
     scope: Scope
     getters: Mapping[str, Getter]  # parameter -> its value

@@ -51,7 +51,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramResult:
-    """Say how a program in the sandbox ended."""
+    """The end of a program in the sandbox."""
 
     finished: bool  # whether code and test ran to their end
     status: int | None  # exit status, negative for a signal, None where time ran out

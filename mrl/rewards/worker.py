@@ -34,7 +34,7 @@ NUMBER_BYTES = 8
 
 @dataclasses.dataclass(frozen=True)
 class WorkerConfig:
-    """Hold the settings that a process is made with."""
+    """The settings that a process is made with."""
 
     rewards: tuple[tuple[str, Reward], ...]  # with the config key of each
     timeout_s: float
@@ -44,7 +44,7 @@ class WorkerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FunctionKind:
-    """Describe a function to the pool."""
+    """The signature of a reward function, as far as the pool needs it."""
 
     asynchronous: bool
     scope: Scope
@@ -83,7 +83,7 @@ class RewardTasks:
 
 @dataclasses.dataclass(frozen=True)
 class TaskAnswer:
-    """Hold the answer of a worker to a task."""
+    """The answer of a worker to a task."""
 
     number: int
     values: tuple[float, ...] | None  # finite, one for each sample; None after a fault

@@ -48,7 +48,7 @@ MERGED_FIX = f"set {KEY} to merged"
 
 @dataclasses.dataclass(frozen=True)
 class AdapterTraining:
-    """Describe an actor that trains adapters alone."""
+    """An actor that trains adapters alone."""
 
     model: str  # folder of its base
     lora: LoraConfig

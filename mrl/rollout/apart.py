@@ -18,7 +18,7 @@ from mrl.engine.rng import Generators
 
 
 class IsolatedState:
-    """Keep the process as one library left it, where nothing else is to see that.
+    """Keeps what one library changed in the process from everything else.
 
     variables: of the environment, for the library alone; one that is set already outside of it stays as it is where
     `defaults` names it.

@@ -37,7 +37,7 @@ Content = str | list[dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentStep:
-    """Hold the answer of an environment to a turn."""
+    """The answer of an environment to a turn."""
 
     observation: Content | None  # None where it has nothing more to say
     reward: float
@@ -67,7 +67,7 @@ def load_environment(spec: str, key: str = KEY) -> Callable[[], Any]:
 
 @dataclasses.dataclass(eq=False)
 class _EnvironmentCall:
-    """Describe a call of one conversation's object."""
+    """A call of one conversation's object."""
 
     number: int  # of the conversation
     method: Literal["reset", "step"]

@@ -27,7 +27,7 @@ _SHOWN = 300  # characters of a server's own words
 
 
 class RequestAborted(Exception):
-    """Say that `HttpClient.abort_requests` was called: another request failed, and this answer is not wanted."""
+    """`HttpClient.abort_requests` was called: another request failed, and this answer is not wanted."""
 
 
 class HttpClient:

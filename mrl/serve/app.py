@@ -70,7 +70,7 @@ Handler = Callable[["ClientRequest"], Awaitable[Response]]
 
 @dataclasses.dataclass(frozen=True)
 class ClientRequest:
-    """Hold an authorized request: its key was right and its body is not too long."""
+    """An authorized request: its key was right and its body is not too long."""
 
     request: Request
     body: bytes

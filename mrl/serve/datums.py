@@ -41,7 +41,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class PassRequest:
-    """Hold a `forward_backward` of a client, or a `forward`."""
+    """A `forward_backward` of a client, or a `forward`."""
 
     model: str
     number: int  # its place among the calls of the model

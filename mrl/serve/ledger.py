@@ -50,7 +50,7 @@ class ModelRecord:
 
 @dataclasses.dataclass(frozen=True)
 class SavedRecord:
-    """Record what was saved under a name."""
+    """The checkpoint or weights saved under a name."""
 
     run: str  # the model's id
     part: Part

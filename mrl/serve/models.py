@@ -43,7 +43,7 @@ from mrl.serve.operations import DrawSamples, ModelKind
 
 @dataclasses.dataclass(frozen=True)
 class HeldModel:
-    """Hold a model that waits, or is sampled from."""
+    """A model that waits, or is sampled from."""
 
     kind: ModelKind
     state: TrainedState
@@ -51,7 +51,7 @@ class HeldModel:
 
 @dataclasses.dataclass(frozen=True)
 class SampleOutcome:
-    """Hold the outcome of an `ops.DrawSamples`."""
+    """The outcome of an `ops.DrawSamples`."""
 
     completions: Sequence[Completion]
     prompt_log_probs: Sequence[float] | None  # of the tokens after the first
@@ -79,7 +79,7 @@ def prompt_number(tokens: Sequence[int]) -> int:
 
 @dataclasses.dataclass
 class _RunningSample:
-    """Hold a sample that is being drawn, in parts."""
+    """A sample that is being drawn, in parts."""
 
     sample: DrawSamples
     prompt: int  # a number of the prompt: requests of equal numbers and seeds are equal
@@ -484,7 +484,7 @@ def _written(fn: Callable[[], Any], path: str) -> None:
 
 
 class ServerFault(UserError):
-    """Say that the server or its machine is at fault, as a full disk: no mistake of a client."""
+    """The server or its machine is at fault, as a full disk: no mistake of a client."""
 
 
 def write_error_line(error: OSError, path: object = "the server's directory") -> ServerFault:

@@ -51,7 +51,7 @@ Kind = Literal["text_completion", "chat.completion"]
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
-    """Hold one parsed request. echo: the prompt is a part of the answer."""
+    """One parsed request. echo: the prompt is a part of the answer."""
 
     kind: Kind
     model: str

@@ -12,7 +12,7 @@ from mrl.engine.trained_state import UpdateSettings
 
 @dataclasses.dataclass(frozen=True)
 class ModelKind:
-    """Describe a model apart from its weights; a checkpoint of it says so."""
+    """The settings of a model without its weights, which its checkpoints have too."""
 
     rank: int | None = None  # of its adapters; None: all weights train
     seed: int = 0  # of A at the start

@@ -59,7 +59,7 @@ EXPIRY_CHECK_S = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Hold the body of a finished operation."""
+    """The body of a finished operation."""
 
     body: bytes
     media_type: str = JSON
@@ -67,7 +67,7 @@ class Result:
 
 @dataclasses.dataclass(eq=False)
 class Future:
-    """Hold the result of an operation, once it is done."""
+    """The result of an operation, once it is done."""
 
     id: str
     model: str | None = None
@@ -81,7 +81,7 @@ class Future:
 
 @dataclasses.dataclass(eq=False)
 class QueuedRequest:
-    """Hold an operation on a queue with its future."""
+    """An operation on a queue with its future."""
 
     operation: Any
     future: Future
@@ -90,18 +90,18 @@ class QueuedRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Name what the ranks do next: requests of one queue."""
+    """The next requests for the ranks, from one queue."""
 
     queue: Hashable
     requests: Sequence[QueuedRequest]
 
 
 class QueueFull(Exception):
-    """Say that a queue has no room; ask again later."""
+    """A queue has no room; ask again later."""
 
 
 class FutureExpired(Exception):
-    """Say that a future is not known: its result was kept for KEPT_S seconds, or the server has been restarted."""
+    """A future is not known: its result was kept for KEPT_S seconds, or the server has been restarted."""
 
 
 class _OrderedQueue:

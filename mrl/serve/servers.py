@@ -38,7 +38,7 @@ KEPT = 8
 
 @dataclasses.dataclass(frozen=True)
 class ServedAdapter:
-    """Name a folder in peft's form. version: of what lies there."""
+    """A folder in peft's form. version: of what lies there."""
 
     folder: str
     version: float | None = None

@@ -37,7 +37,7 @@ MIN_EPS = 1e-30
 
 @dataclasses.dataclass(frozen=True)
 class PreparedOperation:
-    """Hold an operation and the functions that turn its outcome into an answer."""
+    """An operation and the functions that turn its outcome into an answer."""
 
     operation: Any
     answer: Callable[[Any], Result]
@@ -59,7 +59,7 @@ class SamplingQueue:
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """Describe the model that is served.
+    """The model that is served.
 
     base: the model's name, for clients. tokenizer: where they load its tokenizer from."""
 

@@ -126,7 +126,7 @@ class RunDirectory:
 
 @dataclasses.dataclass(frozen=True)
 class StartState:
-    """Describe the state that a run begins from."""
+    """The state that a run begins from."""
 
     checkpoint: str | None  # its folder; None at the beginning
     step: int  # optimizer steps made

@@ -45,7 +45,7 @@ class RowsTask(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class FrozenModel:
-    """Describe a model that never trains, so that no checkpoint holds it."""
+    """A model that never trains, so that no checkpoint holds it."""
 
     folder: str
     is_read: bool = True  # else a server has its weights, and the folder is of its tokenizer

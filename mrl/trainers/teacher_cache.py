@@ -22,7 +22,7 @@ from mrl.trainers.caches import as_tensor, digests, from_tensor, logger, save_ca
 
 @dataclasses.dataclass(frozen=True)
 class TopTokens:
-    """Hold a teacher's answers for the trained tokens of a batch, in their order."""
+    """A teacher's answers for the trained tokens of a batch, in their order."""
 
     ids: Tensor  # [N, K] int32
     log_probs: Tensor  # [N, K] fp32, largest first

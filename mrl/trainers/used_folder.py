@@ -29,7 +29,7 @@ REPLACED = (f"checkpoints/{atomic_checkpoint.LATEST}", f"checkpoints/{atomic_che
 
 @dataclasses.dataclass(frozen=True)
 class ResumePoint:
-    """Describe what a run resumes from; `str` says so to the user."""
+    """The checkpoint that a run resumes from; `str` says so to the user."""
 
     message: str
     is_complete: bool = False  # steps, export and log: there is nothing to do

@@ -25,7 +25,7 @@ PROBES = (-300.0, -40.0, -7.5, -1.0, -(2.0**-12), 0.0, 2.0**-12, 1.0, 3.0, 29.0,
 
 @dataclasses.dataclass
 class OutputCapture:
-    """Hold the input of one forward's output layer and its answer."""
+    """The input of one forward's output layer and its answer."""
 
     answer: Tensor | None = None
     hidden: list[Tensor] = dataclasses.field(default_factory=list)  # [R, L, H], once for each call

@@ -26,7 +26,7 @@ from mrl.parallel import Coordinates, ParallelDims
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """Hold what every micro-batch of an engine shares."""
+    """The settings that all micro-batches of an engine share."""
 
     dims: ParallelDims
     coords: Coordinates
@@ -55,7 +55,7 @@ class MicroBatch:
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """Say how the losses of one `forward_backward_step` are made."""
+    """The settings of one `forward_backward_step`'s losses."""
 
     loss_fn: LossFn | None
     denominator: float

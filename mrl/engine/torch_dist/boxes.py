@@ -40,7 +40,7 @@ class Box:
 
 @dataclasses.dataclass(frozen=True)
 class PlacedTensor:
-    """Hold a contiguous tensor of this rank, and its place in a checkpoint."""
+    """A contiguous tensor of this rank, and its place in a checkpoint."""
 
     tensor: Tensor
     boxes: tuple[Box, ...]  # views of it, which it is made of
@@ -137,7 +137,7 @@ def blocks(data: Tensor) -> Iterator[tuple[Shape, Tensor]]:
 
 @dataclasses.dataclass(frozen=True)
 class WrittenFile:
-    """Describe what a rank has written into its data file."""
+    """The data file of one rank, once it is written."""
 
     file: str  # its name
     items: list[Item]

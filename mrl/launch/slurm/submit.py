@@ -26,7 +26,7 @@ END_DEPENDENCIES = ("afterany", "afterok", "afternotok", "afterburstbuffer")
 
 @dataclasses.dataclass(frozen=True)
 class CheckedConfig:
-    """Hold a config that can run in its job."""
+    """A config that can run in its job."""
 
     config: Config
     job: Job  # refers to the user's own file
@@ -36,7 +36,7 @@ class CheckedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SubmittedJob:
-    """Describe a job in the queue, and its files."""
+    """A job in the queue, and its files."""
 
     job_id: str
     script: pathlib.Path

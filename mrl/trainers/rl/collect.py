@@ -43,7 +43,7 @@ def take_together(source: PromptSource, count: int, ranks: Ranks) -> list[Prompt
 
 @dataclasses.dataclass(frozen=True)
 class ScoredRollout:
-    """Hold a rollout with its rewards."""
+    """A rollout with its rewards."""
 
     trajectories: list[Trajectory]
     scores: Scores
