@@ -63,7 +63,7 @@ class Answers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """Set the losses. Each loss reads its own fields; see the module."""
+    """The settings of the losses. Each loss reads its own fields; see the module."""
 
     beta: float
     label_smoothing: float = 0.0

@@ -16,7 +16,7 @@ C = TypeVar("C", bound=Config)
 
 
 class CommandCheck(abc.ABC, Generic[C]):
-    """Check a step of one command that trains."""
+    """The check of a step of one command that trains."""
 
     @abc.abstractmethod
     def subjects(self, config: C, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:

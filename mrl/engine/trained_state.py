@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSettings:
-    """Set one optimizer step that the caller, not the config, decides."""
+    """The settings of one optimizer step that the caller decides, not the config."""
 
     lr: float
     betas: tuple[float, float]

@@ -166,7 +166,7 @@ class SequenceCounts:
 
 @dataclasses.dataclass(frozen=True)
 class OpenRows:
-    """Read the rows of a config."""
+    """The rows of a config, open for reading."""
 
     command: TrainingCommand[Any]
     config: RowsRunConfig
