@@ -46,7 +46,7 @@ class _KeptSequence:
 
 @dataclasses.dataclass
 class PreparedWeights:
-    """Weights in the form that an engine samples with. Calls of `generate` share it while weights do not change."""
+    """Weights in the form that an engine samples with. Calls of `generate` share them while weights do not change."""
 
     value: Any = None
 

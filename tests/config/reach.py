@@ -303,6 +303,16 @@ class Runs:
     def __call__(self, row: Row, backend: str, value: Any) -> Run:
         return self._of(row, {**self.base, self.backend_key: backend, **row.given, row.key: value})
 
+    def check(self, row: Row, backend: str) -> None:
+        for value, expected in row.seen:
+            run = self(row, backend, value)
+            if isinstance(expected, Refusal):
+                assert run.ended == expected.kind and expected.says in run.message, (value, run.ended, run.message)
+            else:
+                assert run.ended == "done", (value, run.ended, run.message)
+                found = row.look(run)
+                assert found == expected, (value, found)
+
     def _of(self, row: Row, keys: Mapping[str, Any]) -> Run:
         keys = {key: value for key, value in keys.items() if not isinstance(value, str) or value != DEFAULT}
         identity = json.dumps([keys, row.world, row.after, row.terminal, dict(row.environ)], sort_keys=True)
