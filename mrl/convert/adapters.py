@@ -1,6 +1,6 @@
 """Adapters to convert: a checkpoint that holds them, or a folder that peft loads, over its base as one model.
 
-What is read of a tensor is the base's, in the run's dtype, with the adapter added in fp32: what the engines stream.
+A tensor is the base's in the run's dtype, with the adapter added in fp32, as the engines stream it.
 Buffers keep fp32, as they do in the engines.
 """
 
@@ -38,7 +38,7 @@ from mrl.errors import CheckpointError, ModelError
 
 @dataclasses.dataclass(frozen=True)
 class SavedAdapters:
-    """What a checkpoint says of the adapters in it."""
+    """The adapters of a checkpoint, as it describes them."""
 
     lora: LoraConfig
     head: str  # "lm" or "value"
@@ -165,7 +165,7 @@ class MergedReader:
 def _places(
     shapes: Mapping[str, AdapterShape], family: Family, head: str
 ) -> Iterator[tuple[str, tuple[AdapterShape, FileTensor]]]:
-    """Yields (file name, adapter and which part of what it adapts) of every tensor that an adapter is added to."""
+    """Yields (file name, adapter and part of its layer) for every tensor that an adapter is added to."""
     for name, shape in shapes.items():
         size = (shape.out_features, shape.in_features)
         parameter = name if shape.experts else f"{name}.weight"

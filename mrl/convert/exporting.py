@@ -1,7 +1,7 @@
 """`mrl convert export`: the weights of a checkpoint or run become a Hugging Face folder.
 
-Files, their order and their index are those of the Hugging Face folder that the model comes from, where it had the same
-tensors; config.json, tokenizer, chat template and generation config are its own, but for end tokens of the run.
+Files, their order and their index are those of the model's original Hugging Face folder, if it had the same tensors.
+config.json, tokenizer, chat template and generation config are that folder's, but for end tokens of the run.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def export_hf(
 
 
 def write_merged_copy(adapter: Path, root: Path) -> str:
-    """Returns a folder below `root` that holds the model which an adapter folder makes of its base. It is made once."""
+    """Returns a folder below `root` with the base and its adapter folder as one model. It is made once."""
     read_adapter(adapter)  # for what it refuses
     out = merged_place(adapter, root)
     if not out.exists():

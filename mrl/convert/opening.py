@@ -1,4 +1,4 @@
-"""What a path given to `mrl convert` holds, whichever it is."""
+"""The content of any path that is given to `mrl convert`."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class LogitsRow:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What two models have in common."""
+    """The result of a comparison of two models."""
 
     a: str
     b: str
@@ -103,7 +103,7 @@ class Comparison:
         return not (self.differences or self.config) and all(row.alike for row in self.logits)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data; a number of logits that is not finite is None, for which JSON has a word."""
+        """Plain data; a number of logits that is not finite is None, because JSON has no word for it."""
         finite = [
             {
                 name: None if isinstance(value, float) and not math.isfinite(value) else value

@@ -125,7 +125,7 @@ def _updated_bytes(stage: RankFigures) -> int:
     """Bytes that the optimizer reads and writes on the rank of the stage that updates most.
 
     Of an element gradient, master and both moments are read, the latter three and a bf16 parameter written: 30 bytes
-    with fp32 moments. What is fp32 is its own master, written once: 28."""
+    with fp32 moments. An fp32 weight is its own master, written once: 28."""
     return sum(
         (2 * b.optimizer_bytes + (6 if b.parameter_bytes != 4 else 12)) * max(b.masters) for b in stage.grad_buffers
     )

@@ -1,4 +1,4 @@
-"""The charts of a report: which metrics are drawn together, and what becomes of those that no chart names."""
+"""The charts of a report: the metrics of each, and charts for metrics that none names."""
 
 from __future__ import annotations
 
@@ -165,14 +165,13 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def _ordered(charts: Sequence[Chart], names: Iterable[str]) -> list[Chart]:
-    """Returns the charts of a page. Where a run has rewards they come first, since its loss says little."""
+    """Returns the charts of a page. Rewards come first if a run has them, since its loss says little."""
     rewarded = any(name.startswith("reward/") for name in names)
     return sorted(charts, key=lambda chart: rewarded and chart.section != "Reward")
 
 
 def charts_of(names: Iterable[str]) -> list[Chart]:
-    """Returns the charts that draw the metrics, each once: a metric that no chart names gets one of its own under
-    Other."""
+    """Returns the charts that draw the metrics, each once. A metric without a chart gets its own under Other."""
     left = sorted(set(names) - NOT_DRAWN)
     charts = []
     for chart in _ordered(CHARTS, left):

@@ -1,4 +1,4 @@
-"""What is different between runs: keys of their configs, versions, git state and command."""
+"""The differences between runs: keys of their configs, versions, git state and command."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Report:
 
 
 def check_folder(folder: pathlib.Path) -> None:
-    """Raises UserError where a page would be written over a file that is none of ours."""
+    """Raises UserError if a page would replace a file that mrl did not write."""
     path = folder / PAGE
     if path.exists() and MARK.encode() not in path.open("rb").read(200):
         raise UserError(str(path), why="is there and no report of mrl", fix="give another folder with --out")

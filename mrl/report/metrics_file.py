@@ -58,7 +58,7 @@ class Table:
         return len(self.curves[name].rows) * 4 < len(self.steps)
 
     def axis(self, kind: str) -> numpy.ndarray | None:
-        """[R] float64: what the rows are drawn over; None where the file does not say.
+        """[R] float64: the x values of the rows; None if the file has none.
 
         tokens: trained so far, `train/tokens`; rows without it have that of the row before. seconds: of the steps and
         evaluations so far, without saving, starting and waiting, of which metrics.jsonl says nothing.
@@ -214,7 +214,7 @@ def _whole_number(value: Any) -> int:
 
 
 def _as_float(value: Any) -> float:
-    """NaN for null, which some write where a number is not finite."""
+    """Returns NaN for null, since some write null for a number that is not finite."""
     if value is None:
         return math.nan
     try:

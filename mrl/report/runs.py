@@ -27,7 +27,7 @@ State = Literal["running", "finished", "not running"]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What config.yaml says: the keys, and the lines of comments above them."""
+    """The content of config.yaml: the keys, and the lines of comments above them."""
 
     keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # dotted name -> value
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of mrl, Python and packages
@@ -36,7 +36,7 @@ class Settings:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps that the run is to make; None where the file does not say."""
+        """The steps that the run is to make; None if the file does not say."""
         if (match := re.match(r"(\d+) steps", self.header.get("length", ""))) is not None:
             return int(match[1])
         steps = self.keys.get("train.steps")
@@ -45,7 +45,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one directory held when it was read."""
+    """The content of one directory when it was read."""
 
     path: pathlib.Path
     name: str  # in legends and tables; of several runs no two have the same
@@ -121,7 +121,7 @@ def readers(paths: Sequence[str], *, may_be_empty: bool = False) -> list[RunRead
 
 
 def check_run(path: pathlib.Path, *, may_be_empty: bool = False) -> None:
-    """Raises UserError, which says what to name instead, where `path` is not the directory of a run."""
+    """Raises UserError if `path` is not the directory of a run; it says what to name instead."""
     name = one_line(shortened(str(path)))
     try:
         exists = path.exists()

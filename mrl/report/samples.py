@@ -49,7 +49,7 @@ class SampleFile:
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """What a page shows of a run's rollouts."""
+    """The part of a run's rollouts that a page shows."""
 
     files: Sequence[Mapping[str, Any]]  # {series, step, of, samples}; of: how many samples the file has
     notes: Sequence[str]
@@ -132,7 +132,7 @@ class SampleReader:
 
 
 def sample_files(folder: pathlib.Path) -> list[SampleFile]:
-    """Returns the files of a folder of samples, by step; of one that is there twice the one that is not compressed."""
+    """Returns the files of a folder of samples, by step. If one is there twice, the uncompressed one is taken."""
     files: dict[tuple[str, int], SampleFile] = {}
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     for name in names:  # x.jsonl comes before x.jsonl.gz

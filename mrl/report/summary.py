@@ -1,4 +1,4 @@
-"""What metrics came to: first, last and best values, and a sparkline, as a table for the terminal and as JSON."""
+"""A summary of metrics: first, last and best values, and a sparkline, as a table for the terminal and as JSON."""
 
 from __future__ import annotations
 
