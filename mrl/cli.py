@@ -123,6 +123,20 @@ class _Group(click.Group):
             return super().invoke(ctx)
 
 
+class _OfKeys(click.Command):
+    """A command that takes KEY=VALUE. It says so if an option is unknown."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            near = [name for name in error.possibilities or () if name != "--help"]
+            if not near:
+                error.message = f"{error.message.rstrip('.')}; a key of the config is set as KEY=VALUE, as in seed=1."
+            error.possibilities = near
+            raise
+
+
 class _Text(click.ParamType):
     """Text or a path that can be printed and given to a tokenizer: bytes that are no UTF-8 cannot."""
 
@@ -179,7 +193,8 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
             click.get_current_context().exit(code)
 
     params = of.params if isinstance(of, Command) else [*TRAINING_ARGUMENTS, *_of_keys(of)]
-    return click.Command(params=[_parameter(one) for one in params], callback=run, **given)
+    kind = _OfKeys if any(one.kind == "overrides" for one in params) else click.Command
+    return kind(params=[_parameter(one) for one in params], callback=run, **given)
 
 
 def _of_keys(of: TrainingCommand) -> list[Option]:
