@@ -101,6 +101,15 @@ class _Main(click.Group):
                 say(line)
             ending.record(os.environ, EXIT_USER_ERROR, str(error))
             ctx.exit(EXIT_USER_ERROR)
+        except PermissionError as error:
+            if not isinstance(error.filename, str):
+                raise
+            line = str(
+                UserError(error.filename, why="may not be read or written by this user", fix="give it the right")
+            )
+            say(line)
+            ending.record(os.environ, EXIT_USER_ERROR, line)
+            ctx.exit(EXIT_USER_ERROR)
         except Stopped as stop:
             say(str(stop) or "stopped after saving a checkpoint; run the same command again to go on")
             notice = ending.record(os.environ, EXIT_STOPPED, str(stop))

@@ -111,6 +111,8 @@ def check_inference(config: InferenceConfig) -> None:
         p for p in non_default_keys(config.rollout.server, "rollout.server") if p[0].path == "rollout.server.lora"
     )
     refuse_unread(adapters, "by a command that trains nothing", advice)
+    mixed = (pair for pair in non_default_keys(config.data, "data") if pair[0].path == "data.mix_by")
+    refuse_unread(mixed, "here: rows are of one path", advice)
     order = (pair for pair in non_default_keys(config.data, "data") if pair[0].path == "data.shuffle")
     refuse_unread(order, "here: rows are taken in their order", advice)
     learned = (pair for pair in non_default_keys(config.data, "data") if pair[0].path == "data.teacher")

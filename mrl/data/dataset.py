@@ -295,21 +295,31 @@ class RowDataset(abc.ABC, Generic[T]):
         return [f"{where}: nothing reads its fields {join_names(unread)}"] if read and unread else []
 
     def newly_read(self) -> list[str]:
-        """Returns a line on fields that an older mrl did not read, of the first row of each source."""
-        where, row, read = self._fields_read()
-        new = [name for name in ("system", "history") if row.get(name) and name in read]
-        what = "were left out by the mrl that saved the checkpoint, and become turns from here on"
-        return [f"{where}: its fields {' and '.join(new)} {what}"] if new else []
+        """Returns a line on fields that an older mrl did not read, of the first rows of each source: of one that has
+        them."""
+        self._first()  # what stops a run does so on every rank
+        for index in itertools.islice(self._rows.head(), ROWS_WITH_NOTES):
+            try:
+                row = self._row(index)
+            except UserError:  # which is said where the row is used
+                continue
+            if new := [name for name in ("system", "history") if row.get(name) and name in self._read_of(index, row)]:
+                what = "were left out by the mrl that saved the checkpoint, and become turns from here on"
+                return [f"{self.where(index)}: its fields {' and '.join(new)} {what}"]
+        return []
 
     def _fields_read(self) -> tuple[str, dict[str, Any], set[str]]:
         """Returns the place and fields of the first row, and the fields that are read: none of an unused row."""
         index, row = self._first()
+        return self.where(index), row, self._read_of(index, row)
+
+    def _read_of(self, index: int, row: dict[str, Any]) -> set[str]:
         noted = TrackedRow(row)
         try:
             self._make(index, noted)
         except UserError:  # which is said where the row is used
             noted.read.clear()
-        return self.where(index), row, noted.read
+        return noted.read
 
     def first_row(self) -> tuple[dict[str, Any], str]:
         """Returns the first row that can be read, and its `file:line`. Raises DataError where there is none, and what

@@ -1,4 +1,4 @@
-"""What the server has futured to remember: sessions, models, what was saved and what can be sampled from.
+"""What the server has promised to remember: sessions, models, what was saved and what can be sampled from.
 
 `ledger.jsonl` in the run's directory has a line for each event, written before the client is told; the next start reads
 it. A model's weights are in its checkpoints alone: one that trained on after its last save is gone with the server.

@@ -215,7 +215,7 @@ class RequestQueue:
             self._check_room(_BatchQueue(), count)
 
     def future_of(self, queue: Hashable, number: Hashable) -> Future | None:
-        """Returns what was futured for a number or another key, None where nothing was: what was right then may be
+        """Returns what was promised for a number or another key, None where nothing was: what was right then may be
         refused now."""
         with self._lock:
             return self._by_key.get((queue, number))

@@ -263,7 +263,7 @@ class TrainingHandlers:
         self, model: ModelRecord, number: int, work: Callable[[], PreparedOperation],
         lost: Callable[[str], None] = lambda line: None, *, size: int = 0,
     ) -> Response:  # fmt: skip
-        """Promises a call of a model. One that is sent again is futured what it was, whatever has changed since; one
+        """Promises a call of a model. One that is sent again is promised what it was, whatever has changed since; one
         that is refused is not waited for by those after it. lost: is told why a call is refused. size: bytes of it."""
         known = self.request_queue.future_of(model.id, number)
         if known is None:

@@ -25,6 +25,8 @@ RESULTS = ("checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending")
 FOLDERS = (*RESULTS, "teacher", "reference", ".tmp-hf", "logs", "merged")
 REPLACED = (f"checkpoints/{atomic_checkpoint.LATEST}", f"checkpoints/{atomic_checkpoint.BEST}")
 """Files that are written anew, as a link is that leads nowhere."""
+CACHES = ("teacher", "reference")
+"""Folders that are read, and written by the run alone that makes them: they may be another user's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +118,8 @@ def refuse_damaged(path: pathlib.Path, damaged: Mapping[str, str] = MappingProxy
 
 
 def check_kinds(folder: pathlib.Path) -> None:
-    """Raises ConfigError where a run could not write: a file for a folder, a folder for a file, a link to nothing.
+    """Raises ConfigError where a run could not write: a file for a folder, a folder for a file, a link to nothing, what
+    it has no right to.
 
     A link to what is there is followed: checkpoints may be on another disk.
     """
@@ -128,9 +131,24 @@ def check_kinds(folder: pathlib.Path) -> None:
         elif path.exists() and path.is_dir() != (name in FOLDERS):
             kinds = ("file", "folder") if name in FOLDERS else ("folder", "file")
             why = f"has a {kinds[0]} {name}, where a run has a {kinds[1]}"
+        elif path.exists() and (barred := _barred(path, writes=name in FOLDERS and name not in CACHES)):
+            why = f"has a {'folder' if name in FOLDERS else 'file'} {name} that this user may not {barred}"
         if why:
             fix = f"move {name} away, or give another output_dir"
             raise ConfigError("output_dir", quoted(str(folder)), why, fix)
+    for step in sorted((folder / "checkpoints").glob("step_*")):
+        for path in (step, step / atomic_checkpoint.MARKER):  # else an older checkpoint would be gone on from
+            if path.exists() and (barred := _barred(path, writes=False)):
+                why = f"has {path.relative_to(folder)} that this user may not {barred}"
+                fix = "give this user the right, move it away, or give another output_dir"
+                raise ConfigError("output_dir", quoted(str(folder)), why, fix)
+
+
+def _barred(path: pathlib.Path, *, writes: bool) -> str | None:
+    """Returns what this user may not do with a file or folder; None where all is right. writes: or in it."""
+    if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+        return "read"
+    return "write into" if writes and not os.access(path, os.W_OK) else None
 
 
 def refuse_foreign(path: pathlib.Path) -> None:

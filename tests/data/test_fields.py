@@ -185,7 +185,7 @@ def test_what_a_format_reads_decides_what_is_listed(tmp_path):
 @pytest.mark.parametrize("as_list", [False, True])
 def test_a_resume_of_an_older_checkpoint_says_what_is_read_now(tmp_path, as_list):
     row = {"instruction": "a", "output": "b", "system": SYSTEM, "history": HISTORY}
-    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [row] * 3)
+    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [{"instruction": "a", "output": "b"}, row, row])
     plain = tiny_tokenizers.write_jsonl(tmp_path / "b.jsonl", [{"instruction": "a", "output": "b", "system": ""}] * 3)
 
     def stream(path):
@@ -202,7 +202,7 @@ def test_a_resume_of_an_older_checkpoint_says_what_is_read_now(tmp_path, as_list
             notes = resumed.take_notes()
             assert len(notes) == expected
             assert (
-                not notes or "a.jsonl:1: its fields system and history were left out by the mrl that saved" in notes[0]
+                not notes or "a.jsonl:2: its fields system and history were left out by the mrl that saved" in notes[0]
             )
 
 

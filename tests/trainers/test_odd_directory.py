@@ -1,6 +1,7 @@
 """A run directory in which something is of another kind: one line before anything is written; links are followed."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -10,7 +11,7 @@ from mrl.config.load import from_dict
 from mrl.engine import atomic_checkpoint
 from mrl.errors import CheckpointError, ConfigError
 from mrl.trainers.run_directory import RunDirectory, choose_start
-from mrl.trainers.used_folder import FILES, FOLDERS, REPLACED
+from mrl.trainers.used_folder import FILES, FOLDERS, REPLACED, check_kinds
 from tests.engine.test_checkpoint import save
 from tests.trainers.tiny_runs import make_config
 
@@ -110,3 +111,19 @@ def test_leftovers_that_are_no_folders_are_removed(tmp_path, prefix):
     save(tmp_path, 2, keep=1)
     shutil.rmtree(tmp_path / "kept")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000002"]
+
+
+@pytest.mark.parametrize("name", [*FILES, "checkpoints", "hf", "samples", "teacher", "checkpoints/step_00000002"])
+@pytest.mark.parametrize("wrong", ["read", "write into"])
+def test_what_a_user_has_no_right_to_is_named(tmp_path, monkeypatch, name, wrong):
+    run = RunDirectory(tmp_path / "run")
+    save(run.checkpoints, 1), save(run.checkpoints, 2)
+    path = run.path / name
+    path.write_text("") if name in FILES else path.mkdir(exist_ok=True)
+    needs = os.R_OK if wrong == "read" else os.W_OK
+    monkeypatch.setattr(os, "access", lambda of, mode: not (os.fspath(of) == str(path) and mode & needs))
+    if wrong == "read" or name in ("checkpoints", "hf", "samples"):
+        with pytest.raises(ConfigError, match=f"output_dir: value .*run' has .*{name} that this user may not {wrong}"):
+            check_kinds(run.path)
+    else:
+        check_kinds(run.path)  # a file is replaced, a cache is another user's, a checkpoint is read
