@@ -177,14 +177,6 @@ def test_a_command_of_another_trainer_is_told_ours():
     assert "No such command 'unheard'" in invoke("unheard").stderr
 
 
-def test_an_option_of_another_trainer_is_told_how_keys_are_set():
-    told = invoke("sft", "sft.yaml", "--learning_rate", "1e-5")
-    assert told.exit_code == 2
-    assert "No such option '--learning_rate'; a key of the config is set as KEY=VALUE" in told.output
-    near = invoke("sft", "sft.yaml", "--dryrun")
-    assert "--dry-run" in near.output and "KEY=VALUE, as" not in near.output
-
-
 def test_a_config_of_the_other_command_is_told_its_own(workspace):
     refused = invoke("sft", "ppo.yaml", "train.steps=3")
     assert (refused.exit_code, refused.stderr) == (

@@ -295,8 +295,7 @@ class RowDataset(abc.ABC, Generic[T]):
         return [f"{where}: nothing reads its fields {join_names(unread)}"] if read and unread else []
 
     def newly_read(self) -> list[str]:
-        """Returns a line on fields that an older mrl did not read, of the first rows of each source: of one that has
-        them."""
+        """Returns a line on fields that an older mrl did not read, if one of the first rows has them."""
         self._first()  # what stops a run does so on every rank
         for index in itertools.islice(self._rows.head(), ROWS_WITH_NOTES):
             try:
@@ -378,8 +377,8 @@ class SFTDataset(RowDataset[Example]):
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         config = self.config
-        if self._vision is not None and self._vision.chat_template is not None and config.chat_template is None:
-            tokenizer.chat_template = self._vision.chat_template  # the tokenizer's own may know nothing of images
+        if self._vision is not None and config.chat_template is None:
+            self._vision.give_template(tokenizer)
         self._encoder = Encoder(tokenizer, config.loss_on, config.system)
         self.format = config.format if config.format != "auto" else self.detected_form()
         if self.format == "messages" and tokenizer.chat_template is None:

@@ -264,9 +264,11 @@ class Encoder:
             where = "the completion" if chat.given else "the conversation"
             if found:
                 raise BadRow(f"has nothing to train on: all of {where} that would has weight 0; remove the row")
-            turn = "an assistant turn" if roles == ("assistant",) else f"a turn of {' or '.join(roles)}"
+            turn = "assistant turn" if roles == ("assistant",) else f"turn of {' or '.join(roles)}"
+            seen = ", ".join(dict.fromkeys(str(message["role"]) for message in chat.messages[chat.given :]))
             raise BadRow(
-                f"has nothing to train on: {where} has no {turn.split(' ', 1)[1]}; add one, or set data.loss_on to all"
+                f"has nothing to train on: {where} has no {turn} (its roles: {seen}); "
+                "add one, or set data.loss_on to all"
             )
         return found
 

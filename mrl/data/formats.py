@@ -377,7 +377,8 @@ def _prompt_completion(row: Row) -> Chat | Pair:
         return _chat_with_images(row, given + answer, given=len(given))
     if isinstance(prompt, list) or isinstance(completion, list):
         raise BadRow(
-            f"prompt is {kind_of(prompt)} and completion {kind_of(completion)}; give two strings or two message lists"
+            f"prompt is {kind_of(prompt)} and completion {kind_of(completion)}; give two strings or two message lists "
+            "(JSON text of messages is read as a list)"
         )
     prompt = _string(prompt, "prompt")
     return Pair(prompt, _string(completion, "completion", empty=False), prompt, _before(row))

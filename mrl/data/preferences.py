@@ -248,8 +248,8 @@ class PreferenceDataset(RowDataset[Preference]):
         return detect(row)
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        if self._vision is not None and self._vision.chat_template is not None and self.config.chat_template is None:
-            tokenizer.chat_template = self._vision.chat_template  # the tokenizer's own may know nothing of images
+        if self._vision is not None and self.config.chat_template is None:
+            self._vision.give_template(tokenizer)
         check_system(self.config.system, tokenizer)
         self._encoder = Encoder(tokenizer, "assistant", self.config.system)
         self.format = self.config.format if self.config.format != "auto" else self.detected_form()

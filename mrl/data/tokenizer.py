@@ -59,7 +59,7 @@ def load_tokenizer(
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:
     """Gives the tokenizer what `data.chat_template` says. Raises DataError."""
     tokenizer.chat_template = None if chat_template == RAW_TEXT else read_chat_template(chat_template)
-    check_chat_template(tokenizer)
+    check_chat_template(tokenizer, of=f"data.chat_template: {chat_template}")
 
 
 def read_chat_template(path: str) -> str:
@@ -75,15 +75,15 @@ def read_chat_template(path: str) -> str:
     return text
 
 
-def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises DataError where the tokenizer's chat template is not valid Jinja."""
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, of: str = "the chat template") -> None:
+    """Raises DataError where the tokenizer's chat template is not valid Jinja. of: what it is, for the message."""
     if tokenizer.chat_template is None:
         return
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
     except jinja2.TemplateSyntaxError as e:
         raise DataError(
-            f"the chat template is not valid Jinja (line {e.lineno}: {one_line(e.message)}); "
+            f"{of} is not valid Jinja (line {e.lineno}: {one_line(e.message)}); "
             "correct it, or name another file in data.chat_template"
         ) from e
     except (jinja2.TemplateError, ValueError, TypeError, KeyError):

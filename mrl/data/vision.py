@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, ProcessorMixin
+from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from mrl.converters.hf_config import reads_images
@@ -40,10 +40,15 @@ class Vision:
 
     def __init__(self, processor: ProcessorMixin) -> None:
         self._processor = processor
-        self.chat_template = processor.chat_template
+        self._chat_template = processor.chat_template
         self.image_token = processor.image_token
         self.image_token_id: int = processor.image_token_id
         self.placeholders = frozenset({processor.image_token_id, *processor.video_token_ids} - {None})
+
+    def give_template(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Gives the tokenizer the processor's chat template, if it has one: the tokenizer's own may know no images."""
+        if self._chat_template is not None:
+            tokenizer.chat_template = self._chat_template
 
     def count(self, ids: Sequence[int]) -> int:
         """Returns the number of tokens that stand for images or videos."""

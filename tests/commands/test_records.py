@@ -133,3 +133,11 @@ def test_a_name_of_two_packages_is_refused(site):
 def test_mrls_own_are_not_replaced(site):
     site("mine", "sft = mine:COMMAND", "1 / 0")
     assert commands.record("sft").root is SFTConfig
+
+
+def test_an_option_of_another_trainer_is_told_how_keys_are_set():
+    told = CliRunner().invoke(cli.main, ["sft", "sft.yaml", "--learning_rate", "1e-5"])
+    assert told.exit_code == 2
+    assert "No such option '--learning_rate'; a key of the config is set as KEY=VALUE" in told.output
+    near = CliRunner().invoke(cli.main, ["sft", "sft.yaml", "--dryrun"])
+    assert "--dry-run" in near.output and "KEY=VALUE, as" not in near.output
