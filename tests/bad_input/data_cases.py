@@ -32,7 +32,7 @@ CASES = [
     Case("not gzip", "rows.jsonl.gz", ("decompressed", "copy it again"), ("data.train=rows.jsonl.gz",), file("rows.jsonl.gz", b"\x1f\x8b\x08 cut")),
     Case("binary", "rows.jsonl:1", ("is not",), edit=file("rows.jsonl", b"\x00\x01\xff\n")),
     Case("suffix", "data.train", ("suffix", ".parquet"), ("data.train=rows.tsv",), file("rows.tsv", "a\tb\n")),
-    Case("not jinja", "the chat template", ("line 1",), ("data.chat_template=chat.jinja",), file("chat.jinja", "{% for %}")),
+    Case("not jinja", "data.chat_template", ("line 1",), ("data.chat_template=chat.jinja",), file("chat.jinja", "{% for %}")),
     Case("empty template", "data.chat_template", ("is empty",), ("data.chat_template=chat.jinja",), file("chat.jinja", "")),
     # Streamed.
     Case("streamed, no rows", "data.train", ("rows.jsonl: has no rows",), ("data.stream=true",), file("rows.jsonl", "\n")),

@@ -275,7 +275,7 @@ def test_a_comparison_is_printed_as_the_docs_have_it():
     either model was right on, and all that follows from them."""
     sample = (REPO / "docs/generate.md").read_text().partition("    $ mrl eval runs/arithmetic-grpo ")[2]
     lines = [line.removeprefix("    ") for line in sample.partition("\n\n")[0].splitlines()[1:]]
-    first_right, second_right, only_first, only_second = 844, 529, 338, 23
+    first_right, second_right, only_first, only_second = 840, 472, 391, 23
     both = first_right - only_first
     assert both == second_right - only_second
     pairs = [(1.0, 1.0)] * both + [(1.0, 0.0)] * only_first + [(0.0, 1.0)] * only_second
