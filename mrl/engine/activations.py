@@ -1,8 +1,9 @@
-"""`engine.offload: [activations]`: what a forward saves for its backward pass waits in host memory.
+"""`engine.offload: [activations]` moves activations to host memory until the backward pass reads them.
 
-Both engines have it: the FSDP engine of each block, the Megatron engine of a chunk's layers and of each MTP layer. It
-is done by autograd's hooks on saved tensors, so that it holds for every layer spec, layout and kernel, and what is read
-back has the values, shape and strides of what was saved. With recomputation inputs alone are saved, and these wait.
+Both engines have it: the FSDP engine for each block, the Megatron engine for a chunk's layers and for each MTP layer.
+Autograd's hooks on saved tensors do it, so it works with every layer spec, layout and kernel. A tensor that is read
+back has the values, shape and strides of the one that was saved. With recomputation only inputs are saved, and these
+are moved.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ weights have them beside scales, and would come back as tensors of the dtype tha
 
 
 class ActivationOffload:
-    """Copies what modules save for their backward pass to the host, and back when it is needed.
+    """Copies saved activations to the host, and back when the backward pass needs them.
 
-    Weights stay where they are, 8-bit copies of them too. on_host: bytes that wait there now; most: the most that did.
+    Weights stay on the device, and so do their 8-bit copies. on_host: bytes that are on the host now. most: their
+    maximum so far.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class ActivationOffload:
 
     @contextlib.contextmanager
     def of(self, module: nn.Module) -> Iterator[None]:
-        """Inside, saved tensors that are no weights of `module` go to the host; so do those of a unit within it."""
+        """Moves saved tensors to the host inside, except weights of `module`. Nested modules work too."""
         whole = (p for p in module.parameters() if not isinstance(p, DTensor))
         weights = {p.untyped_storage()._cdata for p in whole}
         pack = functools.partial(self.pack, weights)
@@ -61,7 +63,7 @@ class ActivationOffload:
 
 
 class HostTensor:
-    """A tensor's copy on the host; of one without memory its sizes alone."""
+    """Holds a tensor's copy on the host, or only its sizes if the tensor is on the meta device."""
 
     def __init__(self, offload: ActivationOffload, tensor: Tensor) -> None:
         self.offload, self.device, self.dtype = offload, tensor.device, tensor.dtype

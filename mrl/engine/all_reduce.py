@@ -38,5 +38,5 @@ def _once(device: torch.device, size: int) -> float:
 
 
 def destroy_process_groups() -> None:
-    """Ends the process groups of this process."""
+    """Destroys the process groups of this process."""
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The checkpoint folder: written whole or not at all, whatever an engine puts inside.
+"""Writes checkpoint folders that are whole or absent, whatever an engine puts inside.
 
     checkpoints/
         step_00000100/          a whole checkpoint: its last file to appear inside was COMPLETE
@@ -8,15 +8,15 @@
         .tmp-step_00000200/     being written; becomes step_00000200 by one rename
         .trash-step_00000050/   being deleted
 
-A folder is renamed to its final name after everything in it, COMPLETE last, is on disk, and renamed away from it
-before anything in it is deleted, so at any moment each `step_*` folder is whole and a kill loses at most the
-checkpoint being written. Order in time is the marker's `serial`, not the step: a run resumed from an older
-checkpoint makes smaller steps that are newer.
+A folder gets its final name after all its files are on disk, COMPLETE last. It is renamed away before any of its files
+is deleted. So each `step_*` folder is whole at any moment, and a kill loses only the checkpoint being written. The
+marker's `serial` gives the order in time, not the step: a run that resumes from an older checkpoint writes smaller
+steps later.
 
-Every file has a checksum. Ranks share out the reading: at a save to compute them, and before a load to compare them
-(`verify`). What merely looks for a checkpoint among many (`validate`) stops at sizes and the checksums of small files.
+Every file has a checksum. Ranks divide the files among them: at a save to compute checksums, and before a load to
+compare them (`verify`). A search for a checkpoint (`validate`) checks only sizes and the checksums of small files.
 
-All ranks write into one folder, which must be on storage that every node sees. Only rank 0 touches what is shared.
+All ranks write into one folder, on storage that every node sees. Only rank 0 touches shared files.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ THREADS = 4  # of each rank; crc32 runs outside the interpreter's lock
 
 @dataclasses.dataclass(frozen=True)
 class RankGroup:
-    """The ranks that take part."""
+    """Holds this rank's number, the number of ranks, and a gather over them."""
 
     rank: int
     size: int
@@ -64,7 +64,7 @@ class RankGroup:
     group: Any = None  # torch's process group of them, None for the default one
 
     def share(self, items: Sequence[str]) -> Sequence[str]:
-        """This rank's of items that all ranks have in the same order."""
+        """Returns this rank's share of `items`, a list that is the same on all ranks."""
         return items[self.rank :: self.size]
 
 
@@ -73,7 +73,7 @@ ONE_RANK = RankGroup(0, 1, lambda value: [value])
 
 @dataclasses.dataclass(frozen=True)
 class Marker:
-    """What COMPLETE says."""
+    """Holds the content of COMPLETE."""
 
     step: int
     serial: int
@@ -97,11 +97,11 @@ def writing(
     keep: int | None = None,
     protect: Collection[str] = (),
 ) -> Iterator[str]:
-    """Gives all ranks a folder to write a checkpoint into; on a clean exit it becomes `root/step_XXXXXXXX`.
+    """Gives all ranks a folder to write a checkpoint into. On a clean exit it becomes `root/step_XXXXXXXX`.
 
-    Collective. backend: which engine's files these are. keep: newest whole checkpoints that stay, None for all; older
-    ones are deleted after the new one is whole, but for folders named in `protect`. An exception inside leaves the
-    temporary folder, which no reader takes for a checkpoint and the next save removes.
+    Collective. backend: the engine that writes the files. keep: how many of the newest whole checkpoints stay, None for
+    all. Older ones are deleted after the new one is whole, except folders named in `protect`. An exception inside
+    leaves the temporary folder. No reader takes that for a checkpoint, and the next save removes it.
     """
     name = step_name(step)
     temporary = os.path.join(root, TEMPORARY + name)
@@ -140,10 +140,10 @@ def replace_folder(root: str, name: str) -> Iterator[str]:
 
 
 def find_checkpoint(root: str, but: Collection[str] = ()) -> str | None:
-    """Returns the newest whole checkpoint in `root` (or `root` itself, if it is one); None where there is none.
+    """Returns the newest whole checkpoint in `root`, or `root` itself if it is one; None if there is none.
 
-    Damaged folders are passed over for a whole one with a warning that names them and what is wrong; `damage` tells
-    where there is none. but: folders that `verify` has found to be damaged.
+    Skips damaged folders, with a warning that names them and the damage. If no whole one exists, `damage` has the
+    reasons. but: folders that `verify` has found to be damaged.
     """
     if os.path.exists(os.path.join(root, MARKER)):
         validate(root)
@@ -153,7 +153,7 @@ def find_checkpoint(root: str, but: Collection[str] = ()) -> str | None:
 
 
 def steps_of(root: str) -> list[tuple[int, str]]:
-    """(step, folder) of each whole checkpoint in `root`, oldest first."""
+    """Returns (step, folder) of each whole checkpoint in `root`, oldest first."""
     return [(marker.step, path) for path, marker in _whole(root)]
 
 
@@ -220,14 +220,14 @@ def verify(path: str, ranks: RankGroup = ONE_RANK) -> Marker:
 
 
 def delete(path: str) -> None:
-    """Deletes a checkpoint; a kill on the way leaves no half of it under its name."""
+    """Deletes a checkpoint. A kill during it leaves no half checkpoint under its name."""
     root, name = os.path.split(os.path.abspath(path))
     _to_trash(root, name)
     _empty_trash(root)
 
 
 def parse_marker(path: str, content: bytes | None) -> Marker:
-    """Parses COMPLETE. path: the checkpoint, for messages. content: None where the file does not exist."""
+    """Returns the content of COMPLETE. path: the checkpoint, for messages. content: None if the file does not exist."""
     if content is None:
         raise CheckpointError(
             path, why=f"not a whole checkpoint of mrl: it has no {MARKER} file", fix="use another checkpoint"
@@ -261,9 +261,9 @@ def parse_marker(path: str, content: bytes | None) -> Marker:
 
 
 def _whole(root: str, *, warn: bool = False) -> list[tuple[str, Marker]]:
-    """Whole checkpoints in `root`, oldest first.
+    """Returns the whole checkpoints in `root`, oldest first.
 
-    A temporary folder that has its marker counts: it was killed between the marker and the rename.
+    A temporary folder with a marker counts: its writer was killed between the marker and the rename.
     """
     found, damaged = [], []
     for entry in _listdir(root):
@@ -284,7 +284,7 @@ def _whole(root: str, *, warn: bool = False) -> list[tuple[str, Marker]]:
 
 
 def _tidy(root: str) -> None:
-    """Ends what a kill interrupted: a whole temporary folder gets its name, other leftovers are removed."""
+    """Completes what a kill interrupted: gives a whole temporary folder its name and removes other leftovers."""
     for path, _ in _whole(root):
         if os.path.basename(path).startswith(TEMPORARY):
             _publish(root, os.path.basename(path).removeprefix(TEMPORARY))
@@ -332,7 +332,7 @@ def _publish(root: str, name: str) -> None:
 
 
 def _prune(root: str, keep: int, protect: Collection[str]) -> None:
-    """Deletes whole checkpoints but the newest `keep` and those named in `protect`."""
+    """Deletes whole checkpoints, except the newest `keep` and those named in `protect`."""
     assert keep >= 1, f"keep {keep}"
     for path, _ in _whole(root)[:-keep]:
         if os.path.basename(path) not in protect:
@@ -341,7 +341,7 @@ def _prune(root: str, keep: int, protect: Collection[str]) -> None:
 
 
 def _to_trash(root: str, name: str) -> None:
-    """Renames a checkpoint away, so that a half deleted one is never taken for a checkpoint."""
+    """Renames a checkpoint away, so that no reader takes a half deleted one for a checkpoint."""
     trash = os.path.join(root, TRASH + name)
     if os.path.lexists(trash):
         _remove(trash)
@@ -371,7 +371,7 @@ def _replace_file(path: str, content: bytes) -> None:
 
 
 def _files(path: str) -> list[str]:
-    """Relative paths of all files under `path` but the marker, sorted, with forward slashes."""
+    """Returns the relative paths of all files under `path` except the marker, sorted, with forward slashes."""
     files = []
     for folder, _, names in os.walk(path):
         files += [os.path.relpath(os.path.join(folder, name), path).replace(os.sep, "/") for name in names]

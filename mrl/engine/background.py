@@ -1,9 +1,9 @@
-"""Checkpoints that a thread of each rank writes while training goes on (`checkpoint.background`).
+"""Writes checkpoints in a thread of each rank while training continues (`checkpoint.background`).
 
-What is saved is copied to host memory at a step's border. From then on the thread works with the copy alone, and the
-threads of all ranks speak over a gloo group of their own, so nothing of theirs comes between the collectives of
-training. They end in `atomic_checkpoint.writing` as every save does: the folder gets its name once all ranks have put
-their files on disk, so a kill leaves the checkpoint before.
+A save copies the state to host memory between two steps. From then on the thread uses only the copy. The threads of all
+ranks talk over a gloo group of their own, so their messages never come between the collectives of training. They end in
+`atomic_checkpoint.writing` as every save does. The folder gets its name once all ranks have their files on disk, so a
+kill leaves the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from mrl.errors import CheckpointError, UserError, first_line
 
 @dataclasses.dataclass(frozen=True)
 class _ThreadFailure:
-    """The entry that a rank gathers when its thread has failed."""
+    """Marks a rank whose thread has failed, in the gathered values."""
 
     error: UserError
 
 
 class _OtherRankFailed(Exception):
-    """Another rank's thread has failed."""
+    """Reports that another rank's thread has failed."""
 
 
 Write = Callable[[str, RankGroup], None]
@@ -78,7 +78,8 @@ class BackgroundSaver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save has begun whose end `finish` or `poll` has not told; the same on every rank."""
+        """Returns whether a save has begun and neither `finish` nor `poll` has reported its end; the same on every
+        rank."""
         return self._thread is not None
 
     def begin(self, work: Callable[[RankGroup], None]) -> None:
@@ -108,8 +109,10 @@ class BackgroundSaver:
         self._thread.start()
 
     def _gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks' threads. Raises _OtherRankFailed where one of them has failed
-        instead: the first such error is that of all."""
+        """Returns the values of all ranks' threads.
+
+        Raises _OtherRankFailed if one of them has failed instead. All ranks get the first such error.
+        """
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, value, group=self._group)
         if failed := [one for one in everyone if isinstance(one, _ThreadFailure)]:
@@ -118,8 +121,10 @@ class BackgroundSaver:
         return everyone
 
     def poll(self) -> float | None:
-        """Returns the seconds that writing took, once, where all ranks have ended; None before. Raises what went
-        wrong."""
+        """Returns the seconds that writing took, once, when all ranks have ended; None before.
+
+        Raises the error of a save that failed.
+        """
         if self._thread is None:
             return None
         (running,) = max_over_ranks(self.device, float(self._thread.is_alive()))

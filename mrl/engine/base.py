@@ -57,7 +57,7 @@ PLAIN_CTX: Ctx = {"temperature": 1.0}
 
 
 class GradNorm(float):
-    """A global L2 gradient norm before clipping; `skipped` says why no update was made, None where one was."""
+    """Holds a global L2 gradient norm before clipping. `skipped` is the reason if no update was made, else None."""
 
     skipped: str | None
 
@@ -68,9 +68,9 @@ class GradNorm(float):
 
 
 class BaseEngine(EngineChecks, abc.ABC):
-    """One model with its optimizer, over all ranks of the process group.
+    """Runs one model with its optimizer, over all ranks of the process group.
 
-    One that supports "model.lora" has `adapter_weights`, `set_adapters` and `without_adapters` of its own.
+    An engine that supports "model.lora" overrides `adapter_weights`, `set_adapters` and `without_adapters`.
     """
 
     def __init__(self, config: RoleConfig) -> None:
@@ -84,38 +84,41 @@ class BaseEngine(EngineChecks, abc.ABC):
         self.offload: Offload  # made by init_model
 
     def set_loss_fn(self, fn: LossFn | None, denominator: str = "tokens") -> None:
-        """Use `fn` in later steps, None for none; its sums are divided by `batch.denominators[denominator]`."""
+        """Uses `fn` in later steps, None for no loss. Its sums are divided by `batch.denominators[denominator]`."""
         self.loss_fn, self.loss_denominator = fn, denominator
 
     @property
     def notes(self) -> list[str]:
-        """Lines for the user on what the engine chose, as `notes_on` has them; before `init_model` too."""
+        """Returns lines for the user on what the engine chose, as `notes_on` does. It works before `init_model`."""
         return []
 
     @property
     def chosen(self) -> dict[str, str]:
-        """What the engine chose that numbers and speed depend on, by name: a run's config.yaml and checkpoints keep it,
-        as two machines may choose otherwise under one config."""
+        """Returns the engine's choices that affect numbers and speed, by name.
+
+        A run's config.yaml and checkpoints keep them, because two machines may choose differently under one config.
+        """
         return {}
 
     def set_total_steps(self, total_steps: int) -> None:
-        """The run's length, where it is known only after the engine is made; before the first step."""
+        """Sets the run's length, if it is known only after the engine is made. Call it before the first step."""
         self.config = dataclasses.replace(self.config, total_steps=total_steps)
 
     @property
     def is_main(self) -> bool:
-        """Whether this process speaks and writes for all: one of them does."""
+        """Returns whether this process logs and writes for all. Exactly one process does."""
         return collective.is_main()
 
     @property
     def world_size(self) -> int:
-        """Processes, and devices, that the engine runs on."""
+        """Returns the number of processes, and of devices, that the engine runs on."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def on_main(self, fn: Callable[[], T]) -> T:
         """Calls `fn` on the main process only and returns its result on every rank, after it is done.
 
-        A UserError that `fn` raises is raised on every rank. What the main process finds in a folder, all ranks act on.
+        A UserError that `fn` raises is raised on every rank. So all ranks act on what the main process finds in a
+        folder.
         """
         return collective.on_main(fn)
 
@@ -126,36 +129,37 @@ class BaseEngine(EngineChecks, abc.ABC):
     @property
     @abc.abstractmethod
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Returns the device of the model's computation."""
 
     @property
     @abc.abstractmethod
     def dp_rank(self) -> int:
-        """This rank's data-parallel index; ranks that share it see the same data."""
+        """Returns this rank's data-parallel index. Ranks that share it see the same data."""
 
     @property
     @abc.abstractmethod
     def dp_size(self) -> int:
-        """Data-parallel degree."""
+        """Returns the data-parallel degree."""
 
     @abc.abstractmethod
     def init_model(self, read: Callable[[str], Any] | None = None) -> None:
         """Builds or loads model, optimizer and LR schedule. Afterwards every other method may be called.
 
-        read: where weights come from, in place of the folder of `model.path` (Hugging Face name -> tensor or lazy
-        slice, of a family that mrl has a table of); an engine of another package need not take it.
+        read: gives the initial weights instead of the folder `model.path` (Hugging Face name -> tensor or lazy slice).
+        The model's family must have a table in mrl. An engine of another package need not take it.
         """
 
     @abc.abstractmethod
     def train_mode(self) -> contextlib.AbstractContextManager[None]:
-        """Brings parameters and gradients to the device and puts back on exit what the config offloads; dropout is on.
+        """Brings parameters and gradients to the device, with dropout on. On exit, state that the config offloads goes
+        back.
 
         The optimizer's state comes when `optimizer_step` needs it.
         """
 
     @abc.abstractmethod
     def eval_mode(self) -> contextlib.AbstractContextManager[None]:
-        """Brings parameters to the device; dropout is off and no gradient is kept."""
+        """Brings parameters to the device, with dropout off and without gradients."""
 
     @abc.abstractmethod
     def forward_backward_step(
@@ -168,29 +172,33 @@ class BaseEngine(EngineChecks, abc.ABC):
     ) -> Outcome:
         """Runs this rank's share of a mini-batch (see `shard_data`), micro-batch by micro-batch.
 
-        ctx: "temperature", which an lm head divides its logits by; a caller that gives a ctx says it. "entropy": "none"
-        (what is left out), "detached" or "differentiable". "first_temperature": of the first of several labels of a
-        token, where it is another. "top": of a `forward_only`, also the so many largest log-probs of each token whose
-        label trains, "top_log_probs" and "top_tokens" [T, top]. "last": true where no further call adds to
-        the gradients before `optimizer_step`: an engine may reduce them while it computes, and another call that trains
-        is then an error. The rest is the caller's own. None is `PLAIN_CTX`. Gradients accumulate until
-        `optimizer_zero_grad`. Returns `(predictions, loss, ctx)`, or `(predictions, ctx)` when `forward_only`:
-        predictions [T, ...] in the order of `batch`, detached, on every rank of the replica; loss is the global mean
-        (the same float on every rank); `ctx["metrics"]` likewise. When `forward_only` and a loss function is set,
-        `ctx["loss"]` carries the loss.
+        ctx has these entries, and the caller's own; None is `PLAIN_CTX`.
+
+        - "temperature": an lm head divides its logits by it. Every ctx has it.
+        - "entropy": "none" (the default), "detached" or "differentiable".
+        - "first_temperature": the temperature for the first of several labels of a token, if it is another one.
+        - "top": with `forward_only`, how many of the largest log-probs to return for each token whose label trains.
+          They are "top_log_probs" and "top_tokens" [T, top].
+        - "last": true if no further call adds to the gradients before `optimizer_step`. An engine may then reduce them
+          while it computes, and another call that trains is an error.
+
+        Gradients accumulate until `optimizer_zero_grad`. Returns `(predictions, loss, ctx)`, or `(predictions, ctx)`
+        with `forward_only`. predictions: [T, ...] in the order of `batch`, detached, on every rank of the replica.
+        loss: the global mean, the same float on every rank, and so is `ctx["metrics"]`. With `forward_only` and a loss
+        function, `ctx["loss"]` has the loss.
         """
 
     @abc.abstractmethod
     def optimizer_zero_grad(self) -> None:
-        """Forgets accumulated gradients."""
+        """Drops accumulated gradients."""
 
     @abc.abstractmethod
     def optimizer_step(self, update: UpdateSettings | None = None) -> GradNorm:
         """Clips by the global norm and updates the parameters.
 
-        update: what the step is made by; None: the config's optimizer and its schedule. A gradient that is not finite
-        updates nothing, and the result says so. The gradients are spent by it: the next `forward_backward_step` that
-        trains and `hf_gradients` come after an `optimizer_zero_grad`.
+        update: the settings of the step; None: the config's optimizer and its schedule. If the gradient is not finite,
+        nothing is updated and the result says so. The step spends the gradients. Call `optimizer_zero_grad` before
+        `hf_gradients` or the next `forward_backward_step` that trains.
         """
 
     def trained_state(self) -> TrainedState:
@@ -206,20 +214,19 @@ class BaseEngine(EngineChecks, abc.ABC):
 
     @abc.abstractmethod
     def guard_before_step(self) -> Any:
-        """Remembers parameters and gradients just before an `optimizer_step`, for `guard_after_step`."""
+        """Records parameters and gradients just before an `optimizer_step`, for `guard_after_step`."""
 
     @abc.abstractmethod
     def guard_after_step(self, token: Any) -> list[Problem]:
-        """Returns what went wrong in the `optimizer_step` since `guard_before_step` gave `token`; empty where nothing
-        did.
+        """Returns the faults of the `optimizer_step` since `guard_before_step` gave `token`; empty if there are none.
 
-        One for each parameter that has no gradient or one that is not finite, that did not change, or whose
-        replicas differ; the same list on every rank. One of `Kind.WAITS` is no fault: A of an adapter whose B
-        was zero, which the next step can be asked about.
+        The list is the same on every rank. It has an entry for each parameter whose gradient is missing or not finite,
+        for one that did not change, and for one whose replicas differ. An entry of `Kind.WAITS` is no fault: it is A of
+        an adapter whose B was zero, and the next step can check it again.
         """
 
     def lr_scheduler_step(self) -> float:
-        """Advances the schedule by one step. Returns the LR that the step just made was taken with."""
+        """Advances the schedule by one step. Returns the LR of the step that was just made."""
         lr = self._learning_rate()
         self.schedule_step += 1
         return lr
@@ -240,18 +247,18 @@ class BaseEngine(EngineChecks, abc.ABC):
         return self.config.optimizer
 
     def shard_data(self, batch: Batch) -> Batch:
-        """This data-parallel rank's share of a global mini-batch that every rank holds, balanced by tokens."""
+        """Returns this data-parallel rank's share of a global mini-batch that every rank holds, balanced by tokens."""
         return collective.share_of(batch, self.dp_rank, self.dp_size)
 
     @abc.abstractmethod
     def unshard_data(self, predictions: Predictions, batch: Batch) -> Predictions:
-        """Undoes `shard_data` for token-aligned tensors: joins all shares, in the order of the global `batch`."""
+        """Joins token-aligned tensors of all shares, in the order of the global `batch`. It undoes `shard_data`."""
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, gradients: bool | None = None) -> None:
-        """Moves model and/or optimizer state to "device" (where it computes) or to "host".
+        """Moves model and/or optimizer state to "device" (for computation) or to "host".
 
-        gradients: what becomes of the accumulated gradients; by default they go with the model. Each method brings what
-        it needs and puts it back where it was, so that an engine on the host still works.
+        gradients: whether accumulated gradients move too; by default they go with the model. Each method brings the
+        state that it needs and puts it back, so an engine on the host still works.
         """
         if device not in ("device", "host"):
             raise ValueError(f"device {device!r}: use 'device' (where the engine computes) or 'host'")
@@ -269,7 +276,7 @@ class BaseEngine(EngineChecks, abc.ABC):
     def load_state(self, folder: str) -> dict[str, Any]:
         """Restores what `save_state` wrote, also into another layout. Returns the caller's `state`.
 
-        Raises CheckpointError on every rank, before anything has changed, for what another model or optimizer wrote.
+        Raises CheckpointError on every rank, before anything has changed, if another model or optimizer wrote it.
         """
 
     def stage_state(self, state: Mapping[str, Any]) -> background.Write:
@@ -278,7 +285,7 @@ class BaseEngine(EngineChecks, abc.ABC):
 
     @property
     def saves_in_background(self) -> bool:
-        """Whether there is a `stage_state`: an engine of another package may have none."""
+        """Returns whether there is a `stage_state`. An engine of another package may have none."""
         return type(self).stage_state is not BaseEngine.stage_state
 
     def save_checkpoint(
@@ -308,7 +315,7 @@ class BaseEngine(EngineChecks, abc.ABC):
             return self.load_state(folder)
 
     def saved_state(self, folder: str) -> dict[str, Any] | None:
-        """Returns the trainer's `state` of a checkpoint's folder and loads nothing; None where that cannot be read.
+        """Returns the trainer's `state` of a checkpoint's folder, without loading anything; None if it cannot be read.
 
         Not collective.
         """
@@ -316,10 +323,10 @@ class BaseEngine(EngineChecks, abc.ABC):
 
     @abc.abstractmethod
     def load_hf(self, path: str) -> None:
-        """Replaces the model's weights, and fp32 masters with an optimizer, by those of a Hugging Face folder.
+        """Replaces the model's weights, and the optimizer's fp32 masters, by those of a Hugging Face folder.
 
-        They are read as in `init_model`. What the optimizer has gathered stays. Raises ModelError, before anything has
-        changed, where the folder's tensors are not those of this model.
+        They are read as in `init_model`. The optimizer's moments stay. Raises ModelError, before anything has changed,
+        if the folder's tensors are not those of this model.
         """
 
     @abc.abstractmethod
@@ -332,38 +339,41 @@ class BaseEngine(EngineChecks, abc.ABC):
         progress: Callable[[int, int], None] = no_progress,
         kept: KeptSequences | None = None,
     ) -> list[Completion]:
-        """Completes the prompts, in their order: the same on every rank and layout (fp32).
+        """Completes the prompts, in their order. The result is the same on every rank and layout (fp32).
 
-        Every rank passes all requests. A completion depends on its request and the weights alone. cache_tokens: tokens
-        whose keys and values each replica keeps at once, which bounds how many sequences run together; each has room
-        for the longest request. prefill_tokens: prompt tokens in one forward at most. progress: called after each
-        forward with how many of this replica's requests are complete, and how many it has. kept: what stays from call
-        to call of the requests' keys and values; completions are the same without it, and an engine may leave it alone.
-        Raises ConfigError where a request alone does not fit.
+        Every rank passes all requests. A completion depends only on its request and the weights. cache_tokens: tokens
+        whose keys and values each replica keeps at once. It limits how many sequences run together, and each has room
+        for the longest request. prefill_tokens: the most prompt tokens in one forward. progress: called after each
+        forward with the number of this replica's complete requests, and of all its requests. kept: keys and values of
+        earlier calls. Completions are the same without it, and an engine may ignore it. Raises ConfigError if one
+        request alone does not fit.
         """
 
     @abc.abstractmethod
     def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Streams (Hugging Face name, whole tensor) on rank 0; other ranks take part and get nothing. A tensor is new
-        memory, on the engine's device or on the host: who reads decides where it goes, and keeps it no longer.
+        """Streams (Hugging Face name, whole tensor) on rank 0; other ranks take part and get nothing.
 
-        everywhere: every rank gets them all, in the same order. Adapters are added into the weights that they adapt.
+        A tensor is new memory, on the engine's device or on the host. The reader decides where it goes, and the engine
+        keeps no reference. everywhere: every rank gets all tensors, in the same order. Adapters are merged into the
+        weights that they adapt.
         """
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Streams the adapters, and a value head's score, as `hf_weights`, under the names of peft's files. They are
-        fp32 and on the host."""
+        """Streams the adapters, and a value head's score, as `hf_weights` does, under the names of peft's files.
+
+        They are fp32 and on the host.
+        """
         raise NotImplementedError(f"the {self.backend} engine has no adapters")
 
     def set_adapters(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces adapters, their masters and a value head's score by what `adapter_weights` gave, on every rank.
+        """Replaces adapters, their masters and a value head's score by tensors of `adapter_weights`, on every rank.
 
-        What the optimizer has gathered stays.
+        The optimizer's moments stay.
         """
         raise NotImplementedError(f"the {self.backend} engine has no adapters")
 
     def set_adapter_scale(self, scale: float) -> None:
-        """Multiplies B A by `scale` from now on, in place of what `model.lora` says; checkpoints do not hold it."""
+        """Multiplies B A by `scale` from now on, instead of the scale of `model.lora`. Checkpoints do not hold it."""
         raise NotImplementedError(f"the {self.backend} engine has no adapters")
 
     def load_adapter(self, path: str) -> None:
@@ -376,31 +386,31 @@ class BaseEngine(EngineChecks, abc.ABC):
         self.set_adapters(read_fitting(path, model.path, model.lora, self.config.head))
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, forward passes are those of the base model, to the bit; a value head stays as trained."""
+        """Runs forward passes inside as the base model does, to the bit. A value head stays as trained."""
         assert self.config.model.lora is None, f"the {self.backend} engine has no adapters"
         return contextlib.nullcontext()
 
     @abc.abstractmethod
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Streams the accumulated gradients (fp32) as `hf_weights`, reduced as `optimizer_step` would use them.
+        """Streams the accumulated gradients (fp32) as `hf_weights` does, reduced as `optimizer_step` would use them.
 
-        With adapters they are those of `adapter_weights`, under the same names: nothing else has one. Nor has a
-        parameter that a model itself declares to need none. Call it after the last `forward_backward_step` of an
-        optimizer step: megatron's reduction ends the accumulation, and another one before `optimizer_zero_grad` is
-        refused.
+        With adapters they are those of `adapter_weights`, under the same names, because nothing else has a gradient. A
+        parameter that the model declares to need no gradient is left out. Call it after the last
+        `forward_backward_step` of an optimizer step. Megatron's reduction ends the accumulation, so another one before
+        `optimizer_zero_grad` is refused.
         """
 
     @abc.abstractmethod
     def export_hf(self, path: str, *, merged: bool = False) -> None:
         """Writes a folder that transformers loads: weights, config, tokenizer, generation config.
 
-        MTP layers that do not train are not in it, and config.json says so. Where `exports_adapter`, it is the folder
-        of `export_adapter`, unless `merged`.
+        MTP layers that do not train are left out, and config.json says so. If `exports_adapter` and not `merged`, it
+        writes the folder of `export_adapter`.
         """
 
     @property
     def exports_adapter(self) -> bool:
-        """Whether the config asks for the adapters alone, not for the model with them added in."""
+        """Returns whether the config asks for the adapters alone, not for the model with them merged."""
         lora = self.config.model.lora
         return lora is not None and lora.export == "adapter"
 
@@ -420,10 +430,10 @@ class BaseEngine(EngineChecks, abc.ABC):
         copies: Mapping[str, str] = types.MappingProxyType({}),
         carried: Collection[str] = (),
     ) -> None:
-        """Does `export_hf` with the tensors of `hf_weights`, of which `infos` says dtypes and shapes. Collective.
+        """Does `export_hf` with the tensors of `hf_weights`. infos: their dtypes and shapes. Collective.
 
-        copies: names under which one of them is written again -> that one's. carried: tensors of `model.path` that are
-        written as they are.
+        copies: a name -> the name of the tensor that is written again under it. carried: tensors of `model.path` to
+        copy unchanged.
         """
         writer: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.is_main:

@@ -31,7 +31,10 @@ PAUSES_S = (1.0, 10.0, 30.0)
 
 
 def probe(url: str) -> None:
-    """Writes a small file at `url` and removes it. Raises ConfigError where that fails: no copy could be made there."""
+    """Writes a small file at `url` and removes it.
+
+    Raises ConfigError if that fails, because no copy could be made there.
+    """
     try:
         files, base = _open(url)
         files.makedirs(base, exist_ok=True)
@@ -47,9 +50,9 @@ def probe(url: str) -> None:
 def upload(path: str, url: str, *, keep: int | None = None, protect: Collection[str] = ()) -> str:
     """Copies the whole checkpoint at `path` to `url/step_XXXXXXXX`, its marker last. Returns that URL.
 
-    keep: newest whole checkpoints that stay at the URL, None for all; a half copy, which a kill left, goes too.
-    protect: names of folders that stay as well. After an error of the file system the copy is begun again after each of
-    PAUSES_S; then CheckpointError.
+    keep: how many of the newest whole checkpoints stay at the URL, None for all. Half copies that a kill left are
+    deleted. protect: names of folders that stay as well. After an error of the file system it waits for each of
+    PAUSES_S in turn and starts the copy again. Then it raises CheckpointError.
     """
     return _persist(
         lambda: _upload(path, url, keep, protect),
@@ -59,7 +62,7 @@ def upload(path: str, url: str, *, keep: int | None = None, protect: Collection[
 
 
 def name_best(url: str, name: str) -> None:
-    """Writes `url/best`, the name of the best checkpoint yet, where that one is there. Tries again as `upload` does."""
+    """Writes `url/best`, the name of the best checkpoint so far, if the URL has that one. Retries as `upload` does."""
 
     def write() -> None:
         files, base = _open(url)
@@ -108,7 +111,7 @@ def _upload(path: str, url: str, keep: int | None, protect: Collection[str]) -> 
 
 
 def ensure(path: str, url: str, *, keep: int | None = None, protect: Collection[str] = ()) -> None:
-    """Uploads the checkpoint at `path` unless `url` has it whole: a kill may have come between a save and its copy."""
+    """Uploads the checkpoint at `path` unless `url` has it whole. A kill may have come between a save and its copy."""
     marker = atomic_checkpoint.validate(path)
     files, base = _open(url)
     files.invalidate_cache()
@@ -156,7 +159,7 @@ def _open(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 def _whole(files: fsspec.AbstractFileSystem, base: str, *, warn: bool = False) -> list[tuple[str, Marker]]:
-    """Whole checkpoints under `base`, oldest first."""
+    """Returns the whole checkpoints under `base`, oldest first."""
     checkpoints = []
     for path in sorted(files.ls(base, detail=False)) if files.exists(base) else []:
         path = path.rstrip("/")
@@ -174,7 +177,7 @@ def _whole(files: fsspec.AbstractFileSystem, base: str, *, warn: bool = False) -
 
 
 def _unmarked(files: fsspec.AbstractFileSystem, base: str) -> list[str]:
-    """Folders of checkpoints without a marker."""
+    """Returns the folders of checkpoints without a marker."""
     paths = [path.rstrip("/") for path in files.ls(base, detail=False)]
     return [p for p in paths if os.path.basename(p).startswith(PREFIX) and not files.exists(f"{p}/{MARKER}")]
 

@@ -1,4 +1,7 @@
-"""What an engine says of a config before any process starts, without what runs it: `BaseEngine` is one of these."""
+"""Checks a config for an engine before any process starts, without importing what runs it.
+
+`BaseEngine` is an `EngineChecks`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from mrl.parallel import ParallelDims
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """The sequences that a run gives a model."""
+    """Holds the length of the sequences that a run gives a model."""
 
     longest: int  # tokens
     key: str  # what sets it: a key, or several with their values
@@ -23,7 +26,7 @@ class Sequences:
 
 
 class EngineChecks:
-    """The checks of one engine."""
+    """Checks a config for one engine."""
 
     backend: str
     """The name of the engine in a config."""
@@ -32,10 +35,10 @@ class EngineChecks:
 
     @classmethod
     def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:
-        """Raises ConfigError where a config asks for what this engine does not do.
+        """Raises ConfigError if a config asks for something that this engine does not do.
 
-        This one refuses every key that is not at its default, but for those that all engines read and those in
-        `supports`. An engine that looks at values, too, overrides it and calls it.
+        This one refuses every key that is not at its default, except the keys that all engines read and those in
+        `supports`. An engine that checks values too overrides it and calls it.
         """
         check_supported(cls.backend, cls.supports, model, engine)
 
@@ -52,9 +55,12 @@ class EngineChecks:
     def notes_on(
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> list[str]:
-        """Returns lines for the user on what the engine chooses where the config leaves it open, each beginning with a
-        key. Raises ConfigError where a choice that the config makes cannot be had anywhere. `--dry-run` prints them,
-        where the run may be for another machine. This one chooses nothing."""
+        """Returns lines for the user on what the engine chooses if the config leaves it open, each beginning with a
+        key.
+
+        Raises ConfigError if no machine can have a choice of the config. `--dry-run` prints the lines, and the run may
+        be for another machine. This one chooses nothing.
+        """
         return []
 
     @classmethod
@@ -76,7 +82,7 @@ class EngineChecks:
 
 
 def whole_number(model: Mapping[str, Any], name: str) -> int:
-    """Returns the count that config.json, whose content is `model`, has under `name`."""
+    """Returns the count under `name` in config.json. model: its content."""
     value = model.get(name)
     if type(value) is not int or value < 1:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""What both engines do over processes: join them, and bring results together in a fixed order."""
+"""Joins processes and collects their results in a fixed order, for both engines."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def join_processes(device_type: str) -> None:
 
 
 def wait_for_all() -> None:
-    """A barrier on the host: one that waits for NCCL would hold the GPUs too."""
+    """Waits for all processes on the host. A barrier over NCCL would occupy the GPUs too."""
     all_ranks().gather(None)
 
 
@@ -65,7 +65,7 @@ def is_main() -> bool:
 
 
 class OnMain(Protocol):
-    """`on_main`, or that of an engine or of all roles, as an argument."""
+    """Calls a function as `on_main` does; an engine and a group of roles have one too."""
 
     def __call__(self, fn: Callable[[], T]) -> T: ...
 
@@ -73,8 +73,8 @@ class OnMain(Protocol):
 def on_main(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Calls `fn` on the main process only and returns its result on every rank, after it is done.
 
-    A UserError that `fn` raises is raised on every rank. What the main process finds in a folder, all ranks act on.
-    group: of all ranks, over the host; the default one is the main thread's alone.
+    A UserError that `fn` raises is raised on every rank. So all ranks act on what the main process finds in a folder.
+    group: all ranks, over the host. Only the main thread may use the default one.
     """
     if not dist.is_initialized():
         return fn()
@@ -91,11 +91,12 @@ def on_main(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
 
 
 class OnMainInThread:
-    """`on_main` for a thread that runs beside the main thread; the `Exchange` of mrl/data/streamed.py.
+    """Calls functions as `on_main` does, for a thread beside the main thread. It is the `Exchange` of
+    mrl/data/streamed.py.
 
-    It has a process group of its own, so its messages do not mix with those of training. Every call first compares what
-    ranks have met since the last one. A rank that cannot go on calls `agree` with its error where the others make their
-    next call, and all of them raise the error: no rank waits for one that has ended.
+    It has a process group of its own, so its messages do not mix with those of training. Every call first compares the
+    errors and left-out rows of all ranks since the last call. A rank that cannot continue calls `agree` with its error
+    instead of its next call. Then all ranks raise the error, so no rank waits for one that has ended.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -107,8 +108,10 @@ class OnMainInThread:
         self._left_out: list[str] = []  # why each row was, since the last call
 
     def __call__(self, fn: Callable[[], T]) -> T:
-        """Does what `on_main` does. Raises what `agree` raises where a rank has called that in its place, or has left
-        out other rows."""
+        """Does what `on_main` does.
+
+        Raises as `agree` does, if another rank has called `agree` instead or has left out other rows.
+        """
         if self._group is None:
             return fn()
         self.agree(None)
@@ -119,15 +122,16 @@ class OnMainInThread:
             raise
 
     def leave_out(self, why: str) -> None:
-        """Notes a row that this rank leaves out; see `agree`. why: begins with its file and line."""
+        """Records a row that this rank leaves out; see `agree`. why: begins with its file and line."""
         if self._group is not None:
             self._left_out.append(why)
 
     def agree(self, error: UserError | None) -> None:
-        """Raises the same error on every rank where one of them has an error, or where they have left out different
-        rows since the last call: their batches would differ. Returns where none has. Collective.
+        """Raises the same error on every rank if a rank has one, or if ranks have left out different rows since the
+        last call.
 
-        error: of this rank; None where it has none. One that this object has raised on all ranks is raised again.
+        Different rows would make different batches. Returns if neither is so. Collective. error: this rank's, or None.
+        An error that this object has already raised on all ranks is raised again.
         """
         if error is not None and (error is self._known or self._group is None):
             raise error
@@ -186,8 +190,10 @@ def error_of_all(error: UserError | None) -> UserError | None:
 
 
 def call_on_every_rank(fn: Callable[[], T]) -> T:
-    """Calls `fn` on every rank and returns its result there. A UserError that one raises, all raise, with its rank;
-    of several, that of the first. Collective."""
+    """Calls `fn` on every rank and returns its result there. Collective.
+
+    If some ranks raise a UserError, all ranks raise the one of the first such rank, with that rank's number.
+    """
     result, wrong = None, None
     try:
         result = fn()
@@ -235,8 +241,11 @@ def max_over_ranks(device: torch.device, *values: float) -> list[float]:
 def from_main(
     found: dict[str, Tensor], infos: Mapping[str, tuple[Sequence[int], torch.dtype]], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields on every rank the tensors of `infos` (name -> shape, dtype), which rank 0 has in `found`, one at a time on
-    `device`, where the ranks talk. They are taken out of `found`."""
+    """Yields on every rank the tensors of `infos` (name -> shape, dtype), one at a time, from rank 0.
+
+    found: the tensors on rank 0, each of which is removed when it is sent. device: the one that the ranks communicate
+    with.
+    """
     for name, (shape, dtype) in infos.items():
         if is_main():
             tensor = found.pop(name).to(device).contiguous()
@@ -289,7 +298,7 @@ def share_of(batch: Batch, dp_rank: int, dp_size: int) -> Batch:
 
 
 def join_shares(predictions: Predictions, batch: Batch, group: dist.ProcessGroup | None) -> Predictions:
-    """Undoes `share_of`: joins the predictions of all data-parallel ranks, in the order of the global batch."""
+    """Joins the predictions of all data-parallel ranks, in the order of the global batch. It undoes `share_of`."""
     order = shares(batch.lengths.tolist(), dist.get_world_size(group), batch.group)
     if len(order) == 1:
         return to_batch_order([predictions], order, batch)

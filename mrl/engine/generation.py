@@ -1,18 +1,18 @@
-"""Continuous batching: which tokens of which sequences each forward of a generation takes. No tensors.
+"""Schedules continuous batching: the tokens of each sequence that a forward of a generation takes. No tensors.
 
 Every running sequence has a row of a key/value cache of fixed size. A step feeds one token of each sequence that is
-past its prompt, and a bounded number of prompt tokens of those that are not; a finished sequence leaves, a waiting one
-takes its place. Sequences are in row order: those with one new token first, in rows 0, 1, ..., then those with prompts,
-of which only the last can be fed in part. Prompts that are equal (the samples of a group) are fed once: while a
-sequence with the same prompt runs, a new one copies its row and feeds the prompt's last token alone.
+past its prompt, and a bounded number of prompt tokens of the others. A finished sequence leaves and a waiting one takes
+its place. Sequences are in row order. Those with one new token come first, in rows 0, 1, ..., then those with prompts.
+Only the last prompt can be fed in part. Equal prompts (the samples of a group) are fed once: while a sequence with the
+same prompt runs, a new one copies its row and feeds only the prompt's last token.
 
-Few completions are as long as they may be. So rows start short and many, and where one is full all become longer and
-fewer within the same memory; sequences that have no row any more wait, and are fed again from their first token. What
-they draw does not change by it.
+Few completions are as long as they may be. So there are many short rows at first. When one is full, all become longer
+and fewer within the same memory. Sequences that lose their row wait, and are fed again from their first token. This
+does not change the tokens that they draw.
 
-A conversation is several requests, each of which begins with all tokens of the one before. Where the caller gives
-`KeptSequences`, the keys and values of a sequence that ends are copied out of its row, and back into one for the
-request that goes on with it.
+A conversation is several requests, each beginning with all tokens of the previous one. If the caller gives
+`KeptSequences`, the keys and values of a finished sequence are copied out of its row. They are copied back into a row
+for the request that continues it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FIRST_NEW_TOKENS = 256
 
 @dataclasses.dataclass(eq=False)
 class _ActiveRequest:
-    """A request that is being completed."""
+    """Holds a request that is being completed."""
 
     request: GenerateRequest
     index: int  # in the caller's list
@@ -64,7 +64,7 @@ class _ActiveRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One forward. Row `i` of the cache belongs to sequence `i`."""
+    """Describes one forward. Row `i` of the cache belongs to sequence `i`."""
 
     shape: tuple[int, int] | None
     """(rows, places of a row) of the cache from this forward on; None for as it is."""
@@ -79,12 +79,12 @@ class Step:
 
     @property
     def ended(self) -> list[_ActiveRequest]:
-        """After `Schedule.take`: the sequences whose last token this step has chosen."""
+        """Returns the sequences that this step has completed, after `Schedule.take`."""
         return [s for s in self.sequences if s.done]
 
     @property
     def last(self) -> list[int]:
-        """Of each sampled sequence, where its last token is among all new ones."""
+        """Returns the index of each sampled sequence's last token among all new ones."""
         ends, total = [], 0
         for tokens in self.new:
             total += len(tokens)
@@ -114,10 +114,10 @@ DUMMY = Step(None, [], [[0]], [0], [], [])
 
 
 class Schedule:
-    """The steps of one generation over `requests`, each with its index in the caller's list.
+    """Plans the steps of one generation over `requests`, each with its index in the caller's list.
 
-    cache_tokens: tokens whose keys and values are kept at once. `rows` times `length` is never more.
-    prefill_tokens: prompt tokens of one forward at most. kept: what earlier calls have left of these sequences.
+    cache_tokens: tokens whose keys and values are kept at once. `rows` times `length` is never more. prefill_tokens:
+    the most prompt tokens of one forward. kept: what earlier calls have kept of these sequences.
     """
 
     def __init__(
@@ -168,7 +168,8 @@ class Schedule:
         return Step(shape, copies, new, cached, sampled, self.running, restored)
 
     def _grow(self) -> tuple[int, int] | None:
-        """Makes rows longer where a sequence has filled its own; the shortest wait where rows become too few."""
+        """Makes rows longer if a sequence has filled its own. If there are too few rows then, the shortest sequences
+        wait."""
         needed = max((len(s.context) for s in self.running), default=0)
         if needed <= self.length:
             return None
@@ -237,14 +238,14 @@ class Schedule:
         return [copy for copy in copies if copy[2]]
 
     def take(self, step: Step, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
-        """The tokens that were chosen for the sampled sequences of `step`, in their order."""
+        """Adds the tokens that were chosen for the sampled sequences of `step`, in their order."""
         for i, token, log_prob in zip(step.sampled, tokens, log_probs, strict=True):
             step.sequences[i].add(token, log_prob)
         self.running = [s for s in step.sequences if not s.done]
 
     @property
     def completed(self) -> int:
-        """Requests whose completion is whole."""
+        """Returns the number of requests with a whole completion."""
         return len(self.sequences) - len(self.waiting) - len(self.running)
 
     def completions(self) -> list[tuple[int, Completion]]:

@@ -1,8 +1,8 @@
-"""One gloo device for all process groups of a process.
+"""Shares one gloo device among all process groups of a process.
 
-torch gives every gloo group a device of its own, with a thread that wakes up a hundred times a second though nothing is
-sent (3 % of a core for 40 groups). A layout has tens of groups, and each role has a layout; groups of one device share
-its thread.
+By default torch gives every gloo group a device of its own. Its thread wakes up a hundred times a second even if
+nothing is sent (3 % of a core for 40 groups). A layout has tens of groups, and each role has a layout. Groups with one
+device share its thread.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _devices: list = []
 
 
 def share_device() -> None:
-    """Gloo groups that are made from now on share the device of the first. Idempotent.
+    """Makes later gloo groups share the device of the first. Idempotent.
 
-    That one is chosen by torch as ever: by GLOO_SOCKET_IFNAME, or the address of the host's name.
+    torch chooses the first one as usual: by GLOO_SOCKET_IFNAME, or by the address of the host's name.
     """
     gloo = dist.ProcessGroupGloo
     own_init = gloo.__init__

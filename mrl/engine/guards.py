@@ -1,14 +1,16 @@
-"""Checks of one optimizer step: what should train does, gradients are finite, replicas are equal.
+"""Checks one optimizer step: what should train does, gradients are finite, replicas are equal.
 
-An engine hands over its local tensors before and after the step; nothing here knows how they are split. A tensor is
-compared by a 64-bit checksum of its bits, so no second copy of the weights is held.
+An engine passes its local tensors before and after the step; nothing here knows how they are split. Tensors are
+compared by a 64-bit checksum of their bits, so no second copy of the weights is held.
 
-Each rank's shard of a parameter is judged on its own: one that stayed as it was is a fault where its gradient would
-have moved it. Adam moves a weight `w` by about `lr * g / (|g| + eps)`, and where that is below the rounding of `w` (a
-long warm-up, a norm weight of 1) staying put is right, as it is where the gradient is zero: rows of an embedding that
-never occur. A parameter without any gradient, seen from all ranks, is a fault, but for an expert that got no token, or
-a tower that got no image. And an adapter `B A` starts with B = 0: until B has moved, the gradient of A is zero, which
-is no fault.
+Each rank judges its shard of a parameter alone. A shard that did not change is a fault if its gradient would have moved
+it. Adam moves a weight `w` by about `lr * g / (|g| + eps)`. No change is right in two cases:
+
+- the move is below the rounding of `w`, as in a long warm-up or for a norm weight of 1
+- the gradient is zero, as for rows of an embedding that never occur
+
+A parameter without any gradient on any rank is a fault, except an expert without tokens or a tower without images. An
+adapter `B A` starts with B = 0. Until B has moved, the gradient of A is zero, which is no fault.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ gradients smaller and Adam's eps weigh more."""
 
 
 class FaultKind(enum.Enum):
-    """A fault that a step can leave in a parameter, as a sentence; {} stands for `Problem.detail`."""
+    """Names the faults that a step can leave in a parameter, each as a sentence. {} stands for `Problem.detail`."""
 
     NOT_FINITE = "its gradient is not finite"
     NO_GRADIENT = "it has no gradient"
@@ -44,7 +46,7 @@ class FaultKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What one step left wrong with one parameter; `str` gives the line for the user."""
+    """Describes one fault of one parameter after a step. `str` gives the line for the user."""
 
     kind: FaultKind
     parameter: str  # its name in the model's files
@@ -61,7 +63,7 @@ def confirmed_faults(problems: Iterable[Problem]) -> list[Problem]:
 
 @dataclasses.dataclass(frozen=True)
 class WatchedParameter:
-    """One trainable parameter as this rank has it, just before the step."""
+    """Holds one trainable parameter of this rank, just before the step."""
 
     name: str
     weight: Tensor  # the local shard of what the optimizer updates: the fp32 master where there is one
@@ -72,7 +74,7 @@ class WatchedParameter:
 
 @dataclasses.dataclass
 class Finding:
-    """What one rank knows of its shard of a parameter; has_gradient to should_change are from before the step."""
+    """Holds what one rank knows of its shard of a parameter. has_gradient to should_change are from before the step."""
 
     checksum: int
     has_gradient: bool
@@ -86,7 +88,7 @@ class Finding:
 
 @torch.no_grad()
 def inspect(parameters: Iterable[WatchedParameter], *, lr: float, eps: float) -> dict[str, Finding]:
-    """This rank's findings before a step with rate `lr` and AdamW's `eps`; for `problems` afterwards."""
+    """Returns this rank's findings before a step with rate `lr` and AdamW's `eps`, for `problems` afterwards."""
     findings = {}
     for p in parameters:
         g = p.gradient
@@ -106,7 +108,8 @@ def inspect(parameters: Iterable[WatchedParameter], *, lr: float, eps: float) ->
 
 @torch.no_grad()
 def problems(findings: dict[str, Finding], weights: Iterable[tuple[str, Tensor]]) -> list[Problem]:
-    """One for each parameter that failed, the same list on every rank. Collective over the default group.
+    """Returns one problem for each parameter that failed, the same list on every rank. Collective over the default
+    group.
 
     weights: names and local shards as in `inspect`, after the step.
     """
@@ -142,10 +145,10 @@ def _fault(found: list[Finding]) -> FaultKind | None:
 
 @torch.no_grad()
 def replica_problems(parameters: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None) -> list[Problem]:
-    """One for each tensor that is not bitwise the same on all ranks of `group`; on these ranks only.
+    """Returns one problem for each tensor that is not bitwise the same on all ranks of `group`, on these ranks only.
 
-    Collective over `group`, whose ranks give the same names in the same order. `merge_problems` joins the lists of
-    all groups.
+    Collective over `group`, whose ranks give the same names in the same order. `merge_problems` joins the lists of all
+    groups.
     """
     named = list(parameters)
     if not named or dist.get_world_size(group) == 1:
@@ -170,7 +173,7 @@ def merge_problems(problems: list[Problem]) -> list[Problem]:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> int:
-    """64 bits that almost surely differ where any bit of `tensor` does, computed chunk by chunk."""
+    """Returns 64 bits that almost surely change with any bit of `tensor`, computed chunk by chunk."""
     flat = tensor.detach().reshape(-1)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -181,11 +184,11 @@ def checksum(tensor: Tensor) -> int:
 
 
 def hashes(words: Tensor, start: int) -> Tensor:
-    """[.., n] int64: a hash of each of the words [.., n], integers of any size, and its place, counted from `start`.
+    """Returns [.., n] int64: a hash of each of the words [.., n] and its index, counted from `start`.
 
-    Their sum needs a hash in which every bit counts everywhere: AdamW's first step moves all entries between two powers
-    of two by equally many roundings, so that a sum of linear functions of word and place stays as it was in 13 % of
-    shards of 4 entries (+ - - +).
+    The words are integers of any size. The hashes are summed, so every bit must affect all bits of a hash. AdamW's
+    first step moves all entries between two powers of two by the same number of roundings. With linear hashes of word
+    and index the sum then stayed the same in 13 % of shards of 4 entries (+ - - +).
     """
     places = torch.arange(start + 1, start + 1 + words.shape[-1], device=words.device)
     return splitmix.mix_in_place(places * splitmix.to_int64(splitmix.GAMMA) + words)

@@ -1,4 +1,4 @@
-"""What stays of conversations between two calls of `BaseEngine.generate`, and which replica has it. No tensors."""
+"""Keeps conversations between two calls of `BaseEngine.generate`, and which replica has each. No tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def share(count: int, part: int, parts: int) -> range:
 
 
 class CacheRows(Protocol):
-    """A cache, of which a row can be copied out and put back (`mrl.mcore_models.kv_cache.KVCache`)."""
+    """Copies a row out of a cache and back (`mrl.mcore_models.kv_cache.KVCache`)."""
 
     def copy_row(self, row: int, places: int) -> Any: ...
 
@@ -27,7 +27,7 @@ class CacheRows(Protocol):
 
 
 class EndedSequence(Protocol):
-    """A sequence that is complete (of `mrl.engine.generation`)."""
+    """Holds a complete sequence (of `mrl.engine.generation`)."""
 
     request: GenerateRequest
     context: list[int]  # the prompt and what followed
@@ -37,7 +37,7 @@ class EndedSequence(Protocol):
 
 @dataclasses.dataclass
 class _KeptSequence:
-    """A sequence that has ended, and its rows."""
+    """Holds an ended sequence and copies of its cache rows."""
 
     tokens: list[int]  # whose keys and values are of use
     places: int  # of each copy
@@ -46,19 +46,20 @@ class _KeptSequence:
 
 @dataclasses.dataclass
 class PreparedWeights:
-    """Weights in the form that an engine samples with. Calls of `generate` share them while weights do not change."""
+    """Holds weights in the form that an engine samples with. Calls of `generate` share them while weights do not
+    change."""
 
     value: Any = None
 
 
 class KeptSequences:
-    """Keys and values of sequences that stay on the device from one `generate` to the next, for requests that go on.
+    """Keeps keys and values of sequences on the device between `generate` calls, for requests that continue them.
 
-    A request goes on with the sequence of its key, as far as both have the same tokens. Where several requests of a
-    call have one key, they are fed from their first tokens: other settings may have drawn other tokens. What no
-    request of a call goes on with is forgotten. Weights must not change between the calls. room: tokens that each
-    replica of the model keeps at most, beside the cache_tokens of the call; so is a sequence fed that finds none free.
-    prepared: shared with others of the same weights; None: this one's own.
+    A request continues the sequence with its key, as far as both have the same tokens. If several requests of a call
+    have one key, they are fed from their first tokens, because other settings may have drawn other tokens. Sequences
+    that no request of a call continues are dropped. Weights must not change between the calls. room: the most tokens
+    that each replica of the model keeps, beside the cache_tokens of the call. A sequence without free room is fed
+    again. prepared: shared with other instances of the same weights; None: this one's own.
     """
 
     def __init__(self, room: int, prepared: PreparedWeights | None = None) -> None:
@@ -69,11 +70,12 @@ class KeptSequences:
 
     @property
     def tokens(self) -> int:
-        """How many are kept here."""
+        """Returns the number of tokens that are kept here."""
         return sum(one.places for one in self._kept.values())
 
     def share(self, requests: Sequence[GenerateRequest], part: int, parts: int) -> list[int]:
-        """As the function `share`; but where anything is kept, a request stays with the replica that had its key."""
+        """Returns this replica's requests, as the function `share`; a request stays with the replica that had its
+        key."""
         if not self.room:
             return list(share(len(requests), part, parts))
         known = {request.key for request in requests}
@@ -84,8 +86,11 @@ class KeptSequences:
         return [i for i, request in enumerate(requests) if self._replicas[request.key] == part]
 
     def begin(self, requests: Sequence[GenerateRequest]) -> None:
-        """Forgets what none of the requests goes on with. A chat template may drop what a turn began with, as thinking;
-        the tokens before that stay. One token at least is fed: what follows it is wanted."""
+        """Drops what none of the requests continues.
+
+        A chat template may remove part of a turn, such as thinking; the tokens before that stay. At least one token is
+        fed, because the model's output after it is needed.
+        """
         count = collections.Counter(request.key for request in requests)
         wanted = {request.key: request.tokens[:-1] for request in requests if count[request.key] == 1}
         for key, one in list(self._kept.items()):
@@ -112,7 +117,7 @@ class KeptSequences:
             cache.put_row(row, self._kept[key].copies[chunk], self.length(key))
 
     def keep(self, ended: Sequence[EndedSequence], caches: Sequence[CacheRows]) -> None:
-        """Copies the rows of sequences that have ended, where there is room. caches: of this rank's chunks."""
+        """Copies the rows of ended sequences, as far as there is room. caches: those of this rank's chunks."""
         for s in ended:
             key = s.request.key
             replaced = self._kept[key].places if key in self._kept else 0

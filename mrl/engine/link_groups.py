@@ -1,5 +1,7 @@
-"""The process group of the trainer and of servers' processes that `links.py` sends weights through: NCCL's on GPUs,
-else gloo's, beside the default group of either process. Of both ends, so nothing but torch is imported here.
+"""Makes the process group that `links.py` sends weights through: NCCL's on GPUs, else gloo's.
+
+Its members are the trainer and the servers' processes, beside the default group of each. Both ends use this module, so
+it imports only torch.
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ process: a trainer because of a server, or a server because of a trainer that wa
 
 
 def check(work: dist.Work) -> None:
-    """Raises RuntimeError where a broadcast that has ended has failed. NCCL's `wait` says so with a limit alone."""
+    """Raises RuntimeError if an ended broadcast has failed. NCCL's `wait` reports it only with a timeout."""
     work.wait(delta(JOIN_S))
 
 
 def connect_all(group: dist.Backend, device: torch.device, timeout_s: float) -> None:
-    """Sends a byte to all, for which NCCL connects them: what keeps it from that comes out before weights are lost."""
+    """Sends a byte to all, so that NCCL connects them. A failure to connect then shows before weights are lost."""
     work = group.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)], from_rank_0(timeout_s))
     work.wait()
 
@@ -54,7 +56,7 @@ def connect_all(group: dist.Backend, device: torch.device, timeout_s: float) -> 
 def make_group(store: dist.Store, offer: dict[str, Any], *, when_broken: str) -> dist.Backend:
     """Returns a group of its own, beside the process's default one. when_broken: LET_BE or CLEAN_UP, for NCCL.
 
-    The prefixes are those that torch's `_new_process_group_helper` makes, through which SGLang joins.
+    The prefixes are those of torch's `_new_process_group_helper`, because SGLang joins through it.
     """
     name, device = offer["name"], "cuda" if offer["backend"] == "nccl" else "cpu"
     prefixed: dist.Store = store
@@ -82,10 +84,10 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def end_group(held: list[dist.Backend]) -> None:
-    """Closes the connections of the group in `held`: what the others wait for in it fails.
+    """Closes the connections of the group in `held`. Operations that others wait for in it fail.
 
-    gloo's are closed when the last reference goes, which waits for what is under way: in a thread that the process does
-    not wait for, since a process that takes no part holds that up for as long as the group's timeout.
+    gloo closes its connections with the last reference, after operations under way have ended. A process that takes no
+    part can delay that until the group's timeout. So it runs in a thread that does not keep the process alive.
     """
 
     def drop() -> None:

@@ -1,12 +1,12 @@
-"""Links that carry weights from the trainer into the processes of inference servers: both ends of them.
+"""Carries weights from the trainer into the processes of inference servers: both ends of the links.
 
-- `broadcast`: the trainer's main process and all processes of the servers make a process group, over NCCL on GPUs and
-  gloo on CPUs.
-- `ipc`: the trainer writes into memory that the servers' processes on the same machine map too: CUDA's IPC handles for
-  a GPU's, a file in /dev/shm for the host's.
+- `broadcast`: the trainer's main process and all processes of the servers make a process group. It uses NCCL on GPUs
+  and gloo on CPUs.
+- `ipc`: the trainer writes into memory that the servers' processes on the same machine also map. It uses CUDA's IPC
+  handles on GPUs and a file in /dev/shm on the host.
 
-Weights come in buckets: the bytes of some tensors one after another, and their names, dtypes and shapes as JSON beside
-them. The other end is in the servers' environment (mrl.rollout.vllm_worker), so nothing but torch is imported.
+Weights come in buckets: the bytes of some tensors one after another. Their names, dtypes and shapes come as JSON beside
+them. The other end is in the servers' environment (mrl.rollout.vllm_worker), so only torch is imported here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SHM, _OWN = pathlib.Path("/dev/shm"), "mrl-link"  # what begins with another na
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Some tensors, one after another in `data` (bytes)."""
+    """Holds some tensors, one after another in `data` (bytes)."""
 
     names: list[str]
     dtypes: list[str]  # as torch calls them, without "torch."
@@ -74,10 +74,10 @@ class Bucket:
 def buckets(
     weights: Iterable[tuple[str, Tensor]], limit: int, buffer: Callable[[int, int], Tensor]
 ) -> Iterator[Bucket]:
-    """Yields `weights` in buckets of at most `limit` bytes (or one tensor, where it is larger).
+    """Yields `weights` in buckets of at most `limit` bytes; a larger tensor has a bucket of its own.
 
-    buffer: gives buffer 0 or 1, with room for so many bytes; buckets take turns, so that one is filled while the one
-    before it is sent, which must have been sent when the next one after it is asked for.
+    buffer: returns buffer 0 or 1, with room for so many bytes. The buffers alternate, so that one is filled while the
+    other is sent. So a bucket must have been sent when the next but one is requested.
     """
     names: list[str] = []
     dtypes: list[str] = []
@@ -124,11 +124,11 @@ def _bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 class LinkBroken(Exception):
-    """The other end is gone, or does not take part."""
+    """Reports that the other end is gone or does not take part."""
 
 
 class Link(abc.ABC):
-    """The trainer's end; of its main process alone."""
+    """Sends weights: the trainer's end, on its main process alone."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -139,10 +139,7 @@ class Link(abc.ABC):
         """Returns for each server what its processes join with (`make_receiver`)."""
 
     def connect(self, given_up: Callable[[], bool]) -> None:  # noqa: B027 (memory has nothing to wait for)
-        """Returns when all processes of the servers have joined, which they do meanwhile, or where `given_up`.
-
-        Raises LinkBroken.
-        """
+        """Waits until all processes of the servers have joined, or until `given_up`. Raises LinkBroken."""
 
     def buffer(self, turn: int, size: int) -> Tensor:
         """Returns buffer `turn`, of `size` bytes or more."""
@@ -173,7 +170,7 @@ class Link(abc.ABC):
             torch.cuda.ipc_collect()  # else what another process has mapped comes back when memory is short, or never
 
     def leave(self) -> None:  # noqa: B027 (memory has nobody who waits)
-        """Tells processes that wait for a bucket that none comes."""
+        """Tells processes that wait for a bucket that there are no more."""
 
     def close(self) -> None:
         self.leave()
@@ -181,10 +178,10 @@ class Link(abc.ABC):
 
 
 class BroadcastLink(Link):
-    """A process group in which the trainer is rank 0 and the servers' processes come after it.
+    """Sends weights in a process group. The trainer is rank 0 and the servers' processes come after it.
 
-    host: the trainer's address as the servers see it. workers: how many processes each server has. greets: their ends
-    are of this module, and say when they have met.
+    host: the trainer's address as the servers see it. workers: the number of processes of each server. greets: the
+    servers' ends are of this module, and confirm that they have met.
     """
 
     def __init__(
@@ -222,10 +219,10 @@ class BroadcastLink(Link):
             self._group = [group]
 
     def _in_thread(self, act: Callable[[], T], given_up: Callable[[], bool], words: str = "") -> T | None:
-        """Returns what `act` does; None where `given_up` meanwhile. Raises LinkBroken.
+        """Returns the result of `act`, or None if `given_up` comes first. Raises LinkBroken.
 
-        It is done in a thread that the process does not wait for at its end: nothing ends the search for a server that
-        failed, and NCCL's first broadcast of a group meets the others on the host and does not come back without them.
+        It runs in a thread that does not keep the process alive. Nothing ends the search for a server that failed.
+        NCCL's first broadcast of a group also meets the others on the host, and does not return without them.
         """
         done: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
 
@@ -281,9 +278,9 @@ class BroadcastLink(Link):
 
 
 class SharedMemoryLink(Link):
-    """Memory of the trainer that the servers' processes map: `servers` of them, all on this machine.
+    """Shares memory of the trainer that the processes of `servers` servers map, all on this machine.
 
-    The host's is in files that a trainer holds a lock on for as long as it lives: what one that was killed has left is
+    Host memory is in files that a trainer locks as long as it lives. So files of a trainer that was killed can be
     removed.
     """
 
@@ -320,7 +317,7 @@ class SharedMemoryLink(Link):
         return [bucket.layout | {"memory": self._handles[bucket.turn]}] * self._servers
 
     def send(self, bucket: Bucket, given_up: Callable[[], bool]) -> None:
-        """The bucket is where the servers read it."""
+        """Does nothing: the servers read the bucket where it is."""
 
     def rest(self) -> None:
         super().rest()
@@ -350,14 +347,14 @@ def _remove_abandoned() -> None:
 
 
 class LinkReceiver(abc.ABC):
-    """Receive weights in a server's process."""
+    """Receives weights in a server's process."""
 
     @abc.abstractmethod
     def receive(self, update: dict[str, Any], device: torch.device) -> Tensor:
         """Returns the bytes of a bucket that `Link.describe` told of, in memory of their own."""
 
     def rest(self) -> None:  # noqa: B027 (a group has none)
-        """Lets go of the trainer's memory."""
+        """Unmaps the trainer's memory."""
 
     def close(self) -> None:
         self.rest()
@@ -386,8 +383,11 @@ class _BroadcastReceiver(LinkReceiver):
             connect_all(self._group[0], torch.device(where), self._timeout_s)
 
     def receive(self, update: dict[str, Any], device: torch.device) -> Tensor:
-        """Raises RuntimeError, also where the trainer leaves or is killed meanwhile, which not every transport of NCCL
-        tells."""
+        """Receives a bucket.
+
+        Raises RuntimeError, also if the trainer leaves or is killed during it, which not every transport of NCCL
+        reports.
+        """
         assert self._group, "it has left the group"
         data = torch.empty(size_of(update), dtype=torch.uint8, device=device)
         work = self._group[0].broadcast([data], from_rank_0(self._timeout_s))
@@ -441,7 +441,7 @@ class _SharedMemoryReceiver(LinkReceiver):
 
 
 def place() -> dict[str, Any]:
-    """Returns where this process is: its machine, and the GPUs that it sees, by UUID."""
+    """Returns this process's machine, and its visible GPUs by UUID."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     shm = _SHM.stat() if _SHM.exists() else None
     # /dev/shm too: containers of one machine may each have their own.
