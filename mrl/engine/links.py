@@ -280,8 +280,7 @@ class BroadcastLink(Link):
 class SharedMemoryLink(Link):
     """Shares memory of the trainer that the processes of `servers` servers map, all on this machine.
 
-    Host memory is in files that a trainer locks as long as it lives. So files of a trainer that was killed can be
-    removed.
+    Host memory is in files that a trainer locks as long as it lives. Files of a trainer that was killed are removed.
     """
 
     def __init__(self, device: torch.device, servers: int) -> None:

@@ -1,16 +1,16 @@
-"""Log-probabilities of labels, and entropies, from vocabulary-parallel logits that are never gathered.
+"""Computes log-probabilities of labels, and entropies, from vocabulary-parallel logits without gathering them.
 
-Dimensions: `T` tokens, `R` of them whose log-probs are wanted, `K` labels of a token, `H` hidden size, `V` columns of
-the vocabulary that this rank holds (all of it without tensor parallelism), `C` tokens of a chunk.
+Dimensions: `T` tokens, `R` tokens with wanted log-probs, `K` labels of a token, `H` hidden size, `V` columns of the
+vocabulary on this rank (all of them without tensor parallelism), `C` tokens of a chunk.
 
 For logits `z` (already divided by the temperature), with `m = max z` and `s = sum exp(z - m)` over the vocabulary:
 
     log p(y) = z_y - m - log s            entropy = m + log s - sum p z = log s - sum p (z - m)
     d log p(y) / dz_i = [i == y] - p_i    d entropy / dz_i = -p_i (log p_i + entropy)
 
-Each rank computes `m`, `s`, `sum exp(z - m) (z - m)` and `z_y` of its own columns chunk by chunk; two all-reduces
-of one and `2 + 2 K` floats per token join them. Columns at or past `vocab_size` are padding and take no part. Softmaxes
-are computed again in the backward pass, in chunks, so no fp32 [T, V] exists; logits are never written to.
+Each rank computes `m`, `s`, `sum exp(z - m) (z - m)` and `z_y` of its own columns, chunk by chunk. Two all-reduces join
+them, of one and of `2 + 2 K` floats per token. Columns at or past `vocab_size` are padding and take no part. The
+backward pass computes the softmax again in chunks, so no fp32 [T, V] exists. Logits are never written to.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EntropyMode = Literal["none", "detached", "differentiable"]
 
 @dataclasses.dataclass(frozen=True)
 class VocabShard:
-    """Which columns of the vocabulary this rank's logits are."""
+    """Holds the columns of the vocabulary that this rank's logits have."""
 
     vocab_size: int  # entries of the real vocabulary, without padding
     start: int = 0  # global index of the first local column
@@ -42,18 +42,18 @@ class VocabShard:
 
 @dataclasses.dataclass(frozen=True)
 class LogitRule:
-    """What a model makes of its output layer's numbers: `scale * x`, then `softcap * tanh(z / softcap)` if set."""
+    """Computes logits from the output layer's numbers: `scale * x`, then `softcap * tanh(z / softcap)` if set."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns the logits, in x's dtype; a new tensor where that changes anything."""
+        """Returns the logits, in x's dtype; a new tensor if they differ from x."""
         z = x if self.scale == 1.0 else x * self.scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
     def backward(self, grad: Tensor, z: Tensor, temperature: float) -> Tensor:
-        """Returns the gradient of x, in place of that of the logits, which are `z * temperature`."""
+        """Returns the gradient of x from the gradient of the logits, in place. The logits are `z * temperature`."""
         if self.softcap is not None:
             grad *= 1 - (z * (temperature / self.softcap)).square()
         return grad if self.scale == 1.0 else grad.mul_(self.scale)
@@ -77,19 +77,20 @@ def log_probs_from_hidden(
     rule: LogitRule = PLAIN,
     first_temperature: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each label under `logits = rule(hidden @ weight.T)`, and each distribution's entropy if asked.
+    """Returns the log-prob of each label under `logits = rule(hidden @ weight.T)`, and entropies if asked.
 
     hidden: [T, H], the same on every rank of the group. weight: [V, H] local rows of the output layer. labels: [T]
     global ids, or [T, K] for several log-probs of one distribution. chunk: tokens whose logits are computed at once;
-    None chooses by size. Returns log-probs of the labels' shape and entropies [T], fp32 (fp64 for fp64), the same on
-    every rank of the group; the entropy is None for "none" and carries no gradient for "detached". A label that no rank
-    holds gives NaN. rows: [R] int64, different tokens: logits are made of these alone, and all
-    others give 0; None: of all.
+    None chooses by size. rows: [R] int64, different tokens. Only these have logits, and all others give 0. None: all.
 
-    keep_logits: keep the logits (in hidden's dtype) for the backward pass instead of computing them again there; None
-    keeps them while they are small. reduce_hidden_grad: sum hidden's gradient over the group; False leaves each rank's
-    part to a caller whose own backward reduces it (sequence parallelism reduce-scatters). first_temperature: of the
-    first of several labels, where it is another than that of the rest, at the cost of a second softmax.
+    The log-probs have the labels' shape, the entropies [T]. They are fp32 (fp64 for fp64) and the same on every rank of
+    the group. The entropy is None for "none" and carries no gradient for "detached". A label that no rank holds gives
+    NaN.
+
+    keep_logits: keep the logits (in hidden's dtype) for the backward pass instead of computing them again; None keeps
+    them if they are small. reduce_hidden_grad: sum hidden's gradient over the group. False leaves each rank's part to a
+    caller with a backward that reduces it (sequence parallelism reduce-scatters). first_temperature: the temperature of
+    the first of several labels, if it is another one. It costs a second softmax.
     """
     if first_temperature not in (None, temperature):
         of = functools.partial(
@@ -125,8 +126,8 @@ def top_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Returns the `top` largest log-probs [T, top] of each token, largest first, and their global ids [T, top].
 
-    Arguments as of `log_probs_from_hidden`. Where the vocabulary has fewer the rest is -inf, with id 0. The same on
-    every rank of the group; nothing carries a gradient.
+    Arguments: see `log_probs_from_hidden`. If the vocabulary has fewer, the rest is -inf with id 0. The same on every
+    rank of the group, without gradients.
     """
     if rows is not None:
         found = top_log_probs(hidden[rows], weight, top, shard=shard, temperature=temperature, chunk=chunk, rule=rule)
@@ -154,14 +155,14 @@ def top_log_probs(
 
 
 def _largest(z_CV: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """The `top` largest of each row, and their columns; -inf where there are fewer."""
+    """Returns the `top` largest of each row, and their columns; -inf if there are fewer."""
     top_values = z_CV.topk(min(top, z_CV.shape[1]), dim=1)
     lacking = (0, top - top_values.values.shape[1])
     return F.pad(top_values.values, lacking, value=-torch.inf), F.pad(top_values.indices, lacking)
 
 
 def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[T, ranks * top] of each rank's [T, top], in the order of ranks."""
+    """Returns [T, ranks * top] from each rank's [T, top], in the order of ranks."""
     everyone = [torch.empty_like(values) for _ in range(group.size())]
     dist.all_gather(everyone, values.contiguous(), group=group)
     return torch.cat(everyone, dim=1)
@@ -171,7 +172,7 @@ _KEEP_LOGITS_ELEMENTS = 2**24
 
 
 def _chunk_tokens(columns: int, device: torch.device) -> int:
-    """Returns tokens whose fp32 logits fill 16 MB on a CPU (about its caches) and 256 MB on a GPU (enough to keep it
+    """Returns how many tokens have fp32 logits of 16 MB on a CPU (about its caches) and 256 MB on a GPU (to keep it
     busy)."""
     elements = 2**22 if device.type == "cpu" else 2**26
     return max(1, elements // max(columns, 1))
@@ -179,7 +180,7 @@ def _chunk_tokens(columns: int, device: torch.device) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-    """What the autograd function needs beside tensors."""
+    """Holds the arguments of the autograd function that are no tensors."""
 
     shard: VocabShard
     temperature: float
@@ -203,14 +204,15 @@ def _chunks(total: int, chunk: int) -> list[slice]:
 
 
 def _as_columns(values: Tensor) -> Tensor:
-    """[C, K] of [C] or [C, K]."""
+    """Returns [C, K] from [C] or [C, K]."""
     return values[:, None] if values.dim() == 1 else values
 
 
 def _local_sums(z_CV: Tensor, labels_C: Tensor, spec: _Spec) -> tuple[Tensor, Tensor]:
-    """(max [C], [2 + 2 K, C]: sum exp(z-m), sum exp(z-m)(z-m), z of each label, whether each is here) of these columns.
+    """Returns the maximum [C] and the sums [2 + 2 K, C] of these columns.
 
-    labels_C: [C] or [C, K]. The second sum is 0 where no entropy is asked for.
+    The sums are sum exp(z-m), sum exp(z-m)(z-m), z of each label, and whether each label is here. labels_C: [C] or [C,
+    K]. The second sum is 0 if no entropy is asked for.
     """
     columns, labels_CK = z_CV.shape[1], _as_columns(labels_C)
     if columns == 0:  # this rank holds nothing but padding
@@ -253,8 +255,11 @@ def _logits_gradient(
     entropy_terms: tuple[Tensor, Tensor] | None,
     spec: _Spec,
 ) -> Tensor:
-    """Gradient of the unscaled logits [C, V valid]. grad_C: of the log-probs, [C] or [C, K] as the labels are.
-    entropy_terms: (entropy [C], its gradient [C]) or None."""
+    """Returns the gradient of the unscaled logits [C, V valid].
+
+    grad_C: the gradient of the log-probs, [C] or [C, K] as the labels are. entropy_terms: (entropy [C], its gradient
+    [C]) or None.
+    """
     labels_CK, grad_CK = _as_columns(labels_C), _as_columns(grad_C)
     sum_C = grad_CK.sum(1)
     log_p = z_CV - lse_C[:, None]
@@ -331,7 +336,7 @@ class _HiddenLogProbs(torch.autograd.Function):
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right`, in place, whatever the dtype of the factors."""
+    """Adds `left @ right` to `total` in place, whatever the dtype of the factors."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
@@ -341,8 +346,10 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _join_parts(
     parts: list[tuple[Tensor, Tensor]], labels: Tensor, like: Tensor, spec: _Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns log-probs in the shape of the labels, entropy and log-sum-exp of all chunks; of no tokens, empty tensors
-    (the ranks of a group have the same tokens)."""
+    """Returns log-probs in the shape of the labels, entropy and log-sum-exp of all chunks.
+
+    Without tokens they are empty tensors (the ranks of a group have the same tokens).
+    """
     if not parts:
         empty = like.new_zeros(0, dtype=torch.promote_types(like.dtype, torch.float32))
         return empty.new_zeros(labels.shape), empty.clone(), empty.clone()

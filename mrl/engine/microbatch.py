@@ -1,8 +1,8 @@
-"""How a mini-batch is divided: into shares of the data-parallel ranks, and a share into micro-batches.
+"""Divides a mini-batch into shares of the data-parallel ranks, and a share into micro-batches.
 
-Pure arithmetic on lengths. Everything is a function of its arguments alone, so ranks that are given the same
-lengths agree without talking. A micro-batch is a list of indices into `lengths`; an empty list is a micro-batch
-without sequences, which a rank runs (on a dummy token whose loss mask is 0) to keep step with the others.
+It is pure arithmetic on lengths. Everything is a function of its arguments, so ranks with the same lengths agree
+without communication. A micro-batch is a list of indices into `lengths`. An empty list is a micro-batch without
+sequences. A rank runs it on a dummy token with loss mask 0, to keep step with the others.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mrl.errors import ConfigError
 
 
 def balanced_shards(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Partitions sequences over `n` ranks: counts differ by at most one, tokens are balanced.
+    """Divides sequences over `n` ranks, with balanced tokens and counts that differ by at most one.
 
-    Returns one ascending list of indices per rank; ranks are ordered by their first index, empty ones last.
-    Karmarkar-Karp differencing over groups of `n` sequences of similar length, each rank getting one of each
-    group (N. Karmarkar, R. M. Karp, "The differencing method of set partitioning", 1982).
+    Returns one ascending list of indices per rank. Ranks are ordered by their first index, empty ones last. It is
+    Karmarkar-Karp differencing over groups of `n` sequences of similar length. Each rank gets one of each group (N.
+    Karmarkar, R. M. Karp, "The differencing method of set partitioning", 1982).
     """
     assert n >= 1, f"{n} shards"
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -41,10 +41,10 @@ def balanced_shards(lengths: Sequence[int], n: int) -> list[list[int]]:
 
 
 def token_budget(tokens: int | None, longest: int, *, trains: bool) -> int:
-    """Returns tokens of a micro-batch, where no number of sequences is set.
+    """Returns the tokens of a micro-batch, if no number of sequences is set.
 
-    tokens: engine.micro_batch.tokens. longest: the longest sequence at hand; a model that never trains takes a longer
-    one than `tokens`, too: a reward model renders conversations by its own template, whose length no key bounds.
+    tokens: engine.micro_batch.tokens. longest: the longest sequence at hand. A model that never trains also takes one
+    longer than `tokens`. A reward model renders conversations by its own template, and no key bounds their length.
     """
     if tokens is None:
         return max(4096, longest)
@@ -56,8 +56,8 @@ def split_micro_batches(
 ) -> list[list[int]]:
     """Returns the fewest micro-batches of at most `size` sequences, or of at most `tokens` tokens (padding included).
 
-    packed: sequences lie end to end, so a micro-batch costs the sum of its lengths; otherwise each is padded to
-    the longest one and it costs their number times that. No sequences give no micro-batches.
+    packed: sequences lie end to end, so a micro-batch costs the sum of its lengths. Otherwise each is padded to the
+    longest one, and it costs that times their number. No sequences give no micro-batches.
     """
     if (size is None) == (tokens is None):
         raise ConfigError("engine.micro_batch", {"tokens": tokens, "size": size}, "is no one limit", "set exactly one")
@@ -84,10 +84,10 @@ def split_micro_batches(
 def split_to_count(
     lengths: Sequence[int], count: int, *, size: int | None = None, tokens: int | None = None, packed: bool
 ) -> list[list[int]]:
-    """Exactly `count` micro-batches within the same limits, balanced by tokens.
+    """Returns exactly `count` micro-batches within the same limits, balanced by tokens.
 
-    count: at least what `split_micro_batches` needs. Where there are fewer sequences than `count`, each has a
-    micro-batch of its own and the rest are empty, at the end.
+    count: at least what `split_micro_batches` needs. If there are fewer sequences than `count`, each has a micro-batch
+    of its own and the rest are empty, at the end.
     """
     least = split_micro_batches(lengths, size=size, tokens=tokens, packed=packed)
     assert count >= len(least), f"{count} micro-batches are fewer than the {len(least)} that the limits need"
@@ -132,11 +132,11 @@ def plan_micro_batches(
     multiple_of: int = 1,
     agree: Callable[[int], int] = lambda count: count,
 ) -> list[list[int]]:
-    """This rank's micro-batches, equal in number on every rank.
+    """Returns this rank's micro-batches, equal in number on every rank.
 
-    group: so many neighbours are in one micro-batch; it divides `size`.
-    agree: given this rank's least number, returns the largest of all ranks (an all-reduce; the identity for one
-    rank). multiple_of: the number is rounded up to a multiple (an interleaved pipeline needs one of `pp`).
+    group: so many neighbours are in one micro-batch; it divides `size`. agree: takes this rank's least number and
+    returns the largest of all ranks (an all-reduce; the identity for one rank). multiple_of: the number is rounded up
+    to a multiple of it (an interleaved pipeline needs one of `pp`).
     """
     costs = lengths_of_groups(lengths, group, packed=packed)
     if size is not None:
@@ -150,12 +150,12 @@ def plan_micro_batches(
 
 
 def _by_length(lengths: Sequence[int]) -> list[int]:
-    """Indices from the shortest to the longest sequence."""
+    """Returns indices from the shortest to the longest sequence."""
     return sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
 
 
 def _even_runs(order: Sequence[int], count: int) -> list[list[int]]:
-    """`order` divided into `count` runs whose sizes differ by at most one."""
+    """Divides `order` into `count` runs with sizes that differ by at most one."""
     base, surplus = divmod(len(order), count)
     starts = [i * base + min(i, surplus) for i in range(count + 1)]
     return [list(order[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
@@ -164,7 +164,7 @@ def _even_runs(order: Sequence[int], count: int) -> list[list[int]]:
 def _halve_to_count(
     micro_batches: list[list[int]], lengths: Sequence[int], count: int, *, packed: bool
 ) -> list[list[int]]:
-    """Halves the most expensive micro-batch until there are `count`; a part never costs more than the whole."""
+    """Halves the most expensive micro-batch until there are `count`. A part never costs more than the whole."""
 
     def cost(indices: list[int]) -> int:
         sizes = [lengths[i] for i in indices]

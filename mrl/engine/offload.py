@@ -1,14 +1,14 @@
-"""Host memory for parameters, gradients and optimizer state that are not in use.
+"""Offloads parameters, gradients and optimizer state to host memory while they are not in use.
 
 Many objects hold views of the same memory: megatron lays parameters and gradients into a few flat buffers, FSDP keeps
-its shards in several places. So nothing is replaced: a storage is copied to host memory and shrunk to nothing, and
-later grown and filled again; every view stays valid.
+its shards in several places. So no tensor is replaced. A storage is copied to host memory and resized to nothing, and
+later resized and filled again. Every view stays valid.
 
-On a GPU copies to the host run on a stream of their own, behind all work that the current stream has been given. Until
-such a copy has ended its storage keeps its memory on the device: `wait` ends the copies and frees that memory, and so
-does whatever here takes memory on the device, and the next use of the parameters, as for a forward pass. A kind that is
-used again before then is where it was. Copies to the device run in the current stream, so that all that follows there
-finds them done.
+On a GPU, copies to the host run on a stream of their own, behind all work of the current stream. A storage keeps its
+memory on the device until its copy has ended. `wait` ends the copies and frees that memory. So does everything here
+that takes memory on the device, and the next use of the parameters, such as a forward pass. A kind that is used again
+before then stays on the device. Copies to the device run in the current stream, so all later work there finds them
+done.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ ALIGNMENT = 512
 
 
 class Offload:
-    """Which state is where.
+    """Tracks which state is on the device and which on the host, and moves it.
 
-    kinds: what waits on the host between uses; of others than KINDS this knows nothing. tensors: what there is of each
-    of KINDS, asked anew at each move. spent: kinds that hold nothing but zeros so far (see `spend`). drop_copies: what
-    frees what was made of a kind and is made again when it is missing; called whenever the kind leaves the device.
+    kinds: state that stays on the host between uses; kinds outside KINDS are ignored. tensors: returns the tensors of
+    each of KINDS, called at each move. spent: kinds that hold only zeros so far (see `spend`). drop_copies: frees
+    values derived from a kind, which are made again when needed. It is called whenever the kind leaves the device.
     """
 
     def __init__(
@@ -67,9 +67,10 @@ class Offload:
 
     @contextlib.contextmanager
     def used(self, *kinds: str) -> Iterator[None]:
-        """`kinds` are on the device inside; afterwards back to where they were, or to where the config wants them.
+        """Keeps `kinds` on the device inside. Afterwards each goes back to where it was, or to where the config wants
+        it.
 
-        Where one of them finds no memory, those before it go back, and the error is raised.
+        If there is no memory for one of them, those before it go back and the error is raised.
         """
         away = [kind for kind in kinds if kind in self._parked or kind in self.kinds]
         for kind in kinds:
@@ -93,7 +94,7 @@ class Offload:
                         each.callback(self.park, kind)
 
     def spend(self, kind: str) -> None:
-        """Says that nobody reads `kind` as it is now: until it is `used` again it is dropped where it would be parked.
+        """Marks the content of `kind` as unneeded: until it is `used` again it is dropped instead of being parked.
 
         It comes back as zeros.
         """
@@ -131,7 +132,11 @@ class Offload:
             _shrink(parked.storages)
 
     def restore(self, kind: str) -> None:
-        """Moves `kind` to the device. Nothing happens where it is there, or where there is no memory for it."""
+        """Moves `kind` to the device.
+
+        It does nothing if the kind is on the device. If there is no memory for it, it stays on the host and the error
+        is raised.
+        """
         self._recall(kind)
         parked = self._parked.get(kind)
         if parked is None:
@@ -161,7 +166,7 @@ class Offload:
                 _shrink(parked.storages)
 
     def forget(self, kind: str) -> None:
-        """What waits on the host of `kind` is no longer needed: its owner has dropped the tensors."""
+        """Frees the host memory of `kind`, because its owner has dropped the tensors."""
         if kind in self._parked:
             self._recall(kind)
             if kind in self._parked:
@@ -179,9 +184,9 @@ class Offload:
         self._host.give_back(parked.blocks or [])
 
     def _storages(self, kind: str) -> list[torch.UntypedStorage]:
-        """The storages of a kind that have memory on the device, each once.
+        """Returns the storages of a kind that have memory on the device, each once.
 
-        Optimizer state may be a view of the parameters (fp32 master weights are): those go with the parameters.
+        Optimizer state may be a view of the parameters (fp32 master weights are). Such views go with the parameters.
         """
         others = {_identity(t) for t in self.tensors("parameters")} if kind == "optimizer" else set()
         storages = {_identity(t): t.untyped_storage() for t in self.tensors(kind)}
@@ -195,7 +200,7 @@ class Offload:
 
 @dataclasses.dataclass
 class _HostStorages:
-    """The storages of a kind that is on the host, or on its way."""
+    """Holds the storages of a kind that is on the host, or on its way."""
 
     storages: list[torch.UntypedStorage]
     sizes: list[int]  # bytes of each on the device
@@ -204,9 +209,9 @@ class _HostStorages:
 
 
 class HostMemory:
-    """Blocks of host memory, pinned for a GPU, that are kept and used again.
+    """Holds blocks of host memory for reuse, pinned for a GPU.
 
-    Who gives blocks back need not wait for copies out of them or into them: `StreamCopies` orders the next ones.
+    Blocks may be given back before copies out of them or into them end, because `StreamCopies` orders the next ones.
     """
 
     def __init__(self) -> None:
@@ -276,7 +281,7 @@ def is_asynchronous(device: torch.device) -> bool:
 
 
 def _pairs(storages: Sequence[torch.UntypedStorage], sizes: Sequence[int], blocks: Sequence[Tensor]) -> Iterator[Pair]:
-    """The storages' bytes and their places in `blocks`, end to end; a storage may lie in several blocks."""
+    """Yields the storages' bytes and their positions in `blocks`, end to end. A storage may lie in several blocks."""
     place = 0
     for storage, size in zip(storages, sizes, strict=True):
         device, start = _bytes(storage), 0
@@ -293,7 +298,7 @@ def _aligned(size: int) -> int:
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    """[size] uint8: a view of the whole storage."""
+    """Returns a [size] uint8 view of the whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

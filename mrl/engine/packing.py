@@ -1,8 +1,8 @@
-"""Packing by best fit: which sequences share a row of fixed token capacity. Pure functions, no tensors.
+"""Packs sequences into rows of fixed token capacity by best fit. Pure functions, no tensors.
 
-Best fit decreasing: longest sequence first, each into the fullest bin that still has room for it. It needs at
-most 11/9 of the optimal number of bins plus one (Johnson et al., 1974, "Worst-case performance bounds for simple
-one-dimensional packing algorithms"), and on real length distributions packs above 99 % full.
+Best fit decreasing takes the longest sequence first, and puts each into the fullest bin that still has room for it. It
+needs at most 11/9 of the optimal number of bins plus one (Johnson et al., 1974, "Worst-case performance bounds for
+simple one-dimensional packing algorithms"). On real length distributions it packs above 99 % full.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ WORD = 1024  # free-space values per word of the two-level bit set below
 
 
 class _FreeSpaces:
-    """The bins by free space, with "the smallest free space of at least x" in a few big-integer operations.
+    """Holds bins by free space, and finds the smallest free space of at least x in a few big-integer operations.
 
-    A two-level bit set over the values 0..capacity (bit v of the lower level: some bin has v tokens free), beside
-    a stack of bins per value. A look-up reads two words, so it costs the same for 10 bins and for 100,000.
+    It is a two-level bit set over the values 0..capacity (bit v of the lower level: some bin has v tokens free), with a
+    stack of bins per value. A look-up reads two words, so it costs the same for 10 bins and for 100,000.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -56,11 +56,11 @@ def _lowest_bit(value: int) -> int:
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of `lengths` grouped into bins whose lengths sum to at most `capacity`.
+    """Returns the indices of `lengths` grouped into bins with lengths that sum to at most `capacity`.
 
-    Every index appears once. The result is a pure function of the arguments: equal lengths are placed in the order
-    of their indices, and among equally full bins the one filled last is taken. Raises ValueError for a length that
-    is negative or over `capacity`.
+    Every index appears once. The result is a pure function of the arguments. Equal lengths are placed in the order of
+    their indices, and among equally full bins the one filled last is taken. Raises ValueError for a length that is
+    negative or over `capacity`.
     """
     for i, length in enumerate(lengths):
         if not 0 <= length <= capacity:

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class PeakBytes(TorchDispatchMode):
-    """Inside, `peak` is the most bytes that were alive of what was made inside, and `largest` the most of one storage.
+    """Counts bytes that are made inside: `peak` is the most alive at once, `largest` the most of one storage.
 
-    device: what is counted, all if None. block: storages are counted in multiples of it. What an operator uses while it
-    runs is not seen, nor what one that takes tensor subclasses makes of their parts, fakes apart.
+    device: the device to count, all if None. block: storages are counted in multiples of it. Memory that an operator
+    uses while it runs is not seen. Nor is memory for the parts of tensor subclasses, except fake tensors.
     """
 
     def __init__(self, device: str | None = None, block: int = 1) -> None:

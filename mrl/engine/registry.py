@@ -42,8 +42,7 @@ def engine_class(name: str) -> type[BaseEngine]:
 
 
 def checks_of(name: str) -> type[EngineChecks]:
-    """Returns what says whether a config fits the backend `name`. What runs one of mrl's own engines is not imported
-    for it."""
+    """Returns the checks of a config for the backend `name`, without importing what runs one of mrl's own engines."""
     if name not in ENGINES:
         return engine_class(name)
     package, prefix = ENGINES[name]

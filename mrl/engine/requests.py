@@ -1,4 +1,4 @@
-"""What an engine is asked to complete, and what it answers (`mrl.engine.base.BaseEngine.generate`)."""
+"""Describes requests for completions and their results (`mrl.engine.base.BaseEngine.generate`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PREFILL_TOKENS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class GenerateRequest:
-    """One prompt and how it is to be completed."""
+    """Holds one prompt and how to complete it."""
 
     tokens: Sequence[int]  # the prompt's ids, at least one
     max_new_tokens: int
@@ -27,7 +27,7 @@ class GenerateRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What was generated for a request."""
+    """Holds the tokens that were generated for a request."""
 
     tokens: list[int]  # the new ids, without the prompt
     log_probs: list[float]
@@ -37,4 +37,4 @@ class Completion:
 
 
 def no_progress(done: int, of: int) -> None:
-    """The progress callback of one who does not ask."""
+    """Ignores progress: the callback of a caller that asks for none."""

@@ -11,7 +11,7 @@ import torch
 
 
 class Generators:
-    """The generators' states of one engine, seeded with `seed`."""
+    """Holds the generators' states of one engine, seeded with `seed`."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device
@@ -23,7 +23,7 @@ class Generators:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """The process's generators are this engine's inside. May be nested."""
+        """Sets the process's generators to this engine's states inside. May be nested."""
         if self._depth:
             yield
             return
@@ -44,8 +44,10 @@ class Generators:
         return states | ({"device": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Puts the process's generators there. Where the type of device is another, its generator stays as it is:
-        neither can read the other's state."""
+        """Sets the process's generators to these states.
+
+        If the type of device is another, its generator stays as it is, because neither can read the other's state.
+        """
         torch.set_rng_state(states["host"])
         random.setstate(states["python"])
         if self.device.type == "cuda" and states["device_type"] == "cuda":

@@ -1,22 +1,28 @@
-"""Which token follows: a pure function of logits, parameters and a key, the same wherever and beside whatever it runs.
+"""Chooses the next token: a pure function of logits, parameters and a key, independent of rank and batch.
 
-Dimensions: `S` sequences, `V` columns of the vocabulary that this rank holds, `W` 64-bit words of noise, `C`
-candidates.
+Dimensions: `S` sequences, `V` columns of the vocabulary on this rank, `W` 64-bit words of noise, `C` candidates.
 
-**Noise.** Token `argmax_v (z_v + g_v)` is a draw from softmax(z) where the `g_v = -log(-log u_v)` are independent
+**Noise.** Token `argmax_v (z_v + g_v)` is a draw from softmax(z) if the `g_v = -log(-log u_v)` are independent
 (Gumbel-max; Maddison et al., 2014, 1411.0030). `u_v` is the half `v % 2` of word `v // 2` of a SplitMix64 sequence
-(Steele et al., 2014) that starts at a hash of (seed, step, prompt, sample, position). No generator has a state, so a
-draw does not depend on what else is in the batch, on which rank holds which columns, or on the device. Layouts round
-logits differently; in fp32 that turns a near tie, and with it the choice, in about one of a million tokens.
+(Steele et al., 2014). The sequence starts at a hash of (seed, step, prompt, sample, position). No generator has a
+state. So a draw depends neither on the rest of the batch, nor on how ranks split the columns, nor on the device.
+Layouts round logits differently. In fp32 that turns a near tie, and with it the choice, in about one of a million
+tokens.
 
-**Filters**, in the order of transformers: the temperature divides; top_k keeps the k largest; top_p keeps the fewest
-largest whose probabilities, normalised over what top_k left, reach p (Holtzman et al., 2020); min_p keeps what has at
-least that fraction of the largest probability (Nguyen et al., 2024). (vLLM applies min_p first.) All three are lower
-bounds of `z`, so one number per sequence is all that ranks must agree on; exact ties with a bound are kept.
+**Filters** apply in the order of transformers:
+
+- the temperature divides
+- top_k keeps the k largest
+- top_p keeps the fewest largest tokens with a probability of p together, normalised over the result of top_k
+  (Holtzman et al., 2020)
+- min_p keeps tokens with at least that fraction of the largest probability (Nguyen et al., 2024)
+
+vLLM applies min_p first. The last three are lower bounds of `z`, so ranks must agree on only one number per sequence.
+Exact ties with a bound are kept.
 
 **Tensor parallelism.** Without top_k and top_p each rank gives four numbers per sequence. With them it also gives its
-largest `C` logits; the bound they imply is exact once the sum of probabilities is reached above the smallest logit that
-every rank has given, and until then `C` grows. Whole rows are gathered only where a distribution is that flat.
+largest `C` logits. Their bound is exact once the sum of probabilities is reached above the smallest logit that every
+rank has given. Until then `C` grows. Whole rows are gathered only for a distribution that is as flat as that.
 """
 
 from __future__ import annotations
@@ -42,7 +48,7 @@ _NOISE_WORDS = 2**28  # elsewhere: a step's noise in one chunk, whose temporarie
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. The filters mean nothing at temperature 0."""
+    """Holds the parameters of sampling. The filters mean nothing at temperature 0."""
 
     temperature: float = 1.0  # divides the logits; 0 takes the most probable token (the lowest id of equals)
     top_k: int = 0  # 0 for all
@@ -61,7 +67,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class SamplingKey(NamedTuple):
-    """What the noise of a completion follows from: 64-bit integers. Two completions of one key and prompt are equal."""
+    """Determines the noise of a completion: 64-bit integers. Two completions of one key and prompt are equal."""
 
     seed: int = 0
     step: int = 0
@@ -70,7 +76,7 @@ class SamplingKey(NamedTuple):
 
 
 def key_hash(key: Sequence[int]) -> int:
-    """64 bits of a key: the part of `noise_key` that is the same at all positions."""
+    """Returns 64 bits of a key: the part of `noise_key` that is the same at all positions."""
     word = 0
     for part in key:
         word = mix_int((word + GAMMA + part) & WORD)
@@ -78,26 +84,28 @@ def key_hash(key: Sequence[int]) -> int:
 
 
 def noise_key(key: Sequence[int], position: int) -> int:
-    """64 bits for the token at `position` of its sequence (prompt included, so that turns of a conversation differ)."""
+    """Returns 64 bits for the token at `position` of its sequence, prompt included, so that turns of a conversation
+    differ."""
     return mix_int((key_hash(key) + GAMMA + position) & WORD)
 
 
 def noise_keys(hashes: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """[S] int64 on the CPU: `noise_key` of each sequence, from the signed hash of its key."""
+    """Returns [S] int64 on the CPU: `noise_key` of each sequence, from the signed hash of its key."""
     return mix_in_place(torch.tensor(hashes) + torch.tensor(positions) + to_int64(GAMMA))
 
 
 def random_bits(keys: Tensor, start: int, count: int) -> Tensor:
-    """[S, count] int32 for the vocabulary ids `start, start + 1, ...`; keys [S] int64."""
+    """Returns [S, count] int32 for the vocabulary ids `start, start + 1, ...`. keys: [S] int64."""
     first, end = start // 2, (start + count + 1) // 2
     words = torch.arange(first + 1, end + 1, device=keys.device) * to_int64(GAMMA)
     return mix_in_place(keys[:, None] + words).view(torch.int32)[:, start - 2 * first :][:, :count]
 
 
 def gumbel(keys: Tensor, start: int, count: int) -> Tensor:
-    """[S, count] fp32 standard Gumbel noise of the vocabulary ids `start, start + 1, ...`; keys [S] int64.
+    """Returns [S, count] fp32 standard Gumbel noise of the vocabulary ids `start, start + 1, ...`. keys: [S] int64.
 
-    `-log(-log1p(-w))` for `w` uniform in (0, 1): fp32 has its precision where w is near 0, which is the tail that wins.
+    It is `-log(-log1p(-w))` for `w` uniform in (0, 1). The largest values come from w near 0, and there fp32 is
+    precise.
     """
     words = _NOISE_WORDS_ON_CPU if keys.device.type == "cpu" else _NOISE_WORDS
     rows = max(1, words // (count // 2 + 1))
@@ -115,7 +123,8 @@ def noise_bytes(rows: int, columns: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingRows:
-    """What a batch is sampled with: tensors [S] on the device of the logits, None where no row has any."""
+    """Holds the sampling parameters of a batch: tensors [S] on the device of the logits, None if no row has the
+    parameter."""
 
     noise_keys: Tensor | None  # int64
     random: Tensor | None  # which rows are not greedy
@@ -129,7 +138,7 @@ class SamplingRows:
     def of(
         cls, params: Sequence[SamplingParams], noise_keys: Sequence[int] | Tensor, device: torch.device
     ) -> "SamplingRows":
-        """noise_keys: of `noise_key` or `noise_keys`, one a row."""
+        """Returns the rows of `params`. noise_keys: from `noise_key` or `noise_keys`, one a row."""
         # the rows of a run are alike, and thousands of equal numbers take the host longer than a kernel that fills
         alike = not params or params.count(params[0]) == len(params)
         kinds = params[:1] if alike else params
@@ -157,11 +166,11 @@ class SamplingRows:
 
 
 def choose(logits: Tensor, rows: SamplingRows, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """(next token [S] int64, its log-probability [S] fp64) from local columns [S, V] of the logits.
+    """Returns (next token [S] int64, its log-probability [S] fp64) from local columns [S, V] of the logits.
 
-    The log-probability is that of the model at the temperature, before any filter: log_softmax(logits / temperature),
-    which is what a trainer computes again (at temperature 0 as at 1). The same on every rank of the group.
-    With top_p it waits for a GPU: `choose_among` does not.
+    The log-probability is the model's at the temperature, before any filter: log_softmax(logits / temperature). A
+    trainer computes the same (at temperature 0 as at 1). The same on every rank of the group. With top_p it waits for a
+    GPU; `choose_among` does not.
     """
     count = rows.candidates
     while True:
@@ -174,9 +183,11 @@ def choose(logits: Tensor, rows: SamplingRows, shard: VocabShard) -> tuple[Tenso
 def choose_among(
     logits: Tensor, rows: SamplingRows, shard: VocabShard, count: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `choose`, with the bounds of filters looked for among the `count` largest logits of each rank; and [S] bool,
-    whether that was enough, the same on every rank: None where it is for certain. Where it was not, ask again with
-    `CANDIDATE_FACTOR` times as many."""
+    """Does what `choose` does, and looks for filters' bounds only among the `count` largest logits of each rank.
+
+    The third result is [S] bool: whether these were enough, the same on every rank. It is None if they surely were. If
+    not, call again with `CANDIDATE_FACTOR` times as many.
+    """
     z = logits[:, : shard.num_valid(logits.shape[1])].float()
     if z.shape[1] == 0:  # this rank holds nothing but padding
         z = z.new_full((z.shape[0], 1), -torch.inf)
@@ -205,10 +216,10 @@ def choose_among(
 def lower_bound(
     z: Tensor, rows: SamplingRows, group: dist.ProcessGroup | None, *, columns: int, count: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """[S] fp32: the smallest logit that top_k, top_p and min_p keep; None where no row has them. And [S] bool, whether
-    the `count` largest of each rank were enough to know; None where they are for certain.
+    """Returns [S] fp32: the smallest logit that top_k, top_p and min_p keep; None if no row has them.
 
-    z: [S, <= columns] logits over the temperature. columns: the most that any rank has.
+    The second result is [S] bool: whether the `count` largest of each rank were enough; None if they surely were. z:
+    [S, <= columns] logits over the temperature. columns: the most that any rank has.
     """
     bound = None
     if rows.min_p is not None:
@@ -223,7 +234,7 @@ def lower_bound(
 
 
 def _top_bound(z: Tensor, rows: SamplingRows, group: dist.ProcessGroup | None, count: int) -> tuple[Tensor, Tensor]:
-    """([S] the bound of top_k and top_p, [S] whether it is exact) from the `count` largest logits of each rank."""
+    """Returns the bound of top_k and top_p [S], and whether it is exact [S], from the `count` largest of each rank."""
     values = z.topk(min(count, z.shape[1]), dim=-1).values
     values = torch.nn.functional.pad(values, (0, count - values.shape[1]), value=-torch.inf)
     values = _gathered(values, group)  # [ranks, S, C]
@@ -248,7 +259,7 @@ def _top_bound(z: Tensor, rows: SamplingRows, group: dist.ProcessGroup | None, c
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[ranks, ...] of the group, in rank order."""
+    """Returns [ranks, ...] of the group, in rank order."""
     if group is None or dist.get_world_size(group) == 1:
         return tensor[None]
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]

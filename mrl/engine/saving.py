@@ -26,8 +26,8 @@ def save(
 ) -> str:
     """Saves `root/step_XXXXXXXX`, whole or not at all, with a copy at the URL `remote`. Collective. Returns the folder.
 
-    write: every rank writes its part into the folder that it is given. backend: whose files these are. keep, protect:
-    as in `atomic_checkpoint.writing`.
+    write: every rank writes its part into the given folder. backend: the engine that writes. keep, protect: as in
+    `atomic_checkpoint.writing`.
     """
     with atomic_checkpoint.writing(
         root, step, backend=backend, ranks=all_ranks(), keep=keep, protect=protect
@@ -51,9 +51,9 @@ def save_in_background(
     protect: Collection[str] = (),
     then: Callable[[], None] = lambda: None,
 ) -> None:
-    """Begins what `save` does in a thread of each rank. Collective.
+    """Begins what `save` does, in a thread of each rank. Collective.
 
-    write: of what is copied already. then: is called on the main process when the checkpoint is whole.
+    write: writes the copied state. then: is called on the main process when the checkpoint is whole.
     """
 
     def work(ranks: atomic_checkpoint.RankGroup) -> None:
@@ -74,10 +74,10 @@ def save_in_background(
 def checkpoint_to_load(
     path: str, *, backend: str, remote: str | None = None, delete_local: bool = False
 ) -> Iterator[str]:
-    """Gives the folder to read: the newest whole checkpoint of `path`, or `path`, or what `remote` has. Collective.
+    """Returns the folder to read: the newest whole checkpoint of `path`, or `path`, or the one of `remote`. Collective.
 
-    Every file has been read and found whole. Raises CheckpointError on every rank where there is none, it is damaged,
-    or of another backend. delete_local: it is deleted when all ranks have read it.
+    Every file has been read and found whole. Raises CheckpointError on every rank if there is none, it is damaged, or
+    it is of another backend. delete_local: it is deleted when all ranks have read it.
     """
     found = on_main(lambda: checkpoint_remote.locate(path, remote, backend=backend))
     atomic_checkpoint.verify(found, all_ranks())

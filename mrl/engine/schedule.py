@@ -1,7 +1,7 @@
-"""Learning-rate schedules as one pure function of the step.
+"""Computes learning rates as one pure function of the step.
 
-The only state of a schedule is the number of steps made, so restoring it is restoring an integer: there is no
-scheduler object that a resumed run could step twice or rebuild with another length.
+A schedule's only state is the number of steps made, so restoring it means restoring an integer. There is no scheduler
+object for a resumed run to step twice or to rebuild with another length.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from mrl.config.schema import OptimizerConfig
 def learning_rate(step: int, *, optimizer: OptimizerConfig, total_steps: int) -> float:
     """Returns the rate of optimizer step number `step`, counted from 0, in a run of `total_steps`.
 
-    Warm-up: step `i` of `warmup_steps` has `lr * (i + 1) / warmup_steps`, so the first step already trains. Then
-    `constant` stays at lr; `linear` and `cosine` fall to min_lr over `decay_steps` (the rest of the run by
-    default) and stay there; `wsd` stays at lr and falls linearly over the last `decay_steps` (a tenth of the run
-    by default) (S. Hu et al., "MiniCPM", arXiv 2404.06395, section 4).
+    In warm-up, step `i` of `warmup_steps` has `lr * (i + 1) / warmup_steps`, so the first step already trains. Then:
+
+    - `constant` stays at lr
+    - `linear` and `cosine` fall to min_lr over `decay_steps` (the rest of the run by default) and stay there
+    - `wsd` stays at lr and falls linearly over the last `decay_steps` (a tenth of the run by default)
+      (S. Hu et al., "MiniCPM", arXiv 2404.06395, section 4)
     """
     assert step >= 0, f"step {step}"
     peak, low, warmup = optimizer.lr, optimizer.min_lr, optimizer.warmup_steps

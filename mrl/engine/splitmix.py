@@ -29,7 +29,7 @@ signed = to_int64  # its older name, which scripts outside of the repository imp
 
 
 def mix_in_place(z: Tensor) -> Tensor:
-    """`mix_int` of int64 words, in place."""
+    """Applies `mix_int` to int64 words, in place."""
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
         z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)
         if factor is not None:

@@ -1,4 +1,4 @@
-"""The weights of a model's folder by Hugging Face name: one of Hugging Face, or one that `mrl convert import` made."""
+"""Reads the weights of a model's folder by Hugging Face name, also of a folder that `mrl convert import` made."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from mrl.errors import ConfigError
 def stored_weights(
     path: str, family: Family, hf_config: HFConfig, *, head: str, trained: bool, mtp: int = 0
 ) -> Iterator[Callable[[str], Any]]:
-    """Hugging Face name -> tensor or lazy slice of the folder `path`, all of them accounted for.
+    """Gives a reader of the folder `path`: Hugging Face name -> tensor or lazy slice. All its tensors are accounted
+    for.
 
     path: a Hugging Face folder, or one that `mrl convert import` made.
 
-    trained: a value head that is going to be trained starts at zero where the folder has none. mtp: how many MTP layers
-    are read too; without any they are left unread.
+    trained: if the folder has no value head, one that will train starts at zero. mtp: how many MTP layers to read too;
+    without any they are left unread.
     """
     imported = is_imported(path)
     with contextlib.closing(open_imported(path, family, hf_config) if imported else SafetensorsReader(path)) as stored:

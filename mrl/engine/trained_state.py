@@ -1,4 +1,4 @@
-"""What trains of an engine's model, taken out and put back: how several models share one base."""
+"""Takes the trained state out of an engine's model and puts it back, so that several models share one base."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSettings:
-    """The settings of one optimizer step that the caller decides, not the config."""
+    """Holds the settings of one optimizer step that the caller decides, not the config."""
 
     lr: float
     betas: tuple[float, float]
@@ -21,10 +21,11 @@ class UpdateSettings:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedState:
-    """This rank's part of what trains, as `BaseEngine.trained_state` copied it, for `set_trained_state` of that engine.
+    """Holds this rank's part of what trains: made by `BaseEngine.trained_state`, for `set_trained_state` of that
+    engine.
 
-    weights: shards of parameters, and of their masters. moments: of AdamW, zero before its first step. gradients: as
-    they have accumulated, None where there are none or a step has spent them.
+    weights: shards of parameters, and of their masters. moments: AdamW's, zero before its first step. gradients: the
+    accumulated ones; None if there are none or a step has spent them.
     """
 
     weights: Sequence[Tensor]
