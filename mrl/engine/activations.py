@@ -1,9 +1,8 @@
 """`engine.offload: [activations]` moves activations to host memory until the backward pass reads them.
 
 Both engines have it: the FSDP engine for each block, the Megatron engine for a chunk's layers and for each MTP layer.
-Autograd's hooks on saved tensors do it, so it works with every layer spec, layout and kernel. A tensor that is read
-back has the values, shape and strides of the one that was saved. With recomputation only inputs are saved, and these
-are moved.
+Autograd's hooks on saved tensors do it, so it works with every layer spec, layout and kernel. Tensors come back with
+the values, shape and strides that they were saved with. With recomputation only inputs are saved, and these are moved.
 """
 
 from __future__ import annotations

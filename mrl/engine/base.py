@@ -220,9 +220,9 @@ class BaseEngine(EngineChecks, abc.ABC):
     def guard_after_step(self, token: Any) -> list[Problem]:
         """Returns the faults of the `optimizer_step` since `guard_before_step` gave `token`; empty if there are none.
 
-        The list is the same on every rank. It has an entry for each parameter whose gradient is missing or not finite,
-        for one that did not change, and for one whose replicas differ. An entry of `FaultKind.WAITS` is no fault: it is
-        A of an adapter with B zero, and the next step can check it again.
+        The list is the same on every rank. It has an entry for each parameter with a fault: its gradient is missing or
+        not finite, it did not change, or its replicas differ. An entry of `FaultKind.WAITS` is no fault: it is A of an
+        adapter with B zero, and the next step can check it again.
         """
 
     def lr_scheduler_step(self) -> float:

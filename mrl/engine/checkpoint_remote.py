@@ -50,7 +50,7 @@ def probe(url: str) -> None:
 def upload(path: str, url: str, *, keep: int | None = None, protect: Collection[str] = ()) -> str:
     """Copies the whole checkpoint at `path` to `url/step_XXXXXXXX`, its marker last. Returns that URL.
 
-    keep: how many of the newest whole checkpoints stay at the URL, None for all. Half copies that a kill left are
+    keep: how many of the newest whole checkpoints stay at the URL, None for all. Half copies of killed runs are
     deleted. protect: names of folders that stay as well. After an error of the file system it waits for each of
     PAUSES_S in turn and starts the copy again. Then it raises CheckpointError.
     """

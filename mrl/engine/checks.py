@@ -37,8 +37,8 @@ class EngineChecks:
     def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:
         """Raises ConfigError if a config asks for something that this engine does not do.
 
-        This one refuses every key that is not at its default, except the keys that all engines read and those in
-        `supports`. An engine that checks values too overrides it and calls it.
+        This one refuses every key with another value than its default, except those in `supports` and those of all
+        engines. An engine that checks values too overrides it and calls it.
         """
         check_supported(cls.backend, cls.supports, model, engine)
 

@@ -243,8 +243,7 @@ def from_main(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields on every rank the tensors of `infos` (name -> shape, dtype), one at a time, from rank 0.
 
-    found: the tensors on rank 0, each of which is removed when it is sent. device: the one that the ranks communicate
-    with.
+    found: the tensors on rank 0; each is removed when it is sent. device: the one that the ranks communicate with.
     """
     for name, (shape, dtype) in infos.items():
         if is_main():

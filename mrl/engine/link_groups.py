@@ -84,10 +84,10 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def end_group(held: list[dist.Backend]) -> None:
-    """Closes the connections of the group in `held`. Operations that others wait for in it fail.
+    """Closes the connections of the group in `held`. Pending operations of other members fail.
 
     gloo closes its connections with the last reference, after operations under way have ended. A process that takes no
-    part can delay that until the group's timeout. So it runs in a thread that does not keep the process alive.
+    part can delay this until the group's timeout. So it runs in a daemon thread.
     """
 
     def drop() -> None:

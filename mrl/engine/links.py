@@ -170,7 +170,7 @@ class Link(abc.ABC):
             torch.cuda.ipc_collect()  # else what another process has mapped comes back when memory is short, or never
 
     def leave(self) -> None:  # noqa: B027 (memory has nobody who waits)
-        """Tells processes that wait for a bucket that there are no more."""
+        """Tells processes waiting for a bucket that there are no more."""
 
     def close(self) -> None:
         self.leave()

@@ -32,11 +32,11 @@ ALIGNMENT = 512
 
 
 class Offload:
-    """Tracks which state is on the device and which on the host, and moves it.
+    """Tracks the state on the device, and moves it to the host and back.
 
     kinds: state that stays on the host between uses; kinds outside KINDS are ignored. tensors: returns the tensors of
     each of KINDS, called at each move. spent: kinds that hold only zeros so far (see `spend`). drop_copies: frees
-    values derived from a kind, which are made again when needed. It is called whenever the kind leaves the device.
+    values derived from a kind, to be made again when needed. It is called whenever the kind leaves the device.
     """
 
     def __init__(
@@ -67,8 +67,7 @@ class Offload:
 
     @contextlib.contextmanager
     def used(self, *kinds: str) -> Iterator[None]:
-        """Keeps `kinds` on the device inside. Afterwards each goes back to where it was, or to where the config wants
-        it.
+        """Keeps `kinds` on the device inside. Afterwards each goes back to its place before, or to the config's.
 
         If there is no memory for one of them, those before it go back and the error is raised.
         """

@@ -13,7 +13,7 @@ tokens.
 
 - the temperature divides
 - top_k keeps the k largest
-- top_p keeps the fewest largest tokens with a probability of p together, normalised over the result of top_k
+- top_p keeps the fewest largest tokens with a probability of at least p together, normalised over the result of top_k
   (Holtzman et al., 2020)
 - min_p keeps tokens with at least that fraction of the largest probability (Nguyen et al., 2024)
 
@@ -22,7 +22,7 @@ Exact ties with a bound are kept.
 
 **Tensor parallelism.** Without top_k and top_p each rank gives four numbers per sequence. With them it also gives its
 largest `C` logits. Their bound is exact once the sum of probabilities is reached above the smallest logit that every
-rank has given. Until then `C` grows. Whole rows are gathered only for a distribution that is as flat as that.
+rank has given. Until then `C` grows. Only very flat distributions need whole rows.
 """
 
 from __future__ import annotations

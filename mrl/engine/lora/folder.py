@@ -1,4 +1,4 @@
-"""The adapters that a config asks for on a model's folder, and the folder of adapters that peft loads."""
+"""Reads and writes adapter folders as peft does, and finds the adapters that a config asks for."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _OF_THE_BASE = {"config.json", "generation_config.json", "LICENSE"}
 
 
 def adapters(model_folder: str, lora: LoraConfig, head: str) -> dict[str, AdapterShape]:
-    """Returns the adapters that `lora` stands for on the model of a Hugging Face folder, by the name of what each
-    adapts.
+    """Returns the adapters of the selection `lora` on the model of a Hugging Face folder, by the name of the adapted
+    weight.
 
-    head: "lm" or "value". Only config.json is read. Raises ConfigError where a part of the selection matches nothing,
-    or it takes in the output layer or the embedding. Names are Hugging Face's, as `model.layers.0.self_attn.q_proj`; of
-    experts that transformers holds as one parameter, that parameter's, as `model.layers.0.mlp.experts.gate_up_proj`.
+    head: "lm" or "value". Only config.json is read. Names are Hugging Face's, as `model.layers.0.self_attn.q_proj`.
+    Experts in one parameter have the parameter's name, as `model.layers.0.mlp.experts.gate_up_proj`. Raises ConfigError
+    if a part of the selection matches nothing, or if it contains the output layer or the embedding.
     """
     from mrl.engine.lora.selection import injection  # peft is slow to import: only a model with adapters waits for it
 
@@ -42,7 +42,7 @@ def adapters(model_folder: str, lora: LoraConfig, head: str) -> dict[str, Adapte
 
 
 def shapes_in_file(model_folder: str, lora: LoraConfig, head: str) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every tensor of the adapter file that `lora` stands for on the model of a Hugging Face
+    """Returns the shape of every tensor in the adapter file of the selection `lora` on the model of a Hugging Face
     folder."""
     from mrl.engine.lora.selection import injection  # as above
 
@@ -60,8 +60,8 @@ def write_adapter(
 ) -> None:
     """Writes a folder that `peft.PeftModel.from_pretrained(base model, path)` loads, with tokenizer and template.
 
-    tensors: what `BaseEngine.adapter_weights` gives. base_model_path: the folder of the base model; `name_base` gives
-    it another name. An interrupted write leaves no folder that loads.
+    tensors: those of `BaseEngine.adapter_weights`. base_model_path: the folder of the base model; `name_base` gives it
+    another name. An interrupted write leaves no folder that loads.
     """
     expected = shapes_in_file(base_model_path, lora, head)
     held = dict(tensors)
@@ -86,8 +86,10 @@ def write_adapter_files(
     *,
     head: str = "lm",
 ) -> None:
-    """As `write_adapter`, of the two files that an inference server reads, with the tensors that are given: some
-    modules may be left out, which then are as in the base."""
+    """Writes the two files of an adapter folder that an inference server reads.
+
+    Modules without a tensor here stay as in the base.
+    """
     from mrl.engine.lora.selection import injection  # as above
 
     injected = injection(base_model_path, lora, head)
@@ -110,7 +112,7 @@ def write_adapter_files(
 
 
 def name_base(path: str | os.PathLike[str], name: str) -> None:
-    """Makes the adapter folder `path` say that its base is `name`, a folder or hub id, where peft's users see it."""
+    """Sets the base in the adapter folder `path`, a folder or hub id, for readers that use peft."""
     config = Path(path) / CONFIG
     about = read_json(config)
     about[BASE] = os.path.abspath(name) if os.path.isdir(name) else name
@@ -118,7 +120,8 @@ def name_base(path: str | os.PathLike[str], name: str) -> None:
 
 
 def read_adapter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(adapter_config.json, tensors by their name in the file) of an adapter folder; ModelError where it is none."""
+    """Returns (adapter_config.json, tensors by their name in the file) of an adapter folder. Raises ModelError for
+    others."""
     folder = Path(path)
     lost = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if lost:
@@ -130,9 +133,9 @@ def read_adapter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
 
 
 def read_fitting(path: str | os.PathLike[str], model_folder: str, lora: LoraConfig, head: str) -> dict[str, Tensor]:
-    """Returns the tensors of an adapter folder that has the adapters which `lora` stands for on the model of a folder.
+    """Returns the tensors of an adapter folder with the same adapters as the selection `lora` on the model of a folder.
 
-    Raises ModelError where names, shapes or scales are others: B A times another scale is another model.
+    Raises ModelError if names, shapes or scales differ: B A times another scale is another model.
     """
     from mrl.engine.lora.selection import check_is_plain, shapes_of_folder  # as above
 

@@ -1,4 +1,4 @@
-"""Which base and which adapters a checkpoint is of: it holds the adapters alone, and means nothing without the rest."""
+"""Identifies the base and the adapters of a checkpoint, because it holds only the adapters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOT_THE_MODEL = ("export",)
 
 
 def fingerprint(path: str, family: Family | None, hf_config: HFConfig, head: str) -> str:
-    """Returns a hash of some rows of some of the weights that the folder `path` has, whatever their files are."""
+    """Returns a hash of some rows of some weights of the folder `path`, the same for any split into files."""
     if family is None:
         return weights_fingerprint(path)
     shapes = expected_hf_names(family, hf_config, head=head)
@@ -37,7 +37,7 @@ def fingerprint(path: str, family: Family | None, hf_config: HFConfig, head: str
 
 
 def weights_fingerprint(path: str) -> str:
-    """As `fingerprint`, of a folder's tensors by the names that they have in its files."""
+    """Returns a hash as `fingerprint` does, of a folder's tensors by their names in its files."""
     with SafetensorsReader(path) as reader:
         return _hash({name: info.shape for name, info in reader.tensors.items() if info.shape}, reader)
 
@@ -52,10 +52,9 @@ def _hash(shapes: Mapping[str, Sequence[int]], read: Callable[[str], Any]) -> st
 
 
 def sample_names(names: Iterable[str]) -> list[str]:
-    """`SAMPLES` of the names, or all: of each kind (a name without layer and expert) as many as of any other.
+    """Returns `SAMPLES` of the names, or all, with equally many of each kind (a name without layer and expert).
 
-    A hash of the name says which: layers in regular steps would be of one kind where a model repeats a pattern of
-    layers.
+    A hash of the name chooses. Layers in regular steps would be of one kind if a model repeats a pattern of layers.
     """
     kinds: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
@@ -66,8 +65,11 @@ def sample_names(names: Iterable[str]) -> list[str]:
 
 
 def _parts(shape: Sequence[int]) -> list[Any]:
-    """Returns what is read of a tensor: a vector whole; of a matrix and of a stack of them the first, the middle and
-    the last row or matrix, and of a matrix in a stack one row."""
+    """Returns the parts of a tensor to read.
+
+    A vector is read whole. Of a matrix three rows are read: the first, the middle and the last. Of a stack one row of
+    the first, the middle and the last matrix is read.
+    """
     if len(shape) == 1:
         return [slice(None)]
     rows = sorted({0, shape[0] // 2, shape[0] - 1})
@@ -75,9 +77,9 @@ def _parts(shape: Sequence[int]) -> list[Any]:
 
 
 def identity_of(config: RoleConfig, family: Family | None, hf_config: HFConfig) -> dict[str, Any] | None:
-    """Returns what a checkpoint says of its adapters and their base; None where there are none. Collective.
+    """Returns a checkpoint's description of its adapters and their base; None without adapters. Collective.
 
-    lora: the section of the config, but for how it is exported. path, base: where the base is, and its `fingerprint`.
+    lora: the section of the config, without how it is exported. path, base: the base's folder, and its `fingerprint`.
     head: "lm" or "value".
     """
     lora, path = config.model.lora, config.model.path
@@ -89,7 +91,7 @@ def identity_of(config: RoleConfig, family: Family | None, hf_config: HFConfig) 
 
 
 def check_identity(saved: Mapping[str, Any] | None, mine: Mapping[str, Any] | None, folder: str) -> None:
-    """Raises CheckpointError where the checkpoint in `folder` is of other adapters, or of these over another base."""
+    """Raises CheckpointError if the checkpoint in `folder` is of other adapters, or of these over another base."""
     if saved is None and mine is None:
         return
     if saved is None or mine is None:

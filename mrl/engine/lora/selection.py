@@ -1,7 +1,7 @@
-"""Which modules get an adapter: peft's to say.
+"""Selects the modules that get an adapter, as peft does.
 
-The Hugging Face model is built on the meta device, without memory, and peft injects into it; names, shapes and scales
-are read off the result. What peft leaves unsaid (a part of a selection that matches nothing) is an error here.
+The Hugging Face model is built on the meta device, without memory, and peft injects into it. Names, shapes and scales
+are read from the result. peft says nothing about a part of a selection that matches nothing; here it is an error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ADAPTER = "default"
 
 @dataclasses.dataclass(frozen=True)
 class Injection:
-    """What peft made of a selection."""
+    """Holds peft's result of a selection."""
 
     config: peft.LoraConfig  # as peft resolved it, which is what a folder says
     shapes: Mapping[str, AdapterShape]  # by name
@@ -58,7 +58,7 @@ class Injection:
 @functools.lru_cache(maxsize=8)
 @torch.random.fork_rng(devices=[])  # peft draws an A of each adapter, in a process's first call alone
 def injection(model_folder: str, lora: LoraConfig, head: str) -> Injection:
-    """`mrl.engine.lora.folder.adapters`, with the config as peft resolved it."""
+    """Returns the adapters of `mrl.engine.lora.folder.adapters`, with the config as peft resolved it."""
     try:
         model = _meta_model(model_folder, head)
     except ModelError as error:
@@ -85,9 +85,9 @@ def injection(model_folder: str, lora: LoraConfig, head: str) -> Injection:
 
 
 def inject(model: nn.Module, config: peft.LoraConfig, selection: Selection | None = None) -> None:
-    """Puts adapters into `model`, whose other parameters then need no gradient; `config` is resolved in place.
+    """Puts adapters into `model`; its other parameters then need no gradient. `config` is resolved in place.
 
-    selection: what the config was made from, for messages; None where peft has taken the config before.
+    selection: the source of the config, for messages; None if peft has taken the config before.
     """
     with warnings.catch_warnings():
         # they warn of selections that match nothing, which `Selection.check` looks at
@@ -103,7 +103,7 @@ def inject(model: nn.Module, config: peft.LoraConfig, selection: Selection | Non
 def shapes_of_folder(path: str, model_folder: str) -> tuple[dict[str, AdapterShape], str]:
     """Returns the adapters of a folder that peft or mrl wrote, on the model of `model_folder`, and the model's head.
 
-    Raises ModelError where the folder's adapter_config.json is of something else than B A added to a model's weights.
+    Raises ModelError if the folder's adapter_config.json is of something else than B A added to a model's weights.
     """
     check_is_plain(path)
     config = peft.LoraConfig.from_pretrained(path)
@@ -129,8 +129,8 @@ def shapes_of_folder(path: str, model_folder: str) -> tuple[dict[str, AdapterSha
 def check_is_plain(path: str) -> None:
     """Refuses adapters that are more than B A over the base as it is published.
 
-    An init that takes B A out of the base, or quantises it, leaves an adapter that is right over that other base alone;
-    a folder that peft converted (`path_initial_model_for_weight_conversion`) says true.
+    Some inits take B A out of the base, or quantise it. Their adapter is right only over that other base. A folder that
+    peft converted (`path_initial_model_for_weight_conversion`) says true.
     """
     file = Path(path) / CONFIG
     about = read_json(file)
@@ -157,7 +157,7 @@ def check_is_plain(path: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """A user's selection on a model."""
+    """Checks a user's selection on a model."""
 
     model: str
     lora: LoraConfig
@@ -165,14 +165,14 @@ class Selection:
     stacks: tuple[str, ...]  # of its parameters of three dimensions (experts)
 
     def of_stacks(self) -> list[str]:
-        """Entries of a list of targets that are ends of experts' parameters, which peft takes in another field."""
+        """Returns the targets that are ends of experts' parameters; peft takes these in another field."""
         targets = self.lora.target_modules
         if isinstance(targets, str):
             return []
         return [t for t in targets if "experts." in t and any(_is_end(t, name) for name in self.stacks)]
 
     def excludes(self, parameter: str) -> bool:
-        """Returns whether an adapted parameter, or the module that has it, is among the excluded."""
+        """Returns whether an adapted parameter, or the module that has it, is excluded."""
         excluded = self.lora.exclude_modules
         # the weight of a module goes by the module's name
         candidates = [parameter] if parameter in self.names else [parameter, parameter.rpartition(".")[0]]
@@ -220,7 +220,7 @@ class Selection:
         return () if excluded is None else (excluded,) if isinstance(excluded, str) else excluded
 
     def refused(self, error: ValueError) -> ConfigError:
-        """peft's refusal as one line that names the key."""
+        """Returns peft's refusal as one line that names the key."""
         text, targets = " ".join(str(error).split()), self.lora.target_modules
         if "does not work with lora_dropout" in text:
             return ConfigError(
@@ -281,8 +281,7 @@ class Selection:
 
 
 def _meta_model(folder: str, head: str) -> nn.Module:
-    """Returns the Hugging Face model on the meta device. Raises ModelError where transformers has none with that
-    head."""
+    """Returns the Hugging Face model on the meta device. Raises ModelError if transformers has none with that head."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if head == "value":
         config.num_labels = 1
@@ -346,7 +345,7 @@ def _shapes(model: nn.Module) -> dict[str, AdapterShape]:
 
 
 def _is_end(end: str, name: str) -> bool:
-    """peft's rule for an entry of a list."""
+    """Applies peft's rule for an entry of a list."""
     return name == end or name.endswith(f".{end}")
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters as every engine has them: names and shapes of A and B in peft's files, and what A starts from.
+"""Defines LoRA adapters for every engine: names and shapes of A and B in peft's files, and the initial A.
 
 Dimensions: `I` inputs and `O` outputs of a weight, `R` the rank of its adapter, `E` experts held as one parameter.
 """
@@ -20,7 +20,7 @@ SCORE = PREFIX + "score.weight"
 
 @dataclasses.dataclass(frozen=True)
 class AdapterShape:
-    """One adapter, of the weight `name.weight`, or of the parameter `name` where that is a stack of experts."""
+    """Describes one adapter, of the weight `name.weight`, or of a stack of experts, the parameter `name`."""
 
     name: str
     peft_name: str  # the module under which peft keeps A and B (of two parameters of one module, one wraps the other)
@@ -34,22 +34,22 @@ class AdapterShape:
 
     @property
     def a_name(self) -> str:
-        """Name of A in the adapter's file."""
+        """Returns the name of A in the adapter's file."""
         return f"{PREFIX}{self.peft_name}.lora_A.weight"
 
     @property
     def b_name(self) -> str:
-        """Name of B in the adapter's file."""
+        """Returns the name of B in the adapter's file."""
         return f"{PREFIX}{self.peft_name}.lora_B.weight"
 
     @property
     def a_shape(self) -> tuple[int, int]:
-        """[R, I]; [E * R, I] for experts, whose rows are those of expert 0, then those of expert 1."""
+        """Returns [R, I]; [E * R, I] for experts, with the rows of expert 0 first, then those of expert 1."""
         return (self.rank * max(self.experts, 1), self.in_features)
 
     @property
     def b_shape(self) -> tuple[int, int]:
-        """[O, R]; [O, R * E] for experts, where column `r * E + e` is column `r` of expert `e`."""
+        """Returns [O, R]; [O, R * E] for experts, with column `r` of expert `e` at `r * E + e`."""
         return (self.out_features, self.rank * max(self.experts, 1))
 
     def of_expert(self, a: Tensor, b: Tensor, expert: int) -> tuple[Tensor, Tensor]:
@@ -59,15 +59,15 @@ class AdapterShape:
         ]
 
     def delta(self, a: Tensor, b: Tensor) -> Tensor:
-        """Returns what the adapter adds to its weight, in its shape: [O, I], [I, O] or a stack. In the dtype of A and
-        B."""
+        """Returns the adapter's change of its weight, in the weight's shape: [O, I], [I, O] or a stack. In the dtype of
+        A and B."""
         if not self.experts:
             delta = self.scale * (b @ a)
             return delta.mT if self.transposed else delta
         return torch.stack([self.delta_of_expert(a, b, expert) for expert in range(self.experts)])
 
     def delta_of_expert(self, a: Tensor, b: Tensor, expert: int) -> Tensor:
-        """`delta` of one expert: [O, I], or [I, O] where they are held so."""
+        """Returns `delta` of one expert: [O, I], or [I, O] if the weight is held so."""
         a_ri, b_or = self.of_expert(a, b, expert)
         delta = self.scale * (b_or @ a_ri)
         return delta.mT if self.transposed else delta

@@ -1,4 +1,5 @@
-"""How megatron's distributed optimizer divides parameters: each bucket of a buffer evenly over data-parallel ranks."""
+"""Reads how megatron's distributed optimizer divides parameters: each bucket of a buffer evenly over data-parallel
+ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from torch.nn import Parameter
 
 
 def ranges_of_ranks(buffer: Any) -> Iterator[tuple[Parameter, dict[int, tuple[int, int]]]]:
-    """Yields the parameters of one of megatron's buffers, each with the entries that ranks update, by rank: the first,
-    and the one past the last. A rank that updates none of them is not there."""
+    """Yields the parameters of one of megatron's buffers, each with the entries that ranks update.
+
+    The entries are by rank: the first, and the one past the last. A rank without any is left out.
+    """
     ranks = buffer.data_parallel_group.size()
     for bucket in buffer.buckets:
         share = bucket.grad_data.numel() // ranks

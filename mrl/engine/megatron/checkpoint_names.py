@@ -1,8 +1,8 @@
-"""What parameters are called in a checkpoint: as under the local layer spec, whatever spec a model is built with.
+"""Names parameters in a checkpoint as under the local layer spec, whatever spec the model is built with.
 
-transformer-engine's modules fuse a norm with the linear after it, and its experts are one module. megatron's sharded
-state dict calls experts alike under both; the norms that are in a linear are renamed here. So a checkpoint of one spec
-resumes under the other, and is read by `mrl convert` without a word on how it was computed.
+transformer-engine's modules fuse a norm with the next linear, and its experts are one module. megatron's sharded state
+dict gives experts the same names under both specs; norms within a linear are renamed here. So a checkpoint of one spec
+resumes under the other, and `mrl convert` reads it without knowing the spec.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _EXTRA = "_extra_state"  # of transformer-engine's modules: scales of fp8, which
 
 @functools.cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
-    """(a name under transformer-engine, the name for it) of all families; `l` is the layer."""
+    """Returns (name under transformer-engine, stored name) of all families; `l` is the layer."""
     patterns = {}
     for family in FAMILIES.values():
         of_layer = (*family.layer, *family.dense, *family.sparse)
@@ -32,7 +32,7 @@ def _patterns() -> list[tuple[re.Pattern[str], str]]:
 
 
 def stored_name(key: str) -> str:
-    """Returns the name in a checkpoint of what either spec calls `key`."""
+    """Returns the name in a checkpoint for `key`, a name under either spec."""
     for pattern, name in _patterns():
         if match := pattern.fullmatch(key):
             return match.expand(name)

@@ -1,4 +1,4 @@
-"""What the Megatron engine takes of a config and of a model, without megatron."""
+"""Checks a config and a model for the Megatron engine, without importing megatron."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def choice_lines(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any
 
 
 def check_batch_invariant(engine: EngineConfig) -> None:
-    """Raises ConfigError where sequences of a micro-batch, or of other replicas, would meet in one product."""
+    """Raises ConfigError if sequences of a micro-batch, or of other replicas, would meet in one product."""
     if engine.micro_batch.size != 1:
         why = "needs micro-batches of one sequence: products of other numbers of tokens add in another order"
         raise ConfigError("engine.batch_invariant", True, why, "set engine.micro_batch.size to 1")
@@ -121,13 +121,13 @@ def check_batch_invariant(engine: EngineConfig) -> None:
 
 
 def check_mtp(model: ModelConfig, dims: ParallelDims, hf_config: Mapping[str, Any]) -> None:
-    """Whether MTP layers can train, where a config asks for that. hf_config: the content of config.json."""
+    """Raises ConfigError if a config trains MTP layers that cannot train. hf_config: the content of config.json."""
     if isinstance(model, TrainedModelConfig) and model.mtp is not None:
         mtp_layers(hf_config, dims, lora=model.lora is not None)
 
 
 def mtp_layers(hf_config: Mapping[str, Any], dims: ParallelDims, *, lora: bool) -> int:
-    """Returns how many MTP layers train. lora: adapters do. Raises ConfigError where they cannot."""
+    """Returns how many MTP layers train. lora: adapters do. Raises ConfigError if they cannot."""
     layers = num_mtp_layers(hf_config)
     if not layers or hf_config["model_type"] not in FAMILIES:
         why = f"is for a model with MTP layers, and num_nextn_predict_layers of its config.json is {layers}"
@@ -148,14 +148,15 @@ def check_text_alone(model: Mapping[str, Any]) -> None:
 
 
 def check_counts(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, Any]) -> None:
-    """Whether a model has the layers and experts that keys ask for. model: the content of its config.json."""
+    """Raises ConfigError if a model lacks the layers or experts that keys ask for. model: the content of its
+    config.json."""
     stage_layers(whole_number(model, "num_hidden_layers"), dims.pp, dims.vpp)
     if num_experts(model) is None:
         _check_dense(engine, dims, model)
 
 
 def check_grouped(engine: EngineConfig, fields: Mapping[str, Any]) -> None:
-    """What `engine.moe.grouped_mm: true` does not go with. fields: as of `fields_of`."""
+    """Refuses `engine.moe.grouped_mm: true` with biases of experts and with FP8. fields: as of `fields_of`."""
     key = "engine.moe.grouped_mm"
     if fields.get("add_bias_linear"):
         raise ConfigError(key, True, "multiplies experts without biases, and the model's have some", "leave it out")
@@ -166,7 +167,8 @@ def check_grouped(engine: EngineConfig, fields: Mapping[str, Any]) -> None:
 
 
 def check_sizes(engine: EngineConfig, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype) -> None:
-    """What `engine.moe.grouped_mm: true` takes of experts. fields: as of `fields_of`."""
+    """Refuses `engine.moe.grouped_mm: true` for experts of other sizes than it multiplies. fields: as of
+    `fields_of`."""
     wanted = engine.moe.grouped_mm is True and fields.get("num_moe_experts")
     if wanted and not experts_fit(fields, dims, dtype.itemsize):
         theirs = " x ".join(map(str, expert_sizes(fields, dims)))
@@ -176,7 +178,7 @@ def check_sizes(engine: EngineConfig, fields: Mapping[str, Any], dims: ParallelD
 
 
 def num_experts(model: Mapping[str, Any]) -> int | None:
-    """Experts of an MoE layer as config.json names them; None for a dense model."""
+    """Returns the experts of an MoE layer under any of config.json's names; None for a dense model."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if model.get(name):
             return whole_number(model, name)
@@ -184,7 +186,7 @@ def num_experts(model: Mapping[str, Any]) -> int | None:
 
 
 def _check_dense(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, Any]) -> None:
-    """Keys of experts and routers, for a model without any."""
+    """Refuses keys of experts and routers for a model without any."""
     if dims.ep > 1 or dims.etp not in (1, dims.tp):
         name, degree = ("ep", dims.ep) if dims.ep > 1 else ("etp", dims.etp)
         raise ConfigError(

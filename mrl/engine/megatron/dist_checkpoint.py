@@ -1,13 +1,13 @@
-"""A Megatron engine's state in a checkpoint folder, in the format of megatron's dist_checkpointing.
+"""Saves and loads a Megatron engine's state in a checkpoint folder, in the format of megatron's dist_checkpointing.
 
     mcore/              model and optimizer, sharded by name and place in the whole tensor: any layout and either
                         layer spec loads it; with adapters these alone, under the names of peft's files
                         (torch_dist/boxes.py writes and reads it: megatron's own writer has all of it on the host first)
     engine.pt           step of the LR schedule, layout, architecture, and the caller's state
     rng/rank_00000.pt   each rank's RNG states; used where layout and type of device are the same, else
-                        generators are seeded anew
+                        generators are seeded again
 
-Who makes the folder, whole or not at all, is `mrl.engine.saving`.
+`mrl.engine.saving` makes the folder, whole or not at all.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def stage(model: Model, *, schedule_step: int, state: Mapping[str, Any]) -> back
 
 
 def _writing(path: str, fn: Callable[[], T]) -> T:
-    """Calls `fn`, which writes into `path`; what the disk refuses is the user's to put right."""
+    """Calls `fn`, which writes into `path`. Raises CheckpointError if the disk refuses it."""
     try:
         return fn()
     except OSError as error:
@@ -111,7 +111,8 @@ def _writing(path: str, fn: Callable[[], T]) -> T:
 
 
 def load(model: Model, found: str) -> tuple[int, dict[str, Any]]:
-    """Restores what `save` wrote into the folder `found`. Returns (schedule step, the caller's state). Collective."""
+    """Restores the state that `save` wrote into the folder `found`. Returns (schedule step, the caller's state).
+    Collective."""
     rank = dist.get_rank()
     saved = load_pt(os.path.join(found, "engine.pt"), fields=_FIELDS)
     check_architecture(saved["architecture"], _architecture(model), found)
@@ -139,7 +140,7 @@ def load(model: Model, found: str) -> tuple[int, dict[str, Any]]:
 
 
 def state_of(found: str) -> dict[str, Any] | None:
-    """Returns the caller's state alone, on one rank; None where it cannot be read, which `load` says more of."""
+    """Returns the caller's state alone, on one rank; None if it cannot be read. `load` gives the reason."""
     try:
         return load_pt(os.path.join(found, "engine.pt"), fields=_FIELDS)["state"]
     except CheckpointError:
@@ -164,7 +165,7 @@ def _read_tensors(model: Model, found: str) -> None:
 
 
 def check_architecture(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
-    """Refuses a checkpoint of another model, naming what differs. An older mrl knew a model by fewer fields."""
+    """Refuses a checkpoint of another model, and names the differences. An older mrl wrote fewer fields."""
     differ = [f"{k} {saved.get(k)!r} there and {own.get(k)!r} here" for k in sorted(saved) if saved[k] != own.get(k)]
     if differ:
         raise CheckpointError(
@@ -202,7 +203,7 @@ def _plain_rng(model: Model) -> dict[str, Any]:
 
 
 def _restore_rng(model: Model, saved: Mapping[str, Any]) -> None:
-    """Another type of device cannot go on bitwise, nor read the other's states: its generators stay as seeded."""
+    """Restores the generators. On another type of device only the host's: it cannot read the other's states."""
     if saved["device_type"] == model.device.type:
         model.state.set_rng_state((saved["tracker"], saved["host"], saved["device"]))
     else:
@@ -210,7 +211,7 @@ def _restore_rng(model: Model, saved: Mapping[str, Any]) -> None:
 
 
 def _sharded(model: Model) -> dict[str, Any]:
-    """megatron's sharded state dict of the model."""
+    """Returns megatron's sharded state dict of the model."""
     metadata = {
         "singleton_local_shards": False,
         "non_homogeneous_layers": True,

@@ -1,4 +1,4 @@
-"""The Megatron engine: GPTModel through megatron's schedules, optimizer and checkpoints, in any layout."""
+"""Runs a GPTModel through megatron's schedules, optimizer and checkpoints, in any layout."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def installed(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MegatronEngine(MegatronChecks, BaseEngine):
-    """One model over all ranks, in the layout of `config.engine.parallel`."""
+    """Runs one model over all ranks, in the layout of `config.engine.parallel`."""
 
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
@@ -123,7 +123,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     @installed
     def init_model(self, read: Callable[[str], Any] | None = None) -> None:
-        """As every engine. read: where weights come from (HF name -> tensor or lazy slice); None: as configured."""
+        """Does what every engine does. read: gives the weights (HF name -> tensor or lazy slice); None: as
+        configured."""
         self.model.init(read)
         state = optim.offload_tensors(self.model.chunks, self.model.wrapped, self.model.optimizer)
         drop_copies = {"parameters": functools.partial(fp8.forget_copies, self.model.chunks)}
@@ -133,13 +134,14 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         self._gather()
 
     def _gather(self) -> None:
-        """Gathers the parameters that an update has left to the next forward of training (`overlap_param_gather`)."""
+        """Gathers parameters that an update has left to the next forward of training (`overlap_param_gather`)."""
         if self._ungathered:
             optim.gather_parameters(self.model.wrapped)
             self._ungathered = False
 
     def _used(self, *kinds: str) -> contextlib.AbstractContextManager[None]:
-        """As `Offload.used`, with whole parameters. A forward of training gathers them, and asks `offload` itself."""
+        """Does what `Offload.used` does, with whole parameters. A forward that trains gathers them and calls `offload`
+        itself."""
         if "parameters" in kinds:
             self._gather()
         return self.offload.used(*kinds)
@@ -236,8 +238,10 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     @property
     def _reduces_early(self) -> bool:
-        """Whether gradients can be reduced while the last backward pass runs. Those of adapters on experts are summed
-        over other ranks before."""
+        """Returns whether gradients can be reduced while the last backward pass runs.
+
+        Not with adapters: those of experts are summed over other ranks first.
+        """
         wrapped = self.model.wrapped
         return bool(wrapped) and wrapped[0].ddp_config.overlap_grad_reduce and not self.model.adapters
 
@@ -261,7 +265,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         return collective.join_shares(predictions, batch, self._host_dp_group())
 
     def _host_dp_group(self) -> dist.ProcessGroup:
-        """This rank's data-parallel group for Python objects, which go over gloo."""
+        """Returns this rank's data-parallel group for Python objects, over gloo."""
         return parallel_state.get_data_parallel_group_gloo()
 
     # -- the optimizer ------------------------------------------------------------------------------------------------
@@ -369,7 +373,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         kept: KeptSequences | None = None,
         cuda_graphs: bool = False,
     ) -> list[Completion]:
-        """cuda_graphs: steps that feed one token of each sequence have fixed shapes, which GPUs replay as graphs."""
+        """Does what every engine does. cuda_graphs: steps that feed one token of each sequence are replayed as graphs
+        on GPUs."""
         assert self.config.head == "lm", "a value head generates nothing"
         with self.eval_mode():
             limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}

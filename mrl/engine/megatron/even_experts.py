@@ -1,7 +1,7 @@
-"""Mixtures of experts on tensors without numbers: every expert gets as many tokens as any other, to one.
+"""Balances mixtures of experts on tensors without memory: experts get equal numbers of tokens, to one.
 
-megatron's token dispatchers read on the host how many tokens go to which expert. Where tensors have shapes alone, those
-numbers are given here, the same on every rank, as a router that balances perfectly would have them.
+megatron's token dispatchers read on the host how many tokens go to each expert. Tensors on the meta device have no
+values, so the numbers come from here. They are the same on every rank, as from a router that balances perfectly.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 
 class EvenExperts:
-    """What a rank's dispatchers read of tensors without numbers.
+    """Gives a rank's dispatchers the numbers that they read of tensors without memory.
 
-    real: makes a tensor of a list, with numbers. waited: called where the host waits for a GPU.
+    real: makes a tensor with values from a list. waited: called when the host would wait for a GPU.
     """
 
     def __init__(self, real: Callable[[Any], Tensor], waited: Callable[[str], None]) -> None:
@@ -38,14 +38,15 @@ class EvenExperts:
         return [self.counts()[i] * at.tp_size * at.ep_size for i in at.local_expert_indices]
 
     def selected(self, mask: Tensor) -> int | None:
-        """Returns how many places of a dispatcher's mask are set; None of any other mask."""
+        """Returns how many positions of a dispatcher's mask are set; None for any other mask."""
         if self.dispatcher is None or mask.dim() != 2:
             return None
         gathers = type(self.dispatcher).__name__ == "MoEAllGatherTokenDispatcher"
         return sum(self.here()) if gathers else sum(self.counts())
 
     def numbers(self, tensor: Tensor, caller: str) -> list[int] | None:
-        """Returns what a tensor of a dispatcher holds for the function `caller` that reads it; None of any other."""
+        """Returns the values of a dispatcher's tensor for the function `caller` that reads it; None for any other
+        tensor."""
         at, size = self.dispatcher, tuple(tensor.shape)
         if at is None:
             return None
@@ -56,7 +57,8 @@ class EvenExperts:
         return self.here() if size == (len(at.local_expert_indices),) else None
 
     def install(self) -> Callable[[], None]:
-        """Puts these numbers where megatron's dispatchers bring theirs to the host; returns what undoes it."""
+        """Replaces the methods of megatron's dispatchers that copy these numbers to the host. Returns a function that
+        undoes it."""
         from megatron.core.transformer.moe import token_dispatcher
 
         alltoall, gather = token_dispatcher.MoEAlltoAllTokenDispatcher, token_dispatcher.MoEAllGatherTokenDispatcher

@@ -1,8 +1,8 @@
-"""Generation from the engine's own weights, with a KV cache, under any layout.
+"""Generates from the engine's own weights, with a KV cache, under any layout.
 
-Ranks of one replica (tp, pp) work together on the same sequences; each data-parallel and context-parallel replica takes
-a share of the requests. Where experts are spread over replicas all of them take part in every forward, and one that has
-nothing left feeds a token that nothing comes of.
+Ranks of one replica (tp, pp) work on the same sequences. Each data-parallel and context-parallel replica takes a share
+of the requests. If experts are spread over replicas, all replicas take part in every forward. A replica without
+requests then feeds one token and ignores the result.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ def run(
     kept: KeptSequences | None,
     cuda_graphs: bool,
 ) -> list[Completion]:
-    """Completions in the order of the requests, on every rank. cuda_graphs: steps without prompts have fixed shapes
-    where the model allows it (decode_graphs.py)."""
+    """Returns the completions in the order of the requests, on every rank.
+
+    cuda_graphs: steps without prompts have fixed shapes if the model allows it (decode_graphs.py).
+    """
     check_room(requests, cache_tokens)
     fp8.forget_copies(model.chunks)  # decoding is in bfloat16, and wants the room
     dims, coords = model.dims, model.coords
@@ -77,7 +79,7 @@ def _work_left(model: Model, here: bool) -> bool:
 
 @contextlib.contextmanager
 def _own_attention(model: Model) -> Iterator[None]:
-    """Core attention that knows `CacheLayout`, in place of transformer-engine's, with its sinks where it has any."""
+    """Replaces transformer-engine's core attention inside by one that reads `CacheLayout`, with the same sinks."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     attentions = [layer.self_attention for chunk in model.chunks for layer in chunk.decoder.layers]
     replaced = [attention.core_attention for attention in attentions]
@@ -95,7 +97,7 @@ def _own_attention(model: Model) -> Iterator[None]:
 
 
 class _Runner:
-    """The chunks of this rank, and their caches, through the steps of one generation."""
+    """Runs this rank's chunks and their caches through the steps of one generation."""
 
     def __init__(self, model: Model, schedule: Schedule, kept: KeptSequences, *, cuda_graphs: bool) -> None:
         self.model, self.dims, self.kept = model, model.dims, kept
@@ -117,7 +119,7 @@ class _Runner:
         return decoders
 
     def _fixed_steps(self) -> list[DecodeGraphs]:
-        """One for each chunk. Raises ConfigError where a chunk has no steps of fixed shapes."""
+        """Returns the steps of fixed shapes of each chunk. Raises ConfigError if a chunk has none."""
         assert not self.model.batch_invariant, "steps of fixed shapes are of several sequences"
         refusals = [decoder.fixed_refusal(chunk) for chunk in self.model.chunks] if self.lean else [NOT_DECODED_HERE]
         why = next((why for why in refusals if why is not None), None)
@@ -134,9 +136,10 @@ class _Runner:
         return self._one_by_one(step) if self.model.batch_invariant else self._run_batch(step, self.caches)
 
     def _one_by_one(self, step: Step) -> tuple[list[int], list[float]]:
-        """As `forward`: each token goes through the model alone, over its own sequence, prompts too. So what is
-        computed of a sequence has the same shapes, and places in memory that are aligned alike, whatever shares the
-        step."""
+        """Does what `forward` does, one token at a time, each over its own sequence, prompts too.
+
+        So the computation of a sequence has the same shapes and the same alignment in memory, whatever shares the step.
+        """
         tokens, log_probs = [], []
         for row, (new, cached) in enumerate(zip(step.new, step.cached, strict=True)):
             caches = [cache.row(row) for cache in self.caches]
@@ -149,10 +152,10 @@ class _Runner:
         return tokens, log_probs
 
     def _run_batch(self, step: Step, caches: Sequence[KVCache]) -> tuple[list[int], list[float]]:
-        """As `forward`, of sequences whose rows are in order, through all chunks in pipeline order.
+        """Does what `forward` does, for sequences in the order of their rows, through all chunks in pipeline order.
 
-        They come to the host in one copy, which is the only wait of a step: with it comes whether top_p needs a look at
-        more logits, of which few steps have need.
+        One copy brings the results to the host, the only wait of a step. It also says whether top_p needs more logits,
+        which is rare.
         """
         dims, device = self.dims, platform.device()
         flat = [token for tokens in step.new for token in tokens]
@@ -197,7 +200,8 @@ class _Runner:
         cached: CachedStep,
         choose_next: Callable[..., Tensor] | None,
     ) -> Tensor:
-        """Hidden states [T (/tp), 1, N] for the next stage; of the last what `choose_next` makes of them, [S, 3]."""
+        """Returns hidden states [T (/tp), 1, N] for the next stage; on the last stage the result of `choose_next`, [S,
+        3]."""
         own = self.model.chunks[chunk]
         if self.lean:
             hidden = self.decoders[chunk](tokens, None if hidden is None else hidden.squeeze(1), cached)
@@ -210,7 +214,7 @@ class _Runner:
         return out if choose_next is None else out[0]
 
     def _make_caches(self, chunk: int, hidden: Tensor, choose_next: Callable[..., Tensor] | None) -> Tensor:
-        """What `_chunk` returns, of a decoder's hidden states [T, N]."""
+        """Returns the result of `_chunk` from a decoder's hidden states [T, N]."""
         if choose_next is None:
             return hidden.unsqueeze(1)
         own = self.model.chunks[chunk]
@@ -227,7 +231,7 @@ class _Runner:
 
 
 class _TokenChoice:
-    """Choose the next tokens of a step's sampled sequences, on the last stage."""
+    """Chooses the next tokens of a step's sampled sequences, on the last stage."""
 
     def __init__(self, step: Step, vocab_size: int) -> None:
         self.step, self.vocab_size = step, vocab_size
@@ -235,8 +239,10 @@ class _TokenChoice:
         self._count = 0  # of candidates
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """[S, 3] fp64: tokens, their log-probs, and 1 where they hold, 0 where more candidates are to be looked at.
-        hidden: [T, N] whole; weight: [V, N] local."""
+        """Returns [S, 3] fp64: tokens, their log-probs, and 1 if they hold or 0 if more candidates are needed.
+
+        hidden: [T, N] whole; weight: [V, N] local.
+        """
         if not self.step.sampled:
             return hidden.new_zeros(0, 3, dtype=torch.float64)
         group = parallel_state.get_tensor_model_parallel_group()
@@ -247,7 +253,8 @@ class _TokenChoice:
         return self._among()
 
     def among_more(self) -> Tensor:
-        """As before, among more candidates. Collective over tensor-parallel ranks, all of which know of the need."""
+        """Chooses again, among more candidates. Collective over tensor-parallel ranks, and all of them know that it is
+        needed."""
         self._count *= CANDIDATE_FACTOR
         return self._among()
 

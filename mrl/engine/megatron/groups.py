@@ -1,4 +1,4 @@
-"""Process groups of a layout, and megatron's process-wide state kept per engine.
+"""Makes the process groups of a layout, and keeps megatron's process-wide state per engine.
 
 megatron-core keeps its groups, its RNG tracker and some counters in module globals. An engine owns a `MegatronState`
 and works inside `with state.installed():`, so engines with different layouts share a process.
@@ -23,7 +23,7 @@ _groups_of_layout: dict[tuple, dict[str, Any]] = {}
 
 
 class MegatronState:
-    """One engine's share of megatron's globals: parallel_state, RNG states."""
+    """Holds one engine's share of megatron's globals: parallel_state, RNG states."""
 
     def __init__(self, dims: ParallelDims, seed: int) -> None:
         self.dims = dims
@@ -60,7 +60,7 @@ class MegatronState:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """megatron's globals are this engine's inside. May be nested."""
+        """Sets megatron's globals to this engine's inside. May be nested."""
         if self._depth:
             yield
             return
@@ -78,14 +78,15 @@ class MegatronState:
             _rng_restore(outside_rng)
 
     def rng_state(self) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
-        """(tracker states, default CPU generator, default device generator) as they are inside `installed()`."""
+        """Returns (tracker states, default CPU generator, default device generator). Call it inside `installed()`."""
         return _rng_snapshot()
 
     def set_rng_state(self, state: tuple[dict[str, Any], torch.Tensor, torch.Tensor]) -> None:
         _rng_restore(state)
 
     def check(self) -> None:
-        """The groups are laid out as `mrl.parallel` computes: a wrong picture would train on scrambled shards."""
+        """Asserts that the groups are laid out as `mrl.parallel` computes. Otherwise a run would train on scrambled
+        shards."""
         have = Coordinates(
             parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank(),
             parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank(),
@@ -96,7 +97,7 @@ class MegatronState:
 
 
 def forget_groups() -> None:
-    """Forgets all layouts' groups, and megatron's: for a process whose world ends and that joins another (meta.py)."""
+    """Drops all layouts' groups, and megatron's, for a process that leaves its world and joins another (meta.py)."""
     _groups_of_layout.clear()
     _restore(_pristine)
 

@@ -1,12 +1,13 @@
-"""Step one and three of a micro-batch: from sequences to what the model takes, and from its outputs back.
+"""Does steps one and three of a micro-batch: from sequences to the model's inputs, and from its outputs back.
 
-Dimensions: `S` sequences, `T` real tokens, `P` places of the micro-batch with padding, over all context-parallel ranks.
+Dimensions: `S` sequences, `T` real tokens, `P` positions of the micro-batch with padding, over all context-parallel
+ranks.
 
-Every sequence gets a number of places that is a multiple of 2*cp (its zigzag segments), the whole micro-batch a
-multiple of what sequence parallelism splits and, for FP8, of what its products take of each rank. "Padded"
-micro-batches give every sequence the same number of places. For transformer-engine's userbuffers all micro-batches have
-the same number: what is left of it behind the last sequence are sequences of padding, none longer than the longest of
-the others (or `PADDING`), so that attention computes no more for them than for real ones.
+Every sequence is padded to a multiple of 2*cp (its zigzag segments). The whole micro-batch is padded to a multiple of
+what sequence parallelism splits and, for FP8, of what its products take of each rank. "Padded" micro-batches give every
+sequence the same number of positions. For transformer-engine's userbuffers all micro-batches have the same number. The
+rest behind the last sequence is filled with sequences of padding. None is longer than the longest of the others (or
+`PADDING`), so attention computes no more for them than for real ones.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ PADDING = 128
 
 @dataclasses.dataclass(frozen=True)
 class MTPInputs:
-    """What an MTP layer is fed: the layer of depth `k` (from 1) joins a hidden state with the token that is `k` further
-    on in its sequence, and predicts the one after that."""
+    """Holds the inputs of an MTP layer.
+
+    The layer of depth `k` (from 1) joins a hidden state with the token `k` later in its sequence, and predicts the
+    next.
+    """
 
     tokens: Tensor  # [P/cp] int64, 0 where there is none
     labels: Tensor  # [P/cp] int64, 0 where there is none
@@ -41,7 +45,7 @@ class MTPInputs:
 
 @dataclasses.dataclass(frozen=True)
 class ModelInputs:
-    """What one rank feeds the model."""
+    """Holds the inputs of the model on one rank."""
 
     tokens: Tensor  # [P/cp] int64, any id in padding
     labels: Tensor  # [P/cp] or [P/cp, K] int64, 0 in padding
@@ -55,10 +59,11 @@ class ModelInputs:
 def padded_lengths(
     lengths: list[int], dims: ParallelDims, *, packed: bool, multiple: int = 1, places: int | None = None
 ) -> list[int]:
-    """Places of each sequence. An empty micro-batch gets one sequence that is all padding.
+    """Returns the padded length of each sequence. An empty micro-batch gets one sequence of padding.
 
-    multiple: each rank's places, which are fewer under sequence parallelism, are a multiple of it. places: how many the
-    whole micro-batch has; then sequences of padding may follow the others."""
+    multiple: each rank's positions are a multiple of it; under sequence parallelism a rank has fewer of them. places:
+    the positions of the whole micro-batch; then sequences of padding may follow the others.
+    """
     if places is not None:
         padded = [dims.places_of(n) for n in lengths]
         rest, longest = places - sum(padded), max([*padded, dims.places_of(PADDING)])
@@ -87,9 +92,11 @@ def prepare(
     places: int | None = None,
     fillers: int = 1,
 ) -> ModelInputs:
-    """Lays the sequences of a micro-batch out for this rank. thd: for transformer-engine's attention. mtp: MTP layers
-    that are run. multiple, places: as in `padded_lengths`. fillers: so many ids take turns in padding: where that is
-    much, equal ones would all go to the same experts."""
+    """Lays out the sequences of a micro-batch for this rank.
+
+    thd: for transformer-engine's attention. mtp: MTP layers to run. multiple, places: as in `padded_lengths`. fillers:
+    so many ids alternate in padding. With much padding, equal ids would all go to the same experts.
+    """
     lengths = batch.lengths.tolist()
     padded = padded_lengths(lengths, dims, packed=packed, multiple=multiple, places=places)
     starts = torch.tensor([0, *padded[:-1]]).cumsum(0)[: len(lengths)]
@@ -117,7 +124,10 @@ def prepare(
 def _mtp_inputs(
     batch: Batch, depth: int, places: Tensor, total: int, mine: Tensor | slice, device: torch.device
 ) -> MTPInputs:
-    """places: of the micro-batch's tokens among all `total`. mine: those of them that this rank has, in its order."""
+    """Returns the inputs of the MTP layer of a depth.
+
+    places: positions of the micro-batch's tokens among all `total`. mine: those on this rank, in its order.
+    """
     assert batch.labels.dim() == 1, "MTP layers predict one label for each token"
     lengths = batch.lengths.cpu()
     has = batch.position_ids.cpu() + depth < lengths.repeat_interleave(lengths)
@@ -140,10 +150,10 @@ def _mtp_inputs(
 
 
 def restore(outputs: Tensor, inputs: ModelInputs, cp_group: dist.ProcessGroup) -> Tensor:
-    """[P/cp, K] outputs of this rank -> [T, K] of the micro-batch, in its order, on every context-parallel rank.
+    """Returns outputs [P/cp, K] of this rank as [T, K] in the micro-batch's order, on every context-parallel rank.
 
-    Every rank then computes the whole loss, and the backward pass hands each rank the gradient of its own places
-    alone: over the group they add up to the gradient of one loss.
+    Every rank then computes the whole loss. The backward pass gives each rank only the gradient of its own positions.
+    Over the group these add up to the gradient of one loss.
     """
     order = inputs.layout.order
     if order is not None:

@@ -1,4 +1,5 @@
-"""Logits of a model on megatron-core: on the CPU, by this process alone, in fp32, from weights by Hugging Face name."""
+"""Computes logits of a model on megatron-core: on the CPU, in this process alone, in fp32, from Hugging Face
+weights."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from mrl.mcore_models.attention import PackedLayout
 
 
 def logits(path: str, read: Callable[[str], Any], prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """[tokens, vocabulary] fp32 for each prompt. path: folder of config.json. read: HF name -> tensor or lazy slice."""
+    """Returns [tokens, vocabulary] fp32 for each prompt.
+
+    path: folder of config.json. read: HF name -> tensor or lazy slice.
+    """
     model = ModelConfig(path=path, dtype="float32")
     engine = MegatronEngine(RoleConfig(model=model, engine=EngineConfig(device="cpu"), optimizer=None))
     engine.init_model(read)

@@ -1,9 +1,9 @@
-"""A model's adapters in the Megatron engine: Hugging Face's A and B as rules of this rank, and what is done with them.
+"""Attaches adapters to a model of the Megatron engine, and describes Hugging Face's A and B as rules of this rank.
 
-`mrl.engine.lora.selection` says which adapters there are and what their tensors are called; the families' rules say
-which rows and columns of each Hugging Face matrix a rank holds. An adapter's B has the rows of its matrix and its A the
-columns, so both follow from the matrix' rule. An expert's adapter is a slice of the tensors that peft keeps for all
-experts of a layer.
+`mrl.engine.lora.selection` says which adapters there are and names their tensors. The families' rules say which rows
+and columns of each Hugging Face matrix a rank holds. An adapter's B has the rows of its matrix and its A the columns,
+so both follow from the matrix' rule. An expert's adapter is a slice of the tensors of all experts of a layer, as peft
+keeps them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GROUPED = re.compile(r"\.weight(\d+)$")  # of a grouped linear: the number of t
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterRule(Rule):
-    """A or B of one adapter, or of one expert's, as a rank holds it. hf: its name for people."""
+    """Describes A or B of one adapter, or of one expert's, as a rank holds it. hf: its name for people."""
 
     of: AdapterShape
     tensor: str  # "A" or "B"
@@ -47,7 +47,7 @@ class AdapterRule(Rule):
 
     @property
     def file_name(self) -> str:
-        """The tensor of peft's file that holds it, perhaps with those of other experts."""
+        """Returns the name of its tensor in peft's file. Other experts may share the tensor."""
         return self.of.a_name if self.tensor == "A" else self.of.b_name
 
     def spans(self, rank: int) -> list[Span]:
@@ -73,8 +73,7 @@ class AdapterRule(Rule):
         return whole.unflatten(0, (-1, self.interleaved)).transpose(0, 1).flatten(0, 1)
 
     def to_file(self, experts: Sequence[Tensor]) -> Tensor:
-        """Returns the file's tensor, from A [R, I] or B [O, R] of each expert in order, or from the one that there
-        is."""
+        """Returns the file's tensor, from A [R, I] or B [O, R] of each expert in order, or from the only one."""
         if self.interleaved > 1:
             experts = [t.unflatten(0, (self.interleaved, -1)).transpose(0, 1).flatten(0, 1) for t in experts]
         if self.expert is None:
@@ -139,15 +138,17 @@ def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
 
 
 def parameter_name(mcore: str, shape: AdapterShape, tensor: str) -> str:
-    """Returns what A or B is called in a model chunk: `decoder.layers.0.self_attention.linear_qkv.adapter.A.q_proj`, of
-    an expert in a grouped linear `....linear_fc1.adapter.3.A.gate_up_proj`."""
+    """Returns the name of A or B in a model chunk, as `decoder.layers.0.self_attention.linear_qkv.adapter.A.q_proj`.
+
+    For an expert in a grouped linear it is `....linear_fc1.adapter.3.A.gate_up_proj`.
+    """
     grouped = _GROUPED.search(mcore)
     name = lora.NAME if grouped is None else f"{lora.NAME}.{grouped[1]}"
     return f"{mcore.rpartition('.')[0]}.{name}.{tensor}.{shape.name.rpartition('.')[2]}"
 
 
 def _spans(rule: Rule, rank: int, sources: tuple[int, ...], rows: int) -> tuple[Span, ...]:
-    """Returns what `rank` holds of a split A or B: the columns or rows of its part of the matrices, neighbours
+    """Returns what `rank` holds of a split A or B: the columns or rows of its part of the matrices, with neighbours
     joined."""
     spans: list[Span] = []
     for span in rule.spans(rank):
@@ -168,7 +169,7 @@ def attach(
     models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], shapes: Shapes, options: LoraConfig,
     family: Family, *, head: str,
 ) -> list[dict[str, Rule]]:  # fmt: skip
-    """Freezes the chunks, gives them this rank's adapters, with memory yet to be filled, and returns all rules.
+    """Freezes the chunks, attaches this rank's adapters without values, and returns all rules.
 
     A value head stays trainable.
     """
@@ -190,7 +191,7 @@ def attach(
 
 
 def _attach(model: Model, rule: Rule, found: Sequence[AdapterRule], options: LoraConfig) -> None:
-    """One module's adapter. found: rules of A and B, alternating."""
+    """Attaches the adapter of one module. found: rules of A and B, alternating."""
     module = model.get_submodule(rule.mcore.rpartition(".")[0])
     outputs, inputs = rule.shape()
     grouped = _GROUPED.search(rule.mcore)
@@ -209,7 +210,7 @@ def _attach(model: Model, rule: Rule, found: Sequence[AdapterRule], options: Lor
 
 
 def _blocks(rule: Rule, b: AdapterRule) -> tuple[tuple[int, int], ...]:
-    """(first row, count) of the parameter's rows that are those of B, in B's order."""
+    """Returns (first row, count) of the parameter's rows that are those of B, in B's order."""
     if rule.kind in ("row", "replicated"):
         return ((0, b.of.out_features),)
     sources = [i for i, name in enumerate(rule.hf) if rule.expert is not None or name == f"{b.of.name}.weight"]
@@ -222,7 +223,7 @@ def _blocks(rule: Rule, b: AdapterRule) -> tuple[tuple[int, int], ...]:
 
 
 def _check(rules: Sequence[Mapping[str, Rule]], shapes: Shapes) -> None:
-    """Every adapter has a place, of layers that this rank holds."""
+    """Asserts that every adapter of this rank's layers has a place in the model."""
     here = [rule for of_chunk in rules for rule in of_chunk.values()]
     layers = {rule.layer for rule in here if rule.layer is not None}
     placed = {shape.name for rule in here for shape, _ in adapters_on(rule, shapes)}
@@ -231,13 +232,15 @@ def _check(rules: Sequence[Mapping[str, Rule]], shapes: Shapes) -> None:
 
 
 def route_reads(read: Callable[[str], Any], adapters: Callable[[str], Tensor]) -> Callable[[str], Any]:
-    """`read` for the tensors of a model, `adapters` for those of an adapter's file."""
+    """Returns a reader that uses `adapters` for names of an adapter's file, and `read` for the model's."""
     return lambda name: adapters(name) if name.startswith(PREFIX) else read(name)
 
 
 class InitialAdapters:
-    """What adapters start from, by the names of peft's files: the same in every layout. The last tensor is kept:
-    experts ask for slices of one."""
+    """Reads the initial adapters by the names of peft's files, the same in every layout.
+
+    It keeps the last tensor, because experts ask for slices of one.
+    """
 
     def __init__(self, shapes: Shapes, seed: int) -> None:
         self.by_name = {name: shape for shape in shapes.values() for name in (shape.a_name, shape.b_name)}
@@ -267,7 +270,7 @@ def fill(
 
 
 def set_scale(models: Iterable[Model], scale: float) -> None:
-    """All adapters of the models are scaled by `scale`."""
+    """Sets the scale of all adapters of the models."""
     for model in models:
         for adapter in lora.adapters_of(model):
             adapter.scale = scale
@@ -275,7 +278,7 @@ def set_scale(models: Iterable[Model], scale: float) -> None:
 
 @contextlib.contextmanager
 def without_adapters(models: Iterable[Model]) -> Iterator[None]:
-    """Inside, the models are without their adapters."""
+    """Disables the models' adapters inside."""
     adapters = [adapter for model in models for adapter in lora.adapters_of(model) if adapter.enabled]
     for adapter in adapters:
         adapter.enabled = False
@@ -290,7 +293,8 @@ def without_adapters(models: Iterable[Model]) -> Iterator[None]:
 
 
 def checkpoint_places(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]]) -> Iterator[PlacedTensor]:
-    """Yields what trains and its place in a checkpoint: under its name in peft's file, of experts [E, ...]."""
+    """Yields the trained tensors and their places in a checkpoint, under their names in peft's file; of experts [E,
+    ...]."""
     for model, of_chunk in zip(models, rules, strict=True):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -298,7 +302,7 @@ def checkpoint_places(models: Sequence[Model], rules: Sequence[Mapping[str, Rule
 
 
 def _replica(rule: Rule) -> tuple[int, int, int]:
-    """Returns which of the ranks that hold the same this one is: all zeros for the one that writes."""
+    """Returns this rank's index among the ranks with the same tensor: all zeros for the one that writes."""
     if rule.expert is not None:
         copies = parallel_state.get_expert_data_parallel_rank()
         return (0, parallel_state.get_expert_tensor_parallel_rank() if rule.axis is None else 0, copies)

@@ -1,10 +1,9 @@
-"""One rank of a model in a layout, made by the engine's own code of tensors without memory: what it holds, and what a
-micro-batch takes of memory, arithmetic and communication.
+"""Measures one rank of a model in a layout: its memory, and the memory, arithmetic and traffic of a micro-batch.
 
-Nobody else runs: the process says that it is rank `r` of a world of any size, groups are made for that rank alone, and
-collectives do nothing. Models are built, wrapped and run as a GPU without transformer-engine would run them (flash
-attention included), so what is counted is what those operators make, in bytes; what a kernel uses while it runs, and
-what the allocator loses between tensors, is not seen.
+The engine's own code runs on tensors without memory, and no other rank runs. The process says that it is rank `r` of a
+world of any size, groups are made for that rank alone, and collectives do nothing. Models are built, wrapped and run as
+on a GPU without transformer-engine (flash attention included). So the bytes that these operators make are counted.
+Memory that a kernel uses while it runs is not seen, nor the allocator's gaps between tensors.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ Spec = Literal["te", "local"]
 
 @dataclasses.dataclass(frozen=True)
 class ChunkFigures:
-    """What one micro-batch takes of a model chunk; bytes are above those that the rank holds anyway."""
+    """Holds the figures of one micro-batch in a model chunk. Bytes are above those that the rank holds anyway."""
 
     saved: int  # from the end of the forward to the backward pass, the chunk's input and output included
     forward_peak: int  # the most at once in the forward pass
@@ -65,7 +64,7 @@ class ChunkFigures:
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """A buffer of gradients, and of the parameters' own memory, that the distributed optimizer divides over ranks."""
+    """Describes a buffer of gradients and parameters that the distributed optimizer divides over ranks."""
 
     of_experts: bool
     ranks: int  # that divide it: dp * cp of dense parameters, edp of experts
@@ -78,18 +77,18 @@ class Buffer:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of an element's master weight and both moments on the device."""
+        """Returns bytes of an element's master weight and both moments on the device."""
         return state_bytes(self.parameter_bytes, self.moments, on_host=self.on_host)
 
     def optimizer_bytes_on(self, rank: int) -> int:
-        """Bytes of master weights and moments on one of the ranks that divide the buffer."""
+        """Returns bytes of master weights and moments on one of the ranks that divide the buffer."""
         of_muon = self.of_muon[rank] if self.of_muon else 0
         return self.optimizer_bytes * self.masters[rank] - 4 * of_muon
 
 
 @dataclasses.dataclass(frozen=True)
 class RankFigures:
-    """What a rank holds of a model, in bytes, and what its chunks take for a micro-batch."""
+    """Holds the bytes of a model on one rank, and the figures of its chunks for a micro-batch."""
 
     coords: Coordinates
     parameters: int  # padding of the buffers included
@@ -104,21 +103,21 @@ class RankFigures:
 
     @property
     def gradients(self) -> int:
-        """Bytes of gradients, which are kept in fp32."""
+        """Returns bytes of gradients, which are in fp32."""
         return sum(4 * buffer.elements for buffer in self.grad_buffers)
 
     def optimizer(self, dense_rank: int, expert_rank: int) -> int:
-        """Bytes of master weights and both moments on a rank by its places among dp * cp and among edp."""
+        """Returns bytes of master weights and both moments on a rank, by its index among dp * cp and among edp."""
         return sum(b.optimizer_bytes_on(expert_rank if b.of_experts else dense_rank) for b in self.grad_buffers)
 
     @property
     def largest_optimizer(self) -> int:
-        """As `optimizer`, on the rank of the stage that has most."""
+        """Returns what `optimizer` does, for the rank of the stage with the most."""
         return sum(max(b.optimizer_bytes_on(rank) for rank in range(b.ranks)) for b in self.grad_buffers)
 
 
 def prepare() -> None:
-    """Makes this process one that plans: from now on its models have no memory. To be called before torch is used."""
+    """Makes this process plan: from now on its models have no memory. Call it before torch is used."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     platform.use_meta_device()
     cpu_stand_in.prepare()
@@ -127,7 +126,7 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def as_rank(rank: int, dims: ParallelDims) -> Iterator[None]:
-    """Inside, this process is `rank` of the layout's world; each process group is made where it holds this rank."""
+    """Makes this process `rank` of the layout's world inside. Only process groups with this rank are made."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -165,9 +164,9 @@ def as_rank(rank: int, dims: ParallelDims) -> Iterator[None]:
 
 
 def own_group(rank: int, sizes: Sequence[int], mask: Sequence[bool]) -> list[int]:
-    """Returns the ranks that differ from `rank` on the masked axes alone; the first axis is the fastest.
+    """Returns the ranks that differ from `rank` only on the masked axes; the first axis is the fastest.
 
-    megatron lists all groups of a world, which takes it seconds for ten thousand ranks, and then looks for its own.
+    megatron lists all groups of a world and then looks for its own. For ten thousand ranks this takes seconds.
     """
     strides = [math.prod(sizes[:i]) for i in range(len(sizes))]
     base = sum((rank // stride % size) * stride for stride, size, of_group in zip(strides, sizes, mask, strict=True)
@@ -183,12 +182,11 @@ def measure(
     config: RoleConfig, dims: ParallelDims, rank: int, lengths: Sequence[int], *, spec: Spec = "local",
     entropy: str = "none", known: dict[tuple, ChunkFigures] | None = None, ids: DistillIds | None = None,
 ) -> RankFigures:  # fmt: skip
-    """Returns what `rank` holds, and what a micro-batch of sequences of these lengths takes there; of no sequences,
-    nothing is run.
+    """Returns the figures of `rank`, with those of a micro-batch of sequences of these lengths if there are any.
 
-    config: as an engine gets it. Nothing is read but config.json. spec: whose layers keep activations. Those of
-    transformer-engine are the local ones with its norms, which keep their input and a number a row. known: what chunks
-    took, which is not measured again; those of this rank are put into it. ids: of distillation.
+    config: as an engine gets it. Only config.json is read. spec: the layers that keep activations. transformer-engine's
+    are the local ones with its norms, which keep their input and a number a row. known: figures of chunks, not to be
+    measured again; those of this rank are added. ids: of distillation.
     """
     from mrl.converters.rules import padded_vocab
     from mrl.engine.megatron import optim, weights
@@ -240,7 +238,7 @@ def measure(
 
 
 def _fp8_copies(config: RoleConfig, model: Any, chunks: Sequence[Any], plans: Sequence[Any]) -> int:
-    """Bytes of 8-bit copies of the matrices of layers, adapters apart."""
+    """Returns bytes of 8-bit copies of the matrices of layers, adapters excluded."""
     matrices = [
         (f".{name}", number, parameter.numel())
         for chunk, plan in zip(chunks, plans, strict=True)
@@ -259,10 +257,11 @@ def _buffer_bytes(config: RoleConfig, model: Any, chunks: Sequence[Any]) -> int:
 
 
 def _keys_of_chunks(config: RoleConfig, dims: ParallelDims, stage: int, more: tuple) -> list[tuple]:
-    """Returns what chunks of a stage have alike whose passes take the same.
+    """Returns a key of each chunk of a stage; chunks with one key have the same figures.
 
-    How many stages and chunks there are beside it is not in it: a chunk's passes are those of its own layers. Nor is
-    recomputation where nothing is kept for a backward pass."""
+    The number of stages and chunks is not in it, because a chunk's passes are those of its own layers. Nor is
+    recomputation if nothing is kept for a backward pass.
+    """
     trains = config.optimizer is not None
     engine = dataclasses.replace(config.engine, parallel=ParallelConfig())
     if not trains:
@@ -273,15 +272,17 @@ def _keys_of_chunks(config: RoleConfig, dims: ParallelDims, stage: int, more: tu
 
 
 def _tied_gradient(chunks: Sequence[Any], dims: ParallelDims) -> int:
-    """Bytes of the fp32 gradient of an embedding that the last stage has, too, as its output layer."""
+    """Returns bytes of the fp32 gradient of an embedding that is also the last stage's output layer."""
     ends = [c for c in chunks if (c.share_embeddings_and_output_weights or c.config.mtp_num_layers) and dims.pp > 1]
     ends = [chunk for chunk in ends if chunk.pre_process or chunk.post_process]
     return sum(4 * chunk.shared_embedding_or_output_weight().numel() for chunk in ends)
 
 
 def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims, capability: tuple[int, int] | None) -> Spec:
-    """Returns the layer spec of a run on GPUs that have transformer-engine, and the versions of flash-attn and cuDNN
-    that it takes. capability: theirs; None where it is not known, and any generation may do."""
+    """Returns the layer spec of a run on GPUs with transformer-engine, and with the flash-attn and cuDNN that it takes.
+
+    capability: the GPUs'; None if it is not known, and any generation may do.
+    """
     from mrl.converters.families import fields_of
     from mrl.converters.hf_config import read_hf_config
     from mrl.mcore_models.layer_spec import DTYPES, wanted_spec
@@ -305,8 +306,8 @@ def _buffers(config: RoleConfig, model: Any, chunks: Sequence[Any], wrapped: Seq
 
 
 def _buffer(buffer: Any, megatron_options: Mapping[str, Any], matrices: Mapping[int, Any]) -> Buffer:
-    """What megatron's buffer holds, and how its elements lie on the ranks that divide each of its buckets evenly.
-    matrices: what Muon updates, by the id of the parameter."""
+    """Describes one of megatron's buffers, with its elements on each rank. matrices: Muon's, by the id of the
+    parameter."""
     from mrl.engine.megatron.buckets import ranges_of_ranks
 
     ranks = buffer.data_parallel_group.size()
@@ -422,7 +423,8 @@ def _hidden(shape: tuple[int, ...], dtype: torch.dtype, trains: bool) -> Tensor:
 
 
 def _kinds_of_groups(dims: ParallelDims) -> dict[str, str]:
-    """Name of each of this rank's process groups -> its kind. Of groups with the same ranks each has a name."""
+    """Returns the kind of each of this rank's process groups, by its name. Groups with the same ranks have different
+    names."""
     from megatron.core import parallel_state as state
 
     asked = {
@@ -437,7 +439,7 @@ def _kinds_of_groups(dims: ParallelDims) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class StageKind:
-    """A pipeline stage by what it consists of."""
+    """Describes a pipeline stage by its layers."""
 
     layers: tuple[tuple[int, ...], ...]  # of each chunk, by their numbers in the model
     same: tuple  # equal of stages that hold and compute the same
@@ -470,7 +472,7 @@ def kinds_of_stages(config: RoleConfig, dims: ParallelDims) -> list[StageKind]:
 
 
 def _adapted_modules(config: RoleConfig) -> dict[int, tuple]:
-    """Layer -> the modules in it that have adapters, with their shapes; a selection may name layers."""
+    """Returns layer -> its modules with adapters, and their shapes; a selection may name layers."""
     from mrl.engine.lora.folder import adapters
 
     if config.model.lora is None:

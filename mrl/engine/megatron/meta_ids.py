@@ -1,6 +1,6 @@
-"""What distillation has of a micro-batch beside its tokens, of shapes alone: ids at each token, and log-probs of them.
+"""Adds distillation to a micro-batch, as shapes: ids at each token, and log-probs of them.
 
-Dimensions: `T` tokens of a micro-batch, `K` ids at which teacher and student are compared.
+Dimensions: `T` tokens of a micro-batch, `K` ids for the comparison of teacher and student.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mrl.mcore_models import platform
 
 @dataclasses.dataclass(frozen=True)
 class DistillIds:
-    """Token ids at which distillation compares distributions, beside the label of each token."""
+    """Describes the token ids at which distillation compares distributions, beside the label of each token."""
 
     count: int  # K
     loss: LossFn | None  # the student's; None: the passes are the teacher's, which says its likeliest
@@ -27,7 +27,7 @@ class DistillIds:
 
     @property
     def ctx(self) -> dict[str, Any]:
-        """What the engine's forward is asked for."""
+        """Returns the ctx of the engine's forward."""
         asked = {"top": self.count} if self.loss is None else {"first_temperature": self.first_temperature}
         return {"temperature": self.temperature, **asked}
 
@@ -44,9 +44,11 @@ class DistillIds:
         return labels.nbytes + teacher.nbytes + of_model.nbytes
 
     def kept(self, micro_batch: Any) -> tuple[int, int]:
-        """Returns bytes of a micro-batch's predictions once it is done, and of what then joins those of all: the whole
-        by name, and beside the last one its parts end to end (mrl.engine.collective, to_batch_order). Stages before the
-        last have none, and are sent the whole."""
+        """Returns bytes of a micro-batch's predictions once it is done, and of what then joins those of all.
+
+        The second is the whole by name, and beside the last one its parts end to end (mrl.engine.collective,
+        to_batch_order). Stages before the last have no predictions, and receive the whole.
+        """
         tokens, each = micro_batch.data.num_tokens, 4 * self.count
         sizes = [4, each, 2 * each] if self.loss is None else [4 + each]  # the teacher's ids are int64
         if not micro_batch.predictions:

@@ -1,4 +1,4 @@
-"""How tensors without memory are run as a GPU would run them, and what is counted while they are."""
+"""Runs tensors without memory as a GPU would run them, and counts what they cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK = 512  # bytes that CUDA's caching allocator rounds a tensor up to
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank hands to collectives of one kind."""
+    """Holds the bytes that a rank gives to collectives of one kind."""
 
     group: str  # whose ranks take part: tp, cp, ep, ...
     op: str  # all_reduce, all_gather, reduce_scatter, all_to_all
@@ -38,7 +38,7 @@ _OPS = {
 
 
 class CostCounter(PeakBytes):
-    """Counts bytes, FLOPs and what collectives are given."""
+    """Counts bytes, FLOPs and the traffic of collectives."""
 
     def __init__(self, groups: Mapping[str, str]) -> None:
         super().__init__("meta", block=BLOCK)
@@ -81,7 +81,7 @@ class CostCounter(PeakBytes):
 
 
 def _bytes_of(tensors: Any) -> int:
-    """Bytes of the larger of an operation's inputs and outputs."""
+    """Returns bytes of the larger of an operation's inputs and outputs."""
     if isinstance(tensors, Tensor):
         return tensors.numel() * tensors.element_size()
     if isinstance(tensors, tuple):
@@ -98,8 +98,10 @@ _ATTENTION = {  # operator -> where it has its queries, whether heads come befor
 
 
 def _attention_flops(func: Any, args: Any, kwargs: Mapping[str, Any]) -> float:
-    """FLOPs of an attention kernel: two products of the pairs of queries and keys that see each other, five in its
-    backward pass, which makes the scores again."""
+    """Returns FLOPs of an attention kernel: two products over the pairs of queries and keys that see each other.
+
+    The backward pass has five, because it makes the scores again.
+    """
     first, heads_first, products = _ATTENTION[func._schema.name.removeprefix("aten::")]
     named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
     q, k, v = args[first : first + 3]
@@ -153,8 +155,11 @@ class GPUKernelChoice(TorchFunctionMode):
 
 @contextlib.contextmanager
 def keep_mode_in_backward(experts: EvenExperts) -> Iterator[None]:
-    """torch takes a function mode off while it runs what the mode was asked about, backward passes too: in them a
-    recomputed forward would go on without."""
+    """Keeps the function mode in backward passes inside.
+
+    torch takes a mode off while it runs a call that the mode handled, also for backward passes. A recomputed forward
+    within them would run without it.
+    """
     run = torch.autograd.graph._engine_run_backward
 
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -170,10 +175,11 @@ def keep_mode_in_backward(experts: EvenExperts) -> Iterator[None]:
 
 def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
               scale: float | None = None, enable_gqa: bool = False) -> Any:  # fmt: skip
-    """`scaled_dot_product_attention` by the kernel that torch takes on a GPU; a build for the CPU does not choose it.
+    """Runs `scaled_dot_product_attention` with the kernel that torch takes on a GPU; a CPU build does not choose it.
 
-    As aten/src/ATen/native/transformers/cuda/sdp_utils.cpp has it (cuDNN's, with the same shapes as flash, apart):
-    flash takes no mask and no fp32, the memory-efficient one no groups of queries, and the rest makes the whole matrix.
+    The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, without cuDNN's kernel, which has
+    flash's shapes. Flash takes no mask and no fp32. The memory-efficient one takes no groups of queries. Otherwise the
+    whole matrix is made.
     """
     aten = torch.ops.aten
     if (
@@ -194,7 +200,7 @@ def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 
 
 
 class _FusedNorm(torch.autograd.Function):
-    """A norm as a fused kernel keeps it: of shapes alone."""
+    """Keeps for the backward pass what a fused norm keeps, as shapes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -221,7 +227,7 @@ def norms_of(spec: str) -> Iterator[None]:
 
 
 def apply_keys(chunks: Sequence[Any], model: Any, config: RoleConfig) -> None:
-    """Changes chunks that were built as their config asks: grouped products, adapters, activations on the host."""
+    """Changes built chunks as their config asks: grouped products, adapters, activations on the host."""
     from mrl.engine.lora.folder import adapters
     from mrl.engine.megatron import lora
     from mrl.engine.megatron.model import offload_activations

@@ -1,4 +1,4 @@
-"""A GPTModel in a layout: the chunks of this rank, what of each tensor they hold, and their optimizer."""
+"""Builds a GPTModel in a layout: this rank's chunks, the rules of their tensors, and their optimizer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mrl.parallel import ParallelDims
 
 
 class Model:
-    """The model of one engine. Whoever computes with it works inside `state.installed()` (see groups.py)."""
+    """Holds the model of one engine. Use it inside `state.installed()` (see groups.py)."""
 
     def __init__(self, config: RoleConfig, dims: ParallelDims) -> None:
         self.config, self.dims = config, dims
@@ -76,13 +76,13 @@ class Model:
 
     @property
     def uses_grouped_mm(self) -> bool:
-        """What engine.moe.grouped_mm comes to here."""
+        """Returns the effect of engine.moe.grouped_mm on this machine."""
         wanted = self.config.engine.moe.grouped_mm
         return grouped.is_chosen(wanted, self.spec, self.dtype, platform.capability())
 
     @property
     def experts(self) -> str | None:
-        """How experts multiply, in words; None where there are none, or where adapters of theirs may say otherwise."""
+        """Returns how experts multiply, in words; None without experts, or if their adapters may change it."""
         fields = self.transformer
         if not fields.num_moe_experts or self.config.model.lora is not None:
             return None
@@ -101,7 +101,7 @@ class Model:
     def init(self, read: Callable[[str], Any] | None = None) -> None:
         """Builds the chunks and their optimizer and fills them. Collective.
 
-        read: Hugging Face name -> tensor or lazy slice; by default what the config starts from.
+        read: Hugging Face name -> tensor or lazy slice; by default the config's initial weights.
         """
         self.state.check()
         config, head = self.config, self.config.head
@@ -138,7 +138,7 @@ class Model:
 
     @contextlib.contextmanager
     def _start(self) -> Iterator[Callable[[str], Any]]:
-        """Where the config's weights start from: Hugging Face name -> tensor or lazy slice."""
+        """Gives a reader of the config's initial weights: Hugging Face name -> tensor or lazy slice."""
         config = self.config
         if config.model.init == "random":
             shapes = expected_hf_names(self.family, self.hf, head=config.head, mtp=self.mtp)
@@ -149,19 +149,18 @@ class Model:
             yield read
 
     def weights_of(self, path: str, *, trained: bool) -> contextlib.AbstractContextManager[Callable[[str], Any]]:
-        """`starting_weights` of another folder, or of the config's own."""
+        """Opens `starting_weights` of another folder, or of the config's own."""
         return starting_weights(path, self.family, self.hf, head=self.config.head, trained=trained, mtp=self.mtp)
 
     def fill(self, read: Callable[[str], Any]) -> None:
-        """Sets this rank's weights, and masters if any; adapters start anew, which leaves the model as it is."""
+        """Sets this rank's weights, and masters if any. Adapters start again, which leaves the model as it is."""
         read = lora.route_reads(read, lora.InitialAdapters(self.adapters, self.config.seed))
         weights.load(self.chunks, self.rules, read)
         self._fill_masters(read)
 
     @property
     def detached_params(self) -> frozenset[int] | None:
-        """Returns the ids of this rank's parameters of MTP layers that train apart from the rest; None where none
-        do."""
+        """Returns the ids of this rank's parameters of detached MTP layers; None if none are detached."""
         if not self.detaches_mtp:
             return None
         return frozenset(id(p) for chunk in self.chunks if chunk.mtp_process for p in chunk.mtp.parameters())
@@ -176,9 +175,10 @@ class Model:
 
 
 def offload_activations(chunks: Sequence[Any], engine: EngineConfig) -> ActivationOffload | None:
-    """Has layers save to the host, where the config says so. Returns what holds it.
+    """Makes layers save to the host, if the config says so. Returns the object that holds the saved tensors.
 
-    All layers of a chunk are one: with `recompute: full` megatron saves their inputs outside of them; these go, too.
+    All layers of a chunk are one unit. With `recompute: full` megatron saves their inputs outside of them, and these
+    move too.
     """
     if "activations" not in engine.offload:
         return None
@@ -192,10 +192,10 @@ def offload_activations(chunks: Sequence[Any], engine: EngineConfig) -> Activati
 def agreed_spec(
     wanted: str, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, *, attention: str = "auto"
 ) -> layer_spec.LayerSpec:
-    """Returns the layer spec of this rank, which is that of all. Arguments as of `layer_spec.choose`. Collective.
+    """Returns the layer spec of this rank, the same on all. Arguments: as of `layer_spec.choose`. Collective.
 
-    Each rank chooses by what its own host has. Raises ConfigError, on every rank, where one refuses or chooses another
-    than rank 0: they would train with other kernels, and under context parallelism wait for messages that never come.
+    Each rank chooses by its own host. Raises ConfigError on every rank if one refuses, or chooses another spec than
+    rank 0. They would train with different kernels, and under context parallelism wait for messages that never come.
     """
     spec, refusal = None, None
     try:

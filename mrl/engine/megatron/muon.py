@@ -1,17 +1,17 @@
-"""Muon for the matrices of layers, over megatron's distributed optimizer, and AdamW for everything else.
+"""Updates the matrices of layers with Muon, over megatron's distributed optimizer, and the rest with AdamW.
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves a matrix by its averaged gradient with all
-singular values brought near 1. That takes the whole matrix, of which a data-parallel rank updates a range of entries
-and a tensor-parallel rank holds rows or columns. An update is:
+singular values brought near 1. That takes the whole matrix. But a data-parallel rank updates only a range of entries,
+and a tensor-parallel rank holds only rows or columns. An update is:
 
-1. AdamW's, of what is no matrix of a layer.
+1. AdamW updates everything that is no matrix of a layer.
 2. Each rank averages the gradients of its own entries.
-3. Entries of a parameter that several data-parallel ranks update go to the one of them that has most: its owner.
-4. The owner gathers the parameter over tensor-parallel ranks, takes Hugging Face's matrices out of it (q, k and v; gate
-   and up), orthogonalises each, and keeps what its own shard holds of them.
+3. Entries of a parameter that several data-parallel ranks update go to its owner, the rank with the most of them.
+4. The owner gathers the parameter over tensor-parallel ranks and takes Hugging Face's matrices out of it (q, k and v;
+   gate and up). It orthogonalises each, and keeps the part of its own shard.
 5. The other data-parallel ranks get their entries back, and each moves its masters.
 
-Matrices are those of Hugging Face's files, whatever megatron joins and splits: updates do not depend on the layout.
+Matrices are those of Hugging Face's files, whatever megatron joins and splits. So updates do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def is_matrix(rule: Rule) -> bool:
 
 
 def matrix_rules(chunks: Sequence[torch.nn.Module], rules: Sequence[Mapping[str, Rule]]) -> dict[int, Rule]:
-    """Returns the rules of what Muon updates in this rank's chunks, by the id of the parameter."""
+    """Returns the rules of Muon's matrices in this rank's chunks, by the id of the parameter."""
     return {
         id(parameter): of_chunk[name]
         for chunk, of_chunk in zip(chunks, rules, strict=True)
@@ -75,7 +75,7 @@ def matrix_rules(chunks: Sequence[torch.nn.Module], rules: Sequence[Mapping[str,
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
-    """A parameter as this rank's model holds it, with the entries of it that each data-parallel rank updates."""
+    """Holds a parameter as this rank's model has it, with the entries that each data-parallel rank updates."""
 
     rule: Rule
     ranges: Mapping[int, tuple[int, int]]  # by rank of the group: first entry, and the one past the last
@@ -84,7 +84,8 @@ class Shard:
 
     @property
     def owner(self) -> int:
-        """The rank that computes the update: the same on tensor-parallel ranks, whose buffers are laid out alike."""
+        """Returns the rank that computes the update. It is the same on tensor-parallel ranks, because their buffers are
+        alike."""
         return max(self.ranges, key=lambda rank: (self.ranges[rank][1] - self.ranges[rank][0], -rank))
 
     @property
@@ -93,13 +94,15 @@ class Shard:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon on matrices of layers and AdamW on the rest of what one of megatron's optimizers updates."""
+    """Updates matrices of layers with Muon, and with AdamW the rest of the parameters of one of megatron's
+    optimizers."""
 
     def __init__(
         self, adamw: torch.optim.Optimizer, groups: list[dict[str, Any]], shards: Sequence[Shard],
         ranks: dist.ProcessGroup, options: MuonConfig, dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        """groups: of adamw, without what the shards hold. ranks: the data-parallel group that divides these."""
+        """Takes the groups of `adamw`, without the shards' parameters. ranks: the data-parallel group that divides the
+        shards."""
         super().__init__([torch.nn.Parameter(torch.empty(0))], {})  # torch wants one; megatron's shards are views
         self.param_groups, self.state = groups, adamw.state
         self.adamw, self.ranks, self.options, self.dtype = adamw, ranks, options, dtype
@@ -119,8 +122,8 @@ class Muon(torch.optim.Optimizer):
     ) -> Muon:  # fmt: skip
         """Returns one that updates what `part.optimizer`, an AdamW, would.
 
-        matrices: as `matrix_rules` has them. mains: masters of this rank's entries, by the id of the parameter.
-        dtype: that Newton-Schulz steps are computed in.
+        matrices: as `matrix_rules` has them. mains: masters of this rank's entries, by the id of the parameter. dtype:
+        for the computation of Newton-Schulz steps.
         """
         adamw = part.optimizer
         of_muon = {id(mains[number]): number for number in matrices if number in mains}
@@ -154,7 +157,7 @@ class Muon(torch.optim.Optimizer):
             self._move(shard, self._update_of(shard, self._average(shard)))
 
     def _average(self, shard: Shard) -> Tensor:
-        """Puts the gradient into the running average, and returns what is orthogonalised: this rank's entries of it."""
+        """Adds the gradient to the running average, and returns this rank's entries of the matrix to orthogonalise."""
         assert shard.main is not None
         gradient, state, beta = shard.main.grad, self.state[shard.main], self.options.momentum
         assert gradient is not None
@@ -165,8 +168,11 @@ class Muon(torch.optim.Optimizer):
         return moved.view(-1)
 
     def _update_of(self, shard: Shard, flat: Tensor) -> Tensor:
-        """Returns the update of all entries of this rank's shard, of what `_average` makes of them. Collective over the
-        ranks that hold the parameter's other shards, each of which comes here for the same parameters in turn."""
+        """Returns the update of all entries of this rank's shard. flat: the result of `_average`.
+
+        Collective over the ranks with the parameter's other shards. Each calls it for the same parameters in the same
+        order.
+        """
         rule = shard.rule
         shards = [flat.view(rule.shape())]
         if rule.degree > 1:
@@ -223,7 +229,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class _Messages:
-    """Tensors for each rank, in the order in which they were added; both ends of a message add them alike."""
+    """Holds tensors for each rank in the order of adding. Both ends of a message add them in the same order."""
 
     def __init__(self) -> None:
         self.of: dict[int, list[Tensor]] = {}
@@ -233,7 +239,7 @@ class _Messages:
 
 
 def _exchange(sent: _Messages, wanted: _Messages, ranks: dist.ProcessGroup) -> None:
-    """Sends what was added to `sent`, and fills the tensors that were added to `wanted`."""
+    """Sends the tensors of `sent`, and fills those of `wanted`."""
     incoming = {rank: torch.cat(tensors) for rank, tensors in wanted.of.items()}
     messages = [(dist.irecv, tensor, rank) for rank, tensor in incoming.items()]
     messages += [(dist.isend, torch.cat(tensors), rank) for rank, tensors in sent.of.items()]

@@ -1,4 +1,4 @@
-"""DDP, the distributed optimizer, and the phases of an optimizer step, on megatron-core."""
+"""Wraps models in DDP, builds the distributed optimizer and runs its steps, on megatron-core."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ BUFFERS = ("buffers", "expert_parallel_buffers")
 def wrap(
     models: Sequence[Model], config: TransformerConfig, megatron_options: Mapping[str, Any]
 ) -> list[DistributedDataParallel]:
-    """DDP with fp32 gradient buffers that are reduced once, when `reduce_gradients` is called, or from the last
-    backward pass before it on (`overlap_grad_reduce`). megatron_options: `engine.megatron`.
+    """Wraps models in DDP with fp32 gradient buffers. megatron_options: `engine.megatron`.
 
-    megatron reduces experts over their own replicas where ep is above 1, else over everybody's. With etp other than tp
-    those are other ranks, which hold other shards of an expert or the same: each expert is told apart here.
+    The buffers are reduced once: when `reduce_gradients` is called, or from the last backward pass before it
+    (`overlap_grad_reduce`).
+
+    megatron reduces experts over their own replicas if ep is above 1, else over the dense replicas. If etp differs from
+    tp, these hold other shards of an expert, or not all of its replicas. So every expert is marked here.
     """
     if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
         for model in models:
@@ -74,9 +76,11 @@ def build_optimizer(
     megatron_options: Mapping[str, Any],
     matrices: Mapping[int, Rule],
 ) -> MegatronOptimizer:
-    """AdamW over this rank's shard of the parameters, with fp32 master weights; no decay of biases and norms. Where the
-    config says so, Muon in its place for matrices of layers. megatron_options: `engine.megatron`. matrices:
-    `matrix_rules`."""
+    """Builds AdamW over this rank's shard of the parameters, with fp32 masters and no decay of biases and norms.
+
+    If the config says so, Muon updates matrices of layers. megatron_options: `engine.megatron`. matrices:
+    `matrix_rules`.
+    """
     given = megatron_fields.fields_of_kind(megatron_options, "optimizer")
     on_host = given.pop(CPU_OFFLOAD_FIELD, False)
     if on_host or not _is_transformer_engines():  # apex's FusedAdam has fp32 moments alone, as torch's
@@ -121,13 +125,13 @@ def moment_dtypes(megatron_options: Mapping[str, Any]) -> dict[str, torch.dtype]
 
 
 def moment_names(part: MegatronOptimizer, main: torch.Tensor) -> Sequence[str]:
-    """Returns what moments the optimizer keeps of a master."""
+    """Returns the names of the moments that the optimizer keeps of a master."""
     is_matrix = isinstance(part.optimizer, Muon) and part.optimizer.updates_master(main)
     return (MOMENTUM,) if is_matrix else tuple(MOMENTS)
 
 
 def new_moment(part: MegatronOptimizer, name: str, main: torch.Tensor) -> torch.Tensor:
-    """Returns a moment as it is before the first update."""
+    """Returns a moment with its value before the first update."""
     dtypes = {"exp_avg": part.config.exp_avg_dtype, "exp_avg_sq": part.config.exp_avg_sq_dtype}
     return torch.zeros_like(main, dtype=dtypes.get(name, torch.float32))
 
@@ -142,8 +146,10 @@ def _is_transformer_engines() -> bool:
 
 
 def implementations() -> dict[str, str]:
-    """Returns what AdamW and gradient norms are computed by: megatron-core takes them from transformer-engine, else
-    from apex, else from torch and itself, as it is imported."""
+    """Returns the functions that compute AdamW and gradient norms.
+
+    At import megatron-core takes them from transformer-engine, else from apex, else from torch and itself.
+    """
     return {
         "optimizer": f"{Adam.__module__}.{Adam.__qualname__}",
         "norm": f"{getattr(l2_norm_impl, '__module__', None) or 'C++'}.{l2_norm_impl.__name__}",
@@ -153,7 +159,7 @@ def implementations() -> dict[str, str]:
 def reduce_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
     """Sums accumulated gradients over data-parallel ranks, sequence-parallel norms, and copies of tied embeddings.
 
-    Once per optimizer step: a reduced buffer holds sums in this rank's shard and parts elsewhere, so reducing it
+    Call it once per optimizer step. A reduced buffer holds sums in this rank's shard and parts elsewhere. Reducing it
     again, or accumulating on top, would count ranks twice.
     """
     sum_over_experts_tp(chunks)
@@ -166,7 +172,7 @@ def reduce_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> Iterator[Any]:
-    """Yields what gradients are reduced in, and parameters gathered: megatron's groups of buckets, dense ones first."""
+    """Yields megatron's groups of buckets, in which gradients are reduced and parameters gathered; dense ones first."""
     for chunk in chunks:
         yield from (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
 
@@ -178,42 +184,44 @@ def gathers_in_forward(chunks: Sequence[Any]) -> bool:
 
 
 def gather_in_forward(chunks: Sequence[DistributedDataParallel]) -> None:
-    """After an update: the next forward gathers the parameters, module by module, also where something before the
-    update has gathered those of before it."""
+    """Makes the next forward gather the parameters after an update, module by module.
+
+    This holds also if they were gathered between the last update and this one.
+    """
     for group in bucket_groups(chunks):
         group.param_gather_dispatched = False
 
 
 def finish_gathers(chunks: Sequence[DistributedDataParallel]) -> None:
-    """After a forward that gathers the parameters: gathers those that it had no use of, too."""
+    """Gathers the parameters that a gathering forward has not used."""
     for group in bucket_groups(chunks):
         group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Gathers the parameters that an update has left to the next forward, for whoever reads them before."""
+    """Gathers the parameters that an update has left to the next forward, for a reader before it."""
     for chunk in chunks:
         chunk.start_param_sync(force_sync=True)
 
 
 def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Returns the dense and the expert optimizer, those of them that have something to train on this rank."""
+    """Returns the dense and the expert optimizer, as far as they train something on this rank."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
 def step(optimizer: MegatronOptimizer, update: UpdateSettings, detached: Collection[int] | None = None) -> GradNorm:
-    """One update from reduced gradients.
+    """Makes one update from reduced gradients.
 
-    1. Hand the gradients of this rank's shards to the fp32 master weights.
-    2. The global L2 norm, each parameter counted once.
-    3. Not finite: leave everything as it is and say so.
+    1. Give the gradients of this rank's shards to the fp32 master weights.
+    2. Compute the global L2 norm, each parameter counted once.
+    3. If it is not finite, leave everything as it is and say so.
     4. Scale the gradients down to `update.clip_grad`.
-    5. AdamW, or Muon with it, on the shards, then gather the parameters.
+    5. Run AdamW, or Muon with it, on the shards, then gather the parameters.
 
-    detached: ids of this rank's parameters that have a loss of their own (MTP layers). They are measured and clipped by
-    themselves, so that the update of all others is what it is without them; the norm that is returned is that of the
-    others. None on every rank where there are none.
+    detached: ids of this rank's parameters that have a loss of their own (MTP layers). Their norm and clipping are
+    apart, so the update of all others is the same as without them. The returned norm is that of the others. None on
+    every rank if there are none.
     """
     _set_hyperparameters(optimizer, update)
     with torch.no_grad():
@@ -241,8 +249,8 @@ def step(optimizer: MegatronOptimizer, update: UpdateSettings, detached: Collect
 def _norm_without(optimizer: MegatronOptimizer, leaves_out: Callable[[torch.Tensor], bool]) -> float:
     """Returns the global L2 norm of the gradients of all shards but some. Collective.
 
-    Those are marked for the time as copies of others, which megatron does not count (`param_is_not_shared`). 0.19 has
-    norms of groups, 0.16 none.
+    The others are marked as copies meanwhile, because megatron does not count copies (`param_is_not_shared`). 0.19 has
+    norms of groups, 0.16 does not.
     """
     every = (shard for part in optimizers_of(optimizer) for shard in part.get_parameters())
     marked = [(shard, getattr(shard, "shared", False)) for shard in every if leaves_out(shard)]
@@ -256,8 +264,10 @@ def _norm_without(optimizer: MegatronOptimizer, leaves_out: Callable[[torch.Tens
 
 
 def _set_hyperparameters(optimizer: MegatronOptimizer, update: UpdateSettings) -> None:
-    """Megatron marks groups that do not decay with a factor of 0, which only its own scheduler applies: it is applied
-    here."""
+    """Sets the settings of an update in every group.
+
+    Megatron marks groups without decay with a factor of 0. Only its own scheduler applies that, so it is applied here.
+    """
     for part in optimizers_of(optimizer):
         for group in part.param_groups:
             group.update(lr=update.lr, betas=update.betas, eps=update.eps)
@@ -268,15 +278,17 @@ Shard = tuple[MegatronOptimizer, torch.nn.Parameter, torch.Tensor, slice]
 
 
 def shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
-    """(the dense or expert optimizer, model parameter, its master weights here, their place in the flat parameter) of
-    every parameter of which this data-parallel rank updates a part."""
+    """Yields every parameter of which this data-parallel rank updates a part.
+
+    Each is (dense or expert optimizer, model parameter, its masters here, their slice of the flat parameter).
+    """
     for part, parameter, main, span in _shards(optimizer):
         host = part.optimizer if isinstance(part.optimizer, HostAdamW) else None
         yield part, parameter, main if host is None else host.masters[main], span
 
 
 def _shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
-    """As `shards`, with what the optimizer is given to update, whose masters may be on the host."""
+    """Yields what `shards` does, with the tensors that the optimizer updates; their masters may be on the host."""
     for part in optimizers_of(optimizer):
         host = part.optimizer if isinstance(part.optimizer, HostAdamW) else None
         float16_mains = part.shard_fp32_from_float16_groups if host is None else part.shard_float16_groups
@@ -298,7 +310,7 @@ def gradient_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator:
 
 
 def gather_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
-    """After `reduce_gradients`: gathers the shards, so that `main_grad` of every parameter is the reduced sum."""
+    """Gathers the shards after `reduce_gradients`, so that `main_grad` of every parameter is the reduced sum."""
     for buffer in gradient_buffers(chunks):
         group = buffer.data_parallel_group
         if group.size() == 1:
@@ -311,7 +323,7 @@ def gather_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
 def offload_tensors(
     models: Sequence[Model], chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None
 ) -> dict[str, Callable[[], Iterable[torch.Tensor]]]:
-    """Returns what there is of each kind of state, for `engine.offload`."""
+    """Returns the tensors of each kind of state, for `engine.offload`."""
     return {
         "parameters": lambda: (p.data for model in models for p in model.parameters()),
         "gradients": lambda: () if optimizer is None else (b.grad_data for b in gradient_buffers(chunks)),
@@ -320,7 +332,7 @@ def offload_tensors(
 
 
 def _state_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
-    """Master weights and moments of this rank's shards."""
+    """Yields master weights and moments of this rank's shards."""
     for part in optimizers_of(optimizer):
         if isinstance(part.optimizer, HostAdamW):
             continue  # it is on the host, and stays there

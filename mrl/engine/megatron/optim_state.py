@@ -1,11 +1,11 @@
-"""The optimizer's state in a checkpoint: masters and moments, keyed and split like the parameters they belong to.
+"""Saves the optimizer's state in a checkpoint: masters and moments, with the names and splits of their parameters.
 
-A data-parallel rank writes and reads the entries that it updates, as boxes of the whole tensors: nothing is gathered.
+A data-parallel rank writes and reads the entries that it updates, as boxes of the whole tensors. Nothing is gathered.
 
-megatron has a format with the same idea ("fully_reshardable"), which loses its place where a gradient buffer has
-several buckets and one of them is padded: state is written that belongs to other parameters (megatron-core 0.16.1,
-distrib_optimizer.get_parameter_state_dp_zero drops the padding, sharded_param_state_fully_reshardable counts it). Tied
-embeddings with an odd vocabulary under pipeline parallelism are enough. So the state is put together here.
+megatron has a format with the same idea ("fully_reshardable"). It writes wrong state if a gradient buffer has several
+buckets and one of them is padded, as with tied embeddings, an odd vocabulary and pipeline parallelism. In megatron-core
+0.16.1 distrib_optimizer.get_parameter_state_dp_zero drops the padding and sharded_param_state_fully_reshardable counts
+it. So the state is put together here.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from mrl.engine.torch_dist.boxes import Box, PlacedTensor
 
 
 def step_count(optimizer: MegatronOptimizer) -> int:
-    """Returns how many updates AdamW has made: torch's counts them for each tensor, the fused ones of
-    transformer-engine and apex for a group of tensors."""
+    """Returns how many updates AdamW has made.
+
+    torch's counts them for each tensor, the fused ones of transformer-engine and apex for a group of tensors.
+    """
     inner = [part.optimizer for part in optimizers_of(optimizer)]
     counted = [*(s for adam in inner for s in adam.state.values()), *(g for adam in inner for g in adam.param_groups)]
     return max((int(place["step"]) for place in counted if "step" in place), default=0)
 
 
 def set_step_count(adam: torch.optim.Optimizer, steps: int) -> None:
-    """Puts the count of updates where this AdamW keeps it; Muon counts none."""
+    """Sets the count of updates at the place of this AdamW; Muon counts none."""
     adam = adam.adamw if isinstance(adam, Muon) else adam
     if isinstance(adam, torch.optim.AdamW):
         for main, state in adam.state.items():
@@ -44,8 +46,8 @@ def set_step_count(adam: torch.optim.Optimizer, steps: int) -> None:
 def boxes_to_write(optimizer: MegatronOptimizer, placed: Iterable[PlacedTensor]) -> Iterator[Box]:
     """Yields the boxes of this rank's state that it writes. Moments are zero before the first step.
 
-    placed: the model's parameters. Data-parallel ranks have different entries of one; of other ranks that hold the
-    same, one writes.
+    placed: the model's parameters. Data-parallel ranks have different entries of one. Among other ranks with the same
+    entries, one writes.
     """
     of_parameter = {id(each.tensor): each for each in placed}
     for part, parameter, main, span in shards(optimizer):
@@ -60,7 +62,7 @@ def boxes_to_write(optimizer: MegatronOptimizer, placed: Iterable[PlacedTensor])
 
 
 def boxes_to_read(optimizer: MegatronOptimizer, placed: Iterable[PlacedTensor]) -> Iterator[Box]:
-    """Yields the boxes of this rank's state, to read into; makes moments where there are none yet."""
+    """Yields the boxes of this rank's state, to read into. Makes moments that are missing."""
     of_parameter = {id(each.tensor): each for each in placed}
     for part, parameter, main, span in shards(optimizer):
         moments = part.optimizer.state[main]

@@ -1,4 +1,4 @@
-"""A mini-batch through megatron's pipeline schedules, micro-batch by micro-batch."""
+"""Runs a mini-batch through megatron's pipeline schedules, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mrl.parallel import Coordinates, ParallelDims
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """The settings that all micro-batches of an engine share."""
+    """Holds the settings that all micro-batches of an engine share."""
 
     dims: ParallelDims
     coords: Coordinates
@@ -43,7 +43,7 @@ class PipelineConfig:
 
 @dataclasses.dataclass
 class MicroBatch:
-    """One micro-batch with its own metadata."""
+    """Holds one micro-batch with its own metadata."""
 
     data: Batch
     ctx: Ctx
@@ -55,7 +55,7 @@ class MicroBatch:
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """The settings of one `forward_backward_step`'s losses."""
+    """Holds the loss settings of one `forward_backward_step`."""
 
     loss_fn: LossFn | None
     denominator: float
@@ -70,8 +70,10 @@ class StepConfig:
 def make_micro_batch(
     batch: Batch, ctx: Ctx, preprocess_fn: Callable | None, setup: PipelineConfig, *, trains: bool = True
 ) -> MicroBatch:
-    """Step one. `ctx` is copied: what a hook changes for one micro-batch changes nothing for the next. trains: without
-    it MTP layers are left out."""
+    """Does step one: makes the model's inputs. trains: without it MTP layers are left out.
+
+    `ctx` is copied, so a hook's change for one micro-batch does not reach the next.
+    """
     ctx = {**ctx, "metrics": {}}
     if preprocess_fn is not None and batch.num_sequences:
         batch, ctx = preprocess_fn(batch, ctx)
@@ -87,7 +89,8 @@ def make_micro_batch(
 def run(
     chunks: Sequence[Any], config: Any, micro_batches: Sequence[MicroBatch], setup: PipelineConfig, call: StepConfig
 ) -> None:
-    """Forward, and backward unless `call.forward_only`; fills the micro-batches' results on the last stage."""
+    """Runs the forward, and the backward unless `call.forward_only`. Fills the micro-batches' results on the last
+    stage."""
     config.grad_scale_func = megatron_scale(call.share)  # of router losses: see scaling.py
     forward_backward = get_forward_backward_func()
     iterators = [iter(micro_batches) for _ in chunks]
@@ -111,7 +114,8 @@ def run(
 def _forward_step(
     iterator: Iterator[Any], chunk: Any, *, setup: PipelineConfig, call: StepConfig, count: int
 ) -> tuple[Tensor, Callable[..., Any]]:
-    """Step two: the model. Returns its output and the function that megatron calls on the last stage."""
+    """Does step two: runs the model. Returns its output, and the loss function for megatron to call on the last
+    stage."""
     micro_batch = next(iterator)
     model = chunk.module if hasattr(chunk, "module") else chunk
     while hasattr(model, "module"):
@@ -136,7 +140,7 @@ def _forward_step(
 def _mtp_log_probs(
     hidden: Tensor, weight: Tensor, *, setup: PipelineConfig, of: model_inputs.MTPInputs, ctx: Ctx
 ) -> Tensor:
-    """[P/cp, 1] fp32: log-probs that an MTP layer gives its labels that train, 0 elsewhere."""
+    """Returns [P/cp, 1] fp32: log-probs of an MTP layer's labels that train, 0 elsewhere."""
     if setup.detaches_mtp:
         weight = weight.detach()
     log_probs, _ = log_probs_from_hidden(
@@ -160,8 +164,10 @@ def _shard(weight: Tensor, setup: PipelineConfig) -> VocabShard:
 def _log_probs(
     hidden: Tensor, weight: Tensor, *, setup: PipelineConfig, ins: model_inputs.ModelInputs, ctx: Ctx
 ) -> Tensor:
-    """[P/cp, columns] fp32, as `_named` tells them apart: log-probs of the labels that train, 0 elsewhere, and what the
-    ctx asks for beside."""
+    """Returns [P/cp, columns] fp32: log-probs of the labels that train, 0 elsewhere, and the ctx's other columns.
+
+    `_named` splits the columns.
+    """
     shard = _shard(weight, setup)
     mode = ctx.get("entropy", "none")
     log_probs, entropy = log_probs_from_hidden(
@@ -185,7 +191,7 @@ def _log_probs(
 
 
 def _named(columns: Tensor, data: Batch, ctx: Ctx) -> Predictions:
-    """Tells the columns [T, ...] of `_log_probs` apart."""
+    """Splits the columns [T, ...] of `_log_probs` into predictions."""
     labels = 1 if data.labels.dim() == 1 else data.labels.shape[1]
     entropies, top = int(ctx.get("entropy", "none") != "none"), ctx.get("top", 0)
     of_labels, entropy, largest, tokens = columns.split([labels, entropies, top, top], dim=-1)
@@ -197,7 +203,8 @@ def _named(columns: Tensor, data: Batch, ctx: Ctx) -> Predictions:
 def _loss(
     micro_batch: MicroBatch, setup: PipelineConfig, call: StepConfig, count: int, output: Tensor
 ) -> tuple[Tensor, dict]:
-    """Step three: outputs back in order, the hook, the loss as megatron wants it (see scaling.py)."""
+    """Does step three: restores the order of outputs, calls the hook, and scales the loss for megatron (see
+    scaling.py)."""
     cp_group = parallel_state.get_context_parallel_group()
     columns = model_inputs.restore(output[0], micro_batch.inputs, cp_group)
     is_lm, mtp = setup.head == "lm", micro_batch.inputs.mtp
@@ -223,7 +230,7 @@ def _loss(
 
 
 def sum_micro_batches(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """This rank's sums over its micro-batches: "loss" and each metric, as Python floats (fp64)."""
+    """Returns this rank's sums over its micro-batches: "loss" and each metric, as Python floats (fp64)."""
     sums: dict[str, float] = {}
     for mb in micro_batches:
         if mb.loss is not None:
@@ -238,7 +245,7 @@ def sum_micro_batches(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
 def broadcast_from_last_stage(
     payload: tuple[dict[str, float], Predictions] | None, device: torch.device
 ) -> tuple[dict[str, float], Predictions]:
-    """Hands the last pipeline stage's results to every stage of the replica."""
+    """Sends the last pipeline stage's results to every stage of the replica."""
     group = parallel_state.get_pipeline_model_parallel_group()
     source = dist.get_process_group_ranks(group)[-1]
     if group.size() == 1:

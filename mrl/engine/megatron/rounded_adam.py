@@ -1,4 +1,4 @@
-"""AdamW with what torch's does not have: moments that are kept in bfloat16, and all of its state in host memory."""
+"""Extends torch's AdamW: moments in bfloat16, and all of its state in host memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.optim.adamw import adamw
 
 
 class RoundedAdamW(torch.optim.AdamW):
-    """torch's AdamW on fp32 parameters. Each moment is rounded to its dtype when an update is done, and the update is
-    that of the moments before they are rounded: with fp32 for both it is torch's to the bit.
+    """Runs torch's AdamW on fp32 parameters, and rounds each moment to its dtype after an update.
 
-    transformer-engine's FusedAdam rounds alike; torch's AdamW and apex's FusedAdam have no such moments. Here one
-    parameter after the other is updated, with fp32 copies of its moments.
+    An update uses the moments before they are rounded. With fp32 for both it is torch's to the bit.
+    transformer-engine's FusedAdam rounds alike; torch's AdamW and apex's FusedAdam have no such moments. One parameter
+    is updated after the other, with fp32 copies of its moments.
     """
 
     dtypes: Mapping[str, torch.dtype]
@@ -23,8 +23,10 @@ class RoundedAdamW(torch.optim.AdamW):
 
     @classmethod
     def from_adam(cls, adam: torch.optim.Optimizer, dtypes: Mapping[str, torch.dtype]) -> RoundedAdamW:
-        """Returns one that updates what `adam` would: also megatron's shards, which are views, and no parameters for
-        torch."""
+        """Returns one that updates the parameters of `adam`.
+
+        They may be megatron's shards: views, which torch's constructor refuses.
+        """
         made = cls([torch.nn.Parameter(torch.empty(0))])
         made.param_groups = adam.param_groups
         made.dtypes = dict(dtypes)
@@ -58,10 +60,10 @@ class RoundedAdamW(torch.optim.AdamW):
 
 
 class HostAdamW(RoundedAdamW):
-    """AdamW on the host: fp32 masters and moments are there, and there an update is made.
+    """Runs AdamW on the host, with fp32 masters and moments there.
 
-    Its parameters are megatron's shards on the device, with their gradients as `decoupled_grad`: of one after the other
-    the gradient is copied to the host, and the new values back. The state is that of the masters.
+    Its parameters are megatron's shards on the device, with their gradients as `decoupled_grad`. For one after the
+    other the gradient is copied to the host, and the new values back. The state belongs to the masters.
     """
 
     masters: Mapping[Tensor, Tensor]
@@ -87,6 +89,6 @@ class HostAdamW(RoundedAdamW):
 
 
 def _on_host(parameter: Tensor) -> Tensor:
-    """An fp32 copy, in memory that a GPU copies to and from directly."""
+    """Returns an fp32 copy, in memory that a GPU copies to and from directly."""
     copy = torch.empty(parameter.shape, dtype=torch.float32, device="cpu", pin_memory=parameter.is_cuda)
     return copy.copy_(parameter.detach())

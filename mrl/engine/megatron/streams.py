@@ -1,9 +1,9 @@
-"""A model's weights or gradients, gathered one by one on rank 0 under the names of Hugging Face's and peft's files.
+"""Streams a model's weights or gradients to rank 0, one by one, under the names of Hugging Face's and peft's files.
 
-`value` picks what is streamed of a parameter: its data, or its gradient. Shards travel from device to device (NCCL on
-GPUs, gloo on CPUs) in batches of `BATCH_BYTES`, and are merged there: beside the model rank 0 holds one batch and what
-is being merged, which is one tensor, or the stacked experts of a layer. Shapes and dtypes are known from the rules, so
-nothing is said about them. Other ranks take part and yield nothing, unless `stream` is asked for it.
+`value` picks the streamed tensor of a parameter: its data, or its gradient. Shards travel from device to device (NCCL
+on GPUs, gloo on CPUs) in batches of `BATCH_BYTES`, and are merged there. Beside the model rank 0 holds one batch and
+the tensor being merged, or the stacked experts of a layer. Shapes and dtypes follow from the rules, so they are not
+sent. Other ranks take part and yield nothing, unless `stream` is asked for it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ MIN_BATCH_BYTES = 2**20
 def stream(
     model: Model, value: Callable[[Tensor], Tensor], *, dtype: torch.dtype, buffers: bool, everywhere: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in Hugging Face's files, whole tensor on the engine's device) of every parameter, in one order.
+    """Yields (name in Hugging Face's files, whole tensor on the engine's device) of every parameter, in one order.
 
-    dtype: of what `value` gives. buffers: with the stored buffers, which are fp32 and have no gradient. everywhere:
-    rank 0 sends them to every rank, which all yield them.
+    dtype: of the tensors of `value`. buffers: with the stored buffers, which are fp32 and have no gradient. everywhere:
+    rank 0 sends the tensors to all ranks, and all yield them.
     """
     return restack(_by_rule(model, value, dtype, buffers=buffers, everywhere=everywhere), model.family, model.hf)
 
@@ -53,7 +53,7 @@ def stream(
 def _by_rule(
     model: Model, value: Callable[[Tensor], Tensor], dtype: torch.dtype, *, buffers: bool, everywhere: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in the tables, whole tensor) as `stream` says."""
+    """Yields (name in the tables, whole tensor); see `stream`."""
     of_chunks = [tensors_of(chunk) for chunk in model.chunks]
     owned = [each for each in _owned(model) if buffers or not each.rule.buffer]
     for rule, whole in _whole_tensors(owned, _shards(model, of_chunks, value, owned, dtype)):
@@ -66,7 +66,7 @@ def _by_rule(
 
 
 def _owned(model: Model) -> Iterator[OwnedRule]:
-    """Yields the rules of the whole model in the order of an export, and who holds what they are of."""
+    """Yields the rules of the whole model in the order of an export, and the ranks that hold their tensors."""
     chunks = chunk_plans(model.hf["num_hidden_layers"], model.dims.pp, model.dims.vpp, model.mtp)
     return export_order(
         model.family, model.hf, layout=model.dims, chunks=chunks, spec=model.spec, head=model.config.head
@@ -74,7 +74,7 @@ def _owned(model: Model) -> Iterator[OwnedRule]:
 
 
 def merge_adapters(model: Model) -> Callable[[Tensor], Tensor]:
-    """From a parameter to its values with its adapter added in: a new tensor, for as long as it is used."""
+    """Returns a function from a parameter to its values with its adapter added in: a new tensor."""
     of_parameter: dict[int, lora.Adapter] = {}
     for chunk, of_chunk in zip(model.chunks, model.rules, strict=True):
         parameters = dict(chunk.named_parameters())
@@ -94,7 +94,10 @@ def merge_adapters(model: Model) -> Callable[[Tensor], Tensor]:
 
 
 def stream_trained(model: Model, value: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(name in peft's file, whole tensor on the host) of what trains of a model with adapters. value: gives fp32."""
+    """Yields (name in peft's file, whole tensor on the host) of the trained tensors of a model with adapters.
+
+    value: gives fp32.
+    """
     return _joined(_of_adapters(model, value))
 
 
@@ -112,7 +115,7 @@ def _of_adapters(model: Model, value: Callable[[Tensor], Tensor]) -> Iterator[tu
 
 
 def _joined(pairs: Iterable[tuple[AdapterRule | Rule, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) as peft's file has them, from (rule, A or B of one expert) in any order."""
+    """Yields (name, tensor) as in peft's file, from (rule, A or B of one expert) in any order."""
     waiting: dict[str, dict[int, Tensor]] = {}
     for rule, tensor in pairs:
         if not isinstance(rule, AdapterRule):
@@ -128,8 +131,11 @@ def _joined(pairs: Iterable[tuple[AdapterRule | Rule, Tensor]]) -> Iterator[tupl
 def _whole_tensors(
     owned: Sequence[OwnedRule], shards: Iterator[Tensor | None]
 ) -> Iterator[tuple[Rule, dict[str, Tensor]]]:
-    """Yields each rule and, on rank 0, its whole tensors by name, for the reader to take out: what it leaves is held
-    until the next are there. shards: those of `_shards`, of the same rules."""
+    """Yields each rule and, on rank 0, its whole tensors by name.
+
+    The reader takes the tensors out. Tensors that it leaves are held until the next are there. shards: those of
+    `_shards`, of the same rules.
+    """
     for each in owned:
         of_rule = itertools.islice(shards, each.rule.degree)
         if dist.get_rank() == 0:
@@ -154,7 +160,7 @@ def _holders(dims: ParallelDims, pp_rank: int, ep_rank: int | None, axis: str | 
 
 @dataclasses.dataclass(frozen=True)
 class _Shard:
-    """A shard of a parameter on its way to rank 0."""
+    """Describes a shard of a parameter on its way to rank 0."""
 
     owned: OwnedRule
     holder: int  # the global rank that it comes from
@@ -195,8 +201,10 @@ def _shards(
     owned: Sequence[OwnedRule],
     dtype: torch.dtype,
 ) -> Iterator[Tensor | None]:
-    """Yields as many items on each rank: on rank 0 the shards of `owned`, in order, on the engine's device. of_chunks:
-    tensors of this rank's chunks, by name."""
+    """Yields as many items on each rank: on rank 0 the shards of `owned`, in order, on the engine's device.
+
+    of_chunks: tensors of this rank's chunks, by name.
+    """
     rank, device = dist.get_rank(), platform.device()
     if dist.get_world_size() > 1:
         # NCCL's batches below use the communicator of all ranks, which all have to make together. (A send by itself

@@ -1,4 +1,4 @@
-"""What trains of a megatron model, taken out and put back (`mrl.engine.trained_state`)."""
+"""Copies and restores the trained state of a megatron model (`mrl.engine.trained_state`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Chunks = Sequence[DistributedDataParallel]
 
 
 def copy_trained_state(chunks: Chunks, optimizer: MegatronOptimizer, *, gradients: bool, spent: bool) -> TrainedState:
-    """Returns what this rank has. gradients: there are some that have accumulated and are not reduced."""
+    """Returns this rank's trained state. gradients: some have accumulated and are not reduced."""
     moments = (
         optim.new_moment(part, name, main) if (kept := part.optimizer.state.get(main, {}).get(name)) is None else kept
         for part, _, main, _ in optim.shards(optimizer) for name in optim.moment_names(part, main)
@@ -32,7 +32,7 @@ def copy_trained_state(chunks: Chunks, optimizer: MegatronOptimizer, *, gradient
 
 @torch.no_grad()
 def restore_trained_state(chunks: Chunks, optimizer: MegatronOptimizer, state: TrainedState) -> None:
-    """Puts it back; gradients that the state has none of are zero then."""
+    """Restores the state. Gradients become zero if the state has none."""
     restore_tensors(_weights(chunks, optimizer), state.weights)
     moments = []
     for part, _, main, _ in optim.shards(optimizer):
@@ -53,6 +53,6 @@ def restore_trained_state(chunks: Chunks, optimizer: MegatronOptimizer, state: T
 
 
 def _weights(chunks: Chunks, optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Yields what trains, and the masters of this rank's shards."""
+    """Yields the trained parameters, and the masters of this rank's shards."""
     yield from (p.data for chunk in chunks for p in chunk.parameters() if p.requires_grad)
     yield from (main.data for _, _, main, _ in optim.shards(optimizer))

@@ -1,4 +1,4 @@
-"""What the first-step checks (mrl.engine.guards) look at on megatron: the optimizer's shards, by Hugging Face name."""
+"""Gives the first-step checks (mrl.engine.guards) megatron's tensors: the optimizer's shards, by Hugging Face name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mrl.mcore_models import lora
 
 
 def _names(model: Model) -> dict[int, tuple[str, Rule]]:
-    """id of a parameter -> its name for people (the Hugging Face tensors that it holds) and rule."""
+    """Returns the name (the Hugging Face tensors that it holds) and rule of each parameter, by its id."""
     names = {}
     for chunk, of_chunk in zip(model.chunks, model.rules, strict=True):
         for name, parameter in chunk.named_parameters():
@@ -26,10 +26,10 @@ def _names(model: Model) -> dict[int, tuple[str, Rule]]:
 
 
 def watched_parameters(model: Model) -> Iterator[guards.WatchedParameter]:
-    """This rank's shard of every parameter: what the optimizer updates, and the reduced gradient that it will use.
+    """Yields this rank's shard of every parameter, as the optimizer updates it, with its reduced gradient.
 
-    A of an adapter whose B is zero, as B is at the start, has no gradient but zero. Those of MTP layers are zero
-    where no token that trains has one so far ahead: short answers, rejected ones alone.
+    If B of an adapter is zero, as at the start, the gradient of A is zero. Gradients of MTP layers are zero if no
+    training token is so many positions ahead, as with short answers or only rejected ones.
     """
     named = _names(model)
     of_mtp = {id(p) for chunk in model.chunks if chunk.mtp_process for p in chunk.mtp.parameters()}
@@ -43,14 +43,14 @@ def watched_parameters(model: Model) -> Iterator[guards.WatchedParameter]:
 
 
 def weights(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """The names and weights of `watched_parameters`, after a step: its gradients may be gone."""
+    """Yields the names and weights of `watched_parameters`, after a step; its gradients may be gone."""
     named = _names(model)
     for _, parameter, main, _ in shards(model.optimizer):
         yield named[id(parameter)][0], main.detach().view(-1).to(parameter.device)
 
 
 def replica_problems(model: Model) -> list[guards.Problem]:
-    """Parameters that differ between ranks that hold the same shard of them."""
+    """Returns the parameters that differ between ranks with the same shard of them."""
     named = _names(model)
     everything = [(*named[id(p)], p.data) for chunk in model.chunks for p in chunk.parameters()]
 

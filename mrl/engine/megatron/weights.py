@@ -1,4 +1,4 @@
-"""This rank's shards of a model, filled from tensors with Hugging Face names."""
+"""Fills this rank's shards of a model from tensors with Hugging Face names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], read: Cal
 
 
 def tensors_of(model: Model) -> dict[str, Tensor]:
-    """Parameters and stored buffers of a chunk, by name."""
+    """Returns the parameters and stored buffers of a chunk, by name."""
     buffers = dict(model.named_buffers())
     stored = model.state_dict(keep_vars=True).keys() & buffers.keys()
     return dict(model.named_parameters()) | {name: buffers[name] for name in sorted(stored)}
@@ -36,7 +36,7 @@ def tensors_of(model: Model) -> dict[str, Tensor]:
 def load_masters(
     optimizer: Any, models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], read: Callable[[str], Any]
 ) -> None:
-    """Sets fp32 master weights from `read`, where they are no views of the model's own."""
+    """Sets fp32 master weights from `read`, unless they are views of the model's own."""
     rule_of = {
         id(p): of_chunk[name]
         for model, of_chunk in zip(models, rules, strict=True)
