@@ -34,9 +34,9 @@ ALIGNMENT = 512
 class Offload:
     """Tracks the state on the device, and moves it to the host and back.
 
-    kinds: state that stays on the host between uses; kinds outside KINDS are ignored. tensors: returns the tensors of
-    each of KINDS, called at each move. spent: kinds that hold only zeros so far (see `spend`). drop_copies: frees
-    values derived from a kind, to be made again when needed. It is called whenever the kind leaves the device.
+    kinds: state for the host between uses; kinds outside KINDS are ignored. tensors: returns the tensors of each of
+    KINDS, called at each move. spent: kinds with only zeros so far (see `spend`). drop_copies: frees values derived
+    from a kind, to be made again when needed. It is called whenever the kind leaves the device.
     """
 
     def __init__(

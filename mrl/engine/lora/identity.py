@@ -67,8 +67,8 @@ def sample_names(names: Iterable[str]) -> list[str]:
 def _parts(shape: Sequence[int]) -> list[Any]:
     """Returns the parts of a tensor to read.
 
-    A vector is read whole. Of a matrix three rows are read: the first, the middle and the last. Of a stack one row of
-    the first, the middle and the last matrix is read.
+    A vector is read whole. A matrix is read at three rows: the first, the middle and the last. A stack of matrices is
+    read at one row of each of these three matrices.
     """
     if len(shape) == 1:
         return [slice(None)]

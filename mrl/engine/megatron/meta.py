@@ -2,8 +2,8 @@
 
 The engine's own code runs on tensors without memory, and no other rank runs. The process says that it is rank `r` of a
 world of any size, groups are made for that rank alone, and collectives do nothing. Models are built, wrapped and run as
-on a GPU without transformer-engine (flash attention included). So the bytes that these operators make are counted.
-Memory that a kernel uses while it runs is not seen, nor the allocator's gaps between tensors.
+on a GPU without transformer-engine (flash attention included). So the bytes that these operators make are counted. The
+memory of a running kernel is not seen, nor the allocator's gaps between tensors.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def measure(
     """Returns the figures of `rank`, with those of a micro-batch of sequences of these lengths if there are any.
 
     config: as an engine gets it. Only config.json is read. spec: the layers that keep activations. transformer-engine's
-    are the local ones with its norms, which keep their input and a number a row. known: figures of chunks, not to be
+    are the local ones with its norms. These keep their input and a number a row. known: figures of chunks, not to be
     measured again; those of this rank are added. ids: of distillation.
     """
     from mrl.converters.rules import padded_vocab
