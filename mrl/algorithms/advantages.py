@@ -4,11 +4,11 @@ Dimensions: `T` tokens of all sequences of a rollout end to end, `S` sequences, 
 trained tokens of a sequence.
 
 All functions see the whole rollout, take sums in fp64 and return the dtype they were given. A mask only tells which
-tokens are actions of the policy (not 0). Prompts and, in conversations, the environment's observations are not: they
-have neither reward nor value, the next action after an observation follows the last one before it, one discount apart,
-and their advantage is 0.
+tokens are actions of the policy (not 0). Prompts are no actions, nor are an environment's observations in
+conversations. They have neither reward nor value, and their advantage is 0. The action after an observation follows the
+last one before it, one discount apart.
 
-A group is the set of samples of one prompt, of any size. Where a group has no differences (all rewards equal, or one
+A group is the set of samples of one prompt, of any size. If a group has no differences (all rewards equal, or one
 sample), its advantages are exactly 0: there is nothing to compare with. Exactly, because Adam makes full steps of
 rounding errors.
 """
@@ -54,7 +54,7 @@ class AdvantageInputs:
 def gae(
     rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, lengths_S: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (Schulman 2015, eq. 16). Returns advantages and returns, [T] each.
+    """Returns advantages and returns, [T] each, by generalized advantage estimation (Schulman 2015, eq. 16).
 
         delta_t = r_t + gamma V(s_t+1) - V(s_t)        A_t = delta_t + gamma lam A_t+1        R_t = A_t + V(s_t)
 
@@ -77,7 +77,7 @@ def gae(
 
 
 def discounted_returns(rewards_T: Tensor, mask_T: Tensor, lengths_S: Tensor, *, gamma: float) -> Tensor:
-    """[T]: `R_t = r_t + gamma R_t+1`.
+    """Returns [T]: `R_t = r_t + gamma R_t+1`.
 
     With the KL in the reward and whitened, REINFORCE++ (Hu 2025, where gamma is 1).
     """
@@ -85,10 +85,11 @@ def discounted_returns(rewards_T: Tensor, mask_T: Tensor, lengths_S: Tensor, *, 
 
 
 def remax(rewards_T: Tensor, baselines_S: Tensor, mask_T: Tensor, lengths_S: Tensor, *, gamma: float) -> Tensor:
-    """[T]: the returns of the rewards, less the reward of the greedy answer at the last action (ReMax, Li 2023,
-    Algorithm 1).
+    """Returns [T]: the returns of the rewards, less the greedy answer's reward at the last action.
 
-    So what is discounted is the difference of the two rewards, as in the authors' code (liziniu/ReMax,
+    ReMax, Li 2023, Algorithm 1.
+
+    So the difference of the two rewards is discounted, as in the authors' code (liziniu/ReMax,
     step3_rlhf_finetuning/remax_trainer.py, compute_returns); there the last action is discounted once already.
     """
     above_T = rewards_T.clone()
@@ -101,7 +102,7 @@ def remax(rewards_T: Tensor, baselines_S: Tensor, mask_T: Tensor, lengths_S: Ten
 
 
 def grpo(rewards_S: Tensor, groups_S: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """[S]: `(r_i - mean r) / (std r + eps)` within a group (Shao 2024, section 4.1.2).
+    """Returns [S]: `(r_i - mean r) / (std r + eps)` within a group (Shao 2024, section 4.1.2).
 
     The paper leaves the kind of std open: it is the sample's (G - 1 below), as in the public implementations.
     """
@@ -109,18 +110,23 @@ def grpo(rewards_S: Tensor, groups_S: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 
 def group_mean(rewards_S: Tensor, groups_S: Tensor) -> Tensor:
-    """[S]: `r_i - mean r` within a group: Dr. GRPO (Liu 2025, section 3.2); whitened, REINFORCE++ with baseline (Hu
-    2025)."""
+    """Returns [S]: `r_i - mean r` within a group: Dr. GRPO (Liu 2025, section 3.2).
+
+    Whitened, it is REINFORCE++ with baseline (Hu 2025).
+    """
     return _within_groups(rewards_S, groups_S, _centered)
 
 
 def rloo(rewards_S: Tensor, groups_S: Tensor) -> Tensor:
-    """[S]: `r_i` minus the mean of the others in its group (RLOO, Ahmadian 2024): G / (G - 1) times `group_mean`."""
+    """Returns [S]: `r_i` minus the mean of the others in its group (RLOO, Ahmadian 2024).
+
+    It is G / (G - 1) times `group_mean`.
+    """
     return _within_groups(rewards_S, groups_S, lambda r_G: _centered(r_G) * (len(r_G) / (len(r_G) - 1)))
 
 
 def _within_groups(rewards_S: Tensor, groups_S: Tensor, advantage: Callable[[Tensor], Tensor]) -> Tensor:
-    """`advantage` of the rewards [G] (fp64) of each group of at least two; 0 for a group of one."""
+    """Applies `advantage` to the rewards [G] (fp64) of each group of at least two; 0 for a group of one."""
     assert rewards_S.shape == groups_S.shape, f"rewards {tuple(rewards_S.shape)}, groups {tuple(groups_S.shape)}"
     _, group_S, sizes = groups_S.unique(return_inverse=True, return_counts=True)
     result_S = torch.zeros_like(rewards_S)
@@ -131,7 +137,7 @@ def _within_groups(rewards_S: Tensor, groups_S: Tensor, advantage: Callable[[Ten
 
 
 def _centered(values: Tensor) -> Tensor:
-    """Minus their mean. From the smallest on, so that equal values give exactly 0."""
+    """Subtracts the mean, from the smallest on, so that equal values give exactly 0."""
     above = values - values.min()
     return above - above.mean()
 
@@ -140,7 +146,7 @@ def _centered(values: Tensor) -> Tensor:
 
 
 def whiten(values_T: Tensor, mask_T: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """[T]: `(x - mean) / sqrt(variance + eps)` over all tokens in the mask, each counting once; 0 outside it.
+    """Returns [T]: `(x - mean) / sqrt(variance + eps)` over all tokens in the mask, each once; 0 outside it.
 
     The variance is the population's; equal values give 0. REINFORCE++ calls it global batch normalization (Hu 2025).
     """

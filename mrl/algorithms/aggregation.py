@@ -1,4 +1,4 @@
-"""From losses of tokens to the loss of a mini-batch: a weight for each token, and what the sum is divided by.
+"""From losses of tokens to the loss of a mini-batch: a weight for each token, and the denominator of the sum.
 
 Dimensions: `T` tokens of a micro-batch, `S` sequences. With the mask `m`, the loss `l` of each token and, over the
 whole global mini-batch, `M` the sum of the mask and `n` the number of sequences with any of it:
@@ -27,9 +27,9 @@ DENOMINATORS: Mapping[str, str] = {"token_mean": "tokens", "sequence_mean": "seq
 
 
 def token_weights(aggregation: str, mask_T: Tensor, lengths_S: Tensor, *, fixed_length: int | None = None) -> Tensor:
-    """[T]: the weight of each token's loss in the sum, 0 outside the mask.
+    """Returns [T]: the weight of each token's loss in the sum, 0 outside the mask.
 
-    fixed_length: `L` above, the longest response that may be sampled; only for that aggregation.
+    fixed_length: `L` above, the longest response that may be sampled; read by the aggregation of its name alone.
     """
     if aggregation == "token_mean":
         return mask_T

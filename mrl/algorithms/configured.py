@@ -1,4 +1,4 @@
-"""The algorithm that a config asks for, and the checks that need to know it."""
+"""The algorithm of a config, and the checks that need to know it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def configured_recipe(algorithm: AlgorithmConfig) -> Recipe:
 
 
 def check_algorithm(config: PPOConfig) -> Recipe:
-    """Returns the recipe, or a ConfigError where keys contradict the algorithm or it leaves one unread."""
+    """Returns the recipe. Raises ConfigError if keys contradict the algorithm or it leaves one unread."""
     made, algorithm = configured_recipe(config.algorithm), config.algorithm
     _check_parts(made)
     _check_unrewarded(config, made)
@@ -69,7 +69,7 @@ def check_algorithm(config: PPOConfig) -> Recipe:
 
 
 def _check_parts(made: Recipe) -> None:
-    """Values that fit none of the others."""
+    """Raises ConfigError for values that fit none of the others."""
     if 0 < made.dual_clip <= 1:
         raise ConfigError(
             "algorithm.dual_clip",
@@ -87,7 +87,7 @@ def _check_parts(made: Recipe) -> None:
 
 
 def _check_unrewarded(config: PPOConfig, made: Recipe) -> None:
-    """Keys that only rewards give something to do, where a teacher is all there is to learn from."""
+    """Raises ConfigError for keys that need rewards, if a teacher is all there is to learn from."""
     if is_rewarded(config) or config.algorithm.name not in OPD_NAMES:
         return
     give = "leave it out, or give rewards.functions with a weight"
@@ -110,7 +110,7 @@ def _check_unrewarded(config: PPOConfig, made: Recipe) -> None:
 
 
 def _check_best(config: PPOConfig, made: Recipe) -> None:
-    """Metrics of a critic, a reference or a correction that the run has not."""
+    """Raises ConfigError for a best metric of a critic, a reference or a correction that the run has not."""
     best = config.checkpoint.best
     if best is None:
         return

@@ -1,4 +1,4 @@
-"""Importance correction: the sampler's probabilities and the trainer's, of the same weights, are not quite the same.
+"""Importance correction: sampler and trainer, with the same weights, give slightly different probabilities.
 
 Dimensions: `T` tokens of a micro-batch end to end, `S` sequences.
 
@@ -10,7 +10,7 @@ a `cap` (and a `floor`), the policy's loss of a token is multiplied by
     mask        c where floor <= c <= cap, else 0    MIS (Liu and Li 2025, "When Speed Kills Stability"), with a floor
                                                      IcePop (Ling team 2025)
 
-A token whose weight is 0 still counts in the denominator: the estimate is a mean over all that was sampled. To leave
+A token with weight 0 still counts in the denominator: the estimate is a mean over all sampled tokens. To leave
 rejected sequences out of the mean as well, put the weights into the loss mask before the mini-batch is made.
 """
 

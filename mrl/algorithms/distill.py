@@ -1,6 +1,6 @@
 """Distillation: how far the student's next-token distribution is from the teacher's, as engines take losses (sums).
 
-Dimensions: `T` tokens of a micro-batch end to end, `N` of them that train, `K` token ids at which both are compared.
+Dimensions: `T` tokens of a micro-batch end to end, `N` of them that train, `K` token ids for the comparison.
 
 With the teacher's probabilities `p`, the student's `q`, and `m = beta p + (1 - beta) q`:
 
@@ -9,13 +9,13 @@ With the teacher's probabilities `p`, the student's `q`, and `m = beta p + (1 - 
     jsd           beta sum p log(p / m) + (1 - beta) sum q log(q / m)
                                                                     Agarwal et al., 2023, GKD (arXiv 2306.13649), eq. 1
 
-The sums are over buckets: the `K` ids that the teacher finds likeliest, each its own, and where these are not the whole
-vocabulary one more, for all others together, of probability `1 - sum` of the rest. A divergence of buckets is at most
-that of the whole distributions, and 0 only where both agree on all buckets (data processing inequality).
+The sums are over buckets. Each of the teacher's `K` likeliest ids is one. If they are not the whole vocabulary, one
+more bucket holds all others, with the probability `1 - sum` of the `K`. A divergence of buckets is at most the whole
+distributions' one. It is 0 only if both agree on all buckets (data processing inequality).
 
-A bucket's share of a KL is taken as `p log(p / q) - p + q`, which adds nothing over all buckets and makes each share at
-least 0, with a derivative by `log q` of exactly 0 where `p = q`: a student that is its teacher does not move, to the
-bit. Values and derivatives are computed in float64.
+A bucket's share of a KL is taken as `p log(p / q) - p + q`. The terms `- p + q` add up to 0 over all buckets, and make
+each share at least 0. The derivative by `log q` is exactly 0 at `p = q`, so a student that equals its teacher does not
+move, to the bit. Values and derivatives are computed in float64.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def divergence(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ([N] the divergence, [N, K] its derivative by the student's log-probs, [N] the teacher's tail), float64.
 
-    student_NK, teacher_NK: log-probs of the same ids; where the teacher's is -inf there is no bucket, and what the
-    student has there is in the tail. tail: whether there is a bucket for the rest.
+    student_NK, teacher_NK: log-probs of the same ids. A teacher's -inf is no bucket, and the student's probability
+    there is in the tail. tail: whether there is a bucket for the rest.
     """
     lp, lq = teacher_NK.detach().double(), student_NK.detach().double()
     here = lp > -torch.inf
@@ -122,8 +122,8 @@ def divergence(
 
 
 class _Divergence(torch.autograd.Function):
-    """[N] divergences and [N] tails, chunk by chunk: what is kept for the backward pass is one tensor of the log-probs'
-    shape and dtype."""
+    """Computes [N] divergences and [N] tails, chunk by chunk. It keeps one tensor of the log-probs' shape and dtype for
+    the backward pass."""
 
     @staticmethod
     def forward(
@@ -153,7 +153,8 @@ class _Divergence(torch.autograd.Function):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TeacherDivergence:
-    """The divergence of the student from the teacher at each token that trains, and the teacher's tail there."""
+    """Measures the divergence of the student from the teacher at each token that trains, and the teacher's tail
+    there."""
 
     kind: str  # of `DIVERGENCES`
     beta: float = 0.5  # of jsd
@@ -161,7 +162,7 @@ class TeacherDivergence:
 
     def __call__(self, data: Batch, student_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Returns both [T] float64, 0 where nothing trains, the first with gradient. student_TK: log-probs of the ids
-        that `data.token_fields[TEACHER]` is of."""
+        of `data.token_fields[TEACHER]`."""
         teacher_TK = data.token_fields[TEACHER]
         assert student_TK.shape == teacher_TK.shape, f"{student_TK.shape}, teacher {teacher_TK.shape}"
         trained = data.loss_mask.nonzero()[:, 0]
@@ -176,8 +177,8 @@ class DistillLoss:
 
     predictions["log_probs"]: [T, 1 + K] of `data.labels`, the first column at temperature 1 and the others at
     `temperature`, which divides the logits of both models. The factor temperature^2 keeps the size of the gradient
-    (Hinton et al., 2015, section 2). Metrics are those of `metric_denominators(names)`, as means that the engine's one
-    division by "tokens" gives; the divergence is without that factor.
+    (Hinton et al., 2015, section 2). Metrics are those of `metric_denominators(names)`; the engine's one division by
+    "tokens" makes them means. The divergence among them is without that factor.
     """
 
     kind: str  # of `DIVERGENCES`
@@ -208,7 +209,7 @@ class DistillLoss:
         return total, {**ctx, "metrics": {**ctx.get("metrics", {}), **sums}}
 
     def _of_each(self, data: Batch, found_N: Tensor, of_N: Tensor) -> dict[str, Tensor]:
-        """Returns the divergence of the tokens of each teacher that the global mini-batch has tokens of.
+        """Returns the divergence by teacher, for each teacher with tokens in the global mini-batch.
 
         found_N: of each trained token. of_N: the number of its teacher. The engine divides by all trained tokens, and
         the mean is over the teacher's.

@@ -9,9 +9,8 @@ Which fields a batch must carry, all [T] and aligned with its labels:
              with a teacher's distributions, its log-probs of `data.labels[:, 1:]` (`distill.TEACHER`)
     critic   returns, old_values
 
-Metrics are means over trained tokens whatever the aggregation: their sums are scaled so that the engine's one division
-gives that. All log-probs are taken at the temperature of the sampler; the engine does that, no function here sees
-logits.
+Metrics are means over trained tokens for every aggregation: their sums are scaled for the engine's one division. The
+engine takes all log-probs at the temperature of the sampler; no function here sees logits.
 """
 
 from __future__ import annotations
@@ -51,7 +50,8 @@ class _Aggregated:
         return (loss_T * weights_T).sum()
 
     def _add_means(self, ctx: Ctx, data: Batch, quantities: Mapping[str, Tensor]) -> Ctx:
-        """`ctx` with, for each quantity [T], the sum that the division by `denominator` makes its mean over tokens."""
+        """Returns `ctx` with a sum for each quantity [T]: the division by `denominator` makes it the mean over
+        tokens."""
         scale = data.denominators[self.denominator] / (data.denominators["tokens"] or 1.0)
         mask_T = data.loss_mask.double()
         sums = {name: (x_T.detach().double() * mask_T).sum() * scale for name, x_T in quantities.items()}
@@ -105,7 +105,7 @@ class ActorLoss(_Aggregated):
         return self._sum(data, loss_T), self._add_means(ctx, data, report)
 
     def _policy(self, data: Batch, log_probs_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """`c_t l_t`, and what there is to report of it."""
+        """Returns `c_t l_t`, and its metrics."""
         mask_T, lengths_S = data.loss_mask, data.lengths
         old_T = _field(data, "old_log_probs") if "old_log_probs" in data.token_fields else log_probs_T.detach()
         ratio_T = RATIOS[self.ratio](log_probs_T, old_T, mask_T, lengths_S)
@@ -151,8 +151,7 @@ class CriticLoss(_Aggregated):
 
 
 def _trained(values_T: Tensor, data: Batch) -> Tensor:
-    """[T]: 0 where nothing trains, whatever was there (also what is not finite): neither value nor gradient gets
-    through."""
+    """Returns [T] with 0 where nothing trains. Neither a value there nor its gradient gets through, finite or not."""
     assert values_T.shape == data.loss_mask.shape, f"{tuple(values_T.shape)}, mask {tuple(data.loss_mask.shape)}"
     return values_T.masked_fill(data.loss_mask == 0, 0.0)
 
@@ -163,7 +162,7 @@ def _field(data: Batch, name: str) -> Tensor:
 
 
 def _differentiable_entropy(predictions: Mapping[str, Tensor], data: Batch) -> Tensor:
-    """A bonus without a gradient would change nothing but the loss that is shown."""
+    """Returns the entropy, which must have a gradient: without one a bonus changes the shown loss alone."""
     assert "entropy" in predictions, 'an entropy bonus needs ctx["entropy"] = "differentiable"'
     entropy_T = predictions["entropy"]
     with_gradient = entropy_T.requires_grad or not predictions["log_probs"].requires_grad

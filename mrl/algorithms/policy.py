@@ -37,32 +37,33 @@ class PolicyLoss(NamedTuple):
 
 # -- ratios ------------------------------------------------------------------------------------------------------------
 # log_probs_T: [T] with gradient; old_log_probs_T: [T]; both finite, and equal (as 0 is) where nothing trains. No ratio
-# is beyond exp(-20) to exp(20): see `log_ratio.bounded`.
+# is beyond exp(-20) to exp(20): see `log_ratio.clamped_log_ratio`.
 
 
 def token_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
-    """[T]: `p(token) / p_old(token)` (PPO, Schulman 2017, section 3)."""
+    """Returns [T]: `p(token) / p_old(token)` (PPO, Schulman 2017, section 3)."""
     return clamped_log_ratio(log_probs_T - old_log_probs_T).exp()
 
 
 def sequence_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
-    """[T]: at each token `s = (p(y) / p_old(y))^(1/|y|)` of its sequence's trained tokens (GSPO, Zheng 2025, eq. 7)."""
+    """Returns [T]: `s = (p(y) / p_old(y))^(1/|y|)` of a token's sequence, over trained tokens (GSPO, Zheng 2025, eq.
+    7)."""
     log_ratio_S = _mean_log_ratio(log_probs_T - old_log_probs_T, mask_T, lengths_S)
     return to_tokens(clamped_log_ratio(log_ratio_S), lengths_S).exp()
 
 
 def sequence_token_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
-    """[T]: `sg[s] p(token) / sg[p(token)]`: the number of `sequence_ratio`, the gradient of the token
+    """Returns [T]: `sg[s] p(token) / sg[p(token)]`: the number of `sequence_ratio`, the gradient of the token
     (GSPO-token, eq. 14).
 
-    The same loss and gradient as `sequence_ratio` where all tokens of a sequence have one advantage and one weight.
+    Loss and gradient are those of `sequence_ratio` if all tokens of a sequence have one advantage and one weight.
     """
     log_ratio_S = _mean_log_ratio((log_probs_T - old_log_probs_T).detach(), mask_T, lengths_S)
     return clamped_log_ratio(to_tokens(log_ratio_S, lengths_S) + log_probs_T - log_probs_T.detach()).exp()
 
 
 def _mean_log_ratio(log_ratio_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
-    """[S]: over each sequence's trained tokens; 0 where there are none."""
+    """Returns [S]: the mean over each sequence's trained tokens; 0 if there are none."""
     trained_T = (mask_T != 0).to(log_ratio_T.dtype)
     return sum_per_sequence(log_ratio_T * trained_T, lengths_S) / sum_per_sequence(trained_T, lengths_S).clamp(min=1)
 
@@ -79,7 +80,7 @@ RATIOS: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def clipped_surrogate(ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor, clip: Clip) -> PolicyLoss:
-    """PPO's clipped surrogate (Schulman 2017, eq. 7), with two bounds (DAPO's clip-higher, Yu 2025, eq. 10).
+    """Computes PPO's clipped surrogate (Schulman 2017, eq. 7), with two bounds (DAPO's clip-higher, Yu 2025, eq. 10).
 
         l = -min(r A, clip(r, 1 - low, 1 + high) A)            and, with dual clip (Ye 2020), where A < 0:
         l = -max(min(r A, clip(r, 1 - low, 1 + high) A), dual A)
@@ -98,17 +99,16 @@ def clipped_surrogate(ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor
 
 
 def cispo(ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor, clip: Clip) -> PolicyLoss:
-    """`l = -sg[clip(r, 1 - low, 1 + high)] A log p` (CISPO, MiniMax-M1 2025, eq. 4-5): the weight is clipped, no token
-    is lost.
+    """Computes `l = -sg[clip(r, 1 - low, 1 + high)] A log p` (CISPO, MiniMax-M1 2025, eq. 4-5).
 
-    The paper sets no lower bound: low 1, because ratios are positive.
+    The weight is clipped, so no token is lost. The paper sets no lower bound: low 1, because ratios are positive.
     """
     weight_T = ratio_T.detach().clamp(1 - clip.low, 1 + clip.high)
     return PolicyLoss(-weight_T * advantages_T * log_probs_T, weight_T != ratio_T.detach())
 
 
 def policy_gradient(ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor, clip: Clip) -> PolicyLoss:
-    """`l = -A log p` (REINFORCE, Williams 1992): right for the present policy's tokens, so one update a rollout."""
+    """Computes `l = -A log p` (REINFORCE, Williams 1992): right for the present policy, so one update a rollout."""
     return PolicyLoss(-advantages_T * log_probs_T, torch.zeros_like(ratio_T, dtype=torch.bool))
 
 
@@ -121,9 +121,9 @@ OBJECTIVES: Mapping[str, Callable[[Tensor, Tensor, Tensor, Clip], PolicyLoss]] =
 
 
 def largest_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor) -> float:
-    """Returns the largest `max(r, 1/r)` over the tokens that train, 1 where none does.
+    """Returns the largest `max(r, 1/r)` over the tokens that train, 1 if none does.
 
-    From what a whole mini-batch's forward gave: a maximum is no sum, so no loss function can report it.
+    It takes the forward of a whole mini-batch: a maximum is no sum, so no loss function can report it.
     """
     trained_T = mask_T != 0
     gaps = clamped_log_ratio(log_probs_T[trained_T] - old_log_probs_T[trained_T]).detach().abs()

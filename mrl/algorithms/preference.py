@@ -2,8 +2,9 @@
 
 Dimensions: `T` tokens of a micro-batch end to end, `S` sequences, `N` units: pairs, or single answers of kto.
 
-With a prompt `x`, its chosen answer `w` and its rejected one `l`, the policy's log-prob `lp(y)` of an answer (the sum
-over its tokens), `mp(y)` that over its number of tokens, `r(y) = lp(y) - lp_ref(y)` and the logistic function `s`:
+A prompt `x` has a chosen answer `w` and a rejected one `l`. `lp(y)` is the policy's log-prob of an answer (the sum over
+its tokens), `mp(y)` is `lp(y)` over the number of tokens. With `r(y) = lp(y) - lp_ref(y)` and the logistic function
+`s`:
 
     dpo     -(1 - e) log s(beta (r(w) - r(l))) - e log s(-beta (r(w) - r(l)))
                             Rafailov et al., 2023 (arXiv 2305.18290), eq. 7; e: Mitchell, "A note on DPO with noisy
@@ -17,13 +18,13 @@ over its tokens), `mp(y)` that over its number of tokens, `r(y) = lp(y) - lp_ref
     simpo   -log s(beta (mp(w) - mp(l)) - gamma)
                             Meng et al., 2024 (arXiv 2405.14734), eq. 6
 
-Each is a mean over the units of the global mini-batch, weighted by their rows' weights, to which `sft_weight` times the
-mean negative log-likelihood of all tokens of chosen answers is added. Length-normalized dpo and ipo have
-`mp(y) - mp_ref(y)` for `r(y)`.
+Each is a mean over the units of the global mini-batch, weighted by their rows' weights. `sft_weight` times the mean
+negative log-likelihood of all tokens of chosen answers is added. Length-normalized dpo and ipo have `mp(y) - mp_ref(y)`
+for `r(y)`.
 
-`z`, kto's estimate of the KL from the reference, is a mean over the global mini-batch, not weighted, of `r` of answers
-to other prompts, at least 0, without a gradient (section 4 of the paper). It is made before the step, by the policy as
-it is then, and comes as `ctx["kl"]`: so it depends neither on ranks nor on micro-batches.
+kto's `z` estimates the KL from the reference. It is the mean of `r` over answers to other prompts in the global
+mini-batch, not weighted. It is at least 0 and has no gradient (section 4 of the paper). The policy before the step
+makes it, and it comes as `ctx["kl"]`: so it depends neither on ranks nor on micro-batches.
 """
 
 from __future__ import annotations
@@ -150,8 +151,11 @@ is a difference of sums, and no accuracy, which compares the two."""
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceLoss:
-    """A loss of `LOSSES` as engines take it, divided by `DENOMINATOR`. Sequences of a pair are neighbours, the chosen
-    one first. Metrics are those of `METRIC_DENOMINATORS`, as means that the engine's one division gives."""
+    """Computes a loss of `LOSSES` as engines take it, divided by `DENOMINATOR`.
+
+    Sequences of a pair are neighbours, the chosen one first. Metrics are those of `METRIC_DENOMINATORS`; the engine's
+    one division makes them means.
+    """
 
     name: str
     numbers: LossSettings
@@ -202,27 +206,27 @@ def _answers(data: Batch, log_probs_T: Tensor) -> Answers:
 
 
 def answer_weights(data: Batch) -> Tensor:
-    """[S] float64: what each answer counts."""
+    """Returns [S] float64: the weight of each answer."""
     if WEIGHT in data.sequence_fields:
         return data.sequence_fields[WEIGHT].double()
     return torch.ones(data.num_sequences, dtype=torch.float64, device=data.lengths.device)
 
 
 def is_paired_S(data: Batch) -> Tensor:
-    """[S] float64: 1 for each answer of a pair, 0 for a single one."""
+    """Returns [S] float64: 1 for each answer of a pair, 0 for a single one."""
     if OF_PAIR in data.sequence_fields:
         return data.sequence_fields[OF_PAIR].double()
     return torch.ones(data.num_sequences, dtype=torch.float64, device=data.lengths.device)
 
 
 def answer_log_probs(data: Batch, log_probs_T: Tensor) -> Tensor:
-    """[S] float64: the log-prob of each sequence's trained tokens together."""
+    """Returns [S] float64: the log-prob of each sequence's trained tokens together."""
     trained_T = log_probs_T.masked_fill(data.loss_mask == 0, 0.0).double()
     return sum_per_sequence(trained_T, data.lengths)
 
 
 def _scale(data: Batch, denominator: str) -> float:
-    """What makes a sum, which the engine divides by `DENOMINATOR`, one that is divided by `denominator`."""
+    """Returns the factor of a sum for `denominator`: the engine divides by `DENOMINATOR`."""
     return data.denominators[DENOMINATOR] / (data.denominators[denominator] or 1.0)
 
 

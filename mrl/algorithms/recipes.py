@@ -27,7 +27,7 @@ from mrl.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The parts of an algorithm. No field is ever None, so that in a config None can mean "as the recipe says"."""
+    """Holds the parts of an algorithm. No field is ever None, so a config's None can mean "as the recipe says"."""
 
     advantage: str  # of `ESTIMATORS`
     objective: str = "clip"  # of `policy.OBJECTIVES`
@@ -115,7 +115,7 @@ def recipe(name: str, overrides: Mapping[str, Any] | None = None, *, distill: bo
 
     distill: the divergence from a teacher's distributions is minimized itself, and its sampled KL is no reward.
 
-    Raises ConfigError for a name that is not known, and for a part that nothing would read.
+    Raises ConfigError for an unknown name, and for a part that nothing would read.
     """
     if name not in RECIPES:
         raise _unknown("algorithm.name", name, tuple(RECIPES))
@@ -148,7 +148,7 @@ def _unknown(key: str, value: Any, choices: tuple[str, ...]) -> ConfigError:
 
 
 def advantages(recipe: Recipe, rollout: AdvantageInputs) -> tuple[Tensor, Tensor | None]:
-    """Advantages [T], and with a critic the returns [T] that it is trained on, of a whole rollout."""
+    """Returns advantages [T] of a whole rollout, and with a critic the returns [T] that it is trained on."""
     estimator = ESTIMATORS[recipe.advantage]
     assert estimator.needs is None or getattr(rollout, estimator.needs) is not None, f"without {estimator.needs}"
     advantages_T, returns_T = estimator.compute(rollout, recipe.gamma, recipe.lam)

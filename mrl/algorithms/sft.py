@@ -14,7 +14,7 @@ from mrl.batch import Batch
 
 
 def sft_loss(data: Batch, predictions: Mapping[str, Tensor], ctx: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """`-sum_t mask_t * log p(label_t)`: a sum; the engine divides by the tokens of the global mini-batch.
+    """Returns `-sum_t mask_t * log p(label_t)`: a sum; the engine divides by the tokens of the global mini-batch.
 
     predictions["log_probs"]: [T], of `data.labels`. A label whose mask is 0 adds nothing, whatever its log-prob.
     """

@@ -1,4 +1,4 @@
-"""Rewards before advantages: where they are placed, what is taken from them, which groups are worth training on.
+"""Rewards before advantages: their tokens, penalties, and the groups that are worth training on.
 
 Dimensions: `T` tokens of all sequences end to end, `S` sequences.
 """
@@ -20,12 +20,14 @@ def token_rewards(
     kl_T: Tensor | None = None,
     kl_coef: float = 0.0,
 ) -> Tensor:
-    """[T]: the reward of each action: `r_t = token_score_t + [t is the last] score - kl_coef kl_t`
+    """Returns [T]: the reward of each action, `r_t = token_score_t + [t is the last] score - kl_coef kl_t`
     (Ouyang 2022, eq. 2).
 
-    scores_S: a reward for the whole sequence, placed at its last trained token; a sequence that trains nothing has no
-    place for it. token_scores_T: rewards of single actions, 0 outside the mask. kl_T: estimates from
-    `mrl.algorithms.kl`, whatever outside the mask. The result is 0 outside the mask.
+    The result is 0 outside the mask.
+
+    scores_S: a reward for the whole sequence, placed at its last trained token. A sequence without one loses it.
+    token_scores_T: rewards of single actions, 0 outside the mask. kl_T: estimates from `mrl.algorithms.kl`, of any
+    value outside the mask.
     """
     trained_T = mask_T != 0
     rewards_T = scores_S.new_zeros(mask_T.numel())
@@ -41,10 +43,10 @@ def token_rewards(
 
 
 def overlong_penalty(new_tokens_S: Tensor, *, max_length: int, cache: int) -> Tensor:
-    """[S], to be added to the score: DAPO's soft overlong punishment (Yu 2025, eq. 13).
+    """Returns [S], to be added to the score: DAPO's soft overlong punishment (Yu 2025, eq. 13).
 
     0 up to `max_length - cache` tokens, falling linearly to -1 at `max_length`, -1 above. new_tokens_S: tokens
-    after the prompt, as max_length counts them: in a conversation what an environment said too.
+    after the prompt, as max_length counts them: in a conversation the environment's too.
     """
     assert 0 < cache <= max_length, f"cache {cache} is not within 1 to max_length ({max_length})"
     beyond_S = new_tokens_S.double() - (max_length - cache)
@@ -52,12 +54,12 @@ def overlong_penalty(new_tokens_S: Tensor, *, max_length: int, cache: int) -> Te
 
 
 def groups_with_signal(rewards_S: Tensor, groups_S: Tensor) -> Tensor:
-    """[S] bool: whether the rewards of a sequence's group differ; DAPO's dynamic sampling keeps those
+    """Returns [S] bool: whether the rewards of a sequence's group differ; DAPO's dynamic sampling keeps those
     (Yu 2025, eq. 11).
 
-    The paper asks for `0 < correct < G` with rewards of right and wrong; for other rewards the same condition is that
-    they are not all equal. A group of one has nothing to compare and is dropped. rewards_S: what decides, in the paper
-    the accuracy before any shaping. groups_S: int64, the same number for samples of one prompt.
+    The paper asks for `0 < correct < G` with rewards of right and wrong. For other rewards the same condition is: they
+    are not all equal. A group of one has nothing to compare and is dropped. rewards_S: the rewards that decide, in the
+    paper the accuracy before any shaping. groups_S: int64, the same number for samples of one prompt.
     """
     _, group_S = groups_S.unique(return_inverse=True)
     count = int(group_S.max()) + 1 if group_S.numel() else 0

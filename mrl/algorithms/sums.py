@@ -1,4 +1,4 @@
-"""Losses that are plain sums over positions, by name: those that a client of `mrl serve` asks for.
+"""Losses that are plain sums over positions, by name, for clients of `mrl serve`.
 
 Dimensions: `T` tokens of a micro-batch end to end, `K` labels of a token. `lp` is the log-prob of a label, `q` the one
 that the sampler gave, `A` the advantage, `r = exp(lp - q)`, `sg` takes the gradient off.
@@ -14,7 +14,7 @@ that the sampler gave, `A` the advantage, `r = exp(lp - q)`, `sg` takes the grad
 
 Nothing divides: who wants a mean scales the weights or the advantages. Positions of a prompt have `A` 0 and `q` 0. The
 thresholds are ratios themselves, not distances from 1. Names, inputs and options are those of the tinker client's
-documentation; where this differs from it, `Loss.options` says so.
+documentation; `Loss.options` says if this differs from it.
 """
 
 from __future__ import annotations

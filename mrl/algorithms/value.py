@@ -19,7 +19,7 @@ class ValueLoss(NamedTuple):
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: float = 0.0) -> ValueLoss:
-    """Squared error of the values, where `clip` is not 0 with the value kept near the old one. [T] each.
+    """Returns the squared error of the values, kept near the old ones if `clip` is not 0. [T] each.
 
         l = 1/2 max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2)
 
@@ -35,7 +35,7 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, cli
 
 
 def explained_variance(*, returns: float, returns_squared: float, error: float, error_squared: float) -> float:
-    """`1 - Var(R - V) / Var(R)` from means over the same tokens: of `R`, `R^2`, `R - V`, `(R - V)^2`.
+    """Returns `1 - Var(R - V) / Var(R)` from means over the same tokens: of `R`, `R^2`, `R - V`, `(R - V)^2`.
 
     1: the critic knows the returns; 0: no better than a constant; negative: worse. Returns that are all equal leave
     nothing to explain, and it is 0.

@@ -1,6 +1,6 @@
 """`mrl generate --chat`: a conversation on the terminal.
 
-The terminal belongs to the main process. Each turn of the user is read there and given to all ranks as tokens; they
+The terminal belongs to the main process. It reads each turn of the user and gives it to all ranks as tokens. They
 sample together, and the main process shows the answer as its tokens come.
 """
 
@@ -32,7 +32,7 @@ ASK = "> "
 
 
 class Conversation:
-    """What was said so far, on the main process.
+    """Holds the conversation so far, on the main process.
 
     system: the system message, "" for none. Commands begin with a slash; a line that ends with a backslash goes on.
     """
@@ -49,7 +49,7 @@ class Conversation:
         return [*system, *self.turns]
 
     def next_turn(self) -> list[int] | None:
-        """Reads lines until there is one to answer, and returns the conversation's tokens; None at its end."""
+        """Reads lines until there is one to answer. Returns the conversation's tokens; None at its end."""
         while True:
             text = read_line()
             if text is None or text.strip() == "/quit":
@@ -71,7 +71,7 @@ class Conversation:
         return tokens
 
     def _obey(self, line: str) -> None:
-        """Does what a line that begins with a slash says."""
+        """Obeys a line that begins with a slash."""
         command, _, rest = line.strip().partition(" ")
         rest = rest.strip()
         if command == "/reset":
@@ -86,7 +86,7 @@ class Conversation:
             say(HELP if command == "/help" else f"{command} is no command, or lacks something: {HELP}")
 
     def _save(self, path: str) -> str:
-        """Adds the conversation to a file of rows that `mrl sft` reads. Returns what is to be said."""
+        """Adds the conversation to a file of rows that `mrl sft` reads. Returns the line to say."""
         row: dict[str, Any] = {"messages": self.messages} | ({"tools": self._tools} if self._tools else {})
         try:
             with open(os.path.expanduser(path), "a", encoding="utf-8") as file:
@@ -104,7 +104,7 @@ class Interrupt:
 
     @contextlib.contextmanager
     def watched(self, *, alone: bool) -> Iterator[None]:
-        """Inside, Ctrl-C ends the answer and not the command, where this process is the only one."""
+        """Lets Ctrl-C end the answer and not the command, inside the context, if this process is the only one."""
         self.pressed = False
         if not alone:
             yield
@@ -145,7 +145,7 @@ def talk(config: GenerateConfig, model: LoadedModel, console: Console) -> None:
 def request_of(
     tokens: Sequence[int], config: GenerateConfig, model: LoadedModel, text: StreamedText, interrupt: Interrupt
 ) -> SampleRequest:
-    """Returns what is asked for one answer. The noise follows from the seed and the positions of its tokens."""
+    """Returns the request for one answer. The noise follows from the seed and the positions of its tokens."""
     rollout = config.rollout
     sampling = SamplingParams(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
 
@@ -195,5 +195,5 @@ def write(text: str) -> None:
 
 
 def say(line: str) -> None:
-    """One line that is no part of the conversation."""
+    """Writes a line that is no part of the conversation."""
     write(f"({line})\n")

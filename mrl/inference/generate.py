@@ -25,7 +25,7 @@ SHOWN_CHARACTERS = 60
 
 
 def run(config: GenerateConfig, command_line: str = "") -> None:
-    """Does what `config.request` says. Collective. Raises UserError for what the user can put right."""
+    """Runs `config.request`. Collective. Raises UserError for what the user can put right."""
     console = open_console()
     with contextlib.closing(console), load_model(config, config.place, console) as model:
         say_what_answers(config, model, console)
@@ -38,14 +38,14 @@ def run(config: GenerateConfig, command_line: str = "") -> None:
 
 
 def say_what_answers(config: GenerateConfig, model: LoadedModel, console: Console) -> None:
-    """What was found, and the layout that it is on: one line."""
+    """Shows one line with the model and its layout."""
     place, world = config.place, model.dispatch.world_size
     on = f"{world} {'process' if world == 1 else 'processes'}"
     console.say(f"{place.given}: {place.what}, {config.model.dtype} on {on}")
 
 
 def sample(config: GenerateConfig, model: LoadedModel, console: Console) -> None:
-    """Completes all prompts, part by part, and shows or writes what each part gave."""
+    """Completes all prompts, part by part, and shows or writes each part."""
     prompts = prompts_of(config, model, console)
     samples, greedy = config.rollout.samples_per_prompt, config.request.greedy
     many = len(prompts) * samples > 1

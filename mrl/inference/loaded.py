@@ -42,7 +42,7 @@ class LoadedModel:
 
 @contextlib.contextmanager
 def load_model(config: InferenceConfig, place: PlaceConfig, console: Console) -> Iterator[LoadedModel]:
-    """Gives the model of `place` with its weights, ready to sample; all of it is ended afterwards. Collective."""
+    """Gives the model of `place` with its weights, ready to sample, and ends all of it afterwards. Collective."""
     console.doing(f"reading {place.given}")
     model, engine = config.model, config.engine
     vocab_size = vocab_size_of(read_hf_config(place.folder))

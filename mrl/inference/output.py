@@ -1,4 +1,4 @@
-"""Where results go: rows of a file, and words on the terminal, of the main process alone."""
+"""The output of results: rows of a file, and words on the terminal, from the main process alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def open_console() -> Console:
 
 @contextlib.contextmanager
 def writing(path: str | None, dispatch: WorkerDispatch) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Gives what writes a row to the file, at once; without a file, and on other ranks, it does nothing."""
+    """Gives a function that writes a row to the file at once. Without a file, and on other ranks, it does nothing."""
     if path is None or not dispatch.is_main:
         yield lambda row: None
         return
@@ -50,7 +50,7 @@ def write_whole(result: dict[str, Any], path: str) -> None:
 
 
 def check_writable(path: str, *, whole: bool = False) -> None:
-    """Raises ConfigError where the file of --out cannot be written. What it holds stays. whole: by `write_whole`."""
+    """Raises ConfigError if the file of --out cannot be written. Its content stays. whole: `write_whole` writes it."""
     file, part = _names(path)
     if part == file:
         return  # to open a pipe and close it again would end who reads it
@@ -64,7 +64,7 @@ def check_writable(path: str, *, whole: bool = False) -> None:
 
 @contextlib.contextmanager
 def _refused(path: str) -> Iterator[None]:
-    """Inside, what keeps the file of --out from being written is the user's line."""
+    """Turns an error of writing the file of --out into the user's line, inside the context."""
     try:
         yield
     except OSError as error:
@@ -73,8 +73,10 @@ def _refused(path: str) -> Iterator[None]:
 
 
 def _names(path: str) -> tuple[str, str]:
-    """Returns the file that `path` is, and the one that takes its place when it is whole: of a pipe or a device, which
-    nothing can replace, the same."""
+    """Returns the file at `path`, and the part file that replaces it when whole.
+
+    A pipe or a device cannot be replaced: both are the same then.
+    """
     file = os.path.expanduser(path)
     if file.startswith("/dev/") or (os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file)):
         return file, file

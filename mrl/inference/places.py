@@ -1,4 +1,4 @@
-"""What MODEL is: a Hugging Face folder or hub id, an imported or saved checkpoint, an adapter, or a run's directory."""
+"""The forms of MODEL: a Hugging Face folder or hub id, a checkpoint, an adapter, or a run's directory."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ FORMS = "a Hugging Face folder or hub id, a checkpoint, an adapter folder, or th
 
 
 def find_model(given: str, key: str = "MODEL") -> PlaceConfig:
-    """Returns where the weights, config.json and the tokenizer of `given` are. key: what the user calls it.
+    """Returns the place of the weights, config.json and the tokenizer of `given`. key: the user's name for it.
 
-    Of a run it is the model in its hf folder or, without one, its newest checkpoint. Raises a UserError where it is no
-    model, or one that does not make text.
+    A run stands for the model in its hf folder or, without one, for its newest checkpoint. Raises a UserError if there
+    is no model, or one that does not make text.
     """
     path = os.path.expanduser(given)
     if os.path.isfile(path) and os.path.basename(path) != LATEST:
@@ -99,15 +99,15 @@ def _of_source(given: str, folder: Path, key: str) -> PlaceConfig:
 
 
 def _name(dtype: Any) -> Literal["bfloat16", "float32"]:
-    """Returns the choice of model.dtype that is nearest to what a model is stored in."""
+    """Returns the choice of model.dtype nearest to the dtype of a stored model."""
     return "float32" if str(dtype).rpartition(".")[2] == "float32" else "bfloat16"
 
 
 def positions_of(hf_config: Any) -> tuple[int | None, str]:
-    """Returns the positions that config.json states, None where it states none, and what they are, in words.
+    """Returns the number of positions in config.json, None if it states none, and a name for them.
 
-    Of a rotary embedding that follows the length of a sequence they are those before it does: what is sampled token by
-    token has keys of the lengths before.
+    If a rotary embedding follows the length of a sequence, they are the positions before it begins to. A sequence that
+    is sampled token by token has keys of the lengths before.
     """
     if not isinstance(hf_config, dict):
         return None, ""
@@ -125,8 +125,10 @@ def positions_of(hf_config: Any) -> tuple[int | None, str]:
 
 @contextlib.contextmanager
 def weights_of(place: PlaceConfig) -> Iterator[Source | None]:
-    """Gives what the weights of a checkpoint or an adapter are read from, by Hugging Face name; None where an engine
-    reads the folder itself. Collective: the main process compares the checksums of all files before it ends.
+    """Gives the source of the weights of a checkpoint or an adapter, by Hugging Face name.
+
+    It is None if an engine reads the folder itself. Collective: the main process compares the checksums of all files
+    before it ends.
     """
     if place.source is None:
         yield None

@@ -18,7 +18,7 @@ from mrl.inference.loaded import LoadedModel
 
 
 class BoundedPrompts(PromptDataset):
-    """Prompts of a file, for a model whose positions bound them where data.max_prompt_length is not set."""
+    """Reads prompts of a file. The model's positions bound them if data.max_prompt_length is not set."""
 
     why_too_long: str | None = None
     split_is_of = "eval"  # as no others are read
@@ -32,8 +32,10 @@ class BoundedPrompts(PromptDataset):
 def prompts_of_file(
     config: InferenceConfig, loaded: LoadedModel, *, limit: int | None = None, bounded: str | None = None
 ) -> tuple[list[Prompt], Report, PromptDataset]:
-    """Returns the first `limit` prompts of data.eval that can be used, in the order of their rows. bounded: what bounds
-    them, in words, where the user has not."""
+    """Returns the first `limit` usable prompts of data.eval, in the order of their rows.
+
+    bounded: their bound in words; None if the user has set it.
+    """
     rows = BoundedPrompts(config.data, loaded.tokenizer, part="eval", vocab_size=loaded.vocab_size)
     rows.why_too_long = bounded
     report = Report()
@@ -49,7 +51,7 @@ def prompt_of_text(
     tools: list[Any] | None,
     bounded: str | None,
 ) -> Prompt:
-    """Returns a text as a prompt: a user turn where there is a chat template, else as it is."""
+    """Returns a text as a prompt: a user turn if there is a chat template, else as it is."""
     where = f"prompt {index + 1}"
     row: dict[str, Any] = {"prompt": text} | ({"tools": tools} if tools else {})
     try:
@@ -73,7 +75,7 @@ def check_length(tokens: int, config: InferenceConfig, *, where: str, bounded: s
 
 
 def bound_in_words(config: GenerateConfig | EvalConfig) -> str | None:
-    """Returns why prompts have no more than data.max_prompt_length tokens; None where the user has said so."""
+    """Returns why prompts have no more than data.max_prompt_length tokens; None if the user has set it."""
     if config.place.limit is None:
         return None
     most, new = config.data.max_prompt_length, config.rollout.max_new_tokens

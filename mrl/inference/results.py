@@ -1,4 +1,4 @@
-"""The result of an evaluation: what is written and printed of one, and of two on the same prompts.
+"""The result of an evaluation, and the comparison of two on the same prompts: written as JSON, printed as a table.
 
 Dimensions: `P` prompts, `N` samples of each.
 """
@@ -42,7 +42,7 @@ SAMPLED = (
 def rows_of(
     trajectories: Sequence[Trajectory], scores: Scores, values: Sequence[float], samples: int
 ) -> list[dict[str, Any]]:
-    """Returns what became of each prompt: lists of one entry a sample. values: what accuracy is made of."""
+    """Returns the outcome of each prompt: lists of one entry a sample. values: the samples' accuracies."""
     rows = []
     for start in range(0, len(trajectories), samples):
         part = range(start, start + samples)
@@ -62,18 +62,20 @@ def rows_of(
 
 
 def row_key(row: Mapping[str, Any]) -> str:
-    """Returns what a row is paired by: a hash of all that is in it."""
+    """Returns the key that pairs a row with its equal: a hash of all its content."""
     return hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def reward_in_words(config: EvalConfig) -> str:
-    """Returns the label of the reward that accuracy is made of."""
+    """Returns the label of the reward that gives the accuracy."""
     return label_of(config.rewards.functions[0]) if config.rewards is not None else ENVIRONMENT
 
 
 def reward_file(rewards: RewardsConfig | None) -> str | None:
-    """Returns a hash of the file of a reward that is the user's own and of the files beside it that it imports, whose
-    imports count too. Installed packages, data files, and what is imported by a name made at run time are not in it."""
+    """Returns a hash of the file of a user's own reward, and of the files in its folder that it imports, in turn too.
+
+    It leaves out installed packages, data files, and imports by a name made at run time.
+    """
     first = rewards.functions[0] if rewards is not None else None
     if not isinstance(first, FunctionReward):
         return None
@@ -85,7 +87,7 @@ def reward_file(rewards: RewardsConfig | None) -> str | None:
 
 
 def _imported_beside(path: Path) -> set[Path]:
-    """Returns the files in the folder of `path`, which is on the import path, that it and they import."""
+    """Returns the files in the folder of `path` that it imports, and they. The folder is on the import path."""
     found, waiting = {path}, [path]
     while waiting:
         file = waiting.pop()
@@ -101,7 +103,7 @@ def _imported_beside(path: Path) -> set[Path]:
 
 
 def _names(node: ast.AST, file: Path, folder: Path) -> list[tuple[str, Path]]:
-    """Returns the dotted names that an import may load, each with the folder that it is looked up in."""
+    """Returns the dotted names that an import may load, each with the folder to look in."""
     if isinstance(node, ast.Import):
         return [(alias.name, folder) for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
@@ -120,7 +122,7 @@ def _files_of(name: str, folder: Path) -> Iterator[Path]:
 
 
 def measures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """Returns each measure with its interval: pass@1 to pass@N, of greedy completions the accuracy alone."""
+    """Returns each measure with its interval: pass@1 to pass@N, or the accuracy of greedy completions."""
     samples = len(rows[0]["values"])
     measures = {}
     for k in range(1, samples + 1):
@@ -131,12 +133,12 @@ def measures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float 
 
 
 def _bounds(low: float, high: float) -> dict[str, float | None]:
-    """Returns an interval as JSON has it; one without bounds is null."""
+    """Returns an interval for JSON, with null for a bound that is not finite."""
     return {"low": low if math.isfinite(low) else None, "high": high if math.isfinite(high) else None}
 
 
 def totals_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the mean length of completions in tokens, and the share of those that a limit cut."""
+    """Returns the mean length of completions in tokens, and the share that a limit cut."""
     tokens = [count for row in rows for count in row["tokens"]]
     finished = [ended for row in rows for ended in row["finished"]]
     return {"length": fmean(tokens), "truncated": 1 - sum(finished) / len(finished)}
@@ -145,8 +147,8 @@ def totals_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the differences of two results on the prompts that both have, each with its interval and p-value.
 
-    The test is McNemar's exact one where both were greedy and every value is 0 or 1, else a permutation of signs of the
-    prompts' differences. Raises ConfigError where no prompt is the same.
+    The test is McNemar's exact one if both were greedy and every value is 0 or 1. Otherwise it permutes the signs of
+    the prompts' differences. Raises ConfigError if no prompt is the same.
     """
     pairs = _paired(first["rows"], second["rows"])
     if not pairs:
@@ -201,7 +203,7 @@ def _paired(
 
 
 def check_comparable(config: EvalConfig, saved: Mapping[str, Any]) -> None:
-    """Raises ConfigError where a saved result is of another reward, or of none of the rows that are to be evaluated."""
+    """Raises ConfigError if a saved result has another reward, or none of the rows of this evaluation."""
     reward = reward_in_words(config)
     if saved["reward"] != reward:
         why = f"was scored by {saved['reward']}, and this is by {reward}"
@@ -226,13 +228,13 @@ def _no_rows() -> ConfigError:
 
 
 def _options(rewards: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the keys of the first reward that say what it gives; its file may be written in several ways."""
+    """Returns the keys of the first reward that decide its numbers; its file may be written in several ways."""
     first = rewards["functions"][0] if rewards is not None else {}
     return {name: value for name, value in first.items() if name not in ("weight", "label", "function")}
 
 
 def read_result(path: str) -> dict[str, Any]:
-    """Returns what `mrl eval --out` wrote. Raises ConfigError for another file."""
+    """Returns the result in a file of `mrl eval --out`. Raises ConfigError for another file."""
     try:
         with open(os.path.expanduser(path), encoding="utf-8") as file:
             result = json.load(file)
@@ -248,7 +250,7 @@ def read_result(path: str) -> dict[str, Any]:
 
 
 def _is_whole(found: Mapping[str, Any]) -> bool:
-    """Returns whether a result has what a comparison reads."""
+    """Returns whether a result has all that a comparison reads."""
     rows, config = found.get("rows"), found.get("config")
     return (
         {"reward", "samples", "measures", "model", "length", "truncated", "faults"} <= found.keys()
@@ -270,7 +272,7 @@ def _are_numbers(values: Any, count: Any) -> bool:
 
 
 def table(result: Mapping[str, Any], other: Mapping[str, Any] | None, comparison: Mapping[str, Any] | None) -> str:
-    """Returns a result for people, beside another one where there is one."""
+    """Returns a result as a table for people, with another one if given."""
     results = [result] if other is None else [result, other]
     names = [""] if other is None else ["A: ", "B: "]
     lines = [_title(result)]
@@ -310,7 +312,7 @@ def table(result: Mapping[str, Any], other: Mapping[str, Any] | None, comparison
 
 
 def _left_out(result: Mapping[str, Any]) -> str:
-    """Returns how many rows are in no figure, as they are bad or too long."""
+    """Returns how many rows are in no figure, because they are bad or too long."""
     counts = result.get("left_out")
     if counts is None:
         return "not known"  # of a result that another version has written

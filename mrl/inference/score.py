@@ -58,9 +58,11 @@ class RowScore:
 
 
 class CompletedRows(SFTDataset):
-    """Rows of prompts and completions, as `mrl sft` trains on them; also those that `mrl generate --out` wrote, whose
-    tokens are scored as they were sampled. system: a message before the prompts of the latter. bounded: what has the
-    tokens that a row may have at most, in words."""
+    """Reads rows of prompts and completions, as `mrl sft` trains on them.
+
+    It also reads rows of `mrl generate --out`, and scores their tokens as they were sampled. system: a message before
+    the prompts of such rows. bounded: the most tokens of a row, in words.
+    """
 
     def __init__(
         self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, system: str | None, vocab_size: int | None,
@@ -140,7 +142,8 @@ def score_rows(config: GenerateConfig, model: LoadedModel, console: Console) -> 
 
 
 def score(rows: list[tuple[str, Example]], model: LoadedModel, *, temperature: float) -> list[RowScore]:
-    """Returns rows, each with its place, with the log-probs of what would train. The same on every rank. Collective."""
+    """Returns rows, each with its place, with the log-probs of the tokens that would train. Collective; equal on all
+    ranks."""
     examples = [example for _, example in rows]
     padded = examples + [examples[-1]] * (-len(examples) % model.dispatch.lcm_dp_size)  # no replica has none
     batch = make_batch([example.ids for example in padded], [[float(m) for m in example.mask] for example in padded])

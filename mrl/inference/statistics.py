@@ -1,4 +1,4 @@
-"""What an accuracy that was measured on some prompts says of all: estimates, intervals and tests, in plain floats.
+"""Estimates, intervals and tests for an accuracy that was measured on some prompts, in plain floats.
 
 Dimensions: `P` prompts, `N` samples of each. All intervals are of 95 %.
 """
@@ -26,7 +26,7 @@ def pass_at_k(values: Sequence[float], k: int) -> float:
     """Returns the expected best of `k` of the values, drawn without replacement: from N samples an unbiased estimate of
     the best of k.
 
-    Of values 0 and 1, c of them 1, this is `1 - C(N - c, k) / C(N, k)` (Chen et al. 2021, 2107.03374, eq. 1).
+    If c values are 1 and the others 0, this is `1 - C(N - c, k) / C(N, k)` (Chen et al. 2021, 2107.03374, eq. 1).
     """
     count = len(values)
     assert 1 <= k <= count, f"pass@{k} of {count} samples"
@@ -41,8 +41,10 @@ def is_bounded(values: Sequence[float]) -> bool:
 
 
 def wilson(mean: float, count: float) -> Interval:
-    """Returns Wilson's score interval (1927) of a rate that was `mean` in `count` trials; of a mean of numbers between
-    0 and 1, whose variance is no larger, an interval that is too wide, if anything."""
+    """Returns Wilson's score interval (1927) of a rate that was `mean` in `count` trials.
+
+    The mean of other numbers between 0 and 1 has no larger variance: for it the interval is too wide, if anything.
+    """
     z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
@@ -50,7 +52,7 @@ def wilson(mean: float, count: float) -> Interval:
 
 
 def student(values_P: Sequence[float]) -> Interval:
-    """Returns Student's interval of the mean of what was measured of each prompt.
+    """Returns Student's interval of the mean over prompts, one value each.
 
     A prompt is one cluster: its samples, which are alike, count as one (Miller 2024, 2411.00640, section 2).
     """
@@ -64,9 +66,9 @@ def student(values_P: Sequence[float]) -> Interval:
 def interval(values_P: Sequence[float]) -> Interval:
     """Returns the interval of the mean over prompts: Student's where values are not from 0 to 1, else Wilson's.
 
-    Of values between 0 and 1 its count is that of trials whose rate would have the variance of this mean (Franco et al.
-    2019, J. Survey Statistics and Methodology 7:334), less what Student's t is wider than the normal by (Korn and
-    Graubard 1998). Student's own is symmetric, and misses means near 0 and 1 too often.
+    For values between 0 and 1, Wilson's gets the number of trials at which a rate would have this mean's variance
+    (Franco et al. 2019, J. Survey Statistics and Methodology 7:334). That number is lowered for Student's t, wider than
+    the normal (Korn and Graubard 1998). Student's own interval is symmetric, and misses means near 0 and 1 too often.
     """
     mean, count = fmean(values_P), len(values_P)
     if not is_bounded(values_P):
@@ -79,11 +81,13 @@ def interval(values_P: Sequence[float]) -> Interval:
 
 
 def difference(differences_P: Sequence[float], *, bounded: bool) -> Interval:
-    """Returns the interval of the mean difference over prompts: Student's, within -1 and 1 where the values that differ
-    are from 0 to 1 (`bounded`).
+    """Returns the interval of the mean difference over prompts: Student's, within -1 and 1 if `bounded`.
 
-    Where all prompts have the same difference, Student's has no width. Of others, a share may differ from it of which
-    Wilson's interval of none in P is the bound, each as far as it can; what is not bounded has then no interval.
+    If all prompts have the same difference, Student's has no width. Other prompts may have another difference: at most
+    a share of them by Wilson's interval of none in P, each as far off as it can be. Without bounds there is no interval
+    then.
+
+    bounded: the values behind the differences are from 0 to 1.
     """
     if min(differences_P) == max(differences_P):
         if not bounded:
@@ -95,17 +99,18 @@ def difference(differences_P: Sequence[float], *, bounded: bool) -> Interval:
 
 
 def binary_difference(only_first: int, only_second: int, count: int) -> Interval:
-    """Returns Tango's score interval (1998, Statistics in Medicine 17:891) of the difference of two rates on the same
-    `count` prompts, of which only the first model answers some and only the second others.
+    """Returns Tango's score interval (1998, Statistics in Medicine 17:891) of the difference of two rates.
 
-    It has the continuity correction of McNemar's test (Edwards 1948), by which it holds 0 where `mcnemar` has p > 0.05
-    (of counts up to 30 it differs at 13 to 4 and 29 to 15 alone, p = 0.049). Student's and Tango's without it exclude 0
-    at 5 to none, of which the exact test gives p = 0.0625.
+    Both rates are on the same `count` prompts. only_first, only_second: prompts that one model alone answers.
+
+    It has the continuity correction of McNemar's test (Edwards 1948). So it holds 0 if `mcnemar` has p > 0.05; of
+    counts up to 30 the two differ at 13 to 4 and 29 to 15 alone, p = 0.049. Student's and Tango's without it exclude 0
+    at 5 to none, but the exact test gives p = 0.0625.
     """
     z, seen = NormalDist().inv_cdf(0.5 + LEVEL / 2), only_first - only_second
 
     def is_far(difference: float) -> bool:
-        """Whether the score test rejects this difference."""
+        """Returns whether the score test rejects this difference."""
         a, c = 2 * count, -only_second * difference * (1 - difference)
         b = -only_first - only_second + (2 * count - seen) * difference
         share = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)  # of only_second, the likeliest if it holds
@@ -113,7 +118,7 @@ def binary_difference(only_first: int, only_second: int, count: int) -> Interval
         return max(0.0, abs(seen - count * difference) - 1) ** 2 > z * z * max(0.0, variance)
 
     def bound(outside: float) -> float:
-        """Returns where the test begins to reject, between the difference that was seen and -1 or 1."""
+        """Returns the difference at which the test begins to reject, between the measured one and -1 or 1."""
         inside = seen / count
         if not is_far(outside):
             return outside
@@ -126,8 +131,10 @@ def binary_difference(only_first: int, only_second: int, count: int) -> Interval
 
 
 def mcnemar(first_P: Sequence[float], second_P: Sequence[float]) -> float:
-    """Returns the two-sided p-value of McNemar's exact test: of prompts that only one of the two answers, either is as
-    likely to be the one (a binomial test of 1/2; McNemar 1947)."""
+    """Returns the two-sided p-value of McNemar's exact test (McNemar 1947).
+
+    It is a binomial test of 1/2: a prompt with one answer alone is as likely the first's as the second's.
+    """
     assert is_binary([*first_P, *second_P])
     pairs = list(zip(first_P, second_P, strict=True))
     only_first, only_second = pairs.count((1.0, 0.0)), pairs.count((0.0, 1.0))
@@ -137,11 +144,11 @@ def mcnemar(first_P: Sequence[float], second_P: Sequence[float]) -> float:
 
 
 def sign_flips(differences_P: Sequence[float], seed: int = 0) -> float:
-    """Returns the two-sided p-value of a paired permutation test (Fisher 1935): how often the mean difference is as far
-    from 0 where each prompt's has either sign alike.
+    """Returns the two-sided p-value of a paired permutation test (Fisher 1935).
 
-    Of up to `EXACT_SIGNS` prompts that differ all signs are taken, else `RANDOM_SIGNS` draws, to which the observed one
-    is added (Phipson and Smyth 2010).
+    It is how often the mean difference is as far from 0 if each prompt's difference has either sign alike. With up to
+    `EXACT_SIGNS` prompts that differ all signs are taken. Else `RANDOM_SIGNS` are drawn, and the observed one is added
+    (Phipson and Smyth 2010).
     """
     differing = [abs(difference) for difference in differences_P if difference]
     seen = abs(math.fsum(differences_P)) * (1 - 1e-9)  # sums of the same numbers may differ in their last bits

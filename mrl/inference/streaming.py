@@ -23,7 +23,7 @@ class StreamedText:
         self._written = ""
 
     def __call__(self, tokens: Sequence[int]) -> None:
-        """tokens: all ids of the completion so far."""
+        """Writes the new part of the text. tokens: all ids of the completion so far."""
         text = self.text(tokens)
         if not text.endswith(UNFINISHED):
             self._show(text)

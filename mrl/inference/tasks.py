@@ -1,4 +1,4 @@
-"""What TASK is: a YAML file that names rows, a reward and how to sample, or the rows themselves."""
+"""The forms of TASK: a YAML file with rows, a reward and the sampling, or the rows themselves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS = ("prompt", "messages", "instruction")
 
 
 def _rows(raw: Any, path: str) -> dict[str, Any]:
-    """Returns keys of `data`, of which the rows alone may be given."""
+    """Returns keys of `data`. The rows alone may be given."""
     if isinstance(raw, str):
         return {"eval": raw}
     if isinstance(raw, Mapping) and "train" in raw:
@@ -32,7 +32,7 @@ def _rows(raw: Any, path: str) -> dict[str, Any]:
 
 
 def parse_reward(raw: Any, path: str = "reward") -> dict[str, Any]:
-    """Returns an entry of rewards.functions, of which the name alone may be given."""
+    """Returns an entry of rewards.functions. The name alone may be given."""
     if isinstance(raw, Mapping):
         return dict(raw)
     if not isinstance(raw, str) or not raw:
@@ -48,7 +48,7 @@ def _optional_reward(raw: Any, path: str) -> dict[str, Any] | None:
 
 
 def _rewards(raw: Any, path: str) -> dict[str, Any] | None:
-    """Returns the section `rewards`, of which the list of functions alone may be given."""
+    """Returns the section `rewards`. The list of functions alone may be given."""
     if raw is None:
         return None
     entries = raw.get("functions") if isinstance(raw, Mapping) else raw
@@ -90,7 +90,7 @@ class Task:
 
 
 def read_task(path: str) -> Task:
-    """Returns the task of a YAML file, or of rows: then what scores them is said elsewhere. Raises a UserError."""
+    """Returns the task of a YAML file, or of rows, whose reward is given elsewhere. Raises a UserError."""
     if not path.endswith((".yaml", ".yml")):
         return Task(Path(path.rstrip("/")).name.partition(".")[0] or path, {"data": {"eval": path}}, None)
     config = build_section(TaskConfig, read_yaml(path), "", TaskConfig)
@@ -110,8 +110,10 @@ def read_task(path: str) -> Task:
 
 
 def merged(task: Task, given: Mapping[str, Any], reward: str | None) -> dict[str, Any]:
-    """Returns the keys of `mrl eval`: those of a task, over which are the user's KEY=VALUE and options. reward: of
-    --reward."""
+    """Returns the keys of `mrl eval`: those of a task, overridden by the user's KEY=VALUE and options.
+
+    reward: of --reward.
+    """
     raw: dict[str, Any] = dict(task.raw)
     for section, value in given.items():
         raw[section] = {**raw.get(section, {}), **value} if isinstance(value, dict) else value
@@ -125,7 +127,7 @@ def merged(task: Task, given: Mapping[str, Any], reward: str | None) -> dict[str
 
 
 def with_question(data: dict[str, Any]) -> dict[str, Any]:
-    """Returns the section `data` in which a field `question` is the prompt, where the first row has no other."""
+    """Returns the section `data` with a field `question` as the prompt, if the first row has no other."""
     from mrl.data.rows import open_rows  # it imports datasets
 
     if data.get("columns"):

@@ -1,4 +1,4 @@
-"""LoRA in a transformers model that is to be sharded: peft's layers, their names in files, and what they start from."""
+"""LoRA in a transformers model before it is sharded: peft's layers, their names in files, their starting values."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mrl.engine.lora.shapes import PREFIX, SCORE, AdapterShape, initial_a
 
 
 class Adapters:
-    """The adapters of `hf`, a model on the meta device, which get their place in it here.
+    """Puts adapters into `hf`, a model on the meta device, and knows them by their names in files.
 
-    Everything else is frozen, but for a value head; where the model computes in bfloat16 what is frozen is held in it.
+    Everything else is frozen, but for a value head. If the model computes in bfloat16, what is frozen is held in it.
 
     kept: parameters of `hf` that are fp32 all the same. shapes: by what each adapts.
     """
@@ -45,7 +45,7 @@ class Adapters:
                     parameter.data = parameter.data.to(torch.bfloat16)
 
     def base(self) -> dict[str, nn.Parameter]:
-        """Returns what the model of transformers has without adapters, by its names there."""
+        """Returns the parameters of the model without adapters, by their names in transformers."""
         return {
             name.replace(".base_layer", ""): parameter
             for name, parameter in self.hf.named_parameters()
@@ -58,7 +58,7 @@ class Adapters:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Puts the values of the start into this rank's shards."""
+        """Fills this rank's shards with the starting values."""
         trained = self.trained()
         for shape in self.shapes.values():
             trained[shape.b_name].to_local().zero_()
@@ -74,14 +74,14 @@ class Adapters:
             parameter.to_local().copy_(tensors[name][offset : offset + rows])
 
     def set_scale(self, scale: float) -> None:
-        """All adapters are scaled by `scale`."""
+        """Scales all adapters by `scale`."""
         for module in self.hf.modules():
             if isinstance(module, LoraLayer):
                 module.scaling[ADAPTER] = scale
         self.shapes = {name: dataclasses.replace(shape, scale=scale) for name, shape in self.shapes.items()}
 
     def zero_b_names(self) -> set[str]:
-        """Returns the names of A whose B is zero on this rank: there its gradient is exactly zero, and rightly."""
+        """Returns the names of A whose B is zero on this rank: their gradient is exactly zero, and rightly."""
         trained = self.trained()
         return {s.a_name for s in self.shapes.values() if not bool(trained[s.b_name].to_local().any())}
 
@@ -97,7 +97,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Inside, layers run without their adapters."""
+        """Runs layers without their adapters, inside the context."""
         layers = [module for module in self.hf.modules() if isinstance(module, LoraLayer)]
         for layer in layers:
             layer._disable_adapters = True  # peft's own switch changes requires_grad too, of parameters that FSDP holds
@@ -116,6 +116,6 @@ def _file_name(parameter: str) -> str | None:
 
 
 def _rows(parameter: Tensor) -> tuple[int, int]:
-    """(first row, rows) of this rank's shard of a parameter that is sharded by rows."""
+    """Returns (first row, rows) of this rank's shard of a parameter that is sharded by rows."""
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return offset[0], shape[0]

@@ -3,12 +3,11 @@
 Dimensions: `R` rows, `L` tokens in a row, `H` query heads, `G` key/value heads, `D` head size.
 
 A packed micro-batch is one row of documents end to end. Each document's queries meet its own keys only, so the cost
-is that of the documents and not of the row, and nothing of one document can reach another's result, not even by
-rounding. A padded micro-batch has its padding on the right, where causal attention never looks.
+is that of the documents and not of the row. Nothing of one document can reach another's result, not even by rounding.
+A padded micro-batch has its padding on the right, and causal attention never looks there.
 
-What else a model asks of attention comes by transformers' two interfaces: its mask, which is kept as the rule that it
-was made by (`DocumentMask`), and keyword arguments (soft capping, sinks). What is neither supported nor harmless is
-refused.
+A model asks for other attention by transformers' two interfaces: its mask and keyword arguments (soft capping, sinks).
+A mask is kept as its rule (`DocumentMask`). Arguments are refused if they are neither supported nor harmless.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks", "head_mask"
 
 @dataclasses.dataclass(frozen=True)
 class DocumentMask:
-    """What a model's mask allows of what is causal: `window` tokens back, itself included, or a `chunk`'s own."""
+    """Holds the rule of a causal mask: how far back a token looks."""
 
-    window: int | None = None
-    chunk: int | None = None
+    window: int | None = None  # tokens, itself included
+    chunk: int | None = None  # tokens of a chunk, within which it looks
 
 
 def mask_of_rule(*, config: Any = None, local_size: int | None = None, use_vmap: bool = False, **rule: object) -> Any:
-    """transformers' mask interface: instead of a tensor, the rule, which the attention function gets for a mask."""
+    """Returns the rule of a mask in place of its tensor, by transformers' mask interface."""
     if "allow_is_bidirectional_skip" in rule:
         raise ModelError(_refused(config, "has attention in both directions"))
     if use_vmap:
@@ -75,13 +74,12 @@ def document_attention(
     cached_step: CachedStep | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface. query: [R, H, L, D]; key, value: [R, G, L, D]. Returns [R, L, H, D].
+    """Returns attention [R, L, H, D], by transformers' interface. query: [R, H, L, D]; key, value: [R, G, L, D].
 
-    sliding_window: where the model makes no mask; its mask says otherwise. softcap, s_aux: [H], as `softcap` and
-    `sinks` of `ScoreRule`.
-    document_lengths: of the documents that one row holds, in order; None where a row is one document.
-    ulysses: the ranks that share the rows; each then gives and gets its own places of them, and has all heads' sinks.
-    cached_step: in generation, what the one row holds and where the keys and values before it are.
+    sliding_window: read only if the model makes no mask. softcap, s_aux: [H], as `softcap` and `sinks` of `ScoreRule`.
+    document_lengths: of the documents in the one row, in order; None if a row is one document.
+    ulysses: the ranks that share the rows. Each then gives and gets its own positions, and has all heads' sinks.
+    cached_step: in generation, the documents of the one row and the keys and values before them.
     """
     mask = _rule(module, attention_mask, sliding_window, is_causal, others)
     scoring = ScoreRule(query.shape[-1] ** -0.5 if scaling is None else scaling, mask.window, s_aux, softcap)
@@ -108,7 +106,8 @@ def document_attention(
 def attend_per_document(
     attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int] | None
 ) -> Tensor:
-    """[R, L, H, D] of `attend`, called with one document's tensors after the other. lengths: None if a row is one."""
+    """Calls `attend` with one document's tensors after the other. Returns [R, L, H, D]. lengths: None if a row is
+    one."""
     if lengths is None:
         return attend(query, key, value)
     assert query.shape[0] == 1 and sum(lengths) == query.shape[2], (
@@ -132,7 +131,7 @@ def _rule(
     is_causal: bool | None,
     others: dict[str, object],
 ) -> DocumentMask:
-    """Returns what the document's tokens may look at. Raises ModelError for what is neither supported nor harmless."""
+    """Returns the rule of the mask. Raises ModelError for an argument that is neither supported nor harmless."""
     for name in UNSUPPORTED:
         if others.get(name) is not None:
             raise ModelError(_refused(module, f"gives {name} to attention"))

@@ -1,8 +1,8 @@
-"""The blocks of a model, found from the model itself: what FSDP gathers at a time, and what is computed again.
+"""The blocks of a model, found from the model itself. FSDP gathers one at a time, and recomputes one at a time.
 
-A block is a member of a list of modules (`nn.ModuleList`) that is in no other block, that has modules of its own, and
-whose class repeats in its list: the layers of a decoder, and those of a vision tower, each in a list of its own.
-Experts are lists inside of blocks. No names of classes are needed; `_no_split_modules` of transformers decides for a
+A block is a member of a list of modules (`nn.ModuleList`). It is in no other block, it has modules of its own, and its
+class repeats in the list. So the layers of a decoder are blocks, and those of a vision tower. Experts are lists inside
+of blocks. No names of classes are needed; `_no_split_modules` of transformers decides for a
 list of one layer.
 """
 
@@ -21,12 +21,12 @@ def block_lists(hf: nn.Module) -> list[list[nn.Module]]:
 
 
 def blocks_of(hf: nn.Module) -> list[nn.Module]:
-    """All blocks of `hf`, in the order of the model."""
+    """Returns all blocks of `hf`, in the order of the model."""
     return [block for blocks in block_lists(hf) for block in blocks]
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.ModuleList]:
-    """Yields the lists that are in no other list's members."""
+    """Yields the lists that no other list contains."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield child
@@ -46,7 +46,7 @@ def _blocks_of(found: nn.ModuleList, named: frozenset[str]) -> list[nn.Module]:
 
 
 def embedding_of(hf: nn.Module) -> nn.Module | None:
-    """Returns the input embedding, where it is worth gathering alone: no other module has its weights."""
+    """Returns the input embedding if it is worth gathering alone: no other module has its weights."""
     embedding = hf.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding):
         return None

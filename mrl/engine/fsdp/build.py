@@ -1,4 +1,4 @@
-"""The transformers module of a model, without memory, and what a checkpoint does not hold of it."""
+"""The transformers module of a model, without memory, and its buffers, which checkpoints do not hold."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _POSITIONS = re.compile(r"(^|\.)(wpe|(embed_)?positions?(_embeddings?|_embed)?)$
 
 
 def check_known(model_type: str) -> None:
-    """Raises ModelError where transformers builds no language model of that type."""
+    """Raises ModelError if transformers builds no language model of that type."""
     if model_type in VISION_LANGUAGE:
         return
     if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -42,9 +42,9 @@ def check_known(model_type: str) -> None:
 
 
 def check_sequences(raw: Mapping[str, Any], sequences: Sequences) -> None:
-    """Raises ModelError where transformers builds no language model of `raw`, or one that cannot take the sequences.
+    """Raises ModelError if transformers builds no language model of `raw`, or one that cannot take the sequences.
 
-    For models that mrl has no table of; the model is built without memory.
+    It is for models without a table in mrl, and builds them without memory.
     """
     model_type = raw["model_type"]
     check_known(model_type)
@@ -74,8 +74,10 @@ def _not_packed(model_type: str) -> str:
 
 
 def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
-    """Returns the model of config.json, fp32, on the meta device, with our attention where it takes any, or a
-    ModelError."""
+    """Returns the model of config.json, fp32, on the meta device, with our attention if it takes any.
+
+    Raises ModelError.
+    """
     model_type = hf_config["model_type"]
     if hf_config.get("quantization_config") and model_type not in FAMILIES:
         raise ModelError(
@@ -105,10 +107,10 @@ def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
 
 
 def with_value_head(hf: nn.Module, *, checked: bool) -> None:
-    """Puts a layer of one output in the place of the output layer; a module of its own, also where that was tied.
+    """Replaces the output layer by a layer of one output, a module of its own also if the old one was tied.
 
-    checked: raises ModelError where transformers has no sequence classifier that is this model with a layer `score`:
-    its folder could not be loaded.
+    checked: raises ModelError if no sequence classifier of transformers is this model with a layer `score`. Its folder
+    could not be loaded.
     """
     before = hf.get_output_embeddings()
     if checked:
@@ -139,9 +141,9 @@ def _check_classifier(hf: nn.Module, output: nn.Module) -> None:
 
 @torch.no_grad()
 def fill_buffers(hf: nn.Module) -> None:
-    """Computes the buffers that follow from the config (rotary frequencies), which the meta device has left empty.
+    """Computes the buffers that follow from the config (rotary frequencies): the meta device has left them empty.
 
-    Raises ModelError for one that transformers does not compute: it would hold what was there before.
+    Raises ModelError for a buffer that transformers does not compute: it would keep what its memory held before.
     """
     having = [module for module in hf.modules() if any(True for _ in module.buffers(recurse=False))]
     parameters = list(hf.parameters())

@@ -1,4 +1,4 @@
-"""What the FSDP engine takes of a config and of a model."""
+"""Checks of a config and of a model for the FSDP engine."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ class FSDPChecks(EngineChecks):
 
 
 def check_shared_sequences(cp: int, model: Mapping[str, Any]) -> None:
-    """Whether `cp` ranks can share the sequences of the model. model: the content of its config.json.
+    """Raises ConfigError if `cp` ranks cannot share the sequences of the model. model: the content of its config.json.
 
-    Of a model that mrl has no table for, which may call these otherwise, the engine tries it
-    (mrl/engine/fsdp/probe.py).
+    A model without a table in mrl may call these fields otherwise; the engine then tries it (mrl/engine/fsdp/probe.py).
     """
     model = model.get("text_config") or model
     heads = whole_number(model, "num_attention_heads") if "num_attention_heads" in model else cp

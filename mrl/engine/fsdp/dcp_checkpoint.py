@@ -1,10 +1,11 @@
-"""What the FSDP engine puts into a checkpoint folder, in the format of torch.distributed.checkpoint.
+"""Checkpoints of the FSDP engine, in the format of torch.distributed.checkpoint.
 
-torch writes it. mrl/engine/torch_dist reads it: torch's own reader runs what is in `.metadata`, a pickle.
+torch writes it. mrl/engine/torch_dist reads it, because torch's own reader runs the code that the pickle `.metadata`
+names.
 
 The sharded tensors (`model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`) are saved with their place in the whole, so any
-number of ranks reads them. Of a model with adapters they are the adapters', under the names of peft's files. Beside
-them: `state.pt` (steps, the caller's state) and `rng_RANK.pt` of every rank.
+number of ranks reads them. A model with adapters saves those alone, under the names of peft's files. Two more kinds of
+file: `state.pt` (steps, the caller's state) and `rng_RANK.pt` of every rank.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _FIELDS = ("schedule_step", "updates", "state")
 
 
 def tensors(model: Model, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Everything sharded, by its name in the checkpoint. Tensors are those in use: reading into them restores."""
+    """Returns everything sharded, by its name in the checkpoint, as the tensors in use: reading into them restores."""
     kept = model.trained() if model.adapters is not None else model.parameters() | model.buffers()
     named: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in kept.items()}
     return named | (optimizer.moments() if optimizer is not None else {})
@@ -72,7 +73,7 @@ def stage(
     state: Mapping[str, Any],
     device: torch.device,
 ) -> background.Write:
-    """Copies what `save` writes to host memory. Returns what writes it: the same tensors and state."""
+    """Copies the tensors and the state of `save` to host memory. Returns a function that writes them."""
     copies = {name: _on_host(tensor) for name, tensor in tensors(model, optimizer).items()}
     rng, about = saved_bytes(generators.states()), saved_bytes(_about(model, optimizer, schedule_step, state))
     background.wait_for_copies(device)
@@ -87,7 +88,7 @@ def stage(
 
 
 def _write_rest(folder: str, rank: int, rng: bytes, about: bytes) -> None:
-    """Writes what is no sharded tensor."""
+    """Writes the files beside the sharded tensors."""
     pathlib.Path(folder, f"rng_{rank}.pt").write_bytes(rng)
     if rank == 0:
         pathlib.Path(folder, STATE).write_bytes(about)
@@ -111,7 +112,7 @@ def load(
     """Restores what `save` wrote, on any number of ranks. Returns (schedule step, the caller's state). Collective.
 
     Nothing is changed unless every tensor is there in the right shape. RNG states are restored on the ranks that had
-    one; a rank more than there were keeps its own.
+    one; a new rank keeps its own.
     """
     saved = load_pt(os.path.join(folder, STATE), fields=_FIELDS)
     if model.adapter_identity is not None or saved.get("adapters") is not None:
@@ -128,7 +129,7 @@ def load(
 
 
 def state_of(folder: str) -> dict[str, Any] | None:
-    """Returns the caller's state alone, on one rank; None where it cannot be read, which `load` says more of."""
+    """Returns the caller's state alone, on one rank; None if it cannot be read. `load` says why."""
     try:
         return load_pt(os.path.join(folder, STATE), fields=_FIELDS)["state"]
     except CheckpointError:
@@ -136,7 +137,7 @@ def state_of(folder: str) -> dict[str, Any] | None:
 
 
 def describe_model(model: Model) -> dict[str, Any]:
-    """A model is known by what its family reads of config.json; without a table, all that may change the maths."""
+    """Returns the fields of config.json that identify a model: its family's, or all but the neutral ones."""
     if model.family is not None:
         return architecture(model.family, model.hf_config)
     plain = (str, int, float, bool, type(None), list, dict)

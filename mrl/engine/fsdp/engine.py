@@ -1,4 +1,4 @@
-"""The FSDP engine: a transformers model sharded over all ranks with FSDP2. Each has its own data; under cp, places."""
+"""The FSDP engine: a transformers model sharded over all ranks with FSDP2. Each has data (cp: positions) of its own."""
 
 from __future__ import annotations
 
@@ -49,8 +49,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FSDPEngine(FSDPChecks, BaseEngine):
-    """One model over all ranks; each holds a shard of every weight and computes its own share of the data, or shares a
-    share with the other ranks of its `engine.parallel.cp` (Ulysses)."""
+    """Holds one model over all ranks, a shard of every weight on each.
+
+    A rank computes its own share of the data. The `engine.parallel.cp` ranks of a group compute one share together
+    (Ulysses).
+    """
 
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
@@ -182,10 +185,10 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         preprocess_fn: Callable[..., Any] | None,
         postprocess_fn: Callable[..., Any] | None,
     ) -> tuple[Predictions, dict[tuple[str, str], float]]:
-        """One micro-batch, forward and backward. Returns detached predictions and its sums: the loss, each metric.
+        """Runs one micro-batch forward and backward. Returns detached predictions and its sums: the loss, each metric.
 
         A micro-batch without sequences runs the model on a dummy token, because gathering weights and reducing
-        gradients takes every rank; hooks and loss function do not see it.
+        gradients takes every rank. Hooks and the loss function do not see it.
         """
         if preprocess_fn is not None and data.num_sequences:
             data, ctx = preprocess_fn(data, ctx)

@@ -1,8 +1,8 @@
-"""The tensors of a model's files and the state of its transformers module, where mrl has no table of the family.
+"""The tensors of a model's files and the state of its transformers module, for families without a table in mrl.
 
-transformers itself says what the files call what its module holds, and what they hold in another form (experts, one by
-one, of which the module has one tensor): its conversion mapping is read in both directions here. Every tensor of the
-files is accounted for, as with a table. Only the tensors that one conversion takes together are ever in memory at once.
+transformers' conversion mapping, read in both directions, gives the names. It also converts: files hold experts one by
+one, and the module holds them in one tensor. Every tensor of the files is accounted for, as with a table. Memory holds
+the tensors of one conversion at a time.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Read = Callable[[str], Any]
 
 @dataclasses.dataclass(frozen=True)
 class FolderNames:
-    """What a folder calls the tensors of a model, and what else it holds.
+    """Holds a folder's names for the tensors of a model, and the tensors that the model does not have.
 
-    Without any, tensors have the names that transformers writes.
+    Tensors without a name here have the one that transformers writes.
     """
 
     whole: Mapping[str, str] = dataclasses.field(default_factory=dict)  # parameter or buffer -> its one tensor
@@ -51,10 +51,10 @@ class FolderNames:
 
 
 class ModelFiles:
-    """The files of a model that transformers builds. hf: it, on the meta device. head: "lm" or "value".
+    """Knows the files of a model that transformers builds. hf: it, on the meta device. head: "lm" or "value".
 
-    shapes: of every tensor of the files that transformers would write, by name, in model order. names: of the folder
-    that the model comes from, under which tensors are written.
+    shapes: of every tensor in the files that transformers would write, by name, in model order. names: those of the
+    model's own folder; tensors are written under them.
     """
 
     def __init__(self, hf: nn.Module, head: str) -> None:
@@ -84,8 +84,7 @@ class ModelFiles:
         self._meta = {name: meta[self.copies.get(name, name)] for name in whole}
 
     def groups(self) -> list[list[str]]:
-        """Returns names of parameters and buffers, those together that one conversion takes together to write the
-        files."""
+        """Returns the names of parameters and buffers, grouped by the conversion that writes them."""
         reverse = [conversion.reverse_transform() for conversion in self.hf._weight_conversions[::-1]]
         converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
         groups: dict[str, list[str]] = {}
@@ -96,7 +95,7 @@ class ModelFiles:
         return list(groups.values())
 
     def written(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(file name, tensor) of one of `groups`, by name. What a conversion cannot do is refused."""
+        """Yields (file name, tensor) of one of `groups`. Raises ModelError if transformers cannot convert it."""
         if self._score is not None and self._score in tensors:
             yield SCORE, tensors[self._score]
             return
@@ -118,13 +117,13 @@ class ModelFiles:
 
     @contextlib.contextmanager
     def opened(self, path: str, *, trained: bool) -> Iterator[StoredFolder]:
-        """The weights of the folder `path`, all accounted for. trained: a missing value head starts at zero."""
+        """Gives the weights of the folder `path`, all accounted for. trained: a missing value head starts at zero."""
         with SafetensorsReader(path) as reader:
             yield StoredFolder(self, reader, may_lack=[SCORE] if self.head == "value" and trained else [])
 
 
 class StoredFolder:
-    """The weights of a Hugging Face folder, by the module's names. Raises ModelError that lists all that differs."""
+    """Reads a Hugging Face folder's weights by the module's names. Raises ModelError with all differences."""
 
     def __init__(self, files: ModelFiles, reader: SafetensorsReader, *, may_lack: Sequence[str]) -> None:
         self.files, self.reader = files, reader
@@ -148,7 +147,7 @@ class StoredFolder:
         self._zeros = {files._score} if absent else set()
 
     def _made_with_others(self) -> Iterator[tuple[str, str]]:
-        """(state, state under whose name a conversion gives both), where tensors of the files become several."""
+        """Yields (state, name of another state), if the conversion of the other makes both."""
         for name, sources in self._sources.items():
             if sources[0][1] is not None and len(self._converter(sources[0][1]).target_patterns) > 1:
                 for made in self._convert(name, lambda key: torch.empty(self.reader.tensors[key].shape, device="meta")):
@@ -156,8 +155,8 @@ class StoredFolder:
                         yield made, name
 
     def _account(self, may_lack: Sequence[str]) -> tuple[FolderNames, list[str]]:
-        """Compares what is there with what the model consists of. Returns the folder's names, and what is absent of
-        `may_lack`."""
+        """Compares the folder's tensors with the model's. Returns the folder's names, and those of `may_lack` that are
+        absent."""
         files, found, expected = self.files, dict(self.reader.tensors), dict(self.files.shapes)
         copies = self._copies()
         whole: dict[str, str] = {}
@@ -189,7 +188,7 @@ class StoredFolder:
         return FolderNames(whole, parts, copies, {key: found[key] for key in left}), absent
 
     def _carried(self, keys: Sequence[str]) -> set[str]:
-        """Returns those of `keys`, which the model does not read, that an export holds unchanged."""
+        """Returns those of `keys` that an export holds unchanged. The model reads none of `keys`."""
         taken = {key for sources in self._sources.values() for key, _ in sources}  # two names of one are no carrying
         free = [key for key in keys if key not in taken]
         known = _known_to(self.files.hf, free) | {key for key in free if follows_from_config(key)}
@@ -197,7 +196,7 @@ class StoredFolder:
         return known | self._of_text_and_more(others) if others else known
 
     def _of_text_and_more(self, keys: Sequence[str]) -> set[str]:
-        """Returns those of `keys` that the class of the folder has and the model does not, which is its text part."""
+        """Returns those of `keys` that the folder's class has, if the model is its text part."""
         config = AutoConfig.from_pretrained(self.reader.path, trust_remote_code=False)
         kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
         if kind is None or isinstance(self.files.hf, kind):
@@ -207,11 +206,14 @@ class StoredFolder:
         return _known_to(more, keys)
 
     def _of_output(self, key: str, output: Sequence[str]) -> bool:
-        """Returns whether a file's tensor is of the output layer that a value head stands in for."""
+        """Returns whether a file's tensor is of the output layer that a value head replaces."""
         return key in output or key.removesuffix("bias") + "weight" in output
 
     def _copies(self) -> dict[str, str]:
-        """Returns keys of tensors that are tied to others, which they must equal bit for bit, and the others' keys."""
+        """Returns the keys of tied tensors, each with the key of its original.
+
+        Raises ModelError unless both have the same bits.
+        """
         copies = {}
         for name, of in self.files.copies.items():
             for key, pattern in self._sources.pop(name, ()):
@@ -229,7 +231,7 @@ class StoredFolder:
         return copies
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of dimension 0 of a parameter or buffer, reading no more than its conversion takes."""
+        """Reads rows `start` to `stop` of dimension 0 of a parameter or buffer, and no more than a conversion takes."""
         shape = self.files.state[name].shape
         if name in self._zeros:
             return torch.zeros(stop - start, *shape[1:])
@@ -243,7 +245,7 @@ class StoredFolder:
         return next(entry for entry in self._converters if pattern in entry.source_patterns)
 
     def _convert(self, name: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Returns what the tensors of the files that go to `name` become, by name."""
+        """Converts the tensors of the files that go to `name`. Returns the results by name."""
         sources = self._sources[name]
         converter = copy.deepcopy(self._converter(sources[0][1]))
         for key, pattern in sources:
@@ -256,7 +258,7 @@ class StoredFolder:
 
 
 def _known_to(hf: nn.Module, keys: Iterable[str]) -> set[str]:
-    """Returns those tensors of a folder that the class of `hf` loads, or ignores by its own word."""
+    """Returns the tensors of a folder that the class of `hf` loads or declares to ignore."""
     mapping, meta = get_model_conversion_mapping(hf), hf.state_dict()
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -270,7 +272,7 @@ def _known_to(hf: nn.Module, keys: Iterable[str]) -> set[str]:
 
 
 def _behind_prefixes(names: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
-    """Returns name -> key where `names` and `keys` differ in a prefix alone; else nothing."""
+    """Returns name -> key if `names` and `keys` differ in a prefix alone; else {}."""
     of_names, of_keys = os.path.commonprefix(names), os.path.commonprefix(keys)
     by_rest = {key.removeprefix(of_keys): key for key in keys}
     if by_rest.keys() != {name.removeprefix(of_names) for name in names}:

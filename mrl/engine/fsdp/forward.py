@@ -1,7 +1,7 @@
 """One micro-batch through a transformers model: inputs, model, outputs; and who divides the loss.
 
-Dimensions: `T` tokens of the micro-batch without padding, `S` sequences; `R` rows of `L` places, of which `C` ranks
-that share the sequences (Ulysses) have `L/C` each.
+Dimensions: `T` tokens of the micro-batch without padding, `S` sequences; `R` rows of `L` places. `C` ranks share the
+sequences (Ulysses), so each has `L/C` places of a row.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from mrl.engine.logprobs import LogitRule, VocabShard, log_probs_from_hidden, to
 
 
 def fsdp_loss(loss_sum: Tensor, *, denominator: float, ranks: int) -> Tensor:
-    """Returns the scalar to call backward on, for a micro-batch's loss sum. Who divides on this backend, by what:
+    """Returns the scalar to call backward on, for a micro-batch's loss sum.
 
     A loss function returns the sum `s[d, m]` over micro-batch `m` of data-parallel rank `d`, and we want, for the
     denominator `D` of the global mini-batch,
 
         G = d/dw  sum over d and m of  s[d, m] / D
 
-    The `cp` ranks that share the sequences of `d` compute the same `s[d, m]` from outputs that are gathered over them
-    (Ulysses.whole), and the backward pass hands each rank `c` the part of the gradient that comes through its own
-    places: over `c` the parts add up to the gradient of one loss. FSDP averages what each backward pass leaves over all
-    ranks that the data lie on, `ranks = dp * cp`, whether they hold shards or copies (HSDP), and the results of several
-    backward passes add up. With `L = s / D * f` the gradient is `sum over m of (1 / ranks) sum over d and c of d/dw
-    L[d, m] part c`, which is `G * f / ranks`; hence `f = ranks`. The number of micro-batches takes no part.
+    The `cp` ranks that share the sequences of `d` gather the outputs (Ulysses.whole) and compute the same `s[d, m]`.
+    The backward pass hands each rank `c` the part of the gradient that comes through its own places. Over `c` the parts
+    add up to the gradient of one loss. FSDP averages each backward pass over all ranks of the data, `ranks = dp * cp`,
+    whether they hold shards or copies (HSDP). The results of several backward passes add up. With `L = s / D * f` the
+    gradient is `sum over m of (1 / ranks) sum over d and c of d/dw L[d, m] part c`. That is `G * f / ranks`, hence
+    `f = ranks`. The number of micro-batches takes no part.
     """
     return loss_sum * (ranks / denominator)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelInputs:
-    """What the model is fed on this rank."""
+    """Holds the model's inputs on this rank."""
 
     tokens: Tensor  # [R, L/C], one row where packed, else one for each sequence, padded on the right
     positions: Tensor  # [R, L/C]; [3, R, L/C] of a model that reads images
@@ -59,7 +59,7 @@ class ModelInputs:
     """With rotary: [R, L/C], on the host, of the sequence that a place is in, 1 for padding."""
 
     def restore(self, outputs: Tensor) -> Tensor:
-        """[R * L/C, ..] of this rank -> [T, ..] of the micro-batch, the same on all ranks that share it."""
+        """Gathers [R * L/C, ..] of this rank to [T, ..] of the micro-batch, the same on all ranks that share it."""
         if self.places is None:
             return outputs
         return self.ulysses.whole(outputs.unflatten(0, self.tokens.shape)).flatten(0, 1)[self.places]
@@ -74,9 +74,9 @@ def prepare(
     reads_images: nn.Module | None = None,
     rotary: LengthDependentRotary | None = None,
 ) -> ModelInputs:
-    """Step one. A micro-batch without sequences is one dummy token a rank, of which `places` keeps nothing.
+    """Makes the model's inputs: step one. Without sequences they are one dummy token a rank; `places` keeps none of it.
 
-    reads_images: the model, if it is one of vision and language. rotary: its angles, where they follow the length of a
+    reads_images: the model, if it is one of vision and language. rotary: its angles, if they follow the length of a
     sequence.
     """
     lengths = batch.lengths.tolist()
@@ -127,7 +127,7 @@ def prepare(
 
 
 def hidden_of(hf: nn.Module, inputs: ModelInputs) -> Tensor:
-    """[R * L/C, H] what the output layer is given for each place of this rank."""
+    """Returns [R * L/C, H]: the input of the output layer for each place of this rank."""
     options: dict[str, Any] = {"position_ids": inputs.positions}
     options |= {} if inputs.document_lengths is None else {"document_lengths": inputs.document_lengths}
     options |= {"ulysses": inputs.ulysses} if inputs.ulysses.size > 1 else {}
@@ -140,11 +140,12 @@ def hidden_of(hf: nn.Module, inputs: ModelInputs) -> Tensor:
 
 
 def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx, rule: LogitRule) -> Predictions:
-    """Returns steps two and three: log-probs in the labels' shape and, if asked for, entropies [T], 0 where no label
-    trains, and the largest log-probs [T, top]; or values [T].
+    """Returns the predictions, steps two and three: log-probs in the labels' shape, or values [T] of a value head.
 
-    head: "lm" or "value". rule: what the model makes of what its output layer gives.
-    ctx: "temperature" divides the logits; "entropy" is none (default), detached or differentiable; "top" how many;
+    If asked for, entropies [T] come with them, 0 where no label trains, and the largest log-probs [T, top].
+
+    head: "lm" or "value". rule: from the numbers of the output layer to logits.
+    ctx: "temperature" divides the logits; "entropy" is none (default), detached or differentiable; "top" is how many;
     "first_temperature" as in `BaseEngine.forward_backward_step`.
     """
     hidden, weight = output_weight(hf, hidden_of(hf, inputs))

@@ -1,7 +1,7 @@
 """Generation with a transformers model whose weights are sharded. Each rank completes requests of its own.
 
-The keys and values are ours (mrl/mcore_models/kv_cache.py), reached through the attention function in attention.py: new
-tokens of all sequences go through the model end to end, as documents do in training, without padding.
+The cache of keys and values is mrl's (mrl/mcore_models/kv_cache.py); attention.py reads and fills it. New tokens of all
+sequences go through the model end to end, as documents do in training, without padding.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def generate(
     kept: KeptSequences,
     rule: LogitRule,
 ) -> dict[int, Completion]:
-    """Completes `requests`, each with its index, by which the completions come back. Every rank calls this together.
+    """Completes `requests`, each with its index. Returns the completions by index. Every rank calls this together.
 
-    use: runs a function of the model where its weights are gathered. rule: what the model makes of its output layer's
-    numbers. any_rank: whether the flag is set on any rank; a rank that is done keeps step with the others, because
-    gathering weights takes all.
+    use: runs a function of the model with its weights gathered. rule: from the numbers of the output layer to logits.
+    any_rank: whether the flag is set on any rank. A rank that is done keeps step with the others, because gathering
+    weights takes all.
     """
     schedule = Schedule(requests, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, kept=kept)
     cache = KVCache(schedule.rows, schedule.length)

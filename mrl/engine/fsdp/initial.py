@@ -12,7 +12,7 @@ from mrl.engine.fsdp.blocks import blocks_of
 
 
 class InitialWeights:
-    """Makes one block, or one module that is in none, at a time. hf: on the meta device; tied parameters are one.
+    """Makes the weights of one block, or of one module outside, at a time. hf: on the meta device, tied once.
 
     A block's weights are a function of (seed, its name).
     """
@@ -25,7 +25,7 @@ class InitialWeights:
         self._made: tuple[str, dict[str, Tensor]] = ("", {})
 
     def _find(self, name: str, module: nn.Module, blocks: set[int]) -> None:
-        """Which unit a parameter or buffer is of: (the unit's name, the unit)."""
+        """Notes the unit of each parameter and buffer: (the unit's name, the unit)."""
         prefix = f"{name}." if name else ""
         if id(module) in blocks:
             self._units |= {prefix + inner: (name, module) for inner in module.state_dict()}
@@ -36,7 +36,7 @@ class InitialWeights:
             self._find(prefix + child_name, child, blocks)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of dimension 0 of a parameter or buffer."""
+        """Returns rows `start` to `stop` of dimension 0 of a parameter or buffer."""
         unit_name, unit = self._units[name]
         if self._made[0] != unit_name or name not in self._made[1]:
             self._made = unit_name, self._make(unit_name, unit)

@@ -16,7 +16,7 @@ from mrl.engine.fsdp.names import file_tensors, read_rows
 
 
 def logits_of_folder(path: str, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """[tokens, vocabulary] fp32 for each prompt, by what transformers itself loads from the folder `path`."""
+    """Returns [tokens, vocabulary] fp32 for each prompt, by the model that transformers loads from `path`, a folder."""
     transformers.utils.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         path, config=_config(path), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
@@ -26,7 +26,7 @@ def logits_of_folder(path: str, prompts: Sequence[Sequence[int]]) -> list[Tensor
 
 @torch.no_grad()
 def logits_of_weights(path: str, read: Callable[[str], Any], prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Returns the same of weights that are read by Hugging Face name; config.json is that of the folder `path`."""
+    """Returns the same for weights that `read` gives by Hugging Face name, with the config.json in `path`."""
     family = family_for(read_hf_config(path))
     model = AutoModelForCausalLM.from_config(_config(path), dtype=torch.float32, attn_implementation="eager")
     in_files = model.state_dict().keys()

@@ -1,10 +1,10 @@
-"""How the processes of the FSDP engine lie: which of them share the weights, and which hold copies.
+"""The layout of the FSDP engine's processes: groups of ranks with one copy of the weights, and their copies.
 
     dim          ranks along it hold
     replicate    the same shards (HSDP: gradients are averaged over it after they are over "shard")
     shard        different shards of every weight; they gather them from each other, so these are neighbours
 
-What data a rank has does not depend on what weights it holds. `engine.parallel.cp` neighbours share each sequence (see
+A rank's data do not depend on its weights. `engine.parallel.cp` neighbours share each sequence (see
 ulysses.py) and are one data-parallel rank, as `mrl.parallel` numbers them: `rank = cp_rank + cp * dp_rank`. The weights
 are sharded and copied over all ranks, and gradients averaged over all.
 """
@@ -31,7 +31,7 @@ class Mesh:
 
     @property
     def weights(self) -> DeviceMesh:
-        """What `fully_shard` takes: one dim where nothing is replicated, else (replicate, shard)."""
+        """The mesh for `fully_shard`: one dim if nothing is replicated, else (replicate, shard)."""
         return self.whole["replicate", "shard"] if self.replicate > 1 else self.whole["shard"]
 
     @property
@@ -51,7 +51,7 @@ class Mesh:
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
-        """Ranks that have different data, in data-parallel order: one of each group that shares some."""
+        """Ranks with different data, in data-parallel order: one of each group that shares data."""
         return dist.group.WORLD if self.data is None else self.data.get_group("dp")
 
     @property
@@ -69,7 +69,7 @@ class Mesh:
 
 
 def build_mesh(device_type: str, engine: EngineConfig) -> Mesh:
-    """Lays all processes out as `engine` says. Collective. Raises ConfigError where their number does not fit."""
+    """Lays all processes out as `engine` says. Collective. Raises ConfigError if their number does not fit."""
     world, replicate = dist.get_world_size(), engine.fsdp.replicate
     check_replicate(engine, world)
     dims = parallel_dims(engine.parallel, world)
@@ -80,5 +80,5 @@ def build_mesh(device_type: str, engine: EngineConfig) -> Mesh:
 
 @functools.cache
 def _data_mesh(device_type: str, dp: int, cp: int) -> DeviceMesh:
-    """Groups cost file descriptors and seconds; engines share them (they hold no state)."""
+    """Makes the mesh once: groups cost file descriptors and seconds. Engines share it, since it holds no state."""
     return init_device_mesh(device_type, (dp, cp), mesh_dim_names=("dp", "cp"))

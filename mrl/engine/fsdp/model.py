@@ -55,16 +55,16 @@ class ShardedRoot(nn.Module):
 
 
 class Model:
-    """The sharded model and the way between its parameters and Hugging Face files.
+    """Holds the sharded model, and moves its parameters from and to Hugging Face files.
 
-    Parameters are fp32, the master weights; where `dtype` is bfloat16 they are cast as they are gathered, the model
-    computes in bfloat16, and gradients are reduced and accumulated in fp32. With adapters this holds for what trains,
-    and the rest is held in `dtype`. Buffers are whole on every rank, and stay as they are.
+    Parameters are fp32, the master weights. If `dtype` is bfloat16, they are cast as they are gathered, and the model
+    computes in bfloat16. Gradients are reduced and accumulated in fp32. With adapters this holds for what trains, and
+    the rest is held in `dtype`. Buffers are whole on every rank, and stay as they are.
 
-    family: None where mrl has no table of it; transformers then says what its files hold, and a probe whether it
-    computes here what it should. rule: what the model makes of what its output layer gives. frozen: names of parameters
-    that the model itself declares to need no gradient (a router's bias). fp32_parameters: of those that are not cast to
-    bfloat16. rotary: where its angles follow the length of a sequence. read: as in `BaseEngine.init_model`.
+    family: None if mrl has no table of it. Then transformers names the tensors of its files, and a probe compares the
+    numbers. rule: from the numbers of the output layer to logits. frozen: names of the parameters without a gradient in
+    the model itself (a router's bias). kept_in_fp32: names of those that are not cast to bfloat16.
+    rotary: set if its angles follow the length of a sequence. read: as in `BaseEngine.init_model`.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Model:
 
     @torch.no_grad()
     def _probe(self, ulysses: Ulysses, *, packed: bool, trains: bool) -> None:
-        """Runs tiny inputs through the model: what it makes of logits, and whether all is right. Collective."""
+        """Runs tiny inputs through the model: finds its rule of logits, and compares its numbers. Collective."""
         self.module.eval()
         how = {"packed": packed, "device": self.device, "ulysses": ulysses}
         self.module(lambda hf: probe.choose_attention(hf, **how))
@@ -135,8 +135,11 @@ class Model:
         self.reshard()
 
     def check_generates(self, longest: int) -> None:
-        """Raises where the model's attention is its own, which does not know our keys and values, and where a sequence
-        of `longest` tokens would turn the keys that are kept by other angles than those it ends with."""
+        """Raises ModelError if the model cannot generate sequences of `longest` tokens.
+
+        Attention of its own does not know mrl's cache. Angles that follow the length of a sequence would turn cached
+        keys otherwise than the last token's.
+        """
         if self.hf.config._attn_implementation != attention.NAME:
             raise ModelError(
                 "config.json",
@@ -149,8 +152,10 @@ class Model:
 
     @contextlib.contextmanager
     def keep_gathered(self) -> Iterator[None]:
-        """Inside, what a forward gathers stays for the next one: the whole model on every rank. An error leaves none of
-        the gradients that were summed since."""
+        """Keeps what a forward gathers for the next one, inside the context: the whole model on every rank.
+
+        An error drops the gradients that were summed since.
+        """
         self.module.set_reshard_after_forward(False)
         try:
             yield
@@ -165,14 +170,18 @@ class Model:
             self.reshard()
 
     def sync_in_backward(self, now: bool) -> None:
-        """Says whether the next backward pass reduces gradients and frees what is gathered, or leaves each rank its own
-        sum of the whole model's gradients, in fp32, for a later one to reduce."""
+        """Sets whether the next backward pass reduces gradients and frees what is gathered.
+
+        Otherwise each rank keeps its own sum of the whole model's gradients, in fp32, for a later pass to reduce.
+        """
         self.module.set_requires_gradient_sync(now)
         self.module.set_reshard_after_backward(now)
 
     def _forget_sums(self) -> None:
-        """Drops the gradients that wait to be reduced, which torch's `reset_iter_state` says that it does and leaves
-        (2.13)."""
+        """Drops the gradients that wait to be reduced.
+
+        torch 2.13's `FSDPModule.reset_iter_state` promises it and does not.
+        """
         for part in self._units():
             for group in part._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
@@ -181,7 +190,7 @@ class Model:
                         parameter._unsharded_param.grad = None
 
     def reshard(self) -> None:
-        """Frees what is gathered: it would miss what happens to the shards. A backward pass does so by itself."""
+        """Frees what is gathered: it would miss changes of the shards. A backward pass does so by itself."""
         for part in self._units():
             part.reshard()
 
@@ -189,23 +198,23 @@ class Model:
         return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Sharded parameters by their name in transformers, without adapters; tied ones once."""
+        """Returns sharded parameters by their name in transformers, without adapters; tied ones once."""
         return dict(self.hf.named_parameters()) if self.adapters is None else self.adapters.base()
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Returns what trains: parameters that are not frozen, or adapters (and a value head) by their names in
+        """Returns the parameters that train: those not frozen, or adapters (and a value head) by their names in
         files."""
         if self.adapters is not None:
             return self.adapters.trained()
         return {name: parameter for name, parameter in self.parameters().items() if name not in self.frozen}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Buffers that are in the files, whole on every rank."""
+        """Returns the buffers that are in the files, whole on every rank."""
         named = ((name.replace(".base_layer", ""), buffer) for name, buffer in self.hf.named_buffers())
         return {name: buffer for name, buffer in named if name in self.files.state}
 
     def file_infos(self, dtype: torch.dtype) -> dict[str, TensorInfo]:
-        """Returns what an export holds: parameters in `dtype`, or fp32 if they are kept in it, and buffers as they
+        """Returns an export's tensors: parameters in `dtype`, or fp32 if they are kept in it, and buffers as they
         are."""
         fixed = {name: buffer.dtype for name, buffer in self.buffers().items()}
         fixed |= dict.fromkeys(self.kept_in_fp32, torch.float32)
@@ -274,12 +283,12 @@ class Model:
     def stream(
         self, value: Callable[[Tensor], Tensor], dtype: torch.dtype, *, fixed: bool = True, everywhere: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields (file name, whole tensor on the engine's device) on rank 0, gathering what one conversion takes at a
-        time; others yield nothing.
+        """Yields (file name, whole tensor on the engine's device) on rank 0; other ranks yield nothing.
 
-        value: what is streamed of a parameter, a DTensor of its shape: itself, or its gradient. fixed: whether what
-        never trains comes too, buffers and frozen parameters. everywhere: every rank, which all have gathered the
-        tensors, yields them. Adapters are added in.
+        The tensors of one conversion are gathered at a time. Adapters are added in.
+
+        value: from a parameter to the DTensor that is streamed, of its shape: itself, or its gradient. fixed: whether
+        buffers and frozen parameters come too. everywhere: every rank yields the tensors, since all gather them.
         """
         parameters, buffers = self.parameters(), self.buffers() if fixed else {}
         parameters = {name: p for name, p in parameters.items() if fixed or name not in self.frozen}
@@ -302,7 +311,7 @@ class Model:
             tensors.clear()  # before there is memory for the next
 
     def stream_trained(self, value: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """As `stream`, of what trains of a model with adapters: fp32, by the names of peft's files."""
+        """Yields what `stream` does, for the adapters (and value head) alone: fp32, by the names of peft's files."""
         for name, parameter in self.trained().items():
             whole = value(parameter).detach().full_tensor()
             if dist.get_rank() == 0:
@@ -310,7 +319,7 @@ class Model:
 
 
 def _files_of_transformers(hf: nn.Module, head: str) -> Any:
-    """`ModelFiles`, which takes more of transformers than models with a table need, and so a newer one."""
+    """Returns `ModelFiles`. It needs a newer transformers than models with a table do."""
     try:
         from mrl.engine.fsdp.files import ModelFiles
     except ImportError as error:
@@ -324,7 +333,7 @@ def _files_of_transformers(hf: nn.Module, head: str) -> Any:
 
 
 def _sharded(hf: nn.Module, config: RoleConfig, mesh: DeviceMesh, in_fp32: Sequence[nn.Module]) -> nn.Module:
-    """Makes each block of `hf`, and what is worth it, a unit, the rest the root's. in_fp32: modules not cast."""
+    """Shards each block of `hf`, the embedding if worth it, and the root. in_fp32: modules that are not cast."""
     policy, embedding = precision.policy_of(config.model.dtype), embedding_of(hf)
     reshard = config.engine.fsdp.reshard_after_forward
     for part in in_fp32:

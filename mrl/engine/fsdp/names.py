@@ -60,7 +60,7 @@ def file_tensors(name: str, shape: Sequence[int], *, family: Family, head: str) 
 
 
 def read_rows(of: Sequence[FileTensor], read: Callable[[str], Any], start: int, stop: int) -> Tensor:
-    """Rows `start` to `stop` of dimension 0 of a parameter, reading no more than they need. start < stop.
+    """Reads rows `start` to `stop` of dimension 0 of a parameter, and no more than they need. start < stop.
 
     read: gives a tensor, or a lazy slice of a file's, by name.
     """
@@ -74,7 +74,7 @@ def read_rows(of: Sequence[FileTensor], read: Callable[[str], Any], start: int, 
 
 
 class TableFiles:
-    """The files of a model of a family that mrl has a table of. hf: the model, on the meta device. head: lm or value.
+    """Knows the files of a model whose family has a table in mrl. hf: it, on the meta device. head: lm or value.
 
     shapes: of every tensor of the files, by name, in model order. state: the parameters and buffers that they hold.
     """
@@ -93,33 +93,33 @@ class TableFiles:
         return file_tensors(name, self.state[name].shape, family=self.family, head=self.head)
 
     def groups(self) -> list[list[str]]:
-        """Returns names of parameters and buffers, those together that a file's tensor needs together."""
+        """Returns the names of parameters and buffers, each alone: no tensor of a file needs two."""
         return [[name] for name in self.state]
 
     def written(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(file name, tensor) of one of `groups`, by name."""
+        """Yields (file name, tensor) of one of `groups`."""
         for name, whole in tensors.items():
             for part in self._file_tensors(name):
                 yield part.name, part.of(whole)
 
     @contextlib.contextmanager
     def opened(self, path: str, *, trained: bool) -> Iterator[StoredRows]:
-        """The weights of the folder `path`, all accounted for. trained: a missing value head starts at zero."""
+        """Gives the weights of the folder `path`, all accounted for. trained: a missing value head starts at zero."""
         with starting_weights(path, self.family, self.hf_config, head=self.head, trained=trained) as read:
             yield StoredRows(self, read)
 
     def read_by(self, read: Callable[[str], Any]) -> StoredRows:
-        """Returns what `read` gives by the name of a file's tensor."""
+        """Returns the rows of what `read` gives by the name of a file's tensor."""
         return StoredRows(self, read)
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredRows:
-    """What is stored, by the names of the module."""
+    """Reads stored tensors by the names of the module."""
 
     files: TableFiles
     read: Callable[[str], Any]  # gives a tensor, or a lazy slice of a file's, by the file's name
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` > `start` of dimension 0 of a parameter or buffer, reading no more than they need."""
+        """Reads rows `start` to `stop` > `start` of dimension 0 of a parameter or buffer, and no more than needed."""
         return read_rows(self.files._file_tensors(name), self.read, start, stop)

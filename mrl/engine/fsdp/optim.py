@@ -17,7 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
-    """torch's AdamW on this rank's shards. Its state exists from the start, so that a checkpoint can be read into it.
+    """Runs torch's AdamW on this rank's shards. Its state exists from the start, so a checkpoint can be read into it.
 
     shards: the ranks that hold one copy of the parameters between them, each a part.
     """
@@ -46,7 +46,7 @@ class Optimizer:
             state["step"].fill_(count)
 
     def moments(self) -> dict[str, Tensor]:
-        """Adam's running averages as sharded tensors, named `exp_avg.PARAMETER` and `exp_avg_sq.PARAMETER`."""
+        """Returns Adam's running averages as sharded tensors, named `exp_avg.PARAMETER` and `exp_avg_sq.PARAMETER`."""
         return {f"{m}.{name}": self.adamw.state[p][m] for name, p in self.parameters.items() for m in MOMENTS}
 
     def gradients(self) -> list[Tensor | None]:
@@ -54,7 +54,7 @@ class Optimizer:
         return [None if p.grad is None else clone_tensors([p.grad.to_local()])[0] for p in self.parameters.values()]
 
     def set_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
-        """Puts back what `gradients` gave; None for none at all."""
+        """Restores the result of `gradients`; None for none at all."""
         copies = [None] * len(self.parameters) if gradients is None else gradients
         for p, copied in zip(self.parameters.values(), copies, strict=True):
             p.grad = None if copied is None else torch.zeros_like(p)
@@ -62,7 +62,7 @@ class Optimizer:
                 p.grad.to_local().copy_(copied)
 
     def step(self, update: UpdateSettings) -> GradNorm:
-        """Clips and updates; where the norm is not finite, nothing is updated on any rank."""
+        """Clips and updates. If the norm is not finite, nothing is updated on any rank."""
         shards = [p.grad.to_local() for p in self.parameters.values() if p.grad is not None]
         norm = global_norm(shards, self.shards)
         if not math.isfinite(norm):

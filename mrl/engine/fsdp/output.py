@@ -1,8 +1,8 @@
-"""What a transformers model does between its last block and its logits, without making the logits.
+"""The hidden states of a transformers model, and its rule from the output layer to logits, without making logits.
 
-The model runs whole, but its output layer (`get_output_embeddings`) only keeps what it is given, and answers with a few
-numbers that are known instead of [.., V] logits. What the model makes of those is what it does to logits: nothing, a
-factor, or soft capping. Nothing needs to know what the model calls its parts.
+The model runs whole, but its output layer (`get_output_embeddings`) only keeps its input. It answers with a few known
+numbers instead of [.., V] logits. The model does to those what it does to logits: nothing, a factor, or soft capping.
+So the names of the model's parts do not matter.
 
 Dimensions: `R` rows, `L` tokens in a row, `H` what the output layer takes, `V` the vocabulary.
 """
@@ -33,7 +33,7 @@ class OutputCapture:
 
 @contextlib.contextmanager
 def capture_output(layer: nn.Module, answer: Tensor | None = None) -> Iterator[OutputCapture]:
-    """Inside, `layer` keeps its input and gives `answer` for every token, or one zero."""
+    """Lets `layer` keep its input, inside the context, and give `answer` for every token, or one zero."""
     kept = OutputCapture(answer)
 
     def keep(hidden: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def capture_output(layer: nn.Module, answer: Tensor | None = None) -> Iterator[O
 
 
 def hidden_states(hf: nn.Module, **inputs: object) -> Tensor:
-    """[R, L, H] what the output layer of `hf` is given for `inputs` of its forward; position_ids if it takes any."""
+    """Returns [R, L, H]: the input of the output layer of `hf`, run on `inputs`, with position_ids if it takes any."""
     with capture_output(hf.get_output_embeddings()) as kept:
         hf(**_taken(hf, inputs), use_cache=False)
     (hidden,) = kept.hidden
@@ -57,14 +57,14 @@ def hidden_states(hf: nn.Module, **inputs: object) -> Tensor:
 
 
 def _taken(hf: nn.Module, inputs: dict[str, object]) -> dict[str, object]:
-    """A model without positions (ALiBi, recurrent ones) takes none."""
+    """Returns the inputs that `hf` takes: a model without positions (ALiBi, recurrent ones) takes none."""
     takes = inspect.signature(hf.forward).parameters.values()
     known = any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in takes)
     return inputs if known else {name: value for name, value in inputs.items() if name != "position_ids"}
 
 
 def output_weight(hf: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """(hidden, weight) whose product `hidden @ weight.T` is what the output layer gives. hidden: [.., H].
+    """Returns (hidden, weight) whose product `hidden @ weight.T` the output layer gives. hidden: [.., H].
 
     A bias is one more column of the weight.
     """
@@ -76,8 +76,10 @@ def output_weight(hf: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def logit_rule(hf: nn.Module, **inputs: object) -> LogitRule:
-    """Returns what `hf` makes of its output layer's numbers, seen in a forward of `inputs`. Raises ModelError if not
-    known."""
+    """Returns the rule from the numbers of `hf`'s output layer to logits, seen in a forward of `inputs`.
+
+    Raises ModelError if it is not known.
+    """
     given = torch.tensor(PROBES, dtype=torch.float64)
     with capture_output(hf.get_output_embeddings(), given) as kept:
         logits = hf(**_taken(hf, inputs), use_cache=False).logits
@@ -103,7 +105,7 @@ def logit_rule(hf: nn.Module, **inputs: object) -> LogitRule:
 
 
 def _candidates(made: Tensor) -> Iterator[LogitRule]:
-    """Rules that some of the numbers fit."""
+    """Yields rules that some of the numbers fit."""
     yield PLAIN
     yield LogitRule(scale=made[PROBES.index(1.0)].item())
     near_zero = PROBES.index(2.0**-12)

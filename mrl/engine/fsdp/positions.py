@@ -1,4 +1,4 @@
-"""Rotary embeddings that follow the length of a sequence, as a model's config.json tells them."""
+"""Rotary embeddings that follow the length of a sequence, found in a model's config.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from mrl.errors import ConfigError
 
 
 def check_positions(model: Mapping[str, Any], sequences: Sequences) -> None:
-    """Raises ConfigError for sequences whose keys would turn by other angles as they grow, if that is not followed.
+    """Raises ConfigError for sequences beyond the length up to which the angles of the model's positions are fixed.
+
+    It checks what does not follow the length: generated sequences, and models with images.
 
     model: the content of its config.json.
     """
@@ -31,8 +33,10 @@ def check_positions(model: Mapping[str, Any], sequences: Sequences) -> None:
 
 
 def length_dependent_positions(model: Mapping[str, Any]) -> tuple[str, int | None] | None:
-    """Returns the kind of a rotary embedding that follows the length of a sequence, and the length up to which it is
-    the same for all (None: config.json does not say); None where it does not. model: the content of its config.json.
+    """Returns (kind, limit) of a rotary embedding that follows the length of a sequence; None for any other.
+
+    Up to `limit` tokens its angles are the same for all sequences; None if config.json does not say. model: the content
+    of its config.json.
     """
     model = model.get("text_config") or model
     for name in ("rope_parameters", "rope_scaling"):
@@ -46,7 +50,7 @@ def length_dependent_positions(model: Mapping[str, Any]) -> tuple[str, int | Non
 
 
 def _ropes(rope: Any) -> list[tuple[Any, Mapping[str, Any]]]:
-    """(kind, fields) of the rotary embeddings in a field of config.json, which may have one for each type of layer."""
+    """Returns (kind, fields) of the rotary embeddings in a field of config.json: one, or one for each type of layer."""
     if not isinstance(rope, Mapping):
         return []
     return [(rope.get("rope_type", rope.get("type")), rope)] + [pair for part in rope.values() for pair in _ropes(part)]

@@ -1,7 +1,7 @@
-"""In what precision a model computes: bfloat16 from fp32 masters, but for what transformers keeps in fp32 then.
+"""The precision of a model: bfloat16 from fp32 masters, but for the parameters that transformers keeps in fp32.
 
 Inputs of modules are not cast: they get what the model gives them, as in transformers. It keeps angles of rotary
-embeddings in fp32, which a cast at a block's entry would round in silence.
+embeddings in fp32, and a cast at a block's entry would round them in silence.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ FLOAT32 = MixedPrecisionPolicy()
 
 
 def policy_of(dtype: str) -> MixedPrecisionPolicy:
-    """Weights are gathered in `dtype`, gradients reduced in fp32."""
+    """Returns the policy that gathers weights in `dtype` and reduces gradients in fp32."""
     if dtype == "float32":
         return FLOAT32
     return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
 
 def fp32_parameters(hf: nn.Module, dtype: str) -> dict[str, nn.Parameter]:
-    """Parameters that transformers loads in fp32 where the model is of `dtype`, by name."""
+    """Returns the parameters that transformers keeps in fp32 if the model is of `dtype`, by name."""
     patterns = sorted(hf._keep_in_fp32_modules_strict or ())
     if dtype == "float32" or not patterns:
         return {}
@@ -38,8 +38,8 @@ def fp32_parameters(hf: nn.Module, dtype: str) -> dict[str, nn.Parameter]:
 def modules_of(hf: nn.Module, kept: Mapping[str, nn.Parameter], *, compiled: bool) -> list[nn.Module]:
     """Returns the modules that hold the parameters `kept` and no others but adapters, each as large as can be.
 
-    Raises ModelError where a module holds others beside them: FSDP gathers a module's weights in one dtype. And
-    ConfigError where blocks are compiled: no test shows that what FSDP gathers inside of a compiled block is right.
+    Raises ModelError if a module also holds others, because FSDP gathers a module's weights in one dtype. Raises
+    ConfigError if blocks are compiled: no test covers a gathering inside of a compiled block.
     """
     if not kept:
         return []

@@ -1,8 +1,8 @@
-"""Whether a model that mrl has no table for computes here what transformers computes: two tiny documents tell.
+"""A probe of models without a table in mrl: two tiny documents show whether they compute here what they should.
 
-Each document alone, by transformers' own eager attention, gives what is right. Against that stand the documents in one
-micro-batch, packed or padded as the run has it; and one of them once more beside another, which must not change it. One
-that trains is also asked whether it draws random numbers then.
+Each document alone, by transformers' own eager attention, gives the right numbers. They are compared with those of the
+documents in one micro-batch, packed or padded as in the run. One of them runs again with another neighbour, and its
+numbers must not change. A model that trains is also watched for drawing random numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAK = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 def choose_attention(
     hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = NO_CONTEXT_PARALLEL
 ) -> None:
-    """As `check`. Where sequences are padded and each rank has its own, a model may keep its own attention."""
+    """Runs `check`. If it fails, sequences are padded and each rank has its own, the model gets its own attention."""
     try:
         check(hf, packed=packed, device=device, ulysses=ulysses)
     except ModelError:
@@ -43,10 +43,10 @@ def choose_attention(
 
 
 def check(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = NO_CONTEXT_PARALLEL) -> None:
-    """Raises ModelError, saying what would work, where `hf` does not compute what it should. Its weights are gathered.
+    """Raises ModelError, with what would work, if `hf` does not compute what it should. Its weights are gathered.
 
-    ulysses: the ranks that share sequences, which only attention can bring together: a recurrent layer would see a
-    part.
+    ulysses: the ranks that share sequences. Only attention brings their parts together; a recurrent layer would see
+    one part.
     """
     vocab = hf.get_input_embeddings().weight.shape[0]
     documents = [[token % vocab for token in document] for document in (*DOCUMENTS, EDITED)]
@@ -72,10 +72,10 @@ def check(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses
 def computes_with_noise(
     hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = NO_CONTEXT_PARALLEL
 ) -> bool:
-    """Returns whether `hf`, which is in eval mode, draws random numbers in train mode; generators are left as they
-    were.
+    """Returns whether `hf`, now in eval mode, draws random numbers in train mode. It leaves generators as they were.
 
-    What it computes need not tell: phimoe's router draws lots between experts of about the same score alone.
+    The numbers that a model computes need not show it: phimoe's router draws lots only between experts of about the
+    same score.
     """
     vocab = hf.get_input_embeddings().weight.shape[0]
     documents = [[token % vocab for token in document] for document in DOCUMENTS]
@@ -92,7 +92,7 @@ def computes_with_noise(
 
 @contextlib.contextmanager
 def _refusing(hf: nn.Module, what: str, remedy: str) -> Iterator[None]:
-    """Makes an error of the model's own code a ModelError of one line."""
+    """Turns an error of the model's own code into a ModelError of one line."""
     try:
         yield
     except ModelError:
@@ -125,7 +125,7 @@ def _run(
     device: torch.device,
     ulysses: Ulysses = NO_CONTEXT_PARALLEL,
 ) -> list[Tensor]:
-    """[tokens, H] of each document, what the output layer is given. The last label of each is not needed."""
+    """Returns [tokens, H] of each document: the input of the output layer. The last label of each is not needed."""
     batch = make_batch(
         [[*document, 0] for document in documents], [[1.0] * (len(document) + 1) for document in documents]
     )
@@ -136,7 +136,7 @@ def _run(
 
 @torch.no_grad()
 def _alone(hf: nn.Module, document: list[int], device: torch.device) -> Tensor:
-    """[tokens, H] of one document, with nothing of ours: no positions, no lengths."""
+    """Returns [tokens, H] of one document, with nothing of mrl's: no positions, no lengths."""
     return hidden_states(hf, input_ids=torch.tensor([document], device=device))[0]
 
 

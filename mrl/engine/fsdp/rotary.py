@@ -1,8 +1,8 @@
 """Rotary embeddings whose frequencies follow the length of a sequence ("dynamic", "longrope").
 
-transformers takes them from the longest sequence of a forward, and "dynamic" from the longest that it has ever met, so
-that one long sequence would change the numbers of all others. Here each sequence has those of its own length, which is
-what transformers gives it alone.
+transformers takes them from the longest sequence of a forward, and "dynamic" from the longest that it has ever met. So
+one long sequence would change the numbers of all others. Here each sequence has those of its own length, as in
+transformers when it is alone.
 
 Dimensions: `R` rows, `L` places of a row, `C` ranks that share them, `D` the angles of a place.
 """
@@ -34,8 +34,9 @@ class LengthDependentRotary:
 
     @contextlib.contextmanager
     def by_lengths(self, lengths: Tensor) -> Iterator[None]:
-        """Inside, the modules give each place the angles of its own sequence. lengths: [R, L/C], on the host, of the
-        sequence that a place belongs to, at least 1.
+        """Gives each place the angles of its own sequence, inside the context.
+
+        lengths: [R, L/C], on the host: the length of the place's sequence, at least 1.
         """
         groups = _groups(lengths, self.limit)
         for module in self.modules:
@@ -47,7 +48,7 @@ class LengthDependentRotary:
                 del module.forward
 
     def check(self, longest: int, what: str) -> None:
-        """Raises ModelError where the longest sequence is above the limit. what: what does not follow it."""
+        """Raises ModelError if the longest sequence is above the limit. what: the part that does not follow it."""
         if longest > self.limit:
             raise ModelError(
                 f"a sequence of {longest} tokens is above the {self.limit} up to which the rotary embedding "
@@ -57,7 +58,7 @@ class LengthDependentRotary:
 
 
 def length_dependent_rotary(hf: nn.Module, raw: Mapping[str, Any]) -> LengthDependentRotary | None:
-    """Returns those of `hf`, made of the config.json `raw`, or None. Raises ModelError where they are not marked."""
+    """Returns those of `hf`, made from the config.json `raw`, or None. Raises ModelError if they are not marked."""
     found = length_dependent_positions(raw)
     if found is None:
         return None
@@ -76,25 +77,25 @@ def length_dependent_rotary(hf: nn.Module, raw: Mapping[str, Any]) -> LengthDepe
 
 
 def _follows(rope_type: Any) -> bool:
-    """rope_type: of a module of transformers, one for each type of layer if it is a mapping; None of other modules."""
+    """Returns whether `rope_type`, a module's, follows the length. A mapping has one for each type of layer."""
     kinds = rope_type.values() if isinstance(rope_type, Mapping) else (rope_type,)
     return any(kind in ("dynamic", "longrope") for kind in kinds)
 
 
 def _groups(lengths: Tensor, limit: int) -> list[tuple[int, Tensor]]:
-    """(a length, the places [R, L/C] of sequences with its angles): one for all up to `limit`, each length beyond."""
+    """Returns (a length, the places [R, L/C] with its angles): one for all up to `limit`, then one for each length."""
     of_place = lengths.clamp(min=min(limit, int(lengths.max())))
     return [(length, of_place == length) for length in of_place.unique().tolist()]
 
 
 class _PerLengthForward:
-    """The forward of a rotary module, length by length, each from the state that the module was made with."""
+    """Runs a rotary module length by length, each from the state that the module was made with."""
 
     def __init__(self, module: nn.Module, groups: list[tuple[int, Tensor]]) -> None:
         self.module, self.plain, self.groups = module, type(module).forward, groups
 
     def __call__(self, x: Tensor, position_ids: Tensor, **options: Any) -> Any:
-        """Returns what the module gives, tensors [R, L/C, D]. position_ids: [R, L/C], within its sequence."""
+        """Returns the module's tensors [R, L/C, D]. position_ids: [R, L/C], within its sequence."""
         result = None
         for length, places in self.groups:
             chosen = places.to(position_ids.device)
@@ -109,7 +110,7 @@ class _PerLengthForward:
 
 
 def _fresh(module: nn.Module) -> nn.Module:
-    """Returns a copy with the state that the module was made with: its own buffers, which a forward may write."""
+    """Returns a copy in the state that the module was made with. A forward may write the copy's buffers."""
     fresh = copy.copy(module)
     fresh._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
     return fresh

@@ -33,7 +33,7 @@ class Shape:
 
 
 def shapes_of(config: RoleConfig) -> tuple[list[Shape], int]:
-    """Returns the parameters, tied ones once, and bytes of the buffers, which are whole on every rank."""
+    """Returns the parameters, tied ones once, and the bytes of the buffers, which are whole on every rank."""
     raw = read_hf_config(config.model.path)
     hf = build(config, raw)
     if config.head == "value":

@@ -21,10 +21,10 @@ PREFIX = "model."
 
 
 class FSDPReader:
-    """The weights of the checkpoint folder `path`, which are fp32, as a `WeightReader` in `dtype`.
+    """Reads the fp32 weights of the checkpoint folder `path` as a `WeightReader` in `dtype`.
 
-    Every tensor is accounted for, in both directions; CheckpointError lists what differs. companions: where `hf_config`
-    is from. head: "lm" or "value", as its output layer says.
+    Every tensor is accounted for, in both directions; CheckpointError lists the differences. companions: the folder of
+    `hf_config`. head: "lm" or "value", by its output layer.
     """
 
     def __init__(

@@ -35,28 +35,28 @@ class Ulysses:
         return max(1, -(-length // self.size)) * self.size
 
     def own(self, rows: Tensor) -> Tensor:
-        """This rank's places [..., L/C] of token-aligned rows [..., L]."""
+        """Returns this rank's places [..., L/C] of token-aligned rows [..., L]."""
         return rows if self.group is None else rows.chunk(self.size, dim=-1)[self.group.rank()]
 
     def whole(self, outputs: Tensor) -> Tensor:
-        """[R, L/C, ..] of each rank -> [R, L, ..], the same on all of them.
+        """Gathers [R, L/C, ..] of each rank to [R, L, ..], the same on all of them.
 
-        Every rank then computes the whole loss, and the backward pass hands each the gradient of its own places alone:
-        over the group they add up to the gradient of one loss.
+        Every rank then computes the whole loss. The backward pass hands each the gradient of its own places alone. Over
+        the group they add up to the gradient of one loss.
         """
         return outputs if self.group is None else _Gather.apply(outputs, self.group)
 
     def own_heads(self, values: Tensor) -> Tensor:
-        """Of what each query head has [H], that of the heads [H/C] which are this rank's inside attention."""
+        """Returns the values [H/C] of this rank's heads inside attention, from those of all query heads [H]."""
         return values if self.group is None else values.chunk(self.size)[self.group.rank()]
 
     def attend(
         self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """`attention(query, key, value)` over whole rows: [R, heads, L/C, D] each -> [R, L/C, H, D].
+        """Returns `attention(query, key, value)` over whole rows: [R, heads, L/C, D] each -> [R, L/C, H, D].
 
-        attention: [R, heads, L, D] each -> [R, L, heads, D]; it sees H/C of the query heads. Where C does not divide G,
-        key and value heads are repeated until it does, which keeps them beside their queries as lcm(G, C) divides H.
+        attention: [R, heads, L, D] each -> [R, L, heads, D]; it sees H/C of the query heads. If C does not divide G,
+        key and value heads are repeated until it does. They stay with their queries, because lcm(G, C) divides H.
         """
         if self.group is None:
             return attention(query, key, value)
@@ -70,7 +70,7 @@ class Ulysses:
         return out.movedim(0, 2).flatten(2, 3)
 
     def _whole_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """[R, heads, L/C, D] of each rank -> [R, heads/C, L, D], all tensors in one exchange."""
+        """Exchanges [R, heads, L/C, D] of each rank for [R, heads/C, L, D], all tensors at once."""
         parts = [t.unflatten(1, (self.size, -1)).movedim(1, 0) for t in tensors]  # [C of heads, R, heads/C, L/C, D]
         sent = torch.cat([part.flatten(1) for part in parts], dim=1)
         received = _AllToAll.apply(sent, self.group).split([part[0].numel() for part in parts], dim=1)
@@ -80,7 +80,7 @@ class Ulysses:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Row `i` of rank `j` becomes row `j` of rank `i`. The exchange is its own transpose: its backward pass, too."""
+    """Swaps row `i` of rank `j` with row `j` of rank `i`. The exchange is its own transpose, so its own backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -95,7 +95,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """[R, L/C, ..] of each rank -> [R, L, ..]; backward, each rank's own part of a gradient that all of them have."""
+    """Gathers [R, L/C, ..] of each rank to [R, L, ..]. Backward, each rank takes its own part of the same gradient."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:

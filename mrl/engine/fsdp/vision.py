@@ -31,15 +31,17 @@ class Images:
 
 
 def image_tokens(hf: nn.Module, batch: Batch) -> Tensor:
-    """[T] bool: where a feature takes a token's place. In a sequence without images the token of images is one like any
-    other: a policy may have sampled it."""
+    """Returns [T] bool: the tokens that a feature replaces.
+
+    In a sequence without images the image token is one like any other, since a policy may have sampled it.
+    """
     having = [bool(inputs) for inputs in batch.multi_modal_inputs] or [False] * batch.num_sequences
     having = torch.tensor(having, dtype=torch.bool)
     return (batch.tokens.cpu() == hf.config.image_token_id) & having.repeat_interleave(batch.lengths.cpu())
 
 
 def positions(hf: nn.Module, batch: Batch) -> Tensor:
-    """[3, T] int64: the positions (time, height, width) of each token, each sequence from its own start."""
+    """Returns [3, T] int64: the positions (time, height, width) of each token, each sequence from its own start."""
     if not batch.multi_modal_inputs:
         return batch.position_ids.cpu().expand(3, -1)
     lengths, parts = batch.lengths.tolist(), []
@@ -60,7 +62,7 @@ def positions(hf: nn.Module, batch: Batch) -> Tensor:
 
 
 def feature_of_token(hf: nn.Module, batch: Batch) -> Tensor:
-    """[T] int64: as `Images.feature`, of each token of the micro-batch."""
+    """Returns [T] int64: the number of `Images.feature` for each token of the micro-batch."""
     takes = image_tokens(hf, batch)
     return takes.cumsum(0) * takes
 
@@ -80,10 +82,9 @@ def images_of(hf: nn.Module, batch: Batch, feature: Tensor, device: torch.device
 
 
 def embed_images(hf: nn.Module, tokens: Tensor, images: Images) -> dict[str, Any]:
-    """Returns what the language model is given instead of tokens [R, L/C]: embeddings, with features in the places of
-    images.
+    """Returns the language model's inputs in place of tokens [R, L/C]: embeddings, with features at image tokens.
 
-    A rank whose places take no feature has the tower in its graph all the same, with gradients that are zero.
+    A rank without image tokens has the tower in its graph too, with gradients of zero.
     """
     found = hf.model.get_image_features(images.pixel_values, images.grid, return_dict=True)
     embeddings = hf.get_input_embeddings()(tokens)

@@ -1,4 +1,4 @@
-"""What a block's forward is wrapped in: compilation, recomputation in the backward pass, activations on the host.
+"""Wrappers of a block's forward: compilation, recomputation in the backward pass, activations on the host.
 
     what                       keeps on the device, of each block      costs
     (nothing)                  all that its backward pass needs        nothing
@@ -27,7 +27,7 @@ from mrl.errors import ConfigError
 
 
 def wrap_blocks(hf: nn.Module, engine: EngineConfig) -> ActivationOffload | None:
-    """Wraps each block's forward as the config says. Returns what holds activations, where they are offloaded."""
+    """Wraps each block's forward as the config says. Returns the holder of activations if they are offloaded."""
     lists = block_lists(hf)
     if engine.fsdp.compile:
         _check_compiler()
@@ -53,7 +53,7 @@ def _recomputed(forward: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_compiler() -> None:
-    """torch.compile makes C++ for a CPU, and for a GPU what launches its kernels."""
+    """Raises ConfigError without a C++ compiler: torch.compile makes C++ for a CPU, and a GPU's launchers."""
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:

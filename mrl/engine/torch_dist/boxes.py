@@ -1,8 +1,8 @@
-"""What a rank has of a checkpoint's tensors: written out of the memory in use, and read into it, block by block.
+"""Boxes: a rank's parts of a checkpoint's tensors, written from the memory in use and read into it, block by block.
 
-A box is a part of a tensor: a range in each dimension. A rank's parameter is made of one or a few of them, and so is
-any run of entries of it, as a data-parallel rank has its optimizer's state. No rank needs what another one has: it
-writes a data file of its own (data_files.py), and reads from all of them (reader.py) what lies in its boxes.
+A box is a part of a tensor: a range in each dimension. A rank's parameter is made of one or a few of them. So is any
+run of its entries; a data-parallel rank has such a run of the optimizer's state. No rank needs another one's data: it
+writes a data file of its own (data_files.py), and reads its boxes from all of them (reader.py).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _entries_below(sizes: Shape, strides: Shape, limit: int) -> int:
 
 
 def _ascending(sizes: Shape, strides: Shape) -> bool:
-    """Whether the entries of a view, in row-major order, lie one after the other in memory."""
+    """Returns whether the entries of a view, in row-major order, lie one after the other in memory."""
     last = 0  # place of the last entry of a row
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size > 1 and stride <= last:
@@ -161,7 +161,7 @@ def write(path: Path, boxes: Iterable[Box]) -> WrittenFile:
 
 
 def write_index(folder: Path, everyone: Iterable[WrittenFile]) -> None:
-    """Makes the data files of all ranks a checkpoint. Raises CheckpointError where they are not all of each tensor."""
+    """Makes the data files of all ranks a checkpoint. Raises CheckpointError if a part of a tensor is missing."""
     tensors: dict[str, tuple[torch.dtype, Shape]] = {}
     items: dict[str, list[Item]] = {}
     for written in everyone:
@@ -182,7 +182,7 @@ def write_index(folder: Path, everyone: Iterable[WrittenFile]) -> None:
 
 
 def _on_host(data: Tensor) -> Iterator[Tensor]:
-    """Yields copies: memory that was given to a file by way of numpy can no longer be resized, and so not offloaded."""
+    """Yields copies. Memory that numpy gave to a file can no longer be resized, and so not offloaded."""
     for _, block in blocks(data):
         yield block.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
@@ -203,7 +203,7 @@ def fill(reader: TorchDistReader, boxes: Iterable[Box]) -> None:
 
 
 def check(reader: TorchDistReader, boxes: Iterable[Box]) -> None:
-    """Raises CheckpointError where a tensor is not in the checkpoint, or has another shape there."""
+    """Raises CheckpointError if a tensor is not in the checkpoint, or has another shape there."""
     for box in boxes:
         stored = reader.tensors.get(box.key)
         if stored is None:

@@ -32,7 +32,7 @@ STORAGES = {
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """What a data file holds: a part of the tensor `key`, beginning at `offsets`, or an object if offsets is None."""
+    """An entry of a data file: a part of the tensor `key`, beginning at `offsets`, or an object if offsets is None."""
 
     key: str
     offsets: Shape | None
@@ -48,9 +48,9 @@ for: 4 GB in writes of 1 MB took 10.8 s, of 128 KB 1.9 s (Linux 6.18 in Firecrac
 
 
 class ItemFile:
-    """A data file, written from front to back. crc32, size: of what was written so far.
+    """Writes a data file from front to back. crc32, size: of the bytes so far.
 
-    The disk is given what was written every few megabytes: else it has nothing to do until `close` waits for all of it.
+    It has the disk start every few megabytes. Else the disk is idle until `close`, which waits for all of it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,7 +70,7 @@ class ItemFile:
         return len(view)
 
     def flush(self) -> None:
-        """Part of being a file: `close` does it."""
+        """Does nothing, as a file may: `close` flushes."""
 
     def tensor(self, key: str, offsets: Shape, sizes: Shape, dtype: torch.dtype, blocks: Iterable[Tensor]) -> Item:
         """Appends a part of a tensor. blocks: its rows in order, in `dtype`."""
@@ -146,7 +146,7 @@ class _Rebuilt:
 
 
 def _tensor_pickle(dtype: torch.dtype, shape: Shape) -> bytes:
-    """`data.pkl` of a saved tensor: how it is made of the storage `data/0`."""
+    """Returns `data.pkl` of a saved tensor: how to rebuild it from the storage `data/0`."""
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, item: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What makes data files (data_files.py, beside this) an mcore distributed checkpoint: `.metadata` and two more files.
+"""Writes the three files that make data files (data_files.py) an mcore distributed checkpoint, `.metadata` the first.
 
 The files are those that megatron's dist_checkpointing writes and reads.
 """
@@ -33,7 +33,7 @@ def write_metadata(
     items: Mapping[str, Sequence[Item]],
     extra_state: Sequence[str],
 ) -> list[str]:
-    """Writes what makes data files a checkpoint; returns the names of the files. items: by data file."""
+    """Writes the files that make data files a checkpoint. Returns their names. items: by data file."""
     chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in tensors}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for file, in_file in items.items():

@@ -1,9 +1,9 @@
 """Reads a distributed checkpoint in torch's format (`torch_dist`, FSDP's) with no process group and no megatron.
 
-A folder holds `.metadata`, a pickle that says where each part of each tensor is, and data files whose items are each
-what `torch.save` writes: a zip archive whose one storage is stored as it is. Pickles are read by an unpickler that
-knows the few classes of the format and runs nothing else. Tensor bytes are read with `pread` at the moment that they
-are asked for, so memory holds no more than was asked for.
+A folder holds `.metadata`, a pickle with the place of each part of each tensor, and data files. An item of a data file
+is what `torch.save` writes: a zip archive with one storage, not compressed. Pickles are read by an unpickler that
+knows the few classes of the format and runs nothing else. Tensor bytes are read with `pread` when they are asked for,
+so memory holds no more than that.
 
 Format: `torch/distributed/checkpoint/{metadata,filesystem}.py` of torch 2.13, `torch/serialization.py`.
 """
@@ -77,7 +77,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _OpenFile:
-    """An open file, for as long as somebody holds this."""
+    """Keeps a file open for as long as somebody holds this."""
 
     def __init__(self, path: Path) -> None:
         self.number = -1
@@ -135,7 +135,7 @@ class _Span(io.RawIOBase):
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor: where it begins in the whole, its shape, and the item that holds it."""
+    """A part of a tensor: its first entry in the whole, its shape, and the item that holds it."""
 
     offsets: Shape
     sizes: Shape
@@ -146,7 +146,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, and its parts, sorted by where they begin."""
+    """A tensor of a checkpoint, and its parts, sorted by their first entries."""
 
     dtype: torch.dtype
     shape: Shape
@@ -170,10 +170,10 @@ class StoredTensor:
 
 
 class TorchDistReader:
-    """The tensors of the folder `path`, by their key in the checkpoint. Safe to use from several threads.
+    """Reads the tensors of the folder `path`, by their key in the checkpoint. Safe to use from several threads.
 
-    Raises CheckpointError, naming the folder, where it is missing, incomplete or damaged. That the bytes of the tensors
-    are those that were saved is for the checkpoint's checksums to tell. objects: keys of what is no tensor.
+    Raises CheckpointError, naming the folder, if it is missing, incomplete or damaged. The checkpoint's checksums,
+    and not this, find changed bytes of a tensor. objects: keys of what is no tensor.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -221,7 +221,7 @@ class TorchDistReader:
         self.tensors = tensors
 
     def read(self, key: str, region: Sequence[tuple[int, int]]) -> Tensor:
-        """New memory with the entries from `region[d][0]` to `region[d][1]` in each dimension d of the tensor `key`."""
+        """Returns, in new memory, entries `region[d][0]` to `region[d][1]` in each dimension d of the tensor `key`."""
         stored = self.tensors[key]
         overlaps = [(chunk, _overlap(chunk, region)) for chunk in stored.parts_near(region)]
         parts = [(chunk, both) for chunk, both in overlaps if both is not None]
@@ -238,7 +238,7 @@ class TorchDistReader:
         return whole
 
     def _chunk(self, key: str, dtype: torch.dtype, chunk: Chunk, part: Sequence[tuple[int, int]]) -> Tensor:
-        """Entries `first` to `first + n` in each dimension of one chunk."""
+        """Reads entries `first` to `first + n` in each dimension of one chunk."""
         at = self._place(key, dtype, chunk)
         region = [(first, first + n) for first, n in part]
         try:
@@ -248,7 +248,7 @@ class TorchDistReader:
             raise CheckpointError(self.path / chunk.file, why=str(error), fix="get the checkpoint again") from error
 
     def _place(self, key: str, dtype: torch.dtype, chunk: Chunk) -> int:
-        """Where in its file the first byte of a chunk is, found in the archive once."""
+        """Returns the place of a chunk's first byte in its file, found in the archive once."""
         known = self._data_at.get((chunk.file, chunk.start))
         if known is not None:
             return known
@@ -284,12 +284,12 @@ class TorchDistReader:
             raise CheckpointError(self.path / name, why=f"{error.strerror}", fix="get the checkpoint again") from error
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Closes the files."""
         self._file.cache_clear()
 
 
 def _overlap(chunk: Chunk, region: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]] | None:
-    """For each dimension (first entry in the chunk, first entry in the region, count); None where they do not meet."""
+    """Returns for each dimension (first entry in the chunk, first entry in the region, count); None if apart."""
     both = []
     for low, size, (start, stop) in zip(chunk.offsets, chunk.sizes, region, strict=True):
         first, last = max(low, start), min(low + size, stop)
@@ -300,7 +300,7 @@ def _overlap(chunk: Chunk, region: Sequence[tuple[int, int]]) -> list[tuple[int,
 
 
 def _check_cover(key: str, tensor: StoredTensor) -> None:
-    """The parts are inside the whole, apart, and as many entries as it: no entry is left to chance."""
+    """Raises ValueError unless the parts are inside the whole, apart, and have all of its entries."""
     for chunk in tensor.chunks:
         ends = zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)
         if any(low < 0 or size < 0 or low + size > whole for low, size, whole in ends):
