@@ -1,7 +1,7 @@
-"""HF config and layout -> TransformerConfig and this rank's chunks of GPTModel.
+"""Builds a TransformerConfig and this rank's chunks of GPTModel from an HF config and a layout.
 
-`cpu_stand_in.prepare()` must have run before this module is imported, and megatron's parallel_state must hold the
-layout's groups before `build_chunks` is called.
+Call `cpu_stand_in.prepare()` before this module is imported. megatron's parallel_state must hold the layout's groups
+before `build_chunks` is called.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BIAS = re.compile(r"\.bias\d*$")  # of a grouped linear, one for each expert
 
 
 class Model(GPTModel):
-    """megatron's GPTModel with our layouts, head and rotary embedding. The one place that names GPTModel."""
+    """Is megatron's GPTModel with our layouts, head and rotary embedding. No other module names GPTModel."""
 
     mtp_inputs: Sequence[mtp.MTPLayerInputs] = ()
     """What each MTP layer is run on in the forward at hand, set before it; none leaves them out."""
@@ -45,9 +45,10 @@ class Model(GPTModel):
     """Whether the gradient of their loss stays within them. The head's own part is in `mtp_inputs`' `project`."""
 
     def forward(self, tokens: Tensor, layout: PackedLayout | CacheLayout, padding: Tensor | None = None) -> Tensor:
-        """tokens [T] (ignored past the first stage), padding [T] bool or None: True where no token is.
+        """Runs the chunk on tokens [T], which count on the first stage only.
 
-        Returns hidden states [T (/tp), 1, H] for the next stage, or the head's output [1, T, K] on the last one.
+        padding: [T] bool, True where no token is; None for no padding. Returns hidden states [T (/tp), 1, H] for the
+        next stage, or the head's output [1, T, K] on the last one.
         """
         assert layout.positions is not None
         self.rotary_pos_emb.positions = layout.positions
@@ -60,7 +61,7 @@ class Model(GPTModel):
         )  # fmt: skip
 
     def _postprocess(self, hidden_states: Tensor, **rest: Any) -> Tensor:
-        """What the head makes of hidden states, and of those of MTP layers: further columns of [1, T, K]."""
+        """Returns the head's output [1, T, K] for hidden states, with more columns for those of MTP layers."""
         if not self.mtp_process:
             return super()._postprocess(hidden_states, **rest)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -82,11 +83,11 @@ class Model(GPTModel):
         return torch.cat(columns, dim=-1).transpose(0, 1).contiguous()
 
     def _set_attention_backend(self) -> None:
-        """Leaves NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN as they are: te_limits.py reads them, and the
-        engine sets them where engine.attention says so.
+        """Leaves NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN as they are. te_limits.py reads them, and the
+        engine sets them if engine.attention says so.
 
-        megatron's own (0.16 and 0.19, models/common/language_module) asserts that all are 1 or unset, and advises an
-        argument of its own trainer.
+        megatron's own (0.16.1 and 0.19.2, models/common/language_module) asserts that all are 1 or unset, and advises
+        an argument of its own trainer.
         """
 
 
@@ -104,10 +105,11 @@ def transformer_config(
     mtp_layers: int = 0,
     saves_to_host: bool = False,
 ) -> Config | LatentConfig:
-    """megatron's configuration of the model in a layout. Raises ModelError or ConfigError on what cannot be built.
+    """Returns megatron's configuration of the model in a layout. Raises ModelError or ConfigError if it cannot be
+    built.
 
-    megatron_options: fields by name (`engine.megatron`), those of megatron's other classes among them. saves_to_host:
-    layers save their activations there.
+    megatron_options: `engine.megatron`, fields by name, those of megatron's other classes among them. saves_to_host:
+    whether layers save their activations on the host.
     """
     fields = fields_of(dict(hf))
     check_layout(fields, dims)
@@ -149,11 +151,11 @@ def transformer_config(
 def _fusions(
     fields: Mapping[str, Any], hf: Mapping[str, Any], given: Mapping[str, Any], saves_to_host: bool
 ) -> dict[str, bool]:
-    """Returns which of megatron's fused kernels are used where `engine.megatron` (given) does not name them.
+    """Returns which of megatron's fused kernels are used unless `engine.megatron` (given) names them.
 
-    Those of transformer-engine are where its layers are. With megatron's own layers apex's adds gradients of weights,
-    in bfloat16: what that kernel does with fp32 has not been seen. A rotary embedding whose cosines and sines have a
-    factor (yarn) transformer-engine's kernel does not know, and latent attention turns its channels itself.
+    Layers of transformer-engine use its kernels. With megatron's own layers, apex's kernel adds gradients of weights
+    for bfloat16 models only: nobody has seen what it does with fp32. The rotary kernel of transformer-engine has no
+    factor on cosines and sines, so yarn leaves it out. Latent attention turns its channels itself.
     """
     te = fields["layer_spec"] == "te" and platform.without_transformer_engine() is None
     kernel = platform.has_gpu() and tensor_parallel_layers._grad_accum_fusion_available
@@ -236,7 +238,7 @@ def build_chunks(
     head: Literal["lm", "value"],
     detaches_mtp: bool = False,
 ) -> list[Model]:
-    """This rank's model chunks, with weights as megatron initialises them, on the device. detaches_mtp: as of
+    """Returns this rank's model chunks on the device, with weights as megatron initialises them. detaches_mtp: as of
     `Model`."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     turning = int(config.kv_channels * config.rotary_percent)
@@ -275,9 +277,10 @@ def build_chunks(
 
 
 def _experts_keep_their_sums(model: Model) -> None:
-    """Experts with biases lie on one rank each (`check_layout`): there is nothing to sum over tensor-parallel ranks.
+    """Keeps experts with biases from summing over tensor-parallel ranks: each lies on one rank (`check_layout`).
 
-    megatron adds the bias in place to a sum over that one rank, which autograd refuses as it is the sum's input.
+    megatron adds an expert's bias in place to the sum over that one rank (`output +=`, transformer/mlp.py, 0.16.1 and
+    0.19.2). Over one rank the sum is its own input, and autograd refuses to change it.
     """
     for module in model.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert:
@@ -285,12 +288,16 @@ def _experts_keep_their_sums(model: Model) -> None:
 
 
 def _mark_own_parts(model: Model) -> None:
-    """Parameters of which each tensor-parallel rank has a part of its own, and are not marked so: the gradient's norm
-    would leave them out on all tensor-parallel ranks but the first.
+    """Marks parameters that tensor-parallel ranks have parts of, because megatron leaves these unmarked.
 
-    These are biases of experts, which megatron also sums over the ranks of a sequence, where the experts' replicas are
-    summed already; all of transformer-engine's grouped experts (2.20.2 marks them only if they are one tensor;
-    megatron-core 0.19 does it, 0.16 does not); and its attention's sinks, which are fp32 there whatever the model is.
+    Without the mark, the gradient's norm counts them on the first tensor-parallel rank only
+    (`param_is_not_tensor_parallel_duplicate`, tensor_parallel/layers.py). They are:
+
+        biases of experts    megatron also sums their gradients over the ranks of a sequence, though it has summed the
+                             experts' replicas already
+        grouped experts      transformer-engine 2.20.2 marks them only if they are one tensor; megatron-core 0.19 marks
+                             them, 0.16 does not
+        attention's sinks    those of transformer-engine, which are fp32 there whatever the model is
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:
@@ -304,8 +311,12 @@ def _mark_own_parts(model: Model) -> None:
 
 @contextlib.contextmanager
 def _heads_need_no_apex() -> Iterator[None]:
-    """megatron's output layer asks for apex's kernel under `gradient_accumulation_fusion`, also where all other linear
-    layers are transformer-engine's, which bring their own. Ours takes its place and has no use of one."""
+    """Hides that apex is missing while GPTModel builds its output layer.
+
+    Under `gradient_accumulation_fusion` that layer asks for apex's kernel (`ColumnParallelLinear.__init__`,
+    tensor_parallel/layers.py), even if all other linear layers are transformer-engine's and bring their own kernel. Our
+    head replaces it and uses none.
+    """
     available = tensor_parallel_layers._grad_accum_fusion_available
     tensor_parallel_layers._grad_accum_fusion_available = True
     try:
@@ -316,7 +327,7 @@ def _heads_need_no_apex() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_deprecation_notice() -> Iterator[None]:
-    """0.19 logs at every build that GPTModel gives way to HybridModel; 0.16 has nothing else."""
+    """Drops what 0.19 logs at every build: that GPTModel gives way to HybridModel. 0.16 has nothing else."""
 
     def keeps(record: logging.LogRecord) -> bool:
         return "HybridModel" not in record.getMessage()
