@@ -37,8 +37,8 @@ from mrl.mcore_models.masked import ScoreRule, causal_mask, explicit_attention
 
 _FIELDS = {field.name for field in dataclasses.fields(PackedSeqParams)}
 _NO_PADDING_BETWEEN = {"pad_between_seqs": False} if "pad_between_seqs" in _FIELDS else {}
-"""For transformer-engine, to which megatron-core 0.19 hands it: where it is not told, it compares the values of two
-`cu_seqlens` in every layer before 2.18, which waits for the GPU."""
+"""For transformer-engine: megatron-core 0.19 passes it on. Without it, transformer-engine before 2.18 compares the
+values of two `cu_seqlens` in every layer, and this waits for the GPU."""
 
 
 @dataclasses.dataclass
@@ -46,8 +46,8 @@ class PackedLayout(PackedSeqParams):
     """Megatron's packed-sequence parameters with what our attention needs on the host."""
 
     padded_lengths: tuple[int, ...] = ()
-    """Places of each sequence in the micro-batch, with its padding, over all context-parallel ranks; each a multiple of
-    2*cp where cp > 1."""
+    """Positions of each sequence in the micro-batch, with its padding, over all context-parallel ranks. Each is a
+    multiple of 2*cp if cp > 1."""
     positions: Tensor | None = None  # [T] int64, each local place's index in its sequence
     order: Tensor | None = None  # `zigzag_inverse` of the lengths where cp > 1: made once, not in every layer
 
@@ -67,7 +67,7 @@ class PackedLayout(PackedSeqParams):
         places = platform.tensor_on(positions.device, [*itertools.accumulate(padded, initial=0)], torch.int32)
         longest = max(padded)
         if qkv_format == "thd":
-            # as transformer-engine rounds it where it is not given: cuDNN plans a kernel for every value that it meets
+            # transformer-engine rounds so if it is not given; cuDNN plans a kernel for every value that it meets
             longest = -(-longest // 64) * 64
         return cls(
             qkv_format=qkv_format, cu_seqlens_q=places, cu_seqlens_kv=places, cu_seqlens_q_padded=places,
@@ -144,6 +144,7 @@ class SdpaAttention(MegatronModule):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         windows = config.window_attn_skip_freq
         windowed = config.window_size is not None and (windows is None or bool(windows[layer_number - 1]))
+        # megatron counts the keys to the left of a query, ours with its own
         self.window = config.window_size[0] + 1 if windowed else None
         self.softmax_offset = None  # [H] scores of a place that no value is at; megatron's name
         if config.softmax_type == "learnable":
@@ -151,6 +152,7 @@ class SdpaAttention(MegatronModule):
             self.softmax_offset = torch.nn.Parameter(
                 torch.zeros(heads, dtype=config.params_dtype, device=platform.device())
             )
+            # else clip_grads.get_grad_norm_fp32 counts the sinks of the first rank alone
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
             self.tp_group = pg_collection.tp
         self.cp_group = pg_collection.cp
@@ -172,7 +174,7 @@ class SdpaAttention(MegatronModule):
             return self._context_parallel(query, key, value, packed_seq_params)
         parts = []
         runs = packed_seq_params.runs
-        # split, not slices: the gradients of slices are each as long as the micro-batch
+        # split, because the gradient of each slice would be as long as the micro-batch
         split = (t.split([count * length for _, count, length in runs]) for t in (query, key, value))
         for (_, count, length), *run in zip(runs, *split, strict=True):
             q, k, v = (t.unflatten(0, (count, length)).transpose(1, 2) for t in run)  # [count, heads, length, D]
@@ -202,6 +204,7 @@ class SdpaAttention(MegatronModule):
         )  # fmt: skip
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout) -> Tensor:
+        # megatron's gather of a sequence, over another group: its backward pass sums the ranks' gradients of a key
         gathered = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.cp_group)
         key, value = gathered[packed.order].split([key.shape[-1], value.shape[-1]], dim=-1)
         runs = packed.runs

@@ -53,7 +53,8 @@ class Model(GPTModel):
         assert layout.positions is not None
         self.rotary_pos_emb.positions = layout.positions
         if padding is not None and self.config.sequence_parallel and not self.pre_process:
-            # GPTModel scatters the mask on the first stage alone; later stages get their part from here
+            # GPTModel._preprocess scatters the mask on the first stage alone (models/gpt/gpt_model.py, 0.16.1 and
+            # 0.19.2). Later stages get their part from here; routers would count other tokens otherwise.
             padding = padding.chunk(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]
         return super().forward(
             input_ids=tokens[None], position_ids=layout.positions[None], attention_mask=None, packed_seq_params=layout,
@@ -142,7 +143,8 @@ def transformer_config(
         raise megatron_fields.megatron_refusal(given, error) from error
     scaling = hf.get("rope_scaling")
     if scaling is not None and scaling["rope_type"] == "yarn" and not config.multi_latent_attention:
-        # attributes that megatron's attention looks for, to scale cosines and sines as `layers.rotary_scale`
+        # `_yarn_get_concentration_factor_from_config` looks for these attributes, and takes 1 if there is none
+        # (models/common/embeddings/yarn_rotary_pos_embedding.py). Attention scales by it, as `layers.rotary_scale`.
         config.yarn_rotary_scaling_factor = scaling["factor"]
         config.yarn_mscale, config.yarn_mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
     return config
@@ -176,11 +178,11 @@ def _fusions(
         raise ConfigError(f"{megatron_fields.KEY}.moe_token_dispatcher_type", "flex", why, fix)
     return {
         "bias_activation_fusion": True,  # on a CPU, elementwise.swiglu
-        # a hook on saved tensors is given an alias of a weight, on which the kernel's marks are lost
+        # a hook on saved tensors gets an alias of a weight, so the kernel's marks on the weight are lost
         "gradient_accumulation_fusion": (te or apex) and not saves_to_host,
         "apply_rope_fusion": te and not turned_here,
         "moe_permute_fusion": te and "num_moe_experts" in fields,
-        # kernels of apex that neither transformer-engine's layers nor mrl's norms and attention have a use of
+        # kernels of apex: transformer-engine's layers and mrl's norms and attention do not use them
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "bias_dropout_fusion": False,
@@ -205,10 +207,11 @@ def _layout_fields(num_layers: int, dims: ParallelDims, mtp_layers: int) -> dict
         fields |= {
             "pipeline_model_parallel_layout": stages,
             "variable_seq_lengths": True,  # packed micro-batches differ in length
-            "moe_token_dispatcher_type": "alltoall",  # dense models too: megatron checks it beside variable lengths
-            # With two stages both neighbours are the same rank, and batched sends of interleaved chunks cross:
-            # gradients are wrong in silence (a norm of 2 became 5000 in four steps). Separate sends, each with its
-            # own tag order, are right.
+            # for dense models too: TransformerConfig refuses its default, allgather, with variable lengths
+            "moe_token_dispatcher_type": "alltoall",
+            # With two stages both neighbours are the same rank, and batched sends of interleaved chunks cross
+            # (`_batched_p2p_ops`, pipeline_parallel/p2p_communication.py). Gradients are then wrong in silence: a norm
+            # of 2 became 5000 in four steps. Separate sends (`_p2p_ops`) each keep their order and are right.
             "batch_p2p_comm": False,
             "overlap_p2p_comm": dims.vpp > 1,
         }
@@ -257,6 +260,7 @@ def build_chunks(
                 pre_process=chunk.has_embedding, post_process=chunk.has_output, position_embedding_type="rope",
                 share_embeddings_and_output_weights=tied, pg_collection=groups, vp_stage=v if dims.vpp > 1 else None,
             )  # fmt: skip
+            # GPTModel makes one itself and takes none (models/gpt/gpt_model.py); its own knows no positions
             model.rotary_pos_emb, model.detaches_mtp = layers.Rotary(inverse, groups.cp, scale), detaches_mtp
             megatron_options = [layer.transformer_layer for layer in model.mtp.layers] if chunk.mtp else []
             for layer in (*model.decoder.layers, *megatron_options):
@@ -303,6 +307,7 @@ def _mark_own_parts(model: Model) -> None:
         if ".experts." in name:
             parameter.tensor_model_parallel = True
             if _BIAS.search(name):
+                # finalize_model_grads sums marked gradients over tensor-parallel ranks
                 parameter.sequence_parallel = False
         elif name.endswith(".softmax_offset"):
             parameter.tensor_model_parallel = True

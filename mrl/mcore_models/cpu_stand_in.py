@@ -288,9 +288,10 @@ def _mend_megatron() -> None:
     """Changes places of megatron-core that break, or are slow, without a GPU even if their CUDA calls are answered."""
     _use_cpu_functions()
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    # they index torch.cuda.default_generators, which is empty without a GPU
     random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
-    # megatron warns that the CPU's generator moves where it uses the GPU's; here they are one, and every dropout would
+    # `CudaRNGStatesTracker.fork` warns if the CPU's generator moves; here it is the GPU's too, so every dropout would
     # warn
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")

@@ -123,7 +123,9 @@ def _sequential(self: Any, hidden: Tensor, tokens_per_expert: Tensor, probs: Ten
     adapted = any(part._forward_hooks for parts in linear for part in parts)  # each adds what its adapter gives
     if adapted:
         return type(self).forward(self, hidden, tokens_per_expert, probs)
-    for part in itertools.chain(*linear):  # which wait for weights that are being gathered
+    # the hooks of megatron's DDP wait for weights that are being gathered (overlap_param_gather); a call of the experts
+    # would run them, and none is called here
+    for part in itertools.chain(*linear):
         for hook in part._forward_pre_hooks.values():
             hook(part, (hidden,))
     multiply = [

@@ -56,6 +56,7 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=platform.device())
         )
+        # a rank sees a part of the sequence, so finalize_model_grads has to sum the gradient over the ranks
         self.weight.sequence_parallel = self.sequence_parallel = config.sequence_parallel
         self.tp_group = tp_group
 
@@ -65,6 +66,7 @@ class ValueHead(torch.nn.Module):
         """Returns ([T, 1, 1] fp32, None) of input_ [T (/tp), 1, H]."""
         values = torch.nn.functional.linear(input_, self.weight).float()
         if self.sequence_parallel:
+            # every rank computes the same loss from the values: each takes its part of the gradient, without a sum
             values = gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self.tp_group
             )

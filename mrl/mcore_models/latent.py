@@ -79,6 +79,7 @@ class LatentAttention(MegatronModule):
         wide = {"config": config, "init_method": config.init_method, "bias": False, "is_expert": False}
         wide |= {"skip_bias_add": False, "tp_group": self.tp}
         # transformer-engine's linear takes the epsilon of the norm in it from the config
+        # (TELayerNormColumnParallelLinear, extensions/transformer_engine.py)
         of_latents = copy.copy(config)
         of_latents.layernorm_epsilon = LATENT_EPS
         latents = wide | {"config": of_latents}
@@ -169,7 +170,7 @@ class LatentAttention(MegatronModule):
         else:
             query, _ = self.linear_q_up_proj(self.q_layernorm(query))
         both, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
-        # every rank's heads use the one rotary key: its gradient is the sum over them
+        # every rank's heads use the one rotary key, so its gradient is the sum over them
         if config.sequence_parallel:
             key_turned = gather_from_sequence_parallel_region(key_turned, group=self.tp)
         elif self.tp.size() > 1:

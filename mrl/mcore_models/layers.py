@@ -206,6 +206,8 @@ def _local_layer(config: Config | LatentConfig, experts: int | None) -> ModuleSp
     spec = get_gpt_layer_local_spec(
         num_experts=experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
+    # without the map, that would give norms the keys of transformer-engine's fused ones in checkpoints
+    # (`get_gpt_layer_local_spec`, models/gpt/gpt_layer_specs.py)
     spec.submodules = dataclasses.replace(
         spec.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, sharded_state_dict_keys_map={}
     )
@@ -240,7 +242,7 @@ def _te_block_spec(config: Config | LatentConfig, layers: list[int]) -> Transfor
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec as te_layer
 
-    known = inspect.signature(te_layer).parameters
+    known = inspect.signature(te_layer).parameters  # 0.19 has no moe_use_legacy_grouped_gemm and others of 0.16
 
     def layer(experts: int | None) -> ModuleSpec:
         wanted = {

@@ -78,7 +78,7 @@ class Adapter(torch.nn.Module):
         self.group = parallel_state.get_tensor_model_parallel_group()
         options = {"dtype": config.params_dtype, "device": platform.device()}
         rows = {part.name: sum(count for _, count in part.blocks) for part in parts}
-        # a plain dict would be sorted by name
+        # ParameterDict sorts a plain dict by name
         in_a = [(part.name, torch.empty(rank, inputs, **options)) for part in parts]
         in_b = [(name, torch.empty(count, rank, **options)) for name, count in rows.items() if count]
         self.A, self.B = (torch.nn.ParameterDict(collections.OrderedDict(tensors)) for tensors in (in_a, in_b))
@@ -96,13 +96,16 @@ class Adapter(torch.nn.Module):
 
     def _mark(self, parameter: torch.nn.Parameter, *, divided: bool, dim: int, config: TransformerConfig) -> None:
         """Tells megatron about a parameter: the ranks with the same one, and the ranks that sum its gradient."""
+        # read by: param_is_not_tensor_parallel_duplicate, for the gradient's norm
         parameter.tensor_model_parallel = divided or self.expert
         parameter.partition_dim, parameter.partition_stride = (dim if divided else -1), 1
+        # finalize_model_grads sums it over tensor-parallel ranks
         parameter.sequence_parallel = self.sp and not divided
+        # DistributedDataParallel reduces it over replicas of experts
         parameter.allreduce = not (self.expert and config.expert_model_parallel_size > 1)
         if self.expert and not divided and parallel_state.get_expert_tensor_parallel_world_size() > 1:
             parameter.sum_over_experts_tp = True
-            # the gradient's norm counts it on one rank
+            # param_is_not_shared: the gradient's norm counts it on one rank
             parameter.shared = parallel_state.get_expert_tensor_parallel_rank() > 0
 
     def forward(self, x: Tensor) -> Tensor:

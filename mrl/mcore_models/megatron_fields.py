@@ -291,7 +291,7 @@ class _Scope(dict[str, Any]):
 
 
 def _type_of(annotation: ast.expr) -> Any:
-    """Returns the type that megatron's source gives a field, with `_NotInYaml` for parts that are no plain data."""
+    """Returns the type of a field in megatron's source, with `_NotInYaml` for parts that are no plain data."""
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         annotation = ast.parse(annotation.value, mode="eval").body
     scope: dict[str, Any] = {"__builtins__": {}}
@@ -299,8 +299,8 @@ def _type_of(annotation: ast.expr) -> Any:
 
 
 def check(given: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a field that the installed megatron-core lacks, a field that mrl sets itself, and a value
-    of another type."""
+    """Raises ConfigError for a field that the installed megatron-core lacks, a field set by mrl, and a value of another
+    type."""
     for name, value in given.items():
         field = fields().get(name)
         key = f"{KEY}.{name}"

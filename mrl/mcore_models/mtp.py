@@ -81,7 +81,7 @@ class MTPLayer(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.layer_number = layer_number  # from 1 among MTP layers, for megatron's block
+        self.layer_number = layer_number  # from 1 among MTP layers, for MultiTokenPredictionBlock
         norm = functools.partial(
             submodules.norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
         )
