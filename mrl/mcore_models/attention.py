@@ -1,13 +1,16 @@
-"""Core attention on torch's kernels (causal.py chooses), for the layer spec that needs no transformer-engine.
+"""Computes core attention on torch's kernels, for the layer spec that needs no transformer-engine. causal.py chooses
+the kernel.
 
-Dimensions: `T` tokens of a micro-batch on this rank, `H` query heads and `G` key/value groups on this tensor-parallel
-rank, `D` head size, `S` sequences, `L` length of a sequence.
+Dimensions: `T` tokens of a micro-batch on this rank, `S` sequences, `L` length of a sequence. `H` query heads and `G`
+key/value groups are those of this tensor-parallel rank. `D` is the head size.
 
-Tokens come end to end, [T, 1, H, D], and a layout object that travels as megatron's `packed_seq_params` says which
-belong together: `PackedLayout` for training and log-probs (a padded micro-batch is the case of equal lengths and runs
-as one batch), `CacheLayout` for generation. Without one, the input is megatron's own [L, S, H, D], optionally
-left-padded. Context parallelism: each rank holds segments `r` and `2*cp-1-r` of the `2*cp` segments of every sequence
-(the zigzag that balances causal work); keys and values are gathered over the group and queries stay where they are.
+Tokens come end to end, [T, 1, H, D]. A layout object tells sequences apart and travels as megatron's
+`packed_seq_params`. `PackedLayout` is for training and log-probs: a padded micro-batch is the case of equal lengths and
+runs as one batch. `CacheLayout` is for generation. Without a layout, the input is megatron's own [L, S, H, D],
+optionally left-padded.
+
+Context parallelism cuts every sequence into `2*cp` segments. Rank `r` holds segments `r` and `2*cp-1-r`: this zigzag
+balances causal work. Keys and values are gathered over the group. Queries stay on their rank.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ from mrl.mcore_models.masked import ScoreRule, causal_mask, explicit_attention
 
 _FIELDS = {field.name for field in dataclasses.fields(PackedSeqParams)}
 _NO_PADDING_BETWEEN = {"pad_between_seqs": False} if "pad_between_seqs" in _FIELDS else {}
-"""For transformer-engine, to which megatron-core 0.19 hands it: where it is not told, it compares the values of two
-`cu_seqlens` in every layer before 2.18, which waits for the GPU."""
+"""For transformer-engine: megatron-core 0.19 passes it on. Without it, transformer-engine before 2.18 compares the
+values of two `cu_seqlens` in every layer, and this waits for the GPU."""
 
 
 @dataclasses.dataclass
@@ -43,8 +46,8 @@ class PackedLayout(PackedSeqParams):
     """Megatron's packed-sequence parameters with what our attention needs on the host."""
 
     padded_lengths: tuple[int, ...] = ()
-    """Places of each sequence in the micro-batch, with its padding, over all context-parallel ranks; each a multiple of
-    2*cp where cp > 1."""
+    """Positions of each sequence in the micro-batch, with its padding, over all context-parallel ranks. Each is a
+    multiple of 2*cp if cp > 1."""
     positions: Tensor | None = None  # [T] int64, each local place's index in its sequence
     order: Tensor | None = None  # `zigzag_inverse` of the lengths where cp > 1: made once, not in every layer
 
@@ -52,17 +55,19 @@ class PackedLayout(PackedSeqParams):
     def for_sequences(
         cls, padded: Sequence[int], *, positions: Tensor, order: Tensor | None = None, qkv_format: str = "sbhd"
     ) -> "PackedLayout":
-        """For sequences in `padded` places each. qkv_format "thd" is for transformer-engine.
+        """Returns the layout of sequences in `padded` positions each. qkv_format "thd" is for transformer-engine.
 
-        All four `cu_seqlens` are one tensor, of padded lengths: a sequence's padding belongs to it and sees it, behind
-        its tokens, which the causal mask keeps from seeing it. Two tensors, one of them of real lengths, mean padding
-        between sequences to transformer-engine: it then drops FlashAttention 2 and its unfused attention (since 2.18
-        it asks whether they are one object), or leaves the rows of the last padding in the gradients uninitialised.
+        All four `cu_seqlens` are one tensor, of padded lengths. A sequence's padding belongs to it and stands behind
+        its tokens. The causal mask keeps tokens from seeing padding, while padding sees tokens.
+
+        Two tensors, one of them of real lengths, mean padding between sequences to transformer-engine. It then drops
+        FlashAttention 2 and its unfused attention, or leaves the gradient's rows of the last padding uninitialised.
+        Since 2.18 it asks whether the two are one object.
         """
         places = platform.tensor_on(positions.device, [*itertools.accumulate(padded, initial=0)], torch.int32)
         longest = max(padded)
         if qkv_format == "thd":
-            # as transformer-engine rounds it where it is not given: cuDNN plans a kernel for every value that it meets
+            # transformer-engine rounds so if it is not given; cuDNN plans a kernel for every value that it meets
             longest = -(-longest // 64) * 64
         return cls(
             qkv_format=qkv_format, cu_seqlens_q=places, cu_seqlens_kv=places, cu_seqlens_q_padded=places,
@@ -72,7 +77,8 @@ class PackedLayout(PackedSeqParams):
 
     @functools.cached_property
     def runs(self) -> list[tuple[int, int, int]]:
-        """Neighbouring sequences of equal length: (first place, how many, length of each), over all cp ranks."""
+        """Returns runs of neighbouring sequences of equal length, over all cp ranks: (first position, how many, length
+        of each)."""
         runs: list[tuple[int, int, int]] = []
         start = 0
         for length in self.padded_lengths:
@@ -87,21 +93,21 @@ class PackedLayout(PackedSeqParams):
 
 @dataclasses.dataclass
 class CacheLayout(PackedSeqParams):
-    """New tokens of several sequences in generation, and where the keys and values are that came before them."""
+    """Holds the step of generation that new tokens belong to, with the cache of earlier keys and values."""
 
     step: CachedStep | None = None  # lengths, positions and cache, for all layers of a chunk
     positions: Tensor | None = None  # [T] with those of padding behind
 
     @classmethod
     def make(cls, step: CachedStep, padding: int = 0) -> "CacheLayout":
-        """padding: tokens behind those of the step, which nothing is kept of."""
+        """Returns the layout of a step. padding: tokens behind those of the step; nothing is kept of them."""
         longest = step.cache.length
         positions = torch.nn.functional.pad(step.positions, (0, padding))
         return cls(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, step=step, positions=positions)
 
 
 def zigzag_places(padded_lengths: tuple[int, ...], cp: int, cp_rank: int) -> Tensor:
-    """[T] places in the whole micro-batch of the tokens that `cp_rank` holds, in the order it holds them."""
+    """Returns the positions [T] in the whole micro-batch of the tokens of `cp_rank`, in that rank's order."""
     parts, start = [], 0
     for length in padded_lengths:
         segment = length // (2 * cp)
@@ -112,12 +118,13 @@ def zigzag_places(padded_lengths: tuple[int, ...], cp: int, cp_rank: int) -> Ten
 
 
 def zigzag_inverse(padded_lengths: tuple[int, ...], cp: int) -> Tensor:
-    """[cp*T] index that puts the ranks' shards, concatenated in rank order, back into the micro-batch's order."""
+    """Returns the index [cp*T] that puts shards, concatenated in rank order, back into the micro-batch's order."""
     return torch.argsort(torch.cat([zigzag_places(padded_lengths, cp, r) for r in range(cp)]))
 
 
 class SdpaAttention(MegatronModule):
-    """softmax(q k^T * scale) v under a causal mask, with grouped queries, sliding window and context parallelism."""
+    """Computes softmax(q k^T * scale) v under a causal mask, with grouped queries, sliding window and context
+    parallelism."""
 
     def __init__(
         self,
@@ -137,6 +144,7 @@ class SdpaAttention(MegatronModule):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         windows = config.window_attn_skip_freq
         windowed = config.window_size is not None and (windows is None or bool(windows[layer_number - 1]))
+        # megatron counts the keys to the left of a query, ours with its own
         self.window = config.window_size[0] + 1 if windowed else None
         self.softmax_offset = None  # [H] scores of a place that no value is at; megatron's name
         if config.softmax_type == "learnable":
@@ -144,6 +152,7 @@ class SdpaAttention(MegatronModule):
             self.softmax_offset = torch.nn.Parameter(
                 torch.zeros(heads, dtype=config.params_dtype, device=platform.device())
             )
+            # else clip_grads.get_grad_norm_fp32 counts the sinks of the first rank alone
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
             self.tp_group = pg_collection.tp
         self.cp_group = pg_collection.cp
@@ -165,7 +174,7 @@ class SdpaAttention(MegatronModule):
             return self._context_parallel(query, key, value, packed_seq_params)
         parts = []
         runs = packed_seq_params.runs
-        # split, not slices: the gradients of slices are each as long as the micro-batch
+        # split, because the gradient of each slice would be as long as the micro-batch
         split = (t.split([count * length for _, count, length in runs]) for t in (query, key, value))
         for (_, count, length), *run in zip(runs, *split, strict=True):
             q, k, v = (t.unflatten(0, (count, length)).transpose(1, 2) for t in run)  # [count, heads, length, D]
@@ -177,14 +186,15 @@ class SdpaAttention(MegatronModule):
         return ScoreRule(self.scale, self.window, self.softmax_offset)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[N, heads, queries, D], which stand at the end of [N, groups, keys, D]."""
+        """Returns causal attention of q [N, heads, queries, D], which stand at the end of k and v [N, groups, keys,
+        D]."""
         dropout = self.dropout if self.training else 0.0
         # heads are split over tp: each rank draws its own mask
         with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
             return causal_attention(q, k, v, self.scoring, dropout=dropout)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Sinks lie over tensor-parallel ranks, as megatron's own attention has them."""
+        """Splits sinks over tensor-parallel ranks, as megatron's own attention does."""
         if self.softmax_offset is None:
             return {}
         assert metadata is not None
@@ -194,6 +204,7 @@ class SdpaAttention(MegatronModule):
         )  # fmt: skip
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout) -> Tensor:
+        # megatron's gather of a sequence, over another group: its backward pass sums the ranks' gradients of a key
         gathered = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.cp_group)
         key, value = gathered[packed.order].split([key.shape[-1], value.shape[-1]], dim=-1)
         runs = packed.runs
@@ -215,7 +226,10 @@ class SdpaAttention(MegatronModule):
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(1)
 
     def _left_padded(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None) -> Tensor:
-        """query [Lq, S, H, D], key, value [Lk, S, G, D]; padding [S, >=Lk] bool, True at left padding. [Lq, S, H*D]."""
+        """Returns attention [Lq, S, H*D] of query [Lq, S, H, D] and key, value [Lk, S, G, D].
+
+        padding: [S, >=Lk] bool, True at left padding.
+        """
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         mask = causal_mask(q.shape[2], k.shape[2], self.window, q.device)[None, None]
         if padding is not None:

@@ -1,7 +1,7 @@
-"""HF config and layout -> TransformerConfig and this rank's chunks of GPTModel.
+"""Builds a TransformerConfig and this rank's chunks of GPTModel from an HF config and a layout.
 
-`cpu_stand_in.prepare()` must have run before this module is imported, and megatron's parallel_state must hold the
-layout's groups before `build_chunks` is called.
+Call `cpu_stand_in.prepare()` before this module is imported. megatron's parallel_state must hold the layout's groups
+before `build_chunks` is called.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BIAS = re.compile(r"\.bias\d*$")  # of a grouped linear, one for each expert
 
 
 class Model(GPTModel):
-    """megatron's GPTModel with our layouts, head and rotary embedding. The one place that names GPTModel."""
+    """Is megatron's GPTModel with our layouts, head and rotary embedding. No other module names GPTModel."""
 
     mtp_inputs: Sequence[mtp.MTPLayerInputs] = ()
     """What each MTP layer is run on in the forward at hand, set before it; none leaves them out."""
@@ -45,14 +45,16 @@ class Model(GPTModel):
     """Whether the gradient of their loss stays within them. The head's own part is in `mtp_inputs`' `project`."""
 
     def forward(self, tokens: Tensor, layout: PackedLayout | CacheLayout, padding: Tensor | None = None) -> Tensor:
-        """tokens [T] (ignored past the first stage), padding [T] bool or None: True where no token is.
+        """Runs the chunk on tokens [T], which count on the first stage only.
 
-        Returns hidden states [T (/tp), 1, H] for the next stage, or the head's output [1, T, K] on the last one.
+        padding: [T] bool, True where no token is; None for no padding. Returns hidden states [T (/tp), 1, H] for the
+        next stage, or the head's output [1, T, K] on the last one.
         """
         assert layout.positions is not None
         self.rotary_pos_emb.positions = layout.positions
         if padding is not None and self.config.sequence_parallel and not self.pre_process:
-            # GPTModel scatters the mask on the first stage alone; later stages get their part from here
+            # GPTModel._preprocess scatters the mask on the first stage alone (models/gpt/gpt_model.py, 0.16.1 and
+            # 0.19.2). Later stages get their part from here; routers would count other tokens otherwise.
             padding = padding.chunk(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]
         return super().forward(
             input_ids=tokens[None], position_ids=layout.positions[None], attention_mask=None, packed_seq_params=layout,
@@ -60,7 +62,7 @@ class Model(GPTModel):
         )  # fmt: skip
 
     def _postprocess(self, hidden_states: Tensor, **rest: Any) -> Tensor:
-        """What the head makes of hidden states, and of those of MTP layers: further columns of [1, T, K]."""
+        """Returns the head's output [1, T, K] for hidden states, with more columns for those of MTP layers."""
         if not self.mtp_process:
             return super()._postprocess(hidden_states, **rest)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -82,11 +84,11 @@ class Model(GPTModel):
         return torch.cat(columns, dim=-1).transpose(0, 1).contiguous()
 
     def _set_attention_backend(self) -> None:
-        """Leaves NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN as they are: te_limits.py reads them, and the
-        engine sets them where engine.attention says so.
+        """Leaves NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN as they are. te_limits.py reads them, and the
+        engine sets them if engine.attention says so.
 
-        megatron's own (0.16 and 0.19, models/common/language_module) asserts that all are 1 or unset, and advises an
-        argument of its own trainer.
+        megatron's own (0.16.1 and 0.19.2, models/common/language_module) asserts that all are 1 or unset, and advises
+        an argument of its own trainer.
         """
 
 
@@ -104,10 +106,11 @@ def transformer_config(
     mtp_layers: int = 0,
     saves_to_host: bool = False,
 ) -> Config | LatentConfig:
-    """megatron's configuration of the model in a layout. Raises ModelError or ConfigError on what cannot be built.
+    """Returns megatron's configuration of the model in a layout. Raises ModelError or ConfigError if it cannot be
+    built.
 
-    megatron_options: fields by name (`engine.megatron`), those of megatron's other classes among them. saves_to_host:
-    layers save their activations there.
+    megatron_options: `engine.megatron`, fields by name, those of megatron's other classes among them. saves_to_host:
+    whether layers save their activations on the host.
     """
     fields = fields_of(dict(hf))
     check_layout(fields, dims)
@@ -140,7 +143,8 @@ def transformer_config(
         raise megatron_fields.megatron_refusal(given, error) from error
     scaling = hf.get("rope_scaling")
     if scaling is not None and scaling["rope_type"] == "yarn" and not config.multi_latent_attention:
-        # attributes that megatron's attention looks for, to scale cosines and sines as `layers.rotary_scale`
+        # `_yarn_get_concentration_factor_from_config` looks for these attributes, and takes 1 if there is none
+        # (models/common/embeddings/yarn_rotary_pos_embedding.py). Attention scales by it, as `layers.rotary_scale`.
         config.yarn_rotary_scaling_factor = scaling["factor"]
         config.yarn_mscale, config.yarn_mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
     return config
@@ -149,11 +153,11 @@ def transformer_config(
 def _fusions(
     fields: Mapping[str, Any], hf: Mapping[str, Any], given: Mapping[str, Any], saves_to_host: bool
 ) -> dict[str, bool]:
-    """Returns which of megatron's fused kernels are used where `engine.megatron` (given) does not name them.
+    """Returns which of megatron's fused kernels are used unless `engine.megatron` (given) names them.
 
-    Those of transformer-engine are where its layers are. With megatron's own layers apex's adds gradients of weights,
-    in bfloat16: what that kernel does with fp32 has not been seen. A rotary embedding whose cosines and sines have a
-    factor (yarn) transformer-engine's kernel does not know, and latent attention turns its channels itself.
+    Layers of transformer-engine use its kernels. With megatron's own layers, apex's kernel adds gradients of weights
+    for bfloat16 models only: nobody has seen what it does with fp32. The rotary kernel of transformer-engine has no
+    factor on cosines and sines, so yarn leaves it out. Latent attention turns its channels itself.
     """
     te = fields["layer_spec"] == "te" and platform.without_transformer_engine() is None
     kernel = platform.has_gpu() and tensor_parallel_layers._grad_accum_fusion_available
@@ -174,11 +178,11 @@ def _fusions(
         raise ConfigError(f"{megatron_fields.KEY}.moe_token_dispatcher_type", "flex", why, fix)
     return {
         "bias_activation_fusion": True,  # on a CPU, elementwise.swiglu
-        # a hook on saved tensors is given an alias of a weight, on which the kernel's marks are lost
+        # a hook on saved tensors gets an alias of a weight, so the kernel's marks on the weight are lost
         "gradient_accumulation_fusion": (te or apex) and not saves_to_host,
         "apply_rope_fusion": te and not turned_here,
         "moe_permute_fusion": te and "num_moe_experts" in fields,
-        # kernels of apex that neither transformer-engine's layers nor mrl's norms and attention have a use of
+        # kernels of apex: transformer-engine's layers and mrl's norms and attention do not use them
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "bias_dropout_fusion": False,
@@ -203,10 +207,11 @@ def _layout_fields(num_layers: int, dims: ParallelDims, mtp_layers: int) -> dict
         fields |= {
             "pipeline_model_parallel_layout": stages,
             "variable_seq_lengths": True,  # packed micro-batches differ in length
-            "moe_token_dispatcher_type": "alltoall",  # dense models too: megatron checks it beside variable lengths
-            # With two stages both neighbours are the same rank, and batched sends of interleaved chunks cross:
-            # gradients are wrong in silence (a norm of 2 became 5000 in four steps). Separate sends, each with its
-            # own tag order, are right.
+            # for dense models too: TransformerConfig refuses its default, allgather, with variable lengths
+            "moe_token_dispatcher_type": "alltoall",
+            # With two stages both neighbours are the same rank, and batched sends of interleaved chunks cross
+            # (`_batched_p2p_ops`, pipeline_parallel/p2p_communication.py). Gradients are then wrong in silence: a norm
+            # of 2 became 5000 in four steps. Separate sends (`_p2p_ops`) each keep their order and are right.
             "batch_p2p_comm": False,
             "overlap_p2p_comm": dims.vpp > 1,
         }
@@ -236,7 +241,7 @@ def build_chunks(
     head: Literal["lm", "value"],
     detaches_mtp: bool = False,
 ) -> list[Model]:
-    """This rank's model chunks, with weights as megatron initialises them, on the device. detaches_mtp: as of
+    """Returns this rank's model chunks on the device, with weights as megatron initialises them. detaches_mtp: as of
     `Model`."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     turning = int(config.kv_channels * config.rotary_percent)
@@ -255,6 +260,7 @@ def build_chunks(
                 pre_process=chunk.has_embedding, post_process=chunk.has_output, position_embedding_type="rope",
                 share_embeddings_and_output_weights=tied, pg_collection=groups, vp_stage=v if dims.vpp > 1 else None,
             )  # fmt: skip
+            # GPTModel makes one itself and takes none (models/gpt/gpt_model.py); its own knows no positions
             model.rotary_pos_emb, model.detaches_mtp = layers.Rotary(inverse, groups.cp, scale), detaches_mtp
             megatron_options = [layer.transformer_layer for layer in model.mtp.layers] if chunk.mtp else []
             for layer in (*model.decoder.layers, *megatron_options):
@@ -275,9 +281,10 @@ def build_chunks(
 
 
 def _experts_keep_their_sums(model: Model) -> None:
-    """Experts with biases lie on one rank each (`check_layout`): there is nothing to sum over tensor-parallel ranks.
+    """Keeps experts with biases from summing over tensor-parallel ranks: each lies on one rank (`check_layout`).
 
-    megatron adds the bias in place to a sum over that one rank, which autograd refuses as it is the sum's input.
+    megatron adds an expert's bias in place to the sum over that one rank (`output +=`, transformer/mlp.py, 0.16.1 and
+    0.19.2). Over one rank the sum is its own input, and autograd refuses to change it.
     """
     for module in model.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert:
@@ -285,17 +292,22 @@ def _experts_keep_their_sums(model: Model) -> None:
 
 
 def _mark_own_parts(model: Model) -> None:
-    """Parameters of which each tensor-parallel rank has a part of its own, and are not marked so: the gradient's norm
-    would leave them out on all tensor-parallel ranks but the first.
+    """Marks parameters that tensor-parallel ranks have parts of, because megatron leaves these unmarked.
 
-    These are biases of experts, which megatron also sums over the ranks of a sequence, where the experts' replicas are
-    summed already; all of transformer-engine's grouped experts (2.20.2 marks them only if they are one tensor;
-    megatron-core 0.19 does it, 0.16 does not); and its attention's sinks, which are fp32 there whatever the model is.
+    Without the mark, the gradient's norm counts them on the first tensor-parallel rank only
+    (`param_is_not_tensor_parallel_duplicate`, tensor_parallel/layers.py). They are:
+
+        biases of experts    megatron also sums their gradients over the ranks of a sequence, though it has summed the
+                             experts' replicas already
+        grouped experts      transformer-engine 2.20.2 marks them only if they are one tensor; megatron-core 0.19 marks
+                             them, 0.16 does not
+        attention's sinks    those of transformer-engine, which are fp32 there whatever the model is
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.tensor_model_parallel = True
             if _BIAS.search(name):
+                # finalize_model_grads sums marked gradients over tensor-parallel ranks
                 parameter.sequence_parallel = False
         elif name.endswith(".softmax_offset"):
             parameter.tensor_model_parallel = True
@@ -304,8 +316,12 @@ def _mark_own_parts(model: Model) -> None:
 
 @contextlib.contextmanager
 def _heads_need_no_apex() -> Iterator[None]:
-    """megatron's output layer asks for apex's kernel under `gradient_accumulation_fusion`, also where all other linear
-    layers are transformer-engine's, which bring their own. Ours takes its place and has no use of one."""
+    """Hides that apex is missing while GPTModel builds its output layer.
+
+    Under `gradient_accumulation_fusion` that layer asks for apex's kernel (`ColumnParallelLinear.__init__`,
+    tensor_parallel/layers.py), even if all other linear layers are transformer-engine's and bring their own kernel. Our
+    head replaces it and uses none.
+    """
     available = tensor_parallel_layers._grad_accum_fusion_available
     tensor_parallel_layers._grad_accum_fusion_available = True
     try:
@@ -316,7 +332,7 @@ def _heads_need_no_apex() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_deprecation_notice() -> Iterator[None]:
-    """0.19 logs at every build that GPTModel gives way to HybridModel; 0.16 has nothing else."""
+    """Drops what 0.19 logs at every build: that GPTModel gives way to HybridModel. 0.16 has nothing else."""
 
     def keeps(record: logging.LogRecord) -> bool:
         return "HybridModel" not in record.getMessage()

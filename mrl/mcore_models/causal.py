@@ -1,8 +1,8 @@
-"""Causal attention by the leanest way that a device has for it: for the local spec's layers, and for prompts in
+"""Computes causal attention by the leanest way that a device has for it. The local spec's layers use it, and prompts in
 generation under every spec and engine.
 
 Dimensions: `N` sequences of one length, `H` query heads and `G` key-value heads, `Q` queries and `K` keys, `D` head
-size of queries and keys, `V` of values. Queries stand at the end: query `i` is at place `K - Q + i` of the keys.
+size of queries and keys, `V` of values. Queries stand at the end: query `i` is at position `K - Q + i` of the keys.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def causal_attention(
     *,
     dropout: float = 0.0,
 ) -> Tensor:
-    """query [N, H, Q, D], key [N, G, K, D], value [N, G, K, V] -> [N, H, Q, V].
+    """Returns attention [N, H, Q, V] of query [N, H, Q, D], key [N, G, K, D] and value [N, G, K, V].
 
-    Memory grows with Q + K: by a flash kernel, or block by block where there is none (soft capping everywhere; dropout,
-    fp32 and heads wider than 256 on a GPU). The backward pass computes a block again instead of keeping its scores.
+    Memory grows with Q + K. A flash kernel does that, or blocks of queries if there is none. No kernel has soft
+    capping; on a GPU none has dropout, fp32 or heads wider than 256. The backward pass computes a block again instead
+    of keeping its scores.
     """
     keys, sinks, softcap = key.shape[2], scoring.sinks, scoring.softcap
     window = None if scoring.window is None or scoring.window >= keys else scoring.window
@@ -53,7 +54,7 @@ def causal_attention(
 
 
 def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scoring: ScoreRule, dropout: float) -> Tensor:
-    """As `causal_attention`, by scores that are written out for some queries at a time, where `H == G`."""
+    """Computes `causal_attention` for `H == G`, by writing out the scores of some queries at a time."""
     queries, keys = query.shape[2], key.shape[2]
     plain = scoring.sinks is None and scoring.softcap is None
     most = flash.BLOCK if plain else max(1, min(flash.BLOCK, MAX_SCORES // (query.shape[0] * query.shape[1] * keys)))
@@ -89,7 +90,8 @@ def attention_kind(
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float, dropout: float) -> Tensor:
-    """torch's own attention. mask: [..., Q, K] bool, True where a query may look; None for causal, with Q == K."""
+    """Calls torch's own attention. mask: [..., Q, K] bool, True for keys that a query sees; None for causal, with Q ==
+    K."""
     if not query.is_cpu and (mask is not None or query.dtype == torch.float32):
         # only flash-attn's kernel knows grouped queries, and it knows no mask and no fp32; torch would write the
         # scores out
@@ -101,7 +103,7 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scal
 
 
 def expand_to_query_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [N, G, K, D] written out for each query head: [N, H, K, D]."""
+    """Returns keys and values [N, G, K, D] repeated for each query head: [N, H, K, D]."""
     times = query.shape[1] // key.shape[1]
     if times == 1:
         return key, value

@@ -1,4 +1,4 @@
-"""megatron's TransformerConfig with what it cannot say about the families."""
+"""Adds to megatron's TransformerConfig what the families need and it lacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 @dataclasses.dataclass
 class Config(TransformerConfig):
-    """megatron's config with what our modules read beside it."""
+    """Is megatron's config with the fields that our modules read."""
 
     qk_norm_over_heads: bool = False  # the norms of queries and keys are over all heads together
     rotary_percent: float = 1.0  # the part of each head that turns, its first channels
@@ -19,7 +19,7 @@ class Config(TransformerConfig):
 
 @dataclasses.dataclass
 class LatentConfig(MLATransformerConfig):
-    """The same of models with multi-head latent attention."""
+    """Is the same for models with multi-head latent attention."""
 
     qk_norm_over_heads: bool = False
     layer_spec: Literal["te", "local"] = "local"

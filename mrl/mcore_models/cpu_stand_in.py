@@ -1,9 +1,9 @@
-"""Lets megatron-core run where there is no GPU. Where there is one, `prepare()` changes what below says "GPU or not".
+"""Lets megatron-core run without a GPU. With one, `prepare()` makes only the changes that say "GPU or not" below.
 
-megatron-core takes a GPU for granted: it creates tensors on `torch.cuda.current_device()` or "cuda", asks for CUDA
-streams, events, RNG states and memory figures, and checks tensor types by their CUDA names. `prepare()` answers
-these requests with CPU objects, once per process and before megatron-core is imported. The collectives that gloo lacks
-or restricts are completed here too.
+megatron-core takes a GPU for granted. It creates tensors on `torch.cuda.current_device()` or "cuda". It asks for CUDA
+streams, events, RNG states and memory figures. It checks tensor types by their CUDA names. `prepare()` answers these
+requests with CPU objects, once per process and before megatron-core is imported. It also completes the collectives that
+gloo lacks or restricts.
 """
 
 from __future__ import annotations
@@ -71,8 +71,10 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _eager() -> Iterator[None]:
-    """megatron wraps small functions in torch.compile as it is imported: on a CPU that costs a C++ compiler run per
-    shape and saves nothing, so they stay as they are written."""
+    """Keeps megatron's small functions as they are written. It wraps them in torch.compile as it is imported.
+
+    On a CPU that costs a C++ compiler run per shape and saves nothing.
+    """
     compiled = torch.compile
     torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda function: function)
     try:
@@ -82,7 +84,7 @@ def _eager() -> Iterator[None]:
 
 
 class _Stream:
-    """A CUDA stream or event on a machine that runs everything in order: each request is done when it returns."""
+    """Stands in for a CUDA stream or event. A CPU runs everything in order, so each request is done when it returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = device()
@@ -176,7 +178,8 @@ def _replace_tensor_creation() -> None:
         return to(self, *args, **kwargs)
 
     def named(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """`t.type()` is compared with "torch.cuda.FloatTensor" and the like by megatron's optimizers."""
+        """Returns a CUDA type name, because megatron's optimizers compare `t.type()` with "torch.cuda.FloatTensor" and
+        the like."""
         result = type_name(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
@@ -187,7 +190,8 @@ def _replace_tensor_creation() -> None:
 
 
 def _complete_gloo() -> None:
-    """gloo's all_gather wants equal sizes, and expert dispatch under tensor parallelism has others: pads and slices."""
+    """Makes all_gather take tensors of several sizes, by padding and slicing: gloo wants equal sizes. Expert dispatch
+    under tensor parallelism has several."""
     all_gather = dist.all_gather
 
     @functools.wraps(all_gather)
@@ -211,8 +215,11 @@ def _complete_gloo() -> None:
 
 
 def _nothing_to_move(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """megatron gathers and scatters buffers in place; gloo copies them through another of the same size also where the
-    group has one rank and nothing is to be done."""
+    """Skips a collective in place over a group of one rank.
+
+    megatron gathers and scatters buffers in place. gloo copies them through another of the same size, even if nothing
+    is to be done.
+    """
 
     @functools.wraps(collective)
     def run(output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,19 +233,22 @@ def _nothing_to_move(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _name_what_is_absent() -> None:
-    """0.16.1 leaves a name of its router undefined where transformer-engine is not installed, GPU or not."""
+    """Defines a name that 0.16.1's router leaves undefined without transformer-engine (`te_general_gemm`), GPU or
+    not."""
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
 
 def _recompute_without_fp8_and_compiler() -> None:
-    """Outputs that are dropped and computed again (`recompute_modules` layernorm, moe_act, mla_up_proj), GPU or not.
+    """Makes megatron drop outputs and compute them again (`recompute_modules` layernorm, moe_act, mla_up_proj), GPU or
+    not.
 
-    `CheckpointWithoutOutput(fp8=False)` asks transformer-engine for its state of FP8, as `False is not None`: there is
-    none where that is not installed, and norms and activations have nothing of it. 0.19 puts the new output into the
-    old one's storage by a C++ extension that it compiles in the first backward pass; a copy, as in 0.16, needs no
-    compiler.
+    `CheckpointWithoutOutput(fp8=False)` tests `fp8 is not None` (tensor_parallel/random.py, 0.16.1 and 0.19.2). So it
+    asks transformer-engine for its FP8 state, even if that is not installed. Norms and activations have no FP8 state.
+
+    0.19 puts the new output into the old one's storage by a C++ extension, which it compiles in the first backward
+    pass. A copy, as in 0.16, needs no compiler.
     """
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
@@ -253,19 +263,20 @@ def _recompute_without_fp8_and_compiler() -> None:
 
 
 def _turn_packed_tokens_as_others() -> None:
-    """Rotary embedding of packed tokens (`qkv_format` "thd"), GPU or not: by angles that are given for each token.
+    """Turns packed tokens (`qkv_format` "thd") by angles that are given for each token, GPU or not.
 
-    megatron's function cuts angles of 0, 1, 2, ... by the lengths of sequences, which it reads on the host twice in a
-    layer's forward; and angles of as many positions as the micro-batch has places it takes for those of the whole row.
+    megatron's function (`_apply_rotary_pos_emb_thd`, 0.16.1 and 0.19.2) expects angles of positions 0, 1, 2, ... and
+    cuts them by the lengths of sequences. It reads these lengths on the host twice in a layer's forward. If there are
+    as many angles as the micro-batch has positions, it takes them for those of the whole row.
     """
     rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
 
     def turn(t: torch.Tensor, cu_seqlens: Any, freqs: torch.Tensor, *, cp_group: Any, **named: Any) -> torch.Tensor:
-        """t [T, heads, D], freqs [T, 1, 1, D] of this rank's tokens."""
+        """Turns t [T, heads, D] by freqs [T, 1, 1, D] of this rank's tokens."""
         return rope._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs, **named).squeeze(1)
 
     def turn_fused(t: torch.Tensor, cu_seqlens: Any, freqs: torch.Tensor, **_: Any) -> torch.Tensor:
-        """The same by transformer-engine's kernel (`apply_rope_fusion`), as one row of tokens."""
+        """Turns tokens, as one row, by transformer-engine's kernel (`apply_rope_fusion`)."""
         return rope.fused_apply_rotary_pos_emb(t.unsqueeze(1), freqs).squeeze(1)
 
     rope._apply_rotary_pos_emb_thd = turn
@@ -274,26 +285,28 @@ def _turn_packed_tokens_as_others() -> None:
 
 
 def _mend_megatron() -> None:
-    """Places of megatron-core that break, or are slow, for want of a GPU even when its CUDA calls are answered."""
+    """Changes places of megatron-core that break, or are slow, without a GPU even if their CUDA calls are answered."""
     _use_cpu_functions()
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    # they index torch.cuda.default_generators, which is empty without a GPU
     random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
-    # megatron warns that the CPU's generator moves where it uses the GPU's; here they are one, and every dropout would
+    # `CudaRNGStatesTracker.fork` warns if the CPU's generator moves; here it is the GPU's too, so every dropout would
     # warn
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        """`maybe_move_tensor_to_cpu` hands back CPU tensors as they are, where its callers expect numpy."""
+        """Returns numpy for a CPU tensor. `maybe_move_tensor_to_cpu` (moe_utils.py) converts CUDA tensors only, and its
+        callers expect numpy."""
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     moe_utils.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = to_host
 
 
 def _use_cpu_functions() -> None:
-    """Functions that megatron fuses on a GPU: what stands in for them makes few passes over memory (elementwise.py)."""
+    """Replaces megatron's fused GPU functions by functions with few passes over memory (elementwise.py)."""
     for name in ("mlp", "moe.experts", "moe.shared_experts"):
         module: Any = importlib.import_module(f"megatron.core.transformer.{name}")
         if hasattr(module, "bias_swiglu_impl"):
@@ -304,7 +317,8 @@ def _use_cpu_functions() -> None:
     apply = rope._apply_rotary_pos_emb_bshd
 
     def turn(t: torch.Tensor, freqs: torch.Tensor, *options: Any, mscale: float = 1.0, **named: Any) -> torch.Tensor:
-        """The versions differ in names and order of the options; those that we do not set are false."""
+        """Turns t by `elementwise.rotary` if no option is set. Versions differ in the options' names and order; the
+        ones that mrl does not set are false."""
         plain = freqs.shape[-1] == t.shape[-1] and mscale == 1.0 and not any(options) and not any(named.values())
         return elementwise.rotary(t, freqs) if plain else apply(t, freqs, *options, mscale=mscale, **named)
 

@@ -1,10 +1,10 @@
-"""Steps of decoding in fixed shapes, which a GPU replays as CUDA graphs.
+"""Runs decoding steps in fixed shapes, so that a GPU replays them as CUDA graphs.
 
-A step feeds one token of each running sequence. Launching its kernels one by one takes a GPU's host longer than the
-kernels run, where sequences are few. In a CUDA graph they are launched at once; but a graph has one shape, one place in
-memory for everything, and nothing that the host reads. So a step is widened to a bucket of rows and of places, its
-tokens and positions go into tensors that stay, and the decoder runs with `fixed`. A row beyond the sequences feeds
-token 0 at place 0 of a row of the cache that no sequence has, and what comes of it is dropped.
+A step feeds one token of each running sequence. If sequences are few, the host needs longer to launch the kernels than
+they run. A CUDA graph launches them at once. But a graph has one shape, fixed memory for everything, and nothing that
+the host reads. So a step is widened to a bucket of rows and of positions. Its tokens and positions go into tensors that
+stay, and the decoder runs with `fixed`. A row beyond the sequences feeds token 0 at position 0 of an unused row of the
+cache, and its output is dropped.
 
     fixed = DecodeGraphs(decoder, cache, captures=True)
     hidden = fixed(tokens, positions, None)     # [sequences, N]
@@ -45,13 +45,13 @@ def rows_of(sequences: int, most: int) -> int:
 
 
 def places_of(longest: int, most: int) -> int:
-    """Returns the places of a row that a bucket reads, where the longest sequence fills `longest`."""
+    """Returns how many positions of a row a bucket reads. longest: filled positions of the longest sequence."""
     return min(max(FIRST_PLACES, 1 << (longest - 1).bit_length()), most)
 
 
 @dataclasses.dataclass
 class _Bucket:
-    """The step of one shape."""
+    """Holds the step of one shape."""
 
     inputs: Tensor  # [2, rows] int64: tokens, positions
     hidden: Tensor | None  # [rows, N] from the stage before; None on the first
@@ -62,7 +62,7 @@ class _Bucket:
 
 
 class DecodeGraphs:
-    """The steps of one chunk over one cache. captures: as CUDA graphs, which the tensors are on a GPU for."""
+    """Runs the steps of one chunk over one cache. captures: as CUDA graphs, for tensors on a GPU."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, *, captures: bool) -> None:
         self.decoder, self.cache, self.captures = decoder, cache, captures
@@ -72,7 +72,7 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle() if captures else None
 
     def __call__(self, tokens: Sequence[int], positions: Sequence[int], hidden: Tensor | None) -> Tensor:
-        """As `Decoder`, of one token of each of the first sequences; what comes is valid until the next call."""
+        """Runs the decoder on one token of each of the first sequences. The result is valid until the next call."""
         count = len(tokens)
         bucket = self._bucket(count, max(positions) + 1, hidden)
         padding = [0] * (bucket.inputs.shape[1] - count)
@@ -105,9 +105,11 @@ class DecodeGraphs:
         return self.decoder(bucket.inputs[0], bucket.hidden, step, fixed=True)
 
     def _capture(self, bucket: _Bucket) -> None:
-        """Makes the graph of a bucket. Where CUDA refuses, says so and captures no more; steps then run as before.
+        """Makes the graph of a bucket. If CUDA refuses, it is logged, nothing more is captured, and steps run without
+        graphs.
 
-        Tensor-parallel ranks have graphs all or none: all-reduces inside of one would wait for those of a step without.
+        Tensor-parallel ranks have graphs all or none: all-reduces inside a graph would wait for those of a step
+        without.
         """
         graph, out, refusal = torch.cuda.CUDAGraph(), None, None
         try:

@@ -1,16 +1,16 @@
-"""A chunk's layers for generation: the computation of megatron's modules on their own weights, and nothing else.
+"""Runs a chunk's layers for generation: the computation of megatron's modules on their own weights, and nothing else.
 
-In a step of generation a layer has few tokens, and what megatron's modules do around the arithmetic (autograd
-functions, dispatch by configuration, bookkeeping of features that are off) takes as long as the arithmetic. This walks
-the layers of both specs (`layers.block_spec`): of the te spec, whose linears hold the weights of the norms before
-them, it takes the weights and calls none of transformer-engine's modules but those of shared experts. It serves every
-family made of RMSNorm, grouped-query or latent attention, and SwiGLU or experts; `supports_chunk` says whether a chunk
-is one. Any other goes through GPTModel itself, and tests hold both to the same tokens.
+In a step of generation a layer has few tokens. The modules of megatron then need as long around the arithmetic as for
+it: autograd functions, dispatch by configuration, bookkeeping of features that are off. This walks the layers of both
+specs (`layers.block_spec`). Linears of the te spec hold the weights of the norms before them. It takes these weights
+and calls none of transformer-engine's modules except shared experts.
+
+It serves every family made of RMSNorm, grouped-query or latent attention, and SwiGLU or experts. `supports_chunk` says
+whether a chunk is one. Any other goes through GPTModel itself, and tests hold both to the same tokens.
 
 Dimensions: `T` tokens, `N` hidden size, `G` key/value groups and `H` query heads on this rank, `D` head size, `E`
-experts. Tensor parallelism is without sequence parallelism here, whatever it is in training: hidden states are whole on
-every rank, and partial sums are all-reduced. megatron's experts alone get the part of the tokens that they expect of a
-rank.
+experts. Tensor parallelism is without sequence parallelism here, even if training has it. Hidden states are whole on
+every rank, and partial sums are all-reduced. Only megatron's experts get their rank's part of the tokens.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _LATENT = re.compile(_MLP + r"|self_attention\..*")
 
 
 def supports_chunk(model: torch.nn.Module) -> bool:
-    """Returns whether `Decoder` computes what this chunk does. Stages may have other answers: a rank's layers alone are
-    looked at."""
+    """Returns whether `Decoder` computes this chunk. Stages may differ, because only a rank's own layers are looked
+    at."""
     config = model.config
     latent = config.multi_latent_attention
     known = _LATENT if latent else _GROUPED
@@ -60,8 +60,8 @@ def supports_chunk(model: torch.nn.Module) -> bool:
 
 
 def fixed_refusal(model: torch.nn.Module) -> str | None:
-    """Returns why a chunk that fits has no steps of fixed shapes (`Decoder.__call__`, fixed); None where it has.
-    Stages may have other answers."""
+    """Returns why a supported chunk has no steps of fixed shapes (`Decoder.__call__`, fixed), or None if it has. Stages
+    may differ."""
     config = model.config
     if config.num_moe_experts is None:
         return None
@@ -78,7 +78,7 @@ def fixed_refusal(model: torch.nn.Module) -> str | None:
 
 
 class Decoder:
-    """Embedding (on the first stage), layers and final norm (on the last) of one chunk, as its weights are now."""
+    """Runs embedding (on the first stage), layers and final norm (on the last) of one chunk, as its weights are now."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -90,10 +90,11 @@ class Decoder:
         self.rotary_dtype = torch.float32 if model.config.apply_rope_fusion else None
 
     def __call__(self, tokens: Tensor, hidden: Tensor | None, step: CachedStep, *, fixed: bool = False) -> Tensor:
-        """tokens [T]; hidden [T, N] from the stage before, None on the first. [T, N], normed on the last stage.
+        """Returns hidden states [T, N] of tokens [T], normed on the last stage. hidden: [T, N] from the stage before;
+        None on the first.
 
-        fixed: what runs depends on the shapes of tokens and cache alone, and the host reads no tensor: every expert
-        computes every token, and what the router did not choose counts nothing.
+        fixed: the kernels depend on the shapes of tokens and cache alone, and the host reads no tensor. So every expert
+        computes every token, and experts that the router did not choose count nothing.
         """
         x = self._embedded(tokens) if hidden is None else hidden
         cos_sin = self._cos_sin(step.positions, self.rotary_dtype or x.dtype)
@@ -127,8 +128,10 @@ class Decoder:
 
 
 class _Linear:
-    """A linear layer with its adapter, on this rank alone. row: it is row-parallel and gives this rank's part of a sum
-    over ranks, without the bias, which is added to the sum once."""
+    """Computes a linear layer with its adapter, on this rank alone.
+
+    row: it is row-parallel, so it gives this rank's part of a sum over ranks. The bias is added to that sum once.
+    """
 
     def __init__(self, module: Any, *, row: bool = False) -> None:
         self.module, self.weight = module, _columns(module.weight)
@@ -140,7 +143,7 @@ class _Linear:
 
 
 class _Layer:
-    """One layer's weights and sizes."""
+    """Holds one layer's weights and sizes."""
 
     def __init__(self, layer: Any, groups: Any) -> None:
         attention, mlp = layer.self_attention, layer.mlp
@@ -152,13 +155,13 @@ class _Layer:
             self.fc1, self.fc2 = _Linear(mlp.linear_fc1), _Linear(mlp.linear_fc2, row=True)
 
     def mlp(self, x: Tensor, fixed: bool) -> Tensor:
-        """This rank's part of [T, N]; the whole where there are experts."""
+        """Returns this rank's part of [T, N], or the whole if there are experts."""
         normed = self.mlp_norm(x)
         return self.fc2(_swiglu(self.fc1(normed))) if self.experts is None else self.experts(normed, fixed)
 
 
 class _GroupedAttention:
-    """Attention of grouped queries, and the norm before it."""
+    """Computes attention of grouped queries, and the norm before it."""
 
     def __init__(self, norm: torch.nn.Module, attention: Any) -> None:
         self.core = attention.core_attention
@@ -177,7 +180,7 @@ class _GroupedAttention:
             self.head_norm = dataclasses.replace(query, weight=weight)
 
     def __call__(self, x: Tensor, step: CachedStep, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        """This rank's part of [T, N]."""
+        """Returns this rank's part of [T, N]."""
         heads = self.qkv(self.norm(x)).view(-1, self.groups, self.queries + 2, self.head)
         turned, value = heads[:, :, :-1], heads[:, :, -1]
         if self.head_norm is not None:
@@ -193,14 +196,14 @@ class _GroupedAttention:
         return self.proj(out.flatten(1))
 
     def _normed_over_heads(self, heads: Tensor, of_queries: NormOverHeads, of_keys: NormOverHeads) -> Tensor:
-        """[T, G, queries + 1, D], the last of which is a group's key."""
+        """Returns heads [T, G, queries + 1, D] after the norms over heads; the last of a group is its key."""
         query = of_queries(heads[:, :, :-1].flatten(1, 2)[:, None]).view(len(heads), self.groups, -1, self.head)
         key = of_keys(heads[:, None, :, -1]).view(len(heads), self.groups, 1, self.head)
         return torch.cat([query, key], dim=2)
 
 
 class _LatentAttention:
-    """Latent attention, and the norm before it. Its down-projections are whole on every rank."""
+    """Computes latent attention, and the norm before it. Its down-projections are whole on every rank."""
 
     proj_bias = None
 
@@ -216,7 +219,7 @@ class _LatentAttention:
         self.proj = _Linear(attention.linear_proj, row=True)
 
     def __call__(self, x: Tensor, step: CachedStep, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        """This rank's part of [T, N]."""
+        """Returns this rank's part of [T, N]."""
         query = normed = self.norm(x)
         for part in self.query:
             query = part(query)
@@ -230,7 +233,7 @@ class _LatentAttention:
 
 
 class _Experts:
-    """An MoE layer after its norm."""
+    """Computes an MoE layer after its norm."""
 
     def __init__(self, mlp: Any, groups: Any) -> None:
         self.mlp, self.tp = mlp, groups.tp
@@ -249,7 +252,7 @@ class _Experts:
             ]
 
     def __call__(self, x: Tensor, fixed: bool) -> Tensor:
-        """[T, N] of [T, N]."""
+        """Returns [T, N] of x [T, N]."""
         if not fixed:
             # megatron's own, which reads on the host how many tokens each expert gets
             return self._of_parts(lambda part: self.mlp(part)[0], x)
@@ -268,7 +271,7 @@ class _Experts:
         return out if shared is None else out + self._of_parts(shared, x)
 
     def _activated(self, both: Tensor) -> Tensor:
-        """As megatron's MLP activates [gate, linear]."""
+        """Activates [gate, linear] like megatron's MLP."""
         config = self.mlp.config
         if config.activation_func is F.silu:
             return _swiglu(both)
@@ -279,8 +282,11 @@ class _Experts:
         return config.activation_func(gate) * (linear + config.glu_linear_offset)
 
     def _of_parts(self, module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Returns what one of megatron's modules, which takes and gives [T, 1, N], makes of x [T, N]. Under sequence
-        parallelism it expects of each rank a part of the tokens, as many of each, so that zeros follow the last."""
+        """Returns the output [T, N] of one of megatron's modules, which takes and gives [T, 1, N], for x [T, N].
+
+        Under sequence parallelism the module expects a part of the tokens from each rank, of equal size. So zeros
+        follow the last token.
+        """
         if not self.mlp.config.sequence_parallel:
             return module(x[:, None]).squeeze(1)
         count, ranks = x.shape[0], self.tp.size()
@@ -295,8 +301,11 @@ class _Experts:
 
 @dataclasses.dataclass(frozen=True)
 class _Norm:
-    """An RMSNorm. once: as transformer-engine's, it computes in fp32 and rounds the result; else as `RMSNorm`, which
-    rounds before it multiplies by the weight."""
+    """Computes an RMSNorm.
+
+    once: like transformer-engine's, in fp32 with one rounding of the result. Otherwise like `RMSNorm`, which rounds
+    before it multiplies by the weight.
+    """
 
     weight: Tensor
     eps: float
@@ -304,7 +313,7 @@ class _Norm:
 
     @classmethod
     def of(cls, norm: torch.nn.Module, linear: torch.nn.Module | None = None) -> "_Norm":
-        """Of the module `norm`, or, where that is none, of what the linear after it does first."""
+        """Returns the norm of the module `norm`, or the one that the linear after it does first."""
         if isinstance(norm, RMSNorm):
             return cls(norm.weight.detach(), norm.eps, once=False)
         owner = norm if hasattr(norm, "weight") else linear
@@ -313,7 +322,7 @@ class _Norm:
         return cls(weight + 1 if owner.zero_centered_gamma else weight, owner.eps, once=True)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., N], for a weight [N], or one for each of the dimensions before."""
+        """Returns x [..., N], normed. The weight is [N], or has one such row for each of the dimensions before."""
         if x.dtype == torch.float32 and self.weight.dim() == 1:
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         normed = F.rms_norm(x.float(), x.shape[-1:], None, self.eps)
@@ -333,8 +342,10 @@ def _bias(linear: torch.nn.Module, name: str = "bias") -> Tensor | None:
 
 
 def _columns(weight: Tensor) -> Tensor:
-    """[in, out] for `x @ w`. On a CPU laid out so: a product of few rows is a quarter faster than with the weight as it
-    is stored, and takes the weight's memory once more while completions are made, of conversations from the first turn
-    to the last. On a GPU a view."""
+    """Returns the weight as [in, out] for `x @ w`. On a GPU it is a view.
+
+    On a CPU it is laid out so, because a product of few rows is then a quarter faster. That takes the weight's memory a
+    second time while completions are made, from the first turn of conversations to the last.
+    """
     weight = weight.detach().t()
     return weight.contiguous() if weight.is_cpu else weight

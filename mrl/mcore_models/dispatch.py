@@ -1,14 +1,17 @@
-"""Tokens on their way to experts and back, the same every time and without a word to the host.
+"""Permutes tokens to experts and back in a repeatable order, without waiting for the host.
 
-megatron-core adds the outputs of a token's experts, and in the backward pass the gradients of its copies, by atomic
-additions (`scatter_add_`, and `index_add_` behind `index_select`). On a GPU their order changes from run to run: with
-more than two experts a token neither a forward pass nor a gradient is repeatable. Here a row is a sum that one thread
-makes, its terms in the order of experts and in fp32. Which rows are a token's is computed on the device; 0.16.1 asks
-the host how many there are. Both it and 0.19.2 then sort what is sorted, where one rank has all experts.
+megatron-core adds the outputs of a token's experts by atomic additions, and in the backward pass the gradients of its
+copies (`scatter_add_`, and `index_add_` behind `index_select`; moe_utils.py). On a GPU their order changes from run to
+run. With more than two experts a token, neither a forward pass nor a gradient is repeatable.
+
+Here one thread makes the sum of a row, in the order of experts and in fp32. A token's rows are computed on the device;
+0.16.1 asks the host how many there are. Both it and 0.19.2 then sort rows again that are sorted already if one rank has
+all experts.
 
 Kernels of transformer-engine (`moe_permute_fusion`), experts that may be full (`moe_expert_capacity_factor`) and other
-dispatchers (`moe_token_dispatcher_type`) stay as they are. Dimensions: `T` tokens of a rank, `K` experts of each, `E`
-experts, `R` = T * K rows, `H` a row's width.
+dispatchers (`moe_token_dispatcher_type`) stay as they are.
+
+Dimensions: `T` tokens of a rank, `K` experts of each, `E` experts, `R` = T * K rows, `H` a row's width.
 """
 
 from __future__ import annotations
@@ -23,13 +26,14 @@ from torch import Tensor
 
 
 def install() -> None:
-    """Has megatron-core's all-to-all dispatcher permute by `CopyToRows` and `SumOfRows`, while the process lives."""
+    """Makes megatron-core's all-to-all dispatcher permute by `CopyToRows` and `SumOfRows`, while the process lives."""
     module: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     preprocess, unpermute = module.MoEAlltoAllTokenDispatcher.dispatch_preprocess, module.unpermute
 
     def dispatch_preprocess(self: Any, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
         """Does what megatron-core's does. hidden_states [..., H], routing_map and probs [T, E]; returns rows [R, H] and
         their probabilities [R]."""
+        # the lines of megatron-core's method (0.16.1 and 0.19.2) around its call of `permute`
         config = self.config
         fixed = self.drop_and_pad or config.moe_expert_capacity_factor is not None
         if fixed or config.moe_permute_fusion:
@@ -53,28 +57,32 @@ def install() -> None:
 
 
 def keep_sorted(model: torch.nn.Module) -> None:
-    """Leaves out megatron-core's second sort, a copy of all rows each way, where one rank has all experts: there rows
-    are sorted by expert when they have been permuted."""
+    """Leaves out megatron-core's second sort if one rank has all experts: rows are sorted by expert since the
+    permutation.
+
+    The sort copies all rows each way.
+    """
     for module in model.modules():
         dispatcher = getattr(module, "token_dispatcher", None)
         if dispatcher is not None and is_of_one_rank(dispatcher):
-            dispatcher.num_local_experts = 1  # with one there is nothing to sort
+            # dispatch_postprocess and combine_preprocess sort only `if self.num_local_experts > 1`
+            dispatcher.num_local_experts = 1
 
 
 def is_of_one_rank(dispatcher: Any) -> bool:
-    """Whether a layer's dispatcher sends nothing, and gives experts as many rows as tokens ask for."""
+    """Returns whether a layer's dispatcher sends nothing, and gives experts as many rows as tokens ask for."""
     alltoall = type(dispatcher).__name__ == "MoEAlltoAllTokenDispatcher"
     return alltoall and dispatcher.tp_size * dispatcher.ep_size == 1 and not dispatcher.drop_and_pad
 
 
 def keep_counts_on_device(dispatcher: Any) -> None:
-    """Has a dispatcher for which `is_of_one_rank` holds leave the experts' numbers of rows where they were counted."""
+    """Makes a dispatcher leave the experts' row counts on the device. `is_of_one_rank` must hold for it."""
     dispatcher._maybe_dtoh_and_synchronize = lambda point, tokens_per_expert=None: tokens_per_expert
 
 
 @dataclasses.dataclass(frozen=True)
 class Routes:
-    """Which rows are whose. Rows are sorted by expert, and those of an expert by token."""
+    """Maps tokens to rows and back. Rows are sorted by expert, and those of an expert by token."""
 
     rows: Tensor  # [T, K] of each token, in the order of its experts
     experts: Tensor  # [T, K] that these are of
@@ -82,7 +90,8 @@ class Routes:
 
     @classmethod
     def of(cls, routing_map: Tensor, chosen: int) -> Routes:
-        """routing_map [T, E]: whether a token goes to an expert; to `chosen` of them each."""
+        """Returns the routes of routing_map [T, E], which says whether a token goes to an expert: to `chosen` of them
+        each."""
         tokens, experts = routing_map.shape
         before = routing_map.T.reshape(-1).cumsum(0).view(experts, tokens).T - 1  # [T, E]
         none = tokens * chosen  # behind all rows
@@ -91,13 +100,13 @@ class Routes:
         return cls(rows, of, torch.empty_like(places).scatter_(0, rows.flatten(), places))
 
     def of_rows(self, probs: Tensor) -> Tensor:
-        """Returns of probs [T, E] those that rows have: [R]."""
+        """Returns the probabilities [R] of rows, from probs [T, E]."""
         chosen = probs.gather(1, self.experts).view(-1, 1)
         return CopyToRows.apply(chosen, self.rows.view(-1, 1), self.choices).squeeze(1)
 
 
 class CopyToRows(torch.autograd.Function):
-    """x[t] [T, H] for each of its rows: [R, H]. A gradient is the sum over a token's rows."""
+    """Copies x[t] [T, H] to each of its rows, [R, H]. A gradient is the sum over a token's rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, choices: Tensor) -> Tensor:
@@ -111,7 +120,7 @@ class CopyToRows(torch.autograd.Function):
 
 
 class SumOfRows(torch.autograd.Function):
-    """The sum of a token's rows, y [R, H] -> [T, H]. A gradient is copied to each of them."""
+    """Sums a token's rows, y [R, H] -> [T, H]. A gradient is copied to each of them."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, rows: Tensor, choices: Tensor) -> Tensor:
@@ -126,9 +135,9 @@ class SumOfRows(torch.autograd.Function):
 
 
 def sum_of_rows(y: Tensor, rows: Tensor) -> Tensor:
-    """Returns sum_k y[rows[t, k]] [T, H] of y [R, H], rows [T, K]; terms in this order, added in fp32.
+    """Returns sum_k y[rows[t, k]] [T, H] of y [R, H] and rows [T, K]; terms in this order, added in fp32.
 
-    The kernel is that of `embedding_bag`, which has a thread for each sum, and makes no copy of the rows.
+    The kernel of `embedding_bag` has a thread for each sum, and makes no copy of the rows.
     """
     if rows.shape[1] == 1:
         return y.index_select(0, rows.flatten())

@@ -1,8 +1,8 @@
-"""RMSNorm, SwiGLU and rotary embedding with few passes over memory, for the CPU.
+"""Computes RMSNorm, SwiGLU and rotary embedding with few passes over memory, for the CPU.
 
-On a CPU an elementwise operation costs a pass over memory, and autograd's parts of these functions cost many: each
-here is one autograd function that keeps its input alone and computes the rest again, in place where it can. A GPU has
-fused kernels for them. Dimensions: `T` tokens, `N` channels.
+On a CPU an elementwise operation costs a pass over memory, and autograd splits these functions into many. Here each is
+one autograd function. It keeps its input alone and computes the rest again, in place if it can. A GPU has fused kernels
+for them. Dimensions: `T` tokens, `N` channels.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """x / rms(x) * weight over the last dimension; x fp32 [..., N], weight [N].
+    """Computes x / rms(x) * weight over the last dimension; x fp32 [..., N], weight [N].
 
-    With r = 1 / rms and u = x r, the gradient of x is r (g w - u mean(g w u)), and of weight the sum of g u.
+    Let r = 1 / rms and u = x r. The gradient of x is r (g w - u mean(g w u)). The gradient of weight is the sum of g u.
     """
 
     @staticmethod
@@ -41,7 +41,7 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 class SwiGLUFunction(torch.autograd.Function):
-    """silu(a) * b of x = [a, b] [..., 2N]; returns [..., N]."""
+    """Computes silu(a) * b of x = [a, b] [..., 2N]; returns [..., N]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -62,17 +62,17 @@ class SwiGLUFunction(torch.autograd.Function):
 
 
 def swiglu(x: Tensor, bias: Tensor | None = None, *_: Any) -> Tensor:
-    """Stands in for megatron's `bias_swiglu_impl`; what follows are its options, which are not set here."""
+    """Replaces megatron's `bias_swiglu_impl`. Its other options follow and are not set here."""
     return SwiGLUFunction.apply(x if bias is None else x + bias)
 
 
 def weighted_swiglu(x: Tensor, bias: Tensor | None, weights: Tensor, *_: Any) -> Tensor:
-    """Stands in for megatron's `weighted_bias_swiglu_impl`: the router's weights are fp32, the result has x's dtype."""
+    """Replaces megatron's `weighted_bias_swiglu_impl`: the router's weights are fp32, the result has x's dtype."""
     return (swiglu(x, bias) * weights).to(x.dtype)
 
 
 class RotaryFunction(torch.autograd.Function):
-    """t cos + rotate(t) sin, where rotate([a, b]) = [-b, a] halves the last dimension."""
+    """Computes t cos + rotate(t) sin; rotate([a, b]) = [-b, a] halves the last dimension."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -86,7 +86,8 @@ class RotaryFunction(torch.autograd.Function):
 
 
 def rotate_halves(t: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """[a cos + sign b sin, b cos - sign a sin]: forward for -1, transposed for 1. Halves of sin and cos are equal."""
+    """Returns [a cos + sign b sin, b cos - sign a sin]: forward for -1, transposed for 1. Halves of sin and cos are
+    equal."""
     half = t.shape[-1] // 2
     out = t * cos
     out[..., :half].addcmul_(t[..., half:], sin[..., :half], value=sign)
@@ -95,8 +96,10 @@ def rotate_halves(t: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 def rotary(t: Tensor, angles: Tensor) -> Tensor:
-    """t [T, 1, heads, D] turned by angles [T, 1, 1, D] (both halves alike). Every layer is handed the same angles:
-    their cosines and sines stay with them."""
+    """Turns t [T, 1, heads, D] by angles [T, 1, 1, D], both halves alike.
+
+    Every layer gets the same angles, so their cosines and sines stay with them.
+    """
     known = getattr(angles, "cos_sin", None)
     if known is None or known[0].dtype != t.dtype:
         known = angles.cos_sin = (angles.cos().to(t.dtype), angles.sin().to(t.dtype))

@@ -1,12 +1,12 @@
-"""Causal attention in memory that grows with the length, not with its square, where torch's own call has no kernel:
-with fewer queries than keys (context parallelism), sliding windows, and sinks.
+"""Computes causal attention in memory that grows with the length, not with its square. It serves cases without a kernel
+in torch's own call: fewer queries than keys (context parallelism), sliding windows, and sinks.
 
 Dimensions: `N` sequences of one length, `H` query heads and `G` key-value heads, `Q` queries and `K` keys, `D` head
-size of queries and keys, `V` of values. Queries stand at the end: query `i` is at place `K - Q + i` of the keys.
+size of queries and keys, `V` of values. Queries stand at the end: query `i` is at position `K - Q + i` of the keys.
 
-A flash kernel returns, beside its output, the logarithm of each query's sum of exponentials. Two such pairs over
-different keys make the pair over both, and a sink adds its exponential to the sum. The kernel's backward pass takes the
-final pair and gives each part its gradients (as ring attention does, arXiv 2310.01889).
+A flash kernel also returns the logarithm of each query's sum of exponentials. Two such pairs over different keys make
+the pair over both, and a sink adds its exponential to the sum. The kernel's backward pass takes the final pair and
+gives each part its gradients (as ring attention does, arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_HEAD_DIM = 256  # of flash kernels on CUDA
 
 @dataclasses.dataclass(frozen=True)
 class KeyRange:
-    """The queries and keys of one call of a kernel."""
+    """Holds the queries and keys of one call of a kernel."""
 
     queries: slice
     keys: slice
@@ -47,7 +47,7 @@ class KeyRange:
 
 
 def key_ranges(queries: int, keys: int, window: int | None) -> list[KeyRange]:
-    """Returns which queries meet which keys, as for `attend`.
+    """Returns the ranges of queries and keys that `attend` computes.
 
     Windows go in blocks, with the keys that some query of the block sees.
     """
@@ -70,7 +70,7 @@ def blocks(queries: int, keys: int, window: int | None, most: int = BLOCK) -> li
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Returns whether `attend` can serve tensors like these: on a CPU all, on CUDA those of 16 bits, not too wide."""
+    """Returns whether `attend` serves tensors like these: on a CPU all, on CUDA 16-bit ones that are not too wide."""
     if query.is_cpu:
         return True
     return query.dtype in (torch.bfloat16, torch.float16) and max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_DIM
@@ -159,7 +159,8 @@ def _back_on_cpu(
 
 
 def _masks(window: int | None, dtype: torch.dtype) -> Callable[[KeyRange], Tensor | None]:
-    """Returns what makes parts' additive masks; blocks of a window have the same one but for the first and the last."""
+    """Returns a function that makes parts' additive masks. Blocks of a window share one, except for the first and the
+    last."""
 
     @functools.cache
     def of_size(queries: int, keys: int) -> Tensor:

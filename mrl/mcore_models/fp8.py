@@ -1,11 +1,11 @@
-"""FP8: what of a model, a layout and a GPU transformer-engine's matrix products in 8 bits take.
+"""Checks which models, layouts and GPUs transformer-engine's matrix products in 8 bits (FP8) take.
 
-megatron-core runs each layer inside transformer-engine's autocast where its config has `fp8`: linear layers, those of
-experts too, then round activations, weights and gradients to FP8 for their products, by scales that a recipe chooses.
-Everything else is as without: parameters, gradients of weights, norms, attention, routers, embedding and head.
+If its config has `fp8`, megatron-core runs each layer inside transformer-engine's autocast. Linear layers, also those
+of experts, then round activations, weights and gradients to FP8 for their products. A recipe chooses the scales.
+Everything else stays: parameters, gradients of weights, norms, attention, routers, embedding and head.
 
 Products take a multiple of 16 (mxfp8: 32) rows and columns. Rows are tokens: micro-batches are padded (inputs.py), and
-megatron pads what each expert gets. Columns are the model's sizes, which are checked here.
+megatron pads each expert's tokens. Columns are the model's sizes, and these are checked here.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from mrl.parallel import Coordinates, ParallelDims
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How scales are chosen, and what that takes (`get_fp8_align_size` of megatron-core, `check_recipe_support` of
-    transformer-engine 2.20)."""
+    """Says how scales are chosen, and what that takes.
+
+    Sources: `get_fp8_align_size` of megatron-core, `check_recipe_support` of transformer-engine 2.20.
+    """
 
     multiple: int  # of rows and columns
     since: tuple[int, int]  # the least compute capability
@@ -40,7 +42,7 @@ class Recipe:
     gpus: str = ""  # for people
 
     def runs_on(self, capability: tuple[int, int], cuda: tuple[int, int]) -> bool:
-        """cuda: the version that torch was built with."""
+        """Returns whether a GPU has the recipe. cuda: the version that torch was built with."""
         on_gpu = self.since <= capability and (self.before is None or capability < self.before)
         return on_gpu and cuda >= self.cuda
 
@@ -71,13 +73,13 @@ def recipe_of(megatron_options: Mapping[str, Any]) -> Recipe | None:
 
 
 def multiple_of(megatron_options: Mapping[str, Any]) -> int:
-    """Returns of what the tokens of a rank have to be a multiple. megatron_options: `engine.megatron`."""
+    """Returns the number that must divide the tokens of a rank. megatron_options: `engine.megatron`."""
     recipe = recipe_of(megatron_options)
     return 1 if recipe is None else recipe.multiple
 
 
 def check_fields(megatron_options: Mapping[str, Any]) -> None:
-    """Raises ConfigError where fields do not go together. megatron_options: `engine.megatron`, of right types."""
+    """Raises ConfigError if fields do not go together. megatron_options: `engine.megatron`, of right types."""
     if not megatron_options.get("fp8"):
         for name in WITH_FP8:
             if megatron_options.get(name):
@@ -97,7 +99,7 @@ def check_fields(megatron_options: Mapping[str, Any]) -> None:
 
 
 def check_model(megatron_options: Mapping[str, Any], family: Family, hf: HFConfig, dims: ParallelDims) -> None:
-    """Raises ConfigError where a linear layer has a size that FP8 does not take. hf: the normalized config.json."""
+    """Raises ConfigError if FP8 does not take a linear layer's size. hf: the normalized config.json."""
     recipe = recipe_of(megatron_options)
     if recipe is None:
         return
@@ -118,13 +120,13 @@ def check_model(megatron_options: Mapping[str, Any], family: Family, hf: HFConfi
 
 
 def check_spec(megatron_options: Mapping[str, Any], layer_spec: str, why: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError where the layers are not those that have FP8. why: why the spec was chosen."""
+    """Raises ConfigError if the layers do not have FP8. why: the reason for the choice of the spec."""
     if recipe_of(megatron_options) is not None:
         check_te(f"{KEY}.fp8", megatron_options["fp8"], layer_spec, why, dtype)
 
 
 def check_here(megatron_options: Mapping[str, Any]) -> None:
-    """Raises ConfigError where this machine's GPU, or the CUDA of its torch, does not have the recipe."""
+    """Raises ConfigError if this machine's GPU, or the CUDA of its torch, does not have the recipe."""
     recipe = recipe_of(megatron_options)
     if recipe is None or not platform.has_gpu():
         return
@@ -138,7 +140,7 @@ def check_here(megatron_options: Mapping[str, Any]) -> None:
 
 
 def _of_cuda(version: str | None) -> tuple[int, int]:
-    """Returns the numbers of torch.version.cuda; (0, 0) where torch is built for no CUDA."""
+    """Returns the numbers of torch.version.cuda; (0, 0) if torch is built for no CUDA."""
     major, _, rest = (version or "0.0").partition(".")
     return int(major), int(rest.partition(".")[0] or 0)
 
@@ -146,10 +148,10 @@ def _of_cuda(version: str | None) -> tuple[int, int]:
 def copies_bytes(
     megatron_options: Mapping[str, Any], weights: Iterable[tuple[str, int, int]], layers: int, *, trains: bool
 ) -> int:
-    """Returns bytes of the 8-bit copies of a rank's weights: a byte of each value by rows, and one by columns for a
-    backward pass (as before Blackwell; there one of `tensorwise` serves both); scales.
+    """Returns the bytes of the 8-bit copies of a rank's weights, with scales.
 
-    weights: (name, layer of the model, values) of matrices in layers. layers: of the model.
+    A value has a byte by rows, and one by columns for a backward pass. Blackwell's `tensorwise` needs one for both; it
+    is counted like older GPUs. weights: (name, layer of the model, values) of matrices in layers. layers: of the model.
     """
     recipe = recipe_of(megatron_options)
     if recipe is None:
@@ -166,8 +168,10 @@ def copies_bytes(
 
 
 def forget_copies(chunks: Iterable[torch.nn.Module]) -> None:
-    """Frees the 8-bit copies of weights that transformer-engine's modules keep from a step's first micro-batch on; the
-    next forward makes them again."""
+    """Frees the 8-bit copies of weights that transformer-engine's modules keep from a step's first micro-batch on.
+
+    The next forward makes them again.
+    """
     for chunk in chunks:
         for module in chunk.modules():
             copies = getattr(module, "_fp8_workspaces", None)
@@ -176,11 +180,11 @@ def forget_copies(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def accumulate_gradients(chunk: torch.nn.Module) -> None:
-    """Has the backward pass of this micro-batch add to the gradients of weights.
+    """Makes the backward pass of this micro-batch add to the gradients of weights.
 
-    For a step's first micro-batch transformer-engine writes over them (`gradient_accumulation_fusion`). megatron says
-    which one that is: under FP8 the first of each call of its schedule, of which a step may have several (0.16.1 and
-    0.19.2, `MegatronModule.set_is_first_microbatch`).
+    In a step's first micro-batch transformer-engine overwrites them (`gradient_accumulation_fusion`). It learns from
+    megatron which one is first: under FP8 it is the first of each call of the schedule
+    (`MegatronModule.set_is_first_microbatch`, 0.16.1 and 0.19.2). A step may have several such calls.
     """
     for module in getattr(chunk, "modules_with_is_first_microbatch", ()):
         module.is_first_microbatch = False
@@ -188,7 +192,7 @@ def accumulate_gradients(chunk: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def disabled(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Inside, layers compute in bfloat16: for decoding, which has one token of a sequence at a time."""
+    """Makes layers compute in bfloat16 inside: decoding has one token of a sequence at a time."""
     configs = {id(c): c for chunk in chunks for m in chunk.modules() if (c := getattr(m, "config", None)) is not None}
     held = [(config, config.fp8) for config in configs.values() if getattr(config, "fp8", None)]
     for config, _ in held:

@@ -1,10 +1,11 @@
-"""Experts of a layer by grouped matrix products: one kernel for all of them (`torch.nn.functional.grouped_mm`).
+"""Computes the experts of a layer by grouped matrix products: one kernel for all (`torch.nn.functional.grouped_mm`).
 
-megatron-core multiplies expert after expert under the local spec, and transformer-engine starts one product of cuBLAS
-for each, whose shapes are others every time. On an H100 that took the host 0.1 ms for each of the six products that an
-expert has in a micro-batch, and the GPU waited for it (benchmarks/results/gpu-h100-training.md). Modules, parameters
-and their names stay as they are, of either spec; what they compute is the same but for the order of sums. Dimensions:
-`T` tokens of all experts of a rank, `E` its experts, `I` inputs and `O` outputs of a linear layer.
+Under the local spec megatron-core multiplies expert after expert. transformer-engine starts one product of cuBLAS for
+each, of another shape every time. An expert has six products in a micro-batch. On an H100 each took the host 0.1 ms,
+and the GPU waited for it (benchmarks/results/gpu-h100-training.md).
+
+Modules, parameters and their names stay as they are, of either spec. Only the order of sums changes. Dimensions: `T`
+tokens of all experts of a rank, `E` its experts, `I` inputs and `O` outputs of a linear layer.
 """
 
 from __future__ import annotations
@@ -30,16 +31,21 @@ expert, and asks the host for their rows."""
 
 
 def is_chosen(wanted: bool | str, spec: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
-    """Whether `engine.moe.grouped_mm` comes to true. By `auto` it does under the local spec where a GPU of this
-    capability has the kernel for weights of this dtype. capability: None where there is no GPU."""
+    """Returns whether `engine.moe.grouped_mm` comes to true.
+
+    `auto` is true under the local spec if a GPU of this capability has the kernel for weights of this dtype.
+    capability: None without a GPU.
+    """
     if wanted != "auto":
         return bool(wanted)
     return spec == "local" and dtype == torch.bfloat16 and capability is not None and capability[0] in CAPABILITIES
 
 
 def install(chunks: Iterable[torch.nn.Module]) -> None:
-    """Has the experts of all layers multiply by grouped products. Experts with biases, and sizes that the kernel does
-    not take, stay as they are."""
+    """Makes the experts of all layers multiply by grouped products.
+
+    Experts with biases, and sizes that the kernel does not take, stay as they are.
+    """
     for layer in (m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)):
         experts = layer.experts
         if isinstance(experts, SequentialMLP) and len(experts.local_experts) > 1:
@@ -61,15 +67,16 @@ def _fit(weights: Iterable[Tensor]) -> bool:
 
 
 class GroupedProduct(torch.autograd.Function):
-    """x_e weights[e]^T of the rows x_e of each expert, x [T, I] one expert after the other, weights [O, I] each.
+    """Multiplies the rows x_e of each expert by its weights: x_e weights[e]^T. x: [T, I], expert by expert; weights:
+    [O, I] each.
 
-    Returns [T, O]. ends [E] (int32): where each expert's rows end. Weights are stacked for a product, and again for the
-    backward pass: the copy takes memory for the time of a product alone. Their gradients are one tensor, which lives
-    until the last of them is added. What no gradient needs is not kept.
+    Returns [T, O]. ends [E] (int32): the row after each expert's last. Weights are stacked for a product, and again for
+    the backward pass, so a copy takes memory only during a product. Their gradients are one tensor, which lives until
+    the last of them is added. Tensors that no gradient needs are not kept.
 
-    Of no rows, which kernels do not take, it gives none, and gradients of zero. Experts are never handed back to
-    megatron-core for them: where that adds gradients to its buffer itself it marks the weights, and a gradient that
-    comes from here in a later micro-batch would be left out.
+    Kernels take no empty input: without rows, the result is empty and gradients are zero. megatron-core never computes
+    such experts instead. If it adds gradients to its buffer itself, it marks the weights. A gradient from here in a
+    later micro-batch would then be left out.
     """
 
     @staticmethod
@@ -96,7 +103,7 @@ class GroupedProduct(torch.autograd.Function):
 
 
 def grouped_product(x: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """`GroupedProduct` of experts that have `counts` [E] rows each, on the host or on the device of x."""
+    """Returns `GroupedProduct` of experts with `counts` [E] rows each, on the host or on the device of x."""
     ends = counts.cumsum(0, dtype=torch.int32)
     if ends.device.type == "cpu":
         assert ends[-1] == len(x), f"experts have {int(ends[-1])} of {len(x)} rows"
@@ -105,18 +112,20 @@ def grouped_product(x: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Ten
 
 
 def _grouped(self: Any, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, None]:
-    """In place of the forward pass of a linear layer of all experts (TEGroupedLinear)."""
+    """Replaces the forward pass of a linear layer of all experts (TEGroupedLinear)."""
     weights = [self.get_parameter(f"weight{i}") for i in range(self.num_gemms)]
     return grouped_product(x, torch.tensor(m_splits), weights), None
 
 
 def _sequential(self: Any, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-    """In place of that of `SequentialMLP`: its first expert's, whose linear layers are those of all."""
+    """Replaces the forward pass of `SequentialMLP` by its first expert's, with linear layers of all experts."""
     linear = [[getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")]
     adapted = any(part._forward_hooks for parts in linear for part in parts)  # each adds what its adapter gives
     if adapted:
         return type(self).forward(self, hidden, tokens_per_expert, probs)
-    for part in itertools.chain(*linear):  # which wait for weights that are being gathered
+    # the hooks of megatron's DDP wait for weights that are being gathered (overlap_param_gather); a call of the experts
+    # would run them, and none is called here
+    for part in itertools.chain(*linear):
         for hook in part._forward_pre_hooks.values():
             hook(part, (hidden,))
     multiply = [
@@ -127,7 +136,7 @@ def _sequential(self: Any, hidden: Tensor, tokens_per_expert: Tensor, probs: Ten
 
 
 class _ExpertModule(torch.nn.Module):
-    """An expert with other linear layers. It is a module since megatron-core asks for one."""
+    """Is an expert with other linear layers. megatron-core asks for a module."""
 
     def __init__(self, expert: MLP, fc1: Callable[[Tensor], Tensor], fc2: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -140,7 +149,7 @@ class _ExpertModule(torch.nn.Module):
 
 
 class AllExpertsLinear(torch.nn.Module):
-    """The linear layers of all experts, called as one of them is."""
+    """Calls the linear layers of all experts like those of one."""
 
     def __init__(self, multiply: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Keys and values of the sequences that are being generated, and attention over them. Plain torch: both engines use it.
+"""Keeps keys and values of the sequences in generation, and attends over them. It is plain torch: both engines use it.
 
-Dimensions: `R` rows of the cache, `L` places of a row, `T` new tokens of a forward, `H` query heads, `G` key/value
+Dimensions: `R` rows of the cache, `L` positions of a row, `T` new tokens of a forward, `H` query heads, `G` key/value
 heads, `D` head size. Row `i` belongs to the `i`-th sequence of the forward at hand.
 """
 
@@ -23,14 +23,14 @@ RowCopy = dict[int, tuple[Tensor, Tensor]]
 
 
 class KVCache:
-    """[R, G, L, D] keys and values for each layer that asks; a layer's are made at its first forward."""
+    """Holds [R, G, L, D] keys and values for each layer that asks; a layer's are made at its first forward."""
 
     def __init__(self, rows: int, length: int) -> None:
         self.rows, self.length = rows, length
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """key, value: new ones [T, G, D]; a value's D may be another."""
+        """Returns a layer's keys and values. key, value: new ones [T, G, D]; a value's D may be another."""
         if layer not in self.layers:
             self.layers[layer] = tuple(
                 new.new_zeros(self.rows, new.shape[1], self.length, new.shape[2]) for new in (key, value)
@@ -42,9 +42,10 @@ class KVCache:
         return CacheRow(self, row)
 
     def arrange(self, copies: Sequence[tuple[int, int, int]], shape: tuple[int, int] | None) -> None:
-        """Copies (source row, target row, places) in order, then gives the cache its new (rows, places of a row).
+        """Copies (source row, target row, positions) in order, then gives the cache its new shape (rows, positions of a
+        row).
 
-        Rows past the new count are dropped. One tensor at a time is there twice. A target may get more places of its
+        Rows past the new count are dropped. One tensor at a time is there twice. A target may get more positions of its
         source than were asked for: nothing reads them before they are written.
         """
         device = next((keys.device for keys, _ in self.layers.values()), platform.CPU)
@@ -63,14 +64,14 @@ class KVCache:
             self.rows, self.length = shape
 
     def copy_row(self, row: int, places: int) -> RowCopy:
-        """Returns what the first places of a row hold, in every layer."""
+        """Returns a copy of the first positions of a row, in every layer."""
         return {
             layer: (keys[row, :, :places].clone(), values[row, :, :places].clone())
             for layer, (keys, values) in self.layers.items()
         }
 
     def put_row(self, row: int, copy: RowCopy, places: int) -> None:
-        """Puts the first places of a copy into a row; the cache may be new."""
+        """Puts the first positions of a copy into a row; the cache may be new."""
         for layer, pair in copy.items():
             if layer not in self.layers:
                 self.layers[layer] = tuple(
@@ -81,7 +82,7 @@ class KVCache:
 
 
 class CacheRow(KVCache):
-    """A row of another cache, in its memory."""
+    """Is a row of another cache, in its memory."""
 
     def __init__(self, whole: KVCache, row: int) -> None:
         super().__init__(1, whole.length)
@@ -93,8 +94,11 @@ class CacheRow(KVCache):
 
 
 def _independent(copies: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Splits copies into batches, in order, that may each be made at once: a GPU's host starts two kernels for each
-    tensor, not one for each copy. No row of a batch is written twice, or read after it is written."""
+    """Splits copies into batches, in order, so that each batch is made at once.
+
+    A GPU's host then starts two kernels for each tensor, not one for each copy. No row of a batch is written twice, or
+    read after it is written.
+    """
     batches: list[list[tuple[int, int, int]]] = []
     written: set[int] = set()
     for source, target, places in copies:
@@ -115,11 +119,11 @@ def _reshaped(old: Tensor, rows: int, length: int) -> Tensor:
 
 @dataclasses.dataclass(eq=False)
 class CachedStep:
-    """The tokens of one forward: `new_lengths[i]` tokens of sequence `i`, after `cached_lengths[i]` that the cache has.
+    """Describes one forward: `new_lengths[i]` tokens of sequence `i`, after `cached_lengths[i]` that the cache has.
 
-    They lie end to end, and padding may follow. Leading sequences with one new token each are attended in one batch.
-    copies: decoding attends copies of keys and values, which lie in memory alike wherever, and in whatever cache, they
-    are from.
+    Tokens lie end to end, and padding may follow. Leading sequences with one new token each are attended in one batch.
+
+    copies: decoding attends copies of keys and values. A copy has one memory layout, whichever cache it is from.
     """
 
     cache: KVCache
@@ -131,9 +135,9 @@ class CachedStep:
 
     @classmethod
     def fixed(cls, cache: KVCache, positions: Tensor, places: int) -> "CachedStep":
-        """One new token of each of the first rows, as many as there are positions [R], which are on the device alone.
+        """Returns a step with one new token of each of the first rows. positions: [R], on the device alone.
 
-        Attention reads `places` places of every row: more than any position, whatever the positions are.
+        Attention reads `places` positions of every row. These are more than any position, whatever the positions are.
         """
         count = positions.numel()
         step = cls(cache, (1,) * count, (places - 1,) * count, positions.device)
@@ -146,22 +150,22 @@ class CachedStep:
 
     @functools.cached_property
     def decoding(self) -> int:
-        """How many leading sequences have one new token."""
+        """Returns how many leading sequences have one new token."""
         return next((i for i, new in enumerate(self.new_lengths) if new != 1), len(self.new_lengths))
 
     @functools.cached_property
     def positions(self) -> Tensor:
-        """[T] the index of each token in its sequence."""
+        """Returns the index [T] of each token in its sequence."""
         pairs = zip(self.new_lengths, self.cached_lengths, strict=True)
         return platform.tensor_on(self.device, [old + i for new, old in pairs for i in range(new)])
 
     @functools.cached_property
     def rows(self) -> Tensor:
-        """[T] the row of each token."""
+        """Returns the row [T] of each token."""
         return platform.tensor_on(self.device, [i for i, new in enumerate(self.new_lengths) for _ in range(new)])
 
     def slots(self, groups: int) -> Tensor:
-        """[T*G] where the keys of each token go in a layer's cache seen as [R*G*L, D]."""
+        """Returns the places [T*G] for each token's keys in a layer's cache, seen as [R*G*L, D]."""
         name = ("slots", groups)
         if name not in self._made:
             heads = torch.arange(groups, device=self.device)
@@ -170,7 +174,8 @@ class CachedStep:
         return self._made[name]
 
     def decode_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[decoding, 1, 1, longest], 0 for the places that a decoding sequence's new token may look at, else -inf."""
+        """Returns [decoding, 1, 1, longest]: 0 for positions that a decoding sequence's new token may look at, else
+        -inf."""
         name = ("decode", window)
         if name not in self._made:
             at = self.positions[: self.decoding, None]
@@ -190,7 +195,8 @@ class CachedStep:
         value: Tensor,
         scoring: ScoreRule,
     ) -> Tensor:
-        """Appends new keys and values [>=T, G, D] to the cache; query [>=T, G, H/G, D] meets all of its own sequence.
+        """Appends new keys and values [>=T, G, D] to the cache, then attends query [>=T, G, H/G, D] over its own
+        sequence.
 
         Returns query's shape with the D of a value, zeros for padding.
         """

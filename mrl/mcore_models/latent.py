@@ -1,12 +1,17 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), for both layer specs.
+"""Computes multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), for both layer specs.
 
-Dimensions: `T` tokens on this rank, `N` hidden size, `H` heads on this tensor-parallel rank, `Q` and `C` ranks of the
-latents of queries and of keys and values, `D` channels of a head that do not turn, `R` those that do, `V` of a value.
+Dimensions: `T` tokens on this rank, `N` hidden size, `H` heads on this tensor-parallel rank. `Q` is the rank of the
+latents of queries, `C` of those of keys and values. A head has `D` channels without rotation and `R` with it; a value
+has `V`.
 
-megatron's MLASelfAttention has the same parameters, names and meaning. Not used here: without transformer-engine it
-splits the down-projections over tensor-parallel ranks and loses the gradient that the other ranks' heads have of the
-rotary key; its rotary embedding knows no positions; and its norms take the model's epsilon, where transformers has
-1e-6. Down-projections here are whole on every rank. Keys and values are cached per head, not as latents.
+megatron's MLASelfAttention has the same parameters, names and meaning. It is not used, for these reasons:
+
+    down-projections    without transformer-engine it splits them over tensor-parallel ranks, and loses the other
+                        ranks' part of the rotary key's gradient; here they are whole on every rank
+    rotary embedding    it knows no positions
+    norms               they take the model's epsilon, and transformers has 1e-6
+
+Keys and values are cached per head, not as latents.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ LATENT_EPS = 1e-6
 
 @dataclasses.dataclass
 class LatentSubmodules:
-    """The classes of the parts of latent attention."""
+    """Holds the classes of the parts of latent attention."""
 
     up: type  # from a latent to heads, with the norm before it where `norm` is None
     heads: type  # from hidden states to heads
@@ -45,7 +50,7 @@ class LatentSubmodules:
 
 
 class WholeLinear(torch.nn.Module):
-    """y = x W^T with the whole W on every tensor-parallel rank."""
+    """Computes y = x W^T with the whole W on every tensor-parallel rank."""
 
     def __init__(self, config: LatentConfig, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -60,7 +65,7 @@ class WholeLinear(torch.nn.Module):
 
 
 class LatentAttention(MegatronModule):
-    """Takes the place of megatron's self-attention: hidden states [T, 1, N] in and out ([T / tp, 1, N] with sequence
+    """Replaces megatron's self-attention: hidden states [T, 1, N] in and out ([T / tp, 1, N] with sequence
     parallelism)."""
 
     def __init__(self, config: LatentConfig, submodules: LatentSubmodules, layer_number: int, pg_collection: Any = None,
@@ -74,6 +79,7 @@ class LatentAttention(MegatronModule):
         wide = {"config": config, "init_method": config.init_method, "bias": False, "is_expert": False}
         wide |= {"skip_bias_add": False, "tp_group": self.tp}
         # transformer-engine's linear takes the epsilon of the norm in it from the config
+        # (TELayerNormColumnParallelLinear, extensions/transformer_engine.py)
         of_latents = copy.copy(config)
         of_latents.layernorm_epsilon = LATENT_EPS
         latents = wide | {"config": of_latents}
@@ -126,10 +132,11 @@ class LatentAttention(MegatronModule):
         return self.linear_proj(out.reshape(out.shape[0], 1, -1))
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """megatron calls it under FP8 where the norm before attention is computed again, whose output it drops.
+        """Makes the linear of queries keep its input, as megatron asks under FP8.
 
-        transformer-engine's linear would keep 8 bits of that output and never ask for it. The down-projections are
-        torch's, which keep it as it is.
+        It is called if the norm before attention is computed again and its output dropped. The linear of
+        transformer-engine would keep 8 bits of that output and never ask for it. The down-projections are torch's and
+        keep it as it is.
         """
         if self.config.q_lora_rank is None:
             from megatron.core.extensions.transformer_engine import set_save_original_input
@@ -142,8 +149,10 @@ class LatentAttention(MegatronModule):
         return selective and self.training and torch.is_grad_enabled()
 
     def _latents(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the latents of queries (the hidden states where there are none) and of keys and values, and the
-        rotary key before it turns."""
+        """Returns the latents of queries and of keys and values, and the rotary key before it turns.
+
+        Without latents of queries, the hidden states stand for them.
+        """
         config = self.config
         query = hidden if config.q_lora_rank is None else self.linear_q_down_proj(hidden)
         latent, key_turned = self.linear_kv_down_proj(hidden).split(
@@ -161,7 +170,7 @@ class LatentAttention(MegatronModule):
         else:
             query, _ = self.linear_q_up_proj(self.q_layernorm(query))
         both, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
-        # every rank's heads use the one rotary key: its gradient is the sum over them
+        # every rank's heads use the one rotary key, so its gradient is the sum over them
         if config.sequence_parallel:
             key_turned = gather_from_sequence_parallel_region(key_turned, group=self.tp)
         elif self.tp.size() > 1:
@@ -171,9 +180,11 @@ class LatentAttention(MegatronModule):
     def turned_heads(
         self, query: Tensor, both: Tensor, key_turned: Tensor, cos_sin: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns query and key [T, H, D + R] and value [T, H, V] from what the linears give: query [T, ..., H * (D +
-        R)], keys and values together [T, ..., H * (D + V)], and the rotary key [T, 1, R] before it turns. cos_sin:
-        [T, 1, R] each."""
+        """Returns query and key [T, H, D + R] and value [T, H, V] from the linears' outputs.
+
+        query: [T, ..., H * (D + R)]. both: keys and values, [T, ..., H * (D + V)]. key_turned: the rotary key before it
+        turns, [T, 1, R]. cos_sin: [T, 1, R] each.
+        """
         config = self.config
         query = query.view(query.shape[0], -1, config.qk_head_dim + config.qk_pos_emb_head_dim)
         both = both.view(both.shape[0], -1, config.qk_head_dim + config.v_head_dim)
@@ -184,13 +195,13 @@ class LatentAttention(MegatronModule):
         return query, torch.cat([key_still, key_turned], dim=-1), value
 
     def _cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[T, 1, R] each."""
+        """Returns cosines and sines [T, 1, R] each."""
         angles = torch.outer(positions.to(self.turning.dtype), self.turning)
         angles = torch.cat([angles, angles], dim=-1)[:, None]
         return (angles.cos() * self.rotary_scale).to(dtype), (angles.sin() * self.rotary_scale).to(dtype)
 
     def _turn(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        """x [T, heads, R], turned; pairs are neighbours where `rope_interleave` is set, else halves apart."""
+        """Returns x [T, heads, R], turned. Pairs are neighbours if `rope_interleave` is set, else halves apart."""
         if self.config.rope_interleave:
             x = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
         return RotaryFunction.apply(x, *cos_sin)

@@ -1,4 +1,4 @@
-"""Which layer spec a model is built with: transformer-engine's fused modules (te), or those of any machine (local).
+"""Chooses the layer spec of a model: transformer-engine's fused modules (te), or those of any machine (local).
 
 Parameters have other names under each (mrl/converters); a checkpoint has those of the local one under both.
 """
@@ -25,7 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of model.dtyp
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """The spec of a model, and what decided it, in words."""
+    """Is the spec of a model, and its reason in words."""
 
     name: Literal["te", "local"]
     why: str
@@ -40,11 +40,12 @@ def choose(
 ) -> LayerSpec:  # fmt: skip
     """Returns the spec for a value of engine.layer_spec. fields: of megatron's configuration, as `fields_of` has them.
 
-    attention: of engine.attention; a kernel of transformer-engine that it names is te's, or refused.
-    elsewhere: the run may be for another machine (`--dry-run`): te is then not refused for want of a GPU here.
+    attention: of engine.attention; naming a kernel of transformer-engine asks for te.
 
-    Raises ConfigError where te is wanted and cannot be had, and where transformer-engine is installed and does not
-    load: a run that was meant to use it shall not train slower without a word.
+    elsewhere: the run may be for another machine (`--dry-run`), so te is not refused for want of a GPU here.
+
+    Raises ConfigError if te is wanted and cannot be had. It also does so if transformer-engine is installed and does
+    not load: a run that was meant to use it must not train slower in silence.
     """
     check_attention(attention, wanted)
     gpu = Gpu.here().with_attention(attention)
@@ -57,15 +58,18 @@ def choose(
 
 
 def wanted_spec(wanted: str, attention: str) -> str:
-    """Returns the layer spec that engine.layer_spec (wanted) and engine.attention ask for together: a kernel of
-    attention is one of transformer-engine's."""
+    """Returns the layer spec that engine.layer_spec (wanted) and engine.attention ask for together.
+
+    A kernel of attention is one of transformer-engine's.
+    """
     return wanted if attention == "auto" else "te"
 
 
 def check_te(key: str, value: Any, layer_spec: str, why: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError where layers other than transformer-engine's in bfloat16 meet a key that only those have.
+    """Raises ConfigError if a key needs transformer-engine's layers in bfloat16 and the run has others.
 
-    why: why the spec was chosen."""
+    why: the reason for the choice of the spec.
+    """
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(key, value, f"does not go with model.dtype {name}", "set bfloat16")
@@ -73,15 +77,17 @@ def check_te(key: str, value: Any, layer_spec: str, why: str, dtype: torch.dtype
 
 
 def check_te_layers(key: str, value: Any, layer_spec: str, why: str) -> None:
-    """Raises ConfigError where layers other than transformer-engine's meet a key that only those have. why: why the
-    spec was chosen."""
+    """Raises ConfigError if a key needs transformer-engine's layers and the run has others.
+
+    why: the reason for the choice of the spec.
+    """
     if layer_spec != "te":
         reason = f"needs the layers of transformer-engine, and engine.layer_spec is {layer_spec} ({why})"
         raise ConfigError(key, value, reason, "set that to te, where there is one, or leave this out")
 
 
 def check_attention(attention: str, wanted: str) -> None:
-    """Raises ConfigError where a value of engine.attention contradicts one of engine.layer_spec or the environment."""
+    """Raises ConfigError if engine.attention contradicts engine.layer_spec or the environment."""
     if attention != "auto" and wanted == "local":
         why = "is a kernel of transformer-engine, and engine.layer_spec local has none of it"
         raise ConfigError(ATTENTION, attention, why, "set that to auto or te, or leave this out")
@@ -93,7 +99,7 @@ def check_attention(attention: str, wanted: str) -> None:
 
 
 def _refused_kernel(attention: str, error: ConfigError) -> ConfigError:
-    """error: why there are no layers of transformer-engine."""
+    """Returns the error for engine.attention. error: why there are no layers of transformer-engine."""
     why = error.why or ""
     if any(f"{name}={value}" in why for name, value in switches_of(attention).items()):  # which nobody has set
         why += ", as this key has it"
@@ -125,8 +131,10 @@ def _chosen(
 
 
 def _on_gpus(fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype) -> str:
-    """Returns "te", and on which GPUs it takes flash-attn 2 for that, or is local all the same: for a machine without
-    one, where some GPU has te."""
+    """Returns "te", with the GPUs that need flash-attn 2 for it, and those with local all the same.
+
+    It is for a machine without a GPU, and some GPU has te.
+    """
 
     def is_te(**known: Any) -> bool:
         gpu = Gpu(**known, switched_off=disabled_switches())
@@ -146,8 +154,11 @@ def _on_gpus(fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype) 
 def check_rules(
     fields: Mapping[str, Any], dims: ParallelDims, *, dtype: torch.dtype = torch.bfloat16, attention: str = "auto"
 ) -> None:
-    """Raises ConfigError where transformer-engine refuses a model in a layout on any GPU: for te that is wanted on a
-    machine which is not asked. Arguments as of `choose`; what bfloat16 cannot have, no dtype can."""
+    """Raises ConfigError if transformer-engine refuses a model in a layout on any GPU.
+
+    It serves runs that want te on a machine of unknown kind. Arguments are those of `choose`. If bfloat16 cannot have
+    it, no dtype can.
+    """
     refusal = te_refusal(fields, dims, Gpu(switched_off=disabled_switches(attention=attention)), dtype=dtype)
     if refusal is not None:
         raise _refused(refusal) if attention == "auto" else _refused_kernel(attention, _refused(refusal))

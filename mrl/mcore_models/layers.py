@@ -1,8 +1,8 @@
-"""Norms, rotary embedding and layer specs for megatron's GPTModel.
+"""Has norms, rotary embedding and layer specs for megatron's GPTModel.
 
 Two specs build the same model; `mrl.mcore_models.layer_spec` chooses. `te` uses transformer-engine's fused modules.
-`local` uses megatron's own linear layers with the norms here and `SdpaAttention`; it runs on any machine and is what
-the tests compare against Hugging Face. Parameter names of both are in mrl/converters.
+`local` uses megatron's own linear layers with the norms here and `SdpaAttention`. It runs on any machine, and tests
+compare it with Hugging Face. Parameter names of both are in mrl/converters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from mrl.mcore_models.router import Router
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight (Zhang and Sennrich, 2019), in fp32 inside; marks its weight for sequence parallelism."""
+    """Computes x / rms(x) * weight (Zhang and Sennrich, 2019), in fp32 inside; marks its weight for sequence
+    parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -53,9 +54,9 @@ class RMSNorm(torch.nn.Module):
 
 
 class NormOverHeads(RMSNorm):
-    """RMSNorm over all heads of a query or key together, though each tensor-parallel rank has some of them.
+    """Computes RMSNorm over all heads of a query or key together, though each tensor-parallel rank has some of them.
 
-    Every rank holds the whole weight and uses the part of its heads. Where ranks share key heads each counts them in
+    Every rank holds the whole weight and uses the part of its heads. If ranks share key heads, each counts them in
     part.
     """
 
@@ -65,11 +66,11 @@ class NormOverHeads(RMSNorm):
 
     @staticmethod
     def count(config: TransformerConfig) -> int:
-        """Heads of the whole model that the norm is over."""
+        """Returns how many heads of the whole model the norm is over."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, 1, heads of this rank, D]; returns the same."""
+        """Returns x [T, 1, heads of this rank, D], normed."""
         tp, flat = self.group.size(), x.flatten(2)
         if tp == 1:
             return super().forward(flat).view_as(x)
@@ -94,7 +95,7 @@ class KeyNormOverHeads(NormOverHeads):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over a group, every rank of which goes on from it: so is its gradient."""
+    """Sums over a group. Every rank goes on from the sum, so its gradient is summed too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -109,7 +110,8 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> Tensor:
-    """[head_dim / 2] fp32 RoPE frequencies; `scaling`: Hugging Face's None, linear, llama3 or yarn, of any values."""
+    """Returns RoPE frequencies [head_dim / 2], fp32. scaling: Hugging Face's None, linear, llama3 or yarn, of any
+    values."""
     inverse = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if scaling is None:
         return inverse
@@ -128,7 +130,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> Te
 
 
 def _yarn_frequencies(head_dim: int, theta: float, scaling: dict) -> Tensor:
-    """YaRN (arXiv 2309.00071, section 3.2), as in transformers: slow frequencies are divided, fast ones stay."""
+    """Returns YaRN's frequencies (arXiv 2309.00071, section 3.2), as in transformers: slow ones are divided, fast ones
+    stay."""
 
     def channel(rotations: float) -> float:
         """Returns the channel that turns so often over the original length."""
@@ -146,7 +149,7 @@ def _yarn_frequencies(head_dim: int, theta: float, scaling: dict) -> Tensor:
 
 
 def rotary_scale(scaling: dict | None) -> float:
-    """Returns the factor on cosines and sines: of yarn alone (its attention factor), as transformers computes it."""
+    """Returns the factor on cosines and sines: yarn's attention factor, as transformers computes it, else 1."""
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
     if scaling.get("attention_factor") is not None:
@@ -160,10 +163,10 @@ def rotary_scale(scaling: dict | None) -> float:
 
 
 class Rotary(RotaryEmbedding):
-    """Megatron's rotary embedding with the frequencies of `inverse_frequencies`, at given positions.
+    """Is megatron's rotary embedding with the frequencies of `inverse_frequencies`, at given positions.
 
     positions: [T] of this rank's tokens of the micro-batch at hand, set by the model before each forward. scale: of
-    `rotary_scale`; attention multiplies by it, to which angles are handed.
+    `rotary_scale`. It is attention that multiplies by the scale, because angles are handed to it.
     """
 
     def __init__(self, inverse: Tensor, cp_group: Any, scale: float = 1.0) -> None:
@@ -172,13 +175,14 @@ class Rotary(RotaryEmbedding):
         self.positions = torch.empty(0)
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        """[T, 1, 1, head_dim] angles in fp32."""
+        """Returns angles [T, 1, 1, head_dim] in fp32."""
         angles = torch.outer(self.positions.to(self.inv_freq.dtype), self.inv_freq)
         return torch.cat([angles, angles], dim=-1)[:, None, None]
 
 
 def block_spec(config: Config | LatentConfig, layers: list[int]) -> TransformerBlockSubmodules:
-    """Specs of the decoder layers with the global numbers `layers`, dense or MoE as `config.moe_layer_freq` says."""
+    """Returns the specs of the decoder layers with the global numbers `layers`, dense or MoE by
+    `config.moe_layer_freq`."""
     if config.layer_spec == "te":
         return _te_block_spec(config, layers)
     moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
@@ -189,8 +193,7 @@ def block_spec(config: Config | LatentConfig, layers: list[int]) -> TransformerB
 
 
 def mtp_parts(config: Config | LatentConfig, count: int) -> list[MTPSubmodules]:
-    """Returns what MTP layers are made of. Their blocks are as the last layer: past the dense ones, where a model has
-    some."""
+    """Returns the parts of MTP layers. Their blocks are like the last layer, so past the dense ones of an MoE model."""
     [layer] = block_spec(config, [config.num_layers - 1]).layer_specs
     if config.layer_spec == "te":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
@@ -203,6 +206,8 @@ def _local_layer(config: Config | LatentConfig, experts: int | None) -> ModuleSp
     spec = get_gpt_layer_local_spec(
         num_experts=experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
+    # without the map, that would give norms the keys of transformer-engine's fused ones in checkpoints
+    # (`get_gpt_layer_local_spec`, models/gpt/gpt_layer_specs.py)
     spec.submodules = dataclasses.replace(
         spec.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, sharded_state_dict_keys_map={}
     )
@@ -220,7 +225,7 @@ def _local_layer(config: Config | LatentConfig, experts: int | None) -> ModuleSp
 
 
 def _over_heads(config: Config) -> dict[str, type]:
-    """Returns the norms of queries and keys where they are over all heads."""
+    """Returns the norms of queries and keys if they are over all heads."""
     return {"q_layernorm": QueryNormOverHeads, "k_layernorm": KeyNormOverHeads} if config.qk_norm_over_heads else {}
 
 
@@ -237,7 +242,7 @@ def _te_block_spec(config: Config | LatentConfig, layers: list[int]) -> Transfor
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec as te_layer
 
-    known = inspect.signature(te_layer).parameters
+    known = inspect.signature(te_layer).parameters  # 0.19 has no moe_use_legacy_grouped_gemm and others of 0.16
 
     def layer(experts: int | None) -> ModuleSpec:
         wanted = {

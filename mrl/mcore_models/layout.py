@@ -1,4 +1,4 @@
-"""Whether a layout fits a model: pure arithmetic, for the engine and for what is checked before any process starts."""
+"""Checks whether a layout fits a model: pure arithmetic, for the engine and for checks before any process starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPERTS: Mapping[str, str] = {
 
 
 def experts_fit(fields: Mapping[str, Any], dims: ParallelDims, itemsize: int) -> bool:
-    """Whether a rank's experts have sizes that grouped products take. itemsize: bytes of a weight."""
+    """Returns whether grouped products take the sizes of a rank's experts. itemsize: bytes of a weight."""
     return not any(size * itemsize % ALIGNMENT for size in expert_sizes(fields, dims))
 
 

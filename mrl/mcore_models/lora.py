@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al., arXiv 2106.09685) on megatron's linear layers: y = W x + scale * B A x, W frozen.
+"""Adds low-rank adapters (Hu et al., arXiv 2106.09685) to megatron's linear layers: y = W x + scale * B A x, W frozen.
 
 A linear of megatron's may hold several of Hugging Face's (q, k and v; gate and up). Each of these has its own A and B,
 as peft trains them, and any of them may have none. Only A x, of `rank` channels, crosses ranks:
@@ -12,8 +12,8 @@ as peft trains them, and any of them may have none. Only A x, of `rank` channels
                       what they give. The gradient of the whole tensor is a part on each rank: `sum_over_experts_tp`.
                       A linear of all experts of a rank has an adapter for each (`GroupedAdapter`)
 
-Under sequence parallelism the gradient of a tensor that is whole is a part on each rank too, which megatron sums as it
-does for norms (`sequence_parallel` on the parameter).
+Under sequence parallelism each rank has a part of a whole tensor's gradient too. megatron sums these parts like those
+of norms (`sequence_parallel` on the parameter).
 
 Dimensions: `T` tokens, `I` inputs and `O` outputs of the linear on this rank, `R` rank of an adapter, `P` adapters of a
 linear.
@@ -53,7 +53,7 @@ Split = Literal["column", "row", "whole"]
 
 @dataclasses.dataclass(frozen=True)
 class AdapterBlock:
-    """One Hugging Face adapter of a linear."""
+    """Is one Hugging Face adapter of a linear."""
 
     name: str  # its parameters are `A.name` and `B.name`
     blocks: tuple[tuple[int, int], ...]
@@ -61,7 +61,8 @@ class AdapterBlock:
 
 
 class Adapter(torch.nn.Module):
-    """The adapters of one linear. A: name -> [R, I]. B: name -> [rows of its blocks, R]; absent if there are no rows.
+    """Holds the adapters of one linear. A: name -> [R, I]. B: name -> [rows of its blocks, R]; absent if there are no
+    rows.
 
     split: how the linear is. All parts have one rank and scale. Values are whatever the memory holds: fill them.
     """
@@ -77,7 +78,7 @@ class Adapter(torch.nn.Module):
         self.group = parallel_state.get_tensor_model_parallel_group()
         options = {"dtype": config.params_dtype, "device": platform.device()}
         rows = {part.name: sum(count for _, count in part.blocks) for part in parts}
-        # a plain dict would be sorted by name
+        # ParameterDict sorts a plain dict by name
         in_a = [(part.name, torch.empty(rank, inputs, **options)) for part in parts]
         in_b = [(name, torch.empty(count, rank, **options)) for name, count in rows.items() if count]
         self.A, self.B = (torch.nn.ParameterDict(collections.OrderedDict(tensors)) for tensors in (in_a, in_b))
@@ -94,14 +95,17 @@ class Adapter(torch.nn.Module):
             self._mark(parameter, divided=split == "column", dim=0, config=config)
 
     def _mark(self, parameter: torch.nn.Parameter, *, divided: bool, dim: int, config: TransformerConfig) -> None:
-        """What megatron asks of a parameter: who has the same one, and over whom its gradient is summed."""
+        """Tells megatron about a parameter: the ranks with the same one, and the ranks that sum its gradient."""
+        # read by: param_is_not_tensor_parallel_duplicate, for the gradient's norm
         parameter.tensor_model_parallel = divided or self.expert
         parameter.partition_dim, parameter.partition_stride = (dim if divided else -1), 1
+        # finalize_model_grads sums it over tensor-parallel ranks
         parameter.sequence_parallel = self.sp and not divided
+        # DistributedDataParallel reduces it over replicas of experts
         parameter.allreduce = not (self.expert and config.expert_model_parallel_size > 1)
         if self.expert and not divided and parallel_state.get_expert_tensor_parallel_world_size() > 1:
             parameter.sum_over_experts_tp = True
-            # the gradient's norm counts it on one rank
+            # param_is_not_shared: the gradient's norm counts it on one rank
             parameter.shared = parallel_state.get_expert_tensor_parallel_rank() > 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,12 +124,13 @@ class Adapter(torch.nn.Module):
         return F.linear(low * self.scale, self._up())
 
     def local(self, x: Tensor) -> Tensor:
-        """[..., O] of [..., I] on this rank alone: of a row-parallel linear a part of the sum over ranks."""
+        """Returns [..., O] of x [..., I] on this rank alone; for a row-parallel linear it is a part of the sum over
+        ranks."""
         return F.linear(self._low(x) * self.scale, self._up())
 
     @torch.no_grad()
     def merged_weight(self, weight: Tensor) -> Tensor:
-        """This rank's [O, I] of W + scale * B A, summed in fp32, in the dtype of `weight`: a new tensor."""
+        """Returns this rank's [O, I] of W + scale * B A, summed in fp32, in the dtype of `weight`: a new tensor."""
         delta = self._up().float() @ torch.cat(list(self.A.values())).float()
         return delta.mul_(self.scale).add_(weight).to(weight.dtype)
 
@@ -136,14 +141,14 @@ class Adapter(torch.nn.Module):
         return torch.cat([F.linear(self._dropped(x), a) for a in self.A.values()], dim=-1)
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """Tensor-parallel ranks that have the same inputs drop the same ones."""
+        """Drops the same inputs on tensor-parallel ranks that have the same ones."""
         if self.group.size() > 1 and (self.sp or self.split == "row"):
             with get_cuda_rng_tracker().fork():
                 return F.dropout(x, self.dropout)
         return F.dropout(x, self.dropout)
 
     def _up(self) -> Tensor:
-        """[O, P * R]: in each row B of the adapter that it belongs to, at the channels of that adapter, and zeros."""
+        """Returns [O, P * R]. A row has B of its adapter, at that adapter's channels, and zeros elsewhere."""
         if self.in_order:
             return next(iter(self.B.values()))
         parts = len(self.A)
@@ -155,10 +160,10 @@ class Adapter(torch.nn.Module):
 
 
 class GroupedAdapter(torch.nn.ModuleList):
-    """The adapters of a grouped linear, transformer-engine's of all experts of a rank: one for each expert, in order.
+    """Holds the adapters of transformer-engine's grouped linear, which has all experts of a rank: one each, in order.
 
-    An expert's parameters are `E.A.name` and `E.B.name`. A product of a few rows for each: a grouped product of
-    torch's wants token counts that are multiples of eight, which nothing here sees to.
+    An expert's parameters are `E.A.name` and `E.B.name`. Each expert has a product of its own: a grouped product of
+    torch's wants token counts in multiples of eight, and nothing here makes them so.
     """
 
     @property
@@ -166,15 +171,17 @@ class GroupedAdapter(torch.nn.ModuleList):
         return all(adapter.enabled for adapter in self)
 
     def forward(self, x: Tensor, splits: Sequence[int]) -> Tensor:
-        """[T, O] of [T, I]: the first `splits[0]` tokens are the first expert's, and so on."""
+        """Returns [T, O] of x [T, I]: the first `splits[0]` tokens are the first expert's, and so on."""
         assert len(splits) == len(self), f"token counts of {len(splits)} experts for adapters of {len(self)}"
         parts = [adapter(part) for adapter, part in zip(self, x.split(list(splits)), strict=True)]
         return torch.cat(parts)
 
 
 def attach_to_expert(module: torch.nn.Module, expert: int, adapter: Adapter) -> None:
-    """Makes a grouped linear add what `adapter` gives to the outputs of its expert. expert: its number on this rank;
-    they come in order."""
+    """Makes a grouped linear add the output of `adapter` to that of its expert.
+
+    expert: its number on this rank. Experts come in order.
+    """
     if NAME not in module._modules:
         module.add_module(NAME, GroupedAdapter())
         module.register_forward_hook(_add)
@@ -191,7 +198,7 @@ def adapter_of(module: torch.nn.Module, parameter: str) -> Adapter | None:
 
 
 def attach(module: torch.nn.Module, adapter: Adapter) -> None:
-    """Makes `module` add what `adapter` gives: to its output, a router to its logits, shared experts to their gate."""
+    """Makes `module` add the adapter's output: to its own, a router to its logits, shared experts to their gate."""
     module.add_module(NAME, adapter)
     if isinstance(module, SharedExpertMLP):
         module.forward = functools.partial(_gated, module)
@@ -200,19 +207,19 @@ def attach(module: torch.nn.Module, adapter: Adapter) -> None:
 
 
 def adapter_output(module: torch.nn.Module, x: Tensor) -> Tensor | float:
-    """Returns what the adapter of `module` gives for `x`; 0 where it has none, or it is off."""
+    """Returns the output of `module`'s adapter for `x`; 0 if it has none, or it is off."""
     adapter = module._modules.get(NAME)
     return adapter(x) if adapter is not None and adapter.enabled else 0.0
 
 
 def add_adapter_output(module: torch.nn.Module, x: Tensor, out: Tensor) -> Tensor:
-    """`out`, which the linear `module` gives for `x` on this rank alone, with its adapter's part (`Adapter.local`)."""
+    """Returns `out`, the linear's output for `x` on this rank alone, with its adapter's part (`Adapter.local`)."""
     adapter = module._modules.get(NAME)
     return out + adapter.local(x) if adapter is not None and adapter.enabled else out
 
 
 def _add(module: torch.nn.Module, args: tuple, output: Tensor | tuple) -> Tensor | tuple | None:
-    """The hook after a linear's forward."""
+    """Adds the adapter's output, as the hook after a linear's forward."""
     if not module.adapter.enabled:
         return None
     if isinstance(module.adapter, GroupedAdapter):
@@ -225,7 +232,7 @@ def _add(module: torch.nn.Module, args: tuple, output: Tensor | tuple) -> Tensor
 
 
 def _gated(module: SharedExpertMLP, hidden_states: Tensor) -> Tensor:
-    """SharedExpertMLP.forward with an adapter of its gate."""
+    """Runs SharedExpertMLP.forward with an adapter of its gate."""
     output, _ = MLP.forward(module, hidden_states)
     return output * torch.sigmoid(F.linear(hidden_states, module.gate_weight) + adapter_output(module, hidden_states))
 
@@ -239,8 +246,10 @@ def _normed(module: torch.nn.Module, x: Tensor) -> Tensor:
 
 
 def needs_gradient(model: torch.nn.Module) -> None:
-    """Frozen embeddings give hidden states without a gradient, and then recomputed layers and the schedules of
-    pipelines take no gradient further: here the hidden states ask for one."""
+    """Makes hidden states ask for a gradient after frozen embeddings.
+
+    Without one, recomputed layers and the schedules of pipelines take no gradient further.
+    """
 
     def ask(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
         if torch.is_grad_enabled() and not output.requires_grad:
@@ -256,13 +265,13 @@ def adapters_of(model: torch.nn.Module) -> Iterable[Adapter]:
 
 
 def without_gradient(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Yields each A whose B, as this rank has it, is zero: B takes part in the gradient of A as a factor."""
+    """Yields each A whose B, as this rank has it, is zero: B is a factor in the gradient of A."""
     for adapter in adapters_of(model):
         yield from (a for name, a in adapter.A.items() if name not in adapter.B or not adapter.B[name].any())
 
 
 def sum_over_experts_tp(models: Iterable[torch.nn.Module]) -> None:
-    """Sums the gradients that are parts over the ranks that share an expert; before they are reduced over data."""
+    """Sums gradients that are parts over the ranks of one expert. Call it before they are reduced over data."""
     group = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
     if group is None or group.size() == 1:
         return

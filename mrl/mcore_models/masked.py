@@ -1,4 +1,4 @@
-"""Attention by a mask and by its formula, in memory that grows with queries times keys. Plain torch."""
+"""Computes attention by a mask and by its formula, in memory that grows with queries times keys. Plain torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class ScoreRule:
-    """The settings by which a layer turns scores into weights."""
+    """Holds the settings by which a layer turns scores into weights."""
 
     scale: float
     window: int | None = None  # how many tokens a query sees, itself included; None for all
@@ -19,7 +19,10 @@ class ScoreRule:
 
 
 def causal_mask(q_length: int, k_length: int, window: int | None, device: torch.device) -> Tensor:
-    """[q_length, k_length] bool, True where a query (aligned to the keys' end) may look: at most `window` back."""
+    """Returns [q_length, k_length] bool, True for keys that a query may look at. Queries stand at the keys' end.
+
+    A query sees at most `window` keys.
+    """
     allowed = torch.ones(q_length, k_length, dtype=torch.bool, device=device).tril(k_length - q_length)
     return allowed if window is None else allowed.triu(k_length - q_length - window + 1)
 
@@ -35,11 +38,14 @@ def explicit_attention(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention by its formula, for what torch's has not.
+    """Computes attention by its formula, for cases that torch's own call does not have.
 
-    query [..., H, Q, D], key and value [..., G, K, D]; mask: bool, True where a query may look. sinks: [..., H, 1 or Q,
-    1]: the softmax has one more place, of this score and value zero (arXiv 2309.17453, "zero sink", learned). softcap:
-    scores `s` are `softcap * tanh(s / softcap)` (Gemma 2, arXiv 2408.00118).
+    query: [..., H, Q, D]; key and value: [..., G, K, D]. mask: bool, True for keys that a query sees.
+
+    sinks: [..., H, 1 or Q, 1]. The softmax has one more position, with this score and the value zero (arXiv 2309.17453,
+    "zero sink", learned).
+
+    softcap: scores `s` are `softcap * tanh(s / softcap)` (Gemma 2, arXiv 2408.00118).
     """
     groups = query.shape[-3] // key.shape[-3]
     key, value = (t.repeat_interleave(groups, -3) if groups > 1 else t for t in (key, value))

@@ -1,8 +1,8 @@
-"""Fields of megatron-core's own configuration that `engine.megatron` may set by name.
+"""Reads the fields of megatron-core's own configuration that `engine.megatron` may set by name.
 
-Which there are, and of which type, is read from the source of the installed megatron-core, without importing it: a
-config is checked before any process starts, and where nothing can be computed. A field that mrl sets itself is refused
-with what to use in its place.
+Their names and types come from the source of the installed megatron-core, without importing it. A config is checked
+before any process starts, also on a machine that cannot compute. A field that mrl sets itself is refused, with the key
+to use instead.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ class _Scope(dict[str, Any]):
 
 
 def _type_of(annotation: ast.expr) -> Any:
-    """Returns the type that megatron's source gives a field; what is no plain data in it is `_NotInYaml`."""
+    """Returns the type of a field in megatron's source, with `_NotInYaml` for parts that are no plain data."""
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         annotation = ast.parse(annotation.value, mode="eval").body
     scope: dict[str, Any] = {"__builtins__": {}}
@@ -299,8 +299,8 @@ def _type_of(annotation: ast.expr) -> Any:
 
 
 def check(given: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a field that the installed megatron-core does not have, that mrl sets itself, or whose
-    value has another type."""
+    """Raises ConfigError for a field that the installed megatron-core lacks, a field set by mrl, and a value of another
+    type."""
     for name, value in given.items():
         field = fields().get(name)
         key = f"{KEY}.{name}"
@@ -380,8 +380,7 @@ def _words(field: Field) -> str:
 
 
 def fields_of_kind(given: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
-    """Returns those of the fields that go to megatron's class of a kind, as it takes them: dtypes of torch and
-    tuples."""
+    """Returns the fields of megatron's class of a kind, as it takes them: dtypes of torch and tuples."""
     import torch
 
     made = {}
@@ -398,7 +397,7 @@ def fields_of_kind(given: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
 
 
 def megatron_refusal(given: Mapping[str, Any], error: BaseException) -> ConfigError:
-    """Returns what megatron said of the fields, as it made its configuration of them."""
+    """Returns megatron's own words on the fields, from making its configuration of them."""
     names = join_names(sorted(given))
     return ConfigError(KEY, why=f"sets {names}, and megatron-core refuses it: {one_line(error, 200)}",
                        fix="leave out what it names")  # fmt: skip

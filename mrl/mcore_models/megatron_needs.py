@@ -1,7 +1,7 @@
-"""What a model, a layout and layers must have for fields of `engine.megatron` to be read, and to work.
+"""Checks what a model, a layout and layers must have for fields of `engine.megatron` to be read, and to work.
 
-megatron-core takes most of them in silence where nothing reads them, and some where they break: what is not said here,
-before a run starts, is a key without an effect, or a traceback of a worker.
+megatron-core takes most fields in silence if nothing reads them, and some even if they break. If they are not refused
+before a run starts, a key has no effect, or a worker ends in a traceback.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_TOKENS = 2**17
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What fields need to be read at all."""
+    """Is a condition that fields need to be read at all."""
 
     fields: frozenset[str]
     words: str  # of the error, behind the value
@@ -85,7 +85,8 @@ MIN_VALUES = {FACTOR: 0.0, "bucket_size": 0, "microbatch_group_size_per_vp_stage
 def check(given: Given, model: Mapping[str, Any], dims: ParallelDims) -> None:
     """Raises ConfigError for fields and values that do not go with one another, with a model or a layout.
 
-    model: fields of megatron's configuration, as `fields_of` has them."""
+    model: fields of megatron's configuration, as `fields_of` has them.
+    """
     megatron_fields.check(given)
     fp8.check_fields(given)
     userbuffers.check_fields(given)
@@ -104,10 +105,11 @@ def check(given: Given, model: Mapping[str, Any], dims: ParallelDims) -> None:
 
 
 def check_spec(given: Given, layer_spec: str, why: str, dtype: torch.dtype, *, elsewhere: str | None = None) -> None:
-    """Raises ConfigError where the layers, or this machine, are not those that fields are for. why: why the spec was
-    chosen.
+    """Raises ConfigError if fields are for other layers, or for another machine. why: the reason for the choice of the
+    spec.
 
-    elsewhere: `engine.layer_spec` of a run that may be for a machine with a GPU, where this has none."""
+    elsewhere: `engine.layer_spec` of a run that may be for a machine with a GPU, if this one has none.
+    """
     fp8.check_spec(given, layer_spec, why, dtype)
     userbuffers.check_spec(given, layer_spec, why, dtype)
     absent = platform.without_transformer_engine()
@@ -137,10 +139,10 @@ def _check_ways(given: Given, dims: ParallelDims) -> None:
 
 
 def _check_places(given: Given, model: Mapping[str, Any], dims: ParallelDims) -> None:
-    """Refuses `moe_pad_expert_input_to_capacity` where it cannot work.
+    """Refuses `moe_pad_expert_input_to_capacity` if it cannot work.
 
-    Each expert then has a number of places that follows from the rank's own number of tokens, whose all-to-all has the
-    same size on every rank. megatron-core counts places in floating point and does not bound them by the tokens.
+    Each expert then has a number of slots that follows from the rank's own number of tokens. The all-to-all of these
+    has the same size on every rank. megatron-core counts slots in floating point and does not bound them by the tokens.
     """
     if not given.get(PLACES):
         return

@@ -1,6 +1,6 @@
-"""Which classes a decoder layer is built of, by name: what `mrl.mcore_models.layers` chose, for people to read.
+"""Names the classes that a decoder layer is built of, as `mrl.mcore_models.layers` chose them, for people to read.
 
-`cpu_stand_in.prepare()` must have run before this module is imported. Nothing is built, and no process group is needed.
+Call `cpu_stand_in.prepare()` before this module is imported. Nothing is built, and no process group is needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mrl.mcore_models.config import Config, LatentConfig
 
 @dataclasses.dataclass(frozen=True)
 class LayerModules:
-    """Names of classes."""
+    """Holds names of classes."""
 
     attention: str  # of the scores and their sum over values
     norm: str  # before attention: a module of its own, or the linear layer that it is fused with
@@ -24,7 +24,7 @@ class LayerModules:
 
 
 def modules_of(config: Config | LatentConfig, layer: int) -> LayerModules:
-    """Returns what the decoder layer with the global number `layer` is built of."""
+    """Returns the classes of the decoder layer with the global number `layer`."""
     [spec] = layers.block_spec(config, [layer]).layer_specs
     parts = spec.submodules
     attention = parts.self_attention.submodules
@@ -50,12 +50,12 @@ def _experts(config: Config | LatentConfig, mlp: Any) -> str | None:
 
 
 def _submodules(of: Any) -> Any:
-    """A ModuleSpec's in megatron-core 0.16, of a partial in 0.19."""
+    """Returns the submodules of a ModuleSpec, as megatron-core 0.16 has it, or of a partial, as 0.19 does."""
     return of.keywords.get("submodules") if isinstance(of, functools.partial) else of.submodules
 
 
 def _name(of: Any) -> str:
-    """Of a class, or of what makes objects of one."""
+    """Returns the name of a class, or of the class that a maker of objects gives."""
     while not isinstance(of, type):
         if isinstance(of, functools.partial):
             of = of.func

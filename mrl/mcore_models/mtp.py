@@ -1,11 +1,11 @@
-"""MTP layers, which predict further tokens (DeepSeek-V3, arXiv 2412.19437, section 2.2): megatron's block of them, with
+"""Builds MTP layers, which predict more tokens (DeepSeek-V3, arXiv 2412.19437, section 2.2): megatron's block, with
 layers of our own.
 
-megatron's layer shifts tokens and labels itself, at every layer and across context-parallel ranks, and divides their
-loss by counts of its micro-batch and rank, so that it depends on both. Ours is handed tokens that are shifted already
-(`mrl/engine/megatron/inputs.py`) and returns hidden states: their loss is made where the other one is
-(docs/loss.md). Layers and parameters have the names that a checkpoint has under every megatron (0.19 calls
-`transformer_layer` otherwise in the module).
+megatron's layer shifts tokens and labels itself, at every layer and across context-parallel ranks. It divides their
+loss by counts of its micro-batch and rank, so the loss depends on both (transformer/multi_token_prediction.py). Ours
+gets shifted tokens (`mrl/engine/megatron/inputs.py`) and returns hidden states. Their loss is made together with the
+main one (docs/loss.md). Layers and parameters have the names of a checkpoint under every megatron; 0.19 calls
+`transformer_layer` otherwise in the module.
 
 Dimensions: `T` tokens of this rank's part of the micro-batch, `H` hidden size.
 """
@@ -37,14 +37,16 @@ from mrl.mcore_models.head import Project
 
 
 def detach_hidden(hidden: Tensor) -> Tensor:
-    """Returns hidden states through which no gradient goes. They ask for one all the same: megatron's recomputation
-    gives parameters none where no tensor that comes in does."""
+    """Returns hidden states that pass no gradient back. They ask for one all the same.
+
+    megatron's recomputation gives parameters no gradient if no input asks for one.
+    """
     return hidden.detach().requires_grad_(torch.is_grad_enabled())
 
 
 @dataclasses.dataclass(frozen=True)
 class MTPLayerInputs:
-    """The inputs of one MTP layer."""
+    """Holds the inputs of one MTP layer."""
 
     tokens: Tensor  # [T], the token that is so many places ahead
     padding: Tensor  # [T] bool, True where there is none, or none that it could predict
@@ -53,7 +55,7 @@ class MTPLayerInputs:
 
 @dataclasses.dataclass(frozen=True)
 class MTPSubmodules:
-    """Classes and specs of a layer's parts."""
+    """Holds classes and specs of a layer's parts."""
 
     norm: type
     eh_proj: type
@@ -68,7 +70,7 @@ def block_spec(parts: list[MTPSubmodules]) -> ModuleSpec:
 
 
 class MTPLayer(MegatronModule):
-    """Norms of a hidden state and of a later token's embedding, the matrix that joins the two, a layer, a norm."""
+    """Has norms of a hidden state and of a later token's embedding, the matrix that joins the two, a layer, a norm."""
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class MTPLayer(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.layer_number = layer_number  # from 1 among MTP layers, for megatron's block
+        self.layer_number = layer_number  # from 1 among MTP layers, for MultiTokenPredictionBlock
         norm = functools.partial(
             submodules.norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
         )
@@ -96,14 +98,19 @@ class MTPLayer(MegatronModule):
 
     @property
     def mtp_model_layer(self) -> torch.nn.Module:
-        """0.19's schedules look for the layer under this name (transformer/cuda_graphs.set_current_microbatch)."""
+        """Returns the layer under the name that 0.19's schedules look for
+        (transformer/cuda_graphs.set_current_microbatch)."""
         return self.transformer_layer
 
     def forward(
         self, hidden: Tensor, embedded: Tensor, rotary: Tensor, layout: PackedLayout, padding: Tensor
     ) -> Tensor:
-        """hidden, embedded: [T (/tp under sequence parallelism), 1, H], of the layer before and of the tokens that are
-        ahead. rotary: as of the model's layers. padding: [1, T (/tp)] bool. Returns hidden states, normed."""
+        """Returns hidden states, normed.
+
+        hidden, embedded: [T (/tp under sequence parallelism), 1, H], of the layer before and of the tokens ahead.
+
+        rotary: that of the model's layers. padding: [1, T (/tp)] bool.
+        """
         run = functools.partial(self._run, rotary=rotary, layout=layout, padding=padding)
         if self.config.recompute_granularity == "full" and self.training and torch.is_grad_enabled():
             return tensor_parallel.checkpoint(run, False, hidden, embedded)

@@ -1,7 +1,7 @@
-"""Packages that are used where they are installed and load. Neither they nor torch are imported with this module, which
-needs no package: `mrl doctor` starts where none is installed.
+"""Finds packages that are used if they are installed and load.
 
-`mrl.mcore_models.platform` asks here for the process that trains, `mrl doctor` for a process that may end by it.
+This module imports neither them nor torch, and needs no package: `mrl doctor` starts even if none is installed.
+`mrl.mcore_models.platform` asks here for the process that trains. `mrl doctor` asks for a process that may die of it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ MODULES: Mapping[str, Sequence[str]] = {
 
 
 def fault_of(package: str) -> str | None:
-    """Returns why a package of `MODULES` cannot be used; None where it can. It is found by importing it: the package
-    may lack its extension for torch, or be built for another torch or CUDA."""
+    """Returns why a package of `MODULES` cannot be used; None if it can.
+
+    It imports the package to find out: it may lack its extension for torch, or be built for another torch or CUDA.
+    """
     if importlib.util.find_spec(package) is None or namespace_folder(package) is not None:
         return ABSENT
     try:
@@ -51,12 +53,13 @@ CUDNN_VARIABLES = ("CUDNN_HOME", "CUDNN_PATH")
 
 @contextlib.contextmanager
 def use_cudnn_of_torch() -> Iterator[None]:
-    """Inside, transformer-engine is imported with the cuDNN that came with torch from pip, where one did.
+    """Makes transformer-engine use the cuDNN that came with torch from pip, while it is imported inside.
 
-    By itself it takes a system's first, such as that of CUDA's images. torch's parts of cuDNN then find the system's
-    parts by their names, and no kernel of cuDNN works in a process with parts of two versions. Nothing is done where a
-    variable of `CUDNN_VARIABLES` names another, or where torch brought none, as in NVIDIA's image. Programs that are
-    started later inherit no variable of it.
+    By itself it takes a system's first, such as that of CUDA's images. Then torch's parts of cuDNN find the system's
+    parts by their names. No kernel of cuDNN works in a process with parts of two versions.
+
+    Nothing is done if a variable of `CUDNN_VARIABLES` names another, or if torch brought none, as in NVIDIA's image.
+    Programs that are started later inherit no variable of it.
     """
     parts = _parts_of_cudnn()
     if not parts or any(os.environ.get(name) for name in CUDNN_VARIABLES):
@@ -73,7 +76,7 @@ def use_cudnn_of_torch() -> Iterator[None]:
 
 
 def _parts_of_cudnn() -> list[pathlib.Path]:
-    """Returns the libraries of pip's cuDNN; [] where there is none."""
+    """Returns the libraries of pip's cuDNN; [] if there is none."""
     try:
         spec = importlib.util.find_spec("nvidia.cudnn")
     except ModuleNotFoundError:
@@ -83,8 +86,11 @@ def _parts_of_cudnn() -> list[pathlib.Path]:
 
 
 def namespace_folder(package: str) -> pathlib.Path | None:
-    """Returns the folder that Python takes for a package though it has no __init__.py, as a clone of a repository in
-    the current folder; None where the package is one, or nothing of that name is found."""
+    """Returns a folder that Python takes for a package though it has no __init__.py, such as a clone in the current
+    folder.
+
+    Returns None if the package is one, or nothing of that name is found.
+    """
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is not None:
         return None
@@ -95,8 +101,11 @@ Apex = Literal["NVIDIA's", "PyPI's", "another"]
 
 
 def apex_origin() -> Apex:
-    """Returns whose the package is that Python finds as apex, by its files: NVIDIA's has the folder multi_tensor_apply
-    however it was built, and PyPI's is for the web framework Pyramid, which it imports first of all."""
+    """Returns who made the package that Python finds as apex, by its files.
+
+    NVIDIA's has the folder multi_tensor_apply however it was built. PyPI's is for the web framework Pyramid and imports
+    that first of all.
+    """
     spec = importlib.util.find_spec("apex")
     assert spec is not None, "apex is not installed"
     folders = [pathlib.Path(folder) for folder in spec.submodule_search_locations or ()]

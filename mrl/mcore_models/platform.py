@@ -1,4 +1,4 @@
-"""Which device models compute on in this process, and what follows from it. Nothing else asks for a GPU."""
+"""Chooses the device that models compute on in this process. Nothing else asks for a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _without_gpu = CPU
 
 
 def use_meta_device() -> None:
-    """From now on models of this process are made of tensors without memory (mrl.plan), also where there is a GPU."""
+    """Makes models of this process of tensors without memory from now on (mrl.plan), even if there is a GPU."""
     global _without_gpu
     _without_gpu = META
 
@@ -33,12 +33,12 @@ def has_gpu() -> bool:
 
 
 def capability() -> tuple[int, int] | None:
-    """Returns the compute capability of the GPU that models compute on; None where there is none."""
+    """Returns the compute capability of the GPU in use; None without one."""
     return torch.cuda.get_device_capability() if has_gpu() else None
 
 
 def device_type(wanted: str = "auto") -> str:
-    """ "cuda" or "cpu" for a value of engine.device. Raises ConfigError where there is no such device."""
+    """Returns "cuda" or "cpu" for a value of engine.device. Raises ConfigError if there is no such device."""
     if wanted == "cuda" and not has_gpu():
         raise ConfigError("engine.device", wanted, "needs a GPU, and torch sees none", "use auto or cpu")
     return wanted if wanted != "auto" else "cuda" if has_gpu() else "cpu"
@@ -46,26 +46,27 @@ def device_type(wanted: str = "auto") -> str:
 
 @functools.cache
 def without_transformer_engine() -> str | None:
-    """Returns why transformer-engine is not used in this process; None where it can be."""
+    """Returns why transformer-engine is not used in this process; None if it can be."""
     return NO_GPU if not has_gpu() else fault_of("transformer_engine")
 
 
 @functools.cache
 def without_apex() -> str | None:
-    """As `without_transformer_engine`, of NVIDIA's apex. What PyPI has under that name is another program."""
+    """Returns why NVIDIA's apex is not used in this process; None if it can be. PyPI's apex is another program."""
     return NO_GPU if not has_gpu() else fault_of("apex")
 
 
 def is_broken_package(why: str | None) -> bool:
-    """Returns whether what a `without_...` has returned is the fault of a package that is installed."""
+    """Returns whether the result of a `without_...` is the fault of a package that is installed."""
     return why not in (None, NO_GPU, ABSENT)
 
 
 def hide_what_does_not_load() -> None:
-    """Before megatron-core is imported: lets it see no transformer-engine and no apex but those that are used.
+    """Hides transformer-engine and apex from megatron-core unless they are used. Call it before megatron-core is
+    imported.
 
-    It asks for them by `try: import ... except ImportError` in some forty files. Any other error of such an import
-    would end the program, and of a package that loads in part it would take for granted what is not there.
+    megatron-core asks for them by `try: import ... except ImportError` in some forty files. Any other error of such an
+    import would end the program. If a package loads in part, megatron-core takes the rest for granted.
     """
     for package, fault in (("transformer_engine", without_transformer_engine()), ("apex", without_apex())):
         if fault is None or importlib.util.find_spec(package) is None:
@@ -76,7 +77,7 @@ def hide_what_does_not_load() -> None:
 
 
 def device() -> torch.device:
-    """Where models live in this process: the current CUDA device, or the CPU."""
+    """Returns the device of models in this process: the current CUDA device, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else _without_gpu
 
 

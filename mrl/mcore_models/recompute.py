@@ -29,11 +29,12 @@ WITHIN_MOE = ("shared_experts", "moe_act")
 
 
 def recompute_modules(fields: Mapping[str, Any], modules: Sequence[str] | None, *, layer_spec: str | None) -> list[str]:
-    """Returns the modules of `engine.recompute_modules`; where it is null, all of a layer but attention itself.
+    """Returns the modules of `engine.recompute_modules`; if it is null, all of a layer except attention itself.
 
-    megatron's default is core attention alone, of which flash attention keeps little but the output. fields: as
-    `fields_of` has them. layer_spec: te or local; None refuses nothing that one of them has. Raises ConfigError for a
-    name that recomputes nothing in this model.
+    The default of megatron is core attention alone, and flash attention keeps little but its output. Raises ConfigError
+    for a name that recomputes nothing in this model.
+
+    fields: as `fields_of` has them. layer_spec: te or local; None refuses a name only if both would.
     """
     default = [name for name in DEFAULT if _lacks(name, fields, layer_spec) is None]
     if modules is None:
@@ -48,7 +49,7 @@ def recompute_modules(fields: Mapping[str, Any], modules: Sequence[str] | None, 
 
 
 def _lacks(name: str, fields: Mapping[str, Any], layer_spec: str | None) -> str | None:
-    """Returns what the model or its layer spec lacks for a name; None where it has it."""
+    """Returns what the model or its layer spec lacks for a name; None if it has it."""
     experts, latent = "num_moe_experts" in fields, bool(fields.get("multi_latent_attention"))
     if name in ("moe", "moe_act") and not experts:
         return "recomputes experts, and the model has none"

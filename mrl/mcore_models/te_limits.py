@@ -1,10 +1,9 @@
-"""What transformer-engine's attention does not do: which of its kernels serve a model in a layout on a GPU.
+"""Says which kernels of transformer-engine's attention serve a model in a layout on a GPU.
 
-transformer-engine chooses at the first forward, and where nothing is left that is a ValueError of a worker. The table
-here says it before, from a model's fields and the variables that switch kernels off, and is compared with
-transformer-engine's own choice by tests/cuda/test_te.py. Sources: `get_attention_backend` and
-`attn_forward_func_with_cp` of its Python, and `nvte_get_fused_attn_backend` of its C++, 2.20. Micro-batches are packed
-("thd"), without padding between sequences.
+transformer-engine chooses at the first forward. If nothing is left, a worker ends in a ValueError. The table here says
+so before, from a model's fields and the variables that switch kernels off. tests/cuda/test_te.py compares it with
+transformer-engine's own choice. Sources: `get_attention_backend` and `attn_forward_func_with_cp` of its Python, and
+`nvte_get_fused_attn_backend` of its C++, 2.20. Micro-batches are packed ("thd"), without padding between sequences.
 """
 
 from __future__ import annotations
@@ -40,11 +39,10 @@ V2_SWITCH = Version("2.18")
 
 
 def switches_of(attention: str) -> dict[str, str]:
-    """Returns the variables for a value of engine.attention, as megatron's `_set_attention_backend` sets them: 1 for
-    its kernel, 0 for the others; none for auto.
+    """Returns the variables for a value of engine.attention: 1 for its kernel, 0 for the others; none for auto.
 
-    transformer-engine reads them whenever it chooses (2.20.2, `get_attention_backend`), so that they may be set after
-    its import.
+    megatron's `_set_attention_backend` sets the same. transformer-engine reads them whenever it chooses (2.20.2,
+    `get_attention_backend`), so they may be set after its import.
     """
     names = [] if attention == "auto" else [name for name in SWITCHES if name != "NVTE_FLASH_ATTN_V2"]
     return {name: str(int(SWITCHES[name] == attention)) for name in names}
@@ -52,7 +50,7 @@ def switches_of(attention: str) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A GPU and what is installed for its attention; None for what is not known, which is then assumed to do."""
+    """Is a GPU and what is installed for its attention. None stands for what is not known, and is assumed to do."""
 
     capability: tuple[int, int] | None = None  # compute capability, (9, 0) for H100
     flash_attn: Version | None = None  # of flash-attn 2; NOT_INSTALLED where it is not installed
@@ -63,8 +61,8 @@ class Gpu:
 
     @classmethod
     def here(cls) -> "Gpu":
-        """Returns this process's GPU; of a machine without one nothing is known but the variables, as the run may be
-        for another."""
+        """Returns this process's GPU. Without one only the variables are known, as the run may be for another
+        machine."""
         if not has_gpu():
             return cls(switched_off=disabled_switches())
         number = torch.backends.cudnn.version()  # 92501 is 9.25.1; None where torch has no cuDNN
@@ -83,7 +81,7 @@ class Gpu:
         return self.capability is not None and self.capability >= (10, 0)
 
     def with_attention(self, attention: str) -> "Gpu":
-        """Returns it with the variables for a value of engine.attention beside those of the environment."""
+        """Returns it with the environment's variables and those for a value of engine.attention."""
         if attention == "auto":
             return self
         return dataclasses.replace(self, switched_off=disabled_switches(attention=attention))
@@ -103,7 +101,7 @@ def disabled_switches(environment: Mapping[str, str] = os.environ, attention: st
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """The properties of a model and a layout that decide the attention kernel."""
+    """Holds the properties of a model and a layout that decide the attention kernel."""
 
     heads: int  # of a tensor-parallel rank
     groups: int  # key-value heads of one
@@ -116,7 +114,7 @@ class AttentionShape:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], dims: ParallelDims) -> "AttentionShape":
-        """Returns what `fields` say: those of megatron's configuration, as `fields_of` has them."""
+        """Returns the shape of `fields`: those of megatron's configuration, as `fields_of` has them."""
         heads = fields["num_attention_heads"]
         query = value = fields.get("kv_channels") or fields["hidden_size"] // heads
         if fields.get("multi_latent_attention"):
@@ -135,17 +133,17 @@ class AttentionShape:
 
     @property
     def heads_split(self) -> bool:
-        """Whether context-parallel ranks can each have whole heads, as transformer-engine's a2a gives them.
+        """Returns whether context-parallel ranks can each have whole heads, as transformer-engine's a2a gives them.
 
-        Of odd numbers cuDNN's kernel takes none there, whatever cp is (2.20.2, `get_attention_backend`).
+        cuDNN's kernel takes no odd number of heads there, whatever cp is (2.20.2, `get_attention_backend`).
         """
         return not any(n % self.cp or n % 2 for n in (self.heads, self.groups))
 
     @property
     def cp_communication(self) -> CpCommunication:
-        """How context-parallel ranks exchange keys and values: p2p, a ring, is transformer-engine's default.
+        """Returns how context-parallel ranks exchange keys and values. p2p, a ring, is transformer-engine's default.
 
-        It has no windows in a ring, and sinks only where ranks exchange heads (a2a).
+        It has no windows in a ring, and sinks only if ranks exchange heads (a2a).
         """
         if self.cp == 1 or not (self.windowed or self.sinks):
             return "p2p"
@@ -160,10 +158,10 @@ def cp_comm_type(fields: Mapping[str, Any], dims: ParallelDims) -> CpCommunicati
 def te_refusal(
     fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu | None = None, *, dtype: torch.dtype = torch.bfloat16
 ) -> str | None:
-    """Returns why transformer-engine has no attention for a model in a layout, as the end of a sentence; None where it
+    """Returns why transformer-engine has no attention for a model in a layout, as the end of a sentence; None if it
     has.
 
-    gpu: by default the one here; where its generation is not known, one that some generation serves is not refused.
+    gpu: by default the one here. If its generation is not known, a model that some generation serves is not refused.
     """
     gpu = Gpu.here() if gpu is None else gpu
     attention = AttentionShape.of(fields, dims)
@@ -183,19 +181,19 @@ def te_refusal(
 
 
 def _some(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> set[Kernel]:
-    """Returns the kernels that serve it on the GPU, or on some generation where that is not known."""
+    """Returns the kernels that serve it on the GPU, or on some generation if the GPU's is not known."""
     generations = GENERATIONS if gpu.capability is None else (gpu.capability,)
     return {k for one in generations for k in kernels(attention, dataclasses.replace(gpu, capability=one), dtype)}
 
 
 def _in_the_way(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> list[str]:
-    """Returns the variables that switch off what would serve it."""
+    """Returns the variables that switch off kernels for it."""
     found = _some(attention, dataclasses.replace(gpu, switched_off=()), dtype)
     return [name for name in SWITCHES if gpu.is_off(name) and SWITCHES[name] in found]
 
 
 def _flash_attn_to_install(gpu: Gpu) -> str:
-    """Returns "flash-attn 2", and which versions of it where there is one that transformer-engine leaves out."""
+    """Returns "flash-attn 2", with versions of it if transformer-engine leaves out the one here."""
     if gpu.flash_attn in (None, NOT_INSTALLED):
         return "flash-attn 2"
     bounds = flash_attn_bounds(gpu.transformer_engine, blackwell=gpu.is_blackwell)
@@ -205,8 +203,10 @@ def _flash_attn_to_install(gpu: Gpu) -> str:
 def te_warning(
     fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu | None = None, *, dtype: torch.dtype = torch.bfloat16
 ) -> str | None:
-    """Returns what to know of a model's attention under transformer-engine where it is the unfused one alone; else
-    None. The local spec's keeps no scores (causal.py)."""
+    """Returns a warning if a model's attention under transformer-engine is the unfused one alone, else None.
+
+    The local spec's attention keeps no scores (causal.py).
+    """
     gpu = Gpu.here() if gpu is None else gpu
     attention = AttentionShape.of(fields, dims)
     if _some(attention, gpu, dtype) != {"unfused"}:
@@ -222,8 +222,8 @@ def te_warning(
 def kernels(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> tuple[Kernel, ...]:
     """Returns the kernels that serve it on a GPU of known generation; transformer-engine takes the first.
 
-    It prefers cuDNN's to flash-attn on H100 and later ("FusedAttention preference on Hopper+"), and on older ones
-    cuDNN's serves no packed sequences.
+    It prefers cuDNN's to flash-attn on H100 and later ("FusedAttention preference on Hopper+"). On older ones cuDNN's
+    serves no packed sequences.
     """
     assert gpu.capability is not None
     if _without_cp_communication(attention, gpu) is not None:
@@ -238,7 +238,7 @@ def kernels(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> tuple[Ke
 
 
 def _without_cp_communication(attention: AttentionShape, gpu: Gpu) -> str | None:
-    """Returns why no way of exchanging keys and values serves it; None where one does."""
+    """Returns why no way of exchanging keys and values serves it; None if one does."""
     cp, way = attention.cp, attention.cp_communication
     if way == "p2p":
         return None
@@ -255,9 +255,9 @@ def _without_cp_communication(attention: AttentionShape, gpu: Gpu) -> str | None
 def _flash(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> bool:
     """Returns whether a flash-attn serves it.
 
-    Where keys are gathered, transformer-engine gives it all queries of a rank and the offsets of half of each sequence
-    (2.20.2: its AttnFuncWithCPAndKVAllGather says that this kernel cannot take both, and nothing refuses it): queries
-    and keys are then those of other tokens.
+    If keys are gathered, transformer-engine gives it all queries of a rank and the offsets of half of each sequence.
+    Queries and keys are then those of other tokens. In 2.20.2 AttnFuncWithCPAndKVAllGather says that this kernel cannot
+    take both, and nothing refuses it.
     """
     assert gpu.capability is not None
     size = max(attention.query_size, attention.value_size)

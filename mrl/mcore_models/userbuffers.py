@@ -1,9 +1,9 @@
-"""Tensor-parallel communication beside matrix products (`tp_comm_overlap`): transformer-engine's userbuffers.
+"""Overlaps tensor-parallel communication with matrix products (`tp_comm_overlap`), by transformer-engine's userbuffers.
 
-Under sequence parallelism a linear layer gathers its input, or scatters the sum of its output, over the
-tensor-parallel ranks. With userbuffers transformer-engine does that in chunks, beside the product of another chunk. Its
-buffers are registered with all ranks once for a process, and take tensors of exactly one shape. So every micro-batch is
-padded to one number of places (inputs.py), and all models of a process share the shape.
+Under sequence parallelism a linear layer gathers its input, or scatters the sum of its output, over the tensor-parallel
+ranks. With userbuffers transformer-engine does that in chunks, during the product of another chunk. Its buffers are
+registered with all ranks once for a process, and take tensors of exactly one shape. So every micro-batch is padded to
+one number of positions (inputs.py), and all models of a process share the shape.
 
 megatron-core names buffers for four linear layers: qkv, proj, fc1 and fc2. At a layer of another name (latent
 attention, MTP) it switches its own field off for all that is built later (`TELinear.__init__`, 0.16.1 and 0.19.2).
@@ -63,14 +63,15 @@ def is_enabled(megatron_options: Mapping[str, Any]) -> bool:
 
 
 def token_multiple(dims: ParallelDims) -> int:
-    """Returns the number that divides the places of a micro-batch, over all tensor- and context-parallel ranks."""
+    """Returns the number that divides the positions of a micro-batch, over all tensor- and context-parallel ranks."""
     return dims.cp * math.lcm(2 if dims.cp > 1 else 1, dims.tp)
 
 
 def places_of(engine: EngineConfig, dims: ParallelDims) -> int | None:
-    """Returns how many places every micro-batch has, over all tensor- and context-parallel ranks.
+    """Returns how many positions every micro-batch has, over all tensor- and context-parallel ranks.
 
-    None where userbuffers are not asked for: micro-batches have sizes of their own."""
+    Returns None without userbuffers: micro-batches then have sizes of their own.
+    """
     if not is_enabled(engine.megatron):
         return None
     assert engine.micro_batch.tokens is not None, "check_config asks for it"
@@ -82,7 +83,7 @@ def _refuse(why: str, fix: str) -> NoReturn:
 
 
 def check_fields(megatron_options: Mapping[str, Any]) -> None:
-    """Raises ConfigError where fields do not go together. megatron_options: `engine.megatron`, of right types."""
+    """Raises ConfigError if fields do not go together. megatron_options: `engine.megatron`, of right types."""
     if not is_enabled(megatron_options):
         for name in WITH_OVERLAP:
             if name in megatron_options:
@@ -99,7 +100,7 @@ def check_fields(megatron_options: Mapping[str, Any]) -> None:
 
 
 def check_config(model: ModelConfig, engine: EngineConfig) -> None:
-    """Raises ConfigError where micro-batches have no one size, or layers train that have no buffer."""
+    """Raises ConfigError if micro-batches have no one size, or if layers without a buffer train."""
     if not is_enabled(engine.megatron):
         return
     if engine.micro_batch.tokens is None:
@@ -115,9 +116,10 @@ def check_config(model: ModelConfig, engine: EngineConfig) -> None:
 def check_model(
     engine: EngineConfig, fields: Mapping[str, Any], dims: ParallelDims, *, longest: int, key: str, packed: bool
 ) -> None:
-    """Raises ConfigError where userbuffers are not for a model, a layout or its sequences.
+    """Raises ConfigError if userbuffers are not for a model, a layout or its sequences.
 
-    fields: the model's as megatron has them. longest: tokens of the longest sequence, which `key` sets."""
+    fields: the model's as megatron has them. longest: tokens of the longest sequence, which `key` sets.
+    """
     if not is_enabled(engine.megatron):
         return
     if dims.tp == 1:
@@ -146,14 +148,14 @@ def check_model(
 
 
 def check_spec(megatron_options: Mapping[str, Any], layer_spec: str, why: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError where the layers are not those that have userbuffers. why: why the spec was chosen."""
+    """Raises ConfigError if the layers have no userbuffers. why: the reason for the choice of the spec."""
     if is_enabled(megatron_options):
         check_te(f"{KEY}.{FIELD}", True, layer_spec, why, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class BufferShape:
-    """The shape that all userbuffers of an engine have."""
+    """Is the shape of all userbuffers of an engine."""
 
     places: int  # of a micro-batch on one context-parallel rank, over all tensor-parallel ranks
     hidden: int
@@ -163,7 +165,7 @@ class BufferShape:
 
     @classmethod
     def of(cls, engine: EngineConfig, hidden: int, dims: ParallelDims) -> BufferShape | None:
-        """Returns the shape that an engine asks for; None where it asks for no userbuffers."""
+        """Returns the shape that an engine asks for; None without userbuffers."""
         places, given = places_of(engine, dims), engine.megatron
         if places is None:
             return None
@@ -179,17 +181,17 @@ class BufferShape:
 
     @property
     def _beside(self) -> int:
-        """Bytes that a buffer which scatters in a ring has beside, for what comes in."""
+        """Returns the extra bytes of a buffer that scatters in a ring, for incoming data."""
         return self._whole - self._whole // self.tp
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers on a rank. Not counted: that each is rounded up to a page of the GPU."""
+        """Returns bytes of the buffers on a rank. Each is rounded up to a page of the GPU, which is not counted."""
         return BUFFERS * self._whole + len(self.scattering) * self._beside
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest buffer."""
+        """Returns bytes of the largest buffer."""
         return self._whole + (self._beside if self.scattering else 0)
 
     def describe(self) -> str:
@@ -209,8 +211,10 @@ _made: list[BufferShape] = []
 
 
 def check_machine(tp: int) -> None:
-    """Raises ConfigError where tensor-parallel ranks are on several machines: there transformer-engine's exchange of
-    handles ends a process, or waits, without a message."""
+    """Raises ConfigError if tensor-parallel ranks are on several machines.
+
+    There transformer-engine's exchange of handles ends a process, or waits, without a message.
+    """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", tp))
     if here % tp:
         why = f"needs tensor-parallel ranks that share a machine, and its {here} processes are no multiple of {tp}"
@@ -218,8 +222,11 @@ def check_machine(tp: int) -> None:
 
 
 def create_buffers(wanted: BufferShape) -> None:
-    """Makes the buffers of this process, where it has none. Collective over all processes; to be called before layers
-    are built. Raises ConfigError where the process has buffers of another shape, or the machine cannot have any."""
+    """Makes the buffers of this process if it has none.
+
+    It is collective over all processes; call it before layers are built. Raises ConfigError if the process has buffers
+    of another shape, or the machine cannot have any.
+    """
     from transformer_engine.pytorch.module import base
 
     if base.is_ub_initialized():
@@ -244,14 +251,14 @@ def create_buffers(wanted: BufferShape) -> None:
 
 
 def check_built(config: Any) -> None:
-    """Raises ConfigError where megatron has switched the field off for some layers, which it does with a warning."""
+    """Raises ConfigError if megatron has switched the field off for some layers. megatron only warns of it."""
     if not config.tp_comm_overlap:
         _refuse("was switched off by megatron-core for a linear layer that has no buffer", "leave it out")
 
 
 @contextlib.contextmanager
 def disabled(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Inside it layers communicate by NCCL: for decoding, whose steps have other numbers of tokens."""
+    """Makes layers communicate by NCCL inside: decoding has steps of other numbers of tokens."""
     held = [
         (module, flag)
         for chunk in chunks for module in chunk.modules() for flag in FLAGS if getattr(module, flag, False)

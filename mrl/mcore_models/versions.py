@@ -1,4 +1,4 @@
-"""Versions of packages for GPUs: which are installed, and which flash-attn a transformer-engine takes."""
+"""Finds the versions of packages for GPUs, and the versions of flash-attn that a transformer-engine takes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NOT_INSTALLED = Version("0")
 
 
 def version_of(package: str) -> Version:
-    """Returns the version that pip knows of a package; NOT_INSTALLED where it knows none.
+    """Returns the version that pip knows of a package, or NOT_INSTALLED.
 
-    Of one that is no version, as a build from a changed clone may have ("2.8.3-dirty"), it is what it begins with.
+    A build from a changed clone may have no valid version ("2.8.3-dirty"). Then its first numbers count.
     """
     try:
         text = importlib.metadata.version(package) or ""  # of an installation that broke off it is None
@@ -30,14 +30,14 @@ def version_of(package: str) -> Version:
 
 @dataclasses.dataclass(frozen=True)
 class FlashAttnBounds:
-    """The versions of flash-attn 2 that a transformer-engine imports; it leaves any other out, with a warning."""
+    """Holds the versions of flash-attn 2 that a transformer-engine imports; it leaves any other out, with a warning."""
 
     least: Version
     most: Version
     included: bool  # whether `most` is one of them
 
     def take(self, version: Version) -> bool:
-        """As transformer-engine compares: 2.8.3.post1 and 2.8.3+cu13 are above 2.8.3."""
+        """Compares like transformer-engine: 2.8.3.post1 and 2.8.3+cu13 are above 2.8.3."""
         return self.least <= version and (version <= self.most if self.included else version < self.most)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class FlashAttnBounds:
 
 
 def flash_attn_bounds(transformer_engine: Version | None, *, blackwell: bool) -> FlashAttnBounds:
-    """Returns what a version of transformer-engine takes; None and NOT_INSTALLED for the newest that is known.
+    """Returns the bounds of a version of transformer-engine; None and NOT_INSTALLED for the newest that is known.
 
     Source: FlashAttentionUtils in attention/dot_product_attention/utils.py and its use in backends.py, of each release
     from 2.3 to 2.20. blackwell: compute capability 10.0 and up.
