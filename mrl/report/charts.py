@@ -141,8 +141,10 @@ def is_main(name: str, *, rewarded: bool = True) -> bool:
 
 
 def goal_of(name: str, *, rl: bool, rewarded: bool = True) -> Goal | None:
-    """Returns which values of a metric are the better ones; None where that cannot be said. A policy's loss says
-    nothing of how good it is (rl), and its KL to a teacher is what falls where nothing is `rewarded`."""
+    """Returns whether low or high values of a metric are better; None if that cannot be said.
+
+    A policy's loss (rl) says nothing of how good it is. Its KL to a teacher should fall if nothing is `rewarded`.
+    """
     if name == SEQUENCE_KL and not rewarded:
         return "low"
     pattern = _listed(name, GOALS)

@@ -29,8 +29,10 @@ class Points:
 
 
 def choose(values: numpy.ndarray, most: int = MAX_POINTS, buckets: int = BUCKETS) -> Points:
-    """Returns which of the values of a curve [N] to draw. A value that is not finite stays where it is the first such
-    of its bucket: the curve has a gap there."""
+    """Returns which of the values of a curve [N] to draw.
+
+    If a bucket has values that are not finite, its first such value is drawn: the curve has a gap there.
+    """
     count = len(values)
     if count <= most:
         return Points(numpy.arange(count))
@@ -50,7 +52,7 @@ def choose(values: numpy.ndarray, most: int = MAX_POINTS, buckets: int = BUCKETS
 
 
 def bucket_means(values: numpy.ndarray, bounds: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Returns [B] the mean of each bucket's finite values, NaN where there are none, and [B] how many there are."""
+    """Returns [B] the mean of each bucket's finite values, NaN if there are none, and [B] how many there are."""
     finite = numpy.isfinite(values)
     sums = numpy.add.reduceat(numpy.where(finite, values, 0.0), bounds[:-1])
     counts = numpy.add.reduceat(finite.astype(numpy.int64), bounds[:-1])

@@ -25,14 +25,14 @@ class Differences:
     versions: Mapping[str, Sequence[Any]]  # of packages; and git, command, algorithm, length
 
     def none_in_words(self, count: int) -> str:
-        """Returns what is to be said of `count` runs, of which nothing is different here."""
+        """Returns the line for `count` runs without differences."""
         if len(self.runs) < 2:
             return "configs and versions are not compared: fewer than two of the runs have a config.yaml to read"
         of = "" if len(self.runs) == count else f" of {', '.join(self.runs)}, which have a config.yaml to read"
         return f"configs, versions and git state are the same{of}"
 
     def as_json(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
-        """Returns name -> run -> value, without runs that have none; what JSON does not know (a date, NaN) as text."""
+        """Returns name -> run -> value, without runs that have none. Values that JSON lacks (a date, NaN) are text."""
         return {
             name: {run: _plain(value) for run, value in zip(self.runs, values, strict=True) if value is not ABSENT}
             for name, values in rows.items()
@@ -40,7 +40,7 @@ class Differences:
 
 
 def differences_of(runs: Sequence[Run]) -> Differences:
-    """Compares the files as they are, of the runs whose config.yaml can be read."""
+    """Compares the files as they are, of the runs with a readable config.yaml."""
     readable = [run for run in runs if run.settings.problem is None]
     names = [run.name for run in readable]
     keys = _different([run.settings.keys for run in readable])

@@ -66,13 +66,13 @@ class Report:
         return path
 
     def text(self, runs: Sequence[Run]) -> str:
-        """Returns what the terminal shows."""
+        """Returns the table for the terminal."""
         look = self._wanted.look
         table = summary.text(runs, smooth=look.smooth, every_metric=self._wanted.every_metric, blocks=blocks())
         return "\n".join([table, *self._not_drawn(runs), *_differences(runs)])
 
     def _not_drawn(self, runs: Sequence[Run]) -> list[str]:
-        """Returns a line on the runs whose curves a page has, and not over the axis that was asked for."""
+        """Returns a line on the runs that lack the axis of the page's curves."""
         axis = self._wanted.look.axis
         left = [run.name for run in runs if run.table.axis(axis) is None]
         if self._wanted.folder is None or not left:
@@ -119,10 +119,11 @@ def watch(
     show: Callable[[Sequence[Run], pathlib.Path | None], None],
     sleep: Callable[[float], None] | None = None,
 ) -> list[Run]:
-    """Writes the page anew whenever a metrics.jsonl has grown, and shows the table; returns when every run is finished.
+    """Writes the page again whenever a metrics.jsonl has grown, and shows the table; returns when every run is
+    finished.
 
-    The page loads itself again until then. Pictures, which take longer than the page, are written at the end alone; so
-    they are where Ctrl-C ends it (KeyboardInterrupt goes on to the caller after that). Raises UserError where the
+    The page loads itself again until then. Pictures take longer than the page, so they are written at the end alone.
+    That also holds if Ctrl-C ends it: KeyboardInterrupt goes on to the caller after that. Raises UserError if the
     folder of a run is removed.
     """
     grown: list[Run] | None = report.runs()
@@ -142,7 +143,7 @@ def watch(
 def _changed(
     report: Report, readers: Sequence[RunReader], runs: Sequence[Run], every_s: int, sleep: Callable[[float], None]
 ) -> list[Run] | None:
-    """Waits for a run that has grown, or has begun or ended. Returns the runs then, None where all are finished."""
+    """Waits for a run that has grown, or has begun or ended. Returns the runs then, None if all are finished."""
     while any(run.state != "finished" for run in runs):
         sleep(every_s)
         for reader in readers:

@@ -46,22 +46,24 @@ class Table:
     notes: list[str]  # what was wrong, for a person
 
     def at_rows(self, name: str) -> numpy.ndarray:
-        """[R] float64: a metric at every row, NaN where it has none."""
+        """Returns [R] float64: a metric at every row, NaN if it has none there."""
         values = numpy.full(len(self.steps), numpy.nan)
         if (curve := self.curves.get(name)) is not None:
             values[curve.rows] = curve.values
         return values
 
     def is_sparse(self, name: str) -> bool:
-        """Returns whether a metric is of a few rows only, as one of evaluations: it is drawn with marks, and a moving
-        average over its values, which lie far apart, would be of nothing."""
+        """Returns whether few rows have a metric, as those of evaluations.
+
+        It is drawn with marks. A moving average would mean nothing, because its values lie far apart.
+        """
         return len(self.curves[name].rows) * 4 < len(self.steps)
 
     def axis(self, kind: str) -> numpy.ndarray | None:
-        """[R] float64: the x values of the rows; None if the file has none.
+        """Returns [R] float64: the x values of the rows; None if the file has none.
 
-        tokens: trained so far, `train/tokens`; rows without it have that of the row before. seconds: of the steps and
-        evaluations so far, without saving, starting and waiting, of which metrics.jsonl says nothing.
+        - tokens: trained so far, `train/tokens`; a row without it has that of the row before
+        - seconds: of the steps and evaluations so far; metrics.jsonl says nothing of saving, starting and waiting
         """
         if kind == "step":
             return self.steps.astype(float)
@@ -96,7 +98,7 @@ class MetricsFile:
         self._not_numbers: collections.Counter[str] = collections.Counter()
 
     def read(self) -> bool:
-        """Returns whether there are new rows, or other ones: a run that goes on from a checkpoint replaces the file."""
+        """Returns whether there are new rows, or other ones: a resumed run replaces the file."""
         try:
             with open(self.path, "rb") as file:
                 again = self._is_another(file)
@@ -122,7 +124,7 @@ class MetricsFile:
         return again or len(self._steps) + len(self._broken) > before
 
     def _is_another(self, file: BinaryIO) -> bool:
-        """Returns whether this is no longer the file that was begun: numbers of files that are gone come again."""
+        """Returns whether the file was replaced. Inode numbers of removed files come again, so its tail is compared."""
         if self._inode is None:
             return False
         stat = os.fstat(file.fileno())

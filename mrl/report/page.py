@@ -1,8 +1,7 @@
 """The page of a report: one HTML file that holds all it needs, plotly's JavaScript too, and uses no network.
 
-Data stand in the page as JSON in an element that no browser runs; page.js makes text of them, never HTML. What a model
-wrote can therefore do nothing there, and a content security policy lets no other script run than the two that it names
-by their hashes.
+Data stand in the page as JSON in an element that no browser runs. page.js makes text of them, never HTML, so a model's
+text can do nothing there. A content security policy lets only two scripts run, which it names by their hashes.
 """
 
 from __future__ import annotations
@@ -136,7 +135,7 @@ def _differences(found: Differences, count: int) -> dict[str, Any]:
 
 
 def _run(run: Run, samples: Samples, charts: Sequence[Chart]) -> dict[str, Any]:
-    """Returns what the page has of a run. Curves name places in `axes`, which have the rows that some curve uses."""
+    """Returns the page's data of a run. Curves index into `axes`: they have the rows that some curve uses."""
     table = run.table
     chosen = {name: choose(curve.values) for name, curve in table.curves.items()}
     stacks = {chart.key: stack_curves(table, chart.names) for chart in charts if chart.stacked}
@@ -174,7 +173,7 @@ def _long(table: Table, chosen: Mapping[str, Points]) -> list[str]:
 
 
 def _curve(table: Table, name: str, points: Points, rows: numpy.ndarray) -> dict[str, Any]:
-    """Returns the points of a curve; of a long one the means of its buckets too, which smoothing is made of."""
+    """Returns the points of a curve, and for a long one the means of its buckets, for smoothing."""
     curve = table.curves[name]
     found: dict[str, Any] = {
         "at": _places(curve.rows[points.chosen], rows),
@@ -194,7 +193,7 @@ def _curve(table: Table, name: str, points: Points, rows: numpy.ndarray) -> dict
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Curves on common rows, to be drawn one over the other. Of a long run each row stands for the mean of a bucket."""
+    """Curves on common rows, to be drawn one over the other. For a long run, each row is the mean of a bucket."""
 
     rows: numpy.ndarray  # [N] int64
     values: Mapping[str, numpy.ndarray]  # [N] each, 0 where a row has no value
@@ -224,7 +223,7 @@ def _places(wanted: numpy.ndarray, rows: numpy.ndarray) -> list[int]:
 
 
 def _numbers(values: numpy.ndarray) -> list[float | int | None]:
-    """Returns numbers as JSON has them: whole ones without a point, and null where one is not finite."""
+    """Returns numbers as JSON has them: whole ones without a point, and null if one is not finite."""
     return [
         None if not math.isfinite(x) else int(x) if x == int(x) and abs(x) < 2**53 else x for x in values.tolist()
     ]  # fmt: skip

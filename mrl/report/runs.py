@@ -1,4 +1,4 @@
-"""A run, as its directory tells of it; nothing is written there."""
+"""Reads a run's directory; nothing is written there."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class RunReader:
 
 
 def readers(paths: Sequence[str], *, may_be_empty: bool = False) -> list[RunReader]:
-    """Returns a reader for each RUN of the command line. Raises UserError where one is no run.
+    """Returns a reader for each RUN of the command line. Raises UserError if one is no run.
 
     may_be_empty: a run that has made no step yet will do.
     """
@@ -169,7 +169,7 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 
 def read_settings(path: pathlib.Path) -> Settings:
-    """Returns what config.yaml says; without one, or where it cannot be read, `problem` does."""
+    """Returns the content of config.yaml. If it is missing or cannot be read, `problem` says so."""
     if not path.exists():
         return Settings(problem=f"{path.name} is not there: no versions, keys and length of the run")
     try:
@@ -199,7 +199,7 @@ def flatten(mapping: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def state_of(path: pathlib.Path, last_step: int, total_steps: int | None) -> State:
-    """Returns whether a process holds the run's lock; of one that nobody holds, whether all steps are made."""
+    """Returns whether a process holds the run's lock; if nobody does, whether all steps are made."""
     if is_locked(path / LOCK):
         return "running"
     if total_steps is None:
@@ -220,8 +220,10 @@ def is_locked(path: pathlib.Path) -> bool:
 
 
 def _starts(table: Table, settings: Settings) -> list[str]:
-    """What the files say about other starts than the first: nothing is written for the purpose, as a run that was
-    resumed is the run that was not stopped."""
+    """Returns notes on later starts of the run, as far as its files show them.
+
+    Nothing is written for the purpose, because a resumed run equals one that was not stopped.
+    """
     notes = []
     resume = settings.keys.get("checkpoint.resume")
     if resume not in (None, "auto", "never"):
@@ -235,8 +237,10 @@ def _starts(table: Table, settings: Settings) -> list[str]:
 
 
 def restarts(table: Table) -> list[int]:
-    """Returns steps before which another process began: the peak memory of one never falls. Starts whose memory was
-    higher at once are not found."""
+    """Returns steps before which another process began: the peak memory of one never falls.
+
+    Starts whose memory was higher at once are not found.
+    """
     if (curve := table.curves.get(MEMORY)) is None:
         return []
     falls = numpy.flatnonzero(numpy.diff(curve.values) < 0) + 1

@@ -1,4 +1,4 @@
-"""Rollouts to page through: which of a run's saved samples a page has, with their tokens as text."""
+"""Rollouts to page through: some of a run's saved samples, with their tokens as text."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Samples:
 
 
 class SampleReader:
-    """Reads samples/ of a run; files are read once, as a run does not change them."""
+    """Reads samples/ of a run. Files are read once, because a run does not change them."""
 
     def __init__(self, run: pathlib.Path) -> None:
         self._folder = run / SAMPLES
@@ -111,8 +111,10 @@ class SampleReader:
         return self._read[key]
 
     def _sample(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what the page has of a sample: texts that are not too long, and of its tokens after the prompt ids or
-        texts, mask, log-probs and, where they were saved, advantages."""
+        """Returns a sample for the page: its shortened texts, and its tokens after the prompt.
+
+        A token has its id or text, mask, log-prob and, if it was saved, its advantage.
+        """
         sample = {name: _shortened(row[name]) for name in _PLAIN if row.get(name) is not None}
         fields: list[Any] = [row.get(name) for name in ("tokens", "mask", "log_probs")]
         if not _alike(*fields) or 1 not in fields[1] or not all(type(i) is int for of in fields[:2] for i in of):
@@ -152,8 +154,11 @@ def pick_evenly(items: Sequence[Any], most: int) -> list[Any]:
 
 
 def read_rows(path: pathlib.Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the samples of a file, and what was wrong with it. A reader for people: unlike a replay
-    (`mrl.rollout.samples`) it takes files without tokens, and what it cannot read it says and leaves out."""
+    """Returns the samples of a file, and what was wrong with it.
+
+    It is for people: unlike a replay (`mrl.rollout.samples`) it takes files without tokens. Lines that it cannot read
+    are left out, and said.
+    """
     rows: list[dict[str, Any]] = []
     broken = 0
     problems = []
@@ -180,7 +185,7 @@ def _lines(path: pathlib.Path) -> Iterator[bytes]:
 
 
 def first_groups(rows: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Returns the samples of the first prompts, as many whole groups as fit; of the first one as many samples as do."""
+    """Returns the samples of the first prompts, as many whole groups as fit. The first group may be cut."""
     groups: dict[Any, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(repr(row.get("index")), []).append(row)
@@ -197,13 +202,13 @@ def _alike(*lists: Any) -> bool:
 
 
 def _rounded(value: Any) -> float | None:
-    """Four digits are what a colour and a tooltip show."""
+    """Returns a number in four digits, for a colour and a tooltip."""
     is_number = isinstance(value, int | float) and -1e300 < value < 1e300  # a whole number may be larger than any float
     return float(f"{value:.4g}") if is_number else None
 
 
 def _shortened(value: Any, depth: int = 0) -> Any:
-    """Texts of any length inside a value lose their middle, and what lies too deep in it is left out."""
+    """Returns a value whose long texts lost their middle. Content that lies too deep is left out."""
     if depth > MAX_DEPTH:
         return "[... more is inside of this, and left out ...]"
     if isinstance(value, str):

@@ -24,7 +24,7 @@ NAME = 34
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One metric of one run, in a few numbers. None where no value is finite, or there is no better and worse."""
+    """One metric of one run, in a few numbers. None if no value is finite, or there is no better and worse."""
 
     run: Run
     metric: str
@@ -37,7 +37,7 @@ class Figure:
     best_step: int | None
 
     def as_json(self) -> dict[str, Any]:
-        """Numbers and null."""
+        """Returns numbers and null."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("run", "metric")}
 
 
@@ -64,7 +64,7 @@ def _figure(run: Run, name: str, *, rl: bool) -> Figure:
 def sparkline(
     values: numpy.ndarray, lowest: float, highest: float, width: int = SPARKLINE, blocks: str = BLOCKS
 ) -> str:
-    """Returns a curve in characters: each the mean of its part of the values, blank where none is finite."""
+    """Returns a curve in characters: each the mean of its part of the values, blank if none is finite."""
     width = min(width, len(values))
     text = ""
     for part in numpy.array_split(values, width) if width else []:

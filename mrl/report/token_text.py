@@ -16,7 +16,7 @@ WINDOW = 4
 
 
 class TokenTexts:
-    """The tokenizer of a run's export, or of the model that it began with, where that is a folder here.
+    """The tokenizer of a run's export, or else of its first model if that is a folder here.
 
     No code of a model is run, and nothing is fetched: a tokenizer without tokenizer.json is none.
     """
@@ -29,8 +29,10 @@ class TokenTexts:
         self._looked = False
 
     def of(self, ids: Sequence[int]) -> list[str] | None:
-        """Returns what each token adds to the text; "" for the beginning of a character, which the token that ends it
-        has. None without a tokenizer."""
+        """Returns the text that each token adds; None without a tokenizer.
+
+        A token that begins a character adds "". The token that ends the character has it.
+        """
         if not self._looked:
             self._looked = True
             self._tokenizer = self._load()
@@ -59,7 +61,7 @@ class TokenTexts:
 
 
 def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
-    """Decodes each token behind the few before it, and takes off what those are alone (as vLLM and TGI stream)."""
+    """Decodes each token behind the few before it, and removes the text of those alone (as vLLM and TGI stream)."""
     pieces = []
     begin = 0  # of the window
     shown = 0  # tokens whose text is in `pieces`

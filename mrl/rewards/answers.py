@@ -36,7 +36,7 @@ def numbers(text: str) -> list[Decimal]:
 
 
 def boxed(text: str) -> tuple[int, str] | None:
-    r"""Start and content of the last whole `\boxed{...}`, or None."""
+    r"""Returns start and content of the last whole `\boxed{...}`, or None."""
     for start in reversed([m.start() for m in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]):
         begin = text.index("{", start) + 1
         depth = 1
@@ -48,8 +48,11 @@ def boxed(text: str) -> tuple[int, str] | None:
 
 
 def final_number(text: str, *, strict: bool = False) -> Decimal | None:
-    r"""Returns the number a worked answer ends in: the later of the last `#### N` and the last `\boxed{N}`, and where
-    there is neither the last number of the text. With `strict` only `#### N`. A box without a number is no answer."""
+    r"""Returns the number that a worked answer ends in.
+
+    It is the later of the last `#### N` and the last `\boxed{N}`. If there is neither, it is the last number of the
+    text. With `strict` only `#### N` counts. A box without a number is no answer.
+    """
     text = text.replace("\u2212", "-")
     marks = list(MARKED.finditer(text))
     box = None if strict else boxed(text)
@@ -64,9 +67,11 @@ def final_number(text: str, *, strict: bool = False) -> Decimal | None:
 
 
 def gsm8k(prompt: Prompt, completion: str, row: Row, options: GSM8KReward) -> float:
-    """1 where `final_number` of the completion equals the number after `####` in the row's field (or the field itself,
-    a number), as decimals: 18.00 is 18. Fractions and words are not numbers here; `math` reads fractions. Cobbe et al.,
-    2021, "Training Verifiers to Solve Math Word Problems"."""
+    """Returns 1 if `final_number` of the completion equals the number after `####` in the row's field, else 0.
+
+    The field may be a number itself. Numbers are decimals: 18.00 is 18. Fractions and words are not numbers here;
+    `math` reads fractions. Cobbe et al., 2021, "Training Verifiers to Solve Math Word Problems".
+    """
     field = str(row_field(row, options.field))
     answer = field.rpartition("####")[2]
     expected = numbers(answer)
@@ -76,7 +81,7 @@ def gsm8k(prompt: Prompt, completion: str, row: Row, options: GSM8KReward) -> fl
 
 
 def require_math_verify(key: str) -> None:
-    """Raises ConfigError naming `key` where math-verify is not installed."""
+    """Raises ConfigError naming `key` if math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
             key, why="the reward math needs the package math-verify", fix="install it with pip install math-verify"
@@ -84,11 +89,13 @@ def require_math_verify(key: str) -> None:
 
 
 def math(prompt: Prompt, completion: str, row: Row, options: MathReward) -> float:
-    r"""1 where math-verify finds the answer of the completion equal to that of the row.
+    r"""Returns 1 if math-verify finds the answers of completion and row equal, else 0.
 
-    The row's field is an answer (`\frac{1}{2}`, `1/2`, `72`), or a solution: what follows its last `####`, or its last
-    box or formula. math-verify's own time limits use SIGALRM, which works in main threads only and does not stop a long
-    operation on big integers; they are off, and the pool's timeout, which kills the process, takes their place.
+    The row's field is an answer (`\frac{1}{2}`, `1/2`, `72`) or a solution. A solution's answer follows its last
+    `####`, or is its last box or formula.
+
+    math-verify's own time limits are off: they use SIGALRM, so they need a main thread, and they do not stop a long
+    operation on big integers. The pool's timeout kills the process instead.
     """
     math_verify = importlib.import_module("math_verify")
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off

@@ -71,7 +71,7 @@ class MissingFields(ValueError):
 
 
 class UnknownSignature(Exception):
-    """A function whose parameters are those of no form: says what is wrong."""
+    """The parameters of a function are those of no form; the text says what is wrong."""
 
 
 Getter = Callable[[Sequence[Sample], Position], Any]
@@ -88,7 +88,7 @@ class SignatureForm:
 
 
 def _score_of(value: Any) -> Any:
-    """verl's functions may return a mapping."""
+    """Returns the score of a value. verl's functions may return a mapping."""
     if isinstance(value, Mapping):
         if "score" not in value:
             raise ValueError(f"returned a mapping without score; it has {', '.join(map(str, value)) or 'nothing'}")
@@ -125,7 +125,7 @@ def _extra_info(sample: Sample) -> dict[str, Any]:
 
 
 def _trl_completion(sample: Sample) -> str | list[Mapping[str, Any]]:
-    """Returns text where the prompt is text; where it is messages, what came after it as messages."""
+    """Returns the completion as text if the prompt is text, else as the messages after the prompt."""
     if isinstance(sample.prompt, str):
         return sample.completion
     if sample.conversation is not None:
@@ -229,7 +229,8 @@ class RewardCall:
     def arguments(self, samples: Sequence[Sample], position: Position) -> tuple[list[Any], dict[str, Any]]:
         """Returns the arguments by position, and by name.
 
-        Raises ValueError where a field of a row is wrong, and MissingFields where one without a default is absent."""
+        Raises ValueError if a field of a row is wrong, and MissingFields if one without a default is absent.
+        """
         by_place: list[Any] = []
         by_name: dict[str, Any] = {}
         for parameter in self._known:
@@ -248,7 +249,7 @@ class RewardCall:
         return by_place, by_name
 
     def _add_columns(self, by_name: dict[str, Any], samples: Sequence[Sample], position: Position) -> None:
-        """TRL's keywords: those that the function names, and all for **kwargs."""
+        """Adds TRL's keywords: those that the function names, and all for **kwargs."""
         fields = dict.fromkeys(name for s in samples for name in s.row if name not in _NO_COLUMNS)
         for parameter in self._columns:
             if parameter.name in fields:
@@ -280,14 +281,14 @@ class RewardCall:
 
 
 def _plain(name: str) -> str:
-    """A leading underscore says that a function does not use a parameter."""
+    """Returns a parameter's name without leading underscores: they mark a parameter that is not used."""
     return name.lstrip("_")
 
 
 def as_float(value: Any, what: str = "") -> float:
-    """Returns a reward as a float: bool, int, float, NumPy's or a tensor with one element. ValueError names others.
+    """Returns a reward as a float: bool, int, float, NumPy's or a tensor with one element. Else raises ValueError.
 
-    what: said after the value, as " as the reward".
+    what: follows the value in its text, as " as the reward".
     """
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()

@@ -1,14 +1,16 @@
 """The reward of unit tests: the completion's Python block is run against the tests in the row.
 
 The row's field holds one of
-    Python text                         one test; a row of HumanEval also has `entry_point`, and check(entry_point)
-                                        is called
+
+    Python text                         one test; if the row has `entry_point`, as HumanEval's, check(entry_point) is
+                                        called
     a list of Python texts              a test each, as MBPP's `test_list`: "assert add(1, 2) == 3"
-    a list of {input, output}           a program that reads stdin: its stdout must equal `output`, white space at the
-                                        ends of lines and of the text left out
-Each test runs in a process of its own, with the limits of `mrl.rewards.sandbox`, which says what they do not keep out.
-Code and test share an interpreter: a completion that looks for it can forge its own success with Python texts, but not
-with {input, output}.
+    a list of {input, output}           a program that reads stdin: its stdout must equal `output`, but for white space
+                                        at the ends of lines and of the text
+
+Each test runs in a process of its own, with the limits of `mrl.rewards.sandbox`. That module says what they do not keep
+out. Code and test share an interpreter: a completion that looks for it can forge its own success with Python texts, but
+not with {input, output}.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ _BLOCK = re.compile(r"^[ \t]*```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)
 
 
 def python_block(completion: str) -> str:
-    """Returns the last block fenced as python (or py, python3), else the last fenced without a language, else the
-    whole text when it has no fence; a block that the completion does not close goes to its end. Empty where there is
+    """Returns the last block fenced as python (or py, python3), else the last fenced without a language.
+
+    A text without a fence is returned whole. A block that the completion does not close goes to its end. "" if there is
     none.
     """
     blocks = [(m["language"].lower(), m["code"]) for m in _BLOCK.finditer(completion)]
@@ -38,8 +41,10 @@ def python_block(completion: str) -> str:
 
 
 def code(prompt: Prompt, completion: str, row: Row, options: CodeReward) -> float:
-    """Returns the fraction of tests that pass; with score `all`, 1 where every one does. Tests that are not reached
-    within `total_s` fail."""
+    """Returns the fraction of tests that pass; with score `all`, 1 if every one does, else 0.
+
+    Tests that are not reached within `total_s` fail.
+    """
     tests = _tests(row, options.field)
     program = python_block(completion)
     if not program.strip():

@@ -1,4 +1,4 @@
-"""From a config entry to the function that is called: named ones and the user's, and what is said of their errors."""
+"""Loads the function of a config entry, a named one or the user's, and puts its errors into words."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def load_named(spec: str, key: str, *, kind: Literal["function", "class"]) -> Ca
 
 
 def load_function(spec: str, key: str) -> RewardCall:
-    """Returns the reward function that `path.py:name` names. Raises ConfigError where its parameters fit no form."""
+    """Returns the reward function that `path.py:name` names. Raises ConfigError if its parameters fit no form."""
     function, name = load_named(spec, key, kind="function"), spec.rpartition(":")[2]
     try:
         return RewardCall(function)
@@ -85,7 +85,7 @@ def load_function(spec: str, key: str) -> RewardCall:
 
 
 def _signature(function: Callable[..., Any]) -> str:
-    """Without types, as short as it fits in a message."""
+    """Returns a function's parameters without types, shortened for a message."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -125,8 +125,8 @@ def _load_module(path: pathlib.Path, written: str, key: str) -> ModuleType:
 def describe(error: BaseException, path: pathlib.Path | None = None) -> str:
     """Returns `ValueError: text (rewards.py:12)`: the error on one line with the innermost place in `path`.
 
-    Without, the innermost of the user's own lines: json/decoder.py:355 says nothing about a reward function that parses
-    a completion.
+    Without `path`, it is the innermost of the user's own lines. json/decoder.py:355 would say nothing about a reward
+    function that parses a completion.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if path is not None:

@@ -1,5 +1,4 @@
-"""A pool of processes that call reward functions: each call has a time limit, and a process that hangs or dies is
-replaced."""
+"""A pool of processes that call reward functions. A call has a time limit; a process that hangs or dies is replaced."""
 
 from __future__ import annotations
 
@@ -54,17 +53,19 @@ class Retries:
     wait_s: float = 1.0  # before the first retry, and twice as long before each one after it, at most MAX_WAIT_S
 
     def pause_s(self, number: int, index: int) -> float:
-        """Before retry `number`, from 0, of task `index`: tasks that failed together are not all made again at one
-        moment."""
+        """Returns the pause before retry `number`, from 0, of task `index`.
+
+        It differs between tasks, so tasks that failed together are not all made again at one moment.
+        """
         longest = min(self.wait_s * 2.0 ** min(number, 60), MAX_WAIT_S)
         return longest * random.Random(index).uniform(0.5, 1.0)
 
 
 class RewardPool:
-    """Processes that call the functions of `rewards`, which come with their config keys.
+    """Processes that call the functions of `rewards`, given with their config keys.
 
-    Raises ConfigError where a function cannot be loaded. `concurrency`: calls of async functions at a time in a
-    process. first: as `WorkerConfig.first`.
+    concurrency: calls of async functions at a time in a process. first: as `WorkerConfig.first`. Raises ConfigError if
+    a function cannot be loaded.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ class RewardPool:
     ) -> list[Outcome | None]:
         """Returns the outcomes, in the order of `tasks`.
 
-        fatal: asked of each fault, whether it ends the run. No task after it is started then, and outcomes after it may
-        be None; all tasks before it have theirs, so the first fatal fault does not depend on which process was faster.
+        fatal: asked of each fault, whether it ends the run. No task after it is started then, so outcomes after it may
+        be None. All tasks before it have theirs, so the first fatal fault does not depend on which process was faster.
 
         An async call that shares a process with others when it hangs or dies is made a second time, alone.
         """
@@ -138,7 +139,7 @@ class RewardPool:
     # ----------------------------------------------------------------------------------------------- the processes
 
     def _fill(self) -> None:
-        """Starts the processes that are missing and waits until they are ready; where one fails the pool is closed."""
+        """Starts the missing processes and waits until they are ready. If one fails, the pool is closed."""
         missing = self._workers - len(self._processes)
         if not missing:
             return
@@ -170,7 +171,7 @@ class RewardPool:
         self.kinds = reply.kinds
 
     def _not_loaded(self, process: Process, ended: bool) -> ConfigError:
-        """Returns the error of a process that went, or took too long, before it was ready."""
+        """Returns the error of a process that ended, or took too long, before it was ready."""
         status = self._drop(process)
         how = f"ended the process ({in_words(status)})" if ended else f"took longer than {START_TIMEOUT_S:g} s"
         files = [f"{k}.function: {r.function}" for k, r in self._setup.rewards if isinstance(r, FunctionReward)]
@@ -178,14 +179,14 @@ class RewardPool:
         return ConfigError(", ".join(files) or "rewards", why=f"loading {how}", fix=fix)
 
     def _drop(self, process: Process) -> int:
-        """Kills a process; its exit status, which is its own where it had ended."""
+        """Kills a process. Returns its exit status: its own if it had ended."""
         self._processes.remove(process)
         return kill(process)
 
     # ---------------------------------------------------------------------------------------------------- the calls
 
     def _dispatch(self, run: _PoolRun) -> None:
-        """Gives tasks to processes until all have what they can take."""
+        """Gives tasks to processes until each has as many as it can take."""
         while (index := run.peek()) is not None:
             waits = self.kinds[run.tasks[index].function].asynchronous
             shared = waits and index not in run.alone
@@ -207,8 +208,10 @@ class RewardPool:
                 return
 
     def _take_several(self, run: _PoolRun) -> list[int]:
-        """Tasks of functions that are not async for one message: as many as take MESSAGE_S, while all processes have
-        some that are worth a message."""
+        """Takes tasks of functions that are not async, for one message.
+
+        They are as many as take MESSAGE_S, as long as enough are left to give every process a message worth sending.
+        """
         indices: list[int] = []
         most, seconds = math.ceil(run.waiting / self._workers), 0.0
         while len(indices) < most or seconds < MESSAGE_S / 10:
@@ -250,7 +253,7 @@ class RewardPool:
                 self._fail(run, process, f"took longer than {self._setup.timeout_s:g} s", timed_out=True)
 
     def _take(self, run: _PoolRun, process: Process, answers: Answers) -> None:
-        """Answers; of calls that are made one after another the next one begins."""
+        """Takes answers. If calls are made one after another, the next one begins."""
         for answer in answers:
             del process.running[answer.number]
             function = run.tasks[answer.number - run.first].function
@@ -263,9 +266,9 @@ class RewardPool:
     def _fail(
         self, run: _PoolRun, process: Process, fault: str | None, *, timed_out: bool = False, again: bool = False
     ) -> None:
-        """A process hung, or died (fault: None).
+        """Handles a process that hung, or died (fault: None).
 
-        The call that it had begun is at fault, and others are made again; where several were running, or none that is
+        The call that it had begun is at fault, and its other calls are made again. If several were running, or none is
         known, each is made again alone.
         """
         numbers = sorted(process.running)
@@ -283,7 +286,7 @@ class RewardPool:
 
 
 class _PoolRun:
-    """Track the tasks of one `RewardPool.run`: which wait, which are to run alone, and what came of them.
+    """Track the tasks of one `RewardPool.run`: waiting, to run alone, and their outcomes.
 
     Processes know a task as the number `first + index`, so an answer is never taken for another run's.
     """
@@ -313,11 +316,11 @@ class _PoolRun:
 
     @property
     def waiting(self) -> int:
-        """Tasks that could be started now."""
+        """The number of tasks that could be started now."""
         return len(self._ready) + max(0, self._end - self._next)
 
     def peek(self) -> int | None:
-        """Index of the task to start next."""
+        """Returns the index of the task to start next."""
         while self._later and self._later[0][0] <= time.monotonic():
             self._ready.append(heapq.heappop(self._later)[1])
         while self._ready and self._ready[0] >= self._end:
@@ -333,11 +336,11 @@ class _PoolRun:
         return self._next - 1
 
     def retry_times(self) -> list[float]:
-        """When the next retry is due, if any is."""
+        """Returns when the next retry is due, if there is one."""
         return [when for when, _ in self._later[:1]]
 
     def wait_for_retry(self) -> None:
-        """Until it is due; nothing else is running."""
+        """Waits until the next retry is due, while nothing else is running."""
         for when in self.retry_times():
             time.sleep(max(0.0, when - time.monotonic()))
 
@@ -359,7 +362,7 @@ class _PoolRun:
             self._missing = sum(o is None for o in self.outcomes[:index])
 
     def _retry(self, index: int) -> bool:
-        """Returns whether a task that failed is made again, later."""
+        """Returns whether a failed task is made again, later."""
         retries, made = self._retries[self.tasks[index].function], self._retried.get(index, 0)
         if made >= retries.count:
             return False

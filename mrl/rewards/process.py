@@ -1,6 +1,6 @@
 """One process of the pool: how it is started, watched and killed.
 
-It is started by executing Python afresh, not by fork: this process may hold torch's threads, a GPU and process groups.
+It is started by executing Python again, not by fork: this process may hold torch's threads, a GPU and process groups.
 It does not import the main module, so a script needs no `if __name__ == "__main__"`.
 """
 
@@ -35,7 +35,7 @@ WAIT_S = 5.0  # a process that the kernel cannot end, in a hanging file system, 
 
 @dataclasses.dataclass(eq=False)
 class Process:
-    """A process that calls functions, and what it is at."""
+    """A process that calls functions, and its running calls."""
 
     process: subprocess.Popen[bytes]
     connection: multiprocessing.connection.Connection
@@ -53,7 +53,7 @@ class Process:
 
 
 def start(setup: WorkerConfig, send_timeout_s: float) -> Process:
-    """Returns a new process that was sent `setup`; it answers Ready or WorkerFailed."""
+    """Returns a new process that was sent `setup`; it answers WorkerReady or WorkerFailed."""
     ours, theirs = multiprocessing.Pipe()
     read_end, write_end = os.pipe()
     memory, path = tempfile.mkstemp()
@@ -85,7 +85,7 @@ def start(setup: WorkerConfig, send_timeout_s: float) -> Process:
 
 
 def _limit_sends(connection: multiprocessing.connection.Connection, time_s: float) -> None:
-    """Lets a send that the other side does not read fail after `time_s`; it would wait for ever."""
+    """Makes a send fail after `time_s` if the other side does not read; it would wait for ever."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         seconds = int(time_s)
         micros = int((time_s - seconds) * 1e6)
@@ -93,7 +93,7 @@ def _limit_sends(connection: multiprocessing.connection.Connection, time_s: floa
 
 
 def kill(process: Process) -> int:
-    """Kills a process, its group and its other descendants; its exit status, which is its own where it had ended."""
+    """Kills a process, its group and its other descendants. Returns its exit status: its own if it had ended."""
     descendants: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         descendants = psutil.Process(process.process.pid).children(recursive=True)
@@ -111,7 +111,7 @@ def kill(process: Process) -> int:
 
 
 def _wait_for(killed: list[psutil.Process]) -> None:
-    """Until processes that are not ours to wait for are gone, or zombies that nobody reaps; a while at most."""
+    """Waits, at most WAIT_S, until killed processes are gone. They are not our children, so a zombie counts as gone."""
     deadline = time.monotonic() + WAIT_S
     while any(map(_is_running, killed)) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,15 +1,22 @@
 """Runs Python code that a model wrote, in a child process with limits.
 
-Limited: wall and CPU time, address space, size of each file, open files, no core dumps. On Linux (x86-64, ARM64) a
-seccomp filter refuses other processes (fork, and exec of children; threads are allowed), sockets of every kind, signals
-to and tracing of other processes, memory outside of the limits, and changes to the machine. Root's capabilities are
-dropped. Landlock (Linux 5.13 and newer) refuses writes outside of the working directory, and the memory, environment
-and open files of other processes. Elsewhere Python's audit hook does what it can. The child gets a fresh working
-directory, which is removed, an environment without the trainer's variables, and is killed with its group.
+Limited: wall and CPU time, address space, size of each file, open files, no core dumps.
 
-This is no security boundary. The child runs as the same user: it reads every file that the user may, the number of its
-files is not limited, and a fault of the kernel or of the interpreter is not guarded against. It keeps a model's
-mistakes (endless loops, fork bombs, huge allocations, downloads) from harming a run; against malice, run the whole
+On Linux (x86-64, ARM64) a seccomp filter refuses:
+
+- other processes (fork, and exec of children; threads are allowed)
+- sockets of every kind
+- signals to and tracing of other processes
+- memory outside of the limits, and changes to the machine
+
+Root's capabilities are dropped. Landlock (Linux 5.13 and newer) refuses writes outside of the working directory, and
+the memory, environment and open files of other processes. Elsewhere Python's audit hook does what it can. The child
+gets an empty working directory, which is removed, and an environment without the trainer's variables. It is killed with
+its group.
+
+This is no security boundary. The child runs as the same user, so it reads every file that the user may. The number of
+its files is not limited, and faults of the kernel or of the interpreter are not guarded against. It keeps a model's
+mistakes (endless loops, fork bombs, huge allocations, downloads) from harming a run. Against malice, run the whole
 trainer in a container or virtual machine that has nothing to lose.
 """
 
@@ -42,7 +49,7 @@ START_S = 1.0  # what starting the interpreter may take beyond the limit
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a program in the sandbox may use."""
+    """The limits of a program in the sandbox."""
 
     time_s: float  # wall time, beside START_S, and CPU time rounded up to whole seconds
     memory_mb: int  # address space
@@ -64,8 +71,8 @@ def run_python(
     """Executes `code`, then `test` in the same names.
 
     With `input` the code is a program: it is __main__, reads `input` and may call sys.exit(0). Without, it is a module
-    with no input and must not exit. `output` is what it wrote to stdout; stderr is dropped.
-    no_seccomp: as on a system that has none.
+    with no input and must not exit. Its stdout is returned; stderr is dropped. no_seccomp: as on a system that has
+    none.
     """
     nonce = secrets.token_hex(16)
     job = {"code": code, "test": test, "nonce": nonce, "limits": dataclasses.asdict(limits), "parent": os.getpid()}
@@ -96,7 +103,7 @@ def run_python(
 
 
 def _wait(child: subprocess.Popen[bytes], results: int, time_s: float) -> tuple[int | None, bytes]:
-    """Exit status (None: time ran out) and what the child wrote to `results`; its group is dead afterwards."""
+    """Returns the exit status (None: time ran out) and what the child wrote to `results`. Its group is dead then."""
     deadline = time.monotonic() + time_s + START_S
     written = b""
     status: int | None = None

@@ -1,11 +1,11 @@
 """The process that runs one test of a completion: sets its own limits, then executes. `mrl.rewards.sandbox` starts it.
 
 Run as `python -I sandbox_child.py JOB_FD RESULT_FD`; imports nothing outside the standard library. It writes the job's
-nonce to RESULT_FD when code and test have run to their end, so that leaving early is no success.
+nonce to RESULT_FD when code and test have run to their end, so leaving early is no success.
 
-Landlock lets it write in its own folder alone, where the kernel has it, and keeps it out of the memory and environment
-of other processes. The filter of system calls is assembled here, since nothing else that is everywhere refuses sockets
-and processes: bwrap needs user namespaces, which containers and clusters often refuse.
+Landlock, if the kernel has it, lets it write in its own folder alone, and keeps it out of the memory and environment of
+other processes. The filter of system calls is assembled here, because nothing else refuses sockets and processes on all
+machines: bwrap needs user namespaces, and containers and clusters often refuse those.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 class SystemCalls:
     """Numbers of system calls on a machine.
 
-    audit: the machine, as a filter sees it. column: its place in REFUSED. own: kill, tgkill and prlimit64, for this
-    process alone (or 0, the same to prlimit64).
+    audit: the machine, as a filter sees it. column: of the machine in REFUSED. own: the numbers of kill, tgkill and
+    prlimit64, which are allowed on this process alone. prlimit64 may name it as 0.
     """
 
     def __init__(self, *, audit: int, clone: int, column: int, own: tuple[int, int, int]) -> None:
@@ -77,7 +77,7 @@ PR_CAPBSET_DROP, CAPABILITIES, CAPABILITY_VERSION_3 = 24, 64, 0x20080522
 
 
 def build_filter(machine: str, pid: int) -> bytes:
-    """Returns a seccomp program (BPF): calls of SYSCALLS fail with EPERM; threads are allowed, processes are not."""
+    """Returns a seccomp program (BPF): refused calls fail with EPERM; threads are allowed, processes are not."""
     table = SYSCALLS[machine]
     program = []
 
@@ -127,7 +127,7 @@ def install_filter() -> bool:
 
 
 def forgo_privileges() -> None:
-    """Drops every capability, which root has: it can then neither trace other processes of root nor mount."""
+    """Drops every capability that root has: it can then neither trace other processes of root nor mount."""
     libc = ctypes.CDLL(None, use_errno=True)
     zero = ctypes.c_ulong(0)
     libc.prctl(PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero)
@@ -137,8 +137,11 @@ def forgo_privileges() -> None:
 
 
 def install_landlock(folder: str) -> bool:
-    """Returns whether the kernel (Linux 5.13 and newer, where Landlock is on) keeps this process to writing in
-    `folder`, and out of the memory and environment of processes that it has not started."""
+    """Returns whether the kernel took a Landlock rule (Linux 5.13 and newer, if it is on).
+
+    It keeps this process to writing in `folder`, and out of the memory and environment of processes that it has not
+    started.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(LANDLOCK_VERSION))
     if version < 1:
@@ -164,8 +167,11 @@ def install_landlock(folder: str) -> bool:
 
 
 class SemLock:
-    """What multiprocessing makes its locks of, for threads alone: those of the system are files of /dev/shm, which
-    Landlock refuses, and `multiprocessing.pool.ThreadPool` has one. There are no other processes to share it with."""
+    """Replaces multiprocessing's locks, for threads alone.
+
+    The system's are files of /dev/shm. Landlock refuses them, and `multiprocessing.pool.ThreadPool` has one. There are
+    no other processes to share it with.
+    """
 
     SEM_VALUE_MAX = 2**31 - 1
     handle, name = 0, None
@@ -219,7 +225,7 @@ class SemLock:
 
 
 def keep_out_of_shared_memory(text: str) -> None:
-    """Makes multiprocessing do without /dev/shm. text: the code; what it needs is not imported for nothing."""
+    """Makes multiprocessing do without /dev/shm. text: the code; modules that it does not name are not imported."""
     with contextlib.suppress(ImportError):
         import _multiprocessing
 
@@ -232,8 +238,10 @@ def keep_out_of_shared_memory(text: str) -> None:
 
 
 def install_audit_hook() -> None:
-    """The best effort where there is no seccomp: Python's own events of sockets and processes raise. Code that calls C
-    (ctypes, an extension) gets around it."""
+    """Makes Python's own events of sockets and processes raise: the best effort without seccomp.
+
+    Code that calls C (ctypes, an extension) gets around it.
+    """
     blocked = (
         "socket.",
         "os.fork",
@@ -254,7 +262,7 @@ def install_audit_hook() -> None:
 
 
 def set_limits(limits: dict) -> None:
-    """Resource limits, hard ones, which also hold for what this process might become."""
+    """Sets resource limits, hard ones: they also hold for what this process might become."""
     cpu_s = max(1, int(-(-limits["time_s"] // 1)))
     memory = limits["memory_mb"] << 20
     file = limits["file_mb"] << 20

@@ -28,16 +28,19 @@ class Scores:
 
 
 def is_binary(values: Sequence[float]) -> bool:
-    """Returns whether all values are 0 or 1, so that their mean is a share, which reads as percent."""
+    """Returns whether all values are 0 or 1: their mean is then a share, and reads as percent."""
     return all(value in (0, 1) for value in values)
 
 
 class Scorer:
     """Holds the pool of processes that score.
 
-    path: where in the config `config` was written. reports: the folder that faults are written to, with completion and
-    traceback; None: they are not. first: samples with the first row of each source of the data. Raises ConfigError
-    where a function cannot be loaded, or, where a fault would stop the run, names a field that one of these rows lacks.
+    - path: the key of `config` in the whole config
+    - reports: the folder for faults, with completion and traceback; None: they are not written
+    - first: samples with the first row of each source of the data
+
+    Raises ConfigError if a function cannot be loaded. If faults stop the run, it also does for a function that names a
+    field missing in one of the `first` rows.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Scorer:
         return Scores(self._totals(values), dict(zip(self.labels, map(tuple, values), strict=True)), tuple(faults))
 
     def _tasks(self, samples: Sequence[Sample]) -> tuple[list[int], list[Task]]:
-        """Returns the calls, by the sample that each begins with and then by function; where each begins."""
+        """Returns the position of each call's first sample, and the calls, sorted by it and then by function."""
         bare = [dataclasses.replace(sample, tokens=()) if sample.tokens else sample for sample in samples]
         tasks: list[tuple[int, Task]] = []
         for function, kind in enumerate(self._pool.kinds):
@@ -116,7 +119,7 @@ class Scorer:
         return f"{line}; correct it, {time_too}or set {self.path}.on_error: zero{kept}"
 
     def _write(self, reports: Sequence[str], position: Position, *, fatal: bool) -> pathlib.Path | None:
-        """Returns the file of a step's faults; None where there is to be none."""
+        """Returns the file of a step's faults; None if there is to be none."""
         if self.reports is None or not (fatal or len(list(self.reports.glob("reward_step_*.txt"))) < REPORTS):
             return None
         self.reports.mkdir(parents=True, exist_ok=True)
@@ -151,7 +154,7 @@ def _parts(samples: Sequence[Sample], scope: Scope) -> list[tuple[Sample, ...]]:
 
 
 def _report(line: str, task: Task, outcome: Outcome) -> str:
-    """Returns a report from which a person sees why a call failed: of a call for many samples the first ones."""
+    """Returns a report that shows a person why a call failed; of a call for many samples the first ones."""
     shown = [
         f"row: {json.dumps(s.row, ensure_ascii=False, default=repr)[:10_000]}\n"
         f"prompt: {json.dumps(s.prompt, ensure_ascii=False, default=repr)[:10_000]}\ncompletion:\n{s.completion}"
@@ -161,13 +164,15 @@ def _report(line: str, task: Task, outcome: Outcome) -> str:
 
 
 def _completion_decides_time(reward: Reward) -> bool:
-    """Returns whether a completion can make the reward hang with no one at fault, so that its timeout is a wrong
-    answer: a regex that backtracks, an expression such as 9**9**9**9."""
+    """Returns whether a completion can make the reward hang with no one at fault; its timeout is then a wrong answer.
+
+    Examples are a regex that backtracks, and an expression such as 9**9**9**9.
+    """
     return isinstance(reward, RegexReward | MathReward)
 
 
 def faults_in_words(faults: Sequence[str], most: int = 3) -> list[str]:
-    """Returns lines for the console: the first faults, and how many more there were."""
+    """Returns lines for the console: the first faults, and the number of others."""
     rest = len(faults) - most
     what = "fault of rewards, which counts as 0" if rest == 1 else "faults of rewards, which count as 0"
     more = [f"and {rest:,} more {what}"] if rest > 0 else []
@@ -175,8 +180,11 @@ def faults_in_words(faults: Sequence[str], most: int = 3) -> list[str]:
 
 
 def metrics(scores: Scores) -> dict[str, float]:
-    """Returns `reward/mean`, `std`, `min` and `max` of the totals, mean and std by label (`reward/gsm8k/mean`),
-    `reward/faults`: how many counted as 0. std is the population's. Of all samples of a step; empty without samples."""
+    """Returns the metrics of all samples of a step; empty without samples.
+
+    They are `reward/mean`, `std` (the population's), `min` and `max` of the totals, and mean and std by label
+    (`reward/gsm8k/mean`). `reward/faults` is how many calls counted as 0.
+    """
     if not scores.totals:
         return {}
     out = {"reward/faults": float(len(scores.faults))}

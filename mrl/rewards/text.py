@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def row_field(row: Row, name: str) -> Any:
-    """Returns `row[name]`; ValueError says that it is null, or which fields there are."""
+    """Returns `row[name]`. Raises ValueError if it is null, or not there; then it lists the fields."""
     if name in row and row[name] is None:
         raise ValueError(f"the row's field {name!r} is null; give it a value")
     if name not in row:
@@ -22,8 +22,10 @@ def row_field(row: Row, name: str) -> Any:
 
 
 def normalize(text: str, *, ignore_case: bool = True, ignore_punctuation: bool = False) -> str:
-    """Unicode NFKC (full-width digits and ligatures become plain), white space runs as one space and none at the ends,
-    case folded; without characters of the Unicode categories P* where punctuation is ignored."""
+    """Returns text in Unicode NFKC (full-width digits and ligatures become plain), case folded.
+
+    White space runs become one space, and none at the ends. Ignored punctuation is the Unicode categories P*.
+    """
     text = unicodedata.normalize("NFKC", text)
     if ignore_case:
         text = unicodedata.normalize("NFKC", text.casefold())
@@ -33,7 +35,7 @@ def normalize(text: str, *, ignore_case: bool = True, ignore_punctuation: bool =
 
 
 def exact_match(prompt: Prompt, completion: str, row: Row, options: ExactMatchReward) -> float:
-    """1 where the completion, or what `extract` finds in it, equals the row's field after `normalize`."""
+    """Returns 1 if the completion, or what `extract` finds in it, equals the row's field after `normalize`; else 0."""
     expected = row_field(row, options.field)
     if options.extract is not None:
         found = list(re.finditer(options.extract, completion))
@@ -46,13 +48,13 @@ def exact_match(prompt: Prompt, completion: str, row: Row, options: ExactMatchRe
 
 
 def regex(prompt: Prompt, completion: str, row: Row, options: RegexReward) -> float:
-    """1 where the pattern matches the whole completion (`full`) or a part of it (`search`)."""
+    """Returns 1 if the pattern matches the whole completion (`full`) or a part of it (`search`), else 0."""
     match = re.fullmatch if options.match == "full" else re.search
     return float(match(options.pattern, completion) is not None)
 
 
 def length(prompt: Prompt, completion: str, row: Row, options: LengthReward) -> float:
-    """1 where minimum <= n <= maximum; outside 1 - distance / slack, at least 0.
+    """Returns 1 if minimum <= n <= maximum; outside 1 - distance / slack, at least 0.
 
     n counts characters or words of the text. Tokens are not offered: a reward sees text, and the punishment of overlong
     completions in tokens is the algorithm's (`mrl.algorithms.shaping`).

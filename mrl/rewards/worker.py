@@ -1,10 +1,9 @@
 """The process that calls reward functions. `mrl.rewards.pool` starts it and speaks with it through a pipe.
 
-From the pool: first a WorkerConfig; then RewardTasks, which are made in their order, each after the one before. More
-are made while those before are running only where all are of async functions. To the pool: first WorkerReady or
-WorkerFailed; then Answers, in the order that the calls end. Those of calls that are made one after another wait for
-each other up to FLUSH_S. The number of the running call is in shared memory, so that the pool knows which call hung or
-crashed.
+The pool sends a WorkerConfig first, then RewardTasks. They are made in their order, each after the one before. Calls of
+async functions alone may run at the same time. The process sends WorkerReady or WorkerFailed first, then Answers in the
+order that the calls end. Answers of consecutive calls wait for each other up to FLUSH_S. The number of the running call
+is in shared memory: it tells the pool which call hung or crashed.
 """
 
 from __future__ import annotations
@@ -202,7 +201,7 @@ class Worker:
             return TaskAnswer(call.number, None, what, traceback=whole_traceback(error))
 
     def failed(self, call: RewardTask, error: BaseException) -> TaskAnswer:
-        """Returns the answer to a call that raised; its traceback goes to the log too, that is standard error."""
+        """Returns the answer to a call that raised. Its traceback goes to the log (standard error) too."""
         what, where = describe(error), whole_traceback(error)
         self.logged += 1
         if self.logged <= MAX_LOGGED:
@@ -213,8 +212,10 @@ class Worker:
 
 
 def die_with(lifeline: int) -> None:
-    """Lets the kernel kill this process and its group when the other end of the pipe `lifeline` closes, that is when
-    the pool's process is gone, even while a function hangs in C."""
+    """Lets the kernel kill this process and its group when the other end of the pipe `lifeline` closes.
+
+    It closes when the pool's process is gone. This works even while a function hangs in C.
+    """
     if sys.platform != "linux":
         return
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
@@ -223,7 +224,7 @@ def die_with(lifeline: int) -> None:
 
 
 def _load(reward: Reward, key: str, first: Sequence[Sample]) -> RewardCall:
-    """Returns the function. Raises ConfigError where it cannot be loaded, or cannot be given a row of `first`."""
+    """Returns the function. Raises ConfigError if it cannot be loaded, or cannot be given a row of `first`."""
     function = load_reward(reward, key)
     if isinstance(reward, FunctionReward):
         for sample in first:
@@ -235,7 +236,7 @@ def _load(reward: Reward, key: str, first: Sequence[Sample]) -> RewardCall:
 
 
 def main(connection_fd: int, lifeline: int, begun_fd: int) -> None:
-    """The worker's whole life."""
+    """Runs the worker's whole life."""
     die_with(lifeline)
     connection = Connection(connection_fd)
     with contextlib.suppress(EOFError, OSError):

@@ -1,11 +1,11 @@
-"""How an actor's adapters come to inference servers that hold its base: all servers have the new ones, or none samples.
+"""Sends an actor's adapters to inference servers that hold its base: all servers get the new ones, or none samples.
 
-Each set of adapters has a name that none had before, and requests name it, so that nothing is overwritten: a server
-that has no adapter of that name answers no request. They go as files in peft's form, in a folder that trainer and
-servers share. Where one server cannot load them, all drop the new name and keep the old one.
+Each set of adapters gets a new name, and requests name it, so nothing is overwritten: a server without that adapter
+answers no request. The adapters go as files in peft's form, in a folder that trainer and servers share. If one server
+cannot load them, all drop the new name and keep the old one.
 
-The same name again (`load_inplace`) would not do: vLLM 0.32.0 keeps that word with the adapter, and reads the files
-anew for every step that it samples (lora/worker_manager.py, `add_adapter`). On the main process alone.
+The same name again (`load_inplace`) would not do. vLLM 0.32.0 keeps that word with the adapter, and then reads the
+files again for every step of sampling (lora/worker_manager.py, `add_adapter`). On the main process alone.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def check_adapter_training(actor: AdapterTraining) -> None:
 
 
 class AdapterWeightSync(WeightSync):
-    """The servers were inspected; constructing it shows that they take the actor's adapters, each kind of module.
+    """Send adapters to inspected servers. Constructing it tries each kind of module that the actor adapts.
 
-    text: ids that they are asked about for that. Raises ConfigError where one does not, and ServerError where one has
-    other weights than those that it was started with.
+    text: token ids to score in that trial. Raises ConfigError if a server does not take the adapters, and ServerError
+    if it has other weights than at its start.
     """
 
     name, why = "adapters", "alone, as files"
@@ -96,7 +96,7 @@ class AdapterWeightSync(WeightSync):
         self._try_each_kind(text)
 
     def _check_start(self, server: Any) -> None:
-        """Refuses a server that can be seen not to do, from what it says of itself and from its files."""
+        """Refuses a server that cannot do it, as its answers and its files show."""
         url, lora = server.http.url, self._actor.lora
         if not server.adapters_on:
             why = f"needs servers that take adapters, and {url} was started without"
@@ -108,25 +108,25 @@ class AdapterWeightSync(WeightSync):
         has = server.version()
         if has != STARTED_ADAPTER and not has.startswith(PREFIX):
             raise server.http.error(
-                f"has weights that a run gave it ({has!r}) in place of those of actor.model.path, which {KEY} adapter "
-                "goes over; start it again"
+                f"has a run's weights ({has!r}) in place of those of actor.model.path, and {KEY} adapter needs them; "
+                "start it again"
             )
         if not _same_base(server.path, self._actor.model):
             raise server.http.error(
-                f"serves {server.path}, whose weights are not those of actor.model.path, which {KEY} adapter goes "
-                "over; start it with that model"
+                f"serves {server.path} with other weights than those of actor.model.path, and {KEY} adapter needs the "
+                "same; start it with that model"
             )
 
     def _forget_others(self, server: Any, but: str | None = None) -> None:
-        """The server drops the adapters of earlier hand-overs, of this run or one before it, whose files go next."""
+        """Drops a server's adapters of earlier weight syncs, also those of an earlier run: their files go next."""
         for name in server.adapter_names():
             if name.startswith(PREFIX) and name != but:
                 server.unload_adapter(name)
 
     def _try_each_kind(self, text: Sequence[int]) -> None:
-        """Has all servers load large adapters of one kind of module after the other, which has to change what they say.
+        """Loads large adapters of one kind of module after the other into all servers; each must change the log-probs.
 
-        vLLM 0.32.0 passes over a module that it cannot adapt with a warning in its log, or none at all.
+        vLLM 0.32.0 skips a module that it cannot adapt, with a warning in its log or none at all.
         """
         generator = torch.Generator().manual_seed(0)
         bases = self._servers.map(lambda s: s.score(text))
@@ -153,7 +153,7 @@ class AdapterWeightSync(WeightSync):
         return ConfigError(KEY, "adapter", f"cannot be with the adapters of {kind} ({why})", fix)
 
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> str:
-        """weights: adapters, as of `BaseEngine.adapter_weights`. They are called as the adapter is."""
+        """Sends adapters, as `BaseEngine.adapter_weights` gives them. The weights get the adapter's name."""
         name, folder = self._written(dict(weights))
         pause(self._servers)
         try:
@@ -181,12 +181,12 @@ class AdapterWeightSync(WeightSync):
         return PREFIX + folder.name, folder
 
     def _drop(self, name: str) -> None:
-        """Servers forget the adapters `name`, which not all of them have, and their files go."""
+        """Drops the adapter `name` from the servers that have it, and removes its files."""
         self._servers.outcomes(lambda s: s.unload_adapter(name))
         self._folders.keep_only(self._old)
 
     def close(self) -> None:
-        """Servers have their base again, and no files are left."""
+        """Drops all adapters from the servers, and removes their files."""
         self._servers.outcomes(self._forget_others)
         self._folders.keep_only(None)
 

@@ -1,8 +1,11 @@
-"""What a library changes of the process that it runs in, kept apart from the trainer's.
+"""Keeps what a library changes of its process apart from the trainer's.
 
-vLLM 0.32.0 in the trainer's process seeds torch, numpy and Python, makes a CUDA stream of its own the current one, sets
-the number of torch's threads and how float32 is multiplied, and (on a CPU) puts LD_PRELOAD and LOCAL_WORLD_SIZE into
-the environment, which every process that the trainer starts would inherit, and replaces torch.set_num_threads.
+In the trainer's process vLLM 0.32.0 changes:
+
+- the seeds of torch, numpy and Python, and the current CUDA stream
+- the number of torch's threads, and how float32 is multiplied
+- on a CPU, LD_PRELOAD and LOCAL_WORLD_SIZE in the environment, so in every process started later
+- torch.set_num_threads: it is replaced
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from mrl.engine.rng import Generators
 class IsolatedState:
     """Keeps what one library changed in the process from everything else.
 
-    variables: of the environment, for the library alone; one that is set already outside of it stays as it is where
-    `defaults` names it.
+    variables: of the environment, for the library alone. defaults: likewise, but a variable that is set already outside
+    stays as it is.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class IsolatedState:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """The process is the library's inside, and the trainer's again afterwards, whatever happens."""
+        """Gives the process to the library while inside, and back to the trainer whatever happens."""
         with self._generators.installed(), self._environment(), self._numpy_state(), _threads(), self._current_stream():
             yield
 
@@ -63,7 +66,7 @@ class IsolatedState:
 
     @contextlib.contextmanager
     def _current_stream(self) -> Iterator[None]:
-        """Each side's work begins after what the other has queued."""
+        """Lets each side's work begin after the work that the other has queued."""
         if self._device.type != "cuda":
             yield
             return
@@ -81,7 +84,7 @@ class IsolatedState:
 
 @contextlib.contextmanager
 def _threads() -> Iterator[None]:
-    """torch's threads, how it multiplies float32, and the dtype of new tensors, as they were."""
+    """Restores torch's threads, how it multiplies float32, and the dtype of new tensors."""
     count, set_count = torch.get_num_threads(), torch.set_num_threads
     precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
     try:
@@ -95,7 +98,7 @@ def _threads() -> Iterator[None]:
 
 
 def _change(variables: Mapping[str, str | None]) -> None:
-    """Sets variables of the environment; None takes one out."""
+    """Sets variables of the environment; None removes one."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)

@@ -1,7 +1,7 @@
 """Samplers of completions, and the trajectories that they are made into.
 
-A rollout is made of trajectories, one for each sample of each prompt. What produces tokens is a `Sampler`: the actor's
-own engine, an inference server, or a replay. Every rank calls it together, with all requests, and gets all completions.
+A rollout is made of trajectories, one for each sample of each prompt. A `Sampler` produces tokens: the actor's own
+engine, an inference server, or a replay. Every rank calls it together, with all requests, and gets all completions.
 """
 
 from __future__ import annotations
@@ -117,28 +117,28 @@ class Sampler(abc.ABC):
 
     @abc.abstractmethod
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Completions in the order of the requests, the same on every rank. Collective."""
+        """Returns completions in the order of the requests, the same on every rank. Collective."""
 
     def for_conversations(self, parts: int) -> list[Sampler]:
-        """Samplers for the conversations of one rollout, which are sampled in `parts`, one for each.
+        """Returns samplers for the conversations of one rollout, one for each of its `parts`.
 
-        Each may keep what it has computed of its conversations until their next turns; what it gives is the same.
+        Each may keep computed state of its conversations until their next turns. The completions are the same.
         """
         return [self] * parts
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:  # noqa: B027 (some have nothing to do)
-        """Takes the actor's new weights, streamed by their Hugging Face names (`engine.hf_weights()`); all or none of
-        them are seen by a later `sample`. Collective. A sampler that reads the actor's own weights has nothing to do.
+        """Takes the actor's new weights, streamed by their Hugging Face names (`engine.hf_weights()`). Collective.
 
-        One that sleeps wakes what holds the weights; the rest of its memory waits for `wake`, so that the actor's is
-        put away in between.
+        A later `sample` sees all or none of them. A sampler that reads the actor's own weights has nothing to do. One
+        that sleeps wakes the memory of its weights alone. The rest waits for `wake`, so the actor's is offloaded in
+        between.
         """
 
     def sleep(self) -> None:  # noqa: B027 (some have nothing to do)
         """Gives the device's memory back until `wake`: training comes next."""
 
     def wake(self) -> None:  # noqa: B027 (some have nothing to do)
-        """Is ready for `sample` again."""
+        """Makes it ready for `sample` again."""
 
     def close(self) -> None:  # noqa: B027 (some have nothing to do)
         """Ends what was started. May be called twice."""
@@ -152,7 +152,7 @@ class TrajectorySource(abc.ABC):
 
     @property
     def exact(self) -> bool:
-        """As `Sampler.exact`."""
+        """Returns `Sampler.exact`."""
         return False
 
     @abc.abstractmethod
@@ -175,7 +175,7 @@ class TrajectorySource(abc.ABC):
         """Begins the sampling of a run that has made so many optimizer steps. Collective."""
 
     def forget(self) -> None:  # noqa: B027 (not every source has something to do)
-        """Removes what is kept for a later start: all is trained on. Collective."""
+        """Removes what is kept for a later start, once all is trained on. Collective."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -183,10 +183,10 @@ class TrajectorySource(abc.ABC):
 
 
 def trajectories_to_batch(trajectories: Sequence[Trajectory]) -> Batch:
-    """Returns a global batch of the trajectories in their order; what trains, and what is counted, is what the policy
-    sampled.
+    """Returns a global batch of the trajectories in their order. The policy's own tokens train and are counted.
 
-    token_fields: "rollout_log_probs" [T] float32, of the sampler, at the token that is sampled there; 0 where none is.
+    token_fields: "rollout_log_probs" [T] float32, the sampler's log-prob of the next token if the policy sampled it,
+    else 0.
     """
     log_probs = [x for t in trajectories for x in t.log_probs[1:]]
     return make_batch(

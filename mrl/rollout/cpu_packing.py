@@ -1,12 +1,13 @@
-"""What vLLM on a CPU computes with after new weights: packed copies, of which it leaves some as they were.
+"""Repacks vLLM's weights on a CPU after new ones have come.
 
-There vLLM 0.32.0 packs a layer's weight when the layer is loaded. Two kinds it does not pack anew, in silence:
+vLLM 0.32.0 computes there with packed copies, which it makes when a layer is loaded. It leaves two kinds stale, in
+silence:
 
-- A tied head has the embedding's parameter and is a layer of its own, to which nothing is loaded: its copy stays old.
-- Experts are packed in place, when the server starts alone (`UnquantizedFusedMoEMethod._setup_kernel`: `if not
-  is_weight_update`): new weights are then read as if they were packed.
+- A tied head has the embedding's parameter and is a layer of its own. Nothing is loaded to it, so its copy stays old.
+- Experts are packed in place if the server starts alone (`UnquantizedFusedMoEMethod._setup_kernel`: `if not
+  is_weight_update`). New weights are then read as if they were packed.
 
-On a GPU nothing is packed. Imported in the servers' environment too, so torch is all that it needs.
+On a GPU nothing is packed. The servers' environment imports this too, so it needs torch alone.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from torch import nn
 
 
 def repack(model: nn.Module) -> None:
-    """Packs the weights that several layers have, and those of experts: once behind each reload that has brought all of
-    them."""
+    """Packs weights that several layers share, and those of experts. Call it once after each whole reload."""
     layers: dict[int, list[Any]] = {}
     for layer in model.modules():
         weight = layer._parameters.get("weight")

@@ -1,11 +1,11 @@
-"""Conversations with a user's environment: one object per trajectory, called on the main process only.
+"""Runs conversations with a user's environment: one object per trajectory, called on the main process only.
 
     class Env:
         def reset(self, row): ...      # None, or a prompt in place of the row's: text or messages
         def step(self, text): ...      # (observation, reward, done)
 
-Either method may be async. Calls are made at the same time, and while the caller does something else: those of a plain
-class in threads, where all calls of an object are made in the same one; those of an async class on one event loop.
+Either method may be async. Calls are made at the same time, and while the caller does something else. A plain class is
+called in threads, each object always in the same one. An async class is called on one event loop.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EnvironmentStep:
 
 
 def load_environment(spec: str, key: str = KEY) -> Callable[[], Any]:
-    """Returns the class that `path.py:Class` names. Raises ConfigError where it is none that can be used."""
+    """Returns the class that `path.py:Class` names. Raises ConfigError if it cannot be used."""
     environment: Any = load_named(spec, key, kind="class")
     name = spec.rpartition(":")[2]
     for method in ("reset", "step"):
@@ -79,10 +79,10 @@ class _EnvironmentCall:
 
 
 class Environments:
-    """The objects of the conversations of one rollout. timeout_s: of one call; the first reset makes the object too.
+    """Hold the objects of the conversations of one rollout.
 
-    Raises RewardError that names `name`, the row and what to do, for an exception, a timeout, or an answer of another
-    form.
+    timeout_s: of one call; the first reset makes the object too. Raises RewardError for an exception, a timeout, or an
+    answer of another form. It names `name`, the row and what to do.
     """
 
     def __init__(self, environment: Callable[[], Any], name: str, *, timeout_s: float) -> None:
@@ -96,7 +96,7 @@ class Environments:
         self._threads: list[queue.SimpleQueue[_EnvironmentCall | None]] = []
 
     def reset(self, prompts: Sequence[Prompt]) -> list[Content | None]:
-        """Begins conversations 0, 1, ..., each with a row; what replaces the prompt of each, or None."""
+        """Begins conversations 0, 1, ..., each with a row. Returns the prompt that replaces each one's own, or None."""
         self._prompts, self._objects = list(prompts), [None] * len(prompts)
         self._start()
         calls = [_EnvironmentCall(i, "reset", copy.deepcopy(prompt.row)) for i, prompt in enumerate(prompts)]
@@ -105,8 +105,7 @@ class Environments:
         return [self._checked(call, self._prompt_of) for call in self._ended(wait=True)[0]]
 
     def begin_steps(self, part: int, turns: Sequence[tuple[int, str]]) -> None:
-        """Gives the policy's turns to the conversations with these numbers, a part of all; `answers` has what comes of
-        it."""
+        """Gives the policy's turns to the conversations with these numbers, a part of all; see `answers`."""
         self._begin(part, [_EnvironmentCall(number, "step", text) for number, text in turns])
 
     def answers(self, *, wait: bool) -> dict[int, list[EnvironmentStep]]:
@@ -131,7 +130,7 @@ class Environments:
     # ------------------------------------------------------------------------------------------------------- calls
 
     def _start(self) -> None:
-        """Threads are daemons: a call that hangs does not keep the process from ending."""
+        """Starts daemon threads: a call that hangs does not keep the process from ending."""
         if self._asynchronous and self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=_serve_loop, args=(self._loop,), name="mrl-environments", daemon=True).start()
@@ -149,7 +148,7 @@ class Environments:
                 self._threads[call.number % len(self._threads)].put(call)
 
     def _ended(self, *, wait: bool) -> dict[int, list[_EnvironmentCall]]:
-        """Takes the parts that have ended from those under way; the first fault, by conversation, is raised."""
+        """Takes the parts that have ended from those under way. Raises the first fault, by conversation."""
         with self._changed:
             while True:
                 self._check_time()
@@ -166,7 +165,7 @@ class Environments:
         return ended
 
     def _check_time(self) -> None:
-        """A call that took too long while nobody waited for it is as wrong as one that is waited for."""
+        """Raises RewardError for a call over its time, also if it was over while nobody waited for it."""
         now = time.monotonic()
         for call in (c for calls in self._under_way.values() for c in calls):
             until = now if call.ended is None else call.ended
@@ -244,7 +243,7 @@ class Environments:
 
 
 def _raised(call: _EnvironmentCall, error: BaseException) -> str:
-    """Returns an exception in words; of a field that the row has not, with those that it has."""
+    """Returns an exception in words. A KeyError for a field of the row lists the row's fields."""
     fault = f"raised {describe(error)}"
     if call.method == "reset" and isinstance(error, KeyError) and error.args[:1] not in [(n,) for n in call.argument]:
         fault += f"; the row has the fields {', '.join(map(str, call.argument)) or 'none'}"
@@ -257,7 +256,7 @@ def _serve_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _content_of(value: Any, what: str) -> Content:
-    """Returns a text as it is, one or more messages as a list of plain data of their own."""
+    """Returns a text as it is, and one or more messages as a list of plain data of their own."""
     if isinstance(value, str):
         return value
     if not isinstance(value, dict | list):

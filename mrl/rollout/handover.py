@@ -1,11 +1,11 @@
-"""How the actor's new weights come to inference servers: all of them, or none samples.
+"""Weight sync to inference servers: all get the actor's new weights, or none samples.
 
-- **disk** (trap 31): they are written whole to a folder that the servers see. Then every server is paused, which ends
-  or refuses what it was sampling; every server loads the folder; only when all have done so does any of them go on.
-  Where one cannot, all load the folder before it again, and one that cannot even do that stays paused.
-- **broadcast**, **ipc** (links.py): every server is paused first. Then buckets of weights go straight into the
-  servers' processes: while one is sent and loaded, the next is gathered. Nothing is kept to go back to: where one
-  server fails, all stay paused, under the name `INCOMPLETE`, until a run hands over whole weights again.
+- **disk**: the weights are written whole to a folder that the servers see. Then every server is paused: its requests
+  end or are refused. Every server loads the folder. When all have done so, they resume. If one cannot, all load the
+  folder before it again; if a server cannot even do that, it stays paused.
+- **broadcast**, **ipc** (links.py): every server is paused first. Then buckets of weights go straight into the servers'
+  processes; while one is sent and loaded, the next is gathered. There are no old weights to go back to. If one server
+  fails, all stay paused under the name `INCOMPLETE`, until a run syncs whole weights again.
 
 No token is sampled from weights that are partly new, either way. On the main process alone.
 """
@@ -40,9 +40,9 @@ LAST_WORDS_S = 5.0
 
 
 class Receiver(abc.ABC):
-    """What an inference server does about new weights; methods raise ServerError.
+    """An inference server as a receiver of new weights; methods raise ServerError.
 
-    `path`: where its own weights came from. Those from `workers` to `leave` are for the links in `links` alone.
+    `path`: where its own weights came from. Methods from `workers` to `leave` are for the links in `links` alone.
     """
 
     path: str
@@ -55,26 +55,26 @@ class Receiver(abc.ABC):
 
     @abc.abstractmethod
     def pause(self) -> None:
-        """Nothing is sampled from when this returns until `resume`."""
+        """Stops sampling until `resume`: nothing is sampled from when this returns."""
 
     @abc.abstractmethod
     def resume(self) -> None: ...
 
     def check_names(self, names: Collection[str]) -> None:  # noqa: B027 (most can take all)
-        """Refuses weights of these names where `load` would not give the model that they are of."""
+        """Refuses weights of these names if `load` would give a wrong model."""
 
     @abc.abstractmethod
     def load(self, path: str, version: str) -> None:
-        """Takes the weights in the folder and forgets what it had computed with others. Only while it is paused."""
+        """Takes the weights in the folder and forgets results of older ones. Only while it is paused."""
 
     @abc.abstractmethod
     def workers(self) -> int:
-        """Returns how many processes a link has to reach."""
+        """Returns the number of processes that a link has to reach."""
 
     def memory_obstacle(self, device: torch.device, *, named: bool) -> str | None:
-        """Returns why its processes do not see memory of `device`, for `ipc` alone; None where they do.
+        """Returns why its processes do not see memory of `device`, for `ipc` alone; None if they do.
 
-        named: `ipc` is asked for by its name, which stands for what a server of this kind does not say.
+        named: `ipc` is asked for by its name. That decides for a server that does not say.
         """
         raise NotImplementedError
 
@@ -84,7 +84,7 @@ class Receiver(abc.ABC):
 
     @abc.abstractmethod
     def join(self, offer: dict[str, Any]) -> None:
-        """Its processes take part in a link, and leave the one before."""
+        """Takes its processes into a link, and out of the one before."""
 
     @abc.abstractmethod
     def begin(self) -> None:
@@ -96,11 +96,11 @@ class Receiver(abc.ABC):
 
     @abc.abstractmethod
     def finish(self, version: str) -> None:
-        """Has all weights, and forgets what it had computed with others."""
+        """Takes the weights as whole, and forgets results of older ones."""
 
     @abc.abstractmethod
     def leave(self) -> None:
-        """Its processes leave the link, also in the middle of a bucket that does not come."""
+        """Takes its processes out of the link, also in the middle of a bucket that does not come."""
 
 
 R = TypeVar("R", bound=Receiver)
@@ -123,13 +123,12 @@ class ServerGroup(Sequence[R], Generic[R]):
         return len(self._servers)
 
     def map(self, call: Callable[[R], T]) -> list[T]:
-        """Returns the results of `call` for each server, made at the same time, when all have ended. Raises the first
-        error.
-        """
+        """Makes `call` for each server at the same time. Returns the results when all have ended, or raises the first
+        error."""
         return [future.result() for future in self._ended(call)]
 
     def outcomes(self, call: Callable[[R], T]) -> list[T | ServerError]:
-        """As `map`, with a ServerError as the result of its server."""
+        """Calls like `map`, with a ServerError as the result of its server."""
         outcomes: list[T | ServerError] = []
         for future in self._ended(call):
             try:
@@ -157,7 +156,7 @@ class ServerGroup(Sequence[R], Generic[R]):
                 self.allow_requests()
 
     def abort_requests(self) -> None:
-        """Ends all requests that are under way, which raise RequestAborted."""
+        """Ends all requests that are under way; they raise RequestAborted."""
         for server in self:
             server.http.abort_requests()
 
@@ -166,7 +165,7 @@ class ServerGroup(Sequence[R], Generic[R]):
             server.http.allow_requests()
 
     def call_within(self, seconds: float, call: Callable[[R], None]) -> None:
-        """Makes `call` for each server, and ends what takes longer; what goes wrong is not looked at."""
+        """Makes `call` for each server, and ends those that take longer. Errors are ignored."""
         with concurrent.futures.ThreadPoolExecutor(len(self)) as pool:
             futures = [pool.submit(call, server) for server in self]
             concurrent.futures.wait(futures, seconds)
@@ -176,9 +175,9 @@ class ServerGroup(Sequence[R], Generic[R]):
     def call_while(self, call: Callable[[R], None], act: Callable[[Callable[[], bool]], None]) -> None:
         """Makes `call` for each server while `act` runs; returns when all have ended. Raises the first error.
 
-        act: is given a function that says whether a server has failed; it ends then, without what the server should
-        have done. Where `act` raises LinkBroken the reason is most likely what a server says of itself, which is waited
-        for a while; then requests that are under way are ended.
+        act: is given a function that says whether a server has failed. It then ends without waiting for the server. If
+        `act` raises LinkBroken, a server most likely knows the reason, so its words are awaited for a while. Then
+        requests that are under way are ended.
         """
         broken: links.LinkBroken | None = None
         with concurrent.futures.ThreadPoolExecutor(len(self)) as pool:
@@ -213,9 +212,9 @@ class WeightSync(abc.ABC):
 
     @abc.abstractmethod
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> str:
-        """All servers have the weights when this returns, and call them what it returns.
+        """Gives all servers the weights, and returns the name by which they call them.
 
-        Reads `weights` to its end whatever happens, since other ranks take part in it. Raises ServerError; then those
+        Reads `weights` to its end whatever happens, because other ranks take part in it. Raises ServerError; then those
         that can be reached have the old weights, or stay paused.
         """
 
@@ -226,9 +225,10 @@ class WeightSync(abc.ABC):
 def make_weight_sync(
     servers: ServerGroup[Any], config: ServerConfig, weights_dir: str, device: torch.device
 ) -> WeightSync:
-    """Returns the way of `config.handover`; the servers were inspected. device: the one that the actor is on.
+    """Returns the way of `config.handover` to inspected servers. device: the one that the actor is on.
 
-    Raises ConfigError where a server does not have that way; `auto` takes what all of them have, on a GPU.
+    `auto` takes the way that all servers have, on a GPU. Raises ConfigError if a server does not have the configured
+    one.
     """
     folders = WeightFolders(weights_dir, bucket_mb=config.bucket_mb)
     chosen, why = _choose(servers, config.handover, device, sleeps=config.sleep)
@@ -238,7 +238,7 @@ def make_weight_sync(
 
 
 def _choose(servers: ServerGroup[Any], asked: str, device: torch.device, *, sleeps: bool) -> tuple[str, str]:
-    """Returns the way, and why it is none that is faster (empty: there is none)."""
+    """Returns the way, and why it is none that is faster ("" if there is none)."""
     if asked == "disk":
         return "disk", "as configured"
     if asked == "auto" and device.type != "cuda":
@@ -260,7 +260,7 @@ def _choose(servers: ServerGroup[Any], asked: str, device: torch.device, *, slee
 
 
 def _obstacle(server: Receiver, way: str, device: torch.device, *, sleeps: bool, named: bool) -> tuple[str, str] | None:
-    """Returns why weights cannot take `way` to a server, and what would help; None where they can.
+    """Returns why weights cannot take `way` to a server, and what would help; None if they can.
 
     named: the way is asked for by its name.
     """
@@ -277,7 +277,7 @@ def _obstacle(server: Receiver, way: str, device: torch.device, *, sleeps: bool,
 
 
 def pause(servers: ServerGroup[Any]) -> None:
-    """Pauses all servers; where one cannot, all go on, and ServerError says why."""
+    """Pauses all servers. If one cannot, all resume, and ServerError says why."""
     try:
         servers.map(lambda s: s.pause())
     except ServerError:
@@ -320,7 +320,7 @@ class DiskWeightSync(WeightSync):
         return folder.name
 
     def _roll_back(self, failed: ServerError) -> ServerError:
-        """Brings the old weights back everywhere. Returns the error to raise."""
+        """Loads the old weights everywhere. Returns the error to raise."""
 
         def back(server: Receiver) -> None:
             server.load(*self._loaded[server])
@@ -347,7 +347,7 @@ class DiskWeightSync(WeightSync):
 
 
 class LinkWeightSync(WeightSync):
-    """name: of links.LINKS."""
+    """Send weights through a link. name: of links.LINKS."""
 
     def __init__(
         self, servers: ServerGroup[Any], name: str, device: torch.device, *, bucket_mb: int, timeout_s: float
@@ -380,7 +380,7 @@ class LinkWeightSync(WeightSync):
         return version
 
     def _joined(self) -> links.Link:
-        """Returns the link, which all servers have joined: at the first hand-over, or the first after an error."""
+        """Returns the link, which all servers have joined: at the first weight sync, or the first after an error."""
         if self._link is not None:
             return self._link
         if self.name == "ipc":
@@ -424,7 +424,7 @@ class LinkWeightSync(WeightSync):
         self._shapes = shapes
 
     def _room(self, link: links.Link, turn: int, size: int) -> Tensor:
-        """As `Link.buffer`. Raises ServerError where there is no memory for it."""
+        """Returns `Link.buffer`. Raises ServerError if there is no memory for it."""
         on_gpu = self._device.type == "cuda"
         no_memory = torch.OutOfMemoryError if on_gpu else RuntimeError  # a CPU's has no type of its own
         try:
@@ -451,7 +451,7 @@ class LinkWeightSync(WeightSync):
         )
 
     def _drop_link(self) -> None:
-        """The servers leave before the trainer does: what it may still wait for ends with their connections."""
+        """Lets the servers leave before the trainer: its own waits end with their connections."""
         link, self._link = self._link, None
         if link is not None:
             link.leave()

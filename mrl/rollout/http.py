@@ -1,4 +1,4 @@
-"""JSON over HTTP to an inference server, with limits: each way to fail is one line that names the server."""
+"""Speaks JSON over HTTP with an inference server, with limits: each failure is one line that names the server."""
 
 from __future__ import annotations
 
@@ -31,8 +31,12 @@ class RequestAborted(Exception):
 
 
 class HttpClient:
-    """One server. url: `http://host:port` or https. timeout_s: longest wait for an answer; a slower one is not asked
-    again. key: names it in messages. secret: is sent as `Authorization: Bearer`, and hidden in messages; "" is none.
+    """A client of one server.
+
+    - url: `http://host:port`, or https
+    - timeout_s: the longest wait for an answer; a slower one is not asked again
+    - key: names the server in messages
+    - secret: sent as `Authorization: Bearer`, and hidden in messages; "" is none
     """
 
     def __init__(self, url: str, *, timeout_s: float, key: str = "rollout.server.urls", secret: str = "") -> None:
@@ -51,14 +55,14 @@ class HttpClient:
         return self._answer("GET", path, None)
 
     def post(self, path: str, body: Any = None, *, tries: int = TRIES) -> Any:
-        """Returns the answer's JSON, None where it has no body. Raises ServerError. May be called from many threads.
+        """Returns the answer's JSON, None if it has no body. Raises ServerError. May be called from many threads.
 
-        tries: 1 for what must not be done twice.
+        tries: 1 for a request that must not be done twice.
         """
         return self._answer("POST", path, body, tries=tries)
 
     def tell(self, path: str, body: Any) -> None:
-        """As `post`, for an answer that is no JSON and says no more than that it was done."""
+        """Posts a request. Its answer is no JSON and only says that it was done."""
         self._answer("POST", path, body, as_json=False)
 
     def own_address(self) -> str:
@@ -79,7 +83,7 @@ class HttpClient:
             return sock.getsockname()[0], sock.getpeername()[0]
 
     def abort_requests(self) -> None:
-        """Ends the requests that are under way, which raise RequestAborted; the server drops its work for them."""
+        """Ends the requests that are under way; they raise RequestAborted, and the server drops its work for them."""
         self._stopped.set()
         with self._lock:
             for connection in self._open:
@@ -152,7 +156,7 @@ class HttpClient:
             raise RequestAborted(self.url)
 
     def error(self, what: str, *, status: int | None = None) -> ServerError:
-        """Returns one line about this server. status: of HTTP, where that is what is wrong."""
+        """Returns an error about this server, in one line. status: of HTTP, if that is wrong."""
         message = " ".join(what.split())
         if self._secret:  # a server may tell it
             message = message.replace(self._secret, "(hidden)")
@@ -168,7 +172,7 @@ def shut(sock: socket.socket) -> None:
 
 
 def words(text: str) -> str:
-    """Returns what a server says, on one line: the message of its error where it has one."""
+    """Returns a server's text on one line: the message of its error if it has one."""
     try:
         content = json.loads(text)
         content = content.get("error", content) if isinstance(content, dict) else content

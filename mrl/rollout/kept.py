@@ -1,5 +1,4 @@
-"""Rollouts on disk from sampling on, so that a run that fails or is killed while it scores goes on from what was
-sampled."""
+"""Keeps rollouts on disk while they are scored: a run that fails or is killed then resumes with the same samples."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ _FIELDS = tuple(f.name for f in dataclasses.fields(Trajectory) if f.name != "pro
 
 
 class KeptRollouts(TrajectorySource):
-    """Another source's trajectories, each list of which is in a file of `folder` until rollouts of later weights come.
+    """Keep another source's trajectories in files of `folder`, until rollouts of later weights come.
 
-    The file is read instead of sampling anew where the same is asked for with the same weights: after as many steps of
-    the same run, or before the first step, and with an equal origin.
+    A file is read instead of sampling again if the same is asked for with the same weights and origin. The weights are
+    the same after as many steps of the same run, or before the first step.
 
-    origin: plain data that what is sampled depends on, beside steps made and prompts; its "environment" is None where
-    there is none. say: shows a line to the user.
+    origin: plain data that samples depend on, besides steps made and prompts. Its "environment" is None if there is
+    none. say: shows a line to the user.
     """
 
     def __init__(
@@ -47,11 +46,11 @@ class KeptRollouts(TrajectorySource):
 
     @property
     def exact(self) -> bool:
-        """As `Sampler.exact`."""
+        """Returns `Sampler.exact`."""
         return self._source.exact
 
     def begin(self, run_id: str, made: int) -> None:
-        """As `TrajectorySource.begin`. Files of later weights go: they will not be trained to the same bits again."""
+        """Begins a run. Files of later weights go: they will not be trained to the same bits again."""
         self._run_id = run_id
         self._on_main(lambda: self._remove_others(made))
         self._source.begin(run_id, made)
@@ -66,7 +65,7 @@ class KeptRollouts(TrajectorySource):
         round: int = 0,
         series: Series = "step",
     ) -> list[Trajectory]:
-        """As `TrajectorySource.sample`."""
+        """Samples as `TrajectorySource.sample` does, or reads a file."""
         made = step if series == "eval" else step - 1
         asked = {
             "made": made, "step": step, "series": series, "round": round, "greedy": greedy, "samples": samples,
@@ -90,14 +89,14 @@ class KeptRollouts(TrajectorySource):
         return trajectories
 
     def forget(self) -> None:
-        """As `TrajectorySource.forget`."""
+        """Removes all files."""
         self._on_main(lambda: self._remove(lambda name: True))
 
     def close(self) -> None:
         self._source.close()
 
     def _digest(self, prompts: Sequence[Prompt]) -> str:
-        """Returns a digest of what is sampled from: tokens, and the rows where an environment is given them.
+        """Returns a digest of the prompts' tokens, and of their rows if an environment gets them.
 
         Otherwise rows are for rewards alone: an answer may be corrected in the data, and the samples are scored by it.
         """
@@ -107,7 +106,7 @@ class KeptRollouts(TrajectorySource):
     def _read(
         self, path: pathlib.Path, asked: Mapping[str, Any], prompts: Sequence[Prompt]
     ) -> tuple[list[Trajectory], float] | None:
-        """Returns the trajectories in a file, and the seconds of sampling them; None where there is no such file."""
+        """Returns the trajectories in a file, and the seconds of sampling them; None if there is no such file."""
         if not path.exists():
             return None
         try:
@@ -128,7 +127,7 @@ class KeptRollouts(TrajectorySource):
     def _write(
         self, path: pathlib.Path, asked: Mapping[str, Any], trajectories: Sequence[Trajectory], seconds: float
     ) -> None:
-        """Whole or not at all; files of other weights go."""
+        """Writes a file whole or not at all, and removes files of other weights."""
         self._remove_others(asked["made"])
         rows = [
             {**{n: getattr(t, n) for n in _FIELDS}, "prompt": {n: getattr(t.prompt, n) for n in _PROMPT_FIELDS}}
@@ -140,7 +139,7 @@ class KeptRollouts(TrajectorySource):
             raise unwritable(str(self._folder.parent), path, error) from error
 
     def _remove_others(self, made: int) -> None:
-        """Files of other weights than those after `made` steps."""
+        """Removes files of other weights than those after `made` steps."""
         wanted = (f"eval_{made:08d}_", *(f"{name}_{made + 1:08d}_" for name in ("step", "baseline")))
         self._remove(lambda name: not name.startswith(wanted))
 

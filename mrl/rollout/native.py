@@ -1,5 +1,4 @@
-"""The actor's own engine as a sampler: there is nothing to hand over, and the policy that samples is the one that
-trains."""
+"""The actor's own engine as a sampler. There is nothing to sync: the policy that samples also trains."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class EngineSampler(Sampler):
 def _any_of(
     seen: Callable[[list[int]], bool] | None, stops: Callable[[list[int]], bool] | None
 ) -> Callable[[list[int]], bool] | None:
-    """Returns what calls both with the new tokens, and ends a completion where one of them does."""
+    """Returns a function that calls both with the new tokens, and ends a completion if either does."""
     if seen is None or stops is None:
         return seen or stops
     return lambda new: any([seen(new), stops(new)])

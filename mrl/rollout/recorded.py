@@ -1,4 +1,4 @@
-"""Replay of saved rollouts (mrl/rollout/samples.py), in place of `Rollouts`: nothing is sampled."""
+"""Replays saved rollouts (mrl/rollout/samples.py), in place of `Rollouts`: nothing is sampled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mrl.rollout.samples import SavedSample, read_samples, samples_path
 
 
 class RecordedRollouts(TrajectorySource):
-    """Gives the trajectories in the folder rollout.path. Raises ConfigError where that is none."""
+    """Gives the trajectories in the folder rollout.path. Raises ConfigError if there is none."""
 
     exact = False
     """Log-probs are those in the file: of the weights that sampled, whatever these were."""
@@ -34,7 +34,7 @@ class RecordedRollouts(TrajectorySource):
         on_main(self._check_folder)
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing: there is nothing to end."""
 
     def sample(
         self,
@@ -46,10 +46,10 @@ class RecordedRollouts(TrajectorySource):
         round: int = 0,
         series: Series = "step",
     ) -> list[Trajectory]:
-        """As `Rollouts.sample`, from the file of that step and series; greedy is what it was when it was saved.
+        """Returns the saved samples of that step and series; `greedy` was decided when they were saved.
 
-        round: in one after the first, a prompt that comes again gets the samples after those that it was given. Raises
-        DataError where the file, a prompt of it or a sample of a prompt is missing, or is of another prompt.
+        round: in later rounds of dynamic sampling, a prompt that comes again gets its next samples. Raises DataError if
+        the file, a prompt of it or a sample of a prompt is missing, or is of another prompt.
         """
         path = samples_path(self._folder, step, series)
         if round == 0 or path != self._path:

@@ -1,11 +1,11 @@
-"""From prompts to trajectories: single completions, or conversations of several turns with a user's environment.
+"""Turns prompts into trajectories: single completions, or conversations of several turns with a user's environment.
 
-A trajectory's tokens are only ever appended to. Those that the policy sampled stay as they were sampled, with mask 1,
-the end token among them; what an environment says follows with mask 0. The same on every rank.
+A trajectory's tokens are only ever appended to. The policy's tokens stay as they were sampled, with mask 1, the end
+token among them. The environment's follow with mask 0. All is the same on every rank.
 
-Conversations are divided into fixed parts. Those of a part that go on are sampled together, a turn of each in a round,
-and answered together; while the environments of one part answer, another is sampled. Which sequences share a forward,
-and with it the last bits of their log-probs, does not depend on how long an environment takes.
+Conversations are divided into fixed parts. In each round of a part, its live conversations are sampled together, one
+turn each, and answered together. While the environments of one part answer, another is sampled. So which sequences
+share a forward, and the last bits of their log-probs, does not depend on how long an environment takes.
 """
 
 from __future__ import annotations
@@ -87,9 +87,11 @@ class _Conversation:
 class Rollouts(TrajectorySource):
     """Samples trajectories as the config says.
 
-    end_tokens: of the model (`mrl.rollout.stops.end_tokens`), beside rollout.stop_tokens. environment: a class for
-    conversations, in place of the one that rollout.environment names. system and max_prompt_length are those of `data`,
-    for prompts that an environment gives. Raises ConfigError where the environment cannot be loaded.
+    - end_tokens: of the model (`mrl.rollout.stops.end_tokens`), besides rollout.stop_tokens
+    - environment: a class for conversations, in place of rollout.environment
+    - system, max_prompt_length: of `data`, for prompts that an environment gives
+
+    Raises ConfigError if the environment cannot be loaded.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class Rollouts(TrajectorySource):
 
     @property
     def exact(self) -> bool:
-        """As `Sampler.exact`."""
+        """Returns `Sampler.exact`."""
         return self._sampler.exact
 
     def sample(
@@ -135,11 +137,10 @@ class Rollouts(TrajectorySource):
         round: int = 0,
         series: Series = "step",
     ) -> list[Trajectory]:
-        """As `TrajectorySource.sample`.
+        """Samples as `TrajectorySource.sample` says.
 
-        Noise follows from (seed, step, the prompt's index, sample), and from what they are for: the series, and the
-        round of dynamic sampling, in which a prompt may come again. A prompt that is there twice gets other samples
-        each time. Raises RewardError for what an environment does wrong.
+        Noise follows from (seed, step, the prompt's index, sample), the series, and the round of dynamic sampling. A
+        prompt that is there twice gets other samples each time. Raises RewardError for what an environment does wrong.
         """
         conversations = self._begin(prompts, step, samples, SERIES * SERIES_NAMES.index(series) + ROUND * round)
         if self._converses:
@@ -149,7 +150,7 @@ class Rollouts(TrajectorySource):
         return [conversation.trajectory() for conversation in conversations]
 
     def _begin(self, prompts: Sequence[Prompt], step: int, samples: int, offset: int) -> list[_Conversation]:
-        """offset: of the sample numbers in the keys."""
+        """Makes the conversations of a rollout. offset: of the sample numbers in the keys."""
         conversations: list[_Conversation] = []
         seen = collections.Counter[int]()
         for prompt in prompts:
@@ -186,7 +187,7 @@ class Rollouts(TrajectorySource):
         )
 
     def _add_turn(self, conversation: _Conversation, completion: Completion) -> None:
-        """A turn of the policy."""
+        """Appends a turn of the policy."""
         assert completion.tokens, f"row {conversation.prompt.where}: the sampler gave a completion without tokens"
         conversation.append(completion.tokens, mask=1, log_probs=completion.log_probs)
         conversation.completed = completion.finished
@@ -209,7 +210,7 @@ class Rollouts(TrajectorySource):
         return self._environments.reset(prompts)
 
     def _set_prompt(self, conversation: _Conversation, given: Content | None) -> None:
-        """The conversation's first prompt: the row's, or what the environment gave instead."""
+        """Sets the conversation's first prompt: the row's, or the environment's instead."""
         try:
             prompt = conversation.prompt
             asked = prompt.conversation if given is None else prompt.with_conversation(given)
@@ -255,7 +256,7 @@ class Rollouts(TrajectorySource):
         return self._environments.answers(wait=wait)
 
     def _goes_on(self, conversation: _Conversation, step: EnvironmentStep) -> bool:
-        """Takes the reward, and the observation where there is a turn of the policy after it."""
+        """Takes the reward, and the observation if a turn of the policy follows. Returns whether one does."""
         conversation.reward = (conversation.reward or 0.0) + step.reward
         conversation.done, answer = step.done, step.observation
         assert conversation.messages is not None and conversation.chat is not None, "the environment was not reset"

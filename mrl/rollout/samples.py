@@ -1,7 +1,7 @@
-"""Rollouts as JSONL that a person can read: one file per rollout, one object per trajectory, keys in reading order.
+"""Writes and reads rollouts as JSONL for people: a file per rollout, an object per trajectory, keys in reading order.
 
-`samples/step_00000012.jsonl` is what was sampled when step 12 was next; `eval_00000012.jsonl` the held-out prompts at
-that time, and `baseline_00000012.jsonl` the greedy completions that remax compares with.
+`samples/step_00000012.jsonl` has the samples for step 12, `eval_00000012.jsonl` those of held-out prompts after it.
+`baseline_00000012.jsonl` has the greedy completions that remax compares with.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NAME = re.compile(rf"({'|'.join(SERIES_NAMES)})_(\d{{8,}})\.jsonl(?:\.gz)?")
 
 @dataclasses.dataclass(frozen=True)
 class SavedSample:
-    """A line of a file. What is not described is as in Trajectory; what is unknown is null."""
+    """A line of a file. Fields without a comment are as in Trajectory; unknown ones are null."""
 
     step: int
     row: str  # file and line of the prompt
@@ -62,7 +62,7 @@ class SavedSample:
 
 
 def samples_path(folder: str, step: int, series: Series = "step") -> str:
-    """Returns the file, compressed where that one is there and the other is not."""
+    """Returns the path of a file: of the compressed one if it is there alone."""
     path = os.path.join(folder, f"{series}_{step:08d}.jsonl")
     return f"{path}{COMPRESSED}" if os.path.exists(f"{path}{COMPRESSED}") and not os.path.exists(path) else path
 
@@ -82,9 +82,11 @@ def write_samples(
 ) -> str:
     """Writes the file of a rollout, whole or not at all, and returns its path. Call it on one process.
 
-    step: the one that is next; of an evaluation the one after which it was made. rewards, advantages: one per
-    trajectory. parts: the same by label of a reward function. token_advantages: of a trajectory those of its tokens,
-    None where each has that of the trajectory. tokens: False leaves out TOKENS.
+    - step: the next one; for an evaluation the one before it
+    - rewards, advantages: one per trajectory
+    - parts: rewards by label of a reward function
+    - token_advantages: a trajectory's by token, None if each token has the trajectory's
+    - tokens: False leaves out TOKENS
     """
     plain = os.path.join(folder, f"{series}_{step:08d}.jsonl")
     path, other = (f"{plain}{COMPRESSED}", plain) if compress else (plain, f"{plain}{COMPRESSED}")
@@ -129,7 +131,7 @@ def write_samples(
 
 
 def _opened(path: str, mode: str, compressed: bool, **how: Any) -> Any:
-    """Opens a file of text; what is compressed holds no time, so that equal samples are equal bytes."""
+    """Opens a file of text. A compressed one holds no time, so equal samples are equal bytes."""
     if not compressed:
         return open(path, mode, encoding="utf-8", **how)  # noqa: SIM115
     if mode == "r":
@@ -138,9 +140,11 @@ def _opened(path: str, mode: str, compressed: bool, **how: Any) -> Any:
 
 
 def bound(folder: str, *, keep: int | None, max_mb: int | None) -> int:
-    """Removes the oldest files of a folder of samples: all but the newest `keep` of a series, and what is too much for
-    `max_mb` (10^6 bytes each); the newest file stays whatever its size. Files of other names are left alone. Returns
-    how many were too much for `max_mb`."""
+    """Removes the oldest files of a folder of samples. Returns how many were too much for `max_mb` (10^6 bytes each).
+
+    Each series keeps its newest `keep` files, and all together at most `max_mb`. The newest file stays whatever its
+    size. Files of other names are left alone.
+    """
     found = [(int(match[2]), match[1], entry) for entry in os.scandir(folder) if (match := _NAME.fullmatch(entry.name))]
     found.sort(key=lambda file: file[:2])
     gone = [] if keep is None else [file for s in SERIES_NAMES for file in [f for f in found if f[1] == s][:-keep]]
@@ -155,7 +159,7 @@ def bound(folder: str, *, keep: int | None, max_mb: int | None) -> int:
 
 
 def read_samples(path: str) -> list[SavedSample]:
-    """Returns the trajectories of a file, in order. Raises DataError with file and line for what is no trajectory."""
+    """Returns the trajectories of a file, in order. Raises DataError with file and line for a wrong one."""
     try:
         with _opened(path, "r", path.endswith(COMPRESSED)) as file:
             lines = file.read().split("\n")
@@ -230,7 +234,7 @@ OPTIONAL: dict[str, Any] = {"conversation": None, "cut_by": None, "advantages": 
 
 
 def _sample(line: str) -> SavedSample:
-    """Raises ValueError: "what is wrong"."""
+    """Returns the sample of a line. Raises ValueError: "what is wrong"."""
     try:
         fields = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:

@@ -1,10 +1,10 @@
 """Inference servers as a sampler: they share the requests, and take new weights all together or not at all.
 
-The main process alone talks to them; every rank gets what it got, errors too. What differs between kinds of servers is
-a `Server`: vllm.py and sglang.py have one each.
+The main process alone talks to them. Every rank gets its answers, errors too. A `Server` is a kind of server: vllm.py
+and sglang.py have one each.
 
-How new weights come to them is in handover.py. Each set of weights has a name, and `sample` asks each server for it
-before and after: one that was started again meanwhile has other weights, and is an error.
+handover.py syncs weights. Each set of weights has a name. `sample` asks each server for it before and after, and
+another name is an error: the server was started again meanwhile.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Probe:
 
 
 class Server(Receiver):
-    """One inference server, as a sampler uses it; methods raise ServerError."""
+    """An inference server, as a sampler uses it; methods raise ServerError."""
 
     @abc.abstractmethod
     def inspect(self, *, sleeps: bool) -> int | None:
-        """Finds out what serves there and refuses what cannot work.
+        """Finds out what serves there and refuses a server that cannot work.
 
-        Returns the longest sequence, None where the server does not say.
+        Returns the longest sequence, None if the server does not say.
         """
 
     def refuse(self, sampling: SamplingParams) -> None:  # noqa: B027 (not every server refuses something)
@@ -78,10 +78,10 @@ class Server(Receiver):
 
 
 class AdapterServer(Server):
-    """A server that was started with its own weights, and takes adapters beside them.
+    """A server that was started with its own weights, and takes adapters besides.
 
-    adapters_on, most_rank: whether it was started to take them, and of which rank at most (None where it does not say);
-    known after `inspect`.
+    adapters_on, most_rank: whether it takes them, and up to which rank (None if it does not say); known after
+    `inspect`.
     """
 
     adapters_on = True
@@ -89,29 +89,29 @@ class AdapterServer(Server):
     how_to_adapt: str  # what a server has to be started with, for adapters
 
     def adapter_names(self) -> list[str]:
-        """Returns the names of the adapters that it has: models behind its own, in the list that OpenAI's API gives."""
+        """Returns the names of its adapters: the models behind its own in the list of OpenAI's API."""
         models = self.http.get("/v1/models")
         with answers_of(self, "/v1/models"):
             return [model["id"] for model in models["data"][1:]]
 
     @abc.abstractmethod
     def score(self, tokens: Sequence[int], *, adapter: str | None = None) -> list[float]:
-        """adapter: as of `complete`."""
+        """Returns log-probs of `tokens[1:]` at temperature 1. adapter: as in `complete`."""
 
     @abc.abstractmethod
     def complete(self, request: SampleRequest, *, adapter: str | None = None) -> Completion:
-        """adapter: the name of one that `load_adapter` gave; None is the model without."""
+        """Returns a completion. adapter: a name given to `load_adapter`; None is the model without."""
 
     @abc.abstractmethod
     def load_adapter(self, name: str, folder: str) -> None:
-        """Takes the adapter of a folder in peft's form, which the server sees under the same path."""
+        """Loads the adapter of a folder in peft's form. The server sees the folder under the same path."""
 
     @abc.abstractmethod
     def unload_adapter(self, name: str) -> None: ...
 
 
 def seed_of(request: SampleRequest) -> int:
-    """63 bits that follow from the request's key and length, so that each sample and each turn has noise of its own."""
+    """Returns 63 bits of the request's key and length: each sample and each turn has noise of its own."""
     return noise_key(request.key, len(request.tokens)) >> 1
 
 
@@ -133,7 +133,7 @@ def common_fields(request: SampleRequest) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def answers_of(server: Server, path: str) -> Iterator[None]:
-    """Turns what goes wrong in reading an answer of `path` into a ServerError."""
+    """Turns an error in reading an answer of `path` into a ServerError."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -144,7 +144,7 @@ def answers_of(server: Server, path: str) -> Iterator[None]:
 
 
 def checked(server: Server, request: SampleRequest, completion: Completion) -> Completion:
-    """Returns `completion` where it is what was asked for; ServerError where a server did something else in silence."""
+    """Returns `completion` if it is as requested; raises ServerError if a server did something else in silence."""
     tokens, log_probs = completion.tokens, completion.log_probs
     what = None
     if not tokens or len(tokens) != len(log_probs) or len(tokens) > request.max_new_tokens:
@@ -168,10 +168,11 @@ class ServerSampler(Sampler):
 
     Collective as any sampler; constructing it is too.
 
-    weights_dir: a folder of this run alone (`mrl.rollout.weights.weights_dir`). max_length: tokens of the longest
-    sequence that will be asked for. adapted: the actor, where `update_weights` gets its adapters alone and servers hold
-    its base; None where it gets all weights. Raises ConfigError or ServerError where a server is not there or not set
-    up for it.
+    - weights_dir: a folder of this run alone (`mrl.rollout.weights.weights_dir`)
+    - max_length: tokens of the longest sequence
+    - adapted: the actor, if `update_weights` gets adapters alone and servers hold the base; None if it gets all weights
+
+    Raises ConfigError or ServerError if a server is not there or not set up for it.
     """
 
     exact = False
@@ -220,7 +221,7 @@ class ServerSampler(Sampler):
 
     @property
     def handover(self) -> str | None:
-        """How weights come to the servers, which `auto` has decided; None on other processes than the main one."""
+        """The name of the weight sync, also of one that `auto` chose; None on other processes than the main one."""
         return None if self._handover is None else self._handover.name
 
     @property
@@ -236,13 +237,14 @@ class ServerSampler(Sampler):
 
     @property
     def _adapter(self) -> str | None:
-        """The adapter that requests name; its name is that of the weights."""
+        """The adapter to name in requests: it has the name of the weights."""
         return None if self._adapted is None else self._version
 
     # --------------------------------------------------------------------------------------------------- completions
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Raises ServerError, or ConfigError for sampling parameters whose log-probs a server does not give."""
+        """Returns completions. Raises ServerError, or ConfigError for parameters whose log-probs a server does not
+        give."""
         assert self._updated, "update_weights comes before sample"
         self.wake()
         return self._on_main(lambda: self._sample(requests))
@@ -283,7 +285,7 @@ class ServerSampler(Sampler):
     # ------------------------------------------------------------------------------------------------------- weights
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """All servers have the new weights when this returns.
+        """Gives all servers the new weights.
 
         After an error (ServerError) those that can be reached have the old ones, or stay paused.
         """
@@ -333,6 +335,6 @@ class ServerSampler(Sampler):
             self._asleep = False
 
     def close(self) -> None:
-        """Removes what was left of hand-overs. The servers go on: they were not started here."""
+        """Removes the files of weight syncs. The servers stay: they were not started here."""
         if self._handover is not None:
             self._handover.close()

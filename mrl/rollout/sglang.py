@@ -2,10 +2,13 @@
 
 Written against the source of SGLang 0.5.23 and not tried against a real server.
 
-**Log-probs** of `/generate` are those at the temperature, before top_k, top_p and min_p, as a trainer needs them; of a
-server that has SGLANG_RETURN_ORIGINAL_LOGPROB set they are those at temperature 1. **Seeds** count only for a server
-that was started with --enable-deterministic-inference. **New weights**: SGLang itself goes back where a load fails, but
-by then to the new folder; so the folder before it is loaded again from here.
+**Log-probs** of `/generate` are those at the temperature, before top_k, top_p and min_p, as a trainer needs them. A
+server with SGLANG_RETURN_ORIGINAL_LOGPROB set gives those at temperature 1.
+
+**Seeds** count only if the server was started with --enable-deterministic-inference.
+
+**New weights**: SGLang itself goes back if a load fails, but to the new folder by then. So the folder before it is
+loaded again from here.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from mrl.rollout.sglang_link import PickledLink
 
 
 def sampling_fields(request: SampleRequest) -> dict[str, Any]:
-    """Returns a request's parameters by SGLang's names; what ends a completion stays in it.
+    """Returns a request's parameters by SGLang's names; the end of a completion stays in it.
 
     The server adds the model's own end tokens to `stop_token_ids`; with `ignore_eos` it stops at none of them.
     """
@@ -113,7 +116,7 @@ class SGLangServer(AdapterServer):
         self._done("/update_weights_from_disk", fields, f"load {path}")
 
     def _done(self, endpoint: str, fields: dict[str, Any], what: str, *, tries: int = TRIES) -> None:
-        """Asks for what the server answers with whether it has done it."""
+        """Posts a request whose answer says whether it was done."""
         answer = self.http.post(endpoint, fields, tries=tries)
         with answers_of(self, endpoint):
             success, message = answer["success"], answer["message"]

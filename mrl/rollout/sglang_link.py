@@ -1,8 +1,8 @@
-"""A link into SGLang servers on the trainer's machine: CUDA IPC, in the form that /update_weights_from_tensor takes.
+"""Links to SGLang servers on the trainer's machine: CUDA IPC, in the form that /update_weights_from_tensor takes.
 
-Each process of a server gets a pickle of its own, as SGLang's `MultiprocessingSerializer` makes it: the standard
-library's ForkingPickler with torch's reductions, which say where a tensor of a GPU is and not what is in it. SGLang
-0.5.23 unpickles names from a list alone (`SafeUnpickler`), so there is nothing of mrl in it. SGLang need not be
+Each process of a server gets a pickle of its own, as SGLang's `MultiprocessingSerializer` makes it. That is the
+standard library's ForkingPickler with torch's reductions: they say where a tensor of a GPU is, without its content.
+SGLang 0.5.23 unpickles names from a list alone (`SafeUnpickler`), so there is nothing of mrl in it. SGLang need not be
 installed here.
 """
 
@@ -33,15 +33,18 @@ class PickledLink(links.Link):
         return [{"protocol": links.PROTOCOL, "link": "ipc"}] * len(self._workers)
 
     def buffer(self, turn: int, size: int) -> Tensor:
-        """Returns a new one each time. A server answers when one of its processes has loaded a bucket, while the
-        others may still read it; torch keeps the memory until all processes have let go of it."""
+        """Returns a new buffer each time, because processes may still read the one before.
+
+        A server answers when one of its processes has loaded a bucket. torch keeps the memory until all have let go of
+        it.
+        """
         return self._make(turn, size)
 
     def describe(self, bucket: links.Bucket) -> list[dict[str, Any]]:
         return [{"pickles": [_pickled(bucket) for _ in range(workers)]} for workers in self._workers]
 
     def send(self, bucket: links.Bucket, given_up: Callable[[], bool]) -> None:
-        """The bucket is where the servers read it."""
+        """Does nothing: the bucket is where the servers read it."""
 
 
 def _pickled(bucket: links.Bucket) -> str:
@@ -62,7 +65,7 @@ def _pickled(bucket: links.Bucket) -> str:
 
 class _Pickler(ForkingPickler):
     def reducer_override(self, value: object) -> Any:
-        """Names a tensor's GPU by its UUID, which SGLang looks up: its number may be that of another one there."""
+        """Names a tensor's GPU by its UUID, for SGLang to look up: another GPU may have its number there."""
         if not isinstance(value, Tensor):
             return NotImplemented
         rebuild, arguments = reductions.reduce_tensor(value)

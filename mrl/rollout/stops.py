@@ -1,4 +1,4 @@
-"""The ends of a completion: the model's own end tokens, those of its chat template, and texts."""
+"""Finds the end of a completion: the model's own end tokens, those of its chat template, and texts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ class EndTokens:
     def of(
         cls, folder: str, tokenizer: PreTrainedTokenizerBase, encoders: Sequence[Encoder] | None = None
     ) -> EndTokens:  # fmt: skip
-        """encoders: with the chat templates that the model is asked or trained with; None: with the tokenizer's."""
+        """Returns a model's end tokens.
+
+        encoders: with the chat templates that the model is asked or trained with; None: with the tokenizer's.
+        """
         encoders = [Encoder(tokenizer, "all")] if encoders is None else encoders
         own = end_tokens(folder, tokenizer)
         ids = frozenset[int]().union(*(encoder.turn_ends().end_tokens for encoder in encoders))
@@ -52,7 +55,7 @@ class EndTokens:
         return tuple(sorted(self.own + self.added))
 
     def notes(self, tokenizer: PreTrainedTokenizerBase, use: str) -> list[str]:
-        """Returns what is said of the added ones. use: what they do here, in words."""
+        """Returns lines on the added ones. use: their use here, in words."""
         if not self.added:
             return []
         named = " and ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.added)
@@ -62,9 +65,9 @@ class EndTokens:
 class StopTexts:
     """Whether the last of a completion's tokens completes a stop text, in the decoded tokens (special ones too).
 
-    Called after each token it decodes only so many tokens as may hold the longest text, from one on that is whole
-    characters by itself: what a tokenizer makes of the tokens from there on does not depend on those before, but for a
-    space that some leave out at the start. A character whose bytes are not all there yet completes nothing.
+    Called after each token, it decodes the last tokens alone. They may hold the longest text, and begin with a token
+    that is whole characters by itself. A tokenizer decodes the tokens from there on without regard to earlier ones,
+    except for a space that some leave out at the start. A character completes nothing until all its bytes are there.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
@@ -73,7 +76,10 @@ class StopTexts:
         self._whole: dict[int, bool] = {}  # a fact of the vocabulary, looked up once per token
 
     def __call__(self, new: Sequence[int]) -> bool:
-        """new: the completion's ids so far. True where its text has a stop text that it had not one token before."""
+        """Returns whether the text of `new` has a stop text that the text without its last token has not.
+
+        new: the completion's ids so far.
+        """
         start, whole = len(new) - 1, 0
         while start > 0 and whole <= self._longest:
             start -= 1

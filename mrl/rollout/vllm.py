@@ -1,10 +1,9 @@
-"""vLLM: its OpenAI-compatible server as a sampler, or its engine inside the trainer's process (see
-docs/rollout-servers.md).
+"""vLLM as a sampler: its OpenAI-compatible server, or its engine in the trainer's process (docs/rollout-servers.md).
 
-**Log-probs.** A trainer needs log_softmax(logits / temperature), before top_k, top_p and min_p. vLLM gives either
-(`--logprobs-mode`) `raw_logprobs`, before the temperature too, or `processed_logprobs`, after the temperature and all
-filters. So raw_logprobs is right at temperature 1, processed_logprobs without filters, and with both a temperature and
-filters neither is: that is refused. Written against and tried with vLLM 0.32.0.
+**Log-probs.** A trainer needs log_softmax(logits / temperature), before top_k, top_p and min_p. `--logprobs-mode` has
+two choices. `raw_logprobs` are before the temperature too, so they are right at temperature 1. `processed_logprobs` are
+after the temperature and all filters, so they are right without filters. With both a temperature and filters neither is
+right: that is refused. Written against and tried with vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ MIN_TEMPERATURE = 0.01  # vLLM raises what is below it, with no more than a warn
 
 
 def refuse(sampling: SamplingParams, mode: str, key: str, where: str) -> None:
-    """Raises ConfigError where `mode` does not give the log-probs that a trainer needs. key, where: name the engine."""
+    """Raises ConfigError if `mode` gives other log-probs than a trainer needs. key, where: name the engine."""
     temperature = sampling.temperature
     filters = {"top_k": (sampling.top_k, 0), "top_p": (sampling.top_p, 1.0), "min_p": (sampling.min_p, 0.0)}
     used = [f"rollout.{name} {value:g}" for name, (value, off) in filters.items() if value != off]
@@ -62,9 +61,8 @@ def refuse(sampling: SamplingParams, mode: str, key: str, where: str) -> None:
 def sampling_fields(request: SampleRequest) -> dict[str, Any]:
     """Returns a request's parameters by vLLM's names.
 
-    All are set: a server takes others from the model's generation_config.json.
-
-    The end tokens are those of the request and no others, and what ends a completion stays in it.
+    All are set: a server takes others from the model's generation_config.json. The end tokens are those of the request
+    and no others, and the end of a completion stays in it.
     """
     sampling = request.sampling
     return {
@@ -155,15 +153,18 @@ class VLLMServer(AdapterServer):
             if error.status != 404 or "Not Found" not in str(error):  # another model's name is NotFoundError
                 raise
             raise self.http.error(
-                "completes no text: vLLM takes a model for one that does not where its config.json has no "
-                '`architectures`, as ["Qwen3ForCausalLM"]; add it, and start the server again'
+                "completes no text, as vLLM reads its model: the config.json has no `architectures`, as "
+                '["Qwen3ForCausalLM"]; add it, and start the server again'
             ) from None
         with answers_of(self, "/v1/completions"):
             return answer["choices"][0]
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Where it has the name it forgets that first. With `load_inplace` vLLM 0.32.0 would read the files again for
-        every step that it samples (lora/worker_manager.py, `add_adapter`)."""
+        """Loads an adapter. If the server has the name, it forgets that first.
+
+        With `load_inplace` vLLM 0.32.0 would read the files again for every step of sampling (lora/worker_manager.py,
+        `add_adapter`).
+        """
         adapter = {"lora_name": name, "lora_path": folder}
         try:
             try:
@@ -201,7 +202,7 @@ class VLLMServer(AdapterServer):
         self._begin_anew(version)
 
     def _begin_anew(self, version: str) -> None:
-        """Forgets what was computed with other weights, and calls those that it has `version`."""
+        """Forgets results of older weights, and calls the present ones `version`."""
         reset = self.http.post("/reset_prefix_cache")
         with answers_of(self, "/reset_prefix_cache"):
             if reset["success"] is not True:

@@ -1,14 +1,14 @@
 """vLLM's engine inside the trainer's processes, on the devices that train (docs/rollout-servers.md).
 
-Every process runs vLLM's executor `external_launcher`, as those of verl and TRL do: `rollout.server.tp` processes one
-after the other make one engine, whose parts run the same requests in step, and each engine samples its share of them.
-vLLM finds the trainer's process group and makes its own groups inside it.
+Every process runs vLLM's executor `external_launcher`, as verl and TRL do. `rollout.server.tp` consecutive processes
+make one engine, and its parts run the same requests in step. Each engine samples its share of the requests. vLLM finds
+the trainer's process group and makes its own groups inside it.
 
-On a GPU the engine and the trainer take turns. vLLM measures the free memory when it starts, so the engine is made
-before any role builds its model, and sleeps at once. It sleeps at level 2, which keeps no weights: they come anew
-before it samples, and at level 1 every process would hold a copy of its engine's on the host. (vLLM keeps the model's
-buffers itself.) A hand-over wakes what holds the weights and takes them tensor by tensor, with nothing else on the
-device but the actor's own; the KV cache is woken after those were put away.
+On a GPU the engine and the trainer take turns. vLLM measures the free memory when it starts. So the engine is made
+before any role builds its model, and sleeps at once. It sleeps at level 2, without weights: new ones come before it
+samples. At level 1 every process would hold a copy of its engine's weights on the host. vLLM keeps the model's buffers
+itself. A weight sync wakes the memory of the weights and takes them tensor by tensor, with the actor's
+alone beside them on the device. The KV cache is woken after the actor's were offloaded.
 
 It needs vLLM in the environment that mrl is in. Tried with vLLM 0.32.0 on CPUs; on GPUs it is untried.
 """
@@ -45,11 +45,15 @@ AFTER_A_FAILED_LOAD = 1
 
 
 class VLLMSampler(Sampler):
-    """path: the model's folder. dtype: "bfloat16" or "float32". temperature: of the requests, which decides what
-    log-probs vLLM is asked to give. max_length: tokens of the longest sequence. device: the one that this process
-    trains on.
+    """Completions from vLLM's engine in the trainer's processes. Making one is collective.
 
-    The processes have joined. Making one is collective. On a CPU sleeping and waking free nothing.
+    - path: the model's folder
+    - dtype: "bfloat16" or "float32"
+    - temperature: of the requests; it decides the kind of log-probs
+    - max_length: tokens of the longest sequence
+    - device: the one that this process trains on
+
+    The processes have joined. On a CPU sleeping and waking free nothing.
     """
 
     exact = False
@@ -96,7 +100,7 @@ class VLLMSampler(Sampler):
         return True
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Raises ConfigError for sampling parameters whose log-probs vLLM does not give."""
+        """Returns completions. Raises ConfigError for sampling parameters whose log-probs vLLM does not give."""
         for sampling in {request.sampling for request in requests}:
             refuse(sampling, self._mode, "rollout.backend", "vllm inside the trainer")
         self.wake()
@@ -170,8 +174,7 @@ class VLLMSampler(Sampler):
     def wake(self) -> None:
         """Makes the engine ready for `sample`.
 
-        Raises ServerError, on every rank, where the weights have not come since it slept, or where there is no memory
-        for the KV cache.
+        Raises ServerError, on every rank, if no weights have come since it slept, or the KV cache has no memory.
         """
         if not self._whole:
             raise ServerError("rollout.backend: vLLM inside the trainer has no weights: they were not handed over")
@@ -190,13 +193,13 @@ class VLLMSampler(Sampler):
         )
 
     def _wake(self, tag: str) -> None:
-        """Wakes what vLLM has under a tag, where it sleeps. Call it in `self._apart.inside()`."""
+        """Wakes vLLM's memory of a tag, if it sleeps. Call it in `self._apart.inside()`."""
         if tag not in self._awake:
             self._engine.wake_up(tags=[tag])
             self._awake.add(tag)
 
     def _agree(self, why: str | None, what: str, fix: str) -> None:
-        """Raises ServerError on every rank where `why` is not None on one; nothing is sampled any more then."""
+        """Raises ServerError on every rank if `why` is not None on one; nothing is sampled any more then."""
         for rank, reason in enumerate(self._ranks.gather(why)):
             if reason is not None:
                 self._whole = False
@@ -205,7 +208,7 @@ class VLLMSampler(Sampler):
     def close(self) -> None:
         """Ends the engine and its process groups; collective.
 
-        While an error ends the run they are left to the end of the process: others may be gone that a group waits for.
+        While an error ends the run, they are left to the end of the process: a group may wait for others that are gone.
         """
         engine = self.__dict__.pop("_engine", None)
         if engine is None or sys.exc_info()[0] is not None:
@@ -254,9 +257,9 @@ def _import_vllm(gpu: bool) -> Any:
 
 @contextlib.contextmanager
 def _own_shared_memory(ranks: RankGroup) -> Iterator[None]:
-    """An engine that is made inside has shared memory (of a CPU) that no other run has, and leaves none behind.
+    """Gives an engine that is made inside shared memory of its own (on a CPU), and leaves none behind.
 
-    Under `external_launcher` vLLM 0.32.0 calls it alike in every run, and cannot start where one was killed.
+    Under `external_launcher` vLLM 0.32.0 names it alike in every run, and cannot start if one was killed.
     """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Launcher
 
@@ -279,7 +282,7 @@ def _own_shared_memory(ranks: RankGroup) -> Iterator[None]:
 
 
 def _end_groups() -> None:
-    """Ends the process groups of vLLM's own."""
+    """Ends vLLM's own process groups."""
     from vllm import envs
     from vllm.distributed import parallel_state as state
 
@@ -295,10 +298,10 @@ def _end_groups() -> None:
 
 
 def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Runs in vLLM's worker: loads `weights`, which must be all that the model has.
+    """Loads `weights` in vLLM's worker; they must be all that the model has.
 
-    vLLM itself would go on without some of them with no more than a warning, and what sleep has thrown away is noise.
-    Raises RuntimeError where some are missing, and where the model's `load_weights` does not return what it has loaded.
+    vLLM itself would only warn of missing ones, and what sleep has thrown away is noise. Raises RuntimeError if some
+    are missing, and if the model's `load_weights` does not return what it has loaded.
     """
     model = worker.model_runner.get_model()
     wanted = {name for name, _ in model.named_parameters()}

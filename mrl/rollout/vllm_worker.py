@@ -1,4 +1,4 @@
-"""The part of a hand-over that runs in vLLM's processes, in vLLM's environment: torch and vllm are all it imports.
+"""The part of a weight sync in vLLM's processes, in vLLM's environment: it imports torch and vllm alone.
 
     PYTHONPATH=MRL VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server ... \\
         --worker-extension-cls mrl.rollout.vllm_worker.Worker --weight-transfer-config '{"backend": "mrl"}'
@@ -26,14 +26,14 @@ BACKEND = "mrl"
 
 @dataclasses.dataclass
 class LinkOffer(WeightTransferInitInfo):
-    """offer: as of `links.Link.offers`."""
+    """An offer of `links.Link.offers`."""
 
     offer: dict[str, Any]
 
 
 @dataclasses.dataclass
 class WeightUpdate(WeightTransferUpdateInfo):
-    """bucket: as of `links.Link.describe`."""
+    """A bucket, as `links.Link.describe` returns it."""
 
     bucket: dict[str, Any]
 
@@ -56,7 +56,7 @@ class Engine(WeightTransferEngine[LinkOffer, WeightUpdate]):
         layerwise.initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As vLLM's own, which waits for an accelerator; `LinkReceiver.receive` has waited."""
+        """Takes a bucket. vLLM's own method waits for an accelerator; `LinkReceiver.receive` has waited."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -70,7 +70,7 @@ class Engine(WeightTransferEngine[LinkOffer, WeightUpdate]):
         self._loaded |= set(loaded)
 
     def finish_weight_update(self) -> None:
-        """Raises RuntimeError where a parameter has got nothing: vLLM itself would go on with the old one."""
+        """Raises RuntimeError if a parameter has got nothing: vLLM itself would keep the old one."""
         if self._end is not None:
             self._end.rest()
         layerwise.finalize_layerwise_reload(self.model, self.model_config)
@@ -87,7 +87,7 @@ class Engine(WeightTransferEngine[LinkOffer, WeightUpdate]):
 
 
 def forget_parts(model: Any, model_config: Any) -> None:
-    """Forgets the parts of layers that an update which broke off has left, which would be loaded for new ones."""
+    """Forgets the parts of layers from an update that broke off; they would be loaded for new ones."""
     broken_off = False
     for layer in model.modules():
         info = layerwise.get_layerwise_info(layer)
@@ -99,14 +99,14 @@ def forget_parts(model: Any, model_config: Any) -> None:
 
 
 class Worker:
-    """What vLLM's workers can do besides, over /collective_rpc."""
+    """Further methods of vLLM's workers, over /collective_rpc."""
 
     weight_transfer_engine: Any
     model_runner: Any
     _weight_update_active: bool
 
     def mrl_reload(self, weights_path: str) -> None:
-        """vLLM's `reload_weights`, and what it leaves out (cpu_packing.py)."""
+        """Calls vLLM's `reload_weights`, and repacks what it leaves stale (cpu_packing.py)."""
         model = self.model_runner.get_model()
         forget_parts(model, self.model_runner.model_config)
         self.model_runner.reload_weights(weights_path=weights_path)
@@ -116,7 +116,7 @@ class Worker:
         return links.place()
 
     def mrl_leave(self) -> None:
-        """Leaves the trainer's link, also in the middle of an update, which a trainer that was killed did not end."""
+        """Leaves the trainer's link, also in the middle of an update that a killed trainer did not end."""
         if self.weight_transfer_engine is not None:
             self.weight_transfer_engine.shutdown()
         self._weight_update_active = False

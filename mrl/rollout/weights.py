@@ -1,8 +1,7 @@
-"""Weights on their way to inference servers: a folder of safetensors files for each hand-over, that trainer and servers
-share.
+"""Writes weights for inference servers: for each weight sync a folder of safetensors files that they share.
 
-A folder gets a name that none had before, so that no server reads what it has cached of another one. Folders are kept
-for as long as a server may have to go back to them.
+Each folder gets a new name, so no server reads cached files of another one. Folders are kept for as long as a server
+may have to go back to them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def weights_dir(config: ServerConfig, output_dir: str) -> str:
-    """Returns the folder of a run's weights alone: below `weights_dir` where it is set, else in `output_dir`."""
+    """Returns the folder of a run's weights alone: below `weights_dir` if it is set, else in `output_dir`."""
     output_dir = os.path.abspath(output_dir)
     if config.weights_dir is None:
         return os.path.join(output_dir, "rollout_weights")
@@ -54,8 +53,8 @@ class WeightFolders:
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[pathlib.Path, Shapes]:
         """Returns a new folder with all of `weights`, and their shapes.
 
-        Holds one bucket of them in memory (or one tensor, where it is larger). Where it cannot be written `weights` is
-        read to its end all the same, since other ranks are in it too, and ServerError says why.
+        Holds one bucket of them in memory (or one tensor, if it is larger). If the folder cannot be written, `weights`
+        is still read to its end, because other ranks are in it too. Then ServerError says why.
         """
         folder = self.new()
         writer = _Writer(folder, self._bucket_bytes)
@@ -69,7 +68,7 @@ class WeightFolders:
         return folder, writer.shapes
 
     def new(self) -> pathlib.Path:
-        """Returns a folder that is not there yet, of a name that none had before."""
+        """Returns a folder that is not there yet, with a new name."""
         self._count += 1
         return self.root / f"{self._count:08d}-{secrets.token_hex(4)}"
 
@@ -80,7 +79,7 @@ class WeightFolders:
         )
 
     def keep_only(self, folder: pathlib.Path | None) -> None:
-        """Removes all others."""
+        """Removes all other folders."""
         if self.root.is_dir():
             for other in self.root.iterdir():
                 if _FOLDER.fullmatch(other.name) and other != folder:
@@ -88,7 +87,7 @@ class WeightFolders:
 
 
 def _why_not(act: Callable[[], None]) -> OSError | None:
-    """Returns the OSError that `act` raises; None where it succeeds."""
+    """Returns the OSError of `act`; None if it succeeds."""
     try:
         act()
     except OSError as error:
@@ -133,7 +132,7 @@ class _Writer:
 
 
 class DrainedStream:
-    """A stream of weights that is read to its end whatever becomes of its reader: other ranks take part in it.
+    """A stream of weights that is read to its end whatever happens to its reader: other ranks take part in it.
 
     broken: it failed itself.
     """

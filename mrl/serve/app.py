@@ -1,7 +1,7 @@
-"""The HTTP side of the server: who may ask, how much, and what a mistake is answered with.
+"""Serves HTTP: who may ask, how much, and the answer to a mistake.
 
-Starlette gives routing and streaming, and uvicorn the server: small, well kept, and enough, as what a client sends is
-checked here by hand. Nothing that arrives is unpickled or run.
+Starlette gives routing and streaming, and uvicorn the server. They are small, well kept, and enough, because what a
+client sends is checked here by hand. Nothing that arrives is unpickled or run.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ClientRequest:
         return self.request.path_params
 
     async def read_by(self, read: Callable[..., T], *args: Any) -> T:
-        """Calls what reads the request, on another thread where its body is long: nobody else waits for it."""
+        """Calls `read` on the request. A long body is read on another thread, so nobody else waits for it."""
         if len(self.body) <= SHORT_BYTES:
             return read(*args)
         return await run_in_threadpool(read, *args)
@@ -89,7 +89,10 @@ class ClientRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Auth:
-    """Check who may ask, and how much. key: None where nobody needs one, who asks this machine by a name of its own."""
+    """Check who may ask, and how much.
+
+    key: None if nobody needs one; then a client must name this machine by a loopback address.
+    """
 
     key: str | None
     max_bytes: int
@@ -151,7 +154,7 @@ def _key_of(request: Request) -> str:
 
 
 def route(method: str, path: str, handler: Handler, auth: Auth) -> Route:
-    """Returns a route whose handler sees what Auth lets in; its mistakes are answered in one line."""
+    """Returns a route. Its handler sees the requests that Auth lets in, and its mistakes are answered in one line."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -192,10 +195,11 @@ def json_result(value: Any) -> Result:
     return Result(json.dumps(value).encode())
 
 
-def make_retrieve_handler(request_queue: RequestQueue, what_became_of: Callable[[str], UserError]) -> Handler:
+def make_retrieve_handler(request_queue: RequestQueue, model_status: Callable[[str], UserError]) -> Handler:
     """Returns the handler of /retrieve_future: it holds the request until the future is done, for HOLD_S at most.
 
-    what_became_of: says of a model whose future is not known why it is not, and what to do."""
+    model_status: says why a future of a model is not known, and what to do.
+    """
 
     async def retrieve(request: ClientRequest) -> Response:
         id = request.json.get("request_id")
@@ -205,7 +209,7 @@ def make_retrieve_handler(request_queue: RequestQueue, what_became_of: Callable[
             future = request_queue.find(id)
         except FutureExpired:
             if model := id.partition(MODEL_SEPARATOR)[2]:
-                return Response(error_result("server", one_line(str(what_became_of(model)), 400)).body, media_type=JSON)
+                return Response(error_result("server", one_line(str(model_status(model)), 400)).body, media_type=JSON)
             raise RequestError(410, f"there is no promise {id[:40]} here (any more)") from None
         loop, done = asyncio.get_running_loop(), asyncio.Event()
         when_done = functools.partial(_set, loop, done)
@@ -227,8 +231,10 @@ def _set(loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Returns the socket of an address, which nobody else can listen on from now. What comes before a server answers
-    there waits. Raises UserError."""
+    """Returns the socket of an address. Nobody else can listen there from now on.
+
+    Requests wait on it until a server answers. Raises UserError.
+    """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         made = socket.create_server((host, port), family=family, backlog=2048)
@@ -241,8 +247,10 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def raise_file_limit() -> None:
-    """Lets this process have MAX_FILES open, where it may: a client has a connection for each of up to 2,000 samples,
-    and many systems begin with 1,024."""
+    """Lets this process open MAX_FILES files, if the system allows it.
+
+    A client has a connection for each of up to 2,000 samples, and many systems begin with 1,024.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -250,7 +258,7 @@ def raise_file_limit() -> None:
 
 
 def _is_fault(record: logging.LogRecord) -> bool:
-    """Returns whether a line of uvicorn's is worth one: a stream that nobody reads is broken off at the end."""
+    """Returns whether a line of uvicorn's is worth logging: at the end, unread streams are broken off."""
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
@@ -284,8 +292,7 @@ class HTTPServer:
         self.thread.start()
 
     def stop(self) -> None:
-        """Ends after the answers that are on their way. A request that takes longer, as an upload, is told to come
-        again."""
+        """Ends after the answers that are on their way. A longer request, such as an upload, is told to come again."""
         self.server.should_exit = True
         self.thread.join(ENDING_S)
         with contextlib.suppress(RuntimeError):  # the loop has ended

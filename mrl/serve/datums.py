@@ -1,4 +1,4 @@
-"""From a client's data to a batch of the engine, and from its predictions to the client's answer.
+"""Turns a client's data into a batch of the engine, and the engine's predictions into the client's answer.
 
 Position `i` of a datum's input predicts its `target_tokens[i]`: the client has shifted, as `mrl.batch` does.
 
@@ -31,7 +31,7 @@ _TARGETS = "target_tokens"
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a datum may be."""
+    """The bounds that a datum must keep."""
 
     vocab_size: int
     length: int  # positions
@@ -52,7 +52,7 @@ class PassRequest:
 
 
 def read_call(body: bytes) -> PassRequest:
-    """Returns what a client sent. Raises UserError where it is no such message."""
+    """Returns the request of a body. Raises UserError if it is no such message."""
     try:
         sent = messages.ForwardBackwardRequest.FromString(body)
     except DecodeError:
@@ -74,7 +74,7 @@ def _loss_of(call: PassRequest) -> Loss:
 
 
 def options_of(call: PassRequest) -> dict[str, float]:
-    """Returns all options of the loss, those that the client left out with their defaults. Raises UserError."""
+    """Returns all options of the loss; one that the client left out has its default. Raises UserError."""
     known = _loss_of(call).options
     for key, value in call.given.items():
         if key not in known:
@@ -86,9 +86,9 @@ def options_of(call: PassRequest) -> dict[str, float]:
 
 
 def batch_of(call: PassRequest, limits: Limits) -> Batch:
-    """Returns the data of a call, whose loss is not divided by anything.
+    """Returns the data of a call. Their loss is not divided by anything.
 
-    Raises UserError, which names the datum, where one does not fit the model, the loss or the others.
+    Raises UserError naming the datum if it does not fit the model, the loss or the other data.
     """
     fields = _loss_of(call).fields
     if not call.data:
@@ -132,8 +132,10 @@ def _columns(targets: Tensor) -> str:
 
 
 def read_input(chunks: Sequence[Any], where: str, limits: Limits) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the token ids of a model input, [N] int64, those that stand for its images among them, and what these are
-    to the model. Raises UserError for what the model lacks."""
+    """Returns the token ids of a model input, [N] int64, and the tensors of its images.
+
+    The ids include those that stand for images. Raises UserError for anything that the model lacks.
+    """
     parts: list[Any] = []
     images: list[Mapping[str, Tensor]] = []
     for i, chunk in enumerate(chunks):
@@ -168,13 +170,13 @@ def _read_image(sent: Any, where: str, vision: Vision | None) -> tuple[list[int]
 
 
 def check_tokens(ids: Tensor, where: str, limits: Limits) -> None:
-    """Raises UserError where there are none or too many, or one is not in the vocabulary."""
+    """Raises UserError if there are no tokens or too many, or one is not in the vocabulary."""
     check_length(len(ids), where, limits)
     _check_vocabulary(ids, where, limits)
 
 
 def check_length(count: int, where: str, limits: Limits) -> None:
-    """Raises UserError where there are no tokens or too many."""
+    """Raises UserError if there are no tokens or too many."""
     if not count:
         raise UserError(where, why="has no token", fix="send at least one")
     if count > limits.length:
@@ -212,7 +214,7 @@ def _inputs(datum: Any, i: int, names: Sequence[str], room: int) -> dict[str, Te
 
 
 def _tensor(sent: Any, where: str, room: int) -> Tensor:
-    """Returns a tensor of the client, dense or compressed by rows. room: for so many numbers."""
+    """Returns a tensor of the client, dense or compressed by rows. room: the most numbers it may have."""
     shape = list(sent.shape)
     if any(size < 0 for size in shape) or len(shape) > 2:
         raise UserError(where, why=f"has the shape {shape}", fix="send one or two dimensions")
@@ -230,7 +232,7 @@ def _tensor(sent: Any, where: str, room: int) -> Tensor:
 
 
 def _of_rows(sent: Any, shape: Sequence[int], where: str) -> Tensor:
-    """Returns the dense tensor of one that is compressed by rows (CSR)."""
+    """Returns the dense form of a tensor that is compressed by rows (CSR)."""
     values = _array(sent.sparse_csr.values, sent.dtype, where)
     starts, columns = (
         _array(part, messages.INT64, where) for part in (sent.sparse_csr.crow_indices, sent.sparse_csr.col_indices)
@@ -258,8 +260,10 @@ def _array(data: bytes, dtype: int, where: str) -> Any:
 
 
 def answer(batch: Batch, log_probs: Tensor, metrics: Mapping[str, float]) -> bytes:
-    """Returns a `ForwardBackwardOutput`: the log-probs of all positions, in the order of the data. log_probs: [T] or
-    [T, K] fp32. metrics: name -> a sum."""
+    """Returns a `ForwardBackwardOutput` with the log-probs of all positions, in the order of the data.
+
+    log_probs: [T] or [T, K] fp32. metrics: name -> a sum.
+    """
     out = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     record = out.loss_fn_outputs.add(num_datums=batch.num_sequences)
     trailing = list(log_probs.shape[1:])

@@ -1,7 +1,7 @@
-"""What the server has promised to remember: sessions, models, what was saved and what can be sampled from.
+"""Remembers what the server has promised: sessions, models, saves and samplers.
 
-`ledger.jsonl` in the run's directory has a line for each event, written before the client is told; the next start reads
-it. A model's weights are in its checkpoints alone: one that trained on after its last save is gone with the server.
+`ledger.jsonl` in the run's directory has a line for each event. It is written before the client is told, and the next
+start reads it. A model's weights are in its checkpoints alone: later steps are gone with the server.
 """
 
 from __future__ import annotations
@@ -69,8 +69,10 @@ class SavedRecord:
 
 @dataclasses.dataclass(frozen=True)
 class SamplerRecord:
-    """What a sampling client samples from. snapshot: what the ranks hold; path: what was saved, at the time `saved`;
-    neither: the base."""
+    """The weights that a sampling client samples from: a snapshot on the ranks, a save, or the base.
+
+    snapshot: its name. path: of a save that was made at the time `saved`.
+    """
 
     id: str
     session: str
@@ -108,8 +110,10 @@ _EVENTS: Mapping[str, type] = {
 
 
 class Ledger:
-    """The records of one server. Every method may be called on any thread; whoever goes through a mapping goes through
-    what it was then, as an event makes another one of it."""
+    """The records of one server. Every method may be called on any thread.
+
+    An event replaces a mapping, so whoever iterates over one sees it as it was then.
+    """
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder, self.file = folder / "models", folder / "ledger.jsonl"
@@ -145,7 +149,7 @@ class Ledger:
         self.sessions = {model.session: model.asked_at for model in self.models.values()} | self.sessions
 
     def _take(self, line: str, number: int) -> None:
-        """Takes over what a line says. What a newer mrl has added to it is left out."""
+        """Takes over the record of a line. Fields that a newer mrl has added are left out."""
         event = parse_json(line)
         name = event.pop("event", None) if isinstance(event, dict) else None
         if not isinstance(name, str) or name not in _EVENTS:
@@ -159,12 +163,12 @@ class Ledger:
         getattr(self, f"_on_{name}")(record)
 
     def skipped_lines(self) -> str:
-        """Says which lines were not read as they stand; nothing where all were."""
+        """Returns a line on those that were not read as they stand; "" if all were."""
         more = f", and {len(self.odd) - 3} more" if len(self.odd) > 3 else ""
         return f"{self.file.name}: {'; '.join(self.odd[:3])}{more}" if self.odd else ""
 
     def remove_partial(self) -> None:
-        """Removes what a server that was killed had not written to its end."""
+        """Removes the unfinished files of a server that was killed."""
         left = [*self.folder.glob("*/weights/*/.tmp-step_*"), *self.folder.glob("*/weights/*/.trash-step_*")]
         if not self.odd:  # or the line of a save of such a name may be among them
             exports = (path for part in PARTS for path in self.folder.glob(f"*/{part}/*.partial"))
@@ -209,12 +213,12 @@ class Ledger:
         self._write("session", _SessionEvent(id, time.time()))
 
     def record_heartbeat(self, id: str) -> None:
-        """Says that the client of a session is there. A session that has ended stays so."""
+        """Records that the client of a session is there. A session that has ended stays so."""
         if self.sessions.get(id, ENDED) != ENDED:
             self.sessions[id] = time.time()
 
     def finish(self, id: str) -> None:
-        """Says that the client of a session has ended."""
+        """Records that the client of a session has ended."""
         self._write("finished", _FinishedEvent(id))
 
     def model(self, record: ModelRecord) -> None:
@@ -224,27 +228,26 @@ class Ledger:
         self._write("saved", saved)
 
     def delete(self, path: str) -> None:
-        """Says that what was saved is no longer to be had; `clear` removes its folder."""
+        """Records that a save is no longer to be had; `clear` removes its folder."""
         self.find(path)
         self._write("deleted", _DeletedEvent(path))
 
     def clear(self) -> None:
-        """Removes the folders of what was deleted. Called on the main thread: what is done there may be reading one."""
+        """Removes the folders of deleted saves. Called on the main thread, because its work may be reading one."""
         with self._lock:
             for folder in self.deleted:
                 shutil.rmtree(folder, ignore_errors=True)
             self.deleted = set()
 
     def set_ttl(self, saved: SavedRecord, seconds: int | None) -> None:
-        """Keeps what was saved for so many seconds from now; None for ever."""
+        """Keeps a save for so many seconds from now; None is for ever."""
         self.save(dataclasses.replace(saved, expires=None if seconds is None else time.time() + seconds))
 
     def sampler(self, record: SamplerRecord) -> None:
         self._write("sampler", record)
 
     def expire(self, now: float) -> None:
-        """Removes what was saved for a time that is over. Where that cannot be written, it is tried again later: the
-        server would end for it."""
+        """Removes saves whose time is over. If that cannot be written, a later call tries again; the server goes on."""
         for saved in self.saved.values():
             if saved.expires is not None and saved.expires <= now:
                 with contextlib.suppress(OSError):
@@ -253,7 +256,7 @@ class Ledger:
     # -- where things are --------------------------------------------------------------------------------------------
 
     def folder_of(self, run: str, part: str, name: str) -> pathlib.Path:
-        """Returns the folder of what is saved under a name. Raises UserError for a name that may lead elsewhere."""
+        """Returns the folder of a save. Raises UserError for a name that may lead elsewhere."""
         check_name(name)
         if not _RUN.fullmatch(run) or part not in PARTS:
             path = f"{PREFIX}{run}/{part}/{name}"
@@ -261,7 +264,7 @@ class Ledger:
         return self.folder / run / part / name
 
     def find(self, path: str) -> SavedRecord:
-        """Returns what was saved. Raises UserError."""
+        """Returns the save under a path. Raises UserError."""
         if path not in self.saved:
             fix = "list what there is: tinker checkpoint list, or GET /v1/models"
             raise UserError("path", path, "is not saved on this server", fix)
@@ -269,9 +272,9 @@ class Ledger:
 
 
 def _of_json(shape: type, given: Any, name: str) -> Any:
-    """Returns a record of what a line has, without fields that it does not know. Raises ValueError.
+    """Returns a record of a line's fields, without those that it does not know. Raises ValueError.
 
-    name: the field that it is the value of, for messages.
+    name: of the field that holds the value, for messages.
     """
     if not isinstance(given, dict):
         raise ValueError(f"{name} is {show(given)}")
@@ -300,8 +303,10 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _append(path: pathlib.Path, line: str) -> None:
-    """Writes a line at the end of a file, whole or not at all: half of one, where the disk is full, would take the next
-    one with it. Raises OSError."""
+    """Writes a line at the end of a file, whole or not at all. Raises OSError.
+
+    Half a line, written to a full disk, would spoil the next one.
+    """
     with path.open("ab", buffering=0) as file:
         end, left = os.fstat(file.fileno()).st_size, memoryview(line.encode())
         try:

@@ -1,5 +1,7 @@
-"""Links to what was saved, which whoever has them may follow until they are out of date: a client fetches files with a
-plain download, that sends no key."""
+"""Makes links to saves, for a client that fetches files with a plain download and sends no key.
+
+Whoever has a link may follow it until it is out of date.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ class DownloadLinks:
             left.unlink(missing_ok=True)
 
     def to_files(self, request: ClientRequest, saved: SavedRecord) -> JSONResponse:
-        """Returns an answer with a link for each file of what was saved."""
+        """Returns an answer with a link for each file of a save."""
         folder = self._folder(saved)
         names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
         until = int(time.time()) + VALID_S
@@ -45,7 +47,7 @@ class DownloadLinks:
         return JSONResponse({"urls": urls, "expires": _time(until)})
 
     def to_archive(self, request: ClientRequest, saved: SavedRecord) -> JSONResponse:
-        """Returns an answer with a link for all of it, as one tar file."""
+        """Returns an answer with a link for a whole save, as one tar file."""
         until = int(time.time()) + VALID_S
         return JSONResponse({"url": self._url(request, "archive", saved, "all.tar", until), "expires": _time(until)})
 
@@ -60,7 +62,7 @@ class DownloadLinks:
         return self.ledger.folder_of(saved.run, saved.part, saved.name)
 
     async def follow(self, request: ClientRequest) -> Response:
-        """Answers a link with what it leads to."""
+        """Answers a link with its file or archive."""
         until, path = request.path["until"], request.path["what"]
         expected = self._signature(until, path).encode()
         if not hmac.compare_digest(expected, request.path["signature"].encode()) or int(until) < time.time():
@@ -80,7 +82,7 @@ class DownloadLinks:
         return FileResponse(archive, media_type="application/x-tar", background=BackgroundTask(archive.unlink))
 
     def _archive(self, folder: pathlib.Path) -> pathlib.Path:
-        """Returns a tar file of a folder, which whoever has sent it removes."""
+        """Returns a tar file of a folder. Whoever sends it removes it."""
         number, path = tempfile.mkstemp(dir=self.ledger.folder, prefix=_PARTIAL, suffix=".tar")
         try:
             with os.fdopen(number, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:

@@ -1,4 +1,4 @@
-"""The protobuf messages of the `tinker` client, declared by their numbers.
+"""Declares the protobuf messages of the `tinker` client, by their numbers.
 
 A client sends `ForwardBackwardRequest`, and reads `ForwardBackwardOutput` and `SampleResponse`; all else is JSON. The
 numbers are those of tinker 0.38.0, tinker/proto/tinker_public_pb2.py (Apache-2.0). They are declared here, and not

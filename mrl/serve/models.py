@@ -1,7 +1,7 @@
-"""The models of a server over its one engine. Every rank has these and does each operation together with the others.
+"""Holds the models of a server over its one engine.
 
-The engine holds the model whose turn it is; what trains of the others waits in host memory
-(`mrl.engine.trained_state`).
+Every rank has these and does each operation together with the others. The engine holds the active model. The trained
+state of the others waits in host memory (`mrl.engine.trained_state`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from mrl.serve.operations import DrawSamples, ModelKind
 
 @dataclasses.dataclass(frozen=True)
 class HeldModel:
-    """A model that waits, or is sampled from."""
+    """A model that waits, or a snapshot."""
 
     kind: ModelKind
     state: TrainedState
@@ -73,7 +73,7 @@ THAWED = 16
 
 
 def prompt_number(tokens: Sequence[int]) -> int:
-    """Returns a number that a prompt's noise follows from: with the same seed the same prompt gets the same samples."""
+    """Returns a number for a prompt's noise: with one seed, equal prompts get equal samples."""
     return int.from_bytes(hashlib.sha256(repr(list(tokens)).encode()).digest()[:7], "big")
 
 
@@ -92,12 +92,12 @@ class _RunningSample:
 
     @property
     def unfinished(self) -> list[int]:
-        """The completions that are not whole."""
+        """The indices of the completions that are not whole."""
         most = self.sample.max_new_tokens
         return [i for i, one in enumerate(self.completions) if not one.finished and len(one.tokens) < most]
 
     def add(self, index: int, more: Completion) -> None:
-        """Adds what was drawn to a completion."""
+        """Adds new tokens to a completion."""
         before = self.completions[index]
         self.completions[index] = Completion(
             before.tokens + more.tokens, before.log_probs + more.log_probs, more.finished
@@ -105,8 +105,10 @@ class _RunningSample:
 
 
 class Models:
-    """Models that train, and snapshots of them, by name. lora: the adapters of the engine; None: all weights train.
-    folder: of the base model."""
+    """Models that train, and snapshots of them, by name.
+
+    lora: the adapters of the engine; None: all weights train. folder: of the base model.
+    """
 
     def __init__(
         self, engine: BaseEngine, tokenizer: PreTrainedTokenizerBase, lora: LoraConfig | None, folder: str,
@@ -138,8 +140,11 @@ class Models:
         return EndTokens.of(self.folder, self.tokenizer)
 
     def do(self, operation: Any) -> Any:
-        """Does an operation and returns what came of it. Collective. A UserError is raised on every rank alike, and the
-        models are as they were, but for gradients where memory ran out."""
+        """Does an operation and returns its outcome. Collective.
+
+        A UserError is raised on every rank alike. The models are then as they were, with one exception: if memory ran
+        out in a pass, its model's gradients are dropped.
+        """
         try:
             return self._do[type(operation)](operation)
         except torch.OutOfMemoryError as error:
@@ -149,7 +154,7 @@ class Models:
         return self._out_of_memory(operation, line)  # here, as the error has held on to what the engine was computing
 
     def _out_of_memory(self, operation: ops.ForwardPass | ops.ContinueSampling, line: str) -> NoReturn:
-        """Goes on without what a call was computing, which was too much for the device. Raises ServerFault."""
+        """Drops the work of a call that was too much for the device. Raises ServerFault."""
         torch.cuda.empty_cache()
         why = f"ran out of memory ({line})"
         if isinstance(operation, ops.ContinueSampling):
@@ -286,7 +291,7 @@ class Models:
     # -- from one start to the next ------------------------------------------------------------------------------------
 
     def _suspend(self, operation: ops.SuspendModels) -> None:
-        """Every rank writes what it holds: nothing is gathered, and nothing changes its layout."""
+        """Writes what each rank holds: nothing is gathered, and nothing changes its layout."""
         self._park()
         _write(lambda: os.makedirs(operation.folder), operation.folder)
         parts = {"models": self.waiting, "snapshots": self.snapshots}
@@ -295,7 +300,7 @@ class Models:
         call_on_every_rank(lambda: _written(lambda: write_pt(path, plain), path))
 
     def _resume(self, operation: ops.ResumeModels) -> None:
-        """Takes over what was suspended; nothing of it on any rank where one cannot read its own. Raises UserError."""
+        """Takes over what was suspended, on all ranks or on none. Raises UserError if a rank cannot read its own."""
         self.waiting, self.snapshots, self.accumulated = call_on_every_rank(lambda: self._suspended(operation.folder))
 
     def _suspended(self, folder: str) -> tuple[dict[str, HeldModel], dict[str, HeldModel], set[str]]:
@@ -315,7 +320,7 @@ class Models:
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def _snapshot_weights(self, kind: ModelKind) -> HeldModel:
-        """Returns the weights that the engine has now, without what only training needs."""
+        """Returns the engine's present weights, without the state that only training needs."""
         state = self.engine.trained_state()
         moments = self.start.moments
         return HeldModel(kind, dataclasses.replace(state, moments=moments, updates=0, gradients=None, spent=False))
@@ -359,7 +364,7 @@ class Models:
     # -- sampling ----------------------------------------------------------------------------------------------------
 
     def _sample_all(self, operation: ops.ContinueSampling) -> dict[str, SampleOutcome]:
-        """Returns what has ended, by the names of its samples."""
+        """Returns the outcomes of samples that have ended, by name."""
         running, kept = self.running.setdefault(operation.snapshot, ({}, KeptSequences(self.keys.cache_tokens)))
         for _, of_snapshot in self.running.values():  # together they have the room of one
             of_snapshot.shrink(self.keys.cache_tokens // len(self.running))
@@ -417,7 +422,10 @@ class Models:
         )  # fmt: skip
 
     def _with_log_probs(self, ended: Sequence[_RunningSample]) -> list[SampleOutcome]:
-        """Adds what is asked of prompts and of the tokens' neighbours: a forward pass for all that ask alike."""
+        """Adds the requested scores: log-probs of prompts, and the likeliest tokens beside each token.
+
+        Samples that ask alike share one forward pass.
+        """
         passes: dict[tuple[int, float], dict[tuple[int, int | None], Sequence[int]]] = {}
         for i, one in enumerate(ended):
             sample = one.sample
@@ -442,7 +450,7 @@ class Models:
         return SampleOutcome(one.completions, log_probs if sample.prompt_log_probs else None, top, of_samples)
 
     def _read(self, sequences: Sequence[Sequence[int]], top: int, temperature: float) -> list[_Read]:
-        """Returns of each sequence of T + 1 tokens what the model says of the last T."""
+        """Returns the model's scores of the last T tokens, for each sequence of T + 1 tokens."""
         tokens = [torch.tensor(sequence) for sequence in sequences]
         lengths = [len(ids) - 1 for ids in tokens]
         batch = Batch(
@@ -462,7 +470,7 @@ class Models:
 
 
 def _as_plain(held: HeldModel) -> dict[str, Any]:
-    """Returns what torch reads again without running anything."""
+    """Returns plain data that torch reads again without running anything."""
     state = {field.name: getattr(held.state, field.name) for field in dataclasses.fields(TrainedState)}
     return {"kind": dataclasses.asdict(held.kind), "state": state}
 
@@ -472,7 +480,7 @@ def _of_plain(plain: Mapping[str, Any]) -> HeldModel:
 
 
 def _write(fn: Callable[[], Any], path: str) -> None:
-    """Calls `fn`, which writes at `path`, on the main rank. What the file system refuses is a UserError of all."""
+    """Calls `fn`, which writes at `path`, on the main rank. A file system's refusal is a UserError on all ranks."""
     on_main(lambda: _written(fn, path))
 
 
@@ -484,11 +492,11 @@ def _written(fn: Callable[[], Any], path: str) -> None:
 
 
 class ServerFault(UserError):
-    """The server or its machine is at fault, as a full disk: no mistake of a client."""
+    """The server or its machine is at fault, for example a full disk: no mistake of a client."""
 
 
 def write_error_line(error: OSError, path: object = "the server's directory") -> ServerFault:
-    """Returns the line on what could not be written."""
+    """Returns the error for a file that could not be written."""
     at = error.filename or path
     return ServerFault(at, why=f"cannot be written ({error.strerror or error})", fix="make room there, and ask again")
 

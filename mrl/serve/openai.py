@@ -1,7 +1,8 @@
-"""The handlers of OpenAI's interface: snapshots and saves are read by evaluation tools while the policy trains.
+"""Handles OpenAI's interface: evaluation tools read snapshots and saves while the policy trains.
 
-`/v1/models`, `/v1/completions` and `/v1/chat/completions`, with what such tools send: several prompts, token ids, n,
-stop, seed, logprobs, echo, streams. A model's name is the base's, a sampler's id, or the path of what a save gave.
+It has `/v1/models`, `/v1/completions` and `/v1/chat/completions`, with the fields that such tools send: several
+prompts, token ids, n, stop, seed, logprobs, echo, streams. A model's name is the base's, a sampler's id, or the path of
+a save.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class OpenAIHandlers:
         )
 
     def _top_of_prompt(self, body: Mapping[str, Any], kind: Kind, tokens: int) -> int | None:
-        """Returns how many log-probs are told at each of the `tokens` tokens of a prompt, beside its own."""
+        """Returns how many log-probs to give at each of the `tokens` tokens of a prompt, beside its own."""
         top: int | None = number(body, "prompt_logprobs", None) if kind == "text_completion" else None
         most = min(self.served.limits.vocab_size, MAX_PROMPT_NUMBERS // max(tokens, 1))
         if top is not None and top > most:
@@ -184,7 +185,7 @@ class OpenAIHandlers:
     # -- the answer --------------------------------------------------------------------------------------------------
 
     async def _answer(self, wanted: CompletionRequest, request: ClientRequest) -> Response:
-        """Answers when all is drawn, or as it comes. Where the client hangs up nothing more is drawn for it."""
+        """Answers when all is drawn, or as it comes. If the client hangs up, nothing more is drawn for it."""
         id, queue = f"mrl-{secrets.token_hex(12)}", asyncio.Queue[Any]()
         loop = asyncio.get_running_loop()
         self.request_queue.check_room(len(wanted.samples))  # for all or none: it is asked for again
@@ -289,8 +290,8 @@ class OpenAIHandlers:
     def _score(self, token: int, log_prob: float | None, others: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
         """Returns a token with its log-prob and its neighbours'. others: their log-probs [top], and their ids.
 
-        A token that is one of its neighbours has their number: the two are rounded apart by 1e-6, and lm-eval takes a
-        token for the likeliest one only where they are equal bit for bit.
+        If a token is among its neighbours it gets their number. The two are rounded apart by 1e-6, and lm-eval takes a
+        token for the likeliest only if both are equal bit for bit.
         """
         if others is None:
             return {"token": self._text(token), "log_prob": log_prob, "top": {}}
@@ -300,7 +301,7 @@ class OpenAIHandlers:
         return {"token": self._text(token), "log_prob": log_prob, "top": self._others(log_probs, ids)}
 
     def _others(self, log_probs: Tensor, ids: Tensor) -> dict[str, float]:
-        """Returns text -> log-prob, the largest first; of tokens that read alike the largest."""
+        """Returns text -> log-prob, the largest first. Tokens of one text count with the largest."""
         others: dict[str, float] = {}
         for token, log_prob in zip(ids.tolist(), log_probs.tolist(), strict=True):
             if math.isfinite(log_prob):
@@ -358,7 +359,7 @@ def _first_of(found: tuple[Tensor, Tensor], place: int, top: int) -> tuple[Tenso
 
 
 async def _wait_for_disconnect(request: Request, tell: Callable[[Any], None]) -> None:
-    """Tells when a client whose request was read has hung up."""
+    """Tells when the client of a read request has hung up."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     tell((None, HUNG_UP))
@@ -380,7 +381,7 @@ class _StreamedSample(PreparedOperation):
 
 
 class _TextDelta:
-    """Return what is new in a text whose tokens come in parts; what may begin a stop text waits."""
+    """Return the new part of a text whose tokens come in parts. The possible beginning of a stop text waits."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sample: DrawSamples) -> None:
         self.new: list[str] = []
@@ -397,12 +398,12 @@ class _TextDelta:
 
 
 def _text_before_stop(text: str, stop: Sequence[str]) -> str:
-    """Returns a text up to the first of the stop texts that is in it."""
+    """Returns a text up to the first stop text in it."""
     return text[: min((text.find(each) for each in stop if each in text), default=len(text))]
 
 
 def _error(result: Result) -> str | None:
-    """Returns what a result says went wrong."""
+    """Returns the error of a result, None if it has none."""
     return json.loads(result.body).get("error")
 
 
@@ -431,8 +432,10 @@ def _delta(kind: Kind, index: int, piece: str, reason: str | None) -> dict[str, 
 
 
 def _dumped(value: Any, depth: int) -> str:
-    """Returns the JSON of a value, written entry by entry down to a depth: `json.dumps` of all at once would hold the
-    interpreter's lock, for which all other clients wait."""
+    """Returns the JSON of a value, written entry by entry down to a depth.
+
+    `json.dumps` of all at once would hold the interpreter's lock, so all other clients would wait.
+    """
     if depth and isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(name)}: {_dumped(each, depth - 1)}" for name, each in value.items()) + "}"
     if depth and isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What the main rank tells all ranks to do. They are sent as they are: plain data and tensors."""
+"""The operations that the main rank tells all ranks to do. They are sent as they are: plain data and tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mrl.engine.trained_state import UpdateSettings
 
 @dataclasses.dataclass(frozen=True)
 class ModelKind:
-    """The settings of a model without its weights, which its checkpoints have too."""
+    """The settings of a model without its weights. Its checkpoints have them too."""
 
     rank: int | None = None  # of its adapters; None: all weights train
     seed: int = 0  # of A at the start
@@ -36,7 +36,7 @@ class CreateModel:
 
 @dataclasses.dataclass(frozen=True)
 class LoadModel:
-    """Load a model from a checkpoint, whatever it was before. optimizer: with what the optimizer had gathered."""
+    """Load a model from a checkpoint, whatever it was before. optimizer: with the optimizer's state."""
 
     model: str
     kind: ModelKind
@@ -88,7 +88,7 @@ class ExportWeights:
 
 @dataclasses.dataclass(frozen=True)
 class TakeSnapshot:
-    """Take a snapshot of a model's weights, to sample from. folder: where inference servers find it, beside."""
+    """Take a snapshot of a model's weights, to sample from. folder: for inference servers, if there are some."""
 
     model: str
     snapshot: str
@@ -122,8 +122,10 @@ class DrawSamples:
 
 @dataclasses.dataclass(frozen=True)
 class ContinueSampling:
-    """More tokens of all that is sampled from one snapshot; None is the base model. What ends within `tokens` more is
-    answered, the rest goes on with the next one."""
+    """Draw more tokens of all samples of one snapshot; None is the base model.
+
+    A sample that ends within `tokens` more is answered. The rest continues with the next operation.
+    """
 
     snapshot: str | None
     begun: Mapping[str, DrawSamples]  # that are new, by names which no others have

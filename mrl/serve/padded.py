@@ -1,8 +1,8 @@
-"""Adapters of any rank in an engine whose adapters have one rank.
+"""Fits adapters of any rank into an engine whose adapters have one rank.
 
-A model's A and B are the first rows and columns of the engine's, and zeros follow. Where a row of A and the column of B
-that it meets are both zero, so are both gradients (each has the other as a factor), AdamW's moments, and what it
-decays: what is padded stays zero for ever. Modules that a model does not adapt are zeros alone, for the same reason.
+A model's A and B are the first rows and columns of the engine's, and zeros follow. A padded row of A and its column of
+B are both zero, and each has the other as a factor of its gradient. So gradients, AdamW's moments and weight decay are
+zero, and padding stays zero for ever. Modules that a model does not adapt are zeros alone, for the same reason.
 
 Dimensions: `r` the rank of the model's adapters, `R` that of the engine's.
 """
@@ -20,7 +20,7 @@ Shapes = Mapping[str, AdapterShape]
 
 
 def initial_adapters(shapes: Shapes, rank: int, seed: int, *, attention: bool, mlp: bool) -> dict[str, Tensor]:
-    """Returns what a model's adapters start from, by the names of peft's files, in the engine's shapes.
+    """Returns the adapters that a model starts from, by the names of peft's files, in the engine's shapes.
 
     shapes: of the model's own rank `r`. rank: `R`. attention, mlp: whether these modules are adapted.
     """

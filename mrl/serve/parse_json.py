@@ -1,7 +1,7 @@
-"""A process that parses a long body of JSON, so that no other client waits for it.
+"""Parses a long body of JSON in a process of its own, so no other client waits for it.
 
 `json.loads` holds the interpreter's lock until it is done, which takes seconds for tens of megabytes. The server starts
-this file with the body as standard input; it imports nothing but the standard library, and starts in 20 ms.
+this file with the body as standard input. It imports nothing but the standard library, and starts in 20 ms.
 """
 
 from __future__ import annotations

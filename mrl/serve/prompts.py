@@ -1,4 +1,4 @@
-"""From the prompts and messages of a request to token ids. What is too long is refused before it is tokenized."""
+"""Turns the prompts and messages of a request into token ids. Texts that are too long are refused before."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Prompts:
         return ids
 
     def _say_left_out(self, chat: Chat) -> None:
-        """Logs which fields of a request the chat template leaves out, for those that no earlier one had."""
+        """Logs the fields of a request that the chat template leaves out, once for each field."""
         fields = {name for message in chat.messages for name in message} | set(chat.template_kwargs)
         fields |= {"tools"} if chat.tools else set()
         if not fields <= self._looked_at:
@@ -96,7 +96,7 @@ def _prompts(prompt: Any) -> list[Any]:
 
 
 def _text_of(content: Any) -> Any:
-    """Returns what a message says, as chat templates take it: parts of text joined by line ends. Raises UserError."""
+    """Returns a message's content as chat templates take it: parts of text joined by line ends. Raises UserError."""
     if not isinstance(content, list):
         return content
     for part in content:

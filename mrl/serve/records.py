@@ -1,4 +1,4 @@
-"""The calls that look at what there is: runs, checkpoints, sessions (docs/serve.md)."""
+"""Handles the calls that list runs, checkpoints and sessions (docs/serve.md)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class RecordHandlers:
         return JSONResponse({})
 
     async def archive(self, request: ClientRequest) -> Response:
-        """All of what was saved: of sampler weights the folder that peft or transformers loads."""
+        """Links to a whole save. For sampler weights it is the folder that peft or transformers loads."""
         return self.links.to_archive(request, self._found(request))
 
     async def external_weights_urls(self, request: ClientRequest) -> Response:
@@ -108,7 +108,7 @@ class RecordHandlers:
 
 
 def as_checkpoint(saved: SavedRecord) -> dict[str, Any]:
-    """Returns what a client is told of a save."""
+    """Returns a save as a client is told of it."""
     return {
         "checkpoint_id": f"{saved.part}/{saved.name}",
         "checkpoint_type": TYPES[saved.part],
@@ -128,7 +128,7 @@ def _time(seconds: float) -> str:
 
 
 def _page(request: ClientRequest, everything: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:
-    """Returns the part that a query asks for by limit and offset, and where it is in the whole."""
+    """Returns the entries that a query asks for by limit and offset, and their position in the whole."""
     query = {
         name: int(value) if _NUMBER.fullmatch(value) else value for name, value in request.request.query_params.items()
     }
@@ -138,7 +138,9 @@ def _page(request: ClientRequest, everything: Sequence[Any]) -> tuple[list[Any],
 
 
 def as_tokenizer_name(name: str) -> str:
-    """Returns what a sampling client gives to AutoTokenizer for a model's name: `tinker` takes a colon and what follows
-    the second of two slashes for a variant."""
+    """Returns the name that a sampling client gives to AutoTokenizer for a model's name.
+
+    `tinker` cuts a colon and the text behind it, and the text behind the second of two slashes.
+    """
     name = name.partition(":")[0]
     return name.rpartition("/")[0] if name.count("/") == 2 else name

@@ -1,8 +1,8 @@
 """The queues of the server: clients' requests wait on them, and their results are fetched.
 
-Requests arrive on the thread of the HTTP server and get a future at once. The main thread, which alone computes, takes
-work: one operation of a model, or all samples that wait for one snapshot. Models come by turns, and each model's
-operations in the order of their numbers, whatever order they arrived in.
+Requests arrive on the thread of the HTTP server and get a future at once. The main thread alone computes. It takes one
+operation of a model, or all samples that wait for one snapshot. Models take turns. A model's operations run in the
+order of their numbers, whatever order they arrived in.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _OrderedQueue:
         return taken
 
     def take_all(self) -> list[QueuedRequest]:
-        """Takes all that waits off the queue, whose next operation comes after it."""
+        """Takes all waiting requests off the queue. Its next operation comes after them."""
         left = list(self.waiting.values())
         self.next = max(self.waiting) + 1
         self.waiting.clear()
@@ -170,7 +170,7 @@ class RequestQueue:
     # -- of clients --------------------------------------------------------------------------------------------------
 
     def open(self, queue: Hashable, *, first: int) -> None:
-        """Makes the queue of a model, whose first operation has the number `first`."""
+        """Makes the queue of a model. Its first operation has the number `first`."""
         with self._lock:
             self._add(queue, _OrderedQueue(first))
 
@@ -189,7 +189,7 @@ class RequestQueue:
             return queue in self._queues and self._queues[queue].ready()
 
     def drop(self, queue: Hashable, why: UserError) -> None:
-        """Ends a queue; what waits there fails."""
+        """Ends a queue; its waiting requests fail."""
         with self._lock:
             made = self._queues.pop(queue, None)
             if made is None:
@@ -200,14 +200,13 @@ class RequestQueue:
             self.fail(waiting.future, "user", str(why))
 
     def check_open(self) -> None:
-        """Raises QueueFull where nothing more is taken."""
+        """Raises QueueFull if nothing more is taken."""
         with self._lock:
             if self._closed is not None:
                 raise QueueFull
 
     def check_room(self, count: int) -> None:
-        """Raises QueueFull where there is no room for so many operations that are done together. Raises UserError where
-        there never is."""
+        """Raises QueueFull if there is no room for `count` batched operations, and UserError if there never is."""
         if count > self.max_waiting:
             fix = f"send at most {self.max_waiting} at a time, or raise serve.max_waiting"
             raise UserError("prompt", why=f"is {count} prompts", fix=fix)
@@ -215,13 +214,15 @@ class RequestQueue:
             self._check_room(_BatchQueue(), count)
 
     def future_of(self, queue: Hashable, number: Hashable) -> Future | None:
-        """Returns what was promised for a number or another key, None where nothing was: what was right then may be
-        refused now."""
+        """Returns the future that was promised for a number or another key; None if there is none.
+
+        A call that was right then may be refused now.
+        """
         with self._lock:
             return self._by_key.get((queue, number))
 
     def refuse(self, queue: Hashable, number: int) -> None:
-        """Says that the operation with this number will not come: those after it do not wait for it."""
+        """Records that the operation with this number will not come: those after it do not wait for it."""
         with self._lock:
             made = self._queues.get(queue)
             if isinstance(made, _OrderedQueue) and number >= made.next and number not in made.waiting:
@@ -230,9 +231,10 @@ class RequestQueue:
                 self._lock.notify_all()
 
     def fail_overdue(self) -> dict[Hashable, int]:
-        """Fails requests that have waited OVERDUE_S seconds for a lower number, and goes on after it.
+        """Fails requests that have waited OVERDUE_S seconds for a lower number, and continues after it.
 
-        Returns the numbers that have not come, by the queues that waited for them."""
+        Returns the missing numbers, by the queues that waited for them.
+        """
         left: list[tuple[int, QueuedRequest]] = []
         lacked: dict[Hashable, int] = {}
         with self._lock:
@@ -252,10 +254,10 @@ class RequestQueue:
         return lacked
 
     def put(self, queue: Hashable, number: int, operation: Any, *, model: str | None = None, size: int = 0) -> Future:
-        """Puts an operation of a model on its queue. The same number gets the first future again. size: bytes of it.
+        """Puts an operation of a model on its queue. The same number gets the first future again. size: its bytes.
 
-        Raises KeyError where there is no such queue, and QueueFull. There is always room for the one that a model waits
-        for: others' operations keep no model from going on, nor do its own that came too early.
+        Raises KeyError if there is no such queue, and QueueFull. There is always room for a model's next operation, so
+        neither others' operations nor its own early ones stop a model.
         """
         key = (queue, number)
         with self._lock:
@@ -273,7 +275,7 @@ class RequestQueue:
             return future
 
     def put_batched(self, queue: Hashable, key: Hashable, operation: Any) -> Future:
-        """Puts an operation on a queue of those that are done together. The same key gets the first future again.
+        """Puts an operation on a queue whose operations are done together. The same key gets the first future again.
 
         Raises QueueFull.
         """
@@ -331,8 +333,10 @@ class RequestQueue:
 
     @staticmethod
     def _evicted(done: Sequence[Future], now: float) -> set[str]:
-        """Returns the futures, of those that came to something, that are forgotten before their time: the first that
-        were fetched, then the first that nobody wants, so many that the rest has MAX_RESULT_BYTES."""
+        """Returns the ids of finished futures to forget before their time.
+
+        The first ones fetched go first, then the first ones that nobody wants, until the rest has MAX_RESULT_BYTES.
+        """
         sizes = {p.id: len(p.result.body) for p in done if p.result is not None}
         excess, found = sum(sizes.values()) - MAX_RESULT_BYTES, set[str]()
         fetched = [(p.fetched_at, p.id) for p in done if p.fetched_at is not None and p.fetched_at < now - FETCHED_S]
@@ -345,7 +349,7 @@ class RequestQueue:
         return found
 
     def mark_fetched(self, future: Future) -> None:
-        """Says that the result of a future is on its way to its client."""
+        """Records that the result of a future is on its way to its client."""
         with self._lock:
             if future.fetched_at is None and future.result is not None and future.id in self._futures:
                 self._unfetched -= len(future.result.body)
@@ -359,12 +363,12 @@ class RequestQueue:
             return self._futures[id]
 
     def abandon(self, future: Future) -> None:
-        """Says that nobody waits for a future any more."""
+        """Records that nobody waits for a future any more."""
         with self._lock:
             future.abandoned = True
 
     def split_abandoned(self, waiting: Sequence[QueuedRequest]) -> tuple[list[QueuedRequest], list[str]]:
-        """Returns the operations that somebody waits for, and the ids of the futures of the others, which fail."""
+        """Fails abandoned requests. Returns the other requests, and the ids of the abandoned ones' futures."""
         for one in waiting:
             if one.future.abandoned:
                 self.fail(one.future, "user", "its client has hung up")
@@ -372,7 +376,7 @@ class RequestQueue:
         return wanted, [one.future.id for one in waiting if one.future.abandoned]
 
     def add_callback(self, future: Future, when_done: Callable[[], None]) -> None:
-        """Calls `when_done` when the future is done, or nothing more is; at once where that is so."""
+        """Calls `when_done` when the future is done or the server ends; at once if that is so already."""
         with self._lock:
             if future.result is None and not self._ended:
                 future.callbacks.append(when_done)
@@ -380,7 +384,7 @@ class RequestQueue:
         when_done()
 
     def remove_callback(self, future: Future, when_done: Callable[[], None]) -> None:
-        """Undoes `add_callback`: a client that waits for hours asks anew every HOLD_S seconds."""
+        """Undoes `add_callback`. A client that waits for hours asks again every HOLD_S seconds."""
         with self._lock:
             if when_done in future.callbacks:
                 future.callbacks.remove(when_done)
@@ -388,7 +392,7 @@ class RequestQueue:
     # -- of the ranks ------------------------------------------------------------------------------------------------
 
     def next_work(self, timeout_s: float) -> Work | None:
-        """Returns the next turn, of the queue that has waited for longest; None where nothing comes within the time."""
+        """Returns the work of the queue that has waited longest; None if nothing comes within the time."""
         with self._lock:
             self._lock.wait_for(self._any_ready, timeout_s)
             self._gather()
@@ -408,7 +412,7 @@ class RequestQueue:
         return any(made.ready() for made in self._queues.values())
 
     def _gather(self) -> None:
-        """Waits for what comes soon after something of its kind, where nothing else could be done meanwhile."""
+        """Waits for more requests that are likely to come soon, if nothing else could be done meanwhile."""
         ready = [made for made in self._queues.values() if made.ready()]
         if len(ready) != 1 or not isinstance(ready[0], _BatchQueue) or not ready[0].expects_more:
             return
@@ -418,9 +422,10 @@ class RequestQueue:
             self._lock.wait(min(GATHER_S, left))
 
     def put_back(self, queue: Hashable, waiting: Sequence[QueuedRequest], *, expects_more: bool = False) -> None:
-        """Puts operations that are not done back on a queue of those that are done together, before what has come.
+        """Puts unfinished batched operations back on their queue, before those that have come.
 
-        more: whether others are likely to come soon, of clients whose operations were done."""
+        expects_more: whether others are likely to come soon, from clients whose operations were done.
+        """
         with self._lock:
             if queue not in self._queues:
                 self._add(queue, _BatchQueue())
@@ -430,7 +435,7 @@ class RequestQueue:
             made.expects_more = made.expects_more or expects_more
 
     def finish(self, future: Future, result: Result) -> None:
-        """Says what a future came to."""
+        """Sets the result of a future."""
         with self._lock:
             self._unfetched += len(result.body)
             future.result, future.done_at = result, self.clock()
@@ -440,11 +445,14 @@ class RequestQueue:
             each()
 
     def fail(self, future: Future, category: Category, line: str) -> None:
-        """Says that a future came to nothing, and why."""
+        """Sets the error of a future."""
         self.finish(future, error_result(category, line))
 
     def fail_waiting(self, why: str) -> list[Any]:
-        """Fails what waits on the queues of models, and returns it; the next operation of each comes after it."""
+        """Fails all requests that wait on the queues of models, and returns their operations.
+
+        The next operation of each model comes after them.
+        """
         left: list[QueuedRequest] = []
         with self._lock:
             for made in self._queues.values():
@@ -455,7 +463,7 @@ class RequestQueue:
         return [waiting.operation for waiting in left]
 
     def close(self, why: str) -> None:
-        """Takes nothing more: what arrives is told to come again, what waits goes on."""
+        """Takes nothing more: new requests are told to come again, waiting ones continue."""
         with self._lock:
             self._closed = why
 
@@ -470,7 +478,7 @@ class RequestQueue:
     # -- from one start to the next ------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Returns, as JSON, which number each model's queue is at, and the results that may yet be asked for."""
+        """Returns, as JSON, the next number of each model's queue, and the results that may yet be asked for."""
         with self._lock:
             results = [
                 {
@@ -484,7 +492,7 @@ class RequestQueue:
             return {"numbers": numbers, "results": results}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state` of an earlier start gave."""
+        """Takes over the `state` of an earlier start."""
         with self._lock:
             for queue, number in state["numbers"].items():
                 self._add(queue, _OrderedQueue(int(number)))

@@ -1,4 +1,4 @@
-"""Reading what a client sent, and refusing it in one line."""
+"""Reads what a client sent, and refuses it in one line."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ SMALL_BYTES = 2**20
 
 
 class RequestError(Exception):
-    """A request that is answered by a status and one line. A client raises at 400 to 404 and 422; at 408, 409, 429 and
-    5xx it comes again."""
+    """A request that is answered by a status and one line.
+
+    A client raises at 400 to 404 and 422. At 408, 409, 429 and 5xx it comes again.
+    """
 
     def __init__(self, status: int, line: str) -> None:
         super().__init__(line)
@@ -47,7 +49,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 
 def _parsed_apart(body: bytes) -> tuple[int, Any]:
-    """As `parse_body_json`, in a process of its own."""
+    """Calls `parse_body_json` in a process of its own."""
     with tempfile.TemporaryFile() as file:
         file.write(body)
         file.seek(0)
@@ -98,7 +100,7 @@ def is_utf8(text: str) -> bool:
 
 
 def seconds_of(body: Mapping[str, Any]) -> int | None:
-    """Returns for how long something is to be kept, None for ever. Raises UserError."""
+    """Returns for how long something is to be kept; None is for ever. Raises UserError."""
     seconds = field(body, "ttl_seconds", int, None)
     if seconds is not None and not 1 <= seconds <= MAX_SECONDS:
         raise UserError("ttl_seconds", seconds, "is out of range", f"give 1 to {MAX_SECONDS}, or null for ever")
@@ -106,7 +108,7 @@ def seconds_of(body: Mapping[str, Any]) -> int | None:
 
 
 def metadata_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a client wants to be remembered, which every list shows. Raises UserError."""
+    """Returns the metadata that a client wants remembered. Every list shows it. Raises UserError."""
     metadata = field(body, "user_metadata", dict, {})
     texts = [*metadata, *metadata.values()]
     if not all(isinstance(text, str) and is_utf8(text) for text in texts):

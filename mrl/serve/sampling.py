@@ -1,4 +1,4 @@
-"""The calls of a sampling client (docs/serve.md). Everything here runs on the thread of the HTTP server."""
+"""Handles the calls of a sampling client (docs/serve.md). Everything here runs on the thread of the HTTP server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MIN_TEMPERATURE = 1e-6
 
 
 class SamplingHandlers:
-    """Handle the calls of a sampling client. end_tokens: that end a completion where the client names none."""
+    """Handle the calls of a sampling client. end_tokens: they end a completion if the client names none."""
 
     def __init__(
         self, served: ServedModel, ledger: Ledger, request_queue: RequestQueue, end_tokens: Sequence[int]
@@ -87,7 +87,7 @@ class SamplingHandlers:
         return future_response(future, sample_sequence_ids=[f"{future.id}:{i}" for i in range(sample.count)])
 
     def sample_of(self, body: Mapping[str, Any]) -> DrawSamples:
-        """Returns what a client asks for. Raises UserError."""
+        """Returns the sample that a client asks for. Raises UserError."""
         for name in NOT_DONE:
             if body.get(name):
                 raise UserError(name, why="is not done by this server", fix="leave it out")
@@ -128,7 +128,7 @@ class SamplingHandlers:
         return tokens
 
     def stop_conditions(self, stop: Any) -> tuple[list[str], list[int]]:
-        """(texts, token ids) that end a completion."""
+        """Returns (texts, token ids) that end a completion."""
         if stop is None:
             return [], list(self.end_tokens)
         stops = [stop] if isinstance(stop, str) else stop
@@ -146,7 +146,7 @@ class SamplingHandlers:
 
 
 def source_of(record: SamplerRecord) -> SamplingQueue:
-    """Returns the queue of all samples from one place."""
+    """Returns the queue of all samples from one sampler's weights."""
     return SamplingQueue(record.path, record.saved, record.snapshot)
 
 
@@ -182,7 +182,7 @@ def as_message(found: SampleOutcome, sample: DrawSamples) -> bytes:
 
 
 def _fill(out: Any, log_probs: Tensor, ids: Tensor, *, first: bool) -> None:
-    """Fills a `TopkLogprobs`. first: nothing is known of the first token of a prompt: its cells are empty."""
+    """Fills a `TopkLogprobs`. first: adds empty cells for the first token of a prompt, which has no scores."""
     empty = ~log_probs.isfinite()
     log_probs, ids = log_probs.masked_fill(empty, EMPTY_LOG_PROB), ids.masked_fill(empty, 0)
     if first:

@@ -1,7 +1,7 @@
-"""`mrl serve` on every rank: the main one listens, and all do what its clients ask.
+"""Runs `mrl serve` on every rank: the main one listens, and all do what its clients ask.
 
 Operations go from the main rank to the others by broadcast. A rank that waits for one sleeps in a socket: it takes no
-processor. After PULSE_S seconds without work the main rank sends an empty one, so that no rank takes another for dead.
+processor. After PULSE_S seconds without work the main rank sends an empty one, so no rank takes another for dead.
 """
 
 from __future__ import annotations
@@ -136,7 +136,10 @@ def _serve(
 
 
 def role_config(config: ServeConfig, folder: str) -> RoleConfig:
-    """Returns what the engine is built from. Steps say how they are made: the optimizer's own numbers are not read."""
+    """Returns the settings that the engine is built from.
+
+    Clients' steps say how they are made, so the optimizer's own numbers are not read.
+    """
     tokens = micro_batch_tokens(config.engine.micro_batch, config.serve.max_length)
     micro_batch = dataclasses.replace(config.engine.micro_batch, tokens=tokens)
     return RoleConfig(
@@ -147,7 +150,7 @@ def role_config(config: ServeConfig, folder: str) -> RoleConfig:
 
 
 class Server:
-    """What the main rank has beside the models: records, queues, and the thread that listens."""
+    """Holds the main rank's records, queues, and the thread that listens."""
 
     def __init__(
         self, config: ServeConfig, served: ServedModel, ends: Sequence[int], tokenizer: PreTrainedTokenizerBase,
@@ -226,7 +229,7 @@ class Server:
         return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
 
     def print_ready(self) -> None:
-        """Says what a client needs."""
+        """Prints the address and key that a client needs."""
         host = client_address(self.config.serve.host)
         self.console.say(f"serving {self.served.base}")
         if (cut := as_tokenizer_name(self.served.base)) != self.served.base:
@@ -239,18 +242,17 @@ class Server:
         self.console.close()  # or it would go on to say that the model is being built
 
     def stop(self) -> None:
-        """Ends the thread that listens, after those who wait were told."""
+        """Ends the thread that listens, after waiting clients were told."""
         self.request_queue.end()
         self.http.stop()
 
     def silent_sessions(self, now: float) -> set[str]:
-        """Returns the sessions of clients that have not been heard of for long."""
+        """Returns the sessions of clients that have been silent for long."""
         return {id for id, heard in self.ledger.sessions.items() if now - heard > self.config.serve.silent_s}
 
 
 def client_address(host: str) -> str:
-    """Returns what clients call the address that is listened on, as it stands in a URL: all addresses have no name but
-    the machine's."""
+    """Returns the host that clients use in a URL. If all addresses are listened on, it is the machine's name."""
     try:
         every = ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -295,8 +297,10 @@ def lead(server: Server, models: Models, stop: StopSignal) -> None:
 
 
 def suspend(server: Server, models: Models) -> None:
-    """Does what models have yet to do, and writes all that the next start goes on with. Samples are drawn anew: their
-    clients ask again."""
+    """Does what models have yet to do, and writes their state for the next start.
+
+    Samples are drawn again: their clients ask again.
+    """
     server.request_queue.close("the server ends")
     if server.servers is not None:
         server.servers.close()
@@ -322,8 +326,11 @@ def suspend(server: Server, models: Models) -> None:
 
 
 def resume(server: Server, models: Models) -> list[str]:
-    """Goes on with what `suspend` wrote; says what it is. What was written is of this start alone: a later end that
-    suspends nothing leaves nothing that is out of date. What is damaged is put aside, and nothing of it is taken."""
+    """Restores what `suspend` wrote. Returns lines on it.
+
+    It removes the folder at once, so nothing stale is left if a later end suspends nothing. Damaged state is put aside,
+    and nothing of it is taken.
+    """
     folder = server.ledger.suspended
     shutil.rmtree(f"{folder}.partial", ignore_errors=True)
     if not os.path.lexists(folder):
@@ -347,7 +354,7 @@ def resume(server: Server, models: Models) -> list[str]:
 
 
 def do_work(server: Server, models: Models, work: Work) -> None:
-    """Does what a queue has brought, and finishes its futures."""
+    """Does the work of a queue, and finishes its futures."""
     if isinstance(work.queue, SamplingQueue):
         _sample(server, models, work.queue, work.requests)
         return
@@ -365,8 +372,10 @@ def do_work(server: Server, models: Models, work: Work) -> None:
 
 
 def _done(models: Models, work: PreparedOperation) -> Result:
-    """Does what a client asked for, on all ranks. A full disk does not end the server, but where it stops one of
-    several ranks, for which the others wait."""
+    """Does a client's operation on all ranks.
+
+    A full disk does not end the server. An error on one of several ranks does, because the others wait for it.
+    """
     alone = all_ranks().size == 1
     try:
         work.check()
@@ -385,8 +394,11 @@ def _done(models: Models, work: PreparedOperation) -> Result:
 
 
 def _sample(server: Server, models: Models, queue: SamplingQueue, waiting: Sequence[QueuedRequest]) -> None:
-    """Draws more tokens of all that is sampled from one place; what is not whole waits for the next turn, together with
-    what has come by then. What the inference servers can draw, where there are some, is theirs."""
+    """Draws more tokens of all samples from one place.
+
+    Samples that are not whole wait for the next turn, together with new ones. Inference servers draw what they can, if
+    there are some.
+    """
     waiting, unwanted = server.request_queue.split_abandoned(waiting)
     try:
         if server.servers is not None:
@@ -417,7 +429,7 @@ def _sample(server: Server, models: Models, queue: SamplingQueue, waiting: Seque
 def _draw_on_servers(
     server: Server, models: Models, queue: SamplingQueue, waiting: Sequence[QueuedRequest]
 ) -> Sequence[QueuedRequest]:
-    """Gives the inference servers what they can draw, and returns the rest. Raises UserError."""
+    """Gives the inference servers the samples that they can draw, and returns the rest. Raises UserError."""
     assert server.servers is not None
     adapter = None
     if queue.path is not None:
@@ -433,7 +445,7 @@ def _draw_on_servers(
 
 
 def _saved(server: Server, queue: SamplingQueue) -> SavedRecord:
-    """Returns what a queue samples from. Raises UserError where it is gone."""
+    """Returns the save that a queue samples from. Raises UserError if it is gone."""
     assert queue.path is not None
     saved = server.ledger.find(queue.path)
     if saved.time != queue.saved:
@@ -442,7 +454,7 @@ def _saved(server: Server, queue: SamplingQueue) -> SavedRecord:
 
 
 def _snapshot(server: Server, models: Models, queue: SamplingQueue) -> str | None:
-    """Returns the name of the snapshot to sample from, which is read where it is only saved. Raises UserError."""
+    """Returns the name of the snapshot to sample from; reads it if it is only saved. Raises UserError."""
     if queue.path is None:
         if queue.snapshot is not None and queue.snapshot not in models.snapshots:
             why = "is gone: newer ones took its place, its client ended, or the server was started anew"
@@ -458,7 +470,7 @@ def _snapshot(server: Server, models: Models, queue: SamplingQueue) -> str | Non
 
 
 def _release_idle(server: Server, models: Models) -> None:
-    """Frees what the models of silent clients hold, and removes what was saved for a time that is over."""
+    """Frees the models of silent clients, and removes saves whose time is over."""
     server.ledger.expire(time.time())
     for model, count in server.request_queue.fail_overdue().items():
         server.training.fail_pass(str(model), count, f"the call with seq_id {count} has not come")
@@ -479,7 +491,7 @@ def _release_idle(server: Server, models: Models) -> None:
 
 
 def do_on_all_ranks(models: Models, operation: Any) -> Any:
-    """Does an operation on all ranks; the main one tells the others. Returns what came of it."""
+    """Does an operation on all ranks; the main one tells the others. Returns its outcome."""
     models.spoken = time.monotonic()  # not of each turn: what inference servers draw is told to no other rank
     on_main(lambda: operation)
     return None if isinstance(operation, (ops.Idle, ops.Shutdown)) else models.do(operation)

@@ -1,7 +1,7 @@
-"""Samples drawn by inference servers, beside what the ranks do: a snapshot is an adapter that the servers load.
+"""Draws samples on inference servers, beside the ranks' work: a snapshot is an adapter that the servers load.
 
-The servers of docs/rollout-servers.md, with the base model and adapters switched on. What is scored, log-probs of a
-prompt and largest log-probs, is scored by the ranks, from the very weights that train.
+The servers of docs/rollout-servers.md, with the base model and adapters switched on. Scores (log-probs of a prompt, the
+likeliest tokens) come from the ranks, so from the very weights that train.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ KEPT = 8
 
 @dataclasses.dataclass(frozen=True)
 class ServedAdapter:
-    """A folder in peft's form. version: of what lies there."""
+    """A folder in peft's form. version: of its content."""
 
     folder: str
     version: float | None = None
 
     @property
     def name(self) -> str:
-        """What servers call it."""
+        """The servers' name for it."""
         return "mrl-" + hashlib.sha256(f"{self.folder}@{self.version}".encode()).hexdigest()[:16]
 
 
@@ -58,7 +58,7 @@ class _LoadedAdapters:
 
     @contextlib.contextmanager
     def using(self, adapter: ServedAdapter, *, anew: bool = False) -> Iterator[str]:
-        """Inside, the server has an adapter; yields its name there. anew: the server has lost it."""
+        """Loads an adapter and keeps it while inside; yields its name on the server. anew: the server has lost it."""
         name, folder = adapter.name, os.path.abspath(adapter.folder)
         with self.lock:
             if name not in self.in_use or anew:
@@ -83,7 +83,7 @@ class Servers:
     """The servers of `serve.servers`. Used by the main rank alone."""
 
     def __init__(self, config: ServersConfig, request_queue: RequestQueue, *, longest: int) -> None:
-        """Raises ServerError where one does not answer, or has no room for sequences of `longest` tokens."""
+        """Raises ServerError if one does not answer, or has no room for sequences of `longest` tokens."""
         assert config.kind is not None
         self.request_queue = request_queue
         self.loaded = []
@@ -97,7 +97,7 @@ class Servers:
         self.pool = concurrent.futures.ThreadPoolExecutor(config.concurrency * len(self.loaded), "samples")
 
     def close(self) -> None:
-        """Ends what is under way; its clients ask again."""
+        """Ends the requests that are under way; their clients ask again."""
         for loaded in self.loaded:
             loaded.server.http.abort_requests()
         self.pool.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""What a start leaves for the next in `suspended/`: whether it can be gone on with, and where it goes if it cannot."""
+"""Reads what a start leaves for the next in `suspended/`, and moves it aside if it cannot be used."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mrl.serve.request_queue import RequestQueue
 
 
 def layout_of(config: ServeConfig) -> dict[str, Any]:
-    """Returns what must be equal for one start to read what another suspended: keys of the config, and processes."""
+    """Returns what must be equal for one start to read another's suspended state: config keys, and processes."""
     engine = config.engine
     keys = {"backend": engine.backend, "parallel": to_dict(engine.parallel), "fsdp": to_dict(engine.fsdp)}
     return {"engine": keys, "model": to_dict(config.model), "processes": all_ranks().size}
 
 
 def read_state(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns what the main rank wrote. Raises CheckpointError where it is not what `suspend` writes."""
+    """Returns what the main rank wrote. Raises CheckpointError if `suspend` did not write that."""
     try:
         state = read_json(folder / "desk.json")
         RequestQueue(max_waiting=1).restore(state["desk"])
@@ -39,7 +39,7 @@ def read_state(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def refuse_other_layout(config: ServeConfig) -> None:
-    """Raises ConfigError where models are suspended that this start could not go on with, or the ledger is no file."""
+    """Raises ConfigError if suspended models do not fit this start, or the ledger is no file."""
     folder = Ledger(pathlib.Path(config.output_dir)).suspended
     try:
         before = read_state(folder)["layout"]

@@ -1,7 +1,7 @@
-"""The calls of a training client: sessions, models, passes, steps, saves (docs/serve.md).
+"""Handles the calls of a training client: sessions, models, passes, steps, saves (docs/serve.md).
 
-Everything here runs on the thread of the HTTP server. What the ranks do is queued as a `PreparedOperation`; what they
-have done becomes an answer on the main thread, by the `answer` beside it.
+Everything here runs on the thread of the HTTP server. The ranks' work is queued as a `PreparedOperation`. Its `answer`
+turns the outcome into an answer, on the main thread.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ class PreparedOperation:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingQueue:
-    """The queue of what is sampled from one place: what was saved under a path at a time, a snapshot, or neither for
-    the base."""
+    """The key of a queue: samples of a save made at a time, of a snapshot, or of the base (neither)."""
 
     path: str | None
     saved: float | None
@@ -111,7 +110,7 @@ class TrainingHandlers:
         return JSONResponse({})
 
     async def finish_session(self, request: ClientRequest) -> Response:
-        """What the session's models hold is freed once they have done what they were given."""
+        """Ends a session. Its models are freed once they have done their work."""
         id = request.path["id"]
         if self.ledger.sessions.get(id, ENDED) != ENDED:  # the first one counts
             self.ledger.finish(id)
@@ -210,7 +209,7 @@ class TrainingHandlers:
         return UserError("model_id", id, why, fix)
 
     def model_status(self, id: str) -> UserError:
-        """Says of a model why a result of it is not known."""
+        """Returns why a result of a model is not known."""
         if id not in self.ledger.models:
             return UserError("model_id", id, "is no model of this server", "create one")
         if not self.request_queue.has(id):
@@ -243,7 +242,7 @@ class TrainingHandlers:
         return PreparedOperation(ops.ForgetModels(models=[model.id]), done)
 
     def restore(self, ids: Collection[str], snapshots: Collection[str]) -> str:
-        """Says that the ranks have models and snapshots of an earlier start again. Returns how many, in words."""
+        """Records that the ranks hold models and snapshots of an earlier start. Returns how many, in words."""
         for id in ids:
             self.ledger.models[id].here = True
         for session in {name.partition(":")[0] for name in (*ids, *snapshots)} & self.ledger.sessions.keys():
@@ -252,7 +251,7 @@ class TrainingHandlers:
         return f"{len(ids)} {'model' if len(ids) == 1 else 'models'}" if ids else ""
 
     def forget(self, id: str, why: UserError) -> None:
-        """Says that the ranks no longer have a model."""
+        """Records that the ranks no longer have a model."""
         self.ledger.models[id].here = False
         self.request_queue.drop(id, why)
         self.lost.pop(id, None)
@@ -263,8 +262,11 @@ class TrainingHandlers:
         self, model: ModelRecord, number: int, work: Callable[[], PreparedOperation],
         lost: Callable[[str], None] = lambda line: None, *, size: int = 0,
     ) -> Response:  # fmt: skip
-        """Promises a call of a model. One that is sent again is promised what it was, whatever has changed since; one
-        that is refused is not waited for by those after it. lost: is told why a call is refused. size: bytes of it."""
+        """Promises a call of a model.
+
+        A call that is sent again gets its first future, whatever has changed since. Later calls do not wait for one
+        that is refused. lost: is told why a call is refused. size: its bytes.
+        """
         known = self.request_queue.future_of(model.id, number)
         if known is None:
             try:
@@ -280,12 +282,14 @@ class TrainingHandlers:
         return future_response(known)
 
     def fail_pass(self, model: str, number: int, line: str) -> None:
-        """Says why a pass came to nothing. The step after it fails: its gradients would be those of a part of a batch,
-        as a client sends a large one in several passes, and the step before it has heard of any."""
+        """Records why a pass failed. The step after it fails too.
+
+        A client sends a large batch in several passes, so the step would use the gradients of a part of it.
+        """
         self.lost.setdefault(model, {})[number] = line
 
     def _check_passes(self, model: ModelRecord, number: int) -> None:
-        """Raises UserError where a pass before the step with this number came to nothing."""
+        """Raises UserError if a pass before the step with this number failed."""
         lost = self.lost.get(model.id, {})
         if before := sorted(each for each in lost if each < number):
             line = lost[before[0]]
@@ -347,8 +351,10 @@ class TrainingHandlers:
     def _place(
         self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]
     ) -> tuple[pathlib.Path, Callable[[Any], Result], Callable[[], None]]:
-        """Returns the folder to save in, what says that it was saved, and what refuses a name that is taken: now, and
-        when it comes to it, as two saves may wait at once."""
+        """Returns the folder to save in, the answer to the save, and the check that its name is free.
+
+        The check runs now and again just before the save, because two saves may wait at once.
+        """
         check_name(name)
         ttl, metadata = seconds_of(body), metadata_of(body)
         path = f"{PREFIX}{model.id}/{part}/{name}"
@@ -383,13 +389,12 @@ class TrainingHandlers:
         return await self._queue_call(model, number(body, "seq_id", least=1), work)
 
     def _export(self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]) -> PreparedOperation:
-        """Makes a folder that peft loads over the base, or transformers where all weights train."""
+        """Prepares an export: peft loads the folder over the base, transformers loads it if all weights train."""
         folder, saved, check = self._place(model, part, name, body)
         return PreparedOperation(ops.ExportWeights(model.id, str(folder)), saved, check)
 
     async def load_weights(self, request: ClientRequest) -> Response:
-        """Makes a model of what was saved, or has one take it on whose `model_id` stands in place of a session: so do
-        clients before 0.38."""
+        """Makes a model of a save, or loads one into the model of `model_id`, as clients before 0.38 ask."""
         body = request.json
         if "session_id" in body:
             id = f"{self._session(body)}:train:{number(body, 'model_seq_id')}"
@@ -406,7 +411,7 @@ class TrainingHandlers:
         return await self._queue_call(model, number(body, "seq_id", least=1), work)
 
     def _to_load(self, body: Mapping[str, Any], model: ModelRecord | None) -> tuple[ops.LoadModel, SavedRecord]:
-        """Returns what a model is to take on, None: a new one. Raises UserError."""
+        """Returns the operation that loads a save into `model`; None: into a new one. Raises UserError."""
         saved = self.ledger.find(field(body, "path", str))
         if saved.part != "weights":
             raise UserError("path", saved.path, "has weights to sample from alone", "give one of save_state")
@@ -451,8 +456,7 @@ class TrainingHandlers:
 
 
 def update_of(given: Mapping[str, Any]) -> UpdateSettings:
-    """Returns an optimizer step of what the client gives; what it leaves out is the client's default. Raises
-    UserError."""
+    """Returns the optimizer step that a client asks for, with the client's defaults. Raises UserError."""
     values = {
         name: field(given, name, float, default)
         for name, default in (
@@ -472,6 +476,6 @@ def update_of(given: Mapping[str, Any]) -> UpdateSettings:
 
 
 def parse_version(version: str) -> tuple[int, int]:
-    """Returns the first two numbers of a version, zeros where it has none."""
+    """Returns the first two numbers of a version, zeros if it has none."""
     match = re.match(r"(\d{1,6})\.(\d{1,6})", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -150,7 +150,7 @@ def test_mrl_ppo_trains_with_adapters_alone(model, vllm, tmp_path):
 @pytest.mark.slow
 def test_what_the_server_does_not_take_is_said_at_the_start(model, vllm, tmp_path):
     other = make_model(str(tmp_path / "other"), seed=1)
-    with pytest.raises(ServerError, match=f"serves {model}, whose weights are not those of actor.model.path"):
+    with pytest.raises(ServerError, match=f"serves {model} with other weights than those of actor.model.path"):
         sampler_of([vllm.url], str(tmp_path / "w"), adapted=AdapterTraining(other, LORA))
     with pytest.raises(ConfigError) as caught:
         sampler_of([vllm.url], str(tmp_path / "w"), adapted=AdapterTraining(model, LoraConfig(rank=16)))
@@ -160,7 +160,7 @@ def test_what_the_server_does_not_take_is_said_at_the_start(model, vllm, tmp_pat
     )
     tell(vllm, "/update_weight_version", new_version="00000001-abcdef01")  # a run that handed merged weights over
     try:
-        with pytest.raises(ServerError, match="has weights that a run gave it .* start it again"):
+        with pytest.raises(ServerError, match="has a run's weights .* start it again"):
             sampler_of([vllm.url], str(tmp_path / "w"), adapted=AdapterTraining(model, LORA))
     finally:
         tell(vllm, "/update_weight_version", new_version="default")
