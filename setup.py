@@ -17,7 +17,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["mrl", "mrl.*"]),
-    package_data={"mrl.launch.slurm": ["templates/*.sbatch"], "mrl.report": ["*.html", "*.css", "*.js"]},
+    package_data={
+        "mrl.config": ["foreign/*.txt"],
+        "mrl.launch.slurm": ["templates/*.sbatch"],
+        "mrl.report": ["*.html", "*.css", "*.js"],
+    },
     install_requires=[
         "megatron-core>=0.16.1",
         "torch>=2.13.0a0",  # NVIDIA builds 2.13 under this name (docs/gpu.md); PyPI has no such versions

@@ -19,7 +19,7 @@ from mrl.config.docs import Section, default_text, sections
 from mrl.config.foreign_rows import Row
 from mrl.config.keys import accepted_values, join_key
 from mrl.config.rates import RATES
-from mrl.config.translate import TRAINERS
+from mrl.config.translate import trainers
 from mrl.converters import ranges as ranges_of
 
 CONFIG_HEADER = """\
@@ -69,7 +69,7 @@ rest with `--dry-run`.
 - In the notes, "there" is the other trainer and "here" is mrl.
 - Keys that mrl has nothing for are listed at the end of each section, first those with a hint.
 
-`make docs` makes this page from `mrl/config/foreign_*.py`.
+`make docs` makes this page from the tables in `mrl/config/foreign/`.
 """
 
 
@@ -139,7 +139,7 @@ def rates() -> str:
 def coming_from() -> str:
     """Returns docs/coming-from.md."""
     lines = [COMING_FROM_HEADER]
-    for trainer in TRAINERS:
+    for trainer in trainers():
         lines += [
             f"## {trainer.name}",
             "",

@@ -14,13 +14,14 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from mrl.config.aliases import ALIASES, NO_EQUIVALENT, VALUES
+from mrl.config.foreign_rows import read_table
 from mrl.config.keys import Key, accepted_values, join_key, join_names, nearest_key, section_keys, value_kind
 from mrl.config.translate import advice as advice_on
 from mrl.config.translate import known_keys, leaf_keys, translate_key
 from mrl.errors import ConfigError, MistakeCollector, shortened, show
 
 _DEFAULT = object()
+_VALUES = {("loss.name", "sigmoid"): "dpo"}  # (key, TRL's `loss_type`) -> the choice that is meant
 _LEAVE = "leave it out: mrl has nothing for it"
 
 
@@ -95,11 +96,13 @@ def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> lis
 
 def _known_elsewhere(dotted: str, root: type) -> str | None:
     """Returns advice about a key of another trainer or another command of ours; None if none has it."""
-    nowhere = next((what for key, what in NO_EQUIVALENT.items() if f"{dotted}.".startswith(f"{key}.")), None)
-    if nowhere is not None:
-        return nowhere
-    ours = translate_key(ALIASES.get(dotted, ()), root)
-    return advice_on(dotted, root) if ours is None else f"did you mean {' and '.join(ours)}?"
+    for row in read_table("aliases").rows:
+        if not row.ours and f"{dotted}.".startswith(f"{row.theirs}."):
+            return row.note
+        ours = translate_key(row.ours, root) if row.theirs == dotted else None
+        if ours is not None:
+            return f"did you mean {' and '.join(ours)}?"
+    return advice_on(dotted, root)
 
 
 def _coerce(annotation: Any, value: Any, key: Key) -> Any:
@@ -179,7 +182,7 @@ def _is_within(value: float, bounds: Mapping[str, float | None]) -> bool:
 
 def _refuse(value: Any, key: Key) -> typing.NoReturn:
     choices = [c for c in _choices(key.annotation) if isinstance(value, str)]
-    elsewhere = VALUES.get((key.path, str(value)))
+    elsewhere = _VALUES.get((key.path, str(value)))
     close = [elsewhere] if elsewhere in choices else difflib.get_close_matches(str(value), choices, n=1)
     what = "not one of the choices" if choices else value_kind(value)
     texts = () if typing.get_origin(key.annotation) is dict else typing.get_args(key.annotation)

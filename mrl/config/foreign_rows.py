@@ -1,10 +1,26 @@
-"""Rows of the tables of verl, NeMo-RL and TRL: a key of another trainer, and ours for it."""
+"""Reads foreign/*.txt, the tables of keys of verl, NeMo-RL and TRL with ours for them.
+
+A table is text. A line that begins with blanks continues the one before, and `#` begins a comment. A row is
+
+    THEIRS -> OURS OURS | values V=W V | default V | when KEY | times KEY | of COMMAND | note TEXT
+
+No key of ours means that nothing here stands for theirs. `a.{b c}.d` stands for `a.b.d` and `a.c.d`. `Row` has the
+meaning of each part. A value is JSON, or else text. `V` alone is `V=V`, and `*` is any other value. The words `unset`,
+`by_hand` and `same` for ours mean: write nothing, tell the user to set it, keep the value.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import functools
+import json
+import pathlib
+import re
+from collections.abc import Mapping
 from typing import Any
+
+FOLDER = pathlib.Path(__file__).parent / "foreign"
+_WORDS: Mapping[str, Any] = {"unset": None, "by_hand": KeyError, "same": ...}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,7 +28,7 @@ class Row:
     """One key of another trainer."""
 
     theirs: str
-    ours: tuple[str, ...] = ()  # () where nothing here stands for it; `actor.` is put before it where ours is a role's
+    ours: tuple[str, ...]  # () where nothing here stands for it; `actor.` is put before it where ours is a role's
     note: str = ""  # the change of unit or meaning
     values: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
     """Theirs -> ours, "*" for any other: None where nothing needs to be written, KeyError where it cannot be told, ...
@@ -32,53 +48,51 @@ class Trainer:
     rows: tuple[Row, ...]
 
 
-def row(theirs: str, ours: str = "", note: str = "", **more: Any) -> Row:
-    return Row(theirs, tuple(ours.split()), note, **more)
+@functools.cache
+def read_table(name: str) -> Trainer:
+    """Returns the table foreign/NAME.txt."""
+    text = re.sub(r"\n +", " ", (FOLDER / f"{name}.txt").read_text(encoding="utf-8"))
+    head = {"name": "", "source": "", "sections": "", "begins": ""}
+    rows: list[Row] = []
+    for line in text.splitlines():
+        theirs, arrow, rest = line.partition(" ->")
+        if arrow:
+            rows += _rows(theirs, rest)
+        elif line and not line.startswith("#"):
+            field, _, value = line.partition(":")
+            head[field] = value.strip()
+    begins, sections = head["begins"].split(), head["sections"].split()
+    return Trainer(head["name"], head["source"], tuple(sections), tuple(begins), tuple(rows))
 
 
-def rows_with(rows: Iterable[Row], **more: Any) -> list[Row]:
-    """Returns rows that have something more in common, as their `of` or `when`."""
-    return [dataclasses.replace(one, **more) for one in rows]
+def _rows(theirs: str, rest: str) -> list[Row]:
+    """Returns the rows of a line, one for each of their names."""
+    ours, *parts = rest.split(" | ")
+    about: dict[str, Any] = {}
+    for part in parts:
+        name, _, value = part.partition(" ")
+        about[name] = value
+    if "values" in about:
+        about["values"] = dict(_pair(pair) for pair in about["values"].split())
+    if "default" in about:
+        about["default"] = _scalar(about["default"])
+    if "of" in about:
+        about["of"] = tuple(about["of"].split())
+    before, _, inside = theirs.partition("{")
+    names, _, after = inside.partition("}")
+    return [Row(f"{before}{name}{after}", tuple(ours.split()), **about) for name in names.split() or [""]]
 
 
-def same_values(values: str) -> dict[str, str]:
-    """Returns the `values` of a row whose names both have."""
-    return {value: value for value in values.split()}
+def _pair(text: str) -> tuple[Any, Any]:
+    """Returns a value of theirs and what it is here, from `V=W` or `V`."""
+    theirs, equals, ours = text.partition("=")
+    if not equals:
+        return _scalar(theirs), _scalar(theirs)
+    return _scalar(theirs), _WORDS[ours] if ours in _WORDS else _scalar(ours)
 
 
-def unsupported_rows(prefix: str, names: str, note: str = "") -> list[Row]:
-    """Returns rows of keys that nothing here stands for."""
-    return [Row(f"{prefix}{name}", note=note) for name in names.split()]
-
-
-INHERITED = "it names files whose keys this one has, too; translate the whole config"
-PROMPTS = "counts prompts there; ours counts sequences, so multiply by the samples of a prompt"
-ROLLOUTS = "counts rollouts there; optimizer steps here"
-ROW = "counts rows in both"
-SHARE = "a share of the run there; steps here"
-MICRO = "sequences of a micro-batch on each device"
-TOKENS = "tokens of a micro-batch on each device"
-TOKENS_OF_CP = f"{TOKENS} there; ours counts before cp splits, so multiply by cp"
-ONE_SIZE = "here one size for both"
-JINJA = "a Jinja file here"
-KWARGS = "put chat_template_kwargs into each row"
-FUNCTION = "{function: path.py:name} here"
-
-BY_HAND = {"*": KeyError}
-NEEDLESS = {"*": None}
-FREQ = {-1: None, "*": ...}
-OFF = {0: None, -1: None, "*": ...}
-RECOMPUTE = {True: "full", False: "none"}
-DTYPE = same_values("float32 bfloat16") | {"fp32": "float32", "bf16": "bfloat16"}
-
-PPO, SFT, NOT_PPO = ("ppo",), ("sft",), ("sft", "dpo", "rm")
-PARALLEL = (
-    ("tensor_model_parallel_size", "tp"), ("pipeline_model_parallel_size", "pp"), ("context_parallel_size", "cp"),
-    ("expert_model_parallel_size", "ep"), ("expert_tensor_parallel_size", "etp"),
-    ("virtual_pipeline_model_parallel_size", "vpp"), ("sequence_parallel", "sp"),
-)  # fmt: skip
-
-
-def offload(*what: str) -> dict[bool, Any]:
-    """Returns the `values` of a switch that ours has in the list engine.offload."""
-    return {False: None, True: list(what)}
+def _scalar(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

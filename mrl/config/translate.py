@@ -8,14 +8,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from mrl.config.foreign_nemo_rl import NEMO_RL
-from mrl.config.foreign_rows import Row, Trainer
-from mrl.config.foreign_trl import TRL
-from mrl.config.foreign_verl import VERL
+from mrl.config.foreign_rows import Row, Trainer, read_table
 from mrl.config.keys import join_key, value_at, walk_keys
 from mrl.errors import show
 
-TRAINERS = (VERL, NEMO_RL, TRL)
 MAX_DEPTH = 16
 """Sections inside one another that `leaf_keys` looks into."""
 _MOST = 8  # `${...}` in others
@@ -27,6 +23,10 @@ _TRL_SIGNS = (
     ("dpo", {"beta", "precompute_ref_log_probs", "rpo_alpha", "desirable_weight", "label_smoothing", "ref_model"}),
 )
 """Keys that only one kind of TRL's trainers has."""
+
+
+def trainers() -> tuple[Trainer, ...]:
+    return read_table("verl"), read_table("nemo_rl"), read_table("trl")
 
 
 @functools.cache
@@ -49,12 +49,13 @@ def advice(dotted: str, root: type) -> str | None:
     known = known_keys(root)
     if f"actor.{dotted}" in known:
         return f"did you mean actor.{dotted}?"
-    matches = [(trainer, row) for trainer in TRAINERS for row in trainer.rows if row.theirs == dotted]
+    rows = [(trainer, row) for trainer in trainers() for row in trainer.rows]
+    matches = [pair for pair in rows if pair[1].theirs == dotted]
     if not matches:  # a key of a mapping that stands in the tables as a whole
-        matches = [(one, row) for one in TRAINERS for row in one.rows if dotted.startswith(f"{row.theirs}.")]
+        matches = [pair for pair in rows if dotted.startswith(f"{pair[1].theirs}.")]
     name = dotted.rpartition(".")[2]
     if not matches and name not in {key.rpartition(".")[2] for key in known}:
-        matches = [(TRL, row) for row in TRL.rows if row.theirs == name]  # its keys have no sections to be in
+        matches = [pair for pair in rows if pair[0].name == "TRL" and pair[1].theirs == name]  # it has no sections
     commands = {"ppo"} if "algorithm.name" in known else {"sft", "dpo", "rm"}
     for _, row in matches:
         ours = _resolved(row, root, commands)
@@ -66,7 +67,7 @@ def advice(dotted: str, root: type) -> str | None:
             return f"it is {trainer.name}'s for {' and '.join(row.ours)}, which this command lacks"
         return f"leave it out: {row.note or _nowhere(trainer)}"
     section = dotted.partition(".")[0]
-    owner = next((one for one in TRAINERS if section in one.sections or dotted.startswith(one.begins)), None)
+    owner = next((one for one in trainers() if section in one.sections or dotted.startswith(one.begins)), None)
     return None if owner is None else f"leave it out: {_nowhere(owner)}"
 
 
@@ -94,17 +95,19 @@ class Translation:
 
 def trainer_of(raw: Mapping[Any, Any]) -> Trainer | None:
     """Returns the trainer whose keys a file has."""
-    flat = {row.theirs for row in TRL.rows}
-    has = {name for name, value in raw.items() if isinstance(value, Mapping)}  # TRL has `optim`, which is text
-    sections = (one for one in TRAINERS if has & set(one.sections))
-    return next(sections, TRL if raw.keys() & flat else None)
+    sections = {name for name, value in raw.items() if isinstance(value, Mapping)}  # TRL has `optim`, which is text
+    for trainer in trainers():
+        if sections & set(trainer.sections):
+            return trainer
+    trl = read_table("trl")
+    return trl if any(row.theirs in raw for row in trl.rows) else None
 
 
 def command_for(raw: Mapping[Any, Any], trainer: Trainer) -> str:
     """Returns the command of ours that a file of another trainer is for."""
-    if trainer is VERL:
+    if trainer.name == "verl":
         return "ppo" if {"actor_rollout_ref", "algorithm"} & raw.keys() else "sft"
-    if trainer is TRL:
+    if trainer.name == "TRL":
         return next((command for command, signs in _TRL_SIGNS if signs & raw.keys()), "sft")
     return next((one for one in ("sft", "dpo", "rm") if one in raw), "ppo")
 
@@ -147,7 +150,7 @@ def translate(raw: Mapping[Any, Any], trainer: Trainer, command: str, root: type
 
 def _beside(raw: Mapping[Any, Any], trainer: Trainer, command: str) -> dict[str, Any]:
     """Returns what the other trainer says by the choice of a program or section; verl has a key for it."""
-    if command == "ppo" and trainer is not VERL:
+    if command == "ppo" and trainer.name != "verl":
         return {"algorithm": {"name": "opd" if "distillation" in raw and "grpo" not in raw else "grpo"}}
     return {"loss": {"name": "bradley_terry"}} if command == "rm" else {}
 

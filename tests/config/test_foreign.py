@@ -13,7 +13,7 @@ from mrl import cli
 from mrl.config.command import roots
 from mrl.config.keys import nearest_key
 from mrl.config.load import from_dict
-from mrl.config.translate import TRAINERS, advice, known_keys
+from mrl.config.translate import advice, known_keys, trainers
 from mrl.errors import ConfigError, shortened
 from tools import pages
 
@@ -55,7 +55,7 @@ def test_every_key_of_another_trainer_is_told_what_it_is_here(path):
 
 
 def test_every_row_names_keys_that_a_command_has():
-    for trainer in TRAINERS:
+    for trainer in trainers():
         for row in trainer.rows:
             keys = [known_keys(root) for root in roots().values()]
             assert all(any({key, f"actor.{key}"} & known for known in keys) for key in row.ours), row
