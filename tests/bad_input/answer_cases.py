@@ -3,7 +3,6 @@ such. The rows that the modules of mrl/data refuse, one by one, are in tests/dat
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -49,19 +48,8 @@ def other_without_a_weight(workspace: Workspace) -> None:
 MISSING = ("other: tensors do not fit config.json: 1 missing (model.norm.weight)",)
 
 DPO = [
-    Case("no pairs", "rows.jsonl:1", ("are no preference", "prompt, chosen and rejected"), edit=rows(*[{"prompt": "1", "responses": ["a", "b"]}] * 4)),
-    Case("answers without a prompt", "rows.jsonl:1", ("there is no prompt", "{question: prompt}"), edit=rows(*[{"chosen": "a", "rejected": "b"}] * 4)),
-    Case("null", "rows.jsonl:3", ("chosen is null",), edit=row(PAIR, chosen=None)),
-    Case("a message for text", "rows.jsonl:3", ("chosen is {'role'", "a list of messages"), edit=row(PAIR, chosen={"role": "assistant", "content": "2"})),
-    Case("prompt of no messages", "rows.jsonl:3", ("prompt is an empty list",), edit=row(PAIR, prompt=[], chosen=GOOD["messages"][1:], rejected=GOOD["messages"][1:])),
-    Case("the same", "rows.jsonl:3", ("chosen and rejected are the same tokens", "remove the row"), edit=row(PAIR, rejected="2")),
-    Case("weight that is not a number", "rows.jsonl:3", ("weight is nan", "weight_unused"), edit=rows(PAIR, PAIR, json.dumps(PAIR)[:-1] + ', "weight": NaN}', PAIR)),
     Case("nothing weighs", "data", ("all 4 rows of a batch have weight 0",), edit=rows(*[{**PAIR, "weight": 0}] * 4)),
-    Case("long", "rows.jsonl:3", ("data.max_length is 64", "data.truncation to drop"), edit=row(PAIR, rejected="1+" * 80)),
     Case("all dropped", "data.train", ("none of its 4 rows can be used", "dropped: rows.jsonl:"), ("data.truncation=drop",), rows(*[{**PAIR, "chosen": "1+" * 80}] * 4)),
-    Case("label in words", "rows.jsonl:3", ("label is 'true'", "give true"), KTO, row(SINGLE, label="true")),
-    Case("label that is null", "rows.jsonl:3", ("label is null", "unpaired"), KTO, row(SINGLE, label=None)),
-    Case("no labels", "rows.jsonl:1", ("prompt, completion are no preference", "label"), KTO, rows(*[{"prompt": "1", "completion": "2"}] * 4)),
     Case("single answers", "data.train", ("has single answers", "set loss.name to kto"), edit=rows(*[SINGLE] * 4)),
     Case("one row to evaluate kto on", "data.eval", ("eval.jsonl: has one row", "give two rows"), (*KTO, "data.eval=eval.jsonl"), both(row(SINGLE, label=False), rows(SINGLE, name="eval.jsonl"))),
     Case("nothing to evaluate on weighs", "data.eval", ("eval.jsonl: all of its rows that can be used have weight 0", "another weight"), ("data.eval=eval.jsonl",), both(rows(*[PAIR] * 4), rows(*[{**PAIR, "weight": 0}] * 4, name="eval.jsonl"))),
@@ -70,17 +58,10 @@ DPO = [
 ]  # fmt: skip
 
 RM = [
-    Case("margin in words", "rows.jsonl:3", ("margin is '1'", "give a number"), edit=row(PAIR, margin="1")),
-    Case("scored at a user's turn", "rows.jsonl:3", ("its last message is of the role user",), edit=row({**PAIR, "prompt": USER, "chosen": GOOD["messages"][1:], "rejected": chat("", "3")["messages"][1:]}, chosen=GOOD["messages"][1:] + USER)),
-    Case("infinite score", "rows.jsonl:3", ("score is inf", "1e+09"), REGRESSION, rows(GRADED, GRADED, json.dumps(GRADED).replace("1.0", "Infinity"), GRADED)),
-    Case("score that is null", "rows.jsonl:3", ("score is null",), REGRESSION, row(GRADED, score=None)),
     Case("graded rows", "data.train", ("has rows of the format graded", "set loss.name to regression"), edit=rows(*[GRADED] * 4)),
-    Case("two forms", "rows.jsonl:1", ("graded and steps", "data.format"), REGRESSION, rows(*[{**GRADED, **STEPS}] * 4)),
     Case("eval of another form", "data.eval", ("eval.jsonl", "set loss.name to regression"), ("data.eval=eval.jsonl",), both(rows(*[PAIR] * 4), rows(GRADED, name="eval.jsonl"))),
-    Case("fewer labels", "rows.jsonl:3", ("2 completions and 1 label",), OF_STEPS, row(STEPS, labels=[True])),
     Case("label of a step in words", "rows.jsonl:3", ("labels[0] is '+'", "true for a right step"), OF_STEPS, row(STEPS, labels=["+", "-"])),
     Case("adapters without a classifier", "model.lora", ("'olmoe' has no sequence classifier", "set it to null"), ("model.lora={rank: 4}",), both(rows(*[PAIR] * 4), set_model(model_type="olmoe", num_experts=6, num_experts_per_tok=2))),
-    Case("blank step", "rows.jsonl:3", ("completions[1] is ' '",), OF_STEPS, row(STEPS, completions=["1", " "])),
 ]  # fmt: skip
 
 TEACHER = ("teacher={model: {path: model}, weight: 0.5}",)
@@ -89,7 +70,6 @@ HALVES = "data.train=[{path: rows.jsonl, epochs: 0.5}, {path: more.jsonl, epochs
 
 SFT = [
     Case("teacher that no row may name", "rows.jsonl:3", ("teacher is 'math', which teacher.others has not", "teacher_unused"), TEACHER, row(GOOD, teacher="math")),
-    Case("teacher of another name", "rows.jsonl:3", ("teacher is 'code'", "give one of math"), MATH, row(GOOD, teacher="code")),
     Case("teacher without weights", "teacher.model.path", ("has no *.safetensors",), ("teacher.model.path=bare",), lambda w: w.write("bare/config.json", w.root.joinpath("model/config.json").read_bytes())),
     Case("teacher of other weights", "teacher.others.math.model.path", MISSING, (MATH[0].replace("{math: {model: {path: model}}}", "{math: {model: {path: other}}}"),), other_without_a_weight),
     Case("epochs that fill no batch", "train.global_batch_size", ("value 4 takes 4 rows", "have 3 within", "give at most 3, or raise epochs"), (HALVES, "train.steps=null"), rows(*[GOOD] * 4, name="more.jsonl")),

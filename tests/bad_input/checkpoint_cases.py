@@ -31,6 +31,7 @@ def damaged_run(workspace: Workspace) -> None:
 
 CASES = [
     Case("no such folder", "checkpoint.resume", ("is no folder", "auto, never"), ("checkpoint.resume=nowhere",)),
+    Case("latest itself", "checkpoint.resume", ("is no folder",), ("checkpoint.resume=earlier/checkpoints/latest",)),
     Case("no checkpoint in it", "checkpoint.resume", ("no whole checkpoint",), ("checkpoint.resume=model",)),
     Case("foreign marker", STEP, ("COMPLETE", "use another checkpoint"), RESUME, lambda w: w.write(f"{STEP}/COMPLETE", '{"a": 1}')),
     Case("cut shard", STEP, ("damaged", "bytes"), RESUME, shard(lambda path: os.truncate(path, 100))),

@@ -96,10 +96,13 @@ def test_a_key_that_an_older_version_did_not_have_counts_as_its_default():
 
 
 SAME = {
-    SFTConfig: "model.init model.dtype model.lora.rank engine.backend engine.moe.aux_loss optimizer.lr data.split data.packing "
+    SFTConfig: "model.init model.dtype model.lora.rank engine.backend engine.moe.aux_loss optimizer.lr optimizer.betas "
+    "optimizer.schedule optimizer.warmup_steps optimizer.clip_grad data.split data.packing data.max_length data.shuffle "
     "train.global_batch_size seed",
-    PPOConfig: "actor.model.dtype critic.model.lora.rank reference.engine.backend actor.optimizer.lr reference.update_every "
-    "reward.weight rewards.functions rollout.temperature rollout.max_turns algorithm.name data.system train.global_batch_size",
+    PPOConfig: "actor.model.dtype critic.model.lora.rank reference.engine.backend actor.optimizer.lr critic.optimizer.lr "
+    "reference.update_every reward.weight rewards.functions rollout.temperature rollout.samples_per_prompt rollout.max_turns "
+    "algorithm.name algorithm.lam algorithm.epochs algorithm.mini_batch_size algorithm.kl_coef data.system data.max_prompt_length "
+    "train.global_batch_size seed",
 }
 
 
@@ -234,12 +237,3 @@ def test_ppo_a_section_that_an_older_version_did_not_have_counts_as_its_defaults
     assert check_resume(old, plain_ppo()) == []
     with pytest.raises(ConfigError, match="reference.update_every"):
         check_resume(old, plain_ppo(reference={"update_every": 5}))
-
-
-def test_the_directory_of_another_command_is_refused():
-    with pytest.raises(
-        ConfigError, match='output_dir: value "run" is given to `mrl ppo`, .* is of `mrl sft`; give another'
-    ):
-        check_resume(plain(), plain_ppo())
-    with pytest.raises(ConfigError, match="given to `mrl sft`"):
-        check_resume(plain_ppo(), plain())

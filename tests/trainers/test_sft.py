@@ -288,20 +288,6 @@ def test_resume_from_a_checkpoint_of_another_run(inputs, whole_run, tmp_path):
     assert kind == "ConfigError" and message.startswith("checkpoint.resume: ") and "another output_dir" in message
 
 
-def test_never_refuses_a_directory_with_a_run_in_it(inputs, whole_run):
-    before = sorted(whole_run.rglob("*"))
-    kind, message = train(tiny_runs.make_config(inputs, whole_run, checkpoint={"resume": "never"}))
-    assert kind == "ConfigError" and message.startswith("checkpoint.resume: ") and "another output_dir" in message
-    assert sorted(whole_run.rglob("*")) == before
-
-
-def test_a_change_that_breaks_the_run_is_refused_before_anything_is_written(inputs, whole_run):
-    config_yaml = (whole_run / "config.yaml").read_text()
-    kind, message = train(tiny_runs.make_config(inputs, whole_run, optimizer={"lr": 1e-3}))
-    assert kind == "ConfigError" and message.startswith("optimizer.lr: ") and "0.01" in message
-    assert (whole_run / "config.yaml").read_text() == config_yaml
-
-
 def test_data_and_model_may_move_and_are_compared(inputs, whole_run, tmp_path):
     rows, model, output_dir = tmp_path / "rows.jsonl", tmp_path / "model", tmp_path / "run"
     config = tiny_runs.make_config(inputs, output_dir, checkpoint={"every": 3})
@@ -384,14 +370,6 @@ def test_an_evaluation_that_is_not_finite_stops_with_the_step(inputs, tmp_path):
     assert [row["step"] for row in tiny_runs.steps(tmp_path)] == [0, 1, 2]
 
 
-def test_a_bad_row_in_the_first_batch_is_met_before_anything_is_written(inputs, tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "1+1="}]}\n')
-    config = tiny_runs.make_config(inputs, tmp_path / "run", data={"train": str(tmp_path / "rows.jsonl")})
-    kind, message = train(config)
-    assert kind == "DataError" and message.startswith(f"{tmp_path}/rows.jsonl:1: has nothing to train on")
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("world", slow_but([1], [1, 2]))
 def test_a_bad_row_in_the_middle_of_a_run_saves_the_steps_before_it(inputs, tmp_path, world):
     """Ten rows in batches of four: row 10 is in the third. Skipped, it leaves the run that always skipped it."""
@@ -413,24 +391,11 @@ def test_a_bad_row_in_the_middle_of_a_run_saves_the_steps_before_it(inputs, tmp_
     assert train(short, world) == ("done", ""), "what comes after the last step is nobody's fault"
 
 
-def test_a_bad_row_of_the_evaluation_is_met_before_anything_is_written(inputs, tmp_path):
-    (tmp_path / "eval.jsonl").write_text((inputs / "eval.jsonl").read_text() + "{}\n")
-    data = {"eval": str(tmp_path / "eval.jsonl")}
-    kind, message = train(tiny_runs.make_config(inputs, tmp_path / "run", data=data))
-    assert kind == "DataError" and message.startswith(f"{tmp_path}/eval.jsonl:8: ")
-    assert not (tmp_path / "run").exists()
-
-
 def test_trap_34_a_skipped_step_has_a_gradient_norm_and_stops_the_run(inputs, tmp_path):
     kind, message = train(tiny_runs.make_config(inputs, tmp_path), happening="step_changes", what="skip")
     assert kind == "TrainingError"
     assert message.startswith("step 1: the gradient norm is inf (a gradient is not finite)")
     assert "no good checkpoint had been saved" in message
-
-
-def test_trap_34_only_the_main_process_writes(inputs, tmp_path):
-    config = tiny_runs.make_config(inputs, tmp_path, train={"steps": 2})
-    assert train(config, 2, happening="only_main_writes") == ("done", "")
 
 
 @pytest.mark.parametrize("what, named", [("nothing", "model.embed_tokens.weight"), ("q_norm", "q_norm.weight")])
