@@ -291,12 +291,20 @@ with handover_server.serving(folder, options):
     pass
 """
 
+WAITS = """import os, pathlib, signal, socket, sys
+with socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1]))) as server:
+    server.accept()
+    pathlib.Path("new").write_text(str(os.getpid()))
+    os.rename("new", "pid")
+    signal.pause()
+"""
+
 
 def test_sigterm_ends_the_server(tmp_path):
-    """The server, which has a session of its own, is a program here that writes down its id and waits."""
+    """The server is a program here that has a session of its own. It writes down its id when it is asked, and waits."""
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/new && mv {tmp_path}/new {tmp_path}/pid\nexec sleep 600\n")
+    python.write_text(f"#!{sys.executable}\n{WAITS}")
     python.chmod(0o755)
     script = subprocess.Popen([sys.executable, "-c", STARTS, str(tmp_path)], cwd=ROOT)
     while not (tmp_path / "pid").exists():
