@@ -47,10 +47,10 @@ BEST = "best"
 FORMAT = "mrl-checkpoint"
 FORMAT_VERSION = 2
 ROLES = "roles"
-"""The `backend` of a checkpoint that holds a folder for each role; each says whose files these are."""
+"""The `backend` of a checkpoint with a folder for each role; each names its own engine."""
 PREFIX, TEMPORARY, TRASH = "step_", ".tmp-", ".trash-"
 SMALL_BYTES = 2**20
-"""Files up to this size are read whole wherever a checkpoint is looked at, larger ones before it is loaded."""
+"""Checksums of files up to this size are compared at every search, those of larger ones before a load."""
 THREADS = 4  # of each rank; crc32 runs outside the interpreter's lock
 
 
@@ -60,8 +60,8 @@ class RankGroup:
 
     rank: int
     size: int
-    gather: Callable[[Any], Sequence[Any]]  # collective: the values of all in rank order; so it is a barrier too
-    group: Any = None  # torch's process group of them, None for the default one
+    gather: Callable[[Any], Sequence[Any]]  # collective, and a barrier: returns the values of all in rank order
+    group: Any = None  # torch's process group of the ranks, None for the default one
 
     def share(self, items: Sequence[str]) -> Sequence[str]:
         """Returns this rank's share of `items`, a list that is the same on all ranks."""
@@ -277,7 +277,7 @@ def _whole(root: str, *, warn: bool = False) -> list[tuple[str, Marker]]:
             found.append((path, validate(path)))
         except CheckpointError as error:
             damaged.append(error)
-    if warn and found:  # where none is whole, the caller's error says why
+    if warn and found:  # if none is whole, the caller's error says why
         for passed_over in damaged:
             logger.warning("passed over %s", passed_over)
     return sorted(found, key=lambda item: (item[1].serial, item[0]))

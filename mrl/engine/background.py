@@ -37,7 +37,7 @@ class _OtherRankFailed(Exception):
 
 
 Write = Callable[[str, RankGroup], None]
-"""Writes this rank's part of what was copied into a folder; `RankGroup` joins the threads of all ranks."""
+"""Writes this rank's part of the copied state into a folder; `RankGroup` joins the threads of all ranks."""
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def error_line(error: BaseException, rank: int) -> UserError:
     """Returns what the user is told of an error of a thread."""
     if isinstance(error, UserError):
         return error
-    if isinstance(error, CheckpointException):  # of torch's: what each rank met, with a traceback
+    if isinstance(error, CheckpointException):  # torch's: the error of each rank, with a traceback
         rank, error = next((rank, failure[0]) for rank, failure in error.failures.items())
     line = f"checkpoint.background: on rank {rank} a checkpoint could not be written"
     if isinstance(error, OSError):
@@ -94,13 +94,13 @@ class BackgroundSaver:
             began_s = time.perf_counter()
             try:
                 if self.device.type == "cuda":
-                    torch.cuda.set_device(self.device)  # a thread begins with the first GPU
+                    torch.cuda.set_device(self.device)  # the default of a new thread is the first GPU
                 work(ranks)
             except _OtherRankFailed:
                 pass
-            except BaseException as error:  # raised at the next border
+            except BaseException as error:  # raised between the next two steps
                 self._error = error_line(error, ranks.rank)
-                # Wherever the other threads wait next, they learn of it. Where one is gone, gloo raises RuntimeError.
+                # The other threads learn of it in their next wait. If one is gone, gloo raises RuntimeError.
                 with contextlib.suppress(_OtherRankFailed, RuntimeError):
                     self._gather(_ThreadFailure(self._error))
             self._write_s = time.perf_counter() - began_s

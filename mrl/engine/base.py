@@ -39,21 +39,21 @@ from mrl.engine.trained_state import TrainedState, UpdateSettings
 T = TypeVar("T")
 Ctx = dict[str, Any]
 Outcome = tuple[Any, ...]
-"""What `forward_backward_step` returns: `(Predictions, float, Ctx)`, or `(Predictions, Ctx)` where it was
-`forward_only`. To type both, every engine would write its signature three times."""
+"""The result of `forward_backward_step`: `(Predictions, float, Ctx)`, or `(Predictions, Ctx)` with `forward_only`. To
+type both, every engine would write its signature three times."""
 
 LossFn = Callable[[Batch, Predictions, Ctx], tuple[Tensor, Ctx]]
 """`fn(data, predictions, ctx) -> (loss_sum, ctx)`.
 
 data: one micro-batch, whole (also under context parallelism). predictions: token-aligned tensors [T]: "log_probs" and
-"entropy" (lm head; 0 where a label's loss mask is 0) or "values" (value head). loss_sum: a scalar *sum* over what
-counts, never a mean. ctx: a private copy of the caller's; `ctx["metrics"]` (name -> scalar sum) is summed over
-micro-batches and data-parallel ranks and divided by the same denominator as the loss.
+"entropy" (lm head; 0 for labels with loss mask 0) or "values" (value head). loss_sum: a scalar *sum* over what counts,
+never a mean. ctx: a private copy of the caller's. `ctx["metrics"]` (name -> scalar sum) is summed over micro-batches
+and data-parallel ranks, and divided by the same denominator as the loss.
 """
 
 
 PLAIN_CTX: Ctx = {"temperature": 1.0}
-"""The ctx of a call that gives none: log-probs as the model itself has them, without entropies."""
+"""The ctx of a call without one: the model's own log-probs, without entropies."""
 
 
 class GradNorm(float):
@@ -266,7 +266,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         for kind, wanted in zip(KINDS, (model, model if gradients is None else gradients, optimizer), strict=True):
             if wanted:
                 move(kind)
-        self.offload.wait()  # whoever builds or restores something next finds the memory free
+        self.offload.wait()  # the caller may build or restore something next, and needs the memory
 
     @abc.abstractmethod
     def save_state(self, folder: str, state: Mapping[str, Any]) -> None:
@@ -440,7 +440,7 @@ class BaseEngine(EngineChecks, abc.ABC):
             changes = self._config_changes(family, hf_config)
             writer = HFWriter(path, infos, companions=self.config.model.path, config_changes=changes)
         with writer as out:
-            for name, tensor in self.hf_weights():  # nothing comes on other ranks
+            for name, tensor in self.hf_weights():  # empty on other ranks
                 for written in (name, *(copy for copy, of in copies.items() if of == name)):
                     out.add(written, tensor)
             if self.is_main and carried:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 FILE_SYSTEM_ERRORS = (OSError, fsspec.exceptions.FSTimeoutError)
 PAUSES_S = (1.0, 10.0, 30.0)
-"""Between attempts to upload: an object store that refuses for a moment must not end a long run."""
+"""Pauses between attempts to upload. A long run must not end because an object store refuses for a moment."""
 
 
 def probe(url: str) -> None:
@@ -41,7 +41,7 @@ def probe(url: str) -> None:
         name = f"{base}/.mrl-probe-{secrets.token_hex(4)}"
         files.pipe_file(name, b"mrl")
         files.rm_file(name)
-    except Exception as error:  # file systems have no common error
+    except Exception as error:  # file systems have no common class of errors
         why = f"cannot be written ({_reason(error)})"
         fix = "give a URL that this machine can write to, or null"
         raise ConfigError("checkpoint.remote", quoted(url), why, fix) from error

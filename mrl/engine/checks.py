@@ -20,7 +20,7 @@ class Sequences:
     """Holds the length of the sequences that a run gives a model."""
 
     longest: int  # tokens
-    key: str  # what sets it: a key, or several with their values
+    key: str  # the key that sets it, or several with their values
     packed: bool  # end to end, without padding
     generated: bool  # the model samples them, token by token
 
@@ -31,7 +31,7 @@ class EngineChecks:
     backend: str
     """The name of the engine in a config."""
     supports: tuple[str, ...] = ()
-    """What `check_config` lets pass: keys, sections and choices, as `check_supported` has them."""
+    """Keys, sections and choices that `check_config` lets pass (`check_supported`)."""
 
     @classmethod
     def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:

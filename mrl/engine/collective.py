@@ -26,9 +26,9 @@ Predictions = dict[str, Tensor]
 TIMEOUT = datetime.timedelta(hours=4)
 """How long a rank waits for another one, in every group.
 
-One process may work for long while the others wait: it copies a checkpoint to a remote, reads or exports a large model.
-Over NCCL too, where ranks queue up their part of an export ahead of the one that writes it. A rank that died is not
-waited for so long: the local launcher and torchrun end all ranks, and so does srun with --kill-on-bad-exit.
+One process may work for long while the others wait: it copies a checkpoint to a remote, or reads or exports a large
+model. Ranks wait over NCCL too: they queue their part of an export ahead of the rank that writes it. Nobody waits so
+long for a rank that died: the local launcher and torchrun end all ranks, and so does srun with --kill-on-bad-exit.
 """
 
 JOIN_TIMEOUT = datetime.timedelta(minutes=30)
@@ -84,7 +84,7 @@ def on_main(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
             outcome[0] = fn()
         except UserError as error:
             outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0, group=group)  # over the host's backend: `fn` may take long
+    dist.broadcast_object_list(outcome, src=0, group=group)  # over gloo, because GPUs would spin while `fn` runs
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
@@ -104,8 +104,8 @@ class OnMainInThread:
         join_processes(device_type)
         self._size = dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if self._size > 1 else None
-        self._known: UserError | None = None  # that all ranks have raised
-        self._left_out: list[str] = []  # why each row was, since the last call
+        self._known: UserError | None = None  # the last error that all ranks have raised
+        self._left_out: list[str] = []  # the reason for each row since the last call
 
     def __call__(self, fn: Callable[[], T]) -> T:
         """Does what `on_main` does.
@@ -253,7 +253,7 @@ def from_main(
         if dist.get_world_size() > 1:
             dist.broadcast(tensor, src=0)
         yield name, tensor
-        del tensor  # before there is memory for the next
+        del tensor  # frees its memory before the next
 
 
 def denominator_of(batch: Batch, name: str) -> float:

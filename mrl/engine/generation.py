@@ -29,7 +29,7 @@ from mrl.engine.splitmix import to_int64
 from mrl.errors import ConfigError
 
 FIRST_NEW_TOKENS = 256
-"""New tokens that rows have room for at first, where memory is too little for all that the requests may become."""
+"""New tokens in a row at first, if there is not enough memory for the longest completions of all requests."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -43,7 +43,7 @@ class _ActiveRequest:
     key_hash: int  # of `mrl.engine.sampling.key_hash`, signed
     log_probs: list[float] = dataclasses.field(default_factory=list)
     kept: int = 0  # tokens of the prompt that are kept from an earlier request
-    cached: int = 0  # tokens of the context that the cache has
+    cached: int = 0  # tokens of the context in the cache
     row: int = -1  # of the cache
     finished: bool = False
 
@@ -67,15 +67,15 @@ class Step:
     """Describes one forward. Row `i` of the cache belongs to sequence `i`."""
 
     shape: tuple[int, int] | None
-    """(rows, places of a row) of the cache from this forward on; None for as it is."""
+    """(rows, positions of a row) of the cache from this forward on; None if it stays."""
     copies: list[tuple[int, int, int]]
-    """(source row, target row, places), made in order before the shape changes and the forward is made."""
+    """(source row, target row, positions), in order, before the new shape and the forward."""
     new: list[list[int]]  # the tokens of each sequence
-    cached: list[int]  # how many tokens of each sequence the cache has
-    sampled: list[int]  # the sequences whose last new token the next follows from
+    cached: list[int]  # how many tokens of each sequence are in the cache
+    sampled: list[int]  # the sequences that get their next token from this forward
     sequences: list[_ActiveRequest]
     restored: list[tuple[int, SamplingKey]] = dataclasses.field(default_factory=list)
-    """(row, key) of sequences whose keys and values are then put back into their rows (`KeptSequences.restore`)."""
+    """(row, key) of sequences with kept keys and values to put back into their rows (`KeptSequences.restore`)."""
 
     @property
     def ended(self) -> list[_ActiveRequest]:
@@ -110,7 +110,7 @@ def check_room(requests: Sequence[GenerateRequest], cache_tokens: int) -> None:
 
 
 DUMMY = Step(None, [], [[0]], [0], [], [])
-"""A forward of one token that nothing comes of, for a rank that has nothing to do while others need it."""
+"""A forward of one token, for a rank without requests while others need it in their forward."""
 
 
 class Schedule:
@@ -195,7 +195,7 @@ class Schedule:
             if len(followers) + len(fresh) == free:
                 kept.append(s)
             elif leader is not None and leader is not s and not leader.done:
-                ready = leader.cached >= len(s.prompt) - 1  # else it will be, after this step or a later one
+                ready = leader.cached >= len(s.prompt) - 1  # else wait: a later step feeds the rest of the prompt
                 (followers if ready else kept).append(s)
             elif budget > 0:
                 if not begun:

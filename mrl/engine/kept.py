@@ -30,8 +30,8 @@ class EndedSequence(Protocol):
     """Holds a complete sequence (of `mrl.engine.generation`)."""
 
     request: GenerateRequest
-    context: list[int]  # the prompt and what followed
-    cached: int  # how many of these the cache has
+    context: list[int]  # the prompt and the tokens after it
+    cached: int  # how many of these are in the cache
     row: int  # of the cache
 
 
@@ -39,8 +39,8 @@ class EndedSequence(Protocol):
 class _KeptSequence:
     """Holds an ended sequence and copies of its cache rows."""
 
-    tokens: list[int]  # whose keys and values are of use
-    places: int  # of each copy
+    tokens: list[int]  # the first ones of the copies, those that can be used
+    places: int  # positions of each copy
     copies: list[Any]  # one for each chunk of the model
 
 

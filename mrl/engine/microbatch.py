@@ -24,7 +24,7 @@ def balanced_shards(lengths: Sequence[int], n: int) -> list[list[int]]:
     assert n >= 1, f"{n} shards"
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups = [order[start : start + n] for start in range(0, len(order), n)]
-    # A state is n subsets as (tokens, indices), heaviest first; the heap holds the most uneven state on top.
+    # A state is n subsets as (tokens, indices), heaviest first. The heap has the most uneven state on top.
     heap = []
     for number, group in enumerate(groups):
         state = [(lengths[i], [i]) for i in group] + [(0, []) for _ in range(n - len(group))]

@@ -24,11 +24,11 @@ from torch import Tensor
 KINDS = ("parameters", "gradients", "optimizer")
 
 BLOCK = 2**26
-"""Bytes of a block of host memory. torch's allocator rounds pinned memory up to powers of two (8.1 GB would take 16),
-of which blocks of this size lose nothing, whatever PYTORCH_CUDA_ALLOC_CONF says."""
+"""Bytes of a block of host memory. torch's allocator rounds pinned memory up to powers of two (8.1 GB would take 16).
+Blocks of this size lose nothing by that, with any PYTORCH_CUDA_ALLOC_CONF."""
 
 ALIGNMENT = 512
-"""Storages start at multiples of so many bytes of their blocks, as the device's allocator has them."""
+"""Storages start at multiples of so many bytes in their blocks, as in the device's allocator."""
 
 
 class Offload:
@@ -74,7 +74,7 @@ class Offload:
         away = [kind for kind in kinds if kind in self._parked or kind in self.kinds]
         for kind in kinds:
             self._recall(kind)
-        if "parameters" in kinds:  # a pass through the model takes the memory of what is on its way
+        if "parameters" in kinds:  # a pass through the model needs the memory of pending copies
             self.wait()
         taken: list[str] = []
         try:
@@ -87,7 +87,7 @@ class Offload:
         finally:
             for kind in taken:
                 self._users[kind] -= 1
-            with contextlib.ExitStack() as each:  # what one of them raises does not keep the others from it
+            with contextlib.ExitStack() as each:  # if one raises, the others are still parked
                 for kind in reversed(away):
                     if not self._users[kind]:
                         each.callback(self.park, kind)
@@ -177,7 +177,7 @@ class Offload:
         parked = self._parked.get(kind)
         if parked is None or parked.copied is None:
             return
-        # the storages may be written or freed from here on, in the order of the current stream
+        # later work of the current stream may write or free the storages, so it waits for the copies
         torch.cuda.current_stream(parked.storages[0].device).wait_event(parked.copied)
         del self._parked[kind]
         self._host.give_back(parked.blocks or [])
@@ -203,7 +203,7 @@ class _HostStorages:
 
     storages: list[torch.UntypedStorage]
     sizes: list[int]  # bytes of each on the device
-    blocks: list[Tensor] | None  # host memory with them, end to end; None where they were dropped
+    blocks: list[Tensor] | None  # host memory with them, end to end; None if they were dropped
     copied: torch.cuda.Event | None = None  # the end of the copies, while the storages have their memory on the device
 
 
@@ -233,7 +233,7 @@ class HostMemory:
 
 
 Pair = tuple[Tensor, Tensor]
-"""As many bytes on the host and on the device, of which one is copied to the other."""
+"""The same number of bytes on the host and on the device, for a copy."""
 
 
 class Copies:
@@ -261,7 +261,7 @@ class StreamCopies(Copies):
 
     def to_host(self, pairs: Iterable[Pair]) -> torch.cuda.Event | None:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        if self._read is not None:  # it may have been in another stream, from a block that is written now
+        if self._read is not None:  # another stream may still read a block that is written now
             self.stream.wait_event(self._read)
         with torch.cuda.stream(self.stream):
             for host, device in pairs:

@@ -16,7 +16,7 @@ ENGINES = {
     "megatron": ("mrl.engine.megatron", "Megatron"),
     "fsdp": ("mrl.engine.fsdp", "FSDP"),
 }
-"""Backend -> package, which has the modules `engine` and `checks`, and what their classes' names begin with."""
+"""Backend -> its package with the modules `engine` and `checks`, and the beginning of their classes' names."""
 
 
 def build_engine(config: RoleConfig) -> BaseEngine:
@@ -57,7 +57,7 @@ def _load(entry: metadata.EntryPoint) -> type[BaseEngine]:
 
     try:
         loaded_class: Any = entry.load()
-    except Exception as error:  # the package's own code runs, and may raise anything
+    except Exception as error:  # the package's own code may raise anything
         raise refusal(f"which cannot be imported ({type(error).__name__}: {error})", "mend or reinstall it") from error
     if not (isinstance(loaded_class, type) and issubclass(loaded_class, BaseEngine)):
         raise refusal("which is no subclass of mrl.engine.base.BaseEngine", "register one (docs/backends.md)")

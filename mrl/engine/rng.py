@@ -17,7 +17,7 @@ class Generators:
         self.device = device
         outside = self.states()
         torch.manual_seed(seed)
-        random.seed(seed)  # for a model's own code
+        random.seed(seed)  # a model's own code may use it
         self._inside, self._depth = self.states(), 0
         self.restore(outside)
 

@@ -25,7 +25,7 @@ def to_int64(word: int) -> int:
     return word - 2**64 if word >> 63 else word
 
 
-signed = to_int64  # its older name, which scripts outside of the repository import
+signed = to_int64  # its older name, for scripts outside of the repository
 
 
 def mix_in_place(z: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ class UpdateSettings:
     lr: float
     betas: tuple[float, float]
     eps: float
-    weight_decay: float  # decoupled, of what decays: no biases, no norms
+    weight_decay: float  # decoupled; biases and norms do not decay
     clip_grad: float  # global L2 norm; 0 for none
 
 
@@ -30,7 +30,7 @@ class TrainedState:
 
     weights: Sequence[Tensor]
     moments: Sequence[Tensor]
-    updates: int  # that AdamW has made
+    updates: int  # AdamW's number of updates
     gradients: Sequence[Tensor | None] | None
     spent: bool
 

@@ -25,7 +25,7 @@ from mrl.engine.torch_dist.data_files import as_bytes
 from mrl.errors import ModelError
 
 _OF_THE_BASE = {"config.json", "generation_config.json", "LICENSE"}
-"""Companions of a model that its adapter does not have: with a config.json the folder would be taken for a model."""
+"""Files that an adapter does not copy from its base: with a config.json the folder would look like a model."""
 
 
 def adapters(model_folder: str, lora: LoraConfig, head: str) -> dict[str, AdapterShape]:
@@ -36,7 +36,7 @@ def adapters(model_folder: str, lora: LoraConfig, head: str) -> dict[str, Adapte
     Experts in one parameter have the parameter's name, as `model.layers.0.mlp.experts.gate_up_proj`. Raises ConfigError
     if a part of the selection matches nothing, or if it contains the output layer or the embedding.
     """
-    from mrl.engine.lora.selection import injection  # peft is slow to import: only a model with adapters waits for it
+    from mrl.engine.lora.selection import injection  # only a model with adapters waits for peft's slow import
 
     return dict(injection(model_folder, lora, head).shapes)
 
@@ -97,7 +97,7 @@ def write_adapter_files(
     out = Path(path)
     out.mkdir(parents=True, exist_ok=True)
     (out / CONFIG).unlink(missing_ok=True)
-    with (out / f".{WEIGHTS}.part").open("wb") as file:  # safetensors' own writer has no OSError for a full disk
+    with (out / f".{WEIGHTS}.part").open("wb") as file:  # safetensors' own writer raises no OSError for a full disk
         file.write(lay_out({name: TensorInfo(NAMES[t.dtype], tuple(t.shape)) for name, t in on_host.items()}).header)
         for tensor in on_host.values():
             file.write(as_bytes(tensor))

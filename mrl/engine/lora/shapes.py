@@ -15,7 +15,7 @@ from torch import Tensor
 
 PREFIX = "base_model.model."
 SCORE = PREFIX + "score.weight"
-"""Where an adapter folder has the head of a value model, which trains whole (peft's `modules_to_save`)."""
+"""The head of a value model in an adapter folder. It trains whole (peft's `modules_to_save`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +26,11 @@ class AdapterShape:
     peft_name: str  # the module under which peft keeps A and B (of two parameters of one module, one wraps the other)
     in_features: int
     out_features: int
-    rank: int  # of each expert's adapter where there are experts
+    rank: int  # with experts, of each expert's adapter
     scale: float  # of B A
     experts: int = 0  # E, or 0 for a plain matrix
     transposed: bool = False  # the weight is held [I, O], not [O, I] (gpt2's), or the experts [E, I, O]
-    parameter: str | None = None  # its full name where peft adapts a parameter, not a module
+    parameter: str | None = None  # its full name if peft adapts a parameter, not a module
 
     @property
     def a_name(self) -> str:

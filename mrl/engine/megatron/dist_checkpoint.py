@@ -42,7 +42,7 @@ from mrl.errors import CheckpointError
 T = TypeVar("T")
 
 _FIELDS = ("schedule_step", "layout", "architecture", "optimizer_steps", "state")
-"""What `engine.pt` has, whichever mrl wrote it."""
+"""Fields of `engine.pt` from any version of mrl."""
 
 
 def save(model: Model, path: str, *, schedule_step: int, state: Mapping[str, Any]) -> None:
@@ -177,7 +177,7 @@ def _architecture(model: Model) -> dict[str, Any]:
     return architecture(model.family, model.hf) | {
         "head": model.config.head,
         "dtype": model.config.model.dtype,
-        "layer_spec": "local",  # whose names the tensors have (checkpoint_names), not the one that computes
+        "layer_spec": "local",  # of the tensors' names (checkpoint_names), not of the computation
     }
 
 
@@ -212,6 +212,9 @@ def _restore_rng(model: Model, saved: Mapping[str, Any]) -> None:
 
 def _sharded(model: Model) -> dict[str, Any]:
     """Returns megatron's sharded state dict of the model."""
+    # Without non_homogeneous_layers megatron stacks the layers of a model into one tensor (0.16.1 and 0.19.2,
+    # transformer_block.sharded_state_dict), and names would depend on moe_layer_freq. singleton_local_shards would
+    # write gate and up as two tensors (mlp.apply_swiglu_sharded_factory).
     metadata = {
         "singleton_local_shards": False,
         "non_homogeneous_layers": True,
@@ -239,7 +242,8 @@ def _placed(model: Model) -> list[PlacedTensor]:
 def _box(entry: ShardedTensor) -> Box:
     assert entry.flattened_range is None, entry
     data = entry.data.detach()
-    data = data[(None,) * (len(entry.global_shape) - data.dim())]  # an expert's: the first dimension is that of experts
+    # megatron prepends the axis of experts to global_shape (ShardedTensor.prepend_axis_num), not to the data
+    data = data[(None,) * (len(entry.global_shape) - data.dim())]
     return Box(entry.key, tuple(entry.global_shape), tuple(entry.global_offset), data, entry.allow_shape_mismatch)
 
 

@@ -48,7 +48,7 @@ def run(
     cuda_graphs: steps without prompts have fixed shapes if the model allows it (decode_graphs.py).
     """
     check_room(requests, cache_tokens)
-    fp8.forget_copies(model.chunks)  # decoding is in bfloat16, and wants the room
+    fp8.forget_copies(model.chunks)  # decoding is in bfloat16, so their memory is free for the cache
     dims, coords = model.dims, model.coords
     replicas = dims.dp * dims.cp
     kept = KeptSequences(0) if kept is None else kept
@@ -101,7 +101,7 @@ class _Runner:
 
     def __init__(self, model: Model, schedule: Schedule, kept: KeptSequences, *, cuda_graphs: bool) -> None:
         self.model, self.dims, self.kept = model, model.dims, kept
-        # stages have other layers, and adapters on other modules: what one rank cannot do, none does
+        # stages have different layers and adapters, and all ranks of a step must run the same decoder
         self.lean = all(collective.all_ranks().gather(all(decoder.supports_chunk(chunk) for chunk in model.chunks)))
         self.decoders = self._prepared() if self.lean else []
         self.caches = [KVCache(schedule.rows, schedule.length) for _ in model.chunks]
@@ -114,7 +114,7 @@ class _Runner:
         decoders = self.kept.prepared.value
         if decoders is None:
             decoders = [decoder.Decoder(chunk) for chunk in self.model.chunks]
-            if platform.device().type == "cpu":  # on a GPU they are views, of what may be offloaded between calls
+            if platform.device().type == "cpu":  # on a GPU they are views of weights, which may be offloaded meanwhile
                 self.kept.prepared.value = decoders
         return decoders
 

@@ -31,8 +31,8 @@ from mrl.mcore_models.build import Model
 Shapes = Mapping[str, AdapterShape]
 
 _SPLITS: Mapping[str, lora.Split] = {"replicated": "whole", "row": "row"}
-"""How a linear is split, by the kind of its rule, where not by columns."""
-_GROUPED = re.compile(r"\.weight(\d+)$")  # of a grouped linear: the number of the expert on its rank
+"""The split of a linear by the kind of its rule; others are split by columns."""
+_GROUPED = re.compile(r"\.weight(\d+)$")  # a grouped linear's weight, with the expert's number on its rank
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class AdapterRule(Rule):
     of: AdapterShape
     tensor: str  # "A" or "B"
     spans_of_ranks: tuple[tuple[Span, ...], ...]
-    """For each rank of `axis`, what of the whole it holds, in order; nothing where it has no row of the matrix."""
-    interleaved: int = 1  # tensors of which B's rows alternate in the file, as those of gate and up
+    """For each rank of `axis`, its parts of the whole, in order; empty if it has no row of the matrix."""
+    interleaved: int = 1  # how many tensors' rows alternate in the file's B, as those of gate and up
 
     @property
     def file_name(self) -> str:

@@ -40,7 +40,7 @@ from mrl.mcore_models import cpu_stand_in, fp8, megatron_fields, platform, userb
 from mrl.parallel import Coordinates, ParallelDims
 
 Spec = Literal["te", "local"]
-"""Of a model's layers: transformer-engine's, or megatron's own."""
+"""The spec of a model's layers: transformer-engine's, or megatron's own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,17 +49,17 @@ class ChunkFigures:
 
     saved: int  # from the end of the forward to the backward pass, the chunk's input and output included
     forward_peak: int  # the most at once in the forward pass
-    backward_peak: int  # the most at once in the backward pass, what was saved included
-    forward_flops: float  # of matrix products and attention, recomputation apart
-    backward_flops: float  # with what is computed again
+    backward_peak: int  # the most at once in the backward pass, saved tensors included
+    forward_flops: float  # of matrix products and attention, without recomputation
+    backward_flops: float  # with recomputation
     forward_traffic: tuple[Traffic, ...]
     backward_traffic: tuple[Traffic, ...]
-    sent: int  # bytes of hidden states that go on to the next stage, and come back as their gradient
+    sent: int  # bytes of hidden states for the next stage; their gradient has as many
     shared: int  # of megatron's buffer of gathered hidden states, one for all passes of a rank; in no figure above
-    # of distillation, beside all of the above, as every micro-batch of a mini-batch has it at once:
-    given: int = 0  # ids and the teacher's log-probs, which a micro-batch has from before the first pass on
-    said: int = 0  # log-probs of ids that its forward pass gave, until the last pass is done
-    joined: int = 0  # what joins those of all micro-batches, then
+    # Bytes of distillation, beside all of the above, because all micro-batches of a mini-batch have them at once:
+    given: int = 0  # ids and the teacher's log-probs, from before the first pass on
+    said: int = 0  # log-probs of ids from its forward pass, until the last pass is done
+    joined: int = 0  # the joined log-probs of all micro-batches, after that
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +67,13 @@ class Buffer:
     """Describes a buffer of gradients and parameters that the distributed optimizer divides over ranks."""
 
     of_experts: bool
-    ranks: int  # that divide it: dp * cp of dense parameters, edp of experts
+    ranks: int  # how many divide it: dp * cp for dense parameters, edp for experts
     elements: int  # padding included
     parameter_bytes: int  # of an element
     masters: tuple[int, ...]  # elements that each of these ranks updates
-    moments: int = 8  # bytes of both of an element
-    on_host: bool = False  # masters and moments
-    of_muon: tuple[int, ...] = ()  # those of `masters` that have one moment alone; empty for none
+    moments: int = 8  # bytes of both moments of an element
+    on_host: bool = False  # masters and moments are
+    of_muon: tuple[int, ...] = ()  # those of `masters` with only one moment; empty for none
 
     @property
     def optimizer_bytes(self) -> int:
@@ -94,7 +94,7 @@ class RankFigures:
     parameters: int  # padding of the buffers included
     trained_parameters: int
     buffers: int  # tensors of the model that are no parameters, and transformer-engine's userbuffers
-    grad_buffers: tuple[Buffer, ...]  # none where nothing trains
+    grad_buffers: tuple[Buffer, ...]  # none if nothing trains
     chunks: tuple[ChunkFigures, ...]
     layers: tuple[tuple[int, ...], ...]  # of each chunk, by their numbers in the model
     dtype_bytes: int
@@ -141,11 +141,12 @@ def as_rank(rank: int, dims: ParallelDims) -> Iterator[None]:
 
     def mine(world_size: int, sizes: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
         group = own_group(rank, sizes, mask)
-        # of a model's ranks ("tp-ep-pp") megatron joins as many groups as there are replicas of an expert to one
+        # initialize_model_parallel joins the "tp-ep-pp" groups of all replicas of an expert into one and counts them
+        # (0.16.1 and 0.19.2, intra_dist_opt_ranks). So it must get as many groups as there are replicas.
         return [group] + [[]] * (world_size // len(group) - 1) * (sum(mask) > 2)
 
     def gather_objects(out: list, value: Any, group: Any = None) -> None:
-        out[:] = [value] * len(out)  # other ranks would say the same
+        out[:] = [value] * len(out)  # all ranks would give the same
 
     gather = dist.all_gather_object
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
@@ -171,7 +172,7 @@ def own_group(rank: int, sizes: Sequence[int], mask: Sequence[bool]) -> list[int
     strides = [math.prod(sizes[:i]) for i in range(len(sizes))]
     base = sum((rank // stride % size) * stride for stride, size, of_group in zip(strides, sizes, mask, strict=True)
                if not of_group)  # fmt: skip
-    # parallel_state places pipeline stages outermost; what is beyond the sizes stays as it is
+    # parallel_state has pipeline stages outermost; axes beyond the sizes keep the rank's own index
     base += rank // math.prod(sizes) * math.prod(sizes)
     axes = [(stride, size) for stride, size, of_group in zip(strides, sizes, mask, strict=True) if of_group]
     steps = [[i * stride for i in range(size)] for stride, size in axes]
@@ -341,7 +342,7 @@ class _MeasuredRun:
             detaches_mtp=model.detaches_mtp,
             multiple=fp8.multiple_of(config.engine.megatron), places=userbuffers.places_of(config.engine, dims),
         )  # fmt: skip
-        tokens = [[0] * (n + 1) for n in lengths]  # the last one is a label alone
+        tokens = [[0] * (n + 1) for n in lengths]  # the last one is only a label
         self.batch = make_batch(tokens, [[1.0] * len(t) for t in tokens])
         self.ctx: dict[str, Any] = {"temperature": 1.0, "entropy": entropy}
         self.ids = ids
@@ -355,7 +356,7 @@ class _MeasuredRun:
         from mrl.engine.megatron.scaling import megatron_scale
 
         buffers = parallel_state.get_global_memory_buffer().buffer
-        buffers.clear()  # the first pass of a rank makes it, and others use it
+        buffers.clear()  # GlobalMemoryBuffer keeps the first pass's buffer for all others, so it is counted apart
 
         def shared() -> int:
             return sum(-(-buffer.nbytes // BLOCK) * BLOCK for buffer in buffers.values())
@@ -442,7 +443,7 @@ class StageKind:
     """Describes a pipeline stage by its layers."""
 
     layers: tuple[tuple[int, ...], ...]  # of each chunk, by their numbers in the model
-    same: tuple  # equal of stages that hold and compute the same
+    same: tuple  # equal for stages that hold and compute the same
 
 
 def kinds_of_stages(config: RoleConfig, dims: ParallelDims) -> list[StageKind]:

@@ -31,7 +31,7 @@ from mrl.converters.rules import Rule
 from mrl.engine.megatron.buckets import ranges_of_ranks
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration, by Jordan: steepest at zero, so that singular values end between 0.7 and 1.2."""
+"""Jordan's coefficients of the quintic iteration: steepest at zero, so that singular values end between 0.7 and 1.2."""
 
 MIN_NORM = 1e-7
 
@@ -42,7 +42,7 @@ SCALES: Mapping[str, Callable[[int, int], float]] = {
 }
 
 MOMENTUM = "momentum"
-"""The one moment that Muon has of a matrix, as the optimizer's state and checkpoints call it."""
+"""The name of Muon's only moment of a matrix, in the optimizer's state and in checkpoints."""
 
 
 def orthogonalise(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
@@ -50,7 +50,7 @@ def orthogonalise(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.to(dtype)
-    x = x.T if is_tall else x  # the products of rows with each other are then the smaller matrix
+    x = x.T if is_tall else x  # x @ x.T is then the smaller of the two products
     x = x / x.norm().clamp(min=MIN_NORM)
     for _ in range(steps):
         gram = x @ x.T
@@ -79,8 +79,8 @@ class Shard:
 
     rule: Rule
     ranges: Mapping[int, tuple[int, int]]  # by rank of the group: first entry, and the one past the last
-    main: Tensor | None  # masters of this rank's entries; None where it updates none of them
-    group: Mapping[str, Any] | None  # the hyper-parameters of these
+    main: Tensor | None  # masters of this rank's entries; None if it updates none
+    group: Mapping[str, Any] | None  # their hyper-parameters
 
     @property
     def owner(self) -> int:
@@ -103,7 +103,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         """Takes the groups of `adamw`, without the shards' parameters. ranks: the data-parallel group that divides the
         shards."""
-        super().__init__([torch.nn.Parameter(torch.empty(0))], {})  # torch wants one; megatron's shards are views
+        # torch refuses an empty list, and also megatron's shards: they are views, not leaves
+        super().__init__([torch.nn.Parameter(torch.empty(0))], {})
         self.param_groups, self.state = groups, adamw.state
         self.adamw, self.ranks, self.options, self.dtype = adamw, ranks, options, dtype
         own = [shard for shard in shards if ranks.rank() in shard.ranges]
@@ -148,7 +149,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         assert closure is None
         self.adamw.step()
-        # parameters of several ranks come first, with all messages at once: of a bucket a rank has two of them at most
+        # Parameters of several ranks come first, with all messages at once. A rank has at most two of them in a bucket:
+        # DistributedOptimizer gives it one range of the bucket, so only the first and the last parameter can be cut.
         wholes = self._to_owners({shard: self._average(shard) for shard in self.divided})
         updates = {shard: self._update_of(shard, whole) for shard, whole in wholes.items()}
         for shard, update in self._to_ranks(updates).items():

@@ -38,7 +38,7 @@ def restore_trained_state(chunks: Chunks, optimizer: MegatronOptimizer, state: T
     for part, _, main, _ in optim.shards(optimizer):
         of_main = part.optimizer.state[main]
         for name in optim.moment_names(part, main):
-            if name not in of_main:  # before its first step there are none
+            if name not in of_main:  # the optimizer makes moments in its first step
                 of_main[name] = optim.new_moment(part, name, main)
             moments.append(of_main[name])
     restore_tensors(moments, state.moments)
