@@ -20,7 +20,7 @@ from mrl.converters.adapter_folder import BASE, CONFIG, WEIGHTS
 from mrl.converters.companions import companion_files
 from mrl.converters.json_file import read_json
 from mrl.converters.safetensors_io import NAMES, TensorInfo, lay_out
-from mrl.engine.lora.shapes import AdapterShape, adapter_shapes
+from mrl.engine.lora.shapes import AdapterShape, adapter_shapes, first_difference
 from mrl.engine.torch_dist.data_files import as_bytes
 from mrl.errors import ModelError
 
@@ -142,16 +142,12 @@ def read_fitting(path: str | os.PathLike[str], model_folder: str, lora: LoraConf
     _, tensors = read_adapter(path)
     check_is_plain(str(path))
     expected = shapes_in_file(model_folder, lora, head)
-    shapes_found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    differ = sorted(
-        name for name in expected.keys() | shapes_found.keys() if expected.get(name) != shapes_found.get(name)
-    )
-    if differ:
-        name = differ[0]
-        there, here = shapes_found.get(name, "absent"), expected.get(name, "absent")
+    difference = first_difference(tensors, expected)
+    if difference is not None:
+        name, there, here, count = difference
         raise ModelError(
             path,
-            why=f"{name} is {there} there and {here} with this config's model.lora ({len(differ)} tensors differ)",
+            why=f"{name} is {there} there and {here} with this config's model.lora ({count} tensors differ)",
             fix="give the adapter's own rank and targets",
         )
     ours = {name: shape.scale for name, shape in adapters(model_folder, lora, head).items()}

@@ -33,7 +33,7 @@ from mrl.config.schema import LoraConfig
 from mrl.converters.adapter_folder import CONFIG, MERGE
 from mrl.converters.hf_config import VISION_LANGUAGE
 from mrl.converters.json_file import read_json
-from mrl.engine.lora.shapes import AdapterShape
+from mrl.engine.lora.shapes import ADAPTER, AdapterShape, name_in_base
 from mrl.errors import ConfigError, ModelError
 
 _INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -42,8 +42,6 @@ _MORE = ("lora_bias", "layer_replication", "bias", "modules_to_save", "trainable
 """Fields that make more of an adapter than B A, beside those that peft marks as variants."""
 _HEADS = {"score", "classifier"}
 """Modules of a sequence classifier that peft saves whole."""
-ADAPTER = "default"
-"""peft's name of an adapter: in the names of parameters, and not in files."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,7 +323,7 @@ def _shapes(model: nn.Module) -> dict[str, AdapterShape]:
         name, parameter, experts = peft_name, None, 0
         transposed = isinstance(layer.get_base_layer(), Conv1D)
         if isinstance(layer, ParamWrapper):
-            name = peft_name.replace(".base_layer", "")
+            name = name_in_base(peft_name)
             parameter = f"{name}.{layer.parameter_name}"
             if layer.parameter_name != "weight":
                 name = parameter

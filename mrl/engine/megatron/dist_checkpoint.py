@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,58 +46,63 @@ _FIELDS = ("schedule_step", "layout", "architecture", "optimizer_steps", "state"
 
 def save(model: Model, path: str, *, schedule_step: int, state: Mapping[str, Any]) -> None:
     """Writes this rank's part into the folder `path`. Collective."""
-    rank, described, folder = dist.get_rank(), _description(model), Path(path)
+    about, rng = _small_files(model, schedule_step, state)
 
-    def common() -> None:
-        (folder / "mcore").mkdir(parents=True)
-        (folder / "rng").mkdir()
-        about = {"schedule_step": schedule_step} | described | {"state": dict(state)}
-        (folder / "engine.pt").write_bytes(saved_bytes(about))
+    def on_every_rank(fn: Callable[[], WrittenFile]) -> Sequence[WrittenFile]:
+        return collective.gather_on_main(collective.call_on_every_rank(fn))
 
-    def own() -> WrittenFile:
-        (folder / "rng" / f"rank_{rank:05d}.pt").write_bytes(saved_bytes(_plain_rng(model)))
-        placed = _placed(model)
-        boxes = (box for each in placed if not any(each.replica) for box in each.boxes)
-        moments = () if model.optimizer is None else optim_state.boxes_to_write(model.optimizer, placed)
-        return write(folder / "mcore" / f"__{rank}_0.distcp", itertools.chain(boxes, moments))
-
-    collective.on_main(lambda: _writing(path, common))
-    everyone = collective.gather_on_main(collective.call_on_every_rank(lambda: _writing(path, own)))
-    collective.on_main(lambda: _writing(path, lambda: write_index(folder / "mcore", everyone)))
+    _write_files(path, about, rng, _boxes_to_write(model), collective.on_main, on_every_rank)
 
 
 def stage(model: Model, *, schedule_step: int, state: Mapping[str, Any]) -> background.Write:
     """Copies what `save` writes to host memory. Returns what writes it: the same files. Collective."""
-    rank = dist.get_rank()
-    about = saved_bytes({"schedule_step": schedule_step} | _description(model) | {"state": dict(state)})
-    rng, placed = saved_bytes(_plain_rng(model)), _placed(model)
-    boxes = [box for each in placed if not any(each.replica) for box in each.boxes]
-    boxes += () if model.optimizer is None else optim_state.boxes_to_write(model.optimizer, placed)
-    boxes = [dataclasses.replace(box, data=background.copy_to_host(box.data)) for box in boxes]
+    about, rng = _small_files(model, schedule_step, state)
+    boxes = [dataclasses.replace(b, data=background.copy_to_host(b.data)) for b in _boxes_to_write(model)]
     background.wait_for_copies(model.device)
 
     def write_copy(path: str, ranks: RankGroup) -> None:
-        folder = Path(path)
-
-        def common() -> None:
-            (folder / "mcore").mkdir(parents=True)
-            (folder / "rng").mkdir()
-            (folder / "engine.pt").write_bytes(about)
-
-        def own() -> WrittenFile:
-            (folder / "rng" / f"rank_{rank:05d}.pt").write_bytes(rng)
-            return write(folder / "mcore" / f"__{rank}_0.distcp", boxes)
-
-        def main(fn: Callable[[], None]) -> None:
+        def on_main(fn: Callable[[], None]) -> None:
             if ranks.rank == 0:
-                _writing(path, fn)
+                fn()
             ranks.gather(None)
 
-        main(common)
-        everyone = ranks.gather(_writing(path, own))
-        main(lambda: write_index(folder / "mcore", everyone))
+        _write_files(path, about, rng, boxes, on_main, lambda fn: ranks.gather(fn()))
 
     return write_copy
+
+
+def _small_files(model: Model, schedule_step: int, state: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    """Returns the content of `engine.pt`, and of this rank's RNG states."""
+    about = {"schedule_step": schedule_step} | _description(model) | {"state": dict(state)}
+    return saved_bytes(about), saved_bytes(_plain_rng(model))
+
+
+def _boxes_to_write(model: Model) -> Iterator[Box]:
+    placed = _placed(model)
+    yield from (box for each in placed if not any(each.replica) for box in each.boxes)
+    if model.optimizer is not None:
+        yield from optim_state.boxes_to_write(model.optimizer, placed)
+
+
+def _write_files(
+    path: str, about: bytes, rng: bytes, boxes: Iterable[Box], on_main: Callable[[Callable[[], None]], None],
+    on_every_rank: Callable[[Callable[[], WrittenFile]], Sequence[WrittenFile]],
+) -> None:  # fmt: skip
+    """Writes the checkpoint's files. on_main: calls a function on the main process while the others wait."""
+    folder, rank = Path(path), dist.get_rank()
+
+    def common() -> None:
+        (folder / "mcore").mkdir(parents=True)
+        (folder / "rng").mkdir()
+        (folder / "engine.pt").write_bytes(about)
+
+    def own() -> WrittenFile:
+        (folder / "rng" / f"rank_{rank:05d}.pt").write_bytes(rng)
+        return write(folder / "mcore" / f"__{rank}_0.distcp", boxes)
+
+    on_main(lambda: _writing(path, common))
+    everyone = on_every_rank(lambda: _writing(path, own))
+    on_main(lambda: _writing(path, lambda: write_index(folder / "mcore", everyone)))
 
 
 def _writing(path: str, fn: Callable[[], T]) -> T:

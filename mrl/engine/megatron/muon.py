@@ -16,6 +16,7 @@ Matrices are those of Hugging Face's files, whatever megatron joins and splits. 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Jordan's coefficients of the quintic iteration: steepest at zero, so that singular values end between 0.7 and 1.2."""
 
 MIN_NORM = 1e-7
+
+Messages = collections.defaultdict[int, list[Tensor]]
+"""Tensors to send to each rank, or to receive from it."""
 
 SCALES: Mapping[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: max(rows, columns) ** 0.5,
@@ -196,62 +200,56 @@ class Muon(torch.optim.Optimizer):
 
     def _to_owners(self, held: Mapping[Shard, Tensor]) -> dict[Shard, Tensor]:
         """Returns all entries of the parameters that this rank owns. held: of each divided one, this rank's entries."""
-        rank, sent, wanted = self.ranks.rank(), _Messages(), _Messages()
+        rank = self.ranks.rank()
+        sent: Messages = collections.defaultdict(list)
+        wanted: Messages = collections.defaultdict(list)
         wholes = {}
         for shard in self.divided:
             if shard.owner != rank:
-                sent.add(shard.owner, held[shard])
+                sent[shard.owner].append(held[shard])
                 continue
             wholes[shard] = held[shard].new_empty(shard.entries)
             for peer, (start, end) in shard.ranges.items():
                 if peer == rank:
                     wholes[shard][start:end] = held[shard]
                 else:
-                    wanted.add(peer, wholes[shard][start:end])
+                    wanted[peer].append(wholes[shard][start:end])
         _exchange(sent, wanted, self.ranks)
         return wholes
 
     def _to_ranks(self, wholes: Mapping[Shard, Tensor]) -> dict[Shard, Tensor]:
         """Returns this rank's entries of each divided parameter. wholes: all entries of those that it owns."""
-        rank, sent, wanted = self.ranks.rank(), _Messages(), _Messages()
+        rank = self.ranks.rank()
+        sent: Messages = collections.defaultdict(list)
+        wanted: Messages = collections.defaultdict(list)
         own = {}
         for shard in self.divided:
             first, last = shard.ranges[rank]
             if shard.owner != rank:
                 assert shard.main is not None
                 own[shard] = shard.main.new_empty(last - first)
-                wanted.add(shard.owner, own[shard])
+                wanted[shard.owner].append(own[shard])
                 continue
             own[shard] = wholes[shard][first:last]
             for peer, (start, end) in shard.ranges.items():
                 if peer != rank:
-                    sent.add(peer, wholes[shard][start:end])
+                    sent[peer].append(wholes[shard][start:end])
         _exchange(sent, wanted, self.ranks)
         return own
 
 
-class _Messages:
-    """Holds tensors for each rank in the order of adding. Both ends of a message add them in the same order."""
-
-    def __init__(self) -> None:
-        self.of: dict[int, list[Tensor]] = {}
-
-    def add(self, rank: int, tensor: Tensor) -> None:
-        self.of.setdefault(rank, []).append(tensor)
-
-
-def _exchange(sent: _Messages, wanted: _Messages, ranks: dist.ProcessGroup) -> None:
-    """Sends the tensors of `sent`, and fills those of `wanted`."""
-    incoming = {rank: torch.cat(tensors) for rank, tensors in wanted.of.items()}
+def _exchange(sent: Messages, wanted: Messages, ranks: dist.ProcessGroup) -> None:
+    """Sends the tensors of `sent`, and fills those of `wanted`. Both ends have them in the same order."""
+    incoming = {rank: torch.cat(tensors) for rank, tensors in wanted.items()}
     messages = [(dist.irecv, tensor, rank) for rank, tensor in incoming.items()]
-    messages += [(dist.isend, torch.cat(tensors), rank) for rank, tensors in sent.of.items()]
+    messages += [(dist.isend, torch.cat(tensors), rank) for rank, tensors in sent.items()]
     if messages:
         operations = [
             dist.P2POp(send, tensor, dist.get_global_rank(ranks, rank), ranks) for send, tensor, rank in messages
         ]
         for request in dist.batch_isend_irecv(operations):
             request.wait()
-    for rank, tensors in wanted.of.items():
+    for rank, tensors in wanted.items():
         parts = incoming[rank].split([tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part)

@@ -130,10 +130,20 @@ def moment_dtypes(megatron_options: Mapping[str, Any]) -> dict[str, torch.dtype]
     return {name: given.get(field, torch.float32) for name, field in MOMENTS.items()}
 
 
-def moment_names(part: MegatronOptimizer, main: torch.Tensor) -> Sequence[str]:
-    """Returns the names of the moments that the optimizer keeps of a master."""
+def moments(part: MegatronOptimizer, main: torch.Tensor, *, make: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the name and tensor of each moment of a master; zeros before the first update.
+
+    make: the optimizer gets the zeros, so that they can be read into.
+    """
     is_matrix = isinstance(part.optimizer, Muon) and part.optimizer.updates_master(main)
-    return (MOMENTUM,) if is_matrix else tuple(MOMENTS)
+    held = part.optimizer.state[main] if make else part.optimizer.state.get(main, {})
+    for name in (MOMENTUM,) if is_matrix else MOMENTS:
+        moment = held.get(name)
+        if moment is None:
+            moment = new_moment(part, name, main)
+            if make:
+                held[name] = moment
+        yield name, moment
 
 
 def new_moment(part: MegatronOptimizer, name: str, main: torch.Tensor) -> torch.Tensor:
