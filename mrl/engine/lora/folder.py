@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -24,8 +24,17 @@ from mrl.engine.lora.shapes import AdapterShape, adapter_shapes, first_differenc
 from mrl.engine.torch_dist.data_files import as_bytes
 from mrl.errors import ModelError
 
+if TYPE_CHECKING:
+    from mrl.engine.lora.selection import Injection
+
 _OF_THE_BASE = {"config.json", "generation_config.json", "LICENSE"}
 """Files that an adapter does not copy from its base: with a config.json the folder would look like a model."""
+
+
+def _injection(model_folder: str, lora: LoraConfig, head: str) -> Injection:
+    from mrl.engine.lora.selection import injection  # only a model with adapters waits for peft's slow import
+
+    return injection(model_folder, lora, head)
 
 
 def adapters(model_folder: str, lora: LoraConfig, head: str) -> dict[str, AdapterShape]:
@@ -36,17 +45,13 @@ def adapters(model_folder: str, lora: LoraConfig, head: str) -> dict[str, Adapte
     Experts in one parameter have the parameter's name, as `model.layers.0.mlp.experts.gate_up_proj`. Raises ConfigError
     if a part of the selection matches nothing, or if it contains the output layer or the embedding.
     """
-    from mrl.engine.lora.selection import injection  # only a model with adapters waits for peft's slow import
-
-    return dict(injection(model_folder, lora, head).shapes)
+    return dict(_injection(model_folder, lora, head).shapes)
 
 
 def shapes_in_file(model_folder: str, lora: LoraConfig, head: str) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every tensor in the adapter file of the selection `lora` on the model of a Hugging Face
     folder."""
-    from mrl.engine.lora.selection import injection  # as above
-
-    injected = injection(model_folder, lora, head)
+    injected = _injection(model_folder, lora, head)
     return adapter_shapes(injected.shapes, head, injected.hidden_size)
 
 
@@ -90,9 +95,7 @@ def write_adapter_files(
 
     Modules without a tensor here stay as in the base.
     """
-    from mrl.engine.lora.selection import injection  # as above
-
-    injected = injection(base_model_path, lora, head)
+    injected = _injection(base_model_path, lora, head)
     on_host = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
     out = Path(path)
     out.mkdir(parents=True, exist_ok=True)

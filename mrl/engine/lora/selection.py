@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import peft
 import torch
@@ -251,7 +250,7 @@ class Selection:
         return ConfigError(
             "model.lora.target_modules",
             targets,
-            f"leaves no adapter with model.lora.exclude_modules {_show(self.lora.exclude_modules)}",
+            f"leaves no adapter with model.lora.exclude_modules {json.dumps(self.lora.exclude_modules)}",
             f"name {self._some()}",
         )
 
@@ -356,7 +355,3 @@ def _check_expression(key: str, value: str | tuple[str, ...] | None) -> None:
             raise ConfigError(
                 key, value, f"is no regular expression ({error})", "give one, or a list of ends of names"
             ) from None
-
-
-def _show(value: Any) -> str:
-    return json.dumps(value)

@@ -55,7 +55,7 @@ from mrl.engine.megatron import (  # noqa: E402
 )
 from mrl.engine.megatron.checks import MegatronChecks, choice_lines  # noqa: E402
 from mrl.engine.megatron.model import Model  # noqa: E402
-from mrl.mcore_models import fp8, userbuffers  # noqa: E402
+from mrl.mcore_models import fp8  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
 
 
@@ -85,12 +85,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             ep=parallel.ep, etp=parallel.expert_tp, sp=parallel.sequence_parallel,
         )  # fmt: skip
         self.model = Model(config, dims)
-        self.setup = pipeline.PipelineConfig(
-            dims=dims, coords=self.model.coords, packed=config.packing, thd=self.model.spec == "te", head=config.head,
-            vocab_size=self.model.hf["vocab_size"], mtp=self.model.mtp, mtp_weight=self.model.mtp_weight,
-            detaches_mtp=self.model.detaches_mtp, multiple=fp8.multiple_of(config.engine.megatron),
-            places=userbuffers.places_of(config.engine, dims),
-        )  # fmt: skip
+        self.setup = pipeline.PipelineConfig.of(self.model, config)
         self._accumulated = False  # gradients have accumulated since they were zeroed
         self._reduced = False
         self._spent = False  # an optimizer step has used them since they were zeroed

@@ -15,11 +15,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mrl.batch import Batch
+from mrl.config.schema import RoleConfig
 from mrl.engine.base import Ctx, LossFn, Predictions
 from mrl.engine.logprobs import VocabShard, log_probs_from_hidden, top_log_probs
 from mrl.engine.megatron import inputs as model_inputs
 from mrl.engine.megatron.scaling import megatron_loss, megatron_scale
-from mrl.mcore_models import fp8, platform
+from mrl.mcore_models import fp8, platform, userbuffers
 from mrl.mcore_models.mtp import MTPLayerInputs
 from mrl.parallel import Coordinates, ParallelDims
 
@@ -39,6 +40,16 @@ class PipelineConfig:
     detaches_mtp: bool = False  # the gradient of their losses stays within them
     multiple: int = 1  # a rank's positions are a multiple of it (mcore_models/fp8.py)
     places: int | None = None  # positions of every micro-batch, over all ranks, if all have the same (userbuffers.py)
+
+    @classmethod
+    def of(cls, model: Any, config: RoleConfig) -> PipelineConfig:
+        """Returns the settings of a `Model`. config: the user's; the model's own may have other layers (meta.py)."""
+        return cls(
+            dims=model.dims, coords=model.coords, packed=config.packing, thd=model.spec == "te", head=config.head,
+            vocab_size=model.hf["vocab_size"], mtp=model.mtp, mtp_weight=model.mtp_weight,
+            detaches_mtp=model.detaches_mtp, multiple=fp8.multiple_of(config.engine.megatron),
+            places=userbuffers.places_of(config.engine, model.dims),
+        )  # fmt: skip
 
 
 @dataclasses.dataclass
