@@ -52,7 +52,7 @@ class ActivationOffload:
             yield
 
     def pack(self, weights: set[int], tensor: Tensor) -> Tensor | HostTensor:
-        """Returns what autograd keeps in place of `tensor`."""
+        """Returns the object that autograd keeps instead of `tensor`."""
         if type(tensor) not in PLAIN or tensor.untyped_storage()._cdata in weights:
             return tensor
         return HostTensor(self, tensor)

@@ -158,8 +158,8 @@ def steps_of(root: str) -> list[tuple[int, str]]:
 
 
 def damage(root: str) -> list[str]:
-    """Returns what is wrong with each `step_*` folder of `root` that is no whole checkpoint. A kill leaves none of
-    these."""
+    """Returns a line for each `step_*` folder of `root` that is no whole checkpoint, with the reason. Kills leave
+    none."""
     lines = []
     for entry in _listdir(root):
         if entry.startswith(PREFIX):
@@ -171,9 +171,9 @@ def damage(root: str) -> list[str]:
 
 
 def validate(path: str, *, backend: str | None = None) -> Marker:
-    """Returns the marker of the checkpoint at `path`; refuses what is damaged, foreign or of another backend.
+    """Returns the marker of the checkpoint at `path`. Refuses one that is damaged, foreign or of another backend.
 
-    Every file is looked at: it exists, has its size, and (small files) its checksum. `verify` reads all of them.
+    It checks that every file exists and has its size, and the checksums of small files. `verify` reads all of them.
     """
     if not os.path.isdir(path):
         raise CheckpointError(path, why="no such folder", fix=f"name a checkpoint such as checkpoints/{step_name(100)}")
@@ -186,7 +186,7 @@ def validate(path: str, *, backend: str | None = None) -> Marker:
 
 
 def other_backend(saved: str, own: str, key: str = "engine.backend") -> str:
-    """Returns why a checkpoint of one backend is none of another, and what to do. key: where the config has the
+    """Returns why a run of one backend cannot load a checkpoint of another, and a fix. key: the config's key of the
     backend."""
     if saved == ROLES:
         return "holds the roles of `mrl ppo`, and this run has one model; resume it with `mrl ppo`"
@@ -203,7 +203,7 @@ def other_backend(saved: str, own: str, key: str = "engine.backend") -> str:
 def verify(path: str, ranks: RankGroup = ONE_RANK) -> Marker:
     """Reads every file of the checkpoint at `path` and compares checksums. Returns its marker.
 
-    Collective: files are shared out over the ranks, and what one of them finds wrong, all raise as DamagedCheckpoint.
+    Collective: each rank reads a share of the files. If one finds damage, all raise DamagedCheckpoint.
     """
     marker, wrong = None, None
     try:
@@ -310,7 +310,7 @@ def _settle(path: str, ranks: RankGroup) -> dict[str, dict]:
 
 
 def write_marker(path: str, files: dict[str, dict], *, step: int, serial: int, backend: str) -> None:
-    """Puts the folders on disk, then COMPLETE. files: what `_settle` returned."""
+    """Puts the folders on disk, then COMPLETE. files: the result of `_settle`."""
     for folder, _, _ in os.walk(path):
         fsync_path(folder)
     fields = {
@@ -355,7 +355,7 @@ def _empty_trash(root: str) -> None:
 
 
 def _remove(path: str) -> None:
-    """Removes what is there: of a link, the link alone."""
+    """Removes a file or a folder; of a link only the link."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)
     else:

@@ -55,7 +55,7 @@ def wait_for_copies(device: torch.device) -> None:
 
 
 def error_line(error: BaseException, rank: int) -> UserError:
-    """Returns what the user is told of an error of a thread."""
+    """Returns an error of a thread as a line for the user."""
     if isinstance(error, UserError):
         return error
     if isinstance(error, CheckpointException):  # torch's: the error of each rank, with a traceback
@@ -83,7 +83,7 @@ class BackgroundSaver:
         return self._thread is not None
 
     def begin(self, work: Callable[[RankGroup], None]) -> None:
-        """Starts `work` in a thread; `finish` comes first where one is under way."""
+        """Starts `work` in a thread. If one is under way, it waits for that first (`finish`)."""
         assert not self.busy
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -131,7 +131,8 @@ class BackgroundSaver:
         return None if running else self.finish()
 
     def finish(self) -> float | None:
-        """Waits for the save under way, if any. Returns the seconds that writing took. Raises what went wrong."""
+        """Waits for the save under way, if any. Returns the seconds that writing took. Raises the error of a failed
+        save."""
         if self._thread is None:
             return None
         self.wait()
@@ -141,8 +142,7 @@ class BackgroundSaver:
         return seconds
 
     def wait(self) -> UserError | None:
-        """Waits for this rank's thread, without a word to other ranks' training. Returns what went wrong. Not
-        collective."""
+        """Waits for this rank's thread, without messages to other ranks. Returns its error. Not collective."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

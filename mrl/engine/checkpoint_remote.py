@@ -122,7 +122,7 @@ def ensure(path: str, url: str, *, keep: int | None = None, protect: Collection[
 def fetch(url: str, root: str) -> str | None:
     """Copies the newest whole checkpoint at `url` (or the one that `url` is) into `root`. Returns its folder.
 
-    None where the URL holds no whole checkpoint. One that is already in `root` is not copied again.
+    Returns None if the URL holds no whole checkpoint. One that is already in `root` is not copied again.
     """
     files, base = _open(url)
     files.invalidate_cache()
@@ -203,9 +203,9 @@ def _delete(files: fsspec.AbstractFileSystem, path: str) -> None:
 
 
 def locate(local: str, remote: str | None, *, backend: str) -> str:
-    """Returns the folder to load: what `remote` has, fetched into `local`, else the newest whole one. For one rank.
+    """Returns the folder to load: the one of `remote`, fetched into `local`, else the newest whole one. For one rank.
 
-    Raises CheckpointError where there is none, or it is damaged, foreign or of another backend.
+    Raises CheckpointError if there is none, or it is damaged, foreign or of another backend.
     """
     path = (fetch(remote, local) if remote else None) or atomic_checkpoint.find_checkpoint(local)
     if path is None:

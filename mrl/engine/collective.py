@@ -60,7 +60,7 @@ def wait_for_all() -> None:
 
 
 def is_main() -> bool:
-    """Returns whether this process speaks and writes for all: one of them does, also before they have met."""
+    """Returns whether this process logs and writes for all. Exactly one does, also before the processes have joined."""
     return int(os.environ.get("RANK", "0")) == 0 if not dist.is_initialized() else dist.get_rank() == 0
 
 
@@ -219,7 +219,7 @@ def node_ids() -> list[int]:
 
 
 def all_ranks() -> RankGroup:
-    """Returns the processes of the world, for the checkpoint folder; what they tell each other goes over gloo."""
+    """Returns the processes of the world, for the checkpoint folder. They communicate over gloo."""
 
     def gather(value: Any) -> list[Any]:
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -230,7 +230,7 @@ def all_ranks() -> RankGroup:
 
 
 def max_over_ranks(device: torch.device, *values: float) -> list[float]:
-    """Returns the largest of each value over all ranks, the same on every rank. device: where the ranks talk."""
+    """Returns the largest of each value over all ranks, the same on every rank. device: for the communication."""
     if not dist.is_initialized():
         return list(values)
     largest = torch.tensor(values, dtype=torch.float64, device=device)
@@ -257,8 +257,7 @@ def from_main(
 
 
 def denominator_of(batch: Batch, name: str) -> float:
-    """Returns what a mini-batch's loss sums are divided by: `batch.denominators[name]`, or 1 where nothing in it
-    counts."""
+    """Returns the divisor of a mini-batch's loss sums: `batch.denominators[name]`, or 1 if nothing in it counts."""
     assert name in batch.denominators, f"the batch has the denominators {sorted(batch.denominators)}, not {name!r}"
     return float(batch.denominators[name]) or 1.0
 

@@ -150,7 +150,7 @@ class Schedule:
         return not self.waiting and not self.running
 
     def next(self) -> Step:
-        """Returns the step to make now; `take` what came of it before the next."""
+        """Returns the step to make now. Call `take` with its tokens before the next."""
         shape = self._grow()
         decoding = [s for s in self.running if s.cached == len(s.context) - 1]
         prompts = [s for s in self.running if s.cached < len(s.context) - 1]  # at most one, in the highest row
@@ -184,7 +184,8 @@ class Schedule:
         return self.rows, self.length
 
     def _admit(self, budget: int) -> tuple[list[_ActiveRequest], list[_ActiveRequest]]:
-        """Takes from the waiting: those whose prompt is in the cache, and those with `budget` prompt tokens in all."""
+        """Admits waiting sequences: those with a prompt in the cache, and those within `budget` prompt tokens in
+        all."""
         followers: list[_ActiveRequest] = []
         fresh: list[_ActiveRequest] = []
         kept: list[_ActiveRequest] = []
@@ -212,7 +213,7 @@ class Schedule:
     def _place(
         self, decoding: list[_ActiveRequest], followers: list[_ActiveRequest], prompts: list[_ActiveRequest]
     ) -> list[tuple[int, int, int]]:
-        """Gives every sequence its row: the first ones to those with one new token, in place where they can stay."""
+        """Gives every sequence its row. Those with one new token get the first rows, and stay in theirs if they can."""
         count, copies = len(decoding) + len(followers), []
 
         def move(s: _ActiveRequest, row: int) -> None:

@@ -129,7 +129,7 @@ def problems(findings: dict[str, Finding], weights: Iterable[tuple[str, Tensor]]
 
 
 def _fault(found: list[Finding]) -> FaultKind | None:
-    """Returns what is wrong with one parameter, from every rank that holds a shard of it."""
+    """Returns the fault of one parameter, from the findings of every rank with a shard of it."""
     if not all(f.finite for f in found):
         return FaultKind.NOT_FINITE
     if not any(f.has_gradient for f in found):

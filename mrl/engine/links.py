@@ -136,7 +136,7 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def offers(self) -> list[dict[str, Any]]:
-        """Returns for each server what its processes join with (`make_receiver`)."""
+        """Returns for each server the offer that its processes join with (`make_receiver`)."""
 
     def connect(self, given_up: Callable[[], bool]) -> None:  # noqa: B027 (memory has nothing to wait for)
         """Waits until all processes of the servers have joined, or until `given_up`. Raises LinkBroken."""
@@ -154,13 +154,13 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def describe(self, bucket: Bucket) -> list[dict[str, Any]]:
-        """Returns for each server what it is told of a bucket, to take it from this link."""
+        """Returns for each server the description of a bucket, with which it takes the bucket from this link."""
 
     @abc.abstractmethod
     def send(self, bucket: Bucket, given_up: Callable[[], bool]) -> None:
-        """Returns when the bucket is on its way or where `given_up`; raises LinkBroken.
+        """Returns when the bucket is on its way, or when `given_up`. Raises LinkBroken.
 
-        The device has written the bucket, and the servers were told of it or are being told.
+        The device has written the bucket. The servers have its description, or are getting it.
         """
 
     def rest(self) -> None:
@@ -350,7 +350,7 @@ class LinkReceiver(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, update: dict[str, Any], device: torch.device) -> Tensor:
-        """Returns the bytes of a bucket that `Link.describe` told of, in memory of their own."""
+        """Returns the bytes of a bucket that `Link.describe` described, in memory of their own."""
 
     def rest(self) -> None:  # noqa: B027 (a group has none)
         """Unmaps the trainer's memory."""

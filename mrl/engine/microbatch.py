@@ -103,8 +103,10 @@ def split_to_count(
 
 
 def lengths_of_groups(lengths: Sequence[int], group: int, *, packed: bool) -> list[int]:
-    """Returns what each group of `group` neighbours costs: the sum of their lengths, or, padded to the longest, that
-    times their number. So groups are divided as sequences of these lengths are."""
+    """Returns the cost of each group of `group` neighbours, so that groups are divided as sequences of these lengths.
+
+    It is the sum of their lengths. Without packing it is their number times the longest.
+    """
     if group == 1:
         return list(lengths)
     assert len(lengths) % group == 0, f"{len(lengths)} sequences are no groups of {group}"

@@ -62,7 +62,7 @@ class Offload:
         self.wait()
 
     def tensors(self, kind: str) -> Iterable[Tensor]:
-        """Returns what is of `kind`, wherever it is."""
+        """Returns the tensors of `kind`, on the device or not."""
         return self._tensors[kind]()
 
     @contextlib.contextmanager
@@ -105,7 +105,8 @@ class Offload:
         return 0 if parked is None or parked.blocks is None else sum(parked.sizes)
 
     def park(self, kind: str) -> None:
-        """Moves `kind` to the host. Nothing happens where it is there. On a GPU `wait` says when its memory is free."""
+        """Moves `kind` to the host. It does nothing if the kind is there. On a GPU `wait` says when its memory is
+        free."""
         if kind in self._parked:
             return
         if kind in self._drop_copies:
@@ -240,13 +241,13 @@ class Copies:
     """Copies that have ended when a method returns."""
 
     def to_host(self, pairs: Iterable[Pair]) -> torch.cuda.Event | None:
-        """Copies what is on the device to the host. Returns what says when that has ended; None: it has."""
+        """Copies from the device to the host. Returns an event at the end of the copies; None if they have ended."""
         for host, device in pairs:
             host.copy_(device)
         return None
 
     def to_device(self, pairs: Iterable[Pair]) -> None:
-        """Copies what is on the host to the device, before anything that the current stream is given later."""
+        """Copies from the host to the device, before any later work of the current stream."""
         for host, device in pairs:
             device.copy_(host)
 
@@ -302,7 +303,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _identity(tensor: Tensor) -> int:
-    """Returns what tensors have in common that share their storage, wherever its memory is."""
+    """Returns a key that is equal for tensors with one storage, on the device or not."""
     return tensor.untyped_storage()._cdata
 
 

@@ -25,8 +25,10 @@ def build_engine(config: RoleConfig) -> BaseEngine:
 
 
 def engine_class(name: str) -> type[BaseEngine]:
-    """Returns the class of the backend `name`, imported. Raises ConfigError for a name that nobody or more than one
-    has, or for what is no engine."""
+    """Returns the class of the backend `name`, imported.
+
+    Raises ConfigError for a name that no engine has, or more than one, and for a class that is no engine.
+    """
     taken = backends.registered_engines().get(name, [])
     if name not in ENGINES:
         return _load(backends.entry_point(name))

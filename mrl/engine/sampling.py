@@ -117,7 +117,7 @@ def gumbel(keys: Tensor, start: int, count: int) -> Tensor:
 
 
 def noise_bytes(rows: int, columns: int) -> int:
-    """Returns what `gumbel` takes at most of a GPU: the noise, and temporaries of a chunk."""
+    """Returns the most bytes of `gumbel` on a GPU: the noise, and temporaries of a chunk."""
     return 4 * rows * columns + 16 * min(rows * (columns // 2 + 1), max(_NOISE_WORDS, columns // 2 + 1))
 
 

@@ -41,6 +41,6 @@ def clone_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def restore_tensors(tensors: Iterable[Tensor], copies: Iterable[Tensor]) -> None:
-    """Fills `tensors` with what `clone_tensors` made of them."""
+    """Fills `tensors` from the copies of `clone_tensors`."""
     for tensor, copied in zip(tensors, copies, strict=True):
         tensor.copy_(copied)

@@ -272,7 +272,7 @@ class Selection:
         return ConfigError(f"model.lora.{key}", entry, f"matches no module of {self.model}", advice)
 
     def _some(self) -> str:
-        """Returns the ends of names of the model's linear layers, as far as they can be told from names."""
+        """Returns examples for a message: the ends of names that look like the model's linear layers."""
         leaves = {name.rpartition(".")[2] for name in self.names if name.rpartition(".")[2].endswith("proj")}
         experts = {f"experts.{name.rpartition('.')[2]}" for name in self.stacks}
         return "all-linear or some of " + ", ".join(sorted(leaves) + sorted(experts))

@@ -87,8 +87,7 @@ class MegatronChecks(EngineChecks):
 
 
 def choice_lines(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any]) -> list[str]:
-    """Returns lines for the user on what is chosen for a model, before a run and in it. fields: as `fields_of` has
-    them."""
+    """Returns lines for the user on the choices for a model, before a run and in it. fields: as of `fields_of`."""
     lines = layer_spec.notes(spec)
     if engine.megatron.get("fp8"):
         lines.append(

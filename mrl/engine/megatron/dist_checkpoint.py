@@ -55,7 +55,7 @@ def save(model: Model, path: str, *, schedule_step: int, state: Mapping[str, Any
 
 
 def stage(model: Model, *, schedule_step: int, state: Mapping[str, Any]) -> background.Write:
-    """Copies what `save` writes to host memory. Returns what writes it: the same files. Collective."""
+    """Copies the state of `save` to host memory. Returns a function that writes the same files. Collective."""
     about, rng = _small_files(model, schedule_step, state)
     boxes = [dataclasses.replace(b, data=background.copy_to_host(b.data)) for b in _boxes_to_write(model)]
     background.wait_for_copies(model.device)
@@ -186,7 +186,10 @@ def _architecture(model: Model) -> dict[str, Any]:
 
 
 def _description(model: Model) -> dict[str, Any]:
-    """Returns what every rank saves. Collective: a pipeline stage without adapters has made no update of its own."""
+    """Returns the description that every rank saves.
+
+    Collective, because a pipeline stage without adapters has no count of updates of its own.
+    """
     steps = (
         None
         if model.optimizer is None

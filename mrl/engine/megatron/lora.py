@@ -258,7 +258,7 @@ class InitialAdapters:
 def fill(
     models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], tensors: Mapping[str, Tensor]
 ) -> Callable[[str], Tensor]:
-    """Sets what trains from the tensors of an adapter's file. Returns what reads them by the names of rules."""
+    """Sets the trained tensors from an adapter's file. Returns a function that reads them by the names of rules."""
 
     def read(name: str) -> Tensor:
         return tensors[name if name.startswith(PREFIX) else PREFIX + name]

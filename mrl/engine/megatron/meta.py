@@ -64,9 +64,9 @@ class ChunkFigures:
     sent: int  # bytes of hidden states for the next stage; their gradient has as many
     shared: int  # of megatron's buffer of gathered hidden states, one for all passes of a rank; in no figure above
     # Bytes of distillation, beside all of the above, because all micro-batches of a mini-batch have them at once:
-    given: int = 0  # ids and the teacher's log-probs, from before the first pass on
-    said: int = 0  # log-probs of ids from its forward pass, until the last pass is done
-    joined: int = 0  # the joined log-probs of all micro-batches, after that
+    distill_inputs: int = 0  # ids and the teacher's log-probs, from before the first pass on
+    distill_log_probs: int = 0  # log-probs of ids from its forward pass, until the last pass is done
+    distill_joined: int = 0  # the joined log-probs of all micro-batches, after that
 
 
 @dataclasses.dataclass(frozen=True)

@@ -121,7 +121,7 @@ _ASKED = {
 
 
 class GPUKernelChoice(TorchFunctionMode):
-    """Chooses attention's kernel as torch does on a GPU, and gives what the host reads of tensors without numbers."""
+    """Chooses attention's kernel as torch does on a GPU, and answers the host's reads of tensors without memory."""
 
     def __init__(self, experts: EvenExperts) -> None:
         super().__init__()
