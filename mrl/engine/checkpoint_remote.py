@@ -1,7 +1,7 @@
-"""Copies of checkpoints at an fsspec URL (s3, gs, hdfs, file, memory, ...), under the same names and marker.
+"""Copies checkpoints to an fsspec URL (s3, gs, hdfs, file, memory, ...), under the same names and marker.
 
-Object stores have no rename, so wholeness there is the marker alone: it is copied after every other file and
-deleted before any other. Called by one rank.
+Object stores have no rename, so wholeness there is the marker alone: it is copied after every other file and deleted
+before any other. Called by one rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive at once: counted as operators make them and as their memory is given back."""
+"""Counts bytes of tensors that are alive at once, as operators make them and as their memory is freed."""
 
 from __future__ import annotations
 

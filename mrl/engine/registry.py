@@ -1,4 +1,4 @@
-"""Which engine runs a role: one of ours, or one that an installed package registers under `mrl.engines`."""
+"""Finds the engine of a role: one of ours, or one that an installed package registers under `mrl.engines`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build_engine(config: RoleConfig) -> BaseEngine:
 def engine_class(name: str) -> type[BaseEngine]:
     """Returns the class of the backend `name`, imported.
 
-    Raises ConfigError for a name that no engine has, or more than one, and for a class that is no engine.
+    Raises ConfigError if no engine or more than one has the name, or if the class is no engine.
     """
     taken = backends.registered_engines().get(name, [])
     if name not in ENGINES:

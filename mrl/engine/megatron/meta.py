@@ -1,9 +1,9 @@
 """Measures one rank of a model in a layout: its memory, and the memory, arithmetic and traffic of a micro-batch.
 
 The engine's own code runs on tensors without memory, and no other rank runs. The process says that it is rank `r` of a
-world of any size, groups are made for that rank alone, and collectives do nothing. Models are built, wrapped and run as
-on a GPU without transformer-engine (flash attention included). So the bytes that these operators make are counted. The
-memory of a running kernel is not seen, nor the allocator's gaps between tensors.
+world of any size, groups are made for this rank alone, and collectives do nothing. Models are built, wrapped and run as
+on a GPU without transformer-engine (flash attention included). So the bytes of these operators' results are counted.
+The memory of a running kernel is not seen, nor the allocator's gaps between tensors.
 """
 
 from __future__ import annotations
