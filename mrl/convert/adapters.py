@@ -30,7 +30,7 @@ from mrl.engine.fsdp.names import FileTensor, file_tensors
 from mrl.engine.lora import identity
 from mrl.engine.lora.folder import adapters, read_adapter
 from mrl.engine.lora.shapes import SCORE as SCORE_IN_FILE
-from mrl.engine.lora.shapes import AdapterShape, adapter_shapes
+from mrl.engine.lora.shapes import AdapterShape, adapter_shapes, first_difference, interleave, join_experts
 from mrl.engine.stored_weights import stored_weights
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError, ModelError
@@ -78,11 +78,10 @@ def tensors_of(
             sizes = stored.tensors[key].shape
             tensor = stored.read(key, [(0, size) for size in sizes]).float()
             if len(sizes) == 3:  # megatron has one matrix an expert: A [E, R, I], B [E, O, R]
-                if name in interleaved:  # and gate above up, where the file may have interleaved rows
-                    tensor = tensor.unflatten(1, (interleaved[name], -1)).transpose(1, 2).flatten(1, 2)
-                    tensor = tensor.permute(1, 2, 0).flatten(1)
+                if name in interleaved:  # and gate above up; the file's rows may be interleaved
+                    tensor = join_experts(interleave(tensor, interleaved[name]), "B")
                 else:
-                    tensor = tensor.flatten(0, 1)
+                    tensor = join_experts(tensor, "A")
             if tuple(tensor.shape) != tuple(shape):
                 raise CheckpointError(
                     folder, why=f"{name} is {list(tensor.shape)}, and model.lora makes it {list(shape)}"
@@ -206,16 +205,15 @@ def merge_adapter_folder(
     _, adapter = read_adapter(folder)
     shapes, head = shapes_of_folder(str(folder), base)
     expected = adapter_shapes(shapes, head, hf_config["hidden_size"])
-    shapes_found = {name: tuple(tensor.shape) for name, tensor in adapter.items()}
-    whole = sorted(name for name in shapes_found if name not in expected and ".lora_" not in name)
+    whole = sorted(name for name in adapter if name not in expected and ".lora_" not in name)
     if whole:
         raise ModelError(folder, why=f"holds {whole[0]} whole, beside adapters ({len(whole)} such tensors)", fix=MERGE)
-    odd = sorted(name for name in expected.keys() | shapes_found.keys() if expected.get(name) != shapes_found.get(name))
-    if odd:
+    difference = first_difference(adapter, expected)
+    if difference is not None:
+        name, there, here, count = difference
         raise ModelError(
             folder,
-            why=f"{odd[0]} is {shapes_found.get(odd[0], 'absent')}, and its {CONFIG} over {base} makes "
-            f"it {expected.get(odd[0], 'absent')} ({len(odd)} tensors differ)",
+            why=f"{name} is {there}, and its {CONFIG} over {base} makes it {here} ({count} tensors differ)",
             fix="give the base with --model",
         )
     adapter = {name: tensor.float() for name, tensor in adapter.items()}

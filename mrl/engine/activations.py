@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
-"""Tensors whose storage holds their values. Another subclass has them elsewhere: transformer-engine's 8-bit copies of
-weights have them beside scales, and would come back as tensors of the dtype that they stand for."""
+"""Tensors with their values in their storage. Other subclasses have them elsewhere: transformer-engine's 8-bit copies
+of weights have scales too, and would come back as tensors of the dtype that they stand for."""
 
 
 class ActivationOffload:
@@ -52,7 +52,7 @@ class ActivationOffload:
             yield
 
     def pack(self, weights: set[int], tensor: Tensor) -> Tensor | HostTensor:
-        """Returns what autograd keeps in place of `tensor`."""
+        """Returns the object that autograd keeps instead of `tensor`."""
         if type(tensor) not in PLAIN or tensor.untyped_storage()._cdata in weights:
             return tensor
         return HostTensor(self, tensor)
@@ -72,7 +72,7 @@ class HostTensor:
         self.host: Tensor | None = None
         if not tensor.is_meta:
             self.host = torch.empty(once.size(), dtype=self.dtype, pin_memory=tensor.is_cuda)
-            # between contiguous memory both ways are in the order of the stream, and the host does not wait
+            # copies between contiguous pinned memory run in the order of the stream, so the host does not wait
             self.host.copy_(once.contiguous(), non_blocking=True)
         offload.on_host += self.bytes
         offload.most = max(offload.most, offload.on_host)

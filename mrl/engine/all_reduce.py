@@ -1,4 +1,4 @@
-"""A sum over processes, timed: the trial that `mrl doctor --collectives` makes of gloo and NCCL."""
+"""Times a sum over processes: the trial of gloo and NCCL in `mrl doctor --collectives`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGE_REPEATS = 5
 def time_all_reduce(device: torch.device, large: int) -> Iterator[tuple[int, float]]:
     """Yields (bytes, median seconds) of an all-reduce of one number and of one with `large` bytes, on joined processes.
 
-    Raises ArithmeticError where a sum is wrong. Collective.
+    Raises ArithmeticError if a sum is wrong. Collective.
     """
     for size, times in ((SMALL, SMALL_TIMES), (large, LARGE_REPEATS)):
         yield size, statistics.median(_once(device, size) for _ in range(times + 1))

@@ -47,10 +47,10 @@ BEST = "best"
 FORMAT = "mrl-checkpoint"
 FORMAT_VERSION = 2
 ROLES = "roles"
-"""The `backend` of a checkpoint that holds a folder for each role; each says whose files these are."""
+"""The `backend` of a checkpoint with a folder for each role; each names its own engine."""
 PREFIX, TEMPORARY, TRASH = "step_", ".tmp-", ".trash-"
 SMALL_BYTES = 2**20
-"""Files up to this size are read whole wherever a checkpoint is looked at, larger ones before it is loaded."""
+"""Checksums of files up to this size are compared at every search, those of larger ones before a load."""
 THREADS = 4  # of each rank; crc32 runs outside the interpreter's lock
 
 
@@ -60,8 +60,8 @@ class RankGroup:
 
     rank: int
     size: int
-    gather: Callable[[Any], Sequence[Any]]  # collective: the values of all in rank order; so it is a barrier too
-    group: Any = None  # torch's process group of them, None for the default one
+    gather: Callable[[Any], Sequence[Any]]  # collective, and a barrier: returns the values of all in rank order
+    group: Any = None  # torch's process group of the ranks, None for the default one
 
     def share(self, items: Sequence[str]) -> Sequence[str]:
         """Returns this rank's share of `items`, a list that is the same on all ranks."""
@@ -158,8 +158,8 @@ def steps_of(root: str) -> list[tuple[int, str]]:
 
 
 def damage(root: str) -> list[str]:
-    """Returns what is wrong with each `step_*` folder of `root` that is no whole checkpoint. A kill leaves none of
-    these."""
+    """Returns a line for each `step_*` folder of `root` that is no whole checkpoint, with the reason. Kills leave
+    none."""
     lines = []
     for entry in _listdir(root):
         if entry.startswith(PREFIX):
@@ -171,9 +171,9 @@ def damage(root: str) -> list[str]:
 
 
 def validate(path: str, *, backend: str | None = None) -> Marker:
-    """Returns the marker of the checkpoint at `path`; refuses what is damaged, foreign or of another backend.
+    """Returns the marker of the checkpoint at `path`. Refuses one that is damaged, foreign or of another backend.
 
-    Every file is looked at: it exists, has its size, and (small files) its checksum. `verify` reads all of them.
+    It checks that every file exists and has its size, and the checksums of small files. `verify` reads all of them.
     """
     if not os.path.isdir(path):
         raise CheckpointError(path, why="no such folder", fix=f"name a checkpoint such as checkpoints/{step_name(100)}")
@@ -186,7 +186,7 @@ def validate(path: str, *, backend: str | None = None) -> Marker:
 
 
 def other_backend(saved: str, own: str, key: str = "engine.backend") -> str:
-    """Returns why a checkpoint of one backend is none of another, and what to do. key: where the config has the
+    """Returns why a run of one backend cannot load a checkpoint of another, and a fix. key: the config's key of the
     backend."""
     if saved == ROLES:
         return "holds the roles of `mrl ppo`, and this run has one model; resume it with `mrl ppo`"
@@ -203,7 +203,7 @@ def other_backend(saved: str, own: str, key: str = "engine.backend") -> str:
 def verify(path: str, ranks: RankGroup = ONE_RANK) -> Marker:
     """Reads every file of the checkpoint at `path` and compares checksums. Returns its marker.
 
-    Collective: files are shared out over the ranks, and what one of them finds wrong, all raise as DamagedCheckpoint.
+    Collective: each rank reads a share of the files. If one finds damage, all raise DamagedCheckpoint.
     """
     marker, wrong = None, None
     try:
@@ -277,7 +277,7 @@ def _whole(root: str, *, warn: bool = False) -> list[tuple[str, Marker]]:
             found.append((path, validate(path)))
         except CheckpointError as error:
             damaged.append(error)
-    if warn and found:  # where none is whole, the caller's error says why
+    if warn and found:  # if none is whole, the caller's error says why
         for passed_over in damaged:
             logger.warning("passed over %s", passed_over)
     return sorted(found, key=lambda item: (item[1].serial, item[0]))
@@ -310,7 +310,7 @@ def _settle(path: str, ranks: RankGroup) -> dict[str, dict]:
 
 
 def write_marker(path: str, files: dict[str, dict], *, step: int, serial: int, backend: str) -> None:
-    """Puts the folders on disk, then COMPLETE. files: what `_settle` returned."""
+    """Puts the folders on disk, then COMPLETE. files: the result of `_settle`."""
     for folder, _, _ in os.walk(path):
         fsync_path(folder)
     fields = {
@@ -355,7 +355,7 @@ def _empty_trash(root: str) -> None:
 
 
 def _remove(path: str) -> None:
-    """Removes what is there: of a link, the link alone."""
+    """Removes a file or a folder; of a link only the link."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)
     else:

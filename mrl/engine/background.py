@@ -37,7 +37,7 @@ class _OtherRankFailed(Exception):
 
 
 Write = Callable[[str, RankGroup], None]
-"""Writes this rank's part of what was copied into a folder; `RankGroup` joins the threads of all ranks."""
+"""Writes this rank's part of the copied state into a folder; `RankGroup` joins the threads of all ranks."""
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
@@ -55,10 +55,10 @@ def wait_for_copies(device: torch.device) -> None:
 
 
 def error_line(error: BaseException, rank: int) -> UserError:
-    """Returns what the user is told of an error of a thread."""
+    """Returns an error of a thread as a line for the user."""
     if isinstance(error, UserError):
         return error
-    if isinstance(error, CheckpointException):  # of torch's: what each rank met, with a traceback
+    if isinstance(error, CheckpointException):  # torch's: the error of each rank, with a traceback
         rank, error = next((rank, failure[0]) for rank, failure in error.failures.items())
     line = f"checkpoint.background: on rank {rank} a checkpoint could not be written"
     if isinstance(error, OSError):
@@ -83,7 +83,7 @@ class BackgroundSaver:
         return self._thread is not None
 
     def begin(self, work: Callable[[RankGroup], None]) -> None:
-        """Starts `work` in a thread; `finish` comes first where one is under way."""
+        """Starts `work` in a thread. If one is under way, it waits for that first (`finish`)."""
         assert not self.busy
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -94,13 +94,13 @@ class BackgroundSaver:
             began_s = time.perf_counter()
             try:
                 if self.device.type == "cuda":
-                    torch.cuda.set_device(self.device)  # a thread begins with the first GPU
+                    torch.cuda.set_device(self.device)  # the default of a new thread is the first GPU
                 work(ranks)
             except _OtherRankFailed:
                 pass
-            except BaseException as error:  # raised at the next border
+            except BaseException as error:  # raised between the next two steps
                 self._error = error_line(error, ranks.rank)
-                # Wherever the other threads wait next, they learn of it. Where one is gone, gloo raises RuntimeError.
+                # The other threads learn of it in their next wait. If one is gone, gloo raises RuntimeError.
                 with contextlib.suppress(_OtherRankFailed, RuntimeError):
                     self._gather(_ThreadFailure(self._error))
             self._write_s = time.perf_counter() - began_s
@@ -131,7 +131,8 @@ class BackgroundSaver:
         return None if running else self.finish()
 
     def finish(self) -> float | None:
-        """Waits for the save under way, if any. Returns the seconds that writing took. Raises what went wrong."""
+        """Waits for the save under way, if any. Returns the seconds that writing took. Raises the error of a failed
+        save."""
         if self._thread is None:
             return None
         self.wait()
@@ -141,8 +142,7 @@ class BackgroundSaver:
         return seconds
 
     def wait(self) -> UserError | None:
-        """Waits for this rank's thread, without a word to other ranks' training. Returns what went wrong. Not
-        collective."""
+        """Waits for this rank's thread, without messages to other ranks. Returns its error. Not collective."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

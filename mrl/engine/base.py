@@ -1,7 +1,7 @@
-"""The engine contract: what a trainer may ask of a model, whatever runs it.
+"""Defines the engine contract: what a trainer may ask of a model, for any backend.
 
-An engine hides parallelism and micro-batches. Every rank runs the same program and calls every method
-together (they are collective). See docs/loss.md for who divides the loss, by what, over which group.
+An engine hides parallelism and micro-batches. Every rank runs the same program and calls every method together (they
+are collective). docs/loss.md says who divides the loss, by what, over which group.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from mrl.engine.trained_state import TrainedState, UpdateSettings
 T = TypeVar("T")
 Ctx = dict[str, Any]
 Outcome = tuple[Any, ...]
-"""What `forward_backward_step` returns: `(Predictions, float, Ctx)`, or `(Predictions, Ctx)` where it was
-`forward_only`. To type both, every engine would write its signature three times."""
+"""The result of `forward_backward_step`: `(Predictions, float, Ctx)`, or `(Predictions, Ctx)` with `forward_only`. To
+type both, every engine would write its signature three times."""
 
 LossFn = Callable[[Batch, Predictions, Ctx], tuple[Tensor, Ctx]]
 """`fn(data, predictions, ctx) -> (loss_sum, ctx)`.
 
 data: one micro-batch, whole (also under context parallelism). predictions: token-aligned tensors [T]: "log_probs" and
-"entropy" (lm head; 0 where a label's loss mask is 0) or "values" (value head). loss_sum: a scalar *sum* over what
-counts, never a mean. ctx: a private copy of the caller's; `ctx["metrics"]` (name -> scalar sum) is summed over
-micro-batches and data-parallel ranks and divided by the same denominator as the loss.
+"entropy" (lm head; 0 for labels with loss mask 0) or "values" (value head). loss_sum: a scalar *sum* over what counts,
+never a mean. ctx: a private copy of the caller's. `ctx["metrics"]` (name -> scalar sum) is summed over micro-batches
+and data-parallel ranks, and divided by the same denominator as the loss.
 """
 
 
 PLAIN_CTX: Ctx = {"temperature": 1.0}
-"""The ctx of a call that gives none: log-probs as the model itself has them, without entropies."""
+"""The ctx of a call without one: the model's own log-probs, without entropies."""
 
 
 class GradNorm(float):
@@ -204,12 +204,13 @@ class BaseEngine(EngineChecks, abc.ABC):
     def trained_state(self) -> TrainedState:
         """Returns a copy, in host memory, of what trains: parameters, the optimizer's state, accumulated gradients.
 
-        It is this rank's alone. Gradients are as they have accumulated: reduced by none but `optimizer_step`.
+        It is this rank's alone. Gradients are copied as they have accumulated, because only `optimizer_step` reduces
+        them.
         """
         raise NotImplementedError(f"the {self.backend} engine holds one model")
 
     def set_trained_state(self, state: TrainedState) -> None:
-        """Puts back what `trained_state` of this engine gave: what follows is as if nothing had come between."""
+        """Restores a `trained_state` of this engine. Training continues as if nothing had come between."""
         raise NotImplementedError(f"the {self.backend} engine holds one model")
 
     @abc.abstractmethod
@@ -266,7 +267,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         for kind, wanted in zip(KINDS, (model, model if gradients is None else gradients, optimizer), strict=True):
             if wanted:
                 move(kind)
-        self.offload.wait()  # whoever builds or restores something next finds the memory free
+        self.offload.wait()  # the caller may build or restore something next, and needs the memory
 
     @abc.abstractmethod
     def save_state(self, folder: str, state: Mapping[str, Any]) -> None:
@@ -280,7 +281,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         """
 
     def stage_state(self, state: Mapping[str, Any]) -> background.Write:
-        """Copies what `save_state` writes to host memory. Returns what writes the copy, in a thread."""
+        """Copies the state of `save_state` to host memory. Returns a function that writes the copy, in a thread."""
         raise NotImplementedError
 
     @property
@@ -296,7 +297,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         max_ckpt_to_keep: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> str:
-        """Saves what `save_state` writes as `local_path/step_XXXXXXXX`: whole or nothing. Returns that folder."""
+        """Saves the state of `save_state` as `local_path/step_XXXXXXXX`: whole or nothing. Returns that folder."""
 
         def write(folder: str) -> None:
             self.save_state(folder, state or {})
@@ -440,7 +441,7 @@ class BaseEngine(EngineChecks, abc.ABC):
             changes = self._config_changes(family, hf_config)
             writer = HFWriter(path, infos, companions=self.config.model.path, config_changes=changes)
         with writer as out:
-            for name, tensor in self.hf_weights():  # nothing comes on other ranks
+            for name, tensor in self.hf_weights():  # empty on other ranks
                 for written in (name, *(copy for copy, of in copies.items() if of == name)):
                     out.add(written, tensor)
             if self.is_main and carried:
@@ -450,7 +451,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         collective.wait_for_all()
 
     def _config_changes(self, family: Family | None, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what an export changes in config.json. family: None where mrl has no table of it."""
+        """Returns the changes of an export in config.json. family: None if mrl has no table of it."""
         changes = value_head_config(hf_config) if self.config.head == "value" else {}
         if family is None or self.config.mtp is not None:
             return changes

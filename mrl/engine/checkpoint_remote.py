@@ -1,7 +1,7 @@
-"""Copies of checkpoints at an fsspec URL (s3, gs, hdfs, file, memory, ...), under the same names and marker.
+"""Copies checkpoints to an fsspec URL (s3, gs, hdfs, file, memory, ...), under the same names and marker.
 
-Object stores have no rename, so wholeness there is the marker alone: it is copied after every other file and
-deleted before any other. Called by one rank.
+Object stores have no rename, so wholeness there is the marker alone: it is copied after every other file and deleted
+before any other. Called by one rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 FILE_SYSTEM_ERRORS = (OSError, fsspec.exceptions.FSTimeoutError)
 PAUSES_S = (1.0, 10.0, 30.0)
-"""Between attempts to upload: an object store that refuses for a moment must not end a long run."""
+"""Pauses between attempts to upload. A long run must not end because an object store refuses for a moment."""
 
 
 def probe(url: str) -> None:
@@ -41,7 +41,7 @@ def probe(url: str) -> None:
         name = f"{base}/.mrl-probe-{secrets.token_hex(4)}"
         files.pipe_file(name, b"mrl")
         files.rm_file(name)
-    except Exception as error:  # file systems have no common error
+    except Exception as error:  # file systems have no common class of errors
         why = f"cannot be written ({_reason(error)})"
         fix = "give a URL that this machine can write to, or null"
         raise ConfigError("checkpoint.remote", quoted(url), why, fix) from error
@@ -122,7 +122,7 @@ def ensure(path: str, url: str, *, keep: int | None = None, protect: Collection[
 def fetch(url: str, root: str) -> str | None:
     """Copies the newest whole checkpoint at `url` (or the one that `url` is) into `root`. Returns its folder.
 
-    None where the URL holds no whole checkpoint. One that is already in `root` is not copied again.
+    Returns None if the URL holds no whole checkpoint. One that is already in `root` is not copied again.
     """
     files, base = _open(url)
     files.invalidate_cache()
@@ -203,9 +203,9 @@ def _delete(files: fsspec.AbstractFileSystem, path: str) -> None:
 
 
 def locate(local: str, remote: str | None, *, backend: str) -> str:
-    """Returns the folder to load: what `remote` has, fetched into `local`, else the newest whole one. For one rank.
+    """Returns the folder to load: the one of `remote`, fetched into `local`, else the newest whole one. For one rank.
 
-    Raises CheckpointError where there is none, or it is damaged, foreign or of another backend.
+    Raises CheckpointError if there is none, or it is damaged, foreign or of another backend.
     """
     path = (fetch(remote, local) if remote else None) or atomic_checkpoint.find_checkpoint(local)
     if path is None:

@@ -20,7 +20,7 @@ class Sequences:
     """Holds the length of the sequences that a run gives a model."""
 
     longest: int  # tokens
-    key: str  # what sets it: a key, or several with their values
+    key: str  # the key that sets it, or several with their values
     packed: bool  # end to end, without padding
     generated: bool  # the model samples them, token by token
 
@@ -31,7 +31,7 @@ class EngineChecks:
     backend: str
     """The name of the engine in a config."""
     supports: tuple[str, ...] = ()
-    """What `check_config` lets pass: keys, sections and choices, as `check_supported` has them."""
+    """Keys, sections and choices that `check_config` lets pass (`check_supported`)."""
 
     @classmethod
     def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:
@@ -46,7 +46,8 @@ class EngineChecks:
     def check_model(
         cls, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any], sequences: Sequences
     ) -> None:
-        """Raises ConfigError or ModelError where a model cannot be run so. hf_config: the content of its config.json.
+        """Raises ConfigError or ModelError if this engine cannot run a model so. hf_config: the content of its
+        config.json.
 
         dims: the layout on the processes of the run. This one refuses nothing.
         """
@@ -67,16 +68,18 @@ class EngineChecks:
     def check_anywhere(
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> None:
-        """Raises ConfigError where no machine has what the config asks for; asked in place of `check_here` of a run on
-        another machine. This one refuses nothing."""
+        """Raises ConfigError if no machine can do what the config asks for. This one refuses nothing.
+
+        It is called instead of `check_here` if the run is for another machine.
+        """
 
     @classmethod
     def check_here(
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> None:
-        """Raises ConfigError where this machine lacks what the config asks for; asked before processes are started.
+        """Raises ConfigError if this machine lacks something that the config needs, before processes are started.
 
-        This one refuses what `notes_on` does.
+        This one refuses what `notes_on` refuses.
         """
         cls.notes_on(model, engine, dims, hf_config)
 

@@ -26,9 +26,9 @@ Predictions = dict[str, Tensor]
 TIMEOUT = datetime.timedelta(hours=4)
 """How long a rank waits for another one, in every group.
 
-One process may work for long while the others wait: it copies a checkpoint to a remote, reads or exports a large model.
-Over NCCL too, where ranks queue up their part of an export ahead of the one that writes it. A rank that died is not
-waited for so long: the local launcher and torchrun end all ranks, and so does srun with --kill-on-bad-exit.
+One process may work for long while the others wait: it copies a checkpoint to a remote, or reads or exports a large
+model. Ranks wait over NCCL too: they queue their part of an export ahead of the rank that writes it. Nobody waits so
+long for a rank that died: the local launcher and torchrun end all ranks, and so does srun with --kill-on-bad-exit.
 """
 
 JOIN_TIMEOUT = datetime.timedelta(minutes=30)
@@ -60,7 +60,7 @@ def wait_for_all() -> None:
 
 
 def is_main() -> bool:
-    """Returns whether this process speaks and writes for all: one of them does, also before they have met."""
+    """Returns whether this process logs and writes for all. Exactly one does, also before the processes have joined."""
     return int(os.environ.get("RANK", "0")) == 0 if not dist.is_initialized() else dist.get_rank() == 0
 
 
@@ -84,7 +84,7 @@ def on_main(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
             outcome[0] = fn()
         except UserError as error:
             outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0, group=group)  # over the host's backend: `fn` may take long
+    dist.broadcast_object_list(outcome, src=0, group=group)  # over gloo, because GPUs would spin while `fn` runs
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
@@ -104,8 +104,8 @@ class OnMainInThread:
         join_processes(device_type)
         self._size = dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if self._size > 1 else None
-        self._known: UserError | None = None  # that all ranks have raised
-        self._left_out: list[str] = []  # why each row was, since the last call
+        self._known: UserError | None = None  # the last error that all ranks have raised
+        self._left_out: list[str] = []  # the reason for each row since the last call
 
     def __call__(self, fn: Callable[[], T]) -> T:
         """Does what `on_main` does.
@@ -219,7 +219,7 @@ def node_ids() -> list[int]:
 
 
 def all_ranks() -> RankGroup:
-    """Returns the processes of the world, for the checkpoint folder; what they tell each other goes over gloo."""
+    """Returns the processes of the world, for the checkpoint folder. They communicate over gloo."""
 
     def gather(value: Any) -> list[Any]:
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -230,7 +230,7 @@ def all_ranks() -> RankGroup:
 
 
 def max_over_ranks(device: torch.device, *values: float) -> list[float]:
-    """Returns the largest of each value over all ranks, the same on every rank. device: where the ranks talk."""
+    """Returns the largest of each value over all ranks, the same on every rank. device: for the communication."""
     if not dist.is_initialized():
         return list(values)
     largest = torch.tensor(values, dtype=torch.float64, device=device)
@@ -253,12 +253,11 @@ def from_main(
         if dist.get_world_size() > 1:
             dist.broadcast(tensor, src=0)
         yield name, tensor
-        del tensor  # before there is memory for the next
+        del tensor  # frees its memory before the next
 
 
 def denominator_of(batch: Batch, name: str) -> float:
-    """Returns what a mini-batch's loss sums are divided by: `batch.denominators[name]`, or 1 where nothing in it
-    counts."""
+    """Returns the divisor of a mini-batch's loss sums: `batch.denominators[name]`, or 1 if nothing in it counts."""
     assert name in batch.denominators, f"the batch has the denominators {sorted(batch.denominators)}, not {name!r}"
     return float(batch.denominators[name]) or 1.0
 

@@ -29,7 +29,7 @@ from mrl.engine.splitmix import to_int64
 from mrl.errors import ConfigError
 
 FIRST_NEW_TOKENS = 256
-"""New tokens that rows have room for at first, where memory is too little for all that the requests may become."""
+"""New tokens in a row at first, if there is not enough memory for the longest completions of all requests."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -43,7 +43,7 @@ class _ActiveRequest:
     key_hash: int  # of `mrl.engine.sampling.key_hash`, signed
     log_probs: list[float] = dataclasses.field(default_factory=list)
     kept: int = 0  # tokens of the prompt that are kept from an earlier request
-    cached: int = 0  # tokens of the context that the cache has
+    cached: int = 0  # tokens of the context in the cache
     row: int = -1  # of the cache
     finished: bool = False
 
@@ -67,15 +67,15 @@ class Step:
     """Describes one forward. Row `i` of the cache belongs to sequence `i`."""
 
     shape: tuple[int, int] | None
-    """(rows, places of a row) of the cache from this forward on; None for as it is."""
+    """(rows, positions of a row) of the cache from this forward on; None if it stays."""
     copies: list[tuple[int, int, int]]
-    """(source row, target row, places), made in order before the shape changes and the forward is made."""
+    """(source row, target row, positions), in order, before the new shape and the forward."""
     new: list[list[int]]  # the tokens of each sequence
-    cached: list[int]  # how many tokens of each sequence the cache has
-    sampled: list[int]  # the sequences whose last new token the next follows from
+    cached: list[int]  # how many tokens of each sequence are in the cache
+    sampled: list[int]  # the sequences that get their next token from this forward
     sequences: list[_ActiveRequest]
     restored: list[tuple[int, SamplingKey]] = dataclasses.field(default_factory=list)
-    """(row, key) of sequences whose keys and values are then put back into their rows (`KeptSequences.restore`)."""
+    """(row, key) of sequences with kept keys and values to put back into their rows (`KeptSequences.restore`)."""
 
     @property
     def ended(self) -> list[_ActiveRequest]:
@@ -110,7 +110,7 @@ def check_room(requests: Sequence[GenerateRequest], cache_tokens: int) -> None:
 
 
 DUMMY = Step(None, [], [[0]], [0], [], [])
-"""A forward of one token that nothing comes of, for a rank that has nothing to do while others need it."""
+"""A forward of one token, for a rank without requests while others need it in their forward."""
 
 
 class Schedule:
@@ -150,7 +150,7 @@ class Schedule:
         return not self.waiting and not self.running
 
     def next(self) -> Step:
-        """Returns the step to make now; `take` what came of it before the next."""
+        """Returns the step to make now. Call `take` with its tokens before the next."""
         shape = self._grow()
         decoding = [s for s in self.running if s.cached == len(s.context) - 1]
         prompts = [s for s in self.running if s.cached < len(s.context) - 1]  # at most one, in the highest row
@@ -184,7 +184,8 @@ class Schedule:
         return self.rows, self.length
 
     def _admit(self, budget: int) -> tuple[list[_ActiveRequest], list[_ActiveRequest]]:
-        """Takes from the waiting: those whose prompt is in the cache, and those with `budget` prompt tokens in all."""
+        """Admits waiting sequences: those with a prompt in the cache, and those within `budget` prompt tokens in
+        all."""
         followers: list[_ActiveRequest] = []
         fresh: list[_ActiveRequest] = []
         kept: list[_ActiveRequest] = []
@@ -195,7 +196,7 @@ class Schedule:
             if len(followers) + len(fresh) == free:
                 kept.append(s)
             elif leader is not None and leader is not s and not leader.done:
-                ready = leader.cached >= len(s.prompt) - 1  # else it will be, after this step or a later one
+                ready = leader.cached >= len(s.prompt) - 1  # else wait: a later step feeds the rest of the prompt
                 (followers if ready else kept).append(s)
             elif budget > 0:
                 if not begun:
@@ -212,7 +213,7 @@ class Schedule:
     def _place(
         self, decoding: list[_ActiveRequest], followers: list[_ActiveRequest], prompts: list[_ActiveRequest]
     ) -> list[tuple[int, int, int]]:
-        """Gives every sequence its row: the first ones to those with one new token, in place where they can stay."""
+        """Gives every sequence its row. Those with one new token get the first rows, and stay in theirs if they can."""
         count, copies = len(decoding) + len(followers), []
 
         def move(s: _ActiveRequest, row: int) -> None:

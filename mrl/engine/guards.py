@@ -26,10 +26,10 @@ from torch import Tensor
 from mrl.engine import splitmix
 
 CHUNK = {"cpu": 2**16, "cuda": 2**22}
-"""Elements that are looked at together: few on a CPU, whose caches they stay in."""
+"""Elements that are hashed together: few on a CPU, to stay in its caches."""
 ROUNDING_MARGIN = 8.0
-"""How many roundings of a weight an update must be before it has to show: leaves room for clipping, which makes
-gradients smaller and Adam's eps weigh more."""
+"""An update must change a weight if it is this many roundings of the weight. The margin is for clipping: it makes
+gradients smaller, and then Adam's eps weighs more."""
 
 
 class FaultKind(enum.Enum):
@@ -39,7 +39,7 @@ class FaultKind(enum.Enum):
     NO_GRADIENT = "it has no gradient"
     ZERO_GRADIENT = "its gradient is zero"
     WAITS = "its gradient is zero as long as B of its adapter is"
-    """It is no fault: A of an adapter could not train in this step, and should in the next."""
+    """No fault: A of an adapter could not train in this step, and should in the next."""
     UNCHANGED = "it has a gradient but the step did not change it"
     REPLICAS_DIFFER = "its replicas on {} differ"
 
@@ -50,7 +50,7 @@ class Problem:
 
     kind: FaultKind
     parameter: str  # its name in the model's files
-    detail: str = ""  # what the kind's sentence leaves open, such as the ranks whose replicas differ
+    detail: str = ""  # fills the kind's sentence, as the ranks with different replicas
 
     def __str__(self) -> str:
         return f"{self.parameter}: {self.kind.value.format(self.detail)}"
@@ -66,8 +66,8 @@ class WatchedParameter:
     """Holds one trainable parameter of this rank, just before the step."""
 
     name: str
-    weight: Tensor  # the local shard of what the optimizer updates: the fp32 master where there is one
-    gradient: Tensor | None  # what it will be updated with, of the same shape
+    weight: Tensor  # the local shard that the optimizer updates: the fp32 master if there is one
+    gradient: Tensor | None  # the reduced gradient of the update, of the same shape
     may_be_idle: bool = False  # a zero gradient is no fault: experts see only the tokens routed to them
     waits: bool = False  # it is an adapter's A, and this rank's shard of B is zero
 
@@ -129,13 +129,13 @@ def problems(findings: dict[str, Finding], weights: Iterable[tuple[str, Tensor]]
 
 
 def _fault(found: list[Finding]) -> FaultKind | None:
-    """Returns what is wrong with one parameter, from every rank that holds a shard of it."""
+    """Returns the fault of one parameter, from the findings of every rank with a shard of it."""
     if not all(f.finite for f in found):
         return FaultKind.NOT_FINITE
     if not any(f.has_gradient for f in found):
         return FaultKind.NO_GRADIENT
     if not any(f.nonzero for f in found):
-        if all(f.may_be_idle for f in found):  # also of an adapter: nothing says that it will ever train
+        if all(f.may_be_idle for f in found):  # adapters too: such an expert may never train
             return None
         return FaultKind.WAITS if all(f.waits for f in found) else FaultKind.ZERO_GRADIENT
     if any(f.should_change and not f.changed for f in found):
@@ -179,7 +179,7 @@ def checksum(tensor: Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     chunk = CHUNK[flat.device.type]
     for start in range(0, flat.numel(), chunk):
-        total += hashes(flat[start : start + chunk].view(bits), start).sum()  # wraps around, as it may
+        total += hashes(flat[start : start + chunk].view(bits), start).sum()  # may wrap around
     return int(total)
 
 

@@ -30,8 +30,8 @@ class EndedSequence(Protocol):
     """Holds a complete sequence (of `mrl.engine.generation`)."""
 
     request: GenerateRequest
-    context: list[int]  # the prompt and what followed
-    cached: int  # how many of these the cache has
+    context: list[int]  # the prompt and the tokens after it
+    cached: int  # how many of these are in the cache
     row: int  # of the cache
 
 
@@ -39,8 +39,8 @@ class EndedSequence(Protocol):
 class _KeptSequence:
     """Holds an ended sequence and copies of its cache rows."""
 
-    tokens: list[int]  # whose keys and values are of use
-    places: int  # of each copy
+    tokens: list[int]  # the first ones of the copies, those that can be used
+    places: int  # positions of each copy
     copies: list[Any]  # one for each chunk of the model
 
 
@@ -101,7 +101,7 @@ class KeptSequences:
                 del self._kept[key]
 
     def shrink(self, room: int) -> None:
-        """Keeps no more than `room` tokens from now on, and forgets what has no room."""
+        """Keeps no more than `room` tokens from now on, and drops sequences without room."""
         self.room = room
         for key in list(self._kept):
             if self.tokens > room:
@@ -112,7 +112,7 @@ class KeptSequences:
         return len(self._kept[key].tokens) if key in self._kept else 0
 
     def restore(self, restored: Sequence[tuple[int, SamplingKey]], cache: CacheRows, chunk: int = 0) -> None:
-        """Puts what a step asks for into the cache of a chunk of the model."""
+        """Copies the rows that a step restores into the cache of a chunk of the model."""
         for row, key in restored:
             cache.put_row(row, self._kept[key].copies[chunk], self.length(key))
 

@@ -23,7 +23,7 @@ CLOSE_S = 2.0
 """Longest wait for a group's connections to be closed."""
 
 LEFT, ASKED_S = "left", 1.0
-"""The key of a group's store that says that the trainer has left, and how often a server's process looks for it."""
+"""The key of a group's store once the trainer has left, and how often a server's process looks for it."""
 
 
 def delta(seconds: float) -> datetime.timedelta:
@@ -38,8 +38,8 @@ def from_rank_0(timeout_s: float) -> dist.BroadcastOptions:
 
 _ASYNC = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 LET_BE, CLEAN_UP = "0", "2"
-"""Of torch's variable: what its watchdog does about a broadcast that failed or takes too long. By default it ends the
-process: a trainer because of a server, or a server because of a trainer that was killed."""
+"""Values of torch's variable for its watchdog, when a broadcast fails or takes too long. By default the watchdog ends
+the process: a trainer because of a server, or a server because of a killed trainer."""
 
 
 def check(work: dist.Work) -> None:
@@ -65,7 +65,7 @@ def make_group(store: dist.Store, offer: dict[str, Any], *, when_broken: str) ->
     if offer["backend"] == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = delta(offer["timeout_s"])
-        with _environment(_ASYNC, when_broken):  # where a group reads it when it is made
+        with _environment(_ASYNC, when_broken):  # ProcessGroupNCCL's constructor reads the variable
             return dist.ProcessGroupNCCL(prefixed, offer["rank"], offer["size"], options)
     return dist.ProcessGroupGloo(prefixed, offer["rank"], offer["size"], delta(JOIN_S))
 

@@ -47,10 +47,10 @@ from mrl.engine.link_groups import (
 T = TypeVar("T")
 
 PROTOCOL = 2
-"""Of what both ends say to each other: a server may have been started with another mrl."""
+"""The version of the messages between both ends, because a server may run another mrl."""
 
 _POLL_S = 0.0005
-_SHM, _OWN = pathlib.Path("/dev/shm"), "mrl-link"  # what begins with another name is of others
+_SHM, _OWN = pathlib.Path("/dev/shm"), "mrl-link"  # files with another beginning belong to others
 
 
 # ------------------------------------------------------------------------------------------------------------- buckets
@@ -61,10 +61,10 @@ class Bucket:
     """Holds some tensors, one after another in `data` (bytes)."""
 
     names: list[str]
-    dtypes: list[str]  # as torch calls them, without "torch."
+    dtypes: list[str]  # torch's names, without "torch."
     shapes: list[list[int]]
     data: Tensor
-    turn: int  # which of the two buffers `data` is the beginning of
+    turn: int  # `data` is the beginning of this one of the two buffers
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def buckets(
     data, size, turn = torch.empty(0), 0, 0
     for name, tensor in weights:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        # A tensor begins at a multiple of its element size, so that the other end can read it where it lies.
+        # A tensor begins at a multiple of its element size, so that the other end can view it in place.
         if names and (size + flat.numel() > limit or size % tensor.element_size()):
             yield Bucket(names, dtypes, shapes, data[:size], turn)
             names, dtypes, shapes, size, turn = [], [], [], 0, 1 - turn
@@ -96,7 +96,7 @@ def buckets(
         names.append(name)
         dtypes.append(str(tensor.dtype).removeprefix("torch."))
         shapes.append(list(tensor.shape))
-        del tensor, flat  # before there is memory for the next
+        del tensor, flat  # frees their memory before the next
     if names:
         yield Bucket(names, dtypes, shapes, data[:size], turn)
 
@@ -136,7 +136,7 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def offers(self) -> list[dict[str, Any]]:
-        """Returns for each server what its processes join with (`make_receiver`)."""
+        """Returns for each server the offer that its processes join with (`make_receiver`)."""
 
     def connect(self, given_up: Callable[[], bool]) -> None:  # noqa: B027 (memory has nothing to wait for)
         """Waits until all processes of the servers have joined, or until `given_up`. Raises LinkBroken."""
@@ -145,7 +145,7 @@ class Link(abc.ABC):
         """Returns buffer `turn`, of `size` bytes or more."""
         held = self._buffers[turn]
         if held is None or held.numel() < size:
-            self._buffers[turn] = None  # before there is memory for the next
+            self._buffers[turn] = None  # frees its memory before the next
             self._buffers[turn] = held = self._make(turn, size)
         return held
 
@@ -154,20 +154,20 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def describe(self, bucket: Bucket) -> list[dict[str, Any]]:
-        """Returns for each server what it is told of a bucket, to take it from this link."""
+        """Returns for each server the description of a bucket, with which it takes the bucket from this link."""
 
     @abc.abstractmethod
     def send(self, bucket: Bucket, given_up: Callable[[], bool]) -> None:
-        """Returns when the bucket is on its way or where `given_up`; raises LinkBroken.
+        """Returns when the bucket is on its way, or when `given_up`. Raises LinkBroken.
 
-        The device has written the bucket, and the servers were told of it or are being told.
+        The device has written the bucket. The servers have its description, or are getting it.
         """
 
     def rest(self) -> None:
         """Gives the buffers' memory back, until the next bucket; once more when the servers have let go of it."""
         self._buffers = [None, None]
         if self._device.type == "cuda":
-            torch.cuda.ipc_collect()  # else what another process has mapped comes back when memory is short, or never
+            torch.cuda.ipc_collect()  # else memory that another process mapped is freed late or never
 
     def leave(self) -> None:  # noqa: B027 (memory has nobody who waits)
         """Tells processes waiting for a bucket that there are no more."""
@@ -190,14 +190,14 @@ class BroadcastLink(Link):
         super().__init__(device)
         self._backend, self._greets = "nccl" if device.type == "cuda" else "gloo", greets
         self._timeout_s, self._workers, self._host = timeout_s, workers, host
-        # A name of its own: a server may still have the group of a run that was killed.
+        # a new name, because a server may still have the group of a killed run
         self._name = f"mrl-{secrets.token_hex(8)}"
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=delta(JOIN_S))
-        # Of the trainer too, since who waits in a store for others to join holds it.
+        # a second client, because the first is locked while it waits for others to join
         self._bell = dist.TCPStore(
             host, self._store.port, is_master=False, wait_for_workers=False, timeout=delta(JOIN_S)
         )
-        self._group: list[dist.Backend] = []  # the one, or none: nothing else may hold it
+        self._group: list[dist.Backend] = []  # at most one. Nothing else holds it, so that `end_group` can drop it
 
     def offers(self) -> list[dict[str, Any]]:
         whole = {
@@ -229,7 +229,7 @@ class BroadcastLink(Link):
         def run() -> None:
             try:
                 if self._device.type == "cuda":
-                    torch.cuda.set_device(self._device)  # of this thread
+                    torch.cuda.set_device(self._device)  # the default of a new thread is the first GPU
                 done.put(act())
             except Exception as error:
                 done.put(error)
@@ -257,7 +257,7 @@ class BroadcastLink(Link):
             while not work.is_completed():
                 if given_up():
                     return
-                if time.monotonic() > until_s:  # NCCL has no limit of its own here (`LET_BE`)
+                if time.monotonic() > until_s:  # NCCL has no timeout of its own here (`LET_BE`)
                     raise LinkBroken(f"a bucket was not taken in {self._timeout_s:g} s")
                 time.sleep(_POLL_S)
             check(work)
@@ -286,7 +286,7 @@ class SharedMemoryLink(Link):
     def __init__(self, device: torch.device, servers: int) -> None:
         super().__init__(device)
         self._servers = servers
-        self._files: list[tuple[pathlib.Path, int] | None] = [None, None]  # and the descriptor that has the lock
+        self._files: list[tuple[pathlib.Path, int] | None] = [None, None]  # with the locked descriptor
         self._handles: list[dict[str, Any]] = [{}, {}]
 
     def offers(self) -> list[dict[str, Any]]:
@@ -300,13 +300,13 @@ class SharedMemoryLink(Link):
         self._unlink(turn)
         _remove_abandoned()
         file = _SHM / f"{_OWN}-{os.getpid()}-{secrets.token_hex(8)}"
-        made = file.with_name(f".{file.name}")  # a name that nobody removes, until it is locked
+        made = file.with_name(f".{file.name}")  # _remove_abandoned skips this name; the file is not locked yet
         descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         made.rename(file)
         self._files[turn], self._handles[turn] = (file, descriptor), {"file": str(file), "bytes": size}
         try:
-            os.posix_fallocate(descriptor, 0, size)  # else memory that is not there is a SIGBUS
+            os.posix_fallocate(descriptor, 0, size)  # else a write beyond free memory is a SIGBUS
         except BaseException:
             self._unlink(turn)
             raise
@@ -333,7 +333,7 @@ class SharedMemoryLink(Link):
 def _remove_abandoned() -> None:
     """Removes the files of trainers that are no more: nobody has a lock on them."""
     for file in _SHM.glob(f"{_OWN}-*"):
-        with contextlib.suppress(OSError):  # it is another user's, or gone
+        with contextlib.suppress(OSError):  # it is locked, another user's, or gone
             descriptor = os.open(file, os.O_RDWR)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -350,7 +350,7 @@ class LinkReceiver(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, update: dict[str, Any], device: torch.device) -> Tensor:
-        """Returns the bytes of a bucket that `Link.describe` told of, in memory of their own."""
+        """Returns the bytes of a bucket that `Link.describe` described, in memory of their own."""
 
     def rest(self) -> None:  # noqa: B027 (a group has none)
         """Unmaps the trainer's memory."""
@@ -405,7 +405,7 @@ class _BroadcastReceiver(LinkReceiver):
     def _is_left(self) -> bool:
         try:
             return self._store.check([LEFT])
-        except RuntimeError:  # the trainer has the store
+        except RuntimeError:  # the store is in the trainer's process, which is gone
             return True
 
     def close(self) -> None:
@@ -418,7 +418,7 @@ class _SharedMemoryReceiver(LinkReceiver):
 
     def receive(self, update: dict[str, Any], device: torch.device) -> Tensor:
         memory = update["memory"]
-        # By all that names it: CUDA's handle alone is that of a whole cudaMalloc block, in which both buffers may lie.
+        # The handle alone is no key: it is that of a whole cudaMalloc block, and both buffers may lie in one.
         key = tuple(sorted(memory.items()))
         if key not in self._mapped:
             if "file" in memory:
@@ -429,7 +429,7 @@ class _SharedMemoryReceiver(LinkReceiver):
                 )
             else:
                 self._mapped[key] = _from_cuda_handle(memory)
-        # A copy: the trainer writes the next bucket but one here, and a loader may keep views of this one.
+        # a copy, because the trainer writes the next bucket but one here, and a loader may keep views of this one
         data = self._mapped[key][: size_of(update)].to(device, copy=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -443,7 +443,7 @@ def place() -> dict[str, Any]:
     """Returns this process's machine, and its visible GPUs by UUID."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     shm = _SHM.stat() if _SHM.exists() else None
-    # /dev/shm too: containers of one machine may each have their own.
+    # with /dev/shm, because containers of one machine may each have their own
     machine = [boot.read_text().strip() if boot.exists() else os.uname().nodename, shm and shm.st_dev]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {"machine": machine, "gpus": [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]}

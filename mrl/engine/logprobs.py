@@ -33,7 +33,7 @@ class VocabShard:
 
     vocab_size: int  # entries of the real vocabulary, without padding
     start: int = 0  # global index of the first local column
-    group: dist.ProcessGroup | None = None  # ranks that hold the other columns; None where this rank holds all
+    group: dist.ProcessGroup | None = None  # the ranks with the other columns; None if this rank has all
 
     def num_valid(self, columns: int) -> int:
         """Returns how many of the `columns` local ones are not padding."""
@@ -150,7 +150,7 @@ def top_log_probs(
         values, ids = (_gathered(t, shard.group) for t in (values, ids))
         values, order = values.topk(top, dim=1)
         ids = ids.gather(1, order)
-    # in the order of `_join`, whose log-probs of the same tokens are these to the bit
+    # computed in the order of `_join`, so that log-probs of the same tokens are equal to the bit
     return values - largest[:, None] - log_total[:, None], ids.where(values != -torch.inf, torch.zeros_like(ids))
 
 

@@ -24,7 +24,7 @@ def balanced_shards(lengths: Sequence[int], n: int) -> list[list[int]]:
     assert n >= 1, f"{n} shards"
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups = [order[start : start + n] for start in range(0, len(order), n)]
-    # A state is n subsets as (tokens, indices), heaviest first; the heap holds the most uneven state on top.
+    # A state is n subsets as (tokens, indices), heaviest first. The heap has the most uneven state on top.
     heap = []
     for number, group in enumerate(groups):
         state = [(lengths[i], [i]) for i in group] + [(0, []) for _ in range(n - len(group))]
@@ -103,8 +103,10 @@ def split_to_count(
 
 
 def lengths_of_groups(lengths: Sequence[int], group: int, *, packed: bool) -> list[int]:
-    """Returns what each group of `group` neighbours costs: the sum of their lengths, or, padded to the longest, that
-    times their number. So groups are divided as sequences of these lengths are."""
+    """Returns the cost of each group of `group` neighbours, so that groups are divided as sequences of these lengths.
+
+    It is the sum of their lengths. Without packing it is their number times the longest.
+    """
     if group == 1:
         return list(lengths)
     assert len(lengths) % group == 0, f"{len(lengths)} sequences are no groups of {group}"

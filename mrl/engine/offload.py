@@ -24,11 +24,11 @@ from torch import Tensor
 KINDS = ("parameters", "gradients", "optimizer")
 
 BLOCK = 2**26
-"""Bytes of a block of host memory. torch's allocator rounds pinned memory up to powers of two (8.1 GB would take 16),
-of which blocks of this size lose nothing, whatever PYTORCH_CUDA_ALLOC_CONF says."""
+"""Bytes of a block of host memory. torch's allocator rounds pinned memory up to powers of two (8.1 GB would take 16).
+Blocks of this size lose nothing by that, with any PYTORCH_CUDA_ALLOC_CONF."""
 
 ALIGNMENT = 512
-"""Storages start at multiples of so many bytes of their blocks, as the device's allocator has them."""
+"""Storages start at multiples of so many bytes in their blocks, as in the device's allocator."""
 
 
 class Offload:
@@ -62,7 +62,7 @@ class Offload:
         self.wait()
 
     def tensors(self, kind: str) -> Iterable[Tensor]:
-        """Returns what is of `kind`, wherever it is."""
+        """Returns the tensors of `kind`, on the device or not."""
         return self._tensors[kind]()
 
     @contextlib.contextmanager
@@ -74,7 +74,7 @@ class Offload:
         away = [kind for kind in kinds if kind in self._parked or kind in self.kinds]
         for kind in kinds:
             self._recall(kind)
-        if "parameters" in kinds:  # a pass through the model takes the memory of what is on its way
+        if "parameters" in kinds:  # a pass through the model needs the memory of pending copies
             self.wait()
         taken: list[str] = []
         try:
@@ -87,7 +87,7 @@ class Offload:
         finally:
             for kind in taken:
                 self._users[kind] -= 1
-            with contextlib.ExitStack() as each:  # what one of them raises does not keep the others from it
+            with contextlib.ExitStack() as each:  # if one raises, the others are still parked
                 for kind in reversed(away):
                     if not self._users[kind]:
                         each.callback(self.park, kind)
@@ -105,7 +105,8 @@ class Offload:
         return 0 if parked is None or parked.blocks is None else sum(parked.sizes)
 
     def park(self, kind: str) -> None:
-        """Moves `kind` to the host. Nothing happens where it is there. On a GPU `wait` says when its memory is free."""
+        """Moves `kind` to the host. It does nothing if the kind is there. On a GPU `wait` says when its memory is
+        free."""
         if kind in self._parked:
             return
         if kind in self._drop_copies:
@@ -177,7 +178,7 @@ class Offload:
         parked = self._parked.get(kind)
         if parked is None or parked.copied is None:
             return
-        # the storages may be written or freed from here on, in the order of the current stream
+        # later work of the current stream may write or free the storages, so it waits for the copies
         torch.cuda.current_stream(parked.storages[0].device).wait_event(parked.copied)
         del self._parked[kind]
         self._host.give_back(parked.blocks or [])
@@ -203,7 +204,7 @@ class _HostStorages:
 
     storages: list[torch.UntypedStorage]
     sizes: list[int]  # bytes of each on the device
-    blocks: list[Tensor] | None  # host memory with them, end to end; None where they were dropped
+    blocks: list[Tensor] | None  # host memory with them, end to end; None if they were dropped
     copied: torch.cuda.Event | None = None  # the end of the copies, while the storages have their memory on the device
 
 
@@ -233,20 +234,20 @@ class HostMemory:
 
 
 Pair = tuple[Tensor, Tensor]
-"""As many bytes on the host and on the device, of which one is copied to the other."""
+"""The same number of bytes on the host and on the device, for a copy."""
 
 
 class Copies:
     """Copies that have ended when a method returns."""
 
     def to_host(self, pairs: Iterable[Pair]) -> torch.cuda.Event | None:
-        """Copies what is on the device to the host. Returns what says when that has ended; None: it has."""
+        """Copies from the device to the host. Returns an event at the end of the copies; None if they have ended."""
         for host, device in pairs:
             host.copy_(device)
         return None
 
     def to_device(self, pairs: Iterable[Pair]) -> None:
-        """Copies what is on the host to the device, before anything that the current stream is given later."""
+        """Copies from the host to the device, before any later work of the current stream."""
         for host, device in pairs:
             device.copy_(host)
 
@@ -261,7 +262,7 @@ class StreamCopies(Copies):
 
     def to_host(self, pairs: Iterable[Pair]) -> torch.cuda.Event | None:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        if self._read is not None:  # it may have been in another stream, from a block that is written now
+        if self._read is not None:  # another stream may still read a block that is written now
             self.stream.wait_event(self._read)
         with torch.cuda.stream(self.stream):
             for host, device in pairs:
@@ -302,7 +303,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _identity(tensor: Tensor) -> int:
-    """Returns what tensors have in common that share their storage, wherever its memory is."""
+    """Returns a key that is equal for tensors with one storage, on the device or not."""
     return tensor.untyped_storage()._cdata
 
 

@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive at once: counted as operators make them and as their memory is given back."""
+"""Counts bytes of tensors that are alive at once, as operators make them and as their memory is freed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class PeakBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         given = _tensors((*args, *(kwargs or {}).values()))
-        before = {t.untyped_storage()._cdata for t in given if not hasattr(t, "__tensor_flatten__")}  # those have none
+        # subclasses with __tensor_flatten__ have no storage
+        before = {t.untyped_storage()._cdata for t in given if not hasattr(t, "__tensor_flatten__")}
         for tensor in _tensors((out,)):
             if type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor) and self.device in (None, tensor.device.type):
                 self._note(tensor.untyped_storage(), before)
@@ -40,7 +41,7 @@ class PeakBytes(TorchDispatchMode):
             if key in before:
                 return
             weakref.finalize(storage, self._gone, key)
-        self.alive += size - self._storages.get(key, 0)  # one that was there may have been resized
+        self.alive += size - self._storages.get(key, 0)  # a known storage may have been resized
         self._storages[key] = size
         self.peak, self.largest = max(self.peak, self.alive), max(self.largest, size)
 

@@ -1,4 +1,4 @@
-"""Which engine runs a role: one of ours, or one that an installed package registers under `mrl.engines`."""
+"""Finds the engine of a role: one of ours, or one that an installed package registers under `mrl.engines`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENGINES = {
     "megatron": ("mrl.engine.megatron", "Megatron"),
     "fsdp": ("mrl.engine.fsdp", "FSDP"),
 }
-"""Backend -> package, which has the modules `engine` and `checks`, and what their classes' names begin with."""
+"""Backend -> its package with the modules `engine` and `checks`, and the beginning of their classes' names."""
 
 
 def build_engine(config: RoleConfig) -> BaseEngine:
@@ -25,8 +25,10 @@ def build_engine(config: RoleConfig) -> BaseEngine:
 
 
 def engine_class(name: str) -> type[BaseEngine]:
-    """Returns the class of the backend `name`, imported. Raises ConfigError for a name that nobody or more than one
-    has, or for what is no engine."""
+    """Returns the class of the backend `name`, imported.
+
+    Raises ConfigError if no engine or more than one has the name, or if the class is no engine.
+    """
     taken = backends.registered_engines().get(name, [])
     if name not in ENGINES:
         return _load(backends.entry_point(name))
@@ -57,7 +59,7 @@ def _load(entry: metadata.EntryPoint) -> type[BaseEngine]:
 
     try:
         loaded_class: Any = entry.load()
-    except Exception as error:  # the package's own code runs, and may raise anything
+    except Exception as error:  # the package's own code may raise anything
         raise refusal(f"which cannot be imported ({type(error).__name__}: {error})", "mend or reinstall it") from error
     if not (isinstance(loaded_class, type) and issubclass(loaded_class, BaseEngine)):
         raise refusal("which is no subclass of mrl.engine.base.BaseEngine", "register one (docs/backends.md)")

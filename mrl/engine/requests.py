@@ -17,12 +17,12 @@ class GenerateRequest:
 
     tokens: Sequence[int]  # the prompt's ids, at least one
     max_new_tokens: int
-    stop_tokens: Sequence[int] = ()  # ids that end it, and are kept in the completion
+    stop_tokens: Sequence[int] = ()  # ids that end the completion and stay in it
     sampling: SamplingParams = GREEDY
-    key: SamplingKey = SamplingKey()  # what the noise of this completion follows from, with the position of each token
+    key: SamplingKey = SamplingKey()  # determines the noise of this completion, with the position of each token
     stop_at: Callable[[list[int]], bool] | None = None
-    """Called with the new ids after each of them; ends the completion where it says so (a stop string, for one who has
-    the tokenizer). It must answer alike on every rank."""
+    """Called with the new ids after each of them; true ends the completion (at a stop string, for example). It must
+    return the same on every rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Completion:
 
     tokens: list[int]  # the new ids, without the prompt
     log_probs: list[float]
-    """One per new token: log_softmax(logits / temperature) of the model, before top_k, top_p and min_p, which is what
-    `forward_backward_step` gives with `ctx["temperature"]`; at temperature 0 (greedy) as at 1."""
+    """One per new token: log_softmax(logits / temperature) of the model, before top_k, top_p and min_p. It is the
+    result of `forward_backward_step` with `ctx["temperature"]`; at temperature 0 (greedy) as at 1."""
     finished: bool  # a stop token or `stop_at` ended it
 
 

@@ -1,4 +1,4 @@
-"""torch's and Python's own generators, kept per engine: what one engine draws changes nothing of what another draws."""
+"""Keeps the states of torch's and Python's generators per engine, so that engines do not change each other's draws."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Generators:
         self.device = device
         outside = self.states()
         torch.manual_seed(seed)
-        random.seed(seed)  # for a model's own code
+        random.seed(seed)  # a model's own code may use it
         self._inside, self._depth = self.states(), 0
         self.restore(outside)
 
@@ -38,7 +38,7 @@ class Generators:
             self.restore(outside)
 
     def states(self) -> dict[str, Any]:
-        """Returns what the process's generators are at."""
+        """Returns the current states of the process's generators."""
         device = self.device
         states = {"device_type": device.type, "host": torch.get_rng_state(), "python": random.getstate()}
         return states | ({"device": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})

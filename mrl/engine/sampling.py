@@ -41,16 +41,16 @@ from mrl.mcore_models.platform import tensor_on
 
 _CANDIDATES = 128
 CANDIDATE_FACTOR = 8
-"""How many times as many candidates are looked at where some were too few."""
-_NOISE_WORDS_ON_CPU = 2**15  # computed at once: they stay in a CPU's caches
-_NOISE_WORDS = 2**28  # elsewhere: a step's noise in one chunk, whose temporaries take 16 bytes a word, 4 GiB at most
+"""The factor of candidates after too few of them."""
+_NOISE_WORDS_ON_CPU = 2**15  # words computed at once, to stay in a CPU's caches
+_NOISE_WORDS = 2**28  # elsewhere a step's noise is one chunk; temporaries take 16 bytes a word, at most 4 GiB
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """Holds the parameters of sampling. The filters mean nothing at temperature 0."""
 
-    temperature: float = 1.0  # divides the logits; 0 takes the most probable token (the lowest id of equals)
+    temperature: float = 1.0  # divides the logits; 0 takes the most probable token (of equal ones the lowest id)
     top_k: int = 0  # 0 for all
     top_p: float = 1.0  # in (0, 1], 1 for all
     min_p: float = 0.0  # in [0, 1], 0 for all
@@ -117,7 +117,7 @@ def gumbel(keys: Tensor, start: int, count: int) -> Tensor:
 
 
 def noise_bytes(rows: int, columns: int) -> int:
-    """Returns what `gumbel` takes at most of a GPU: the noise, and temporaries of a chunk."""
+    """Returns the most bytes of `gumbel` on a GPU: the noise, and temporaries of a chunk."""
     return 4 * rows * columns + 16 * min(rows * (columns // 2 + 1), max(_NOISE_WORDS, columns // 2 + 1))
 
 
@@ -127,19 +127,19 @@ class SamplingRows:
     parameter."""
 
     noise_keys: Tensor | None  # int64
-    random: Tensor | None  # which rows are not greedy
+    random: Tensor | None  # bool: the rows that are not greedy
     temperature: Tensor | None  # 1 for greedy rows
     top_k: Tensor | None  # 0: none
     top_p: Tensor | None  # 1: none
     min_p: Tensor | None  # 0: none
-    candidates: int  # how many of the largest logits the filters' bounds are first looked for among
+    candidates: int  # how many of the largest logits to search for the filters' bounds at first
 
     @classmethod
     def of(
         cls, params: Sequence[SamplingParams], noise_keys: Sequence[int] | Tensor, device: torch.device
     ) -> "SamplingRows":
         """Returns the rows of `params`. noise_keys: from `noise_key` or `noise_keys`, one a row."""
-        # the rows of a run are alike, and thousands of equal numbers take the host longer than a kernel that fills
+        # The rows of a run are alike. A copy of thousands of equal numbers takes the host longer than a fill kernel.
         alike = not params or params.count(params[0]) == len(params)
         kinds = params[:1] if alike else params
         neutral = SamplingParams()
@@ -229,7 +229,7 @@ def lower_bound(
         return bound, None
     top, exact = _top_bound(z, rows, group, min(count, columns))
     bound = top if bound is None else torch.maximum(bound, top)
-    # top_k alone is exact: more than k were looked at
+    # top_k alone is exact, because there are at least k candidates
     return bound, None if rows.top_p is None or count >= columns else exact
 
 
@@ -238,7 +238,7 @@ def _top_bound(z: Tensor, rows: SamplingRows, group: dist.ProcessGroup | None, c
     values = z.topk(min(count, z.shape[1]), dim=-1).values
     values = torch.nn.functional.pad(values, (0, count - values.shape[1]), value=-torch.inf)
     values = _gathered(values, group)  # [ranks, S, C]
-    given = values[..., -1].amax(dim=0)  # what is not here is no larger
+    given = values[..., -1].amax(dim=0)  # logits that are not here are no larger
     values = values[0] if len(values) == 1 else values.permute(1, 0, 2).flatten(1).sort(descending=True).values
     bound = torch.full_like(given, -torch.inf)
     if rows.top_k is not None:

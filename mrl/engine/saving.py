@@ -1,4 +1,4 @@
-"""A checkpoint of all ranks: its folder (engine/atomic_checkpoint.py), its copy at a URL, who writes and reads it."""
+"""Saves and loads a checkpoint of all ranks: its folder (engine/atomic_checkpoint.py) and its copy at a URL."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def checkpoint_to_load(
 def starting_weights(
     path: str, family: Family, hf_config: HFConfig, *, head: str, trained: bool, mtp: int = 0
 ) -> Iterator[Callable[[str], Any]]:
-    """Gives `stored_weights`, after the checksums of the files of an imported folder have been compared. Collective.
+    """Gives `stored_weights`, after comparing the checksums of an imported folder's files. Collective.
 
-    Raises CheckpointError on every rank where one of them is damaged.
+    Raises CheckpointError on every rank if one of them is damaged.
     """
     if on_main(lambda: is_imported(path)):
         atomic_checkpoint.verify(path, all_ranks())

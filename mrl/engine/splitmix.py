@@ -1,6 +1,6 @@
-"""SplitMix64 (Steele et al., 2014): a bijection of 64-bit words; every bit of the input turns every bit of the output.
+"""Computes SplitMix64 (Steele et al., 2014): a bijection of 64-bit words. Every input bit affects every output bit.
 
-Words are int64 tensors, whose arithmetic wraps around, or integers from 0 to 2**64 - 1.
+Words are int64 tensors with arithmetic that wraps around, or integers from 0 to 2**64 - 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def to_int64(word: int) -> int:
     return word - 2**64 if word >> 63 else word
 
 
-signed = to_int64  # its older name, which scripts outside of the repository import
+signed = to_int64  # its older name, for scripts outside of the repository
 
 
 def mix_in_place(z: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def mtp_tensors_of_folder(path: str | Path, family: Family, hf_config: HFConfig)
         with contextlib.closing(open_imported(path, family, hf_config)) as reader:
             return mtp_tensors(reader.tensors, hf_config)
     if not any((Path(path) / name).is_file() for name in (SINGLE, INDEX)):
-        return []  # a config.json to start from scratch
+        return []  # only a config.json, to start from scratch
     with SafetensorsReader(path) as reader:
         return mtp_tensors(unstack_experts(reader, family).tensors, hf_config)
 

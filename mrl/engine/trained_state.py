@@ -15,7 +15,7 @@ class UpdateSettings:
     lr: float
     betas: tuple[float, float]
     eps: float
-    weight_decay: float  # decoupled, of what decays: no biases, no norms
+    weight_decay: float  # decoupled; biases and norms do not decay
     clip_grad: float  # global L2 norm; 0 for none
 
 
@@ -30,7 +30,7 @@ class TrainedState:
 
     weights: Sequence[Tensor]
     moments: Sequence[Tensor]
-    updates: int  # that AdamW has made
+    updates: int  # AdamW's number of updates
     gradients: Sequence[Tensor | None] | None
     spent: bool
 
@@ -41,6 +41,6 @@ def clone_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def restore_tensors(tensors: Iterable[Tensor], copies: Iterable[Tensor]) -> None:
-    """Fills `tensors` with what `clone_tensors` made of them."""
+    """Fills `tensors` from the copies of `clone_tensors`."""
     for tensor, copied in zip(tensors, copies, strict=True):
         tensor.copy_(copied)

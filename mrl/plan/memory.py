@@ -266,8 +266,10 @@ def most_activations(
         order, [c.saved for c in chunks], [c.forward_peak for c in chunks], [c.backward_peak for c in chunks]
     )
     alive += max(chunk.shared for chunk in chunks)
-    given, said, joined = (max(getattr(c, name) for c in chunks) for name in ("given", "said", "joined"))
-    return micro_batches * given + max(alive + (micro_batches - 1) * said, micro_batches * (said + joined))
+    inputs = max(c.distill_inputs for c in chunks)
+    log_probs = max(c.distill_log_probs for c in chunks)
+    joined = max(c.distill_joined for c in chunks)
+    return micro_batches * inputs + max(alive + (micro_batches - 1) * log_probs, micro_batches * (log_probs + joined))
 
 
 def _sampling(phase: Phase, plan: RolePlan, stage: int) -> int | None:

@@ -283,7 +283,7 @@ class Models:
         else:
             of_rank, shapes = self._lora_of(kind), self._shapes(kind)
             tensors = dict(self.engine.adapter_weights())
-            own = padded.unpad_rank(tensors, shapes, self.lora.rank) if tensors else {}  # they come on the main rank
+            own = padded.unpad_rank(tensors, shapes) if tensors else {}  # they come on the main rank
             _write(lambda: write_adapter(partial, of_rank, self.folder, own.items()), partial)
         _write(lambda: add_end_tokens(partial, self.folder, self.end_tokens.own, self.end_tokens.added), partial)
         _write(lambda: _replace(partial, operation.folder), operation.folder)

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from mrl.engine.lora.shapes import AdapterShape, initial_a
+from mrl.engine.lora.shapes import AdapterShape, initial_a, join_experts
 
 Shapes = Mapping[str, AdapterShape]
 
@@ -41,20 +42,19 @@ def pad_rank(tensors: Mapping[str, Tensor], shapes: Shapes, rank: int) -> dict[s
     """Returns tensors of rank `r` with zeros up to rank `R`. shapes: of `r`."""
     padded = {}
     for shape in shapes.values():
-        experts, lacking = max(shape.experts, 1), rank - shape.rank
-        a = tensors[shape.a_name].view(experts, shape.rank, -1)
-        b = tensors[shape.b_name].view(shape.out_features, shape.rank, experts)
-        padded[shape.a_name] = torch.cat([a, a.new_zeros(experts, lacking, a.shape[2])], dim=1).flatten(0, 1)
-        padded[shape.b_name] = torch.cat([b, b.new_zeros(b.shape[0], lacking, experts)], dim=1).flatten(1)
+        lacking = rank - shape.rank
+        a, b = shape.split(tensors[shape.a_name], "A"), shape.split(tensors[shape.b_name], "B")
+        padded[shape.a_name] = join_experts(F.pad(a, (0, 0, 0, lacking)), "A")
+        padded[shape.b_name] = join_experts(F.pad(b, (0, lacking)), "B")
     return padded
 
 
-def unpad_rank(tensors: Mapping[str, Tensor], shapes: Shapes, rank: int) -> dict[str, Tensor]:
-    """Undoes `pad_rank`. shapes: of `r`. rank: `R`."""
+def unpad_rank(tensors: Mapping[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
+    """Undoes `pad_rank`. shapes: of `r`."""
     unpadded = {}
     for shape in shapes.values():
-        experts = max(shape.experts, 1)
-        a = tensors[shape.a_name].view(experts, rank, -1)[:, : shape.rank]
-        b = tensors[shape.b_name].view(shape.out_features, rank, experts)[:, : shape.rank]
-        unpadded[shape.a_name], unpadded[shape.b_name] = a.flatten(0, 1).contiguous(), b.flatten(1).contiguous()
+        a = shape.split(tensors[shape.a_name], "A")[:, : shape.rank]
+        b = shape.split(tensors[shape.b_name], "B")[..., : shape.rank]
+        unpadded[shape.a_name] = join_experts(a, "A").contiguous()
+        unpadded[shape.b_name] = join_experts(b, "B").contiguous()
     return unpadded

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from mrl.config.schema import LoraConfig
 from mrl.engine.lora.folder import adapters, read_adapter, write_adapter
 from mrl.engine.lora.selection import injection, shapes_of_folder
-from mrl.engine.lora.shapes import initial_a
+from mrl.engine.lora.shapes import AdapterShape, deinterleave, initial_a, interleave, join_experts
 from mrl.errors import ConfigError, ModelError
 from tests.engine import lora as cases
 
@@ -217,3 +217,16 @@ def test_what_is_no_plain_adapter(folder, tmp_path, fields, says):
     with pytest.raises(ModelError) as caught:
         shapes_of_folder(str(tmp_path), folder("llama"))
     assert says in str(caught.value) and "\n" not in str(caught.value), caught.value
+
+
+def test_tensors_of_experts_are_split_and_joined_to_the_bit():
+    shape = AdapterShape("experts", "experts", in_features=5, out_features=6, rank=2, scale=1.0, experts=3)
+    a, b = torch.randn(shape.a_shape), torch.randn(shape.b_shape)
+    a_ERI, b_EOR = shape.split(a, "A"), shape.split(b, "B")
+    assert a_ERI.shape == (3, 2, 5) and b_EOR.shape == (3, 6, 2)
+    assert torch.equal(a_ERI[1], a[2:4]), "rows of expert 0 first, then those of expert 1"
+    assert torch.equal(b_EOR[1], b[:, 1::3]), "column r of expert e is r * E + e"
+    assert torch.equal(join_experts(a_ERI, "A"), a) and torch.equal(join_experts(b_EOR, "B"), b)
+    parts = interleave(b_EOR, 2)
+    assert torch.equal(parts[:, ::2], b_EOR[:, :3]) and torch.equal(parts[:, 1::2], b_EOR[:, 3:])
+    assert torch.equal(deinterleave(parts, 2), b_EOR)

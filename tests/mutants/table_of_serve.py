@@ -63,8 +63,8 @@ OF_SERVE = (
     *_of(
         "serve/padded.py",
         "serve/test_padded.py",
-        ('view(shape.out_features, shape.rank, experts)\n        padded[shape.a_name] = torch.cat', 'view(shape.out_features, experts, shape.rank).transpose(1, 2)\n        padded[shape.a_name] = torch.cat'),
-        ("view(experts, rank, -1)[:, : shape.rank]", "view(experts, rank, -1)[:, -shape.rank :]"),
+        ("F.pad(b, (0, lacking))", "F.pad(b, (lacking, 0))"),
+        ('"A")[:, : shape.rank]', '"A")[:, -shape.rank :]'),
         ("wanted = attention if is_attention(shape) else mlp", "wanted = mlp if is_attention(shape) else attention"),
     ),
     *_of(

@@ -42,7 +42,7 @@ def test_a_wider_adapter_acts_as_the_narrow_one(tensors):
         assert wide[shape.a_name].shape == shape.a_shape and wide[shape.b_name].shape == shape.b_shape
     for name, expected in products(tensors, SHAPES, 3).items():
         torch.testing.assert_close(products(wide, shapes, RANK)[name], expected)
-    back = padded.unpad_rank(wide, SHAPES, RANK)
+    back = padded.unpad_rank(wide, SHAPES)
     assert back.keys() == tensors.keys() and all(torch.equal(back[name], tensors[name]) for name in tensors)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mrl.config.schema import RoleConfig
-from mrl.engine.lora.selection import ADAPTER, inject, injection
-from mrl.engine.lora.shapes import PREFIX, SCORE, AdapterShape, initial_a
+from mrl.engine.lora.selection import inject, injection
+from mrl.engine.lora.shapes import ADAPTER, SCORE, AdapterShape, by_tensor, initial_a, name_in_base, name_in_file
 
 
 class Adapters:
@@ -31,8 +31,8 @@ class Adapters:
         found = injection(config.model.path, config.model.lora, config.head)
         inject(hf, copy.deepcopy(found.config))
         self.shapes: dict[str, AdapterShape] = dict(found.shapes)
-        self._files = {name: file for name, _ in hf.named_parameters() if (file := _file_name(name)) is not None}
-        wanted = {name for shape in self.shapes.values() for name in (shape.a_name, shape.b_name)}
+        self._files = {name: file for name, _ in hf.named_parameters() if (file := name_in_file(name)) is not None}
+        wanted = by_tensor(self.shapes).keys()
         assert wanted == set(self._files.values()), f"peft made {sorted(wanted ^ set(self._files.values()))}"
         if config.head == "value":
             score = hf.get_output_embeddings().weight
@@ -47,9 +47,9 @@ class Adapters:
     def base(self) -> dict[str, nn.Parameter]:
         """Returns the parameters of the model without adapters, by their names in transformers."""
         return {
-            name.replace(".base_layer", ""): parameter
+            name_in_base(name): parameter
             for name, parameter in self.hf.named_parameters()
-            if _file_name(name) is None
+            if name_in_file(name) is None
         }
 
     def trained(self) -> dict[str, nn.Parameter]:
@@ -106,13 +106,6 @@ class Adapters:
         finally:
             for layer in layers:
                 layer._disable_adapters = False
-
-
-def _file_name(parameter: str) -> str | None:
-    """Returns the name in an adapter's file of a parameter that peft made; None for one of the model's own."""
-    if ".lora_" not in parameter:
-        return None
-    return PREFIX + parameter.replace(f".{ADAPTER}.", ".")
 
 
 def _rows(parameter: Tensor) -> tuple[int, int]:

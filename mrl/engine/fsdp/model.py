@@ -36,6 +36,7 @@ from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.engine.fsdp.wrap import wrap_blocks
 from mrl.engine.logprobs import PLAIN
 from mrl.engine.lora import identity
+from mrl.engine.lora.shapes import name_in_base
 from mrl.errors import ModelError
 from mrl.words import pluralize
 
@@ -210,7 +211,7 @@ class Model:
 
     def buffers(self) -> dict[str, Tensor]:
         """Returns the buffers that are in the files, whole on every rank."""
-        named = ((name.replace(".base_layer", ""), buffer) for name, buffer in self.hf.named_buffers())
+        named = ((name_in_base(name), buffer) for name, buffer in self.hf.named_buffers())
         return {name: buffer for name, buffer in named if name in self.files.state}
 
     def file_infos(self, dtype: torch.dtype) -> dict[str, TensorInfo]:

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,12 +20,21 @@ from mrl.converters.adapter_folder import BASE, CONFIG, WEIGHTS
 from mrl.converters.companions import companion_files
 from mrl.converters.json_file import read_json
 from mrl.converters.safetensors_io import NAMES, TensorInfo, lay_out
-from mrl.engine.lora.shapes import AdapterShape, adapter_shapes
+from mrl.engine.lora.shapes import AdapterShape, adapter_shapes, first_difference
 from mrl.engine.torch_dist.data_files import as_bytes
 from mrl.errors import ModelError
 
+if TYPE_CHECKING:
+    from mrl.engine.lora.selection import Injection
+
 _OF_THE_BASE = {"config.json", "generation_config.json", "LICENSE"}
-"""Companions of a model that its adapter does not have: with a config.json the folder would be taken for a model."""
+"""Files that an adapter does not copy from its base: with a config.json the folder would look like a model."""
+
+
+def _injection(model_folder: str, lora: LoraConfig, head: str) -> Injection:
+    from mrl.engine.lora.selection import injection  # only a model with adapters waits for peft's slow import
+
+    return injection(model_folder, lora, head)
 
 
 def adapters(model_folder: str, lora: LoraConfig, head: str) -> dict[str, AdapterShape]:
@@ -36,17 +45,13 @@ def adapters(model_folder: str, lora: LoraConfig, head: str) -> dict[str, Adapte
     Experts in one parameter have the parameter's name, as `model.layers.0.mlp.experts.gate_up_proj`. Raises ConfigError
     if a part of the selection matches nothing, or if it contains the output layer or the embedding.
     """
-    from mrl.engine.lora.selection import injection  # peft is slow to import: only a model with adapters waits for it
-
-    return dict(injection(model_folder, lora, head).shapes)
+    return dict(_injection(model_folder, lora, head).shapes)
 
 
 def shapes_in_file(model_folder: str, lora: LoraConfig, head: str) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every tensor in the adapter file of the selection `lora` on the model of a Hugging Face
     folder."""
-    from mrl.engine.lora.selection import injection  # as above
-
-    injected = injection(model_folder, lora, head)
+    injected = _injection(model_folder, lora, head)
     return adapter_shapes(injected.shapes, head, injected.hidden_size)
 
 
@@ -90,14 +95,12 @@ def write_adapter_files(
 
     Modules without a tensor here stay as in the base.
     """
-    from mrl.engine.lora.selection import injection  # as above
-
-    injected = injection(base_model_path, lora, head)
+    injected = _injection(base_model_path, lora, head)
     on_host = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
     out = Path(path)
     out.mkdir(parents=True, exist_ok=True)
     (out / CONFIG).unlink(missing_ok=True)
-    with (out / f".{WEIGHTS}.part").open("wb") as file:  # safetensors' own writer has no OSError for a full disk
+    with (out / f".{WEIGHTS}.part").open("wb") as file:  # safetensors' own writer raises no OSError for a full disk
         file.write(lay_out({name: TensorInfo(NAMES[t.dtype], tuple(t.shape)) for name, t in on_host.items()}).header)
         for tensor in on_host.values():
             file.write(as_bytes(tensor))
@@ -142,16 +145,12 @@ def read_fitting(path: str | os.PathLike[str], model_folder: str, lora: LoraConf
     _, tensors = read_adapter(path)
     check_is_plain(str(path))
     expected = shapes_in_file(model_folder, lora, head)
-    shapes_found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    differ = sorted(
-        name for name in expected.keys() | shapes_found.keys() if expected.get(name) != shapes_found.get(name)
-    )
-    if differ:
-        name = differ[0]
-        there, here = shapes_found.get(name, "absent"), expected.get(name, "absent")
+    difference = first_difference(tensors, expected)
+    if difference is not None:
+        name, there, here, count = difference
         raise ModelError(
             path,
-            why=f"{name} is {there} there and {here} with this config's model.lora ({len(differ)} tensors differ)",
+            why=f"{name} is {there} there and {here} with this config's model.lora ({count} tensors differ)",
             fix="give the adapter's own rank and targets",
         )
     ours = {name: shape.scale for name, shape in adapters(model_folder, lora, head).items()}

@@ -22,7 +22,7 @@ from mrl.engine.stored_weights import stored_weights
 from mrl.errors import CheckpointError
 
 SAMPLES = 64
-"""Tensors that a base is known by, with a few rows of each: few enough to read at every start."""
+"""Tensors in a base's fingerprint, with a few rows of each: few enough to read at every start."""
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _NOT_THE_MODEL = ("export",)
 

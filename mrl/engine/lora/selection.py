@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import peft
 import torch
@@ -33,30 +32,28 @@ from mrl.config.schema import LoraConfig
 from mrl.converters.adapter_folder import CONFIG, MERGE
 from mrl.converters.hf_config import VISION_LANGUAGE
 from mrl.converters.json_file import read_json
-from mrl.engine.lora.shapes import AdapterShape
+from mrl.engine.lora.shapes import ADAPTER, AdapterShape, name_in_base
 from mrl.errors import ConfigError, ModelError
 
 _INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Those of peft 0.21 that leave the base as it is. Others (pissa, corda, olora, loftq, lora_ga) write to it."""
+"""peft 0.21's inits that leave the base as it is. Others (pissa, corda, olora, loftq, lora_ga) write to it."""
 _MORE = ("lora_bias", "layer_replication", "bias", "modules_to_save", "trainable_token_indices")
 """Fields that make more of an adapter than B A, beside those that peft marks as variants."""
 _HEADS = {"score", "classifier"}
-"""What peft saves whole of a sequence classifier."""
-ADAPTER = "default"
-"""The name that peft gives an adapter, which is in the names of parameters and not in those of files."""
+"""Modules of a sequence classifier that peft saves whole."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Injection:
     """Holds peft's result of a selection."""
 
-    config: peft.LoraConfig  # as peft resolved it, which is what a folder says
+    config: peft.LoraConfig  # as peft resolved it; a folder has this one
     shapes: Mapping[str, AdapterShape]  # by name
-    hidden_size: int  # of the model, which is what a value head takes
+    hidden_size: int  # the model's, for a value head's score
 
 
 @functools.lru_cache(maxsize=8)
-@torch.random.fork_rng(devices=[])  # peft draws an A of each adapter, in a process's first call alone
+@torch.random.fork_rng(devices=[])  # peft draws an A of each adapter, but only in a process's first call
 def injection(model_folder: str, lora: LoraConfig, head: str) -> Injection:
     """Returns the adapters of `mrl.engine.lora.folder.adapters`, with the config as peft resolved it."""
     try:
@@ -72,7 +69,7 @@ def injection(model_folder: str, lora: LoraConfig, head: str) -> Injection:
     config = _peft_config(selection, head)
     inject(model, config, selection)
     shapes = _shapes(model)
-    # peft resolves names of experts to parameters, of which it excludes none
+    # peft resolves names of experts to parameters, and never excludes parameters
     excluded = [name for name, shape in shapes.items() if shape.parameter and selection.excludes(name)]
     if excluded:
         kept = [shape.parameter for name, shape in shapes.items() if shape.parameter and name not in excluded]
@@ -90,7 +87,7 @@ def inject(model: nn.Module, config: peft.LoraConfig, selection: Selection | Non
     selection: the source of the config, for messages; None if peft has taken the config before.
     """
     with warnings.catch_warnings():
-        # they warn of selections that match nothing, which `Selection.check` looks at
+        # peft warns of selections that match nothing; `Selection.check` raises for them
         warnings.filterwarnings("ignore", module=r"peft\..*")
         try:
             peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
@@ -108,7 +105,7 @@ def shapes_of_folder(path: str, model_folder: str) -> tuple[dict[str, AdapterSha
     check_is_plain(path)
     config = peft.LoraConfig.from_pretrained(path)
     head = "value" if config.task_type == "SEQ_CLS" else "lm"
-    config.modules_to_save = None  # the head, which is no adapter
+    config.modules_to_save = None  # it names the head, which is no adapter
     config.init_lora_weights = False  # the values are in the file
     model = _meta_model(model_folder, head)
     try:
@@ -149,7 +146,8 @@ def check_is_plain(path: str) -> None:
         about["bias"] = None
     if about.get("task_type") == "SEQ_CLS":
         about["modules_to_save"] = sorted(set(about.get("modules_to_save") or ()) - _HEADS)
-    more = [name for name in (*variants, *_MORE) if about.get(name) and name != "velora_config"]  # it changes gradients
+    # velora_config changes gradients, not the adapter
+    more = [name for name in (*variants, *_MORE) if about.get(name) and name != "velora_config"]
     if more:
         why = f"{more[0]} makes more of it than B A, which is not supported"
         raise ModelError(file, why=why, fix="train it without" if more[0] == "lora_bias" else MERGE)
@@ -174,7 +172,7 @@ class Selection:
     def excludes(self, parameter: str) -> bool:
         """Returns whether an adapted parameter, or the module that has it, is excluded."""
         excluded = self.lora.exclude_modules
-        # the weight of a module goes by the module's name
+        # a parameter named as its module is the module's weight
         candidates = [parameter] if parameter in self.names else [parameter, parameter.rpartition(".")[0]]
         if excluded is None:
             return False
@@ -252,7 +250,7 @@ class Selection:
         return ConfigError(
             "model.lora.target_modules",
             targets,
-            f"leaves no adapter with model.lora.exclude_modules {_show(self.lora.exclude_modules)}",
+            f"leaves no adapter with model.lora.exclude_modules {json.dumps(self.lora.exclude_modules)}",
             f"name {self._some()}",
         )
 
@@ -274,7 +272,7 @@ class Selection:
         return ConfigError(f"model.lora.{key}", entry, f"matches no module of {self.model}", advice)
 
     def _some(self) -> str:
-        """Returns the ends of names of the model's linear layers, as far as they can be told from names."""
+        """Returns examples for a message: the ends of names that look like the model's linear layers."""
         leaves = {name.rpartition(".")[2] for name in self.names if name.rpartition(".")[2].endswith("proj")}
         experts = {f"experts.{name.rpartition('.')[2]}" for name in self.stacks}
         return "all-linear or some of " + ", ".join(sorted(leaves) + sorted(experts))
@@ -324,7 +322,7 @@ def _shapes(model: nn.Module) -> dict[str, AdapterShape]:
         name, parameter, experts = peft_name, None, 0
         transposed = isinstance(layer.get_base_layer(), Conv1D)
         if isinstance(layer, ParamWrapper):
-            name = peft_name.replace(".base_layer", "")
+            name = name_in_base(peft_name)
             parameter = f"{name}.{layer.parameter_name}"
             if layer.parameter_name != "weight":
                 name = parameter
@@ -357,7 +355,3 @@ def _check_expression(key: str, value: str | tuple[str, ...] | None) -> None:
             raise ConfigError(
                 key, value, f"is no regular expression ({error})", "give one, or a list of ends of names"
             ) from None
-
-
-def _show(value: Any) -> str:
-    return json.dumps(value)

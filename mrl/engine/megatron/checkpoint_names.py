@@ -15,7 +15,7 @@ from typing import Any
 from mrl.converters.families import FAMILIES
 from mrl.converters.table import as_mtp_entry
 
-_EXTRA = "_extra_state"  # of transformer-engine's modules: scales of fp8, which nothing here uses
+_EXTRA = "_extra_state"  # transformer-engine's scales of FP8; a checkpoint without them loads under either spec
 
 
 @functools.cache

@@ -61,9 +61,7 @@ class MegatronChecks(EngineChecks):
     def check_anywhere(
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> None:
-        check_mtp(model, dims, hf_config)
-        fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
-        check_sizes(engine, fields, dims, dtype)
+        fields, dtype = _check_trained(model, engine, dims, hf_config)
         if layer_spec.wanted_spec(engine.layer_spec, engine.attention) == "te":
             layer_spec.check_rules(fields, dims, dtype=dtype, attention=engine.attention)
 
@@ -82,17 +80,14 @@ class MegatronChecks(EngineChecks):
     def check_here(
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> None:
-        check_mtp(model, dims, hf_config)
-        fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
-        check_sizes(engine, fields, dims, dtype)
+        fields, dtype = _check_trained(model, engine, dims, hf_config)
         spec = layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype, attention=engine.attention)
         megatron_needs.check_spec(engine.megatron, spec.name, spec.why, dtype)
         fp8.check_here(engine.megatron)
 
 
 def choice_lines(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any]) -> list[str]:
-    """Returns lines for the user on what is chosen for a model, before a run and in it. fields: as `fields_of` has
-    them."""
+    """Returns lines for the user on the choices for a model, before a run and in it. fields: as of `fields_of`."""
     lines = layer_spec.notes(spec)
     if engine.megatron.get("fp8"):
         lines.append(
@@ -120,10 +115,15 @@ def check_batch_invariant(engine: EngineConfig) -> None:
         raise ConfigError("engine.batch_invariant", True, why, "set that to 1, or leave this out")
 
 
-def check_mtp(model: ModelConfig, dims: ParallelDims, hf_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a config trains MTP layers that cannot train. hf_config: the content of config.json."""
+def _check_trained(
+    model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
+) -> tuple[dict[str, Any], torch.dtype]:
+    """Checks MTP layers and the sizes of experts. Returns the model's fields and dtype."""
     if isinstance(model, TrainedModelConfig) and model.mtp is not None:
         mtp_layers(hf_config, dims, lora=model.lora is not None)
+    fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
+    check_sizes(engine, fields, dims, dtype)
+    return fields, dtype
 
 
 def mtp_layers(hf_config: Mapping[str, Any], dims: ParallelDims, *, lora: bool) -> int:

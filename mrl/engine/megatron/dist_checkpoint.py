@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,63 +41,68 @@ from mrl.errors import CheckpointError
 T = TypeVar("T")
 
 _FIELDS = ("schedule_step", "layout", "architecture", "optimizer_steps", "state")
-"""What `engine.pt` has, whichever mrl wrote it."""
+"""Fields of `engine.pt` from any version of mrl."""
 
 
 def save(model: Model, path: str, *, schedule_step: int, state: Mapping[str, Any]) -> None:
     """Writes this rank's part into the folder `path`. Collective."""
-    rank, described, folder = dist.get_rank(), _description(model), Path(path)
+    about, rng = _small_files(model, schedule_step, state)
+
+    def on_every_rank(fn: Callable[[], WrittenFile]) -> Sequence[WrittenFile]:
+        return collective.gather_on_main(collective.call_on_every_rank(fn))
+
+    _write_files(path, about, rng, _boxes_to_write(model), collective.on_main, on_every_rank)
+
+
+def stage(model: Model, *, schedule_step: int, state: Mapping[str, Any]) -> background.Write:
+    """Copies the state of `save` to host memory. Returns a function that writes the same files. Collective."""
+    about, rng = _small_files(model, schedule_step, state)
+    boxes = [dataclasses.replace(b, data=background.copy_to_host(b.data)) for b in _boxes_to_write(model)]
+    background.wait_for_copies(model.device)
+
+    def write_copy(path: str, ranks: RankGroup) -> None:
+        def on_main(fn: Callable[[], None]) -> None:
+            if ranks.rank == 0:
+                fn()
+            ranks.gather(None)
+
+        _write_files(path, about, rng, boxes, on_main, lambda fn: ranks.gather(fn()))
+
+    return write_copy
+
+
+def _small_files(model: Model, schedule_step: int, state: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    """Returns the content of `engine.pt`, and of this rank's RNG states."""
+    about = {"schedule_step": schedule_step} | _description(model) | {"state": dict(state)}
+    return saved_bytes(about), saved_bytes(_plain_rng(model))
+
+
+def _boxes_to_write(model: Model) -> Iterator[Box]:
+    placed = _placed(model)
+    yield from (box for each in placed if not any(each.replica) for box in each.boxes)
+    if model.optimizer is not None:
+        yield from optim_state.boxes_to_write(model.optimizer, placed)
+
+
+def _write_files(
+    path: str, about: bytes, rng: bytes, boxes: Iterable[Box], on_main: Callable[[Callable[[], None]], None],
+    on_every_rank: Callable[[Callable[[], WrittenFile]], Sequence[WrittenFile]],
+) -> None:  # fmt: skip
+    """Writes the checkpoint's files. on_main: calls a function on the main process while the others wait."""
+    folder, rank = Path(path), dist.get_rank()
 
     def common() -> None:
         (folder / "mcore").mkdir(parents=True)
         (folder / "rng").mkdir()
-        about = {"schedule_step": schedule_step} | described | {"state": dict(state)}
-        (folder / "engine.pt").write_bytes(saved_bytes(about))
+        (folder / "engine.pt").write_bytes(about)
 
     def own() -> WrittenFile:
-        (folder / "rng" / f"rank_{rank:05d}.pt").write_bytes(saved_bytes(_plain_rng(model)))
-        placed = _placed(model)
-        boxes = (box for each in placed if not any(each.replica) for box in each.boxes)
-        moments = () if model.optimizer is None else optim_state.boxes_to_write(model.optimizer, placed)
-        return write(folder / "mcore" / f"__{rank}_0.distcp", itertools.chain(boxes, moments))
+        (folder / "rng" / f"rank_{rank:05d}.pt").write_bytes(rng)
+        return write(folder / "mcore" / f"__{rank}_0.distcp", boxes)
 
-    collective.on_main(lambda: _writing(path, common))
-    everyone = collective.gather_on_main(collective.call_on_every_rank(lambda: _writing(path, own)))
-    collective.on_main(lambda: _writing(path, lambda: write_index(folder / "mcore", everyone)))
-
-
-def stage(model: Model, *, schedule_step: int, state: Mapping[str, Any]) -> background.Write:
-    """Copies what `save` writes to host memory. Returns what writes it: the same files. Collective."""
-    rank = dist.get_rank()
-    about = saved_bytes({"schedule_step": schedule_step} | _description(model) | {"state": dict(state)})
-    rng, placed = saved_bytes(_plain_rng(model)), _placed(model)
-    boxes = [box for each in placed if not any(each.replica) for box in each.boxes]
-    boxes += () if model.optimizer is None else optim_state.boxes_to_write(model.optimizer, placed)
-    boxes = [dataclasses.replace(box, data=background.copy_to_host(box.data)) for box in boxes]
-    background.wait_for_copies(model.device)
-
-    def write_copy(path: str, ranks: RankGroup) -> None:
-        folder = Path(path)
-
-        def common() -> None:
-            (folder / "mcore").mkdir(parents=True)
-            (folder / "rng").mkdir()
-            (folder / "engine.pt").write_bytes(about)
-
-        def own() -> WrittenFile:
-            (folder / "rng" / f"rank_{rank:05d}.pt").write_bytes(rng)
-            return write(folder / "mcore" / f"__{rank}_0.distcp", boxes)
-
-        def main(fn: Callable[[], None]) -> None:
-            if ranks.rank == 0:
-                _writing(path, fn)
-            ranks.gather(None)
-
-        main(common)
-        everyone = ranks.gather(_writing(path, own))
-        main(lambda: write_index(folder / "mcore", everyone))
-
-    return write_copy
+    on_main(lambda: _writing(path, common))
+    everyone = on_every_rank(lambda: _writing(path, own))
+    on_main(lambda: _writing(path, lambda: write_index(folder / "mcore", everyone)))
 
 
 def _writing(path: str, fn: Callable[[], T]) -> T:
@@ -177,12 +181,15 @@ def _architecture(model: Model) -> dict[str, Any]:
     return architecture(model.family, model.hf) | {
         "head": model.config.head,
         "dtype": model.config.model.dtype,
-        "layer_spec": "local",  # whose names the tensors have (checkpoint_names), not the one that computes
+        "layer_spec": "local",  # of the tensors' names (checkpoint_names), not of the computation
     }
 
 
 def _description(model: Model) -> dict[str, Any]:
-    """Returns what every rank saves. Collective: a pipeline stage without adapters has made no update of its own."""
+    """Returns the description that every rank saves.
+
+    Collective, because a pipeline stage without adapters has no count of updates of its own.
+    """
     steps = (
         None
         if model.optimizer is None
@@ -212,6 +219,9 @@ def _restore_rng(model: Model, saved: Mapping[str, Any]) -> None:
 
 def _sharded(model: Model) -> dict[str, Any]:
     """Returns megatron's sharded state dict of the model."""
+    # Without non_homogeneous_layers megatron stacks the layers of a model into one tensor (0.16.1 and 0.19.2,
+    # transformer_block.sharded_state_dict), and names would depend on moe_layer_freq. singleton_local_shards would
+    # write gate and up as two tensors (mlp.apply_swiglu_sharded_factory).
     metadata = {
         "singleton_local_shards": False,
         "non_homogeneous_layers": True,
@@ -239,7 +249,8 @@ def _placed(model: Model) -> list[PlacedTensor]:
 def _box(entry: ShardedTensor) -> Box:
     assert entry.flattened_range is None, entry
     data = entry.data.detach()
-    data = data[(None,) * (len(entry.global_shape) - data.dim())]  # an expert's: the first dimension is that of experts
+    # megatron prepends the axis of experts to global_shape (ShardedTensor.prepend_axis_num), not to the data
+    data = data[(None,) * (len(entry.global_shape) - data.dim())]
     return Box(entry.key, tuple(entry.global_shape), tuple(entry.global_offset), data, entry.allow_shape_mismatch)
 
 

@@ -55,7 +55,7 @@ from mrl.engine.megatron import (  # noqa: E402
 )
 from mrl.engine.megatron.checks import MegatronChecks, choice_lines  # noqa: E402
 from mrl.engine.megatron.model import Model  # noqa: E402
-from mrl.mcore_models import fp8, userbuffers  # noqa: E402
+from mrl.mcore_models import fp8  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
 
 
@@ -85,15 +85,10 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             ep=parallel.ep, etp=parallel.expert_tp, sp=parallel.sequence_parallel,
         )  # fmt: skip
         self.model = Model(config, dims)
-        self.setup = pipeline.PipelineConfig(
-            dims=dims, coords=self.model.coords, packed=config.packing, thd=self.model.spec == "te", head=config.head,
-            vocab_size=self.model.hf["vocab_size"], mtp=self.model.mtp, mtp_weight=self.model.mtp_weight,
-            detaches_mtp=self.model.detaches_mtp, multiple=fp8.multiple_of(config.engine.megatron),
-            places=userbuffers.places_of(config.engine, dims),
-        )  # fmt: skip
-        self._accumulated = False  # gradients, since they were zeroed
+        self.setup = pipeline.PipelineConfig.of(self.model, config)
+        self._accumulated = False  # gradients have accumulated since they were zeroed
         self._reduced = False
-        self._spent = False  # by an optimizer step, since gradients were zeroed
+        self._spent = False  # an optimizer step has used them since they were zeroed
 
     # -- where and who ------------------------------------------------------------------------------------------------
 
@@ -130,7 +125,9 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         drop_copies = {"parameters": functools.partial(fp8.forget_copies, self.model.chunks)}
         self.offload = Offload(self.config.engine.offload, state, spent=("gradients",), drop_copies=drop_copies)
         self._late = optim.gathers_in_forward(self.model.wrapped)
-        self._ungathered = self._late  # its first forward would gather, and in generation not every rank makes one
+        # DDP's hooks would gather in the first forward (_make_forward_pre_hook). In generation not every rank has one,
+        # and the all-gather would wait forever.
+        self._ungathered = self._late
         self._gather()
 
     def _gather(self) -> None:
@@ -215,7 +212,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         lengths = batch.lengths.tolist()
         longest = max(lengths_of_groups(lengths, batch.group, packed=self.config.packing), default=0)
         tokens = None if micro.size is not None else token_budget(micro.tokens, longest, trains=trains)
-        if self.setup.places is not None:  # no micro-batch may have more, whether the model trains or not
+        if self.setup.places is not None:  # userbuffers have a fixed size, in training and without
             lengths, tokens = [self.model.dims.places_of(n) for n in lengths], self.setup.places
 
         def most(count: int) -> int:
@@ -273,7 +270,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     @installed
     def optimizer_zero_grad(self) -> None:
         with self._used("gradients"):
-            # here and not in a forward: a mini-batch may come in several calls, whose gradients accumulate
+            # not in a forward: a mini-batch may come in several calls, and their gradients accumulate
             for chunk in self.model.wrapped:
                 chunk.zero_grad_buffer()
             self.offload.spend("gradients")
@@ -294,7 +291,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             if self._late:
                 optim.gather_in_forward(self.model.wrapped)
                 self._ungathered = True
-                # adapters lie in modules that no forward is called of, which is where megatron gathers
+                # DDP gathers a module's parameters before its forward (_make_forward_pre_hook). Adapters are in
+                # ParameterDicts, which have no forward, so they would keep the values from before the update.
                 if self.model.adapters or "parameters" in self.config.engine.offload:
                     self._gather()
         self._spent = True
@@ -311,7 +309,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     def set_trained_state(self, state: TrainedState) -> None:
         with self._used("parameters", "gradients", "optimizer"):
             trained.restore_trained_state(self.model.wrapped, self.model.optimizer, state)
-        fp8.forget_copies(self.model.chunks)  # where gradients have accumulated no call would make them again
+        # copies are made again in the first forward of a mini-batch, and gradients may have accumulated already
+        fp8.forget_copies(self.model.chunks)
         self._accumulated = state.gradients is not None
         self._reduced = self._spent = state.spent
 
@@ -392,7 +391,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             yield from streams.stream_trained(self.model, value)
 
     def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
-        fp8.forget_copies(self.model.chunks)  # whoever takes the weights wants the room
+        fp8.forget_copies(self.model.chunks)  # frees memory for the reader of the weights
         value = streams.merge_adapters(self.model) if self.model.adapters else (lambda parameter: parameter.data)
         return self._stream(value, "parameters", self.model.dtype, everywhere=everywhere)
 

@@ -21,8 +21,8 @@ class EvenExperts:
 
     def __init__(self, real: Callable[[Any], Tensor], waited: Callable[[str], None]) -> None:
         self._real, self._waited = real, waited
-        self.dispatcher: Any = None  # the one at work
-        self.tokens = 0  # that it has on this rank
+        self.dispatcher: Any = None  # the last one that preprocessed tokens
+        self.tokens = 0  # its tokens on this rank
 
     def counts(self) -> list[int]:
         """Returns this rank's tokens for each expert of the model."""
@@ -50,7 +50,7 @@ class EvenExperts:
         at, size = self.dispatcher, tuple(tensor.shape)
         if at is None:
             return None
-        if caller == "sort_chunks_by_idxs":  # which chunks there are, of which sizes
+        if caller == "sort_chunks_by_idxs":  # moe_utils calls tolist on the order and on the sizes of chunks
             if tensor is at.sort_input_by_local_experts or tensor is at.restore_output_by_local_experts:
                 return list(range(*size))
             return [n // (at.tp_size * at.ep_size) for n in self.here()] * (at.tp_size * at.ep_size)

@@ -48,7 +48,7 @@ def run(
     cuda_graphs: steps without prompts have fixed shapes if the model allows it (decode_graphs.py).
     """
     check_room(requests, cache_tokens)
-    fp8.forget_copies(model.chunks)  # decoding is in bfloat16, and wants the room
+    fp8.forget_copies(model.chunks)  # decoding is in bfloat16, so their memory is free for the cache
     dims, coords = model.dims, model.coords
     replicas = dims.dp * dims.cp
     kept = KeptSequences(0) if kept is None else kept
@@ -59,7 +59,7 @@ def run(
     own_attention = contextlib.nullcontext() if model.spec == "local" else _own_attention(model)
     with own_attention, fp8.disabled(model.chunks), userbuffers.disabled(model.chunks):
         runner = _Runner(model, schedule, kept, cuda_graphs=cuda_graphs)
-        while _work_left(model, not schedule.done):
+        while _any_has_work(model, not schedule.done):
             step = DUMMY if schedule.done else schedule.next()
             schedule.take(step, *runner.forward(step))
             kept.keep(step.ended, runner.caches)
@@ -73,8 +73,11 @@ def run(
     return [completions[i] for i in range(len(requests))]
 
 
-def _work_left(model: Model, here: bool) -> bool:
-    return bool(collective.max_over_ranks(model.device, here)[0]) if model.dims.experts_span_replicas else here
+def _any_has_work(model: Model, here: bool) -> bool:
+    """Returns whether this replica has work, or any replica if experts are spread over them."""
+    if not model.dims.experts_span_replicas:
+        return here  # other replicas need nothing of this one
+    return bool(collective.max_over_ranks(model.device, here)[0])
 
 
 @contextlib.contextmanager
@@ -101,7 +104,7 @@ class _Runner:
 
     def __init__(self, model: Model, schedule: Schedule, kept: KeptSequences, *, cuda_graphs: bool) -> None:
         self.model, self.dims, self.kept = model, model.dims, kept
-        # stages have other layers, and adapters on other modules: what one rank cannot do, none does
+        # stages have different layers and adapters, and all ranks of a step must run the same decoder
         self.lean = all(collective.all_ranks().gather(all(decoder.supports_chunk(chunk) for chunk in model.chunks)))
         self.decoders = self._prepared() if self.lean else []
         self.caches = [KVCache(schedule.rows, schedule.length) for _ in model.chunks]
@@ -110,11 +113,12 @@ class _Runner:
         self.ranks = dist.get_process_group_ranks(self.pp_group)
 
     def _prepared(self) -> list[decoder.Decoder]:
-        """Returns the decoders of the chunks: on a CPU, where they copy weights, those of the call before."""
+        """Returns the decoders of the chunks. On a CPU they copy weights, so those of the previous call are used
+        again."""
         decoders = self.kept.prepared.value
         if decoders is None:
             decoders = [decoder.Decoder(chunk) for chunk in self.model.chunks]
-            if platform.device().type == "cpu":  # on a GPU they are views, of what may be offloaded between calls
+            if platform.device().type == "cpu":  # on a GPU they are views of weights, which may be offloaded meanwhile
                 self.kept.prepared.value = decoders
         return decoders
 
@@ -172,7 +176,7 @@ class _Runner:
                 choice = _TokenChoice(step, self.model.hf["vocab_size"]) if last else None
                 if tokens is None:
                     hidden = self.fixed[chunk](flat, step.cached, None if hidden is None else hidden.squeeze(1))
-                    hidden = self._make_caches(chunk, hidden, choice)
+                    hidden = self._output_of(chunk, hidden, choice)
                 else:
                     lengths, alone = tuple(map(len, step.new)), self.model.batch_invariant
                     cached = CachedStep(caches[chunk], lengths, tuple(step.cached), device, copies=alone)
@@ -205,7 +209,7 @@ class _Runner:
         own = self.model.chunks[chunk]
         if self.lean:
             hidden = self.decoders[chunk](tokens, None if hidden is None else hidden.squeeze(1), cached)
-            return self._make_caches(chunk, hidden, choose_next)
+            return self._output_of(chunk, hidden, choose_next)
         if hidden is not None:
             own.set_input_tensor(hidden)
         if choose_next is not None:
@@ -213,7 +217,7 @@ class _Runner:
         out = own(tokens, CacheLayout.make(cached, padding=tokens.numel() - cached.tokens), None)
         return out if choose_next is None else out[0]
 
-    def _make_caches(self, chunk: int, hidden: Tensor, choose_next: Callable[..., Tensor] | None) -> Tensor:
+    def _output_of(self, chunk: int, hidden: Tensor, choose_next: Callable[..., Tensor] | None) -> Tensor:
         """Returns the result of `_chunk` from a decoder's hidden states [T, N]."""
         if choose_next is None:
             return hidden.unsqueeze(1)

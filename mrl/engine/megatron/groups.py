@@ -19,7 +19,7 @@ from mrl.engine.collective import TIMEOUT
 from mrl.parallel import Coordinates, ParallelDims
 
 _groups_of_layout: dict[tuple, dict[str, Any]] = {}
-"""Groups cost file descriptors and seconds; engines of one layout share them (they hold no state)."""
+"""Engines of one layout share its groups, because groups cost file descriptors and seconds. They hold no state."""
 
 
 class MegatronState:
@@ -32,9 +32,10 @@ class MegatronState:
         self._rng: tuple[dict[str, Any], torch.Tensor, torch.Tensor] | None = None
         self._depth = 0
         with self.installed():
-            # Ranks with other layers, positions or sequences draw differently; those of one tensor-parallel group draw
-            # differently in tensor-parallel regions and alike elsewhere. 100 leaves room for megatron's offset per
-            # rank.
+            # Ranks with other layers, positions or sequences draw different numbers. Ranks of one tensor-parallel group
+            # draw different ones in tensor-parallel regions and the same elsewhere. megatron adds the tp rank to its
+            # seed (0.16.1 and 0.19.2, tensor_parallel/random.model_parallel_cuda_manual_seed): streams 100 apart never
+            # meet up to tp 100.
             at, d = self.coords, dims
             stream = seed + 100 * (at.pp_rank + d.pp * (at.cp_rank + d.cp * at.dp_rank))
             torch.manual_seed(stream)
@@ -46,7 +47,8 @@ class MegatronState:
         if key not in _groups_of_layout:
             before = _snapshot()
             _restore(_pristine)
-            # gloo groups: the distributed optimizer and what moves Python objects ask for those of data parallelism
+            # _host_dp_group sends Python objects over the gloo group, because over NCCL they would go through a GPU.
+            # DistributedOptimizer also takes it (get_data_parallel_group_gloo).
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=dims.tp, pipeline_model_parallel_size=dims.pp,
                 virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,

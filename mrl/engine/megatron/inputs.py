@@ -25,7 +25,7 @@ from mrl.mcore_models.attention import PackedLayout, zigzag_inverse, zigzag_plac
 from mrl.parallel import Coordinates, ParallelDims
 
 PADDING = 128
-"""Places of a sequence of padding, where no other one is longer."""
+"""Length of a sequence of padding, if no other one is longer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +36,10 @@ class MTPInputs:
     next.
     """
 
-    tokens: Tensor  # [P/cp] int64, 0 where there is none
-    labels: Tensor  # [P/cp] int64, 0 where there is none
-    padding: Tensor  # [P/cp] bool, True where there is none
-    trained: Tensor  # which places have a label that counts in the loss
+    tokens: Tensor  # [P/cp] int64, 0 without a token
+    labels: Tensor  # [P/cp] int64, 0 without a label
+    padding: Tensor  # [P/cp] bool, True without a token
+    trained: Tensor  # positions with a label that counts in the loss
     loss_mask: Tensor  # [T] fp32, the weights of these labels in the micro-batch's order
 
 
@@ -49,10 +49,10 @@ class ModelInputs:
 
     tokens: Tensor  # [P/cp] int64, any id in padding
     labels: Tensor  # [P/cp] or [P/cp, K] int64, 0 in padding
-    padding: Tensor  # [P/cp] bool, True there
-    trained: Tensor | None  # which of these places have a label that counts in the loss; None for all
-    layout: PackedLayout  # which places belong together
-    places: Tensor  # [T] the place of each real token among all P
+    padding: Tensor  # [P/cp] bool, True in padding
+    trained: Tensor | None  # positions with a label that counts in the loss; None for all
+    layout: PackedLayout  # the sequence of each position
+    places: Tensor  # [T] the position of each real token among all P
     mtp: tuple[MTPInputs, ...] = ()  # for each MTP layer
 
 
@@ -142,7 +142,7 @@ def _mtp_inputs(
         False,
     )
     counts[places] = loss_mask != 0
-    trained = counts[mine].nonzero()[:, 0]  # on the host, which need not wait for it
+    trained = counts[mine].nonzero()[:, 0]  # on the host: nonzero on a GPU makes the host wait
     tokens, labels, padding, trained, loss_mask = (
         to_device(t, device) for t in (tokens[mine], labels[mine], padding[mine], trained, loss_mask)
     )

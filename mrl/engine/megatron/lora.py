@@ -23,7 +23,16 @@ from mrl.converters.algebra import Span
 from mrl.converters.rules import Rule
 from mrl.converters.stacks import place_of
 from mrl.converters.table import Family
-from mrl.engine.lora.shapes import PREFIX, SCORE, AdapterShape, initial_a
+from mrl.engine.lora.shapes import (
+    PREFIX,
+    SCORE,
+    AdapterShape,
+    by_tensor,
+    deinterleave,
+    initial_a,
+    interleave,
+    join_experts,
+)
 from mrl.engine.torch_dist.boxes import Box, PlacedTensor
 from mrl.mcore_models import lora
 from mrl.mcore_models.build import Model
@@ -31,8 +40,8 @@ from mrl.mcore_models.build import Model
 Shapes = Mapping[str, AdapterShape]
 
 _SPLITS: Mapping[str, lora.Split] = {"replicated": "whole", "row": "row"}
-"""How a linear is split, by the kind of its rule, where not by columns."""
-_GROUPED = re.compile(r"\.weight(\d+)$")  # of a grouped linear: the number of the expert on its rank
+"""The split of a linear by the kind of its rule; others are split by columns."""
+_GROUPED = re.compile(r"\.weight(\d+)$")  # a grouped linear's weight, with the expert's number on its rank
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +51,8 @@ class AdapterRule(Rule):
     of: AdapterShape
     tensor: str  # "A" or "B"
     spans_of_ranks: tuple[tuple[Span, ...], ...]
-    """For each rank of `axis`, what of the whole it holds, in order; nothing where it has no row of the matrix."""
-    interleaved: int = 1  # tensors of which B's rows alternate in the file, as those of gate and up
+    """For each rank of `axis`, its parts of the whole, in order; empty if it has no row of the matrix."""
+    interleaved: int = 1  # how many tensors' rows alternate in the file's B, as those of gate and up
 
     @property
     def file_name(self) -> str:
@@ -63,22 +72,15 @@ class AdapterRule(Rule):
 
     def _from_file(self, whole: Tensor) -> Tensor:
         """Returns A [R, I] or B [O, R] from the file's tensor."""
-        if self.expert is not None:
-            experts, rank = self.of.experts, self.of.rank
-            whole = whole.view(experts, rank, -1)[self.expert] if self.tensor == "A" else (
-                whole.view(-1, rank, experts)[..., self.expert]
-            )  # fmt: skip
-        if self.interleaved == 1:
-            return whole
-        return whole.unflatten(0, (-1, self.interleaved)).transpose(0, 1).flatten(0, 1)
+        own = self.of.split(whole, self.tensor)[self.expert or 0]
+        return own if self.interleaved == 1 else deinterleave(own, self.interleaved)
 
     def to_file(self, experts: Sequence[Tensor]) -> Tensor:
         """Returns the file's tensor, from A [R, I] or B [O, R] of each expert in order, or from the only one."""
-        if self.interleaved > 1:
-            experts = [t.unflatten(0, (self.interleaved, -1)).transpose(0, 1).flatten(0, 1) for t in experts]
         if self.expert is None:
-            return experts[0]
-        return torch.cat(list(experts)) if self.tensor == "A" else torch.stack(list(experts), dim=-1).flatten(1)
+            return experts[0] if self.interleaved == 1 else interleave(experts[0], self.interleaved)
+        whole = torch.stack(list(experts))
+        return join_experts(whole if self.interleaved == 1 else interleave(whole, self.interleaved), self.tensor)
 
 
 # -- which rules there are ---------------------------------------------------------------------------------------------
@@ -243,7 +245,7 @@ class InitialAdapters:
     """
 
     def __init__(self, shapes: Shapes, seed: int) -> None:
-        self.by_name = {name: shape for shape in shapes.values() for name in (shape.a_name, shape.b_name)}
+        self.by_name = by_tensor(shapes)
         self.seed, self.last = seed, ("", torch.empty(0))
 
     def __call__(self, name: str) -> Tensor:
@@ -256,7 +258,7 @@ class InitialAdapters:
 def fill(
     models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], tensors: Mapping[str, Tensor]
 ) -> Callable[[str], Tensor]:
-    """Sets what trains from the tensors of an adapter's file. Returns what reads them by the names of rules."""
+    """Sets the trained tensors from an adapter's file. Returns a function that reads them by the names of rules."""
 
     def read(name: str) -> Tensor:
         return tensors[name if name.startswith(PREFIX) else PREFIX + name]
@@ -304,10 +306,11 @@ def checkpoint_places(models: Sequence[Model], rules: Sequence[Mapping[str, Rule
 def _replica(rule: Rule) -> tuple[int, int, int]:
     """Returns this rank's index among the ranks with the same tensor: all zeros for the one that writes."""
     if rule.expert is not None:
-        copies = parallel_state.get_expert_data_parallel_rank()
-        return (0, parallel_state.get_expert_tensor_parallel_rank() if rule.axis is None else 0, copies)
-    copies = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return (0, parallel_state.get_tensor_model_parallel_rank() if rule.axis is None else 0, copies)
+        shard, copy = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_data_parallel_rank()
+    else:
+        shard = parallel_state.get_tensor_model_parallel_rank()
+        copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return (0, shard if rule.axis is None else 0, copy)
 
 
 def _boxes(rule: Rule, data: Tensor) -> tuple[Box, ...]:

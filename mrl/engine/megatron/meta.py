@@ -1,30 +1,34 @@
 """Measures one rank of a model in a layout: its memory, and the memory, arithmetic and traffic of a micro-batch.
 
 The engine's own code runs on tensors without memory, and no other rank runs. The process says that it is rank `r` of a
-world of any size, groups are made for that rank alone, and collectives do nothing. Models are built, wrapped and run as
-on a GPU without transformer-engine (flash attention included). So the bytes that these operators make are counted. The
-memory of a running kernel is not seen, nor the allocator's gaps between tensors.
+world of any size, groups are made for this rank alone, and collectives do nothing. Models are built, wrapped and run as
+on a GPU without transformer-engine (flash attention included). So the bytes of these operators' results are counted.
+The memory of a running kernel is not seen, nor the allocator's gaps between tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mrl.batch import make_batch
 from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, moment_bytes, state_bytes
 from mrl.config.schema import ParallelConfig, RoleConfig
+from mrl.converters.families import fields_of
+from mrl.converters.hf_config import read_hf_config
+from mrl.converters.mtp import num_mtp_layers
+from mrl.converters.rules import chunk_plans, padded_vocab
+from mrl.engine.lora.folder import adapters
+from mrl.engine.megatron.buckets import ranges_of_ranks
 from mrl.engine.megatron.even_experts import EvenExperts
 from mrl.engine.megatron.meta_ids import DistillIds
 from mrl.engine.megatron.meta_run import (
@@ -36,11 +40,14 @@ from mrl.engine.megatron.meta_run import (
     keep_mode_in_backward,
     norms_of,
 )
+from mrl.engine.megatron.scaling import megatron_scale
 from mrl.mcore_models import cpu_stand_in, fp8, megatron_fields, platform, userbuffers
+from mrl.mcore_models.layer_spec import DTYPES, wanted_spec
+from mrl.mcore_models.te_limits import Gpu, disabled_switches, te_refusal, te_warning
 from mrl.parallel import Coordinates, ParallelDims
 
 Spec = Literal["te", "local"]
-"""Of a model's layers: transformer-engine's, or megatron's own."""
+"""The spec of a model's layers: transformer-engine's, or megatron's own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,17 +56,17 @@ class ChunkFigures:
 
     saved: int  # from the end of the forward to the backward pass, the chunk's input and output included
     forward_peak: int  # the most at once in the forward pass
-    backward_peak: int  # the most at once in the backward pass, what was saved included
-    forward_flops: float  # of matrix products and attention, recomputation apart
-    backward_flops: float  # with what is computed again
+    backward_peak: int  # the most at once in the backward pass, saved tensors included
+    forward_flops: float  # of matrix products and attention, without recomputation
+    backward_flops: float  # with recomputation
     forward_traffic: tuple[Traffic, ...]
     backward_traffic: tuple[Traffic, ...]
-    sent: int  # bytes of hidden states that go on to the next stage, and come back as their gradient
+    sent: int  # bytes of hidden states for the next stage; their gradient has as many
     shared: int  # of megatron's buffer of gathered hidden states, one for all passes of a rank; in no figure above
-    # of distillation, beside all of the above, as every micro-batch of a mini-batch has it at once:
-    given: int = 0  # ids and the teacher's log-probs, which a micro-batch has from before the first pass on
-    said: int = 0  # log-probs of ids that its forward pass gave, until the last pass is done
-    joined: int = 0  # what joins those of all micro-batches, then
+    # Bytes of distillation, beside all of the above, because all micro-batches of a mini-batch have them at once:
+    distill_inputs: int = 0  # ids and the teacher's log-probs, from before the first pass on
+    distill_log_probs: int = 0  # log-probs of ids from its forward pass, until the last pass is done
+    distill_joined: int = 0  # the joined log-probs of all micro-batches, after that
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +74,13 @@ class Buffer:
     """Describes a buffer of gradients and parameters that the distributed optimizer divides over ranks."""
 
     of_experts: bool
-    ranks: int  # that divide it: dp * cp of dense parameters, edp of experts
+    ranks: int  # how many divide it: dp * cp for dense parameters, edp for experts
     elements: int  # padding included
     parameter_bytes: int  # of an element
     masters: tuple[int, ...]  # elements that each of these ranks updates
-    moments: int = 8  # bytes of both of an element
-    on_host: bool = False  # masters and moments
-    of_muon: tuple[int, ...] = ()  # those of `masters` that have one moment alone; empty for none
+    moments: int = 8  # bytes of both moments of an element
+    on_host: bool = False  # masters and moments are
+    of_muon: tuple[int, ...] = ()  # those of `masters` with only one moment; empty for none
 
     @property
     def optimizer_bytes(self) -> int:
@@ -94,7 +101,7 @@ class RankFigures:
     parameters: int  # padding of the buffers included
     trained_parameters: int
     buffers: int  # tensors of the model that are no parameters, and transformer-engine's userbuffers
-    grad_buffers: tuple[Buffer, ...]  # none where nothing trains
+    grad_buffers: tuple[Buffer, ...]  # none if nothing trains
     chunks: tuple[ChunkFigures, ...]
     layers: tuple[tuple[int, ...], ...]  # of each chunk, by their numbers in the model
     dtype_bytes: int
@@ -141,11 +148,12 @@ def as_rank(rank: int, dims: ParallelDims) -> Iterator[None]:
 
     def mine(world_size: int, sizes: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
         group = own_group(rank, sizes, mask)
-        # of a model's ranks ("tp-ep-pp") megatron joins as many groups as there are replicas of an expert to one
+        # initialize_model_parallel joins the "tp-ep-pp" groups of all replicas of an expert into one and counts them
+        # (0.16.1 and 0.19.2, intra_dist_opt_ranks). So it must get as many groups as there are replicas.
         return [group] + [[]] * (world_size // len(group) - 1) * (sum(mask) > 2)
 
     def gather_objects(out: list, value: Any, group: Any = None) -> None:
-        out[:] = [value] * len(out)  # other ranks would say the same
+        out[:] = [value] * len(out)  # all ranks would give the same
 
     gather = dist.all_gather_object
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
@@ -171,7 +179,7 @@ def own_group(rank: int, sizes: Sequence[int], mask: Sequence[bool]) -> list[int
     strides = [math.prod(sizes[:i]) for i in range(len(sizes))]
     base = sum((rank // stride % size) * stride for stride, size, of_group in zip(strides, sizes, mask, strict=True)
                if not of_group)  # fmt: skip
-    # parallel_state places pipeline stages outermost; what is beyond the sizes stays as it is
+    # parallel_state has pipeline stages outermost; axes beyond the sizes keep the rank's own index
     base += rank // math.prod(sizes) * math.prod(sizes)
     axes = [(stride, size) for stride, size, of_group in zip(strides, sizes, mask, strict=True) if of_group]
     steps = [[i * stride for i in range(size)] for stride, size in axes]
@@ -188,7 +196,6 @@ def measure(
     are the local ones with its norms. These keep their input and a number a row. known: figures of chunks, not to be
     measured again; those of this rank are added. ids: of distillation.
     """
-    from mrl.converters.rules import padded_vocab
     from mrl.engine.megatron import optim, weights
     from mrl.engine.megatron.model import Model
     from mrl.mcore_models.build import build_chunks
@@ -283,11 +290,6 @@ def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims, capability: tuple
 
     capability: the GPUs'; None if it is not known, and any generation may do.
     """
-    from mrl.converters.families import fields_of
-    from mrl.converters.hf_config import read_hf_config
-    from mrl.mcore_models.layer_spec import DTYPES, wanted_spec
-    from mrl.mcore_models.te_limits import Gpu, disabled_switches, te_refusal, te_warning
-
     fields, dtype = fields_of(dict(read_hf_config(config.model.path))), DTYPES[config.model.dtype]
     gpu = Gpu(capability, switched_off=disabled_switches(attention=config.engine.attention))
     wanted = wanted_spec(config.engine.layer_spec, config.engine.attention)
@@ -297,32 +299,28 @@ def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims, capability: tuple
 
 
 def _buffers(config: RoleConfig, model: Any, chunks: Sequence[Any], wrapped: Sequence[Any]) -> list[Buffer]:
+    """Describes megatron's buffers, with the elements of each on every rank."""
     from mrl.engine.megatron import muon, optim
 
     assert config.optimizer is not None
     has_muon = config.optimizer.name == "muon"
     matrices = muon.matrix_rules(chunks, model.rules_under("local")) if has_muon else {}
-    return [_buffer(buffer, config.engine.megatron, matrices) for buffer in optim.gradient_buffers(wrapped)]
-
-
-def _buffer(buffer: Any, megatron_options: Mapping[str, Any], matrices: Mapping[int, Any]) -> Buffer:
-    """Describes one of megatron's buffers, with its elements on each rank. matrices: Muon's, by the id of the
-    parameter."""
-    from mrl.engine.megatron.buckets import ranges_of_ranks
-
-    ranks = buffer.data_parallel_group.size()
-    masters, of_muon = [0] * ranks, [0] * ranks
-    for parameter, ranges in ranges_of_ranks(buffer):
-        for rank, (start, end) in ranges.items():
-            masters[rank] += end - start
-            of_muon[rank] += (end - start) * (id(parameter) in matrices)
-    parameter, item = next(iter(buffer.param_index_map)), buffer.param_dtype.itemsize
-    return Buffer(
-        of_experts=not getattr(parameter, "allreduce", True), ranks=ranks, elements=buffer.grad_data.numel(),
-        parameter_bytes=item, masters=tuple(masters),
-        moments=moment_bytes(megatron_options),
-        on_host=bool(megatron_options.get(CPU_OFFLOAD_FIELD)), of_muon=tuple(of_muon) if matrices else (),
-    )  # fmt: skip
+    options, described = config.engine.megatron, []
+    for buffer in optim.gradient_buffers(wrapped):
+        ranks = buffer.data_parallel_group.size()
+        masters, of_muon = [0] * ranks, [0] * ranks
+        for parameter, ranges in ranges_of_ranks(buffer):
+            for rank, (start, end) in ranges.items():
+                masters[rank] += end - start
+                if id(parameter) in matrices:
+                    of_muon[rank] += end - start
+        first = next(iter(buffer.param_index_map))
+        described.append(Buffer(
+            of_experts=not getattr(first, "allreduce", True), ranks=ranks, elements=buffer.grad_data.numel(),
+            parameter_bytes=buffer.param_dtype.itemsize, masters=tuple(masters), moments=moment_bytes(options),
+            on_host=bool(options.get(CPU_OFFLOAD_FIELD)), of_muon=tuple(of_muon) if matrices else (),
+        ))  # fmt: skip
+    return described
 
 
 class _MeasuredRun:
@@ -335,13 +333,8 @@ class _MeasuredRun:
         from mrl.engine.megatron import pipeline
 
         self.dims, self.model, self.trains = dims, model, config.optimizer is not None
-        self.setup = pipeline.PipelineConfig(
-            dims=dims, coords=model.coords, packed=config.packing, thd=False, head=config.head,
-            vocab_size=model.hf["vocab_size"], mtp=model.mtp, mtp_weight=model.mtp_weight,
-            detaches_mtp=model.detaches_mtp,
-            multiple=fp8.multiple_of(config.engine.megatron), places=userbuffers.places_of(config.engine, dims),
-        )  # fmt: skip
-        tokens = [[0] * (n + 1) for n in lengths]  # the last one is a label alone
+        self.setup = pipeline.PipelineConfig.of(model, config)
+        tokens = [[0] * (n + 1) for n in lengths]  # the last one is only a label
         self.batch = make_batch(tokens, [[1.0] * len(t) for t in tokens])
         self.ctx: dict[str, Any] = {"temperature": 1.0, "entropy": entropy}
         self.ids = ids
@@ -352,10 +345,9 @@ class _MeasuredRun:
         from megatron.core import parallel_state
 
         from mrl.engine.megatron import pipeline
-        from mrl.engine.megatron.scaling import megatron_scale
 
         buffers = parallel_state.get_global_memory_buffer().buffer
-        buffers.clear()  # the first pass of a rank makes it, and others use it
+        buffers.clear()  # GlobalMemoryBuffer keeps the first pass's buffer for all others, so it is counted apart
 
         def shared() -> int:
             return sum(-(-buffer.nbytes // BLOCK) * BLOCK for buffer in buffers.values())
@@ -373,8 +365,10 @@ class _MeasuredRun:
                 rows = ins.tokens.numel() // (self.dims.tp if self.dims.sp else 1)
                 begun = watch.alive
                 if not plan.has_embedding:
-                    shape = (rows, 1, self.model.hf["hidden_size"])
-                    inner.set_input_tensor(_hidden(shape, self.model.dtype, self.trains))
+                    shape, dtype = (rows, 1, self.model.hf["hidden_size"]), self.model.dtype
+                    hidden = torch.empty(shape, dtype=dtype, device=platform.META, requires_grad=self.trains)
+                    inner.set_input_tensor(hidden)
+                    del hidden
                 output, loss = pipeline._forward_step(
                     iter([micro_batch]), chunk, setup=self.setup, call=self._call(), count=1
                 )
@@ -382,18 +376,16 @@ class _MeasuredRun:
                     output = loss(output)[0]
                 kept = begun + shared()
                 saved, forward_peak, forward = watch.alive - kept, watch.peak - kept, watch.take_counts()
-                sent = self._sent(rows, plan)
+                sent = 0 if plan.has_output else rows * self.model.hf["hidden_size"] * self.model.dtype.itemsize
                 distilled = () if self.ids is None else (given, *self.ids.kept(micro_batch))
-                if not self.trains:
-                    del output, loss, micro_batch
-                    return ChunkFigures(
-                        saved, forward_peak, 0, forward[0], 0.0, forward[1], (), sent, shared(), *distilled
-                    )
-                watch.peak = watch.alive
-                with keep_mode_in_backward(experts):
-                    torch.autograd.backward(output, None if plan.has_output else torch.empty_like(output))
-                backward = watch.take_counts()
-                backward_peak = watch.peak - begun - shared()
+                backward: tuple[float, tuple[Traffic, ...]] = (0.0, ())
+                backward_peak = 0
+                if self.trains:
+                    watch.peak = watch.alive
+                    with keep_mode_in_backward(experts):
+                        torch.autograd.backward(output, None if plan.has_output else torch.empty_like(output))
+                    backward = watch.take_counts()
+                    backward_peak = watch.peak - begun - shared()
                 return ChunkFigures(
                     saved, forward_peak, backward_peak, forward[0], backward[0], forward[1], backward[1], sent,
                     shared(), *distilled,
@@ -414,13 +406,6 @@ class _MeasuredRun:
 
         return pipeline.StepConfig(total if self.trains else None, 1.0, 1.0, not self.trains, None)
 
-    def _sent(self, rows: int, plan: Any) -> int:
-        return 0 if plan.has_output else rows * self.model.hf["hidden_size"] * self.model.dtype.itemsize
-
-
-def _hidden(shape: tuple[int, ...], dtype: torch.dtype, trains: bool) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=platform.META, requires_grad=trains)
-
 
 def _kinds_of_groups(dims: ParallelDims) -> dict[str, str]:
     """Returns the kind of each of this rank's process groups, by its name. Groups with the same ranks have different
@@ -431,8 +416,8 @@ def _kinds_of_groups(dims: ParallelDims) -> dict[str, str]:
         "tp": state.get_tensor_model_parallel_group, "cp": state.get_context_parallel_group,
         "pp": state.get_pipeline_model_parallel_group, "ep": state.get_expert_model_parallel_group,
         "etp": state.get_expert_tensor_parallel_group,
-        "etp*ep": functools.partial(state.get_expert_tensor_and_model_parallel_group),
-        "tp*cp": functools.partial(state.get_tensor_and_context_parallel_group),
+        "etp*ep": state.get_expert_tensor_and_model_parallel_group,
+        "tp*cp": state.get_tensor_and_context_parallel_group,
     }  # fmt: skip
     return {group().group_name: kind for kind, group in asked.items()}
 
@@ -442,16 +427,11 @@ class StageKind:
     """Describes a pipeline stage by its layers."""
 
     layers: tuple[tuple[int, ...], ...]  # of each chunk, by their numbers in the model
-    same: tuple  # equal of stages that hold and compute the same
+    same: tuple  # equal for stages that hold and compute the same
 
 
 def kinds_of_stages(config: RoleConfig, dims: ParallelDims) -> list[StageKind]:
     """Returns the stages of a layout, from the first to the last."""
-    from mrl.converters.families import fields_of
-    from mrl.converters.hf_config import read_hf_config
-    from mrl.converters.mtp import num_mtp_layers
-    from mrl.converters.rules import chunk_plans
-
     hf = read_hf_config(config.model.path)
     fields = fields_of(dict(hf))
     experts = fields.get("moe_layer_freq") if "num_moe_experts" in fields else None
@@ -473,8 +453,6 @@ def kinds_of_stages(config: RoleConfig, dims: ParallelDims) -> list[StageKind]:
 
 def _adapted_modules(config: RoleConfig) -> dict[int, tuple]:
     """Returns layer -> its modules with adapters, and their shapes; a selection may name layers."""
-    from mrl.engine.lora.folder import adapters
-
     if config.model.lora is None:
         return {}
     found: dict[int, list] = {}
@@ -488,10 +466,6 @@ def _adapted_modules(config: RoleConfig) -> dict[int, tuple]:
 
 def cache_bytes(config: RoleConfig, dims: ParallelDims) -> int:
     """Returns bytes of one token's keys and values in one layer, on one rank (mrl.mcore_models.kv_cache)."""
-    from mrl.converters.families import fields_of
-    from mrl.converters.hf_config import read_hf_config
-    from mrl.mcore_models.layer_spec import DTYPES
-
     fields = fields_of(dict(read_hf_config(config.model.path)))
     item = DTYPES[config.model.dtype].itemsize
     if "kv_lora_rank" in fields:

@@ -20,10 +20,10 @@ class DistillIds:
     """Describes the token ids at which distillation compares distributions, beside the label of each token."""
 
     count: int  # K
-    loss: LossFn | None  # the student's; None: the passes are the teacher's, which says its likeliest
-    teacher: str = ""  # the token field [T, K] fp32 of its log-probs, which `loss` reads
+    loss: LossFn | None  # the student's; None: the passes are the teacher's, and give its likeliest ids
+    teacher: str = ""  # the token field [T, K] fp32 of the teacher's log-probs, for `loss`
     temperature: float = 1.0
-    first_temperature: float | None = None  # of the label
+    first_temperature: float | None = None  # for the label
 
     @property
     def ctx(self) -> dict[str, Any]:

@@ -17,17 +17,17 @@ from mrl.config.schema import RoleConfig
 from mrl.engine.megatron.even_experts import EvenExperts
 from mrl.engine.peak_bytes import PeakBytes
 
-BLOCK = 512  # bytes that CUDA's caching allocator rounds a tensor up to
+BLOCK = 512  # CUDA's caching allocator rounds tensors up to multiples of so many bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
     """Holds the bytes that a rank gives to collectives of one kind."""
 
-    group: str  # whose ranks take part: tp, cp, ep, ...
+    group: str  # the ranks that take part: tp, cp, ep, ...
     op: str  # all_reduce, all_gather, reduce_scatter, all_to_all
     ranks: int
-    bytes: int  # of the whole tensor: what an all-gather ends with, and what others begin with
+    bytes: int  # of the whole tensor: an all-gather's output, the input of others
 
 
 _OPS = {
@@ -74,7 +74,7 @@ class CostCounter(PeakBytes):
         group = CollectiveOp.get_process_group(func, args)
         kind = self.groups.get(group.group_name, group.group_name)
         key = (kind, _OPS[name], group.size())
-        # others are given outputs, then inputs: the whole tensor is the output of a gather, the input of a scatter
+        # other operators take outputs, then inputs; the whole tensor is the output of a gather, the input of a scatter
         in_place = _OPS[name] in ("all_reduce", "broadcast")
         size = _bytes_of(args[0] if in_place else (args[0], args[1]))
         self.traffic[key] = self.traffic.get(key, 0) + size
@@ -89,7 +89,7 @@ def _bytes_of(tensors: Any) -> int:
     return sum(_bytes_of(one) for one in tensors)
 
 
-_ATTENTION = {  # operator -> where it has its queries, whether heads come before places, products of queries and keys
+_ATTENTION = {  # operator -> index of its queries, whether heads come before positions, products of queries and keys
     "_scaled_dot_product_flash_attention": (0, True, 2), "_scaled_dot_product_flash_attention_backward": (1, True, 5),
     "_scaled_dot_product_efficient_attention": (0, True, 2),
     "_scaled_dot_product_efficient_attention_backward": (1, True, 5),
@@ -121,7 +121,7 @@ _ASKED = {
 
 
 class GPUKernelChoice(TorchFunctionMode):
-    """Chooses attention's kernel as torch does on a GPU, and gives what the host reads of tensors without numbers."""
+    """Chooses attention's kernel as torch does on a GPU, and answers the host's reads of tensors without memory."""
 
     def __init__(self, experts: EvenExperts) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class GPUKernelChoice(TorchFunctionMode):
 
     def _selected(self, mask: Tensor) -> int:
         count = self.experts.selected(mask)
-        if count is None and mask.dim() == 1:  # of a loss: in a plan all tokens train
+        if count is None and mask.dim() == 1:  # a loss mask: in a plan all tokens train
             return mask.numel()
         assert count is not None, f"places of a mask of {tuple(mask.shape)} are counted, and it has no numbers"
         return count

@@ -49,7 +49,8 @@ class Model:
         self.layer_spec = agreed_spec(
             config.engine.layer_spec, fields_of(dict(self.hf)), dims, self.dtype, attention=attention
         )
-        os.environ |= switches_of(attention)  # for all models of the process: preflight refuses others beside it
+        # transformer-engine reads them of the whole process, so preflight refuses roles with other attention
+        os.environ |= switches_of(attention)
         self.spec = self.layer_spec.name
         self.transformer = transformer_config(
             self.hf, dims, dtype=self.dtype, recompute=config.engine.recompute,
@@ -59,16 +60,16 @@ class Model:
         )  # fmt: skip
         self.state = MegatronState(dims, config.seed)
         self.coords = self.state.coords
-        # what `init` makes
+        # set by `init`
         self.chunks: Sequence[Any] = ()  # one for each virtual stage of this rank
-        self.wrapped: Sequence[Any] = ()  # the chunks in DDP, or themselves where nothing trains
+        self.wrapped: Sequence[Any] = ()  # the chunks in DDP, or the chunks if nothing trains
         self.rules: Sequence[Mapping[str, Rule]] = ()  # of each chunk, by the name of the parameter
         self.adapters: lora.Shapes = {}
-        self.adapter_identity: dict[str, Any] | None = None  # what a checkpoint says of them
+        self.adapter_identity: dict[str, Any] | None = None  # a checkpoint's description of them
         self.optimizer: Any = None
-        self.activations: ActivationOffload | None = None  # where they are offloaded
+        self.activations: ActivationOffload | None = None  # None if they stay on the device
         self.batch_invariant = config.engine.batch_invariant  # sampling feeds one token at a time
-        self.captures_graphs = platform.has_gpu()  # steps of decoding; not again where one could not be captured
+        self.captures_graphs = platform.has_gpu()  # of decoding steps; false once a capture has failed
 
     @property
     def device(self) -> torch.device:

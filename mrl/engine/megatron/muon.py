@@ -16,6 +16,7 @@ Matrices are those of Hugging Face's files, whatever megatron joins and splits. 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,9 +32,12 @@ from mrl.converters.rules import Rule
 from mrl.engine.megatron.buckets import ranges_of_ranks
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration, by Jordan: steepest at zero, so that singular values end between 0.7 and 1.2."""
+"""Jordan's coefficients of the quintic iteration: steepest at zero, so that singular values end between 0.7 and 1.2."""
 
 MIN_NORM = 1e-7
+
+Messages = collections.defaultdict[int, list[Tensor]]
+"""Tensors to send to each rank, or to receive from it."""
 
 SCALES: Mapping[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: max(rows, columns) ** 0.5,
@@ -42,7 +46,7 @@ SCALES: Mapping[str, Callable[[int, int], float]] = {
 }
 
 MOMENTUM = "momentum"
-"""The one moment that Muon has of a matrix, as the optimizer's state and checkpoints call it."""
+"""The name of Muon's only moment of a matrix, in the optimizer's state and in checkpoints."""
 
 
 def orthogonalise(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
@@ -50,7 +54,7 @@ def orthogonalise(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.to(dtype)
-    x = x.T if is_tall else x  # the products of rows with each other are then the smaller matrix
+    x = x.T if is_tall else x  # x @ x.T is then the smaller of the two products
     x = x / x.norm().clamp(min=MIN_NORM)
     for _ in range(steps):
         gram = x @ x.T
@@ -79,8 +83,8 @@ class Shard:
 
     rule: Rule
     ranges: Mapping[int, tuple[int, int]]  # by rank of the group: first entry, and the one past the last
-    main: Tensor | None  # masters of this rank's entries; None where it updates none of them
-    group: Mapping[str, Any] | None  # the hyper-parameters of these
+    main: Tensor | None  # masters of this rank's entries; None if it updates none
+    group: Mapping[str, Any] | None  # their hyper-parameters
 
     @property
     def owner(self) -> int:
@@ -103,7 +107,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         """Takes the groups of `adamw`, without the shards' parameters. ranks: the data-parallel group that divides the
         shards."""
-        super().__init__([torch.nn.Parameter(torch.empty(0))], {})  # torch wants one; megatron's shards are views
+        # torch refuses an empty list, and also megatron's shards: they are views, not leaves
+        super().__init__([torch.nn.Parameter(torch.empty(0))], {})
         self.param_groups, self.state = groups, adamw.state
         self.adamw, self.ranks, self.options, self.dtype = adamw, ranks, options, dtype
         own = [shard for shard in shards if ranks.rank() in shard.ranges]
@@ -148,7 +153,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         assert closure is None
         self.adamw.step()
-        # parameters of several ranks come first, with all messages at once: of a bucket a rank has two of them at most
+        # Parameters of several ranks come first, with all messages at once. A rank has at most two of them in a bucket:
+        # DistributedOptimizer gives it one range of the bucket, so only the first and the last parameter can be cut.
         wholes = self._to_owners({shard: self._average(shard) for shard in self.divided})
         updates = {shard: self._update_of(shard, whole) for shard, whole in wholes.items()}
         for shard, update in self._to_ranks(updates).items():
@@ -194,62 +200,56 @@ class Muon(torch.optim.Optimizer):
 
     def _to_owners(self, held: Mapping[Shard, Tensor]) -> dict[Shard, Tensor]:
         """Returns all entries of the parameters that this rank owns. held: of each divided one, this rank's entries."""
-        rank, sent, wanted = self.ranks.rank(), _Messages(), _Messages()
+        rank = self.ranks.rank()
+        sent: Messages = collections.defaultdict(list)
+        wanted: Messages = collections.defaultdict(list)
         wholes = {}
         for shard in self.divided:
             if shard.owner != rank:
-                sent.add(shard.owner, held[shard])
+                sent[shard.owner].append(held[shard])
                 continue
             wholes[shard] = held[shard].new_empty(shard.entries)
             for peer, (start, end) in shard.ranges.items():
                 if peer == rank:
                     wholes[shard][start:end] = held[shard]
                 else:
-                    wanted.add(peer, wholes[shard][start:end])
+                    wanted[peer].append(wholes[shard][start:end])
         _exchange(sent, wanted, self.ranks)
         return wholes
 
     def _to_ranks(self, wholes: Mapping[Shard, Tensor]) -> dict[Shard, Tensor]:
         """Returns this rank's entries of each divided parameter. wholes: all entries of those that it owns."""
-        rank, sent, wanted = self.ranks.rank(), _Messages(), _Messages()
+        rank = self.ranks.rank()
+        sent: Messages = collections.defaultdict(list)
+        wanted: Messages = collections.defaultdict(list)
         own = {}
         for shard in self.divided:
             first, last = shard.ranges[rank]
             if shard.owner != rank:
                 assert shard.main is not None
                 own[shard] = shard.main.new_empty(last - first)
-                wanted.add(shard.owner, own[shard])
+                wanted[shard.owner].append(own[shard])
                 continue
             own[shard] = wholes[shard][first:last]
             for peer, (start, end) in shard.ranges.items():
                 if peer != rank:
-                    sent.add(peer, wholes[shard][start:end])
+                    sent[peer].append(wholes[shard][start:end])
         _exchange(sent, wanted, self.ranks)
         return own
 
 
-class _Messages:
-    """Holds tensors for each rank in the order of adding. Both ends of a message add them in the same order."""
-
-    def __init__(self) -> None:
-        self.of: dict[int, list[Tensor]] = {}
-
-    def add(self, rank: int, tensor: Tensor) -> None:
-        self.of.setdefault(rank, []).append(tensor)
-
-
-def _exchange(sent: _Messages, wanted: _Messages, ranks: dist.ProcessGroup) -> None:
-    """Sends the tensors of `sent`, and fills those of `wanted`."""
-    incoming = {rank: torch.cat(tensors) for rank, tensors in wanted.of.items()}
+def _exchange(sent: Messages, wanted: Messages, ranks: dist.ProcessGroup) -> None:
+    """Sends the tensors of `sent`, and fills those of `wanted`. Both ends have them in the same order."""
+    incoming = {rank: torch.cat(tensors) for rank, tensors in wanted.items()}
     messages = [(dist.irecv, tensor, rank) for rank, tensor in incoming.items()]
-    messages += [(dist.isend, torch.cat(tensors), rank) for rank, tensors in sent.of.items()]
+    messages += [(dist.isend, torch.cat(tensors), rank) for rank, tensors in sent.items()]
     if messages:
         operations = [
             dist.P2POp(send, tensor, dist.get_global_rank(ranks, rank), ranks) for send, tensor, rank in messages
         ]
         for request in dist.batch_isend_irecv(operations):
             request.wait()
-    for rank, tensors in wanted.of.items():
+    for rank, tensors in wanted.items():
         parts = incoming[rank].split([tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part)

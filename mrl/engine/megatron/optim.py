@@ -28,8 +28,7 @@ from mrl.mcore_models.build import Model
 from mrl.mcore_models.lora import sum_over_experts_tp
 
 PRECISION = (PRECISION_AWARE, *MOMENTS.values())
-# megatron's own names for what becomes of a chunk's gradients
-BUFFERS = ("buffers", "expert_parallel_buffers")
+BUFFERS = ("buffers", "expert_parallel_buffers")  # attributes of DistributedDataParallel: dense first, then experts
 
 
 def wrap(
@@ -48,9 +47,10 @@ def wrap(
             for name, parameter in model.named_parameters():
                 if ".experts." in name:
                     parameter.allreduce = False
-    # by default megatron sums gradients in the parameters' dtype, and sums of many micro-batches are lost in bf16
+    # By default megatron sums gradients in the parameters' dtype (DistributedDataParallelConfig.grad_reduce_in_fp32 is
+    # false in 0.16.1 and 0.19.2). In bf16 a sum of many micro-batches loses the later ones.
     given = megatron_fields.fields_of_kind(megatron_options, "ddp")
-    # over gloo nothing runs beside the CPU's own work
+    # on a CPU gloo and the backward pass share the cores, so overlap gains nothing
     overlaps = platform.has_gpu() and parallel_state.get_data_parallel_group(with_context_parallel=True).size() > 1
     chosen = {
         "grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "overlap_grad_reduce": overlaps,
@@ -60,8 +60,11 @@ def wrap(
         ddp = DistributedDataParallelConfig(**chosen)
     except (AssertionError, ValueError) as error:
         raise megatron_fields.megatron_refusal(given, error) from error
-    # 0.19 says of every run that a caller might compute what it then computes by the same function
+    # 0.19.2 warns that no full_param_layout was given, and then computes the same layout itself
+    # (DistributedDataParallel.__init__)
     logging.getLogger(DistributedDataParallel.__module__).addFilter(_has_no_advice)
+    # Chunks after the first have one bucket, as in Megatron-LM: with the interleaved schedule their reduction overlaps
+    # with computation anyway.
     return [DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)]
 
 
@@ -83,7 +86,9 @@ def build_optimizer(
     """
     given = megatron_fields.fields_of_kind(megatron_options, "optimizer")
     on_host = given.pop(CPU_OFFLOAD_FIELD, False)
-    if on_host or not _is_transformer_engines():  # apex's FusedAdam has fp32 moments alone, as torch's
+    # With use_precision_aware_optimizer megatron passes the moments' dtypes to the optimizer (0.16.1 and 0.19.2,
+    # optimizer/__init__). Only transformer-engine's FusedAdam takes them; apex's and torch's have fp32 moments alone.
+    if on_host or not _is_transformer_engines():
         given = {k: v for k, v in given.items() if k not in PRECISION}
     try:
         settings = MegatronOptimizerConfig(
@@ -95,25 +100,26 @@ def build_optimizer(
         if not given:
             raise
         raise megatron_fields.megatron_refusal(given, error) from error
-    # Whether the optimizer that megatron makes has masters of its own, and takes gradients as `decoupled_grad`: ours on
-    # the host does. Else masters are megatron's, in fp32, as it has them itself beside some recipes of FP8.
+    # OptimizerConfig.__post_init__ derives this field (0.16.1 and 0.19.2). If it is true, DistributedOptimizer makes no
+    # fp32 masters and gives gradients as `decoupled_grad`, as HostAdamW needs. Otherwise it must be false: `_shards`
+    # reads megatron's masters (shard_fp32_from_float16_groups), and FusedAdam would hold its own.
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = on_host
     optimizer = get_megatron_optimizer(settings, list(chunks))
     dtypes = moment_dtypes(megatron_options)
     for part in optimizers_of(optimizer):
         if on_host:
             part.optimizer = HostAdamW.from_adam(part.optimizer, dtypes)
-        elif set(dtypes.values()) != {torch.float32} and not _is_transformer_engines():  # torch's or apex's
+        elif set(dtypes.values()) != {torch.float32} and not _is_transformer_engines():  # torch or apex
             part.optimizer = RoundedAdamW.from_adam(part.optimizer, dtypes)
         part.config.exp_avg_dtype, part.config.exp_avg_sq_dtype = dtypes["exp_avg"], dtypes["exp_avg_sq"]
         for group in part.param_groups:
             if isinstance(part.optimizer, torch.optim.AdamW):
-                group["fused"] = True  # one pass over memory; torch's default on a GPU copies whole lists of tensors
+                group["fused"] = True  # one pass over memory; torch's default (foreach) copies whole lists of tensors
     if config.name == "muon":
         steps_in = dtype if config.muon.dtype == "auto" else layer_spec.DTYPES[config.muon.dtype]
         mains = {id(parameter): main for _, parameter, main, _ in shards(optimizer)}
         for part in optimizers_of(optimizer):
-            if part.buffers:  # a stage without experts has an optimizer for them all the same
+            if part.buffers:  # get_megatron_optimizer makes an expert optimizer even for a stage without experts
                 part.optimizer = Muon.from_optimizer(part, matrices, mains, config.muon, steps_in)
     return optimizer
 
@@ -124,10 +130,20 @@ def moment_dtypes(megatron_options: Mapping[str, Any]) -> dict[str, torch.dtype]
     return {name: given.get(field, torch.float32) for name, field in MOMENTS.items()}
 
 
-def moment_names(part: MegatronOptimizer, main: torch.Tensor) -> Sequence[str]:
-    """Returns the names of the moments that the optimizer keeps of a master."""
+def moments(part: MegatronOptimizer, main: torch.Tensor, *, make: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the name and tensor of each moment of a master; zeros before the first update.
+
+    make: the optimizer gets the zeros, so that they can be read into.
+    """
     is_matrix = isinstance(part.optimizer, Muon) and part.optimizer.updates_master(main)
-    return (MOMENTUM,) if is_matrix else tuple(MOMENTS)
+    held = part.optimizer.state[main] if make else part.optimizer.state.get(main, {})
+    for name in (MOMENTUM,) if is_matrix else MOMENTS:
+        moment = held.get(name)
+        if moment is None:
+            moment = new_moment(part, name, main)
+            if make:
+                held[name] = moment
+        yield name, moment
 
 
 def new_moment(part: MegatronOptimizer, name: str, main: torch.Tensor) -> torch.Tensor:
@@ -164,8 +180,9 @@ def reduce_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
     """
     sum_over_experts_tp(chunks)
     for group in bucket_groups(chunks):
-        # with overlap_grad_reduce megatron waits for what a backward pass has begun; after one inside `no_sync` nothing
-        # has, and in the first batch finalize_model_grads begins it
+        # With overlap_grad_reduce finish_grad_sync asserts that a backward pass has started the reduction (0.16.1 and
+        # 0.19.2, param_and_grad_buffer). A backward pass inside `no_sync` starts none, so it starts here. In the first
+        # batch finish_grad_sync starts it itself.
         if group.ddp_config.overlap_grad_reduce and not group.is_first_batch and group.grad_reduce_handle is None:
             group.start_grad_sync()
     finalize_model_grads(list(chunks))
@@ -335,7 +352,7 @@ def _state_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     """Yields master weights and moments of this rank's shards."""
     for part in optimizers_of(optimizer):
         if isinstance(part.optimizer, HostAdamW):
-            continue  # it is on the host, and stays there
+            continue  # its state is always on the host
         for group in part.optimizer.param_groups:
             yield from (p.data for p in group["params"])
         for state in part.optimizer.state.values():

@@ -10,13 +10,14 @@ it. So the state is put together here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 from mrl.engine.megatron.muon import MOMENTUM, Muon
-from mrl.engine.megatron.optim import moment_names, new_moment, optimizers_of, shards
+from mrl.engine.megatron.optim import moments, optimizers_of, shards
 from mrl.engine.torch_dist.boxes import Box, PlacedTensor
 
 
@@ -37,7 +38,7 @@ def set_step_count(adam: torch.optim.Optimizer, steps: int) -> None:
         for main, state in adam.state.items():
             if MOMENTUM in state:
                 continue
-            state["step"] = torch.tensor(float(steps), device=main.device)  # fused kernels read it there
+            state["step"] = torch.tensor(float(steps), device=main.device)  # fused AdamW refuses a step on the host
     else:
         for group in adam.param_groups:
             group["step"] = steps
@@ -54,26 +55,14 @@ def boxes_to_write(optimizer: MegatronOptimizer, placed: Iterable[PlacedTensor])
         place = of_parameter[id(parameter)]
         if any(place.replica[:-1]):
             continue
-        moments = part.optimizer.state.get(main, {})
-        for name in ("master", *moment_names(part, main)):
-            values = main if name == "master" else moments.get(name)
-            values = new_moment(part, name, main) if values is None else values
-            yield from place.of_entries(span, values.detach().view(-1), _prefix(name))
+        for name, values in itertools.chain([("master", main)], moments(part, main)):
+            yield from place.of_entries(span, values.detach().view(-1), f"optimizer.{name}.")
 
 
 def boxes_to_read(optimizer: MegatronOptimizer, placed: Iterable[PlacedTensor]) -> Iterator[Box]:
     """Yields the boxes of this rank's state, to read into. Makes moments that are missing."""
     of_parameter = {id(each.tensor): each for each in placed}
     for part, parameter, main, span in shards(optimizer):
-        moments = part.optimizer.state[main]
-        names = moment_names(part, main)
-        for name in names:
-            if name not in moments:
-                moments[name] = new_moment(part, name, main)
-        for name in ("master", *names):
-            values = main if name == "master" else moments[name]
-            yield from of_parameter[id(parameter)].of_entries(span, values.detach().view(-1), _prefix(name))
-
-
-def _prefix(name: str) -> str:
-    return f"optimizer.{name}."
+        place = of_parameter[id(parameter)]
+        for name, values in itertools.chain([("master", main)], moments(part, main, make=True)):
+            yield from place.of_entries(span, values.detach().view(-1), f"optimizer.{name}.")

@@ -15,11 +15,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mrl.batch import Batch
+from mrl.config.schema import RoleConfig
 from mrl.engine.base import Ctx, LossFn, Predictions
 from mrl.engine.logprobs import VocabShard, log_probs_from_hidden, top_log_probs
 from mrl.engine.megatron import inputs as model_inputs
 from mrl.engine.megatron.scaling import megatron_loss, megatron_scale
-from mrl.mcore_models import fp8, platform
+from mrl.mcore_models import fp8, platform, userbuffers
 from mrl.mcore_models.mtp import MTPLayerInputs
 from mrl.parallel import Coordinates, ParallelDims
 
@@ -36,9 +37,19 @@ class PipelineConfig:
     vocab_size: int
     mtp: int = 0  # MTP layers
     mtp_weight: float = 0.0  # of the mean of their losses
-    detaches_mtp: bool = False  # the gradient of that stays within them
-    multiple: int = 1  # of what the places of a rank are one (mcore_models/fp8.py)
-    places: int | None = None  # of every micro-batch, over all ranks, where all have the same (userbuffers.py)
+    detaches_mtp: bool = False  # the gradient of their losses stays within them
+    multiple: int = 1  # a rank's positions are a multiple of it (mcore_models/fp8.py)
+    places: int | None = None  # positions of every micro-batch, over all ranks, if all have the same (userbuffers.py)
+
+    @classmethod
+    def of(cls, model: Any, config: RoleConfig) -> PipelineConfig:
+        """Returns the settings of a `Model`. config: the user's; the model's own may have other layers (meta.py)."""
+        return cls(
+            dims=model.dims, coords=model.coords, packed=config.packing, thd=model.spec == "te", head=config.head,
+            vocab_size=model.hf["vocab_size"], mtp=model.mtp, mtp_weight=model.mtp_weight,
+            detaches_mtp=model.detaches_mtp, multiple=fp8.multiple_of(config.engine.megatron),
+            places=userbuffers.places_of(config.engine, model.dims),
+        )  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -62,9 +73,9 @@ class StepConfig:
     share: float
     forward_only: bool
     postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None
-    reduces: bool = False  # gradients are reduced from the last backward pass on, while it runs
-    adds: bool = False  # to gradients of earlier calls
-    tokens: float = 1.0  # that MTP layers learn in the whole global mini-batch: the denominator of their loss
+    reduces: bool = False  # gradients are reduced while the last backward pass runs
+    adds: bool = False  # adds to gradients of earlier calls
+    tokens: float = 1.0  # training tokens of MTP layers in the global mini-batch: the denominator of their loss
 
 
 def make_micro_batch(
@@ -91,11 +102,13 @@ def run(
 ) -> None:
     """Runs the forward, and the backward unless `call.forward_only`. Fills the micro-batches' results on the last
     stage."""
-    config.grad_scale_func = megatron_scale(call.share)  # of router losses: see scaling.py
+    config.grad_scale_func = megatron_scale(call.share)  # scales router losses: see scaling.py
     forward_backward = get_forward_backward_func()
     iterators = [iter(micro_batches) for _ in chunks]
-    no_sync = [chunk.no_sync for chunk in chunks if hasattr(chunk, "no_sync")]  # none where nothing trains
-    # megatron leaves this context before the last backward pass of each chunk
+    no_sync = [chunk.no_sync for chunk in chunks if hasattr(chunk, "no_sync")]  # empty if nothing trains
+    # The schedules leave no_sync_func before the last backward pass of each chunk (0.16.1 and 0.19.2,
+    # schedules.enable_grad_sync), and DDP's hooks then reduce. A mini-batch may come in several calls, and only the
+    # last may reduce. So other calls are inside no_sync as a whole.
     config.no_sync_func = (no_sync if len(no_sync) > 1 else no_sync[0]) if call.reduces else None
     with contextlib.ExitStack() as stack:
         for without_sync in [] if call.reduces else no_sync:
@@ -105,7 +118,8 @@ def run(
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks) if len(chunks) > 1 else chunks[0],
             num_microbatches=len(micro_batches),
-            seq_length=micro_batches[0].inputs.tokens.numel(),  # megatron asks each stage for the true one
+            # ignored: with variable_seq_lengths stages send their shapes (p2p_communication._communicate_shapes)
+            seq_length=micro_batches[0].inputs.tokens.numel(),
             micro_batch_size=1,
             forward_only=call.forward_only,
         )
@@ -133,7 +147,7 @@ def _forward_step(
         ]
     padding = ins.padding if model.config.num_moe_experts else None
     output = chunk(ins.tokens, ins.layout, padding)
-    model.mtp_inputs = ()  # sampling has a forward of its own, which runs no MTP layers
+    model.mtp_inputs = ()  # else the forward of sampling would run MTP layers on these
     return output, functools.partial(_loss, micro_batch, setup, call, count)
 
 
@@ -186,7 +200,7 @@ def _log_probs(
         largest, tokens = top_log_probs(
             hidden, weight, top, shard=shard, rows=ins.trained, temperature=ctx["temperature"]
         )
-        columns += [largest, tokens.to(largest.dtype)]  # exact up to 2**24
+        columns += [largest, tokens.to(largest.dtype)]  # ids are exact in fp32 up to 2**24
     return torch.cat(columns, dim=-1)
 
 
@@ -210,7 +224,8 @@ def _loss(
     is_lm, mtp = setup.head == "lm", micro_batch.inputs.mtp
     columns, of_mtp = columns[:, : columns.shape[1] - len(mtp)], columns[:, columns.shape[1] - len(mtp) :]
     predictions = _named(columns, micro_batch.data, micro_batch.ctx) if is_lm else {"values": columns[:, 0]}
-    nothing = output.sum() * 0.0  # keeps every rank's backward pass the same, also for an empty micro-batch
+    # An empty micro-batch needs a backward pass too: it has collectives (tp, cp, ep), and other ranks would wait.
+    nothing = output.sum() * 0.0
     loss = nothing
     if micro_batch.data.num_sequences:
         if call.postprocess_fn is not None:

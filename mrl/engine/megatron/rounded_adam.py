@@ -19,7 +19,7 @@ class RoundedAdamW(torch.optim.AdamW):
     """
 
     dtypes: Mapping[str, torch.dtype]
-    """Of the moments exp_avg and exp_avg_sq."""
+    """The dtypes of the moments exp_avg and exp_avg_sq."""
 
     @classmethod
     def from_adam(cls, adam: torch.optim.Optimizer, dtypes: Mapping[str, torch.dtype]) -> RoundedAdamW:
@@ -47,7 +47,7 @@ class RoundedAdamW(torch.optim.AdamW):
         for name, dtype in self.dtypes.items():
             if name not in state:
                 state[name] = torch.zeros_like(main, dtype=dtype)
-        moments = {name: state[name].float() for name in self.dtypes}  # itself where it is fp32
+        moments = {name: state[name].float() for name in self.dtypes}  # no copy if it is fp32
         beta1, beta2 = group["betas"]
         adamw(
             [main], [gradient], [moments["exp_avg"]], [moments["exp_avg_sq"]], [], [state["step"]], foreach=False,

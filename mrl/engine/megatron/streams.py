@@ -33,7 +33,7 @@ from mrl.parallel import ParallelDims
 HEAD = "output_layer.weight"
 
 BATCH_BYTES = 128 * 2**20
-"""Shards that travel to rank 0 at the same time; a larger one travels alone."""
+"""Bytes of shards that are sent to rank 0 at the same time; a larger one is sent alone."""
 
 MIN_BATCH_BYTES = 2**20
 """Bytes that the smallest shard counts for, so that a batch has no more than 128 of them."""
@@ -58,7 +58,7 @@ def _by_rule(
     owned = [each for each in _owned(model) if buffers or not each.rule.buffer]
     for rule, whole in _whole_tensors(owned, _shards(model, of_chunks, value, owned, dtype)):
         if everywhere:
-            # At each rule, and not after all of them: every rank is at the same place of the stream here.
+            # at each rule, because all ranks are at the same point of the stream only here
             infos = {name: (shape, _dtype_of(rule, dtype)) for name, shape in zip(rule.hf, rule.hf_shapes, strict=True)}
             yield from from_main(whole, infos, platform.device())
         for name in tuple(whole):
@@ -163,13 +163,13 @@ class _Shard:
     """Describes a shard of a parameter on its way to rank 0."""
 
     owned: OwnedRule
-    holder: int  # the global rank that it comes from
+    holder: int  # the sending rank, global
     shape: Shape
     dtype: torch.dtype
 
     @property
     def travels(self) -> bool:
-        return self.holder != 0 and 0 not in self.shape  # nothing of an adapter of which the rank has no row
+        return self.holder != 0 and 0 not in self.shape  # a rank may have no row of an adapter
 
 
 def _batches(model: Model, owned: Iterable[OwnedRule], dtype: torch.dtype) -> Iterator[list[_Shard]]:
@@ -207,8 +207,8 @@ def _shards(
     """
     rank, device = dist.get_rank(), platform.device()
     if dist.get_world_size() > 1:
-        # NCCL's batches below use the communicator of all ranks, which all have to make together. (A send by itself
-        # would make one for each pair of ranks.)
+        # batch_isend_irecv uses the communicator of all ranks, and NCCL makes it with all ranks or hangs. So each rank
+        # takes part here, also one that sends nothing. (A single send would make one for each pair of ranks.)
         dist.all_reduce(torch.zeros(1, device=device))
     for batch in _batches(model, owned, dtype):
         shards: list[Tensor | None] = [None] * len(batch)
@@ -223,7 +223,7 @@ def _shards(
             if shard.travels and rank in (0, shard.holder):
                 way, other = (dist.irecv, shard.holder) if rank == 0 else (dist.isend, 0)
                 transfers.append(dist.P2POp(way, shards[i], other))
-        # On a GPU its stream waits, not the host: it goes on to ask for the next batch.
+        # on a GPU only the stream waits, so the host continues with the next batch
         for work in dist.batch_isend_irecv(transfers) if transfers else ():
             work.wait()
         transfers.clear()

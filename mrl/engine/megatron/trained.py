@@ -17,13 +17,9 @@ Chunks = Sequence[DistributedDataParallel]
 
 def copy_trained_state(chunks: Chunks, optimizer: MegatronOptimizer, *, gradients: bool, spent: bool) -> TrainedState:
     """Returns this rank's trained state. gradients: some have accumulated and are not reduced."""
-    moments = (
-        optim.new_moment(part, name, main) if (kept := part.optimizer.state.get(main, {}).get(name)) is None else kept
-        for part, _, main, _ in optim.shards(optimizer) for name in optim.moment_names(part, main)
-    )  # fmt: skip
     return TrainedState(
         weights=clone_tensors(_weights(chunks, optimizer)),
-        moments=clone_tensors(moments),
+        moments=clone_tensors(_moments(optimizer)),
         updates=optim_state.step_count(optimizer),
         gradients=clone_tensors(b.grad_data for b in optim.gradient_buffers(chunks)) if gradients else None,
         spent=spent,
@@ -34,14 +30,7 @@ def copy_trained_state(chunks: Chunks, optimizer: MegatronOptimizer, *, gradient
 def restore_trained_state(chunks: Chunks, optimizer: MegatronOptimizer, state: TrainedState) -> None:
     """Restores the state. Gradients become zero if the state has none."""
     restore_tensors(_weights(chunks, optimizer), state.weights)
-    moments = []
-    for part, _, main, _ in optim.shards(optimizer):
-        of_main = part.optimizer.state[main]
-        for name in optim.moment_names(part, main):
-            if name not in of_main:  # before its first step there are none
-                of_main[name] = optim.new_moment(part, name, main)
-            moments.append(of_main[name])
-    restore_tensors(moments, state.moments)
+    restore_tensors(_moments(optimizer, make=True), state.moments)
     for part in optim.optimizers_of(optimizer):
         optim_state.set_step_count(part.optimizer, state.updates)
     if state.gradients is None:
@@ -50,6 +39,11 @@ def restore_trained_state(chunks: Chunks, optimizer: MegatronOptimizer, state: T
     else:
         restore_tensors([b.grad_data for b in optim.gradient_buffers(chunks)], state.gradients)
     optimizer.zero_grad()
+
+
+def _moments(optimizer: MegatronOptimizer, *, make: bool = False) -> Iterator[Tensor]:
+    for part, _, main, _ in optim.shards(optimizer):
+        yield from (moment for _, moment in optim.moments(part, main, make=make))
 
 
 def _weights(chunks: Chunks, optimizer: MegatronOptimizer) -> Iterator[Tensor]:

@@ -38,7 +38,7 @@ def watched_parameters(model: Model) -> Iterator[guards.WatchedParameter]:
         name, rule = named[id(parameter)]
         gradient = parameter.main_grad.view(-1)[span]
         idle, waits = rule.expert is not None or id(parameter) in of_mtp, id(parameter) in waiting
-        weight = main.detach().view(-1).to(gradient.device)  # from the host, where it is there
+        weight = main.detach().view(-1).to(gradient.device)  # HostAdamW has it on the host
         yield guards.WatchedParameter(name, weight, gradient, may_be_idle=idle, waits=waits)
 
 
