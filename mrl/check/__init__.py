@@ -1,1 +1,1 @@
-"""`mrl check`: one batch through each layout of a config, held against Hugging Face on one process."""
+"""Runs one batch through each layout of a config, and compares it with Hugging Face on one process (`mrl check`)."""

@@ -1,4 +1,4 @@
-"""How far two right computations of one step may be apart, and why."""
+"""Bounds how far two right computations of one step may be apart, with reasons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNSURE = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The errors that rounding may cause in right numbers."""
+    """Holds the errors that rounding may cause in right numbers."""
 
     loss: float  # relative where the loss is above 1, else absolute: it is a mean of log-probs
     grad_norm: float  # relative

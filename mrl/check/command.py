@@ -1,4 +1,4 @@
-"""The part of a command that trains for `mrl check`. `checked` of its record names it as "module:NAME"."""
+"""Defines the part of a training command for `mrl check`. `checked` of its record names it as "module:NAME"."""
 
 from __future__ import annotations
 
@@ -16,23 +16,28 @@ C = TypeVar("C", bound=Config)
 
 
 class CommandCheck(abc.ABC, Generic[C]):
-    """The check of a step of one command that trains."""
+    """Checks a step of one training command."""
 
     @abc.abstractmethod
     def subjects(self, config: C, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
-        """Returns the models that train, each with its loss. parts: models with an optimizer. folders: role -> folder
-        of its model.path."""
+        """Returns the models that train, each with its loss.
+
+        parts: models with an optimizer. folders: role -> folder of its model.path.
+        """
 
     @abc.abstractmethod
     def rows(
         self, config: C, subject: Subject, model: CheckedModel, *, sequences: int, length: int, device: str
     ) -> Rows:
-        """Returns the batch of the check; all models share it. subject, model: the first that trains. sequences: at
-        most this many. length: tokens of one, at most. device: for running the model to make them."""
+        """Returns the batch of the check; all models share it.
+
+        subject, model: the first that trains. sequences: at most this many. length: tokens of one, at most. device: for
+        running the model to make them.
+        """
 
 
 def checked_of(command: TrainingCommand) -> CommandCheck[Any]:
-    """Returns what a command brings. command: one whose `checked` is set."""
+    """Returns the check of a command whose `checked` is set."""
     assert command.checked is not None, command.name
     module, _, name = command.checked.partition(":")
     return cast(CommandCheck[Any], getattr(importlib.import_module(module), name))

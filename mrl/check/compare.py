@@ -1,4 +1,4 @@
-"""Numbers of a layout against those of a reference: how far each tensor is off, and by whose name."""
+"""Compares numbers of a layout with those of a reference: how far each tensor is off, by its name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ the update is."""
 
 
 def relative_l2(actual: Tensor, expected: Tensor) -> float:
-    """||actual - expected|| / ||expected||, in fp64; 0 if both are zero, infinite if it is not a number."""
+    """Returns ||actual - expected|| / ||expected||, in fp64; 0 if both are zero, infinite if it is not a number."""
     difference = (actual.double() - expected.double()).norm().item()
     if not math.isfinite(difference):
         return math.inf
@@ -35,7 +35,7 @@ def is_known(gradient: Tensor, norm: float) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class TensorMismatch:
-    """A tensor that differs from the reference."""
+    """Is a tensor that differs from the reference."""
 
     name: str  # in the model's files, or peft's
     error: float  # L2 of the difference, relative to that of the expected tensor
@@ -50,7 +50,7 @@ class TensorMismatch:
 
 @dataclasses.dataclass(frozen=True)
 class TensorErrors:
-    """How the tensors of one kind compare."""
+    """Says how the tensors of one kind compare."""
 
     compared: int
     worst: Sequence[TensorMismatch]  # the `MAX_SHOWN` ones
@@ -72,8 +72,11 @@ def tensor_errors(
     bound: float,
     error: Callable[[str, Tensor, Tensor], float] | None = None,
 ) -> TensorErrors:
-    """Compares tensors as they come. names: of all that should come. error: of a tensor by its name, the actual and the
-    expected one, in place of `relative_l2`; factors are looked for with the latter alone."""
+    """Compares tensors as they come. names: of all that should come.
+
+    error: returns that of a tensor by its name, the actual and the expected one. The default is `relative_l2`, and only
+    with it are factors looked for.
+    """
     waiting, found, unexpected = set(names), [], []
     get = expected if callable(expected) else expected.get
     for name, tensor in stream:
@@ -133,8 +136,9 @@ def update_error(
 ) -> float:  # fmt: skip
     """Returns the relative L2 error of a weight's update, over its elements with a known gradient.
 
-    gradient: the expected one, or None. rounding: the relative L2 error that it may have. dtype: of the weights; two
-    right weights may differ by one unit in its last place.
+    gradient: the expected one, or None. rounding: the relative L2 error that it may have.
+
+    dtype: of the weights; two right weights may differ by one unit in its last place.
     """
     update, gap = expected.double() - before.double(), (actual.double() - expected.double()).abs()
     if not torch.isfinite(gap).all():

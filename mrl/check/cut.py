@@ -1,4 +1,4 @@
-"""A model's config.json with fewer layers, a smaller width or fewer experts, and the same shape otherwise."""
+"""Makes a model's config.json with fewer layers, a smaller width or fewer experts, and the same shape otherwise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FACTORS = ("short_factor", "long_factor")
 
 @dataclasses.dataclass(frozen=True)
 class ModelCut:
-    """The sizes that a model is cut to. None leaves it whole."""
+    """Holds the sizes that a model is cut to. None leaves it whole."""
 
     layers: int | None = None
     width: int | None = None
@@ -38,7 +38,7 @@ class ModelCut:
 
 
 def parse(text: str) -> ModelCut | None:
-    """Returns what `--cut` asks for; None for auto. Raises UserError."""
+    """Returns the cut for a value of `--cut`; None for auto. Raises UserError."""
     if text == "auto":
         return None
     if text == "none":
@@ -54,10 +54,10 @@ def parse(text: str) -> ModelCut | None:
 
 
 def cut_config(raw: Mapping[str, Any], cut: ModelCut) -> dict[str, Any]:
-    """Returns the content of a config.json with fewer layers, a smaller width, fewer experts. raw: as its file has it.
+    """Returns a config.json with fewer layers, a smaller width, fewer experts. raw: the content of its file.
 
-    Heads stay as many as they are, so that a layout splits what it splits of the whole model; they get smaller. Raises
-    ModelError where the file does not say its sizes as most do.
+    The number of heads stays, so a layout splits them like those of the whole model; they get smaller. Raises
+    ModelError if the file does not name its sizes as most do.
     """
     if not cut:
         return dict(raw)

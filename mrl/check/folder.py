@@ -1,4 +1,5 @@
-"""The model folder of a check: the user's own by links, or a cut of it with random weights. Dropout is 0 in it."""
+"""Makes the model folder of a check: the user's own by links, or a cut of it with random weights. Dropout is 0 in
+it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ Head = Literal["lm", "value"]
 
 @dataclasses.dataclass(frozen=True)
 class CheckedModel:
-    """The folder that engines and transformers load."""
+    """Is the folder that engines and transformers load."""
 
     path: str
     parameters: int
@@ -96,8 +97,11 @@ def make_folder(
 
 
 def _link_weights(source: str, out: str, config: Mapping[str, Any], head: Head, seed: int) -> None:
-    """Links the weights of a Hugging Face folder. A missing value head gets random weights. A run starts it from zeros,
-    and nothing below it would have a gradient."""
+    """Links the weights of a Hugging Face folder.
+
+    A missing value head gets random weights. A run starts it from zeros, and then nothing below it would have a
+    gradient.
+    """
     with SafetensorsReader(source) as reader:
         tensors = dict(reader.tensors)
     adds_score = head == "value" and SCORE not in tensors

@@ -1,4 +1,4 @@
-"""The layouts of a check: words as `tp2+sp` or `pp2xvpp2`, or what a config's own layout comes down to here."""
+"""Chooses the layouts of a check: words such as `tp2+sp` or `pp2xvpp2`, or a config's own layout, made smaller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORD = re.compile(rf"({'|'.join(sorted(AXES, key=len, reverse=True))})(\d{{1,4}
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism on so many processes."""
+    """Holds degrees of parallelism on a number of processes."""
 
     parallel: ParallelConfig
     processes: int
@@ -39,8 +39,10 @@ ONE = Layout(ParallelConfig(sp=False), 1)
 
 
 def named(words: str, own: ParallelConfig) -> list[Layout]:
-    """Returns the layouts of a list such as "tp2,pp2xvpp2". own: of the config; it decides if tp comes with sequence
-    parallelism when the word does not."""
+    """Returns the layouts of a list such as "tp2,pp2xvpp2".
+
+    own: of the config; it decides if tp comes with sequence parallelism when the word does not.
+    """
     layouts = [_named(word.strip(), own) for word in words.split(",")]
     return list(dict.fromkeys(layouts))
 
@@ -88,7 +90,7 @@ def of_config(own: ParallelConfig, *, most: int, fits: Callable[[Layout], bool])
 
 
 def _reduced(own: ParallelConfig, fits: Callable[[Layout], bool]) -> dict[str, dict[str, int]]:
-    """Returns axis -> the smallest degrees that use it, for each axis that a config uses."""
+    """Returns axis -> its smallest degrees, for each axis in use by a config."""
     layouts: dict[str, dict[str, int]] = {}
     for name in ("tp", "cp", "pp", "ep"):
         for degree in _divisors(getattr(own, name)):

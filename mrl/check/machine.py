@@ -1,4 +1,4 @@
-"""The limits of this machine: processes, memory, and the size of a batch that takes some seconds."""
+"""Finds the limits of this machine: processes, memory, and the size of a batch that takes some seconds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MEMORY_SHARE = 0.7
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The device and the processes for layouts."""
+    """Holds the device and the processes for layouts."""
 
     device: Literal["cpu", "cuda"]
     processes: int  # at a time, at most
@@ -43,7 +43,7 @@ class Machine:
 
 
 def machine(wanted: str, asked: int | None) -> Machine:
-    """Returns where the layouts of an engine run. wanted: its engine.device. asked: --nproc."""
+    """Returns the device and processes for an engine. wanted: its engine.device. asked: --nproc."""
     gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
     if wanted == "cuda" and not gpus:
         raise ConfigError("engine.device", "cuda", "needs a GPU, and torch sees none", "use auto or cpu")
@@ -88,8 +88,9 @@ def size_of_batch(
 ) -> tuple[int, int]:
     """Returns (sequences, tokens of one at most).
 
-    tokens: --tokens. most: sequences of the global batch. even: each replica of each layout gets equally many, which
-    router losses need to be the same in all of them.
+    tokens: --tokens. most: sequences of the global batch.
+
+    even: each replica of each layout gets equally many. Router losses are the same in all layouts only then.
     """
     replicas = math.lcm(*(layout.dims.dp * (layout.parallel.pp if even else 1) for layout in layouts))
     sequences = max(SEQUENCES, 2 * max(layout.dims.dp for layout in layouts))

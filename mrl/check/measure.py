@@ -1,4 +1,4 @@
-"""The work of each rank of a layout: one optimizer step of the engine, compared with a reference as it goes.
+"""Runs each rank's work of a layout: one optimizer step of the engine, compared with a reference as it goes.
 
 The engine's own methods give whole values on the main process: nothing here knows a rank or a process group.
 """
@@ -32,7 +32,7 @@ NUMBERS = "numbers.pt"
 
 @dataclasses.dataclass(frozen=True)
 class StepNumbers:
-    """The numbers of one way of computing the step. Tensors are apart."""
+    """Holds the numbers of one way of computing the step. Tensors are apart."""
 
     loss: float
     grad_norm: float
@@ -41,7 +41,7 @@ class StepNumbers:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutComparison:
-    """The errors of a layout against the reference."""
+    """Holds the errors of a layout against the reference."""
 
     loss: float
     expected_loss: float
@@ -59,7 +59,7 @@ class LayoutComparison:
 
     @property
     def loss_error(self) -> float:
-        """The difference, relative to losses above 1."""
+        """Returns the difference, relative to losses above 1."""
         return abs(self.loss - self.expected_loss) / max(abs(self.expected_loss), 1.0)
 
     @property
@@ -69,7 +69,7 @@ class LayoutComparison:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutWork:
-    """The step to compute for a layout."""
+    """Is the step to compute for a layout."""
 
     config: RoleConfig
     batch: Batch
@@ -84,13 +84,13 @@ class LayoutWork:
 
 
 class Store:
-    """A folder with the numbers of one way of computing the step: what others are compared with."""
+    """Is a folder with the numbers of one way of computing the step. Others are compared with them."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
     def write(self, numbers: StepNumbers, **tensors: Mapping[str, Tensor]) -> None:
-        """tensors: of each of `KINDS`, by name."""
+        """Writes the numbers. tensors: of each of `KINDS`, by name."""
         for kind in KINDS:
             whole = {name: t.detach().cpu().float().contiguous() for name, t in tensors[kind].items()}
             save_file(whole, self.folder / f"{kind}.safetensors")
@@ -119,7 +119,7 @@ class Store:
 
 
 def measure(work: LayoutWork) -> LayoutComparison | None:
-    """Makes one optimizer step. Returns what it gave against the reference, on the main process."""
+    """Makes one optimizer step. Returns its numbers against the reference, on the main process."""
     engine, store = make_engine(work.config, work.loss_fn, work.denominator), Store(work.reference)
     expected, head = store.numbers, work.config.head
     bounds = work.bounds.given(expected.log_probs) if head == "lm" else work.bounds
@@ -183,15 +183,15 @@ def forward_backward(
 
 
 def trained_weights(engine: BaseEngine) -> Iterator[tuple[str, Tensor]]:
-    """Streams what an optimizer step changes, and what lies between it in the files."""
+    """Streams the tensors that an optimizer step changes, and those between them in the files."""
     return engine.hf_weights() if engine.config.model.lora is None else engine.adapter_weights()
 
 
 def _weight_errors(
     engine: BaseEngine, work: LayoutWork, store: Store, before: Callable[[str], Tensor | None], bounds: Bounds
 ) -> tuple[TensorErrors, float]:  # fmt: skip
-    """Compares what the step made of weights. Returns the share of elements with a gradient that this says something
-    of, too."""
+    """Compares the weights after the step. Also returns the share of elements with a gradient that could be
+    compared."""
     has_gradient = set(store.names("gradients"))
     dtype = torch.float32 if work.adapter is not None else DTYPES[work.config.model.dtype]
     grad_norm = store.numbers.grad_norm

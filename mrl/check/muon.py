@@ -1,5 +1,8 @@
-"""Muon in plain torch on whole matrices, as its author describes it (https://kellerjordan.github.io/posts/muon): what
-engines are held against, so that nothing here is theirs."""
+"""Computes Muon in plain torch on whole matrices, as its author describes it
+(https://kellerjordan.github.io/posts/muon).
+
+Engines are compared with it, so none of their code is used here.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from mrl.config.schema import OptimizerConfig
 
 
 def matrices(name: str, tensor: Tensor, *, model_type: str) -> list[Tensor]:
-    """Returns views of the matrices that Muon updates in a parameter of a transformers model, or in its gradient: none
-    in embeddings, heads, norms and biases. transformers holds the experts of a layer in one parameter, and the two
-    projections of each side by side."""
+    """Returns views of the matrices that Muon updates in a parameter of a transformers model, or in its gradient.
+
+    Embeddings, heads, norms and biases have none. transformers holds the experts of a layer in one parameter, and the
+    two projections of each side by side.
+    """
     if ".layers." not in name or name.endswith("bias") or tensor.ndim < 2:
         return []
     if tensor.ndim == 2:
@@ -26,7 +31,7 @@ def matrices(name: str, tensor: Tensor, *, model_type: str) -> list[Tensor]:
 
 
 class Muon:
-    """Muon over the matrices of some parameters, with fp64 products."""
+    """Updates the matrices of some parameters by Muon, with fp64 products."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig, *, model_type: str) -> None:
         self.named, self.config, self.model_type = named, config, model_type

@@ -1,4 +1,4 @@
-"""How `mrl check` runs the step of `mrl dpo`: pairs or single answers, on a reference that is the start and noise."""
+"""Checks the step of `mrl dpo`: pairs or single answers, with the start and noise as the reference."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _near_the_start(
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceOracle:
-    """A loss of mrl/algorithms/preference.py in plain torch, of one pair, or of one answer of kto.
+    """Computes a loss of mrl/algorithms/preference.py in plain torch, of one pair, or of one answer of kto.
 
     by: the values of its keys. Each sequence has the fields weight, chosen and reference of its own, and units,
     chosen_tokens and kl of the whole batch.

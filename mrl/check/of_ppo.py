@@ -1,5 +1,7 @@
-"""The step of `mrl ppo` in `mrl check`: actor and critic on completions that transformers samples. Advantages and
-returns are noise."""
+"""Checks the step of `mrl ppo`: actor and critic on completions that transformers samples.
+
+Advantages and returns are noise.
+"""
 
 from __future__ import annotations
 

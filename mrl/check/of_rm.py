@@ -1,4 +1,4 @@
-"""How `mrl check` runs the step of `mrl rm`: pairs, graded answers or answers of steps, with a value head."""
+"""Checks the step of `mrl rm`: pairs, graded answers or answers of steps, with a value head."""
 
 from __future__ import annotations
 
@@ -53,8 +53,10 @@ class CheckedRM(CommandCheck[RMConfig]):
 
 
 def _cut(sequence: ScoredSequence, length: int) -> ScoredSequence:
-    """Returns at most `length` tokens of a sequence, with a scored one: the first tokens, or those up to the first
-    scored one if it comes later."""
+    """Returns at most `length` tokens of a sequence, with a scored one.
+
+    They are the first tokens, or those up to the first scored one if it comes later.
+    """
     stop = max(length, sequence.places[0] + 1)
     start = stop - length
     kept = [(at, target) for at, target in zip(sequence.places, sequence.targets, strict=True) if at < stop]
@@ -64,8 +66,10 @@ def _cut(sequence: ScoredSequence, length: int) -> ScoredSequence:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreOracle:
-    """A loss of mrl/algorithms/scores.py in plain torch, for one pair or one sequence. Scores are read at tokens with a
-    mask that is not 0."""
+    """Computes a loss of mrl/algorithms/scores.py in plain torch, for one pair or one sequence.
+
+    Scores are read at tokens with a mask that is not 0.
+    """
 
     name: str
     centering: float

@@ -1,4 +1,4 @@
-"""How `mrl check` runs the step of `mrl sft`."""
+"""Checks the step of `mrl sft`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A step of Hugging Face and torch.optim.AdamW, or Muon in plain torch, on one process and one sequence at a time.
-Engines are compared with it.
+"""Makes a step of Hugging Face and torch.optim.AdamW, or Muon in plain torch, on one process, one sequence at a time.
 
-mrl computes nothing of it: no padding, no packing, no micro-batches. Labels are shifted here, from rows as the data
-gives them, and sums are divided once. Tensors have the names and shapes of the files that transformers writes.
+Engines are compared with it. mrl computes nothing of it: no padding, no packing, no micro-batches. Labels are shifted
+here, from rows as the data gives them, and sums are divided once. Tensors have the names and shapes of the files that
+transformers writes.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def token_mean(masks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sequence_mean(masks: Sequence[Tensor]) -> list[Tensor]:
-    """The mean over sequences of the mean over their tokens."""
+    """Weighs tokens for the mean over sequences of the mean over their tokens."""
     count = sum(bool(mask_T.any()) for mask_T in masks)
     return [mask_T / max(float(mask_T.sum()), 1.0) / count for mask_T in masks]
 
 
 def fixed_length(masks: Sequence[Tensor], length: int) -> list[Tensor]:
-    """The mean over sequences of their sum over `length`."""
+    """Weighs tokens for the mean over sequences of their sum over `length`."""
     count = sum(bool(mask_T.any()) for mask_T in masks)
     return [mask_T / length / count for mask_T in masks]
 
@@ -72,7 +72,7 @@ GroupLoss = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Fields]], Ten
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """The loss that the gradient is taken of."""
+    """Is the loss that the gradient is taken of."""
 
     of_tokens: TokenLoss = negative_log_prob
     weights: TokenWeights = token_mean
@@ -84,7 +84,7 @@ class Loss:
 
 @dataclasses.dataclass
 class Reference:
-    """Numbers of one process; tensors by the names of the model's files, or of peft's where adapters train."""
+    """Holds the numbers of one process; tensors by the names of the model's files, or of peft's if adapters train."""
 
     loss: float  # of the first step
     grad_norm: float  # of the first step, before clipping
@@ -106,8 +106,8 @@ def run(
 ) -> Reference:
     """Makes a step of the optimizer for each learning rate in `rates`, all on the same batch.
 
-    optimizer: whose name, betas, eps, weight decay and clipping count, and what Muon has. fields: of each example's
-    labels, for the loss.
+    optimizer: its name, betas, eps, weight decay, clipping and Muon's keys count. fields: of each example's labels, for
+    the loss.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     kind = model.config.model_type if optimizer.name == "muon" else ""
@@ -145,8 +145,10 @@ def run(
 def backward(
     model: torch.nn.Module, examples: Sequence[Example], loss: Loss, fields: Sequence[Fields] = ()
 ) -> tuple[float, Tensor]:  # fmt: skip
-    """Returns the loss and the log-probs [T] (0 where the mask is 0) or values [T]; gradients of the loss are added to
-    those of the model."""
+    """Returns the loss and the log-probs [T] (0 if the mask is 0) or values [T].
+
+    Gradients of the loss are added to those of the model.
+    """
     device = next(model.parameters()).device
     masks = [torch.tensor(example.mask[1:], dtype=torch.float32, device=device) for example in examples]
     own = [{name: values.to(device) for name, values in of_one.items()} for of_one in fields or [{}] * len(examples)]
@@ -208,7 +210,7 @@ def with_adapter(model: torch.nn.Module, adapter: str) -> torch.nn.Module:
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns copies of what the model's files hold, by the names there; of a model with adapters those alone."""
+    """Returns copies of the tensors in the model's files, by the names there; with adapters, of those alone."""
     if hasattr(model, "get_base_model"):
         return file_names(model, {name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
     in_files = model.state_dict()
@@ -226,7 +228,7 @@ def file_names(model: torch.nn.Module, tensors: dict[str, Tensor]) -> dict[str, 
 
 
 def _forget_lengths(model: torch.nn.Module) -> None:
-    """A rotary embedding of type "dynamic" keeps the frequencies of the longest sequence that it has met."""
+    """Resets rotary embeddings of type "dynamic": they keep the frequencies of the longest sequence so far."""
     for module in model.modules():
         if getattr(module, "rope_type", None) == "dynamic":
             module.inv_freq, module.max_seq_len_cached = module.original_inv_freq.clone(), module.original_max_seq_len

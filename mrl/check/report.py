@@ -1,4 +1,4 @@
-"""The output of a check: a row for each layout as it is done, with its differences below, and the same as JSON."""
+"""Shows a check: a row for each layout as it is done, with its differences below, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def echo(text: str) -> None:
 
 
 class Terminal(Listener):
-    """Prints as the check goes. shows: False prints what goes on alone, to stderr."""
+    """Prints as the check goes. shows: False prints progress alone, to stderr."""
 
     def __init__(self, *, dtype: str, against: str, shows: bool) -> None:
         self._watch = WaitWatch(lambda line: print(f"mrl: {line}", file=sys.stderr, flush=True))

@@ -1,5 +1,7 @@
-"""Tokens that a router is undecided about: two right computations may send one to different experts, and from there on
-give other numbers."""
+"""Finds tokens that a router is undecided about.
+
+Two right computations may send one to different experts, and give other numbers from there on.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def has_experts(raw: Mapping[str, Any]) -> bool:
 
 
 class _Choices(TorchFunctionMode):
-    """Notes what `torch.topk` decides narrowly: all routers of transformers choose by it, over [tokens, experts]."""
+    """Notes narrow decisions of `torch.topk`: all routers of transformers choose by it, over [tokens, experts]."""
 
     def __init__(self, rounding: float) -> None:
         super().__init__()
@@ -49,8 +51,9 @@ class _Choices(TorchFunctionMode):
 def undecided_tokens(
     model: torch.nn.Module, examples: Sequence[Example], *, head: str, rounding: float
 ) -> Tensor | None:  # fmt: skip
-    """Returns of each token of the batch [T] whether its router, or that of one before it in its sequence, is
-    undecided; None of a model without routers, or without such a token.
+    """Returns for each token of the batch [T] whether its router, or an earlier one in its sequence, is undecided.
+
+    Returns None for a model without routers, or without such a token.
 
     rounding: how far apart two right scores may be, relative to their size.
     """

@@ -1,4 +1,4 @@
-"""The batch of a check: the first rows of the user's data, read by the code of training."""
+"""Makes the batch of a check: the first rows of the user's data, read by the code of training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIN_TOKENS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The batch of both sides."""
+    """Is the batch of both sides."""
 
     examples: Sequence[Example]  # as the reference takes them: labels not shifted
     fields: Sequence[Mapping[str, Tensor]]  # of each example's labels; () for none
@@ -39,7 +39,7 @@ class Rows:
     """What the loss function reads of its `ctx`."""
 
     def problems(self) -> list[str]:
-        """Returns how the batch differs from its rows, whose labels are shifted here anew."""
+        """Returns how the batch differs from its rows. Labels are shifted here a second time."""
         batch, lengths = self.batch, [len(example.ids) - 1 for example in self.examples]
         if batch.lengths.tolist() != lengths:
             return [f"lengths: the sequences have {batch.lengths.tolist()} tokens, and should have {lengths}"]
@@ -57,7 +57,7 @@ class Rows:
 
 
 def _wrong(name: str, actual: Tensor, expected: Sequence[Sequence[float]]) -> str | None:
-    """Returns where a field of the batch differs from rows, in words."""
+    """Returns in words the places of a field of the batch that differ from rows."""
     for number, (row_T, right) in enumerate(zip(actual.split([len(row) for row in expected]), expected, strict=True)):
         row = row_T.tolist()
         if row != list(right):
@@ -79,8 +79,10 @@ def _shift(actual: list[float], expected: list[float]) -> str:
 def first_rows(
     data: DataConfig, model: ModelConfig, *, of_batch: int, seed: int, sequences: int, length: int
 ) -> Rows:  # fmt: skip
-    """Returns the first rows of the first global batch. model: its path is a folder. of_batch: sequences of that batch.
-    length: tokens of a sequence at most."""
+    """Returns the first rows of the first global batch.
+
+    model: its path is a folder. of_batch: sequences of that batch. length: tokens of a sequence at most.
+    """
     tokenizer = load_tokenizer(model.path, model.trust_remote_code, data.chat_template)
     hf_config = read_hf_config(model.path)
     vision = load_vision(model.path, hf_config)
@@ -100,8 +102,11 @@ def first_rows(
 
 
 def first_items(make: Callable[[C], Task[C]], config: C, folder: str, *, rows: int) -> tuple[list[Any], str]:
-    """Returns what the first rows of the first batch of a command on answers are, and in words which these are. make:
-    its task. folder: of the model."""
+    """Returns the items of the first rows of the first batch of a command on answers, and words on which rows these
+    are.
+
+    make: its task. folder: of the model.
+    """
     of_batch = config.train.global_batch_size
     rows = min(rows, of_batch)
     task = make(dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=rows)))
@@ -128,7 +133,7 @@ def shortened(example: Example, length: int) -> Example:
 
 
 def counted(words: str, batch: Batch) -> str:
-    """Returns what a batch is, in words, with its tokens. Raises DataError where it has none."""
+    """Returns the words on a batch, with its tokens. Raises DataError if it has none."""
     if not batch.num_tokens:
         raise DataError("data.train", why="gives no tokens", fix="check the first rows")
     return f"{words} ({batch.num_tokens:,} tokens, {int((batch.loss_mask != 0).sum()):,} labels train)"

@@ -1,4 +1,4 @@
-"""`mrl check`, from a config to a verdict on each layout."""
+"""Runs `mrl check`, from a config to a verdict on each layout."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ B_SCALE = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    """The words of the command line."""
+    """Holds the words of the command line."""
 
     config_path: str
     overrides: Sequence[str] = ()
@@ -64,7 +64,7 @@ Verdict = Literal["same", "different", "undecided", "failed"]
 
 @dataclasses.dataclass(frozen=True)
 class CheckRow:
-    """The verdict on one layout."""
+    """Is the verdict on one layout."""
 
     role: str  # "" where the config has one model alone
     layout: str
@@ -98,7 +98,7 @@ class CheckRow:
 
 @dataclasses.dataclass
 class Report:
-    """Everything that a check found."""
+    """Holds everything that a check found."""
 
     header: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # what of, in words
     batch: list[str] = dataclasses.field(default_factory=list)  # how the batch differs from its rows
@@ -106,7 +106,7 @@ class Report:
 
     @property
     def wrong(self) -> list[str]:
-        """The layouts that differ or failed, and the batch if it differs."""
+        """Returns the layouts that differ or failed, and the batch if it differs."""
         rows = [row.name for row in self.rows if row.verdict in ("different", "failed")]
         return ["the batch", *rows] if self.batch else rows
 
@@ -116,12 +116,12 @@ class Report:
 
     @property
     def same(self) -> list[str]:
-        """The layouts that were compared and are the same. The one that others are compared with is not among them."""
+        """Returns the layouts that were compared and are the same, without their reference."""
         return [row.name for row in self.rows if row.measured is not None and row.verdict == "same"]
 
     @property
     def nothing(self) -> list[str]:
-        """The layouts that could not be compared. They are all layouts if none is the same and none is wrong."""
+        """Returns the layouts that could not be compared: all of them if none is the same and none is wrong."""
         if not (self.same or self.wrong):
             return [row.name for row in self.rows]
         return [row.name for row in self.rows if row.undecided is not None and not row.undecided.compared]
@@ -179,7 +179,7 @@ def check(asked: CheckOptions, listener: Listener) -> Report:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A layout of a model, to be run."""
+    """Is a layout of a model, to be run."""
 
     number: int
     subject: Subject
@@ -196,7 +196,7 @@ class Item:
 
 
 class Session:
-    """One check. place: the folder of its files."""
+    """Runs one check. place: the folder of its files."""
 
     def __init__(
         self, asked: CheckOptions, command: TrainingCommand, config: Any, place: Path, listener: Listener
@@ -334,8 +334,10 @@ class Session:
     def _reference(
         self, subject: Subject, model: CheckedModel, rows: Rows, store: Path, adapter: str | None, on: Machine
     ) -> Tensor | None:
-        """Computes the step with transformers and plain torch, in this process, where layouts are compared with it.
-        Returns the tokens that routers are undecided about."""
+        """Computes the step with transformers and plain torch, in this process, if layouts are compared with it.
+
+        Returns the tokens that routers are undecided about.
+        """
         head, optimizer = subject.config.head, subject.optimizer
         loaded = reference.load(model.path, head).to(on.device)
         if self._dtype(model) == "bfloat16":  # the same weights, computed with in fp32
@@ -354,8 +356,10 @@ class Session:
         return narrow
 
     def _dtype(self, model: CheckedModel) -> Literal["float32", "bfloat16"]:
-        """Returns the dtype that layouts of a model compute in: float32 of models with experts. Most of their routers
-        are undecided within bfloat16's rounding, so nothing would be left to compare."""
+        """Returns the dtype that layouts of a model compute in: float32 for models with experts.
+
+        Most of their routers are undecided within bfloat16's rounding, so nothing would be left to compare.
+        """
         return "float32" if has_experts(read_json(Path(model.path, "config.json"))) else self.asked.dtype
 
     def _work(
@@ -373,8 +377,10 @@ class Session:
         )  # fmt: skip
 
     def run(self) -> None:
-        """Runs the layouts of all roles, those on equally many processes together; one that fails ends its processes,
-        and the rest of them start anew."""
+        """Runs the layouts of all roles, those on equally many processes together.
+
+        One that fails ends its processes, and the rest of them are started again.
+        """
         for item in self.items:
             torch.save(item.work, work_file(str(self.place), item.number))
         order = sorted(self.items, key=lambda item: (not item.work.writes, item.layout.processes))
@@ -428,10 +434,10 @@ class Session:
 
 
 def micro_batch_of(subject: Subject, rows: Rows, layouts: Sequence[Layout]) -> MicroBatchConfig:
-    """Returns how micro-batches are cut: as the config does, but small enough for two on each replica.
+    """Returns the micro-batches of the config, made small enough for two on each replica.
 
-    With router losses, which are means over a micro-batch, each holds one sequence, or one pair: then all layouts have
-    the same.
+    Router losses are means over a micro-batch. With them, each holds one sequence, or one pair, so all layouts have the
+    same.
     """
     own, group = subject.config.engine.micro_batch, rows.batch.group
     if subject.has_router_losses:

@@ -1,4 +1,4 @@
-"""A model of a config that trains, with its loss as engines take it and as plain torch has it."""
+"""Describes a model of a config that trains, with its loss as engines take it and as plain torch has it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrl.engine.base import LossFn
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model that trains."""
+    """Is a model that trains."""
 
     part: Part
     config: RoleConfig  # as the run builds it
@@ -28,7 +28,7 @@ class Subject:
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """AdamW as configured, at its peak rate: a warm-up's first step may change nothing."""
+        """Returns AdamW as configured, at its peak rate: a warm-up's first step may change nothing."""
         assert self.config.optimizer is not None
         return dataclasses.replace(
             self.config.optimizer, schedule="constant", warmup_steps=0, min_lr=0.0, decay_steps=None
@@ -36,13 +36,13 @@ class Subject:
 
     @property
     def lora(self) -> LoraConfig | None:
-        """The adapters without dropout, which two layouts draw otherwise."""
+        """Returns the adapters without dropout: two layouts draw other noise."""
         own = self.config.model.lora
         return own and dataclasses.replace(own, dropout=0.0)
 
     @property
     def megatron(self) -> dict[str, Any]:
-        """`engine.megatron` without userbuffers, which take neither fp32 nor micro-batches of other sizes."""
+        """Returns `engine.megatron` without userbuffers, which take neither fp32 nor micro-batches of other sizes."""
         return {k: v for k, v in self.config.engine.megatron.items() if not k.startswith("tp_comm_")}
 
     @property
@@ -50,7 +50,7 @@ class Subject:
         return bool(self.config.engine.moe.aux_loss or self.config.engine.moe.z_loss)
 
     def on(self, layout: Layout, *, path: str, init: Any, dtype: Any, micro_batch: MicroBatchConfig) -> RoleConfig:
-        """Returns what an engine of a layout is built from. path, init: of the folder of the check."""
+        """Returns the config of an engine for a layout. path, init: of the folder of the check."""
         config = self.config
         replicate = config.engine.fsdp.replicate
         if layout.processes % replicate or layout.processes == replicate:

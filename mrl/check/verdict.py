@@ -1,4 +1,5 @@
-"""The verdict on a layout: the same, or the quantity that differs, its parameter, and its distance from the bound."""
+"""Gives the verdict on a layout: the same, or the quantity that differs, its parameter, and its distance from the
+bound."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ FLIPPED = 8
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A quantity that differs."""
+    """Is a quantity that differs."""
 
     quantity: str
     text: str
@@ -34,7 +35,7 @@ class Problem:
 
 
 def problems(found: LayoutComparison, *, head: str, lengths: Sequence[int]) -> list[Problem]:
-    """Returns what differs, what comes first in a step first. lengths: tokens of each sequence of the batch."""
+    """Returns the quantities that differ, in the order of a step. lengths: tokens of each sequence of the batch."""
     named, bounds = "log-probs" if head == "lm" else "values", found.bounds
     made: list[Problem | None] = [
         _tensors("initial weights", found.start, 0.0, "they are not those that the model starts from"),
@@ -68,17 +69,17 @@ def clue(found: Sequence[Problem]) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Undecided:
-    """The differences may be no fault."""
+    """Says why differences may be no fault."""
 
     why: str
     compared: bool  # whether some numbers that such a difference cannot touch are the same
 
 
 def undecided(found: LayoutComparison, differ: Sequence[Problem]) -> Undecided | None:
-    """Returns why what differs may be no fault; None where it is one, or nothing differs.
+    """Returns why the differences may be no fault; None if they are one, or there are none.
 
-    Another choice of experts explains it where log-probs differ after undecided routers alone. It is no excuse for a
-    loss or weights that differ while all log-probs are within their bound.
+    Another choice of experts explains log-probs that differ only after undecided routers. It is no excuse for a loss or
+    weights that differ while all log-probs are within their bound.
     """
     quantities = {problem.quantity for problem in differ}
     if not quantities or "initial weights" in quantities:

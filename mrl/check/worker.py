@@ -1,4 +1,4 @@
-"""The process of a rank of a check: what `mrl.launch.local.launch` runs."""
+"""Runs a rank of a check, for `mrl.launch.local.launch`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrl.config.schema import REQUIRED, key
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Layouts on one number of processes, one after the other."""
+    """Holds layouts on one number of processes, one after the other."""
 
     folder: str = key(REQUIRED, "where the work lies, and what comes of it is left")
     numbers: tuple[int, ...] = key((), "of the layouts")
@@ -29,7 +29,7 @@ def result_file(folder: str, number: int) -> Path:
 
 
 def run(task: Task, command_line: str) -> None:
-    """Called on every rank."""
+    """Runs the layouts on every rank."""
     for number in task.numbers:
         file = work_file(task.folder, number)
         work: measure.LayoutWork = torch.load(file, weights_only=False)  # made by this command

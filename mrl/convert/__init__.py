@@ -1,1 +1,1 @@
-"""Weights between Hugging Face folders and mcore checkpoints: `mrl convert import`, `export` and `verify`."""
+"""Converts weights between Hugging Face folders and mcore checkpoints: `mrl convert import`, `export` and `verify`."""

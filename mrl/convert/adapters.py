@@ -1,7 +1,7 @@
-"""Adapters to convert: a checkpoint that holds them, or a folder that peft loads, over its base as one model.
+"""Merges adapters over their base into one model: those of a checkpoint, or of a folder that peft loads.
 
-A tensor is the base's in the run's dtype, with the adapter added in fp32, as the engines stream it.
-Buffers keep fp32, as they do in the engines.
+A tensor is the base's in the run's dtype, with the adapter added in fp32, as the engines stream it. Buffers keep fp32,
+as they do in the engines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mrl.errors import CheckpointError, ModelError
 
 @dataclasses.dataclass(frozen=True)
 class SavedAdapters:
-    """The adapters of a checkpoint, as it describes them."""
+    """Describes the adapters of a checkpoint, as it does itself."""
 
     lora: LoraConfig
     head: str  # "lm" or "value"
@@ -47,7 +47,7 @@ class SavedAdapters:
 
 
 def saved_adapters(description: Mapping[str, Any]) -> SavedAdapters | None:
-    """Returns what an engine's description of a checkpoint says of adapters; None where it holds a whole model."""
+    """Returns the adapters in an engine's description of a checkpoint; None if it holds a whole model."""
     saved = description.get("adapters")
     if saved is None:
         return None
@@ -60,9 +60,8 @@ def saved_adapters(description: Mapping[str, Any]) -> SavedAdapters | None:
 def tensors_of(
     folder: Path, shapes: Mapping[str, AdapterShape], family: Family, *, head: str, hidden: int
 ) -> dict[str, Tensor]:
-    """Returns every tensor of the adapters of a checkpoint, fp32, by its name in peft's file. Raises CheckpointError
-    for others.
-    """
+    """Returns every adapter tensor of a checkpoint, fp32, by its name in peft's file. Raises CheckpointError for
+    others."""
     # the Megatron engine has a folder for its tensors, the FSDP engine a prefix for their names
     mcore = folder / FOLDER
     stored, prefix = (TorchDistReader(mcore), "") if mcore.is_dir() else (TorchDistReader(folder), "model.")
@@ -93,11 +92,11 @@ def tensors_of(
 
 
 class MergedReader:
-    """The weights of `base`, a Hugging Face folder, with adapters added in, as a `WeightReader` in `dtype`; buffers in
-    fp32.
+    """Reads the weights of `base`, a Hugging Face folder, with adapters added in: a `WeightReader` in `dtype`, buffers
+    in fp32.
 
-    base: those of the folder itself, by name, in the dtype that they have there. adapter: its tensors, fp32; shapes:
-    what each adapts.
+    base: its own weights by name, in the dtype that they have there. adapter: its tensors, fp32. shapes: the layer of
+    each.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class MergedReader:
         return (weight.float() + delta).to(dtype)
 
     def _delta(self, shape: AdapterShape, expert: int | None) -> Tensor:
-        """Returns what is added to a weight, or to one expert's. A thread keeps its last: blocks come in order."""
+        """Returns the adapter's part of a weight, or of one expert's. A thread keeps its last: blocks come in order."""
         key = (shape.name, expert)
         if getattr(self._last, "key", None) != key:
             a, b = self.adapter[shape.a_name], self.adapter[shape.b_name]
@@ -164,7 +163,7 @@ class MergedReader:
 def _places(
     shapes: Mapping[str, AdapterShape], family: Family, head: str
 ) -> Iterator[tuple[str, tuple[AdapterShape, FileTensor]]]:
-    """Yields (file name, adapter and part of its layer) for every tensor that an adapter is added to."""
+    """Yields (file name, adapter and part of its layer) for every tensor with an adapter."""
     for name, shape in shapes.items():
         size = (shape.out_features, shape.in_features)
         parameter = name if shape.experts else f"{name}.weight"
@@ -182,7 +181,7 @@ def merge_checkpoint_adapters(
     hf_config: HFConfig,
     dtype: torch.dtype,
 ) -> MergedReader:
-    """Returns the checkpoint's adapters over the base in `companions`. Raises CheckpointError where it is another."""
+    """Returns the checkpoint's adapters over the base in `companions`. Raises CheckpointError if it is another."""
     if identity.fingerprint(str(companions), family, hf_config, saved.head) != saved.base:
         raise CheckpointError(
             companions,

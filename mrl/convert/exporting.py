@@ -1,7 +1,7 @@
-"""`mrl convert export`: the weights of a checkpoint or run become a Hugging Face folder.
+"""Exports the weights of a checkpoint or run as a Hugging Face folder (`mrl convert export`).
 
 Files, their order and their index are those of the model's original Hugging Face folder, if it had the same tensors.
-config.json, tokenizer, chat template and generation config are that folder's, but for end tokens of the run.
+The config.json, tokenizer, chat template and generation config are copied from it. End tokens of the run are added.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _METADATA = {"format": "pt"}
 
 @dataclasses.dataclass(frozen=True)
 class ExportResult:
-    """The outcome of an export."""
+    """Is the outcome of an export."""
 
     out: Path
     what: str  # the source, in words
@@ -70,9 +70,9 @@ def export_hf(
     """Converts the checkpoint, run or adapter at `path` into the Hugging Face folder `out`, which appears when it is
     whole.
 
-    model, role: as in `open_any`. max_shard_size: bytes or "5GB", where files are not to be as in the source.
-    Raises CheckpointError or ModelError where the checkpoint is damaged or does not fit its config.json; nothing is
-    left of `out` then.
+    model, role: as in `open_any`. max_shard_size: bytes or "5GB", for files of another size than in the source. Raises
+    CheckpointError or ModelError if the checkpoint is damaged or does not fit its config.json; nothing is left of `out`
+    then.
     """
     check_free(Path(out))
     limit = None if max_shard_size is None else parse_size(max_shard_size, "--max-shard-size")
@@ -125,11 +125,10 @@ def write_merged_copy(adapter: Path, root: Path) -> str:
 def export_adapter(
     path: str | Path, out: str | Path, *, model: str | None = None, role: str | None = None
 ) -> ExportResult:
-    """Writes the adapters of the checkpoint or run at `path` as the folder `out`, which peft loads over the base, and
-    which appears when it is whole.
+    """Writes the adapters of the checkpoint or run at `path` as the folder `out`, for peft to load over the base.
 
-    model, role: as in `open_checkpoint`. Raises CheckpointError where it holds none, or is damaged; ModelError where
-    the disk is full. Nothing is left of `out` then.
+    The folder appears when it is whole. model, role: as in `open_checkpoint`. Raises CheckpointError if there are none,
+    or the checkpoint is damaged, and ModelError if the disk is full. Nothing is left of `out` then.
     """
     check_free(Path(out))
     with open_checkpoint(path, model=model, role=role) as source:
@@ -171,7 +170,7 @@ def _files(source: Source, limit: int | None) -> HFFiles:
 
 
 def _account(source: Source, files: HFFiles) -> None:
-    """Every tensor of the model is written, once, in its shape, and nothing else."""
+    """Checks that every tensor of the model is written, once, in its shape, and nothing else."""
     expected = expected_hf_names(source.family, source.hf_config, head=source.head, mtp=source.mtp)
     copies = {name: expected[of] for name, of in source.copies.items()}
     written = sum(len(tensors) for tensors in files.files.values())

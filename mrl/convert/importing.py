@@ -1,5 +1,4 @@
-"""`mrl convert import`: a Hugging Face folder becomes an mcore distributed checkpoint that any layout
-loads.
+"""Imports a Hugging Face folder as an mcore distributed checkpoint that any layout loads (`mrl convert import`).
 
     OUT/
         mcore/            the weights, as in the checkpoints of the Megatron engine
@@ -8,7 +7,7 @@ loads.
         config.json, tokenizer, chat template, ...   the folder's own, unchanged: OUT can be a model.path
         COMPLETE          size and checksum of each file, these too
 
-Rows go from file to file in blocks; what a block needs is all that is in memory.
+Rows go from file to file in blocks. Memory holds what a block needs.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ FILE_BYTES = 2**29
 
 @dataclasses.dataclass(frozen=True)
 class ImportResult:
-    """The outcome of an import."""
+    """Is the outcome of an import."""
 
     out: Path
     tensors: int  # of the Hugging Face folder, all read
@@ -64,7 +63,7 @@ class ImportResult:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A part of the tensor `key` to write: an expert's, or the whole."""
+    """Is a part of the tensor `key` to write: an expert's, or the whole."""
 
     key: str
     offsets: tuple[int, ...]
@@ -116,7 +115,8 @@ def import_hf(
 
 
 def _parts(rules: Mapping[str, Rule], model: Source) -> Iterator[_Part]:
-    """Yields what is written, in model order. All parts of a tensor have one dtype, which holds each source exactly."""
+    """Yields the parts to write, in model order. All parts of a tensor have one dtype, which holds each source
+    exactly."""
     dtypes = stored_dtypes(rules.values(), model.family, model.reader.tensors)
     for rule in rules.values():
         key, shape = stored_key(rule), rule.shape()
@@ -175,7 +175,7 @@ def _finish(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     extra: list[str],
 ) -> None:
-    """The small files, COMPLETE last."""
+    """Writes the small files, COMPLETE last."""
     from mrl.engine.torch_dist.metadata import write_metadata  # which imports torch.distributed.checkpoint
 
     items = {
@@ -198,7 +198,8 @@ def _tuple(values: Any) -> tuple[int, ...] | None:
 
 
 def _description(model: Source) -> dict[str, Any]:
-    """Returns `engine.pt` as the Megatron engine writes it; without a layout, no rank takes random numbers of it."""
+    """Returns `engine.pt` as the Megatron engine writes it. It has no layout, so no rank takes random numbers from
+    it."""
     weights = DTYPES[model.reader.tensors[EMBEDDING].dtype]
     about = architecture(model.family, model.hf_config) | {
         "head": model.head, "dtype": str(weights).removeprefix("torch."), "layer_spec": "local",
@@ -207,7 +208,7 @@ def _description(model: Source) -> dict[str, Any]:
 
 
 def _fingerprint(model: Source) -> dict[str, Any]:
-    """Returns what tells this source from any other, and from itself after a change."""
+    """Returns a fingerprint that tells this source from any other, and from itself after a change."""
     folder = model.folder if model.as_published else model.folder.parent
     files = {info.file for info in model.reader.tensors.values()}
     if model.as_published:
@@ -221,7 +222,7 @@ def _fingerprint(model: Source) -> dict[str, Any]:
 
 
 def _notes(model: Source) -> list[str]:
-    """Returns what of the folder is not in the checkpoint as it was."""
+    """Returns lines on parts of the folder that the checkpoint does not hold as they were."""
     notes = list(model.notes)
     if model.copies:
         notes.append(

@@ -1,4 +1,4 @@
-"""The content of any path that is given to `mrl convert`."""
+"""Opens any path that is given to `mrl convert`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mrl.errors import ModelError
 def open_any(
     path: str | Path, *, model: str | None = None, role: str | None = None, allow_pickle: bool = False
 ) -> Source:
-    """Opens a Hugging Face folder, an adapter folder over its base (or `model`), or what `open_checkpoint` takes."""
+    """Opens a Hugging Face folder, an adapter folder over its base (or `model`), or a path for `open_checkpoint`."""
     place = local_folder(path, "a Hugging Face folder or hub id, a checkpoint, or a run's output_dir")
     if (place / "config.json").is_file() and not (place / MARKER).is_file():
         return open_hf(place, allow_pickle=allow_pickle)
@@ -27,9 +27,7 @@ def open_any(
 
 
 def open_adapter(folder: Path, *, model: str | None = None) -> Source:
-    """Opens an adapter folder as the model that it makes of its base, in the base's dtype. model: the base, if it
-    lies elsewhere.
-    """
+    """Opens an adapter folder, merged into its base, in the base's dtype. model: the base, if it lies elsewhere."""
     base = local_folder(model or base_of(folder), "the base of the adapter, with --model")
     if is_adapter(base):
         raise ModelError(

@@ -1,6 +1,5 @@
-"""Bytes done, of how many, and how fast: a bar on a terminal, elsewhere a line now and then, and a line at the end of
-both.
-"""
+"""Shows bytes done, of how many, and how fast: a bar on a terminal, elsewhere a line now and then. Both end with a
+line."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ PLAIN_EVERY_S = 10.0
 
 
 class ProgressBar:
-    """What a conversion calls with the bytes in all; the call returns a function that takes the bytes done, in any
+    """Shows a conversion's progress. A call with the bytes in all returns a function that takes bytes done, in any
     thread.
 
     verb: as in "imported". stream: stderr by default.

@@ -1,6 +1,5 @@
-"""A Hugging Face folder, a checkpoint or a run, as a model to convert: its weights by Hugging Face name, and all beside
-them.
-"""
+"""Opens a Hugging Face folder, a checkpoint or a run as a model to convert: its weights by Hugging Face name, and the
+rest."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclasses.dataclass(frozen=True)
 class HFFiles:
-    """How a Hugging Face folder spreads its tensors over files."""
+    """Describes how a Hugging Face folder spreads its tensors over files."""
 
     files: dict[str, list[tuple[str, TensorInfo]]]  # by file, in the order of their bytes
     metadata: dict[str, dict[str, str] | None]  # of each file's header, None where it has none
@@ -70,7 +69,7 @@ class HFFiles:
 
 
 class Checksums:
-    """Threads that read the large files of a checkpoint and compare their checksums, until `close`."""
+    """Reads the large files of a checkpoint in threads and compares their checksums, until `close`."""
 
     def __init__(self, folder: Path, files: Mapping[str, dict]) -> None:
         self._stop = threading.Event()
@@ -91,7 +90,7 @@ class Checksums:
 
 @dataclasses.dataclass
 class Source:
-    """A model that `mrl convert` reads, whatever format it is stored in."""
+    """Is a model that `mrl convert` reads, whatever format it is stored in."""
 
     folder: Path
     what: str  # in words, for people
@@ -118,11 +117,11 @@ class Source:
 
     @property
     def quantised(self) -> bool:
-        """Whether the reader gives as bf16 what its files hold in fewer bits."""
+        """Returns whether the files hold fewer bits than the bf16 that the reader gives."""
         return self.as_published and bool(self.hf_config.get("quantization_config"))
 
     def check(self, *, wait: bool = True) -> None:
-        """Raises CheckpointError where a file of the checkpoint is not as it was written; wait: when all are read."""
+        """Raises CheckpointError if a file of the checkpoint is not as it was written. wait: when all are read."""
         if self.checksums is not None:
             self.checksums.check(wait=wait)
 
@@ -139,7 +138,7 @@ class Source:
 
 
 def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
-    """Opens the Hugging Face folder or hub id `path`, every tensor of it accounted for."""
+    """Opens the Hugging Face folder or hub id `path`, and accounts for every tensor of it."""
     folder = local_folder(path, "a Hugging Face model folder or a hub id")
     _check_is_model(folder)
     hf_config = read_hf_config(folder)
@@ -177,13 +176,13 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
 
 
 def _copies(names: Iterable[str], reader: WeightReader, hf_config: Mapping[str, Any], head: str) -> dict[str, str]:
-    """Returns those of `names` under which a folder holds a tensor of `reader` again, and that tensor's name."""
+    """Returns the names of copies among `names`, with the name in `reader` of the original."""
     copies = copies_of(hf_config, head=head, mtp=mtp_layers(reader.tensors, hf_config))
     return {name: copies[name] for name in names if name in copies and copies[name] in reader.tensors}
 
 
 def local_folder(path: str | Path, wanted: str) -> Path:
-    """Returns the folder `path`, or that of the hub id `path` in the local cache, downloaded where it is not there."""
+    """Returns the folder `path`, or the cached folder of the hub id `path`, downloaded if need be."""
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -197,7 +196,7 @@ def local_folder(path: str | Path, wanted: str) -> Path:
 
 
 def _check_is_model(folder: Path) -> None:
-    """Refuses what is another kind of folder of ours, and files beside the weights that a download left as no files."""
+    """Refuses other kinds of folders of ours, and broken downloads of files besides the weights."""
     if (folder / MARKER).is_file():
         raise ModelError(
             folder,
@@ -216,9 +215,8 @@ def _check_is_model(folder: Path) -> None:
 
 
 def _check_beside(companions: Path) -> None:
-    """Refuses files beside the weights of a model that are none or, in a folder of `mrl convert import`, not those of
-    then.
-    """
+    """Refuses broken files besides the weights, and in a folder of `mrl convert import` files that have changed
+    since."""
     check_companions(companions)
     if (companions / MARKER).is_file():
         files = atomic_checkpoint.validate(str(companions)).files
@@ -228,7 +226,7 @@ def _check_beside(companions: Path) -> None:
 
 
 def _state(folder: Path, saved: Mapping[str, Any], role: str | None) -> dict[str, Any]:
-    """Returns what the trainer saved in `folder` beside the weights of `role`. saved: what their engine did."""
+    """Returns the trainer's state in `folder`, besides the weights of `role`. saved: the engine's part."""
     if role is None:
         return saved["state"]
     state = load_pt(folder / "trainer.pt", fields=("state",), mmap=True)["state"]
@@ -236,9 +234,8 @@ def _state(folder: Path, saved: Mapping[str, Any], role: str | None) -> dict[str
 
 
 def _check_tokenizer(state: Mapping[str, Any], companions: Path, *, given: bool) -> list[str]:
-    """Refuses a tokenizer or chat template that is not that of the run. One that was `given` by name is a line of a
-    note.
-    """
+    """Refuses another tokenizer or chat template than the run's. If its folder was `given` by name, returns a note
+    instead."""
     from mrl.converters.hub import model_fingerprint  # the hub's client is slow to import
 
     saved = (state.get("model") or {}).get("tokenizer")
@@ -258,9 +255,8 @@ def _companion_names(folder: Path) -> list[str]:
 
 
 def added_companions(folder: Path) -> list[str]:
-    """Files beside the weights that a folder of `mrl convert import` has and its import did not write; none of another
-    folder.
-    """
+    """Returns files besides the weights that were added to a folder of `mrl convert import`; none for another
+    folder."""
     if not (folder / MARKER).is_file():
         return []
     files = atomic_checkpoint.validate(str(folder)).files
@@ -285,7 +281,7 @@ def hf_files(reader: WeightReader) -> HFFiles:
 
 
 def source_as_json(source: Source) -> dict[str, Any]:
-    """Returns what `SOURCE` says of a Hugging Face folder."""
+    """Returns the content of `SOURCE` for a Hugging Face folder."""
     files, copies = source.files, list(source.copies)
     if files is None:
         return {"files": None, "metadata": None, "index": None, "headers": {}, "copies": copies}
@@ -305,17 +301,19 @@ def _files_from_json(fields: Mapping[str, Any]) -> HFFiles | None:
 
 
 def read_source_file(folder: Path) -> tuple[HFFiles | None, list[str]]:
-    """Returns what `SOURCE` says: the layout, None where it was another one than ours; and the names of copies."""
+    """Returns the content of `SOURCE`: the layout, None if it was another one than ours, and the names of copies."""
     fields = read_json(folder / SOURCE)
     return _files_from_json(fields), fields["copies"]
 
 
 def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | None = None) -> Source:
-    """Opens a checkpoint, imported or of a run, a folder of them, or a run. Its checksums are compared while it is
-    read: whoever has read it asks `Source.check` before anybody relies on it.
+    """Opens a checkpoint, imported or of a run, a folder of them, or a run.
 
-    model: the Hugging Face folder with config.json and tokenizer, where a run's config.yaml does not tell. role: whose
-    weights, in a checkpoint of `mrl ppo`; the actor's by default.
+    Checksums are compared while it is read. Call `Source.check` after reading, before anybody relies on it.
+
+    model: the Hugging Face folder with config.json and tokenizer, if a run's config.yaml does not tell.
+
+    role: whose weights, in a checkpoint of `mrl ppo`; the actor's by default.
     """
     folder = checkpoint_folder(path)
     marker = atomic_checkpoint.validate(str(folder))
@@ -328,9 +326,8 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
 
 
 def _inside(folder: Path, marker: atomic_checkpoint.Marker, role: str | None) -> tuple[Path, str, str | None]:
-    """Returns (the folder of the weights in a checkpoint, the backend that wrote them, the role that they are of: None
-    for a lone model).
-    """
+    """Returns the folder of the weights in a checkpoint, the backend that wrote them, and their role (None for a lone
+    model)."""
     inside, backend = folder, marker.backend
     if backend == atomic_checkpoint.ROLES:
         roles = load_pt(folder / "trainer.pt", fields=("roles",))["roles"]
@@ -399,8 +396,9 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """Returns the whole checkpoint that `path` is, names (as `latest` does) or holds: the newest, which of a run going
-    on is soon another.
+    """Returns the whole checkpoint at `path`: itself, the one named there (like `latest`), or the newest in it.
+
+    A run in progress soon has a newer one.
     """
     path = Path(path)
     if path.name == atomic_checkpoint.LATEST and path.is_file():
@@ -432,8 +430,9 @@ def checkpoint_folder(path: str | Path) -> Path:
 def _model_of(
     folder: Path, model: str | None, role: str | None, *, weights: bool = False
 ) -> tuple[Path, ModelConfig | None, str | None]:
-    """Returns (Hugging Face folder, the run's section about the model, chat template) of a run's checkpoint. weights:
-    of use too.
+    """Returns the Hugging Face folder of a run's checkpoint, the run's section about the model, and the chat template.
+
+    weights: whether its weights are used, too.
     """
     config, template = None, None
     file = folder.parent.parent / "config.yaml"
@@ -471,8 +470,9 @@ def _model_of(
 
 
 def _files_of(companions: Path, reader: WeightReader, hf_config: Mapping[str, Any], head: str) -> HFFiles | None:
-    """Returns the layout of the Hugging Face folder that training started from, where it has the same tensors as the
-    checkpoint, and at most copies and MTP layers besides.
+    """Returns the layout of the Hugging Face folder at the start of training, or None.
+
+    It must have the same tensors as the checkpoint, and besides these at most copies and MTP layers.
     """
     if (companions / SOURCE).is_file():
         found, _ = read_source_file(companions)

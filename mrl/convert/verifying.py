@@ -1,10 +1,15 @@
-"""`mrl convert verify`: two models compared, tensor by tensor and bit by bit, and then by what they compute.
+"""Compares two models, tensor by tensor and bit by bit, and then by their logits (`mrl convert verify`).
 
-Logits are computed on the CPU in fp32: of a Hugging Face folder by transformers, of a checkpoint of the Megatron engine
-by megatron-core, of a checkpoint of the FSDP engine by transformers on the tensors as read here. Two
-engines round differently, so logits may differ a little where every bit of the weights is the same. Adapters on both
-sides are compared themselves, with what they are over: a folder that peft loads does not say which dtype they are added
-in.
+Logits are computed on the CPU in fp32:
+
+    a Hugging Face folder                 by transformers
+    a checkpoint of the Megatron engine   by megatron-core
+    a checkpoint of the FSDP engine       by transformers, on the tensors as read here
+
+Two engines round differently, so logits may differ a little even if every bit of the weights is the same.
+
+If both sides are adapters, these and their bases are compared. A folder of peft's does not say in which dtype they are
+added.
 """
 
 from __future__ import annotations
@@ -65,7 +70,7 @@ ROWS = 32
 
 @dataclasses.dataclass(frozen=True)
 class LogitsRow:
-    """How two sets of logits over one prompt compare."""
+    """Says how two sets of logits over one prompt compare."""
 
     prompt: str
     tokens: int
@@ -84,7 +89,7 @@ class LogitsRow:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The result of a comparison of two models."""
+    """Is the result of a comparison of two models."""
 
     a: str
     b: str
@@ -103,7 +108,7 @@ class Comparison:
         return not (self.differences or self.config) and all(row.alike for row in self.logits)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data; a number of logits that is not finite is None, because JSON has no word for it."""
+        """Returns plain data; a number of logits that is not finite is None, because JSON has no word for it."""
         finite = [
             {
                 name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -122,9 +127,8 @@ def compare(
     logits: bool = True,
     progress: Callable[[int], Callable[[int], None]] = lambda total: no_progress,
 ) -> Comparison:
-    """Compares two models. prompts: texts to compute logits of, a few of ours by default. logits: False compares
-    tensors alone.
-    """
+    """Compares two models. prompts: texts to compute logits of, by default a few of ours. logits: False compares
+    tensors only."""
     widened: list[str] = []
     not_compared: list[str] = []
     if isinstance(a.reader, MergedReader) and isinstance(b.reader, MergedReader):
@@ -179,7 +183,8 @@ def _name(source: Source) -> str:
 def _tensors(
     a: Source, b: Source, progress: Callable[[int], Callable[[int], None]]
 ) -> tuple[list[str], int, list[str]]:
-    """Returns (a line for each tensor that differs, bytes compared, names that are the same in a wider dtype)."""
+    """Returns a line for each differing tensor, bytes compared, and names of tensors that are the same in a wider
+    dtype."""
     ours, theirs = _names(a), _names(b)
     differences = [f"{name}: only in {a.folder}" for name in ours if name not in theirs]
     differences += [f"{name}: only in {b.folder}" for name in theirs if name not in ours]
@@ -203,8 +208,9 @@ def _tensors(
 
 
 def _wider(checkpoint: Source, other: Source) -> dict[str, torch.dtype]:
-    """Tensors that `checkpoint` holds in another dtype than `other` only because q, k and v, gate and up, or the
-    experts of a layer are one tensor there, which has one dtype that holds all of them exactly. By name, that dtype.
+    """Returns the dtype of tensors that are wider in `checkpoint` than in `other` for one reason only, by name.
+
+    q, k and v, gate and up, or the experts of a layer are one tensor there. Its one dtype holds all of them exactly.
     """
     if not isinstance(checkpoint.reader, McoreReader):
         return {}
@@ -226,8 +232,9 @@ def _wider(checkpoint: Source, other: Source) -> dict[str, torch.dtype]:
 def _adapters(
     a: Source, of_a: MergedReader, b: Source, of_b: MergedReader, progress: Callable[[int], Callable[[int], None]]
 ) -> tuple[list[str], int, int]:
-    """Returns (a line for each tensor that differs, tensors, bytes compared) of two sets of adapters, and of their
-    bases, unless it is one folder.
+    """Compares two sets of adapters, and their bases unless these are one folder.
+
+    Returns a line for each tensor that differs, the number of tensors, and bytes compared.
     """
     ours, theirs = of_a.adapter, of_b.adapter
     differences = [f"{name}: only in {a.folder}" for name in ours if name not in theirs]
@@ -260,8 +267,9 @@ def _adapters(
 
 
 def _names(source: Source) -> list[str]:
-    """Tensors by name, without those that are another one again, which opening the folder compared, and those that
-    follow from config.json, which a checkpoint has not.
+    """Returns the names of tensors to compare.
+
+    Copies were compared when the folder was opened. A checkpoint has no buffers that follow from config.json.
     """
     return [n for n in source.reader.tensors if n not in source.copies and not follows_from_config(n)]
 
@@ -275,8 +283,9 @@ def _bits(
     *,
     dtype: torch.dtype | None = None,
 ) -> list[str]:
-    """Returns a line with how many entries differ, and by how much at most; none where all bits are the same. dtype:
-    compare them in it.
+    """Returns a line with the number of entries that differ and the largest difference; none if all bits are the same.
+
+    dtype: compare them in it.
     """
     count, largest = 0, 0.0
     rows = zip(blocks_of_rows(a, shape, 0, shape[0]), blocks_of_rows(b, shape, 0, shape[0]), strict=True)
@@ -305,9 +314,7 @@ def _logits(a: Source, b: Source, prompts: Sequence[str]) -> list[LogitsRow]:
 
 
 def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Returns (what it is called, token ids) of each prompt: by the tokenizer that is with one of the models, else
-    seeded tokens.
-    """
+    """Returns (name, token ids) of each prompt: by the tokenizer of one of the models, else seeded tokens."""
     vocabulary = a.hf_config["vocab_size"]
     most = min(PROMPT_TOKENS, *(source.hf_config["max_position_embeddings"] for source in (a, b)))
     folder = next(
@@ -341,7 +348,7 @@ def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, lis
 
 
 def _run(source: Source, tokens: list[list[int]]) -> list[Tensor]:
-    """Logits for each prompt. One model is in memory at a time."""
+    """Returns logits for each prompt. One model is in memory at a time."""
     path = str(source.companion_folder)
     if isinstance(source.reader, McoreReader):
         from mrl.engine.megatron.logits import logits  # megatron is slow to import, and most of this needs none

@@ -1,11 +1,11 @@
-"""The folder that a conversion writes into: beside its result, given its name when it is whole, gone on with after a
-kill.
+"""Writes a conversion into a folder next to its result. The folder gets its name when it is whole, and a killed
+conversion resumes.
 
-OUT/                 appears at the end, by one rename
-.OUT.converting/     being written
-    .plan.json       what is converted, from what; another plan begins anew
-    .done.jsonl      one line a finished file, which is on disk: size, checksum, and what its maker wants to know again
-    .lock            held while a conversion runs
+    OUT/                 appears at the end, by one rename
+    .OUT.converting/     being written
+        .plan.json       what is converted, from what; another plan starts from nothing
+        .done.jsonl      one line a finished file, which is on disk: size, checksum, and its maker's own fields
+        .lock            held while a conversion runs
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ def no_progress(count: int) -> None:
 
 
 class Workspace:
-    """The folder `folder` that becomes `out`. As a context manager it holds the lock.
+    """Holds the folder `folder` that becomes `out`, and its lock while entered.
 
-    plan: everything that decides what the files hold, as JSON values. needed: bytes of each large file, for the check
-    of the disk. keep: whether an error leaves what is finished for the next attempt. Raises ModelError where `out` is
-    taken, another conversion is at work, or the disk has no room, and on a path in `needed` that leads out of the
-    folder.
+    plan: everything that decides the files' content, as JSON values. needed: bytes of each large file, for the check of
+    the disk.
+
+    keep: whether an error leaves finished files for the next attempt.
+
+    Raises ModelError if `out` is taken, another conversion is at work, or the disk has no room. A path in `needed` that
+    leads out of the folder is refused, too.
     """
 
     def __init__(
@@ -133,8 +136,8 @@ class Workspace:
     ) -> dict[str, FileSummary]:
         """Makes the files that are not done yet, several at once. Returns the summary of all, in the order of `makers`.
 
-        makers: for each path in the folder, what writes the file and puts it on disk. A UserError or a full disk ends
-        it; what is finished stays for the next attempt.
+        makers: for each path in the folder, a function that writes the file and puts it on disk. A UserError or a full
+        disk ends it; finished files stay for the next attempt.
         """
         for file in makers:
             if file in self.done:
@@ -158,7 +161,7 @@ class Workspace:
         return {file: self.done[file] for file in makers}
 
     def remove(self) -> None:
-        """Gives up: what was written is of no use to another attempt."""
+        """Gives up and removes what was written: it is of no use to another attempt."""
         shutil.rmtree(self.folder)
 
     def _record(self, file: str, summary: FileSummary) -> None:

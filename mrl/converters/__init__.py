@@ -1,8 +1,7 @@
-"""Weight names and tensor algebra between Hugging Face and mcore, both directions; no process group, no megatron.
+"""Maps weight names and tensors between Hugging Face and mcore, in both directions; no process group, no megatron.
 
-`families/` holds one table per family, `rules` turns it into what one rank loads and exports, `safetensors_io` reads
-and writes folders, `accounting` proves that every name has its place, and `streams` has the two functions that another
-program needs:
+`families/` holds one table per family. `rules` makes of it what one rank loads and exports. `safetensors_io` reads and
+writes folders, and `accounting` accounts for every name. `streams` has the two functions that another program needs:
 
     from mrl.converters import family_for, hf_to_mcore, mcore_to_hf, read_hf_config
 """
@@ -23,7 +22,7 @@ _MODULES = {"family_for": "families", "read_hf_config": "hf_config", "hf_to_mcor
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is asked for: these modules load PyTorch, and what looks at a checkpoint's folder needs none."""
+    """Imports a name on demand: these modules load PyTorch, and code that looks at a checkpoint's folder needs none."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

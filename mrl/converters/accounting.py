@@ -1,6 +1,6 @@
-"""Every tensor of a model folder is accounted for: present, known, of the right shape and a dtype that can be read.
+"""Accounts for every tensor of a model folder: present, known, of the right shape and a dtype that can be read.
 
-The table says what a model of this config consists of; whatever differs is one error that lists it all.
+The table says which tensors a model of this config has; all differences are one error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WHY_EQUAL = {
 
 
 def follows_from_config(name: str) -> bool:
-    """Returns whether a tensor of a folder is a buffer that config.json decides, and that nobody reads."""
+    """Returns whether a tensor of a folder is a buffer that config.json decides, so nobody reads it."""
     return _BUFFERS.search(name) is not None
 
 
@@ -46,9 +46,10 @@ def account(
     may_lack: Collection[str] = (),
     may_have: Collection[str] = (),
 ) -> list[str]:
-    """Compare what a folder holds with what the model consists of; ModelError lists every difference.
+    """Compares the tensors of a folder with those of the model; ModelError lists every difference.
 
-    may_lack: names that the caller makes itself when they are absent; those absent are returned.
+    may_lack: names that the caller makes itself if they are absent. Absent ones are returned.
+
     may_have: names that the caller leaves unread. Rotary `inv_freq` buffers are always left unread.
     """
     missing = [name for name in expected if name not in found]
@@ -107,11 +108,11 @@ def check_model(
     may_lack: Collection[str] = (),
     carried: bool = False,
 ) -> list[str]:
-    """Account for a whole folder before anything is loaded from it; returns the absent names of `may_lack`.
+    """Accounts for a whole folder before anything is loaded from it; returns the absent names of `may_lack`.
 
-    A value head leaves the LM head unread. MTP layers are there as config.json says, or not at
-    all. `lm_head.weight` beside tied embeddings is allowed where it equals them, bit for bit; so are what the further
-    layers share with the model, where `carried`: they are going to be converted. An engine leaves them unread.
+    A value head leaves the LM head unread. MTP layers are there as config.json says, or not at all. `lm_head.weight` of
+    a model with tied embeddings is allowed if it equals them bit for bit. `carried`: copies in MTP layers must equal
+    the model's tensors too, because they are converted. An engine leaves them unread.
     """
     mtp = mtp_layers(reader.tensors, hf_config)
     expected = expected_hf_names(family, hf_config, head=head, mtp=mtp)
@@ -133,8 +134,9 @@ def check_model(
 
 
 def copies_of(hf_config: HFConfig, *, head: str, mtp: int) -> dict[str, str]:
-    """Returns what a folder may hold of another tensor again, and of which: the tied output layer, and what `mtp`
-    MTP layers share with the model.
+    """Returns the names of copies that a folder may hold, with the name of the original.
+
+    These are the tied output layer, and tensors that `mtp` MTP layers share with the model.
     """
     tied = {LM_HEAD: EMBEDDING} if head == "lm" and hf_config["tie_word_embeddings"] else {}
     return tied | shared_tensors(hf_config, mtp)

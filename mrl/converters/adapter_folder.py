@@ -1,4 +1,4 @@
-"""The folder of an adapter, as peft writes it: without PyTorch, for checks before a start."""
+"""Reads the folder of an adapter, as peft writes it, without PyTorch: for checks before a start."""
 
 from __future__ import annotations
 

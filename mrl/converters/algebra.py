@@ -1,14 +1,14 @@
-"""How one mcore shard is made of slices of Hugging Face tensors: arithmetic on shapes, used in both directions.
+"""Computes how one mcore shard is made of slices of Hugging Face tensors: arithmetic on shapes, for both directions.
 
-Every sharded weight is the concatenation, along one dimension, of slices of one or more HF tensors
-(`Span`). Loading reads the spans and concatenates them; merging copies each span back to where it came
-from. A kind is therefore one function that lists the spans of a rank's shard, and nothing else: the spans
-of all ranks tile every HF tensor exactly once, so that split then merge is the identity.
+Every sharded weight is the concatenation, along one dimension, of slices of one or more HF tensors (`Span`). Loading
+reads the spans and concatenates them; merging copies each span back to its origin. So a kind is one function: it lists
+the spans of a rank's shard. The spans of all ranks tile every HF tensor exactly once, so split then merge is the
+identity.
 
-Layout of mcore weights (megatron-core 0.16.1 and 0.19.2, `core/transformer/{attention,mlp}.py`):
-`linear_qkv` interleaves `[q * (heads / groups), k, v]` per KV group and is split into equal contiguous row
-blocks, also when there are fewer groups than ranks (mcore gathers and slices in the forward). `linear_fc1`
-of a gated MLP holds `cat(gate, up)` of each rank's own rows.
+Layout of mcore weights (megatron-core 0.16.1 and 0.19.2, `core/transformer/{attention,mlp}.py`): `linear_qkv`
+interleaves `[q * (heads / groups), k, v]` per KV group. It is split into equal contiguous row blocks, even if there are
+fewer groups than ranks: mcore gathers and slices in the forward. `linear_fc1` of a gated MLP holds `cat(gate, up)` of
+each rank's own rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Contiguous entries of one dimension of a Hugging Face tensor."""
+    """Is a run of contiguous entries of one dimension of a Hugging Face tensor."""
 
     source: int | None  # which of the parameter's HF tensors; None: zeros
     dim: int
@@ -33,7 +33,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The shard that is asked for: part `rank` of `degree` along `axis`."""
+    """Is the shard that is asked for: part `rank` of `degree` along `axis`."""
 
     axis: str  # "tp" or "etp"
     rank: int
@@ -42,7 +42,7 @@ class Shard:
     what: str  # the tensor, for messages
 
     def share(self, n: int, dim: int) -> tuple[int, int]:
-        """Start and length of this rank's equal share of `n` entries."""
+        """Returns start and length of this rank's equal share of `n` entries."""
         if n % self.degree:
             raise ConfigError(
                 f"engine.parallel.{self.axis}",
@@ -117,8 +117,8 @@ KINDS: Mapping[str, Callable[[tuple[Shape, ...], Shard], list[Span]]] = {
 def padded_vocab(vocab_size: int, tp: int, multiple: int = 1) -> int:
     """Returns rows of the embedding: `vocab_size` rounded up to a multiple of `multiple * tp`, as mcore counts.
 
-    The default pads as little as tensor parallelism needs. Padding rows are zero on import, trimmed on
-    export, and the log-probs must leave them out.
+    The default pads as little as tensor parallelism needs. Padding rows are zero on import and trimmed on export. The
+    log-probs must leave them out.
     """
     unit = multiple * tp
     return -(-vocab_size // unit) * unit

@@ -1,7 +1,8 @@
-"""The files of a model folder beside its weights: config.json, tokenizer, chat template, generation config, code.
+"""Finds the files of a model folder besides its weights: config.json, tokenizer, chat template, generation config,
+code.
 
-A link is followed to the file that it leads to, wherever that is: the hub's cache is made of links. What is under such
-a name and is no file, or cannot be read, is refused and never passed over; a folder is none of these files.
+Links are followed, wherever they lead: the hub's cache is made of links. A path with such a name is refused, never
+skipped, if it is no file or cannot be read. Folders are left out.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a de
 
 
 def companion_files(source: Path) -> list[Path]:
-    """Returns the files beside a model's weights. Raises ModelError on dead links and on what is no file."""
+    """Returns the files besides a model's weights. Raises ModelError on dead links and on paths that are no files."""
     named = [source / name for name in os.listdir(source) if any(fnmatch.fnmatchcase(name, p) for p in PATTERNS)]
     templates = source / TEMPLATES
     if os.path.lexists(templates) and stat.S_ISDIR(_mode(templates)):
@@ -80,7 +81,7 @@ def _mode(path: Path) -> int:
 
 
 def check_companions(folder: Path) -> None:
-    """Refuses files beside the weights that a download left as no files: pointers of Git LFS, and JSON that is none."""
+    """Refuses files besides the weights that a download left broken: pointers of Git LFS, and invalid JSON."""
     for file in companion_files(folder):
         try:
             content = file.read_bytes()
@@ -102,11 +103,10 @@ def check_companions(folder: Path) -> None:
 def copy_companions(
     source: str | Path, out: str | Path, *, dtype: torch.dtype | None = None, changes: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Copy the `companion_files`.
+    """Copies the `companion_files` byte for byte, and returns their names.
 
-    Files are copied byte for byte. config.json alone is edited, and only where it would be untrue: its dtype
-    (in the spelling it has) when the weights are written in another one, and the keys of `changes`; None removes a key.
-    Returns the names of the files copied.
+    config.json alone is edited, and only if it would be untrue. Its dtype changes (in the spelling it has) if the
+    weights are written in another one. The keys of `changes` are set; None removes a key.
     """
     source, out = Path(source), Path(out)
     files = companion_files(source)

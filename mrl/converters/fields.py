@@ -1,7 +1,6 @@
-"""Words of a family's config mapping: Hugging Face config -> fields of megatron's TransformerConfig. Plain data, no
-megatron.
+"""Maps a Hugging Face config to fields of megatron's TransformerConfig, for families to share. Plain data, no megatron.
 
-What the families share: fields of a pre-norm, gated, rotary decoder, and the fields that do not change the maths.
+It has the fields of a pre-norm, gated, rotary decoder, and those that do not change the maths.
 """
 
 from __future__ import annotations
@@ -113,8 +112,9 @@ def dense_fields(
     partial_rotary: bool = False,
     yarn: bool = False,
 ) -> dict[str, Any]:
-    """Fields of a decoder layer with grouped-query attention, RMSNorm and SwiGLU. Raises ModelError on what is not
-    supported.
+    """Returns the fields of a decoder layer with grouped-query attention, RMSNorm and SwiGLU.
+
+    Raises ModelError on values that are not supported.
     """
     require(hf, "hidden_act", ("silu",))
     require(hf, "mlp_bias", (False, None))
@@ -142,7 +142,8 @@ def dense_fields(
 
 
 def window_fields(hf: dict[str, Any], types: list[str] | None = None) -> dict[str, Any]:
-    """Sliding window: `sliding_window` tokens are seen, the own one included; megatron counts those to the left.
+    """Returns the fields of a sliding window. A token sees `sliding_window` tokens with its own; megatron counts those
+    to the left.
 
     types: "full_attention" or "sliding_attention" for each layer; None for families whose layers all slide.
     """
@@ -169,7 +170,7 @@ def moe_fields(
     `is_sparse`: whether a layer has experts. `ffn`: the key with the channels of an expert.
 
     `normalise`: the weights of the chosen experts sum to 1, which is a softmax over the chosen logits alone.
-    `shared_ffn`: channels of an expert that every token visits; 0 for none.
+    `shared_ffn`: channels of an expert for every token; 0 for none.
     """
     experts, topk = hf["num_experts"], hf["num_experts_per_tok"]
     if topk < 2 and normalise:
@@ -192,11 +193,11 @@ def moe_fields(
 
 
 def sigmoid_router_fields(hf: dict[str, Any]) -> dict[str, Any]:
-    """Fields of DeepSeek-V3's router (arXiv 2412.19437, eq. 12-16), over those of `moe_fields`.
+    """Returns the fields of DeepSeek-V3's router (arXiv 2412.19437, eq. 12-16), over those of `moe_fields`.
 
-    Scores are sigmoids; a bias that nothing trains here is added to choose experts; of `n_group` groups the
-    `topk_group` whose two best scores sum highest may be chosen from; the weights of the chosen sum to
-    `routed_scaling_factor`.
+    Scores are sigmoids. A bias that nothing trains here is added to choose experts. Experts are chosen from
+    `topk_group` of `n_group` groups: those with the highest sum of their two best scores. The weights of the chosen sum
+    to `routed_scaling_factor`.
     """
     require(hf, "norm_topk_prob", (True,))
     require(hf, "scoring_func", ("sigmoid",))

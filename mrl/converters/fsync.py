@@ -1,4 +1,4 @@
-"""Files and folders that are on disk when a function returns."""
+"""Puts files and folders on disk before a function returns."""
 
 from __future__ import annotations
 

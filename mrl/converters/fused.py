@@ -1,4 +1,4 @@
-"""Model folders whose experts are stacked, read under the names that the tables know.
+"""Reads model folders with stacked experts under the names that the tables know.
 
 transformers 5 holds the experts of a layer as `mlp.experts.gate_up_proj` [experts, 2 * ffn, hidden] and
 `mlp.experts.down_proj` [experts, hidden, ffn]. `save_pretrained` splits them again, unless it is told
@@ -22,7 +22,7 @@ _STACKED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_p
 
 
 class UnstackedReader:
-    """A `WeightReader` that shows stacked experts (and their router) under the family's names; all else as it is."""
+    """Shows stacked experts (and their router) under the family's names, as a `WeightReader`; all else as it is."""
 
     def __init__(self, reader: WeightReader, family: Family) -> None:
         self.path, self._stored = reader.path, reader
@@ -71,8 +71,7 @@ class UnstackedReader:
 def unstack_experts(reader: WeightReader, family: Family) -> WeightReader:
     """Returns `reader`, or a view of it under the names of the family's tables.
 
-    A view has no quantisation (mrl.converters.quantized), and one tensor an expert where the files hold experts
-    stacked.
+    A view has no quantisation (mrl.converters.quantized), and one tensor an expert if the files hold experts stacked.
     """
     reader = dequantise(reader)
     if family.stacks:

@@ -1,7 +1,7 @@
-"""Read a Hugging Face config.json, in the spelling of transformers 5 or of older versions, into one plain dict.
+"""Reads a Hugging Face config.json, in the spelling of transformers 5 or of older versions, into one plain dict.
 
-Keys that the file leaves out get the defaults of the installed transformers' config class of that
-`model_type`: the model is then what transformers would build from the same file.
+Missing keys get the defaults of the installed transformers' config class of that `model_type`. So the model is the one
+that transformers would build from the same file.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ GGUF = "make a Hugging Face folder of it with transformers (docs/convert.md#gguf
 
 
 def reads_images(hf_config: Mapping[str, Any]) -> bool:
-    """Returns whether a model is one of VISION_LANGUAGE, which the fsdp engine gives images."""
+    """Returns whether a model is one of VISION_LANGUAGE: the fsdp engine gives it images."""
     return hf_config.get("model_type") in VISION_LANGUAGE
 
 
 def vocab_size_of(hf_config: dict[str, Any]) -> int | None:
-    """Returns the rows of the embedding, which a model that reads more than text has in its text part."""
+    """Returns the rows of the embedding. A model that reads more than text has them in its text part."""
     return hf_config.get("vocab_size", (hf_config.get("text_config") or {}).get("vocab_size"))
 
 
 def pad_token_of(hf_config: dict[str, Any]) -> int | None:
-    """Returns `pad_token_id` of the part that reads text, where transformers looks for it; None where it has none."""
+    """Returns `pad_token_id` of the part that reads text, as transformers does; None if it has none."""
     return (hf_config.get("text_config") or hf_config).get("pad_token_id")
 
 
@@ -49,12 +49,18 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
 
 
 def normalize(raw: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
-    """Returns `raw` completed with transformers' defaults, and with one meaning for each of these keys.
+    """Returns `raw` completed with transformers' defaults, and with one meaning for each of these keys:
 
-    rope_theta: float. rope_scaling: dict with `rope_type`, or None for plain RoPE. head_dim: int. num_key_value_heads:
-    int. num_experts: int (0 where there are none). dtype: name such as "bfloat16", or None. tie_word_embeddings: bool.
-    A `model_type` that transformers does not know is returned as it is: `family_for` refuses it by name.
-    A value that is out of its range (mrl.converters.ranges) is refused by the field's name.
+        rope_theta             float
+        rope_scaling           dict with `rope_type`, or None for plain RoPE
+        head_dim               int
+        num_key_value_heads    int
+        num_experts            int (0 for none)
+        dtype                  name such as "bfloat16", or None
+        tie_word_embeddings    bool
+
+    A `model_type` that transformers does not know is returned as it is: `family_for` refuses it by name. A value that
+    is out of its range (mrl.converters.ranges) is refused by the field's name.
     """
     if not isinstance(raw.get("model_type"), str):
         raise ModelError(
@@ -90,7 +96,7 @@ def normalize(raw: Mapping[str, Any], where: str = "config.json") -> dict[str, A
 
 
 def _of_transformers(raw: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """Returns what transformers makes of it; None where it does not know the model_type."""
+    """Returns transformers' own version of it; None if it does not know the model_type."""
     from transformers import CONFIG_MAPPING  # slow to import: the tables need none
 
     if raw["model_type"] not in CONFIG_MAPPING:

@@ -1,4 +1,4 @@
-"""A model's folder, wherever the model is."""
+"""Finds a model's folder, wherever the model is."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ NOTES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 def model_folder(path: str, *, weights: bool = True, key: str = "model.path") -> str:
-    """Returns `path` where it is a folder, else the folder of that hub id in the cache, downloaded where need be.
+    """Returns `path` if it is a folder, else the cached folder of that hub id, downloaded if need be.
 
-    weights: False leaves them out (a model that starts from scratch). key: what the user set to `path`, for messages.
+    weights: False leaves them out (a model that starts from scratch). key: the user's key for `path`, for messages.
     Ranks of a node may call this together: the cache has locks. Raises ModelError.
     """
     folder = os.path.expanduser(path)
@@ -62,8 +62,10 @@ def model_folder(path: str, *, weights: bool = True, key: str = "model.path") ->
 
 
 def model_fingerprint(folder: str) -> dict[str, str]:
-    """Returns what decides how tokens and weights are used, as hashes: of config.json, but for notes in it, of the
-    tokenizer's files, and of those of the processor of a model that reads images.
+    """Returns hashes of the files that decide how tokens and weights are used.
+
+    They are of config.json, except notes in it, of the tokenizer's files, and of the processor's if the model reads
+    images.
     """
     config = read_json(pathlib.Path(folder, "config.json"))
     fields = {name: value for name, value in config.items() if name not in NOTES}
@@ -88,10 +90,10 @@ def _hash_of(folder: str, names: Sequence[str]) -> str:
 def check_same_model(
     saved: Mapping[str, str] | None, found: Mapping[str, str], *, before: str, now: str, key: str = "model.path"
 ) -> None:
-    """Refuses a model that is not that of the checkpoint. before, now: the values of `key`.
+    """Refuses another model than the checkpoint's. before, now: the values of `key`.
 
-    found: its fingerprint. saved: that in the checkpoint; None where an older version saved it: then the path has to be
-    the same.
+    found: its fingerprint. saved: the one in the checkpoint. An older version saved None; then the path has to be the
+    same.
     """
     if saved is None and before == now:
         return
@@ -107,9 +109,7 @@ def check_same_model(
 
 
 def _cached(hub_id: str, wanted: dict[str, list[str]]) -> str | None:
-    """Returns the folder of a hub id in the cache, whatever it has: an earlier look at config.json alone makes one,
-    too.
-    """
+    """Returns the cached folder of a hub id, whatever it has. An earlier look at config.json alone makes one, too."""
     try:
         return huggingface_hub.snapshot_download(hub_id, local_files_only=True, **wanted)
     except (LocalEntryNotFoundError, ValueError):  # a ValueError: it is no id
@@ -117,7 +117,7 @@ def _cached(hub_id: str, wanted: dict[str, list[str]]) -> str | None:
 
 
 def _is_whole(folder: str, *, weights: bool, tokenizer: bool) -> bool:
-    """Returns whether a folder of the cache has what is needed; a download may have stopped between two files."""
+    """Returns whether a folder of the cache is complete; a download may have stopped between two files."""
     names = os.listdir(folder)
     if "config.json" not in names or (tokenizer and not any(n.startswith("tokenizer") for n in names)):
         return False

@@ -1,4 +1,4 @@
-"""JSON files, read with one line for whatever can be wrong with them."""
+"""Reads JSON files, with one line for whatever can be wrong with them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ MAX_DEPTH = 64
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; ModelError where it cannot be read, is no object, or nests deeper than
-    MAX_DEPTH.
-    """
+    """Returns the object in a JSON file. Raises ModelError if it cannot be read, is no object, or nests deeper than
+    MAX_DEPTH."""
     try:
         content = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -26,7 +25,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Returns the value of a JSON text; ValueError where it is none, or nests deeper than MAX_DEPTH."""
+    """Returns the value of a JSON text; ValueError if it is none, or nests deeper than MAX_DEPTH."""
     try:
         content = json.loads(text.decode() if isinstance(text, bytes) else text)  # of bytes it would guess the encoding
     except RecursionError:
@@ -48,7 +47,7 @@ def is_deeper_than(value: Any, levels: int) -> bool:
 
 
 def shorten_value(value: Any, most: int = 60) -> str:
-    """Returns a value for a message: its first characters, where it is a long one."""
+    """Returns a value for a message: its first characters if it is a long one."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a number of more digits than Python writes, or lists inside lists

@@ -1,8 +1,8 @@
-"""The model part of an mcore distributed checkpoint, shown under Hugging Face names: the tables, read the other way.
+"""Shows the model part of an mcore distributed checkpoint under Hugging Face names: the tables, read the other way.
 
-In a distributed checkpoint every tensor is whole, whatever the layout that wrote it, and looks as on a single rank:
-`param_map` of that layout says which rows of it are which rows of which HF tensor. Keys are mcore's names, but for the
-experts of a layer: all of them are one tensor [experts, ...] at `mlp.experts.experts.linear_fcN.weight`.
+In a distributed checkpoint every tensor is whole, as on a single rank, whatever layout wrote it. `param_map` of a
+single rank maps its rows to those of HF tensors. Keys are mcore's names, except for experts. All experts of a layer are
+one tensor [experts, ...] at `mlp.experts.experts.linear_fcN.weight`.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ def whole_rules(
 
 
 def stored_key(rule: Rule) -> str:
-    """Under which key of a distributed checkpoint the parameter of `rule` is, alone or, an expert's, with the other
-    experts.
-    """
+    """Returns the key of a rule's parameter in a distributed checkpoint. An expert shares it with the other experts."""
     if rule.expert is None:
         return rule.mcore
     name = _TE_EXPERT.sub(r".mlp.experts.experts.\1", rule.mcore)
@@ -71,7 +69,7 @@ def stored_key(rule: Rule) -> str:
 
 
 def stored_shapes(rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:
-    """Returns shape of every tensor of the checkpoint by key, experts stacked, in model order."""
+    """Returns the shape of every tensor of the checkpoint by key, experts stacked, in model order."""
     shapes: dict[str, tuple[int, ...]] = {}
     experts: dict[str, int] = {}
     for rule in rules:
@@ -83,8 +81,7 @@ def stored_shapes(rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:
 
 
 def stored_dtypes(rules: Iterable[Rule], family: Family, tensors: Mapping[str, TensorInfo]) -> dict[str, torch.dtype]:
-    """Returns the dtype of every tensor of the checkpoint by key: one that holds exactly each of the `tensors` that it
-    is made of.
+    """Returns the dtype of every tensor of the checkpoint by key. It holds each of the tensor's sources exactly.
 
     tensors: of a model, by the names of its files.
     """
@@ -98,7 +95,8 @@ def stored_dtypes(rules: Iterable[Rule], family: Family, tensors: Mapping[str, T
 
 
 def file_name(family: Family, name: str) -> str:
-    """Returns what files call the tensor that the tables call `name`, alone or stacked with those of other experts."""
+    """Returns the name in files of the tensor that the tables call `name`, alone or stacked with those of other
+    experts."""
     place = place_of(family, name)
     return name if place is None else place.stored
 
@@ -108,10 +106,9 @@ BLOCK_ENTRIES = 2**19
 
 
 def row_blocks(rule: Rule, read: Callable[[str], Any]) -> Iterator[Tensor]:
-    """Yields the whole mcore parameter of a rule of a single rank, as blocks of rows of about `BLOCK_ENTRIES`, in
-    order.
+    """Yields the whole mcore parameter of a single rank's rule, as blocks of rows of about `BLOCK_ENTRIES`, in order.
 
-    The same rows as `rule.load(read)`, without holding them at once.
+    The rows are those of `rule.load(read)`, without holding them at once.
     """
     assert rule.degree == 1, f"{rule.mcore}: rule of one of {rule.degree} shards"
     for span in rule.spans(0):
@@ -134,9 +131,7 @@ def blocks_of_rows(source: Any, shape: Shape, first: int, last: int) -> Iterator
 
 @dataclasses.dataclass(frozen=True)
 class _EntryRange:
-    """Entries from `start` of dimension `dim` of an HF tensor are those from `at` of the mcore tensor; `length` of
-    them.
-    """
+    """Maps `length` entries from `start` of dimension `dim` of an HF tensor to those from `at` of the mcore tensor."""
 
     dim: int
     start: int
@@ -145,7 +140,7 @@ class _EntryRange:
 
 
 class StoredTensors(Protocol):
-    """The tensors of a distributed checkpoint, read by region (`mrl.engine.torch_dist.reader.TorchDistReader`)."""
+    """Reads the tensors of a distributed checkpoint by region (`mrl.engine.torch_dist.reader.TorchDistReader`)."""
 
     path: Path
     tensors: Mapping[str, Any]  # by key in the checkpoint; each has a `dtype` and a `shape`
@@ -156,12 +151,13 @@ class StoredTensors(Protocol):
 
 
 class McoreReader:
-    """The weights of the distributed checkpoint `stored`, as a `WeightReader`, in the dtype that they have there.
+    """Reads the weights of the distributed checkpoint `stored`, as a `WeightReader`, in the dtype that they have there.
 
-    `tensors` has the names of files. Where these hold experts stacked, the names of the tables are answered for too.
-    Every tensor of the model is accounted for, in both directions; CheckpointError lists what is missing, left over or
-    of another shape. spec, head: as the checkpoint was saved. mtp: how many MTP layers it
-    holds.
+    `tensors` has the names of files. If files hold experts stacked, a reader takes the names of the tables too. Every
+    tensor of the model is accounted for, in both directions; CheckpointError lists those missing, left over or of
+    another shape.
+
+    spec, head: as the checkpoint was saved. mtp: how many MTP layers it holds.
     """
 
     def __init__(
@@ -251,7 +247,7 @@ def _account(stored: StoredTensors, rules: dict[str, Rule]) -> None:
 
 
 def is_imported(path: str | Path) -> bool:
-    """Returns whether `path` is a whole folder of `mrl convert import`, which a model may start from."""
+    """Returns whether `path` is a whole folder of `mrl convert import`. A model may start from one."""
     folder = Path(path)
     return all((folder / name).exists() for name in (MARKER, FOLDER, "config.json"))
 
@@ -262,17 +258,16 @@ def read_description(path: str | Path) -> dict:
 
 
 def architecture(family: Family, hf_config: HFConfig) -> dict[str, Any]:
-    """Returns what `engine.pt` tells a model by: the fields of config.json that its maths depends on, which are those
-    the family reads.
-    """
+    """Returns the fields of config.json that decide a model's maths, for `engine.pt`: those that the family reads."""
     more = family.reads - HINTS - {_REDUNDANT, *_COMMON_FIELDS}
     fields = {name: hf_config.get(name) for name in (*_COMMON_FIELDS, *sorted(more))}
     return fields | {"partial_rotary_factor": rotary_percent(hf_config)}
 
 
 def check_architecture(saved: Mapping[str, Any], family: Family, hf_config: HFConfig, where: str | Path) -> None:
-    """Refuses a config.json, found at `where`, that is not that of the checkpoint. saved: as from `architecture`,
-    perhaps by an older mrl, which saved fewer fields.
+    """Refuses another config.json, found at `where`, than the checkpoint's.
+
+    saved: from `architecture`, perhaps by an older mrl, which saved fewer fields.
     """
     fields = {name: value for name, value in saved.items() if name not in _ENGINE}
     differ = differing_fields(fields, architecture(family, hf_config), "in the checkpoint", "in config.json")
@@ -283,6 +278,6 @@ def check_architecture(saved: Mapping[str, Any], family: Family, hf_config: HFCo
 
 
 def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any], in_a: str, in_b: str) -> list[str]:
-    """In words, the fields of `a` that `b` has otherwise; between two families the family alone."""
+    """Returns a line for each field that `a` and `b` have differently; between two families, for the family alone."""
     names = ["model_type"] if a["model_type"] != b["model_type"] else [name for name in a if a[name] != b.get(name)]
     return [f"{name} is {a[name]!r} {in_a} and {b.get(name)!r} {in_b}" for name in names]

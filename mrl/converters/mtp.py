@@ -1,8 +1,8 @@
-"""Layers past the last, which predict further tokens (MTP): DeepSeek-V3, arXiv 2412.19437, section 2.2; GLM-4.5.
+"""Finds layers past the last, which predict more tokens (MTP): DeepSeek-V3, arXiv 2412.19437, section 2.2; GLM-4.5.
 
-Files hold them as `model.layers.N` and up, N being num_hidden_layers. Each has norms of its own, a matrix that joins a
-hidden state with the embedding of the next token, and a block; it may hold the model's embedding and output layer
-again, of which megatron keeps one. Engines neither train nor export these layers; conversions carry them.
+Files hold them as `model.layers.N` and up, N being num_hidden_layers. Each has norms of its own, a block, and a matrix
+that joins a hidden state with the embedding of the next token. It may hold the model's embedding and output layer a
+second time; megatron keeps one. Engines neither train nor export these layers; conversions carry them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def num_mtp_layers(hf_config: HFConfig) -> int:
-    """Returns how many such layers config.json says there are. What transformers saves says so and has none."""
+    """Returns how many such layers config.json announces. Folders that transformers saves announce some and have
+    none."""
     return hf_config.get(COUNT) or 0
 
 
@@ -35,7 +36,7 @@ def mtp_layers(names: Iterable[str], hf_config: HFConfig) -> int:
 
 
 def shared_tensors(hf_config: HFConfig, layers: int) -> dict[str, str]:
-    """Returns what `layers` such layers may hold of other tensors again: its name, and theirs."""
+    """Returns the names of copies that `layers` such layers may hold, with the names of the originals."""
     head = EMBEDDING if hf_config["tie_word_embeddings"] else LM_HEAD
     own = [f"model.layers.{hf_config['num_hidden_layers'] + i}." for i in range(layers)]
     return {

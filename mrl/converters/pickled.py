@@ -1,4 +1,4 @@
-"""The weights of folders that have pickle files alone, which are read where the user allows it."""
+"""Reads the weights of folders with pickle files alone, if the user allows it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 class PickleReader:
-    """The weights of a folder that has `pytorch_model.bin` files, as a `WeightReader`.
+    """Reads the weights of a folder with `pytorch_model.bin` files, as a `WeightReader`.
 
-    torch's `weights_only` builds tensors and runs nothing else; files are mapped, and what is not used is not read.
+    torch's `weights_only` builds tensors and runs nothing else. Files are mapped, so unused parts are not read.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -1,6 +1,6 @@
-"""Parts of a tensor that lies in a file in one piece, read when they are asked for.
+"""Reads parts of a tensor that is contiguous in a file, on demand.
 
-`pread` and not a mapping of the file: pages of a mapping count as this process's memory for as long as it is open, and
+It uses `pread` and no mapping of the file. Pages of a mapping count as this process's memory while it is open, and
 several threads read one file at once.
 """
 
@@ -23,7 +23,7 @@ MIN_BYTES = 1024
 
 
 class TruncatedFile(Exception):
-    """The file ends before what was asked for."""
+    """Is raised if the file ends before the bytes that were asked for."""
 
 
 def read_bytes(file: int, at: int, count: int) -> bytearray:
@@ -63,9 +63,9 @@ def read_region(file: int, at: int, *, dtype: torch.dtype, shape: Shape, region:
 
 
 class LazySlice:
-    """A tensor that is read as far as it is indexed: `[a:b]`, `[:, a:b]`, `[i, a:b, c:d]`, and `[()]` for all of it.
+    """Is a tensor that is read as far as it is indexed: `[a:b]`, `[:, a:b]`, `[i, a:b, c:d]`, and `[()]` for all of it.
 
-    whole_rows: False where any of its rows cost as much to read as all of them.
+    whole_rows: False if any of its rows cost as much to read as all of them.
     """
 
     def __init__(self, shape: Shape, read: Callable[[Region], Tensor], *, whole_rows: bool = True) -> None:

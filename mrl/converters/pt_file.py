@@ -1,4 +1,4 @@
-"""The files of `torch.save`: read without running what is in them, and written with a checksum outside checkpoints.
+"""Reads the files of `torch.save` without running code in them, and writes them with a checksum outside checkpoints.
 
 A checkpoint keeps the checksums of its files in COMPLETE. Any other `.pt` keeps its own in the comment of its zip
 archive, so torch and an older mrl read the file as before.
@@ -29,7 +29,7 @@ _END = struct.Struct("<4s16xH")  # the last record of an archive: its signature,
 
 
 def load_pt(path: str | Path, *, fields: Collection[str] = (), mmap: bool = False) -> Any:
-    """Returns what `torch.save` wrote: tensors and plain values. Code in the file is refused.
+    """Returns the content of a `torch.save` file: tensors and plain values. Code in the file is refused.
 
     fields: the content is a dict that has them. mmap: tensors stay in the file until they are used. Raises
     CheckpointError.
@@ -51,9 +51,9 @@ def load_pt(path: str | Path, *, fields: Collection[str] = (), mmap: bool = Fals
 def read_pt(
     path: str | Path, *, fields: Collection[str] = (), mmap: bool = False, say: Callable[[str], object] = logger.warning
 ) -> Any:
-    """As `load_pt`, of a file of `write_pt`, all of which is compared with its checksum first.
+    """Reads a file of `write_pt` like `load_pt`, and first compares all of it with its checksum.
 
-    say: is given a line on a file of an older mrl, which has no checksum and is taken as it is.
+    say: gets a line on a file of an older mrl, which has no checksum and is taken as it is.
     """
     if not _is_checked(path):
         say(f"{path}: an older mrl wrote it without a checksum; it is taken as it is")
@@ -61,7 +61,7 @@ def read_pt(
 
 
 def write_pt(path: str | Path, content: Any) -> None:
-    """Writes what `torch.save` does, with a checksum, at once or not at all. Raises OSError, as for a full disk."""
+    """Writes a `torch.save` file with a checksum, at once or not at all. Raises OSError, as for a full disk."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -79,7 +79,7 @@ def write_pt(path: str | Path, content: Any) -> None:
 
 
 class _Stream:
-    """What `torch.save` writes to. It keeps an OSError for `seal`: torch would make a RuntimeError of it."""
+    """Takes the bytes of `torch.save`. It keeps an OSError for `seal`: torch would make a RuntimeError of it."""
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
@@ -96,7 +96,7 @@ class _Stream:
         return len(data)
 
     def flush(self) -> None:
-        """Part of being a file: `seal` does it."""
+        """Does nothing; torch asks a file for it, and `seal` does it."""
 
     def seal(self) -> None:
         """Writes the tail over the length of the comment, the archive's last two bytes, which are zero."""
@@ -108,7 +108,7 @@ class _Stream:
 
 
 def _is_checked(path: str | Path) -> bool:
-    """Returns False for a file of an older mrl. Raises CheckpointError where a file is not what was written."""
+    """Returns False for a file of an older mrl. Raises CheckpointError if a file is not as it was written."""
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:

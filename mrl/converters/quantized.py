@@ -1,4 +1,4 @@
-"""Model folders in block-fp8 (DeepSeek-V3) or mxfp4 (GPT-OSS), read as bf16: each slice is dequantised as it is read.
+"""Reads model folders in block-fp8 (DeepSeek-V3) or mxfp4 (GPT-OSS) as bf16. Each slice is dequantised as it is read.
 
     block-fp8   `w` is float8_e4m3, `w_scale_inv` has one fp32 factor for each block of `weight_block_size`
     mxfp4       `w_blocks` [E, out, in / 32, 16] has two 4-bit numbers a byte, the first in the low half, `w_scales`
@@ -51,7 +51,7 @@ def dequantised_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 class DequantisedReader:
-    """A `WeightReader` of what quantised tensors stand for, under the names and shapes that a bf16 folder has."""
+    """Shows quantised tensors under the names and shapes of a bf16 folder, as a `WeightReader`."""
 
     def __init__(self, reader: WeightReader) -> None:
         self.path, self._stored = reader.path, reader
@@ -145,6 +145,6 @@ def check_readable(quantization: Any, where: str = "config.json") -> None:
 
 
 def dequantise(reader: WeightReader) -> WeightReader:
-    """Returns `reader`, or a view of it in bf16 where it holds block-fp8 or mxfp4 tensors."""
+    """Returns `reader`, or a view of it in bf16 if it holds block-fp8 or mxfp4 tensors."""
     quantised = any(name.endswith(("_scale_inv", "_blocks")) for name in reader.tensors)
     return DequantisedReader(reader) if quantised else reader

@@ -1,4 +1,4 @@
-"""Weights of a model that starts from scratch, the same in every layout and on every backend."""
+"""Makes weights of a model that starts from scratch, the same in every layout and on every backend."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 
 
 class RandomWeights:
-    """A stand-in for a weights file: every tensor is a function of (seed, name), so any layout starts from the same
-    model.
+    """Replaces a weights file: every tensor is a function of (seed, name), so any layout starts from the same model.
 
     Matrices are normal with the config's `initializer_range`, norms are one, biases zero.
     """

@@ -1,8 +1,9 @@
-"""What the fields of config.json may hold: one table, for imports, engines and the checks before a run.
+"""Lists the values that fields of config.json may hold: one table, for imports, engines and the checks before a run.
 
 `check_fields` reads a config.json as it is: a wrong value makes transformers endless, or fails far from the field.
-`check_normalized` reads it completed, when fields can be held against one another. Whether mrl supports a value that is
-in range, the family's `fields` says. `python tools/pages.py ranges` prints the tables of docs/supported-models.md.
+`check_normalized` reads it completed, so that fields are compared with one another. A value in range may still be
+unsupported, which the family's `fields` says. `python tools/pages.py ranges` prints the tables of
+docs/supported-models.md.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The values that a field may hold."""
+    """Holds the values that a field may have."""
 
     kind: type  # a whole number is a float, too, and a float is finite
     low: float | None = None
@@ -162,7 +163,7 @@ _LOADER = (
 
 @dataclasses.dataclass(frozen=True)
 class Relation:
-    """What must hold of several fields; it is not asked where one of them is null or not there."""
+    """Is a condition on several fields. It is not checked if one of them is null or absent."""
 
     words: str
     fields: tuple[str, ...]
@@ -204,18 +205,15 @@ RELATIONS = (
 
 
 def check_fields(raw: Mapping[str, Any], where: str = "config.json") -> None:
-    """Refuses a config.json, found at `where`, with a field that is out of its range. Of families without a table,
-    nothing is.
-    """
+    """Refuses a config.json, found at `where`, with a field that is out of its range. Families without a table have no
+    ranges."""
     for name, value, allowed in _ranges(raw):
         if allowed.switch is None:
             _check(name, value, allowed, where)
 
 
 def check_normalized(config: Mapping[str, Any], where: str = "config.json") -> None:
-    """Refuses the content of a config.json, completed by `normalize`, whose fields do not fit their ranges or each
-    other.
-    """
+    """Refuses a config.json, completed by `normalize`, if its fields do not fit their ranges or each other."""
     if config["model_type"] not in FAMILIES:
         return
     for name, value, allowed in _ranges(config):
@@ -237,7 +235,7 @@ def check_normalized(config: Mapping[str, Any], where: str = "config.json") -> N
 
 
 def _ranges(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Range]]:
-    """Yields (field, value, range) of what the table knows of a config.json."""
+    """Yields (field, value, range) for the fields of a config.json that the table knows."""
     family = FAMILIES.get(config["model_type"])
     if family is None:
         return

@@ -1,6 +1,6 @@
-"""From a family's table to the rules of one rank: which HF slices make each mcore parameter, and the way back.
+"""Makes the rules of one rank from a family's table: the HF slices of each mcore parameter, and the way back.
 
-Pure: a rank is a `ParallelDims` and `Coordinates`, its layers are a `ChunkPlan`. The engine owns the process
+It is pure: a rank is a `ParallelDims` and `Coordinates`, its layers are a `ChunkPlan`. The engine owns the process
 groups: to export, it gathers the shards of `rule.axis` and calls `merge`.
 """
 
@@ -33,7 +33,7 @@ from mrl.parallel import Coordinates, ParallelDims, stage_layers
 
 @dataclasses.dataclass(frozen=True)
 class ChunkPlan:
-    """The parts of the model in one model chunk."""
+    """Holds the parts of the model in one model chunk."""
 
     layers: tuple[int, ...]  # global numbers, in order
     has_embedding: bool
@@ -43,7 +43,9 @@ class ChunkPlan:
 
 def chunk_plans(num_layers: int, pp: int, vpp: int = 1, mtp: int = 0) -> dict[tuple[int, int], ChunkPlan]:
     """Returns the plan of each (pp_rank, chunk), in pipeline order: virtual stage `v * pp + p` is chunk `v` of rank
-    `p`. mtp: MTP layers, which are on the last.
+    `p`.
+
+    mtp: MTP layers, which are on the last stage.
     """
     stages = stage_layers(num_layers, pp, vpp)
     last = len(stages) - 1
@@ -55,7 +57,7 @@ def chunk_plans(num_layers: int, pp: int, vpp: int = 1, mtp: int = 0) -> dict[tu
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One mcore parameter of one rank."""
+    """Describes one mcore parameter of one rank."""
 
     mcore: str  # its name in the model chunk
     hf: tuple[str, ...]  # the HF tensors that it is made of
@@ -71,22 +73,22 @@ class Rule:
     buffer: bool = False  # no parameter; fp32 and untrained
 
     def spans(self, rank: int) -> list[Span]:
-        """Returns what the shard of `rank` of the axis is made of, in order."""
+        """Returns the spans that make the shard of `rank` of the axis, in order."""
         shard = Shard(self.axis or "tp", rank, self.degree, self.sizes, self.hf[0])
         return KINDS[self.kind](self.hf_shapes, shard)
 
     def shape(self, rank: int | None = None) -> Shape:
-        """Returns shape of the shard of `rank` (default: this rank's)."""
+        """Returns the shape of the shard of `rank` (default: this rank's)."""
         spans = self.spans(self.rank if rank is None else rank)
         size = list(self.hf_shapes[0])
         size[spans[0].dim] = sum(span.length for span in spans)
         return tuple(size)
 
     def load(self, read: Callable[[str], Any]) -> Tensor:
-        """Returns this rank's shard, in the dtype of the file.
+        """Returns this rank's shard, in the dtype of the file. It may alias memory of `read`.
 
-        `read(hf_name)` gives what can be sliced on its first two dimensions: a tensor, or safetensors'
-        lazy slice, of which only this shard's entries are then read. May alias memory of `read`.
+        `read(hf_name)` gives a tensor, or safetensors' lazy slice, of which only this shard's entries are then read. It
+        is sliced on its first two dimensions.
         """
         return self.assemble(read, self.rank)
 
@@ -168,9 +170,11 @@ def param_map(
 ) -> dict[str, Rule]:
     """Returns the rule of every parameter of a model chunk at `coords`, by mcore name, in model order.
 
-    spec: "local" or "te", the naming of the layer spec. head: "lm", or "value" for a head of one output
-    (`score.weight`), which is never tied. vocab_multiple: as in `padded_vocab`.
-    Raises ConfigError when the layout does not fit the model's sizes.
+    spec: "local" or "te", the naming of the layer spec. vocab_multiple: as in `padded_vocab`.
+
+    head: "lm", or "value" for a head of one output (`score.weight`), which is never tied.
+
+    Raises ConfigError if the layout does not fit the model's sizes.
     """
     sizes = sizes_of(hf_config, padded_vocab(hf_config["vocab_size"], layout.tp, vocab_multiple))
     sizes |= family.sizes(hf_config)
@@ -228,9 +232,9 @@ def _rule(
 
 @dataclasses.dataclass(frozen=True)
 class OwnedRule:
-    """One step of an export: the ranks at (pp_rank, ep_rank) hold the shards of `rule.mcore` in model chunk `chunk`.
+    """Is one step of an export: the ranks at (pp_rank, ep_rank) hold the shards of `rule.mcore` in model chunk `chunk`.
 
-    ep_rank is None for what is no expert: every EP rank holds it. `rule` is written for rank 0 of its axis.
+    ep_rank is None except for experts: every EP rank holds it. `rule` is written for rank 0 of its axis.
     """
 
     pp_rank: int
@@ -286,16 +290,16 @@ def expected_hf_names(family: Family, hf_config: HFConfig, *, head: str = "lm", 
 
 
 def buffer_names(family: Family, hf_config: HFConfig, *, mtp: int = 0) -> set[str]:
-    """HF names of what is no parameter: fp32 in every export. mtp: as in `expected_hf_names`."""
+    """Returns HF names of buffers, which are fp32 in every export. mtp: as in `expected_hf_names`."""
     layers = range(hf_config["num_hidden_layers"] + mtp)
     entries = [(entry, layer) for layer in layers for entry in family.layer_entries(hf_config, layer)]
     return {name.format(l=layer) for entry, layer in entries if entry.buffer for name, _ in entry.hf}
 
 
 def value_head_config(hf_config: HFConfig) -> dict[str, Any]:
-    """Returns what changes in config.json when the LM head gave way to a value head: one label, and nothing is tied.
+    """Returns the changes of config.json for a value head in place of the LM head: one label, and nothing is tied.
 
-    Nothing where it is that of a sequence classifier of one label, whose label has a name of its own.
+    Returns nothing for a sequence classifier of one label: its label has a name of its own.
     """
     before = hf_config.get("architectures") or []
     after = [name.replace("ForCausalLM", "ForSequenceClassification") for name in before]

@@ -1,8 +1,8 @@
-"""Hugging Face model folders: read safetensors shard by shard, and write them tensor by tensor.
+"""Reads Hugging Face model folders shard by shard, and writes them tensor by tensor.
 
-Reading: headers and index are checked before any tensor is used, and nothing else is read until a slice is
-asked for. Pickle files are refused: loading one runs its code. Writing: the folder is laid out beforehand from
-names, shapes and dtypes, so that a tensor goes straight to its place and memory holds no more than one.
+Reading: headers and index are checked before any tensor is used, and nothing else is read until a slice is asked for.
+Pickle files are refused: loading one runs its code. Writing: the folder is laid out beforehand from names, shapes and
+dtypes. So a tensor goes straight to its place, and memory holds no more than one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as a header describes it."""
+    """Describes a tensor as a header does."""
 
     dtype: str  # a safetensors name such as "BF16"
     shape: Shape
@@ -64,7 +64,7 @@ class TensorInfo:
 
 
 def read_header_text(file: Path) -> str:
-    """Returns the JSON at the start of a safetensors file; ModelError where it is none."""
+    """Returns the JSON at the start of a safetensors file; ModelError if there is none."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         if stream.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -86,7 +86,7 @@ def read_header_text(file: Path) -> str:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Returns the tensors of one safetensors file; ModelError when the file is truncated or is not one."""
+    """Returns the tensors of one safetensors file; ModelError if the file is truncated or is not one."""
     size, text = file.stat().st_size, read_header_text(file)
     length = len(text.encode())
     try:
@@ -157,7 +157,7 @@ def count_groups(groups: Mapping[str, list[str]]) -> list[str]:
 
 
 class SafetensorsReader:
-    """The weights of a model folder, as a `WeightReader` (mrl.converters.weights) and a context manager that closes the
+    """Reads the weights of a model folder, as a `WeightReader` (mrl.converters.weights). A context manager closes the
     files.
 
     It raises ModelError, naming the file, for a folder that is missing, incomplete, damaged, or holds no safetensors.
@@ -259,6 +259,7 @@ _UNITS = {
 
 def parse_size(size: int | str, key: str = "max_shard_size") -> int:
     """Returns bytes of "5GB" or "1.5GB" (powers of ten, as transformers counts), of "1GiB" (of two), or of a number.
+
     key: for messages.
     """
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?B)?", str(size).strip(), re.IGNORECASE)
@@ -269,9 +270,8 @@ def parse_size(size: int | str, key: str = "max_shard_size") -> int:
 
 
 def main_dtype(tensors: Mapping[str, TensorInfo]) -> torch.dtype:
-    """Returns what config.json calls the dtype of a model: that of most entries. A few tensors may be fp32 in any
-    model.
-    """
+    """Returns the dtype of most entries, which config.json calls the model's. A few tensors may be fp32 in any
+    model."""
     entries: dict[str, int] = {}
     for info in tensors.values():
         entries[info.dtype] = entries.get(info.dtype, 0) + math.prod(info.shape)
@@ -285,7 +285,7 @@ def tensor_infos(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, T
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One file to write: its header, and the byte offset in the file of each tensor."""
+    """Is one file to write: its header, and the byte offset in the file of each tensor."""
 
     header: bytes
     offsets: dict[str, int]
@@ -298,10 +298,11 @@ def lay_out(
     *,
     header: str | None = None,
 ) -> Shard:
-    """Header and offsets of a file of `tensors`, in their order.
+    """Returns header and offsets of a file of `tensors`, in their order.
 
-    metadata: the header's notes, None for a header without any. header: the text of one to take as it is, spaces and
-    all, where it says the same of the tensors.
+    metadata: the header's notes; None for a header without any.
+
+    header: a text to take as it is, with its spaces, if it says the same of the tensors.
     """
     entries: dict[str, Any] = {}
     at = 0
@@ -323,7 +324,7 @@ def lay_out(
 
 
 def _entries(header: str) -> dict[str, Any]:
-    """Returns what the text of a header says of each tensor, as `lay_out` writes it."""
+    """Returns the entry of each tensor in the text of a header, as `lay_out` writes it."""
     found = parse_json(header).items()
     fields = ("dtype", "shape", "data_offsets")
     return {name: {key: entry[key] for key in fields} for name, entry in found if name != "__metadata__"}
@@ -354,11 +355,12 @@ def index_text(weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo])
 class HFWriter:
     """Writes the weights of a model folder, each tensor straight to its place in its shard, in any order.
 
-    tensors: every tensor that will come, with dtype and shape, in the order wanted on disk (`tensor_infos`).
-    Shards are cut at `max_shard_size` bytes. companions: a folder for `copy_companions`, with `config_changes`.
-    Files carry a temporary name (`.NAME.part`) until `close`, which checks that every tensor came, removes
-    weights of an earlier export, and gives the file that makes the folder loadable its name last: an
-    interrupted write never looks whole. As a context manager it closes, or after an error removes its parts.
+    tensors: every tensor that will come, with dtype and shape, in the order wanted on disk (`tensor_infos`). Shards are
+    cut at `max_shard_size` bytes. companions: a folder for `copy_companions`, with `config_changes`.
+
+    Files carry a temporary name (`.NAME.part`) until `close`. That checks that every tensor came, and removes weights
+    of an earlier export. The file that makes the folder loadable gets its name last, so an interrupted write never
+    looks whole. A context manager closes it, or removes its parts after an error.
     """
 
     def __init__(
@@ -406,7 +408,7 @@ class HFWriter:
             data, at = data[written:], at + written
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor, from any device; it is cast to the planned dtype. Each name comes once."""
+        """Writes one tensor, from any device; it is cast to the planned dtype. Each name comes once."""
         info = self.tensors.get(name)
         assert info is not None, f"{self.out}: {name} was not announced to the writer"
         assert name in self._waiting, f"{self.out}: {name} was written before"
@@ -419,7 +421,7 @@ class HFWriter:
         self._waiting.remove(name)
 
     def close(self) -> None:
-        """Make the folder whole."""
+        """Makes the folder whole."""
         if self._waiting:
             missing = shorten_list(sorted(self._waiting))
             self.abort()
@@ -450,7 +452,7 @@ class HFWriter:
         os.replace(part, self.out / INDEX)
 
     def abort(self) -> None:
-        """Remove what was written; weights of an earlier export stay as they were."""
+        """Removes the written parts; weights of an earlier export stay as they were."""
         for name, file in self._files.items():
             os.close(file)
             self._part(name).unlink(missing_ok=True)

@@ -1,10 +1,11 @@
-"""Experts that files hold stacked: the tables name one matrix an expert, and this is the way between those names and
-the files'.
+"""Maps between files with stacked experts and the tables, which name one matrix an expert.
 
-A `Stack` says how a stored tensor is made: of each expert the rows of its parts in turn (gate 0, up 0, gate 1, ...), as
-rows or, transposed, as columns, and all experts stacked. `StackReader` answers for the tables' names from the stored
-tensors; `stack_slice` shows a stored tensor as a lazy slice of the tables'; `restack` makes stored tensors of a stream
-of the tables'.
+A `Stack` describes a stored tensor. It has the rows of each expert's parts in turn (gate 0, up 0, gate 1, ...), as rows
+or, transposed, as columns; all experts are stacked.
+
+    StackReader    takes the tables' names and reads the stored tensors
+    stack_slice    shows a stored tensor as a lazy slice of the tables' tensors
+    restack        makes stored tensors of a stream of the tables' tensors
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mrl.converters.weights import Slice, WeightReader
 
 @dataclasses.dataclass(frozen=True)
 class StackPlace:
-    """The place of a tensor of the tables: part `part` of `expert` in the stored tensor `stored`."""
+    """Is the place of a tensor of the tables: part `part` of `expert` in the stored tensor `stored`."""
 
     stack: Stack
     stored: str
@@ -43,7 +44,7 @@ def _patterns(stacks: tuple[Stack, ...]) -> list[tuple[re.Pattern[str], Stack, i
 
 
 def place_of(family: Family, name: str) -> StackPlace | None:
-    """Returns where the tensor that the tables call `name` is stacked; None where files hold it by itself."""
+    """Returns the stack of the tensor that the tables call `name`; None if files hold it by itself."""
     for pattern, stack, part in _patterns(family.stacks):
         if match := pattern.fullmatch(name):
             return StackPlace(stack, stack.stored.format(l=match["l"]), int(match["e"]), part)
@@ -51,9 +52,9 @@ def place_of(family: Family, name: str) -> StackPlace | None:
 
 
 def interleaved_rows(family: Family, stored: str) -> int:
-    """Returns how many parts the interleaved rows of the stored tensor `stored` are of.
+    """Returns how many parts' rows are interleaved in the stored tensor `stored`.
 
-    These are 2 where gate and up are one tensor, and 1 for any tensor that is no stack.
+    These are 2 if gate and up are one tensor, and 1 for any tensor that is no stack.
     """
     for stack in family.stacks:
         if re.fullmatch(re.escape(stack.stored).replace(r"\{l\}", r"\d+"), stored):
@@ -104,7 +105,7 @@ def unstacking_read(read: Callable[[str], Slice], family: Family) -> Callable[[s
 
 
 class StackReader:
-    """A `WeightReader` with the stored tensors that answers for the tables' names too."""
+    """Reads the stored tensors, and takes the tables' names too, as a `WeightReader`."""
 
     def __init__(self, reader: WeightReader, family: Family) -> None:
         self.path, self.tensors, self._stored = reader.path, reader.tensors, reader
@@ -144,8 +145,7 @@ def stack_slice(
 
 
 def restack(pairs: Iterable[tuple[str, Tensor]], family: Family, hf_config: HFConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yields (stored name, tensor) from (the tables' name, tensor) in any order; a stored tensor comes with its last
-    part.
+    """Yields (stored name, tensor) from (the tables' name, tensor) in any order, a stored tensor with its last part.
 
     Parts are put into stored tensors as they come, and are not held.
     """

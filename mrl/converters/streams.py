@@ -1,8 +1,7 @@
-"""Weights as a stream, between Hugging Face names and the shards of ranks: what an inference server's weight loader
-needs.
+"""Streams weights between Hugging Face names and the shards of ranks, for an inference server's weight loader.
 
 No process group, no megatron, no files: names and tensors in, names and tensors out. A parameter is handed on as soon
-as all that it is made of has come, and nothing is kept of tensors that are not this rank's.
+as its last part has come. Tensors of other ranks are not kept.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ def hf_to_mcore(
     any order.
 
     hf_config: of `read_hf_config`. spec: "local" or "te", the naming of the layer spec. A shard has new memory, the
-    dtype and the device of its tensors. Passed over are `lm_head.weight` of a tied model and, as config.json announces
-    them, the layers past the last, which predict further tokens: the model of a rank has none. Raises ModelError on a
-    name that the model does not have, one that comes twice, another shape, and where the stream ends before all came.
-    Names are those of files, also where these hold experts stacked.
+    dtype and the device of its tensors. Names are those of files, even if these hold experts stacked.
+
+    Skipped are `lm_head.weight` of a tied model and the MTP layers that config.json announces: the model of a rank has
+    none. Raises ModelError on an unknown name, a repeated one, another shape, and a stream that ends too early.
     """
     plans = chunk_plans(hf_config["num_hidden_layers"], layout.pp, layout.vpp)
     coords = layout.coordinates(rank)
@@ -93,10 +92,10 @@ def mcore_to_hf(
     order.
 
     Replicas (of data parallelism, of what every rank holds, of a tied embedding's second copy) may come or not: the
-    first one counts. Padding of the vocabulary is left out; MTP layers are in no rank's model,
-    and none come. Raises ModelError on a name that the rank does not have, another shape, and where the stream ends
-    before all came. Names are those of files, also where these hold experts stacked; such a tensor comes when all
-    experts of its layer came.
+    first one counts. Padding of the vocabulary is left out. No rank's model has MTP layers, so none come.
+
+    Names are those of files, even if these hold experts stacked. Such a tensor comes after all experts of its layer.
+    Raises ModelError on a name unknown to the rank, another shape, and a stream that ends too early.
     """
     pairs = _merged(
         shards, family, layout, hf_config, {"spec": spec, "head": head, "vocab_multiple": vocab_multiple}
@@ -159,9 +158,7 @@ def _check(name: str, tensor: Tensor, shapes: dict[str, tuple[int, ...]], missin
 
 
 def _own_rows(rule: Rule, name: str, tensor: Tensor) -> Tensor:
-    """Returns the entries of `tensor` that `rule` takes, in order, one after the other along the dimension that it
-    cuts.
-    """
+    """Returns the entries of `tensor` that `rule` takes, in order, concatenated along its dimension."""
     parts = [
         tensor.narrow(span.dim, span.start, span.length)
         for span in rule.spans(rule.rank)

@@ -1,8 +1,8 @@
-"""The words of a family's table: one entry per mcore parameter, read in both directions.
+"""Has the words of a family's table: one entry per mcore parameter, read in both directions.
 
-A table is data and is never changed: tuples of frozen entries. `{l}` stands for the layer (local on the mcore
-side, global on the HF side), `{e}` for the expert (local to the EP rank, global). The tuples below are what
-the llama-like families share; a family's file puts them together and adds its own.
+A table is data and is never changed: tuples of frozen entries. `{l}` stands for the layer (local on the mcore side,
+global on the HF side), `{e}` for the expert (local to the EP rank, global). The llama-like families share the tuples
+below; a family's file puts them together and adds its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HFConfig = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One mcore parameter and the HF tensors that it is made of."""
+    """Maps one mcore parameter to the HF tensors that make it."""
 
     mcore: str  # name in the local spec
     hf: tuple[tuple[str, tuple[str, ...]], ...]  # pairs of HF name and shape, the shape as words of `sizes_of`
@@ -42,7 +42,7 @@ def _never(config: HFConfig, layer: int) -> bool:
 
 
 def every_layer(config: HFConfig, layer: int) -> bool:
-    """`is_sparse` of a family whose layers all have experts."""
+    """Returns True: the `is_sparse` of a family whose layers all have experts."""
     return True
 
 
@@ -52,7 +52,7 @@ def no_sizes(config: HFConfig) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """A tensor of the files that holds a matrix or bias of every expert of a layer: see `mrl.converters.stacks`."""
+    """Is a tensor of the files that holds a matrix or bias of every expert of a layer: see `mrl.converters.stacks`."""
 
     stored: str  # its name, with `{l}`
     parts: tuple[str, ...]  # what the table calls the tensors of one expert, whose rows are interleaved
@@ -62,7 +62,7 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model family: what its tensors are called, and what its config.json means."""
+    """Describes a model family: the names of its tensors, and the meaning of its config.json."""
 
     model_type: str
     layer: tuple[Entry, ...]  # of every layer
@@ -79,7 +79,7 @@ class Family:
     mtp: tuple[Entry, ...] = ()  # what an MTP layer has beside a block: see `mrl.converters.mtp`
 
     def layer_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
-        """Returns what global layer number `layer` holds in a model with this config."""
+        """Returns the entries of global layer number `layer` in a model with this config."""
         entries = self.layer + (self.sparse if self.is_sparse(config, layer) else self.dense)
         return tuple(
             entry
@@ -89,16 +89,13 @@ class Family:
         )
 
     def mtp_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
-        """Returns what global layer number `layer`, past the last, holds; `{l}` of the mcore side counts from the first
-        such layer.
-        """
+        """Returns the entries of global layer number `layer`, past the last; mcore's `{l}` counts from the first such
+        layer."""
         return self.mtp + tuple(map(as_mtp_entry, self.layer_entries(config, layer)))
 
 
 def sizes_of(config: HFConfig, padded: int) -> dict[str, int]:
-    """Returns the numbers that shapes are written in, from a config of `read_hf_config`; `padded` is the padded
-    vocabulary.
-    """
+    """Returns the numbers of shapes by name, from a config of `read_hf_config`. padded: the padded vocabulary."""
     head_dim, heads, groups = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
     return {
         "one": 1,
@@ -159,12 +156,12 @@ ATTENTION = (
 
 
 def only_where(key: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Returns the same entries, which exist where the config key is true."""
+    """Returns the same entries, for models with the config key set to true."""
     return tuple(dataclasses.replace(entry, needs=key) for entry in entries)
 
 
 def qkv_bias(needs: str | None = None) -> tuple[Entry, ...]:
-    """Biases on q, k and v."""
+    """Returns biases on q, k and v."""
     names = ("q_proj", "q"), ("k_proj", "kv"), ("v_proj", "kv")
     hf = tuple((_HF + f"self_attn.{name}.bias", (size,)) for name, size in names)
     return (Entry(_MCORE + "self_attention.linear_qkv.bias", hf, "qkv", needs=needs),)
@@ -246,7 +243,7 @@ DENSE_MLP = (
 
 
 def mlp_bias(needs: str) -> tuple[Entry, ...]:
-    """Biases on all three matrices of a dense MLP."""
+    """Returns biases on all three matrices of a dense MLP."""
     fc1 = tuple((_HF + f"mlp.{name}.bias", ("ffn",)) for name in ("gate_proj", "up_proj"))
     fc2 = ((_HF + "mlp.down_proj.bias", ("hidden",)),)
     return (
@@ -256,9 +253,8 @@ def mlp_bias(needs: str) -> tuple[Entry, ...]:
 
 
 def sparse_mlp(block: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
-    """Norm, router and experts of an MoE layer, whose HF names are `{block}.gate` and
-    `{block}.experts.{e}.{gate|up|down}`.
-    """
+    """Returns norm, router and experts of an MoE layer, with HF names `{block}.gate` and
+    `{block}.experts.{e}.{gate|up|down}`."""
     expert, local = _HF + block + ".experts.{e}.", _MCORE + "mlp.experts.local_experts.{e}."
     return (
         *mlp_norm(sparse=True),

@@ -1,4 +1,4 @@
-"""The files of a tokenizer in a model folder: without PyTorch, for what has no need of the tokenizer itself."""
+"""Writes the files of a tokenizer in a model folder, without PyTorch and without the tokenizer itself."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ def write_chat_template(folder: str | Path, template: str) -> None:
 
 
 def add_end_tokens(folder: str | Path, model: str | Path, own: Sequence[int], added: Sequence[int]) -> None:
-    """Writes generation_config.json of the folder `model`, which training began with, into `folder` with more end
-    tokens. own: those of the model, for one whose files name none."""
+    """Writes generation_config.json into `folder` with more end tokens than in the folder `model`, the start of
+    training.
+
+    own: the model's end tokens, if its files name none.
+    """
     if not added:
         return
     file = Path(model) / GENERATION

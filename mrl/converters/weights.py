@@ -1,6 +1,5 @@
-"""What each reader of weights can do, whatever the files are that it reads: the one type that conversions and engines
-know.
-"""
+"""Defines what each reader of weights can do, whatever files it reads: the one type that conversions and engines
+know."""
 
 from __future__ import annotations
 
@@ -15,9 +14,8 @@ from mrl.converters.safetensors_io import TensorInfo
 
 
 class Slice(Protocol):
-    """A tensor, or one that is read as far as it is indexed: `[a:b]`, `[:, a:b]`, `[i, a:b, c:d]`, and `[()]` for all
-    of it.
-    """
+    """Is a tensor, or one that is read as far as it is indexed: `[a:b]`, `[:, a:b]`, `[i, a:b, c:d]`, and `[()]` for
+    all."""
 
     @property
     def shape(self) -> Shape: ...
@@ -26,18 +24,18 @@ class Slice(Protocol):
 
 
 class WeightReader(Protocol):
-    """The weights of a model by name, read from several threads at the moment that they are asked for."""
+    """Gives the weights of a model by name, read on demand and from several threads."""
 
     @property
     def path(self) -> Path:
-        """The folder or file, for messages."""
+        """Returns the folder or file, for messages."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """The dtype and shape of each, by name."""
+        """Returns the dtype and shape of each, by name."""
 
     def __call__(self, name: str) -> Slice:
-        """Returns the tensor `name`; UserError where it is not there or its file is damaged."""
+        """Returns the tensor `name`; UserError if it is not there or its file is damaged."""
 
     def close(self) -> None:
         """Closes the files; tensors that were read stay valid."""

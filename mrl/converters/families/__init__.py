@@ -1,4 +1,4 @@
-"""The families that mrl converts and trains, by the `model_type` of their config.json: one module of this package each.
+"""Lists the families that mrl converts and trains, by the `model_type` of their config.json: one module here for each.
 
 A module here that defines `FAMILY` is a family; nothing else lists them. docs/families.md shows how one is added.
 """
@@ -32,11 +32,11 @@ def family_for(hf_config: HFConfig) -> Family:
 
 
 def fields_of(hf: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of megatron's TransformerConfig that the architecture decides; `hf` is a normalised
+    """Returns keyword arguments of megatron's TransformerConfig that the architecture decides. hf: a normalised
     config.json.
 
-    Every field of config.json is accounted for: the family reads it, or it is known not to change the maths (`NEUTRAL`,
-    and private names), or its value is the one that changes nothing, or the model is refused with the field's name.
+    Every field of config.json is accounted for. The family reads it, or it is known not to change the maths (`NEUTRAL`,
+    and private names), or its value is off. Otherwise the model is refused with the field's name.
     """
     family = FAMILIES.get(hf["model_type"])
     if family is None:

@@ -1,6 +1,5 @@
-"""DeepSeek-V3 and R1, Moonlight: latent attention, shared experts, a router of sigmoids with groups; the first layers
-dense.
-"""
+"""Describes DeepSeek-V3 and R1, and Moonlight: latent attention, shared experts, a sigmoid router with groups; the
+first layers dense."""
 
 import math
 from typing import Any

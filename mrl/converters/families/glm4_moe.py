@@ -1,6 +1,5 @@
-"""GLM-4.5 and later MoE models: part of each head turns; DeepSeek-V3's router and shared experts; the first layers
-dense.
-"""
+"""Describes GLM-4.5 and later MoE models: a part of each head turns; DeepSeek-V3's router and shared experts; the first
+layers dense."""
 
 from typing import Any
 

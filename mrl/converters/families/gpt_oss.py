@@ -1,7 +1,6 @@
-"""GPT-OSS: attention sinks, every other layer with a window, biases everywhere, experts that clamp and are stored
-stacked.
+"""Describes GPT-OSS: attention sinks, every other layer with a window, biases everywhere, stacked experts that clamp.
 
-Of an expert's two inputs the file interleaves gate and up, column by column, and holds matrices as [expert, in, out].
+The file interleaves gate and up of an expert, column by column, and holds matrices as [expert, in, out].
 """
 
 import functools
@@ -18,7 +17,7 @@ _GATE, _UP, _DOWN = (_EXPERTS + "{e}." + name for name in ("gate_proj", "up_proj
 
 
 def scaled_silu(x: torch.Tensor, alpha: float) -> torch.Tensor:
-    """x sigmoid(alpha x)."""
+    """Returns x sigmoid(alpha x)."""
     return x * torch.sigmoid(alpha * x)
 
 

@@ -1,4 +1,5 @@
-"""Llama 2 and 3, SmolLM2: the plain table; `attention_bias` and `mlp_bias` give biases to all matrices there."""
+"""Describes Llama 2 and 3, SmolLM2: the plain table; `attention_bias` and `mlp_bias` give biases to all matrices
+there."""
 
 from mrl.converters.fields import DENSE, dense_fields
 from mrl.converters.table import ATTENTION, DENSE_MLP, Family, mlp_bias, proj_bias, qkv_bias

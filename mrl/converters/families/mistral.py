@@ -1,4 +1,4 @@
-"""Mistral: Llama's names without biases, and a sliding window in every layer."""
+"""Describes Mistral: Llama's names without biases, and a sliding window in every layer."""
 
 from typing import Any
 

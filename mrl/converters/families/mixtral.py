@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention, every layer sparse, weights of the chosen experts normalised.
+"""Describes Mixtral: Mistral's attention, every layer sparse, weights of the chosen experts normalised.
 
 On disk the experts are `block_sparse_moe.experts.N.w1` (gate), `w3` (up), `w2` (down). transformers 5 renames them in
 memory and still writes these names.

@@ -1,4 +1,4 @@
-"""OLMoE: a norm over all query heads together and one over all key heads; every layer sparse."""
+"""Describes OLMoE: a norm over all query heads together and one over all key heads; every layer sparse."""
 
 from typing import Any
 

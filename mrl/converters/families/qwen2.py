@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: always biases on q, k and v; an optional sliding window from layer `max_window_layers` on."""
+"""Describes Qwen2 and Qwen2.5: biases on q, k and v; an optional sliding window from layer `max_window_layers` on."""
 
 from typing import Any
 

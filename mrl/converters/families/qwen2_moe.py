@@ -1,6 +1,5 @@
-"""Qwen2-MoE and Qwen1.5-MoE: Qwen2's attention; an expert that every token visits, with a gate; sparse layers as in
-Qwen3-MoE.
-"""
+"""Describes Qwen2-MoE and Qwen1.5-MoE: Qwen2's attention; an expert that every token visits, with a gate; sparse layers
+as in Qwen3-MoE."""
 
 from typing import Any
 

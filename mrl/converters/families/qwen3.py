@@ -1,4 +1,5 @@
-"""Qwen3: RMSNorm on each head's query and key; biases only where `attention_bias` says so; windows as in Qwen2."""
+"""Describes Qwen3: RMSNorm on each head's query and key; biases only if `attention_bias` says so; windows as in
+Qwen2."""
 
 from typing import Any
 

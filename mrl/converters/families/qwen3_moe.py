@@ -1,4 +1,5 @@
-"""Qwen3-MoE: Qwen3's attention; dense layers among sparse ones by `mlp_only_layers` and `decoder_sparse_step`."""
+"""Describes Qwen3-MoE: Qwen3's attention; dense layers among sparse ones by `mlp_only_layers` and
+`decoder_sparse_step`."""
 
 from typing import Any
 
@@ -8,7 +9,7 @@ from mrl.converters.table import DENSE_MLP, Family, HFConfig, sparse_mlp
 
 
 def is_sparse(config: HFConfig, layer: int) -> bool:
-    """As transformers' Qwen3MoeDecoderLayer decides: both keys count, and no experts means dense throughout."""
+    """Decides like transformers' Qwen3MoeDecoderLayer: both keys count, and no experts means dense throughout."""
     if not config["num_experts"] or layer in (config.get("mlp_only_layers") or ()):
         return False
     return (layer + 1) % config["decoder_sparse_step"] == 0
