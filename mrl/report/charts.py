@@ -114,13 +114,13 @@ MAIN = (
     "rollout/logprob_gap", "train/grad_norm", "train/lr", "perf/step_s", "perf/tokens_per_s", "perf/mfu",
     "perf/memory_gb",
 )  # fmt: skip
-"""What the terminal shows without --all."""
+"""The metrics that the terminal shows without --all."""
 
 SEQUENCE_KL = "actor/sequence_kl"
 """Shown without --all where nothing is rewarded."""
 
 NOT_DRAWN = frozenset({"eval/binary"})
-"""What says how another metric is to be read."""
+"""Metrics that only say how to read another one."""
 
 GOALS: dict[str, Goal] = {
     "train/loss": "low", "eval/loss": "low", "critic/loss": "low", "reward/mean": "high", "reward/*/mean": "high",

@@ -20,7 +20,7 @@ class Points:
     """The places of a curve that are drawn."""
 
     chosen: numpy.ndarray  # [P] int64: places in the curve, ascending
-    bounds: numpy.ndarray | None = None  # [B + 1] int64: the buckets; None where every place is drawn
+    bounds: numpy.ndarray | None = None  # [B + 1] int64: the buckets; None if every point is drawn
 
     @property
     def is_part(self) -> bool:

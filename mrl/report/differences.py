@@ -22,7 +22,7 @@ class Differences:
 
     runs: Sequence[str]  # names of those that are compared
     keys: Mapping[str, Sequence[Any]]
-    versions: Mapping[str, Sequence[Any]]  # of packages; and git, command, algorithm, length
+    versions: Mapping[str, Sequence[Any]]  # packages; and git, command, algorithm, length
 
     def none_in_words(self, count: int) -> str:
         """Returns the line for `count` runs without differences."""
@@ -54,7 +54,7 @@ def _different(mappings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         values = [mapping.get(name, ABSENT) for mapping in mappings]
         if any(repr(value) != repr(values[0]) for value in values):  # 1 and true are not the same
             differences[name] = values
-    return dict(sorted(differences.items(), key=lambda row: ABSENT in row[1]))  # what all of them have comes first
+    return dict(sorted(differences.items(), key=lambda row: ABSENT in row[1]))  # keys of all runs come first
 
 
 def _plain(value: Any) -> Any:

@@ -28,7 +28,7 @@ CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 class ReportOptions:
     """The options of a report."""
 
-    folder: pathlib.Path | None  # of the page; None where there is to be none
+    folder: pathlib.Path | None  # for the page; None for no page
     look: InitialView
     samples: int  # most of a run on the page
     every_metric: bool = False  # on the terminal

@@ -18,7 +18,7 @@ from mrl.errors import UserError, shortened
 
 STEP, TOKENS, STEP_S, EVAL_S = "step", "train/tokens", "perf/step_s", "perf/eval_s"
 TAIL = 200
-"""Bytes before the place where reading goes on that must still be the same."""
+"""Bytes before the position of the next read: they must still be the same."""
 
 NUMBERS_SHOWN = 3
 """Line numbers, steps or names that a note lists before it says how many there are."""
@@ -43,7 +43,7 @@ class Table:
 
     steps: numpy.ndarray  # [R] int64
     curves: Mapping[str, Curve]  # without `step`
-    notes: list[str]  # what was wrong, for a person
+    notes: list[str]  # faults of the file, for a person
 
     def at_rows(self, name: str) -> numpy.ndarray:
         """Returns [R] float64: a metric at every row, NaN if it has none there."""
@@ -109,7 +109,7 @@ class MetricsFile:
                 file.seek(self._offset)
                 before = len(self._steps) + len(self._broken)
                 for line in file:
-                    # what a run is still writing is no mistake; without its newline it may yet be a whole line
+                    # an unfinished last line is no mistake; without its newline it may yet be whole
                     if not self._take(line, whole=line.endswith(b"\n")):
                         break
                     self._offset += len(line)
@@ -172,7 +172,7 @@ class MetricsFile:
         """Returns what was read so far."""
         steps = numpy.array(self._steps, dtype=numpy.int64)
         order = numpy.argsort(steps, kind="stable")
-        last = numpy.append(numpy.diff(steps[order]) > 0, True)[: len(order)]  # of rows of one step the later counts
+        last = numpy.append(numpy.diff(steps[order]) > 0, True)[: len(order)]  # for rows of one step the last counts
         place = numpy.full(len(steps), -1)
         place[order[last]] = numpy.arange(last.sum())
         curves = {}

@@ -78,7 +78,7 @@ def _html(title: str, data: Mapping[str, Any]) -> bytes:
         before, place, found = found.partition(f"{{{{{name}}}}}")
         assert place, f"page.html has no {name} behind the one before it"
         text += before + value
-    # a name of a file that is no UTF-8 has halves of surrogate pairs, which JSON writes as \\udc80
+    # a file name that is no UTF-8 has halves of surrogate pairs, and JSON writes them as \\udc80
     return (text + found).encode("utf-8", errors="backslashreplace")
 
 
@@ -91,11 +91,8 @@ def _scripts() -> tuple[Sequence[str], str]:
     own = "".join((files / name).read_text(encoding="utf-8") for name in ("samples.js", "page.js"))
     scripts = [get_plotlyjs().replace("\r\n", "\n"), own]
     assert not any("</script" in script.lower() for script in scripts)
-    return scripts, " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
-
-
-def _sha256(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode()
+    digests = [base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode() for script in scripts]
+    return scripts, " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
 def as_script_data(data: Any) -> str:
@@ -129,9 +126,13 @@ def _differences(found: Differences, count: int) -> dict[str, Any]:
     return {
         "runs": found.runs,
         "none": None if found.keys or found.versions else found.none_in_words(count),
-        "keys": {name: [value_text(value) for value in values] for name, values in found.keys.items()},
-        "versions": {name: [value_text(value) for value in values] for name, values in found.versions.items()},
+        "keys": _texts(found.keys),
+        "versions": _texts(found.versions),
     }
+
+
+def _texts(rows: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
+    return {name: list(map(value_text, values)) for name, values in rows.items()}
 
 
 def _run(run: Run, samples: Samples, charts: Sequence[Chart]) -> dict[str, Any]:
@@ -139,12 +140,13 @@ def _run(run: Run, samples: Samples, charts: Sequence[Chart]) -> dict[str, Any]:
     table = run.table
     chosen = {name: choose(curve.values) for name, curve in table.curves.items()}
     stacks = {chart.key: stack_curves(table, chart.names) for chart in charts if chart.stacked}
-    used = [table.curves[name].rows[points.chosen] for name, points in chosen.items()]
-    used += [stack.rows for stack in stacks.values()]
-    used += [
-        table.curves[name].rows[points.bounds[1:] - 1] for name, points in chosen.items() if points.bounds is not None
-    ]
-    rows = numpy.unique(numpy.concatenate([*used, numpy.array([], dtype=numpy.int64)]))
+    used = [numpy.array([], dtype=numpy.int64), *(stack.rows for stack in stacks.values())]
+    for name, points in chosen.items():
+        of_curve = table.curves[name].rows
+        used.append(of_curve[points.chosen])
+        if points.bounds is not None:
+            used.append(of_curve[points.bounds[1:] - 1])
+    rows = numpy.unique(numpy.concatenate(used))
     return {
         "name": run.name,
         "path": str(run.path),
@@ -224,6 +226,12 @@ def _places(wanted: numpy.ndarray, rows: numpy.ndarray) -> list[int]:
 
 def _numbers(values: numpy.ndarray) -> list[float | int | None]:
     """Returns numbers as JSON has them: whole ones without a point, and null if one is not finite."""
-    return [
-        None if not math.isfinite(x) else int(x) if x == int(x) and abs(x) < 2**53 else x for x in values.tolist()
-    ]  # fmt: skip
+    numbers: list[float | int | None] = []
+    for value in values.tolist():
+        if not math.isfinite(value):
+            numbers.append(None)
+        elif value == int(value) and abs(value) < 2**53:
+            numbers.append(int(value))
+        else:
+            numbers.append(value)
+    return numbers

@@ -78,7 +78,10 @@ def _lines(axes: Any, chart: Chart, runs: Sequence[Run], look: InitialView) -> N
             colour, dash = COLOURS[(r if len(runs) > 1 else m) % len(COLOURS)], DASHES[m % len(DASHES)]
             how = {"color": colour, "linestyle": dash if len(runs) > 1 else "-", "linewidth": 1.2}
             x, y = at[curve.rows[places]], numpy.where(curve.finite, curve.values, numpy.nan)[places]
-            label = _text(name if len(runs) == 1 else run.name if len(chart.names) == 1 else f"{run.name}: {name}", 60)
+            label = name
+            if len(runs) > 1:
+                label = run.name if len(chart.names) == 1 else f"{run.name}: {name}"
+            label = _text(label, 60)
             marker = "." if len(x) <= 60 or run.table.is_sparse(name) else None
             if not look.smooth or run.table.is_sparse(name):
                 axes.plot(x, y, label=label, marker=marker, **how)

@@ -20,7 +20,7 @@ from mrl.report.metrics_file import MetricsFile, Table
 METRICS, CONFIG, SAMPLES, LOCK, EXPORT = "metrics.jsonl", "config.yaml", "samples", ".lock", "hf"
 MEMORY = "perf/memory_gb"
 RUNS_NAMED = 4
-"""Runs that a message lists, where a folder that holds runs was named for one."""
+"""Runs that a message lists if a folder of runs was named for a run."""
 
 State = Literal["running", "finished", "not running"]
 
@@ -30,9 +30,9 @@ class Settings:
     """The content of config.yaml: the keys, and the lines of comments above them."""
 
     keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # dotted name -> value
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of mrl, Python and packages
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # mrl, Python and packages
     header: Mapping[str, str] = dataclasses.field(default_factory=dict)  # git, command, algorithm, length
-    problem: str | None = None  # what keeps the file from being read
+    problem: str | None = None  # why the file cannot be read
 
     @property
     def total_steps(self) -> int | None:

@@ -66,20 +66,22 @@ class SampleReader:
     def read(self, most: int) -> Samples:
         """Returns at most `most` samples, of files all along the run: whole groups of prompts, as far as they fit."""
         files = sample_files(self._folder)
-        series = [name for name in SERIES if any(file.series == name for file in files)]
+        series: dict[str, list[SampleFile]] = {}
+        for file in files:
+            series.setdefault(file.series, []).append(file)
         if not most or not series:
             return Samples([], [f"--samples 0 left out the {len(files)} files of samples/"] if files else [])
         shown, notes = [], []
-        for name in series:
-            of_series = [file for file in files if file.series == name]
+        for name, of_series in series.items():
             chosen, each = self._share(of_series, max(1, most // len(series)), TOKENS_OF_PAGE // len(series))
             read = [self._file(file, each) for file in chosen]
             shown += [entry for entry, _ in read]
             count = sum(len(entry["samples"]) for entry, _ in read)
-            line = f"{count} samples of {len(chosen)} files" + (
-                f" of {len(of_series)}" * (len(chosen) < len(of_series))
+            of = f" of {len(of_series)}" if len(chosen) < len(of_series) else ""
+            notes.append(
+                f"{name}: {count} samples of {len(chosen)} files{of}; the first {each} of each at most, and whole "
+                "groups where they fit"
             )
-            notes.append(f"{name}: {line}; the first {each} of each at most, and whole groups where they fit")
             notes += [problem for _, problems in read for problem in problems]
         if self._texts.problem is not None and any("ids" in s for f in shown for s in f["samples"]):
             notes.append(self._texts.problem)
@@ -128,7 +130,8 @@ class SampleReader:
         sample["log_probs"] = [_rounded(x) for x in log_probs[start:stop]]
         if _alike(tokens, row.get("advantages")):
             sample["advantages"] = [_rounded(x) for x in row["advantages"][start:stop]]
-        if (texts := self._texts.of(tokens[start:stop])) is not None:
+        texts = self._texts.of(tokens[start:stop])
+        if texts is not None:
             sample["texts"] = texts
         return sample
 

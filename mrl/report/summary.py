@@ -29,12 +29,12 @@ class Figure:
     run: Run
     metric: str
     values: int  # how many there are
-    first: float | None
-    last: float | None
-    lowest: float | None
-    highest: float | None
-    best: float | None
-    best_step: int | None
+    first: float | None = None
+    last: float | None = None
+    lowest: float | None = None
+    highest: float | None = None
+    best: float | None = None
+    best_step: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Returns numbers and null."""
@@ -51,7 +51,7 @@ def _figure(run: Run, name: str, *, rl: bool) -> Figure:
     curve = run.table.curves[name]
     values, steps = curve.values[curve.finite], run.table.steps[curve.rows[curve.finite]]
     if not len(values):
-        return Figure(run, name, len(curve.values), None, None, None, None, None, None)
+        return Figure(run, name, len(curve.values))
     goal = goal_of(name, rl=rl, rewarded="reward/mean" in run.table.curves)
     best = best_step = None
     if goal is not None:
@@ -94,30 +94,35 @@ def number(value: float | None) -> str:
 
 def text(runs: Sequence[Run], *, smooth: float, every_metric: bool, blocks: str = BLOCKS) -> str:
     """Returns the table for the terminal: of several runs, each metric's lines together, on one scale."""
-    of_runs = [figures_of(run) for run in runs]
-    names = in_order(figure.metric for figures in of_runs for figure in figures)
+    figures: dict[str, list[Figure]] = {}
+    for run in runs:
+        for figure in figures_of(run):
+            figures.setdefault(figure.metric, []).append(figure)
+    names = in_order(figures)
+    several = len(runs) > 1
     shown = [name for name in names if every_metric or is_main(name, rewarded="reward/mean" in names)] or names
-    by_place = {(i, figure.metric): figure for i, figures in enumerate(of_runs) for figure in figures}
-    widths = [len(printable(name)) for name in shown] + [len(run.name) + 2 for run in runs] * (len(runs) > 1)
+    widths = [len(printable(name)) for name in shown]
+    if several:
+        widths += [len(run.name) + 2 for run in runs]
     name_width = min(NAME, max(widths, default=NAME))
-    lines = [f"{run.path}: {run.progress}" for run in runs]
-    lines += [f"{run.name}: {note}" if len(runs) > 1 else f"note: {note}" for run in runs for note in run.notes]
-    lines = [printable(line) for line in lines]
+    lines = [printable(f"{run.path}: {run.progress}") for run in runs]
+    for run in runs:
+        lines += [printable(f"{run.name if several else 'note'}: {note}") for note in run.notes]
     head = f"{'metric':<{name_width}} {'first':>10} {'last':>10} {'best':>10} {'at step':>8}"
     lines += ["", head, "-" * (len(head) + 2 + SPARKLINE)]
     for name in shown:
-        here = [by_place[i, name] for i in range(len(runs)) if (i, name) in by_place]
-        scale = _scale([_values(figure, smooth) for figure in here])
-        if len(runs) > 1:
+        scale = _scale([_values(figure, smooth) for figure in figures[name]])
+        if several:
             lines.append(printable(name))
-        for figure in here:
-            title = shortened(printable(f"  {figure.run.name}" if len(runs) > 1 else name), name_width)
+        for figure in figures[name]:
+            title = shortened(printable(f"  {figure.run.name}" if several else name), name_width)
             spark = sparkline(_values(figure, smooth), *scale, blocks=blocks)
             lines.append(
                 f"{title:<{name_width}} {number(figure.first):>10} {number(figure.last):>10} "
                 f"{number(figure.best):>10} {number(figure.best_step):>8}  {spark}"
             )
-    if left := len(names) - len(shown):
+    left = len(names) - len(shown)
+    if left:
         lines += ["", f"{left} more {'metric is' if left == 1 else 'metrics are'} on the page; --all shows them here"]
     return "\n".join(line.rstrip() for line in lines)
 

@@ -63,7 +63,7 @@ class TokenTexts:
 def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
     """Decodes each token behind the few before it, and removes the text of those alone (as vLLM and TGI stream)."""
     pieces = []
-    begin = 0  # of the window
+    begin = 0  # the first token of the window
     shown = 0  # tokens whose text is in `pieces`
     before = ""  # the text of the window up to `shown`
     for end in range(1, len(ids) + 1):

@@ -18,6 +18,7 @@ import dataclasses
 import inspect
 import math
 import numbers
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -35,9 +36,9 @@ class Sample:
     completion: str
     row: Row
     where: str = ""  # the row's file and line, `train.jsonl:17`, for errors
-    tokens: Sequence[int] = ()  # of the completion, its end token among them
+    tokens: Sequence[int] = ()  # the completion's, its end token among them
     finished: bool = True  # it ended by itself, and not at a limit
-    turns: int = 1  # of the policy
+    turns: int = 1  # the policy's
     conversation: Sequence[Mapping[str, Any]] | None = None  # with an environment: the messages after the prompt
     group: int = 0  # samples of one prompt are neighbours, with one number
 
@@ -141,20 +142,23 @@ def _each(get: Callable[[Sample], Any]) -> Getter:
     return lambda samples, position: [get(sample) for sample in samples]
 
 
-_PROMPT: Callable[[Sample], Any] = lambda sample: sample.prompt  # noqa: E731
-_COMPLETION: Callable[[Sample], Any] = lambda sample: sample.completion  # noqa: E731
-_ROW: Callable[[Sample], Any] = lambda sample: sample.row  # noqa: E731
-_TOKENS: Callable[[Sample], Any] = lambda sample: list(sample.tokens)  # noqa: E731
-_REASON: Callable[[Sample], Any] = lambda sample: sample.finish_reason  # noqa: E731
+def _tokens(sample: Sample) -> list[int]:
+    return list(sample.tokens)
+
+
+_PROMPT = operator.attrgetter("prompt")
+_COMPLETION = operator.attrgetter("completion")
+_ROW = operator.attrgetter("row")
+_REASON = operator.attrgetter("finish_reason")
 _STEP: Mapping[str, Getter] = {"step": lambda samples, position: position.step}
 _LIST_ARGUMENTS: Mapping[str, Getter] = {
-    "completions": _each(_COMPLETION), "tokens": _each(_TOKENS), "finish_reasons": _each(_REASON), **_STEP,
+    "completions": _each(_COMPLETION), "tokens": _each(_tokens), "finish_reasons": _each(_REASON), **_STEP,
 }  # fmt: skip
 
 SAMPLE = SignatureForm(
     "sample",
     {
-        "prompt": _first(_PROMPT), "completion": _first(_COMPLETION), "row": _first(_ROW), "tokens": _first(_TOKENS),
+        "prompt": _first(_PROMPT), "completion": _first(_COMPLETION), "row": _first(_ROW), "tokens": _first(_tokens),
         "finish_reason": _first(_REASON), **_STEP,
     },
 )  # fmt: skip
@@ -169,7 +173,7 @@ VERL_BATCH = SignatureForm("batch", {f"{name}s": _each(get) for name, get in _VE
 TRL = SignatureForm(
     "batch",
     {
-        "prompts": _each(_PROMPT), "completions": _each(_trl_completion), "completion_ids": _each(_TOKENS),
+        "prompts": _each(_PROMPT), "completions": _each(_trl_completion), "completion_ids": _each(_tokens),
         "trainer_state": lambda samples, position: TrainerState(position.made, position.total),
     },
     columns=True, read=lambda value: 0.0 if value is None else value,
@@ -208,12 +212,14 @@ class RewardCall:
         known = [p for p in named if _plain(p.name) in self.form.getters]
         others = [p for p in named if _plain(p.name) not in self.form.getters]
         self._columns = others if self.form.columns else []
-        if not self.form.columns and (unknown := [p.name for p in others if p.default is _EMPTY]):
+        unknown = [p.name for p in others if p.default is _EMPTY]
+        if unknown and not self.form.columns:
             raise UnknownSignature(
                 f"needs {' and '.join(unknown)}, which nothing is known for; give a default, or take of "
                 f"{', '.join(self.form.getters)}"
             )
-        if by_place := [p.name for p in others if p.kind == p.POSITIONAL_ONLY]:
+        by_place = [p.name for p in others if p.kind == p.POSITIONAL_ONLY]
+        if by_place:
             raise UnknownSignature(f"takes {by_place[0]} by its place alone; remove the / from its parameters")
         self._known = known
 

@@ -40,9 +40,9 @@ class Outcome:
     """The result of a task."""
 
     values: tuple[float, ...] | None  # finite, one for each sample; None after a fault
-    fault: str | None = None  # what went wrong
+    fault: str | None = None  # in words
     timed_out: bool = False
-    traceback: str | None = None  # of an exception
+    traceback: str | None = None  # an exception's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,7 +302,7 @@ class _PoolRun:
         self.tasks, self.position, self.fatal, self.first = tasks, position, fatal, first
         self.outcomes: list[Outcome | None] = [None] * len(tasks)
         self.alone: set[int] = set()
-        self._retries = retries  # of each function
+        self._retries = retries  # for each function
         self._retried: dict[int, int] = {}  # task -> how often
         self._later: list[tuple[float, int]] = []  # a heap: (when, task)
         self.made_again: list[str] = []  # the fault of each call that is, or will be

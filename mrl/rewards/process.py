@@ -25,7 +25,7 @@ import psutil
 from mrl.rewards.worker import NUMBER_BYTES, WorkerConfig
 
 START = (
-    # srun sends what stops a run to every process of the job: scoring goes on until the trainer has saved
+    # srun sends stop signals to every process of the job, and scoring must continue until the trainer has saved
     "import signal, sys; [signal.signal(s, signal.SIG_IGN) for s in (signal.SIGTERM, signal.SIGUSR1)]; "
     "sys.path[:] = {path!r}; from mrl.rewards.worker import main; main({connection}, {lifeline}, {begun})"
 )
@@ -44,7 +44,7 @@ class Process:
     running: dict[int, float] = dataclasses.field(
         default_factory=dict
     )  # call number -> deadline, of those not answered
-    exclusive: bool = False  # takes no second call beside the one that runs
+    exclusive: bool = False  # takes no second call while one runs
 
     @property
     def begun_last(self) -> int:

@@ -44,16 +44,16 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "PYTHONHASHSEED": "0",
 }
-START_S = 1.0  # what starting the interpreter may take beyond the limit
+START_S = 1.0  # for starting the interpreter, beyond the limit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
     """The limits of a program in the sandbox."""
 
-    time_s: float  # wall time, beside START_S, and CPU time rounded up to whole seconds
+    time_s: float  # wall time, besides START_S, and CPU time rounded up to whole seconds
     memory_mb: int  # address space
-    file_mb: int  # of one file
+    file_mb: int  # for one file
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,7 +48,7 @@ REFUSED = {
     "io_uring_setup": (425, 425), "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280),
     "perf_event_open": (298, 241), "userfaultfd": (323, 282), "fanotify_init": (300, 262),
     "move_pages": (279, 239), "migrate_pages": (256, 238),
-    # memory that RLIMIT_AS does not count, or that outlives the process
+    # memory that RLIMIT_AS does not count, or outliving the process
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "shmctl": (31, 195), "shmdt": (67, 197), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191),
     "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187),

@@ -160,7 +160,7 @@ def _report(line: str, task: Task, outcome: Outcome) -> str:
         f"prompt: {json.dumps(s.prompt, ensure_ascii=False, default=repr)[:10_000]}\ncompletion:\n{s.completion}"
         for s in task.samples[:8]
     ]
-    return "\n\n".join([line, *([outcome.traceback] if outcome.traceback else []), *shown])
+    return "\n\n".join([line, outcome.traceback, *shown] if outcome.traceback else [line, *shown])
 
 
 def _completion_decides_time(reward: Reward) -> bool:
@@ -174,9 +174,10 @@ def _completion_decides_time(reward: Reward) -> bool:
 def faults_in_words(faults: Sequence[str], most: int = 3) -> list[str]:
     """Returns lines for the console: the first faults, and the number of others."""
     rest = len(faults) - most
+    if rest <= 0:
+        return list(faults)
     what = "fault of rewards, which counts as 0" if rest == 1 else "faults of rewards, which count as 0"
-    more = [f"and {rest:,} more {what}"] if rest > 0 else []
-    return [*faults[:most], *more]
+    return [*faults[:most], f"and {rest:,} more {what}"]
 
 
 def metrics(scores: Scores) -> dict[str, float]:

@@ -74,8 +74,8 @@ class RewardTasks:
     calls: tuple[bytes, ...]
     """Each call is pickled by itself.
 
-    In one pickle, samples of a prompt would have one row, and a function that changes its row would change that of the
-    next call.
+    In one pickle, samples of a prompt would share one row. A function that changes its row would then change the next
+    call's.
     """
     position: Position
 

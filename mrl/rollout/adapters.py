@@ -25,23 +25,24 @@ from mrl.converters.hf_config import VISION_LANGUAGE, read_hf_config
 from mrl.engine.lora.folder import adapters, write_adapter_files
 from mrl.engine.lora.identity import weights_fingerprint
 from mrl.errors import ConfigError, ServerError, one_line
-from mrl.rollout.handover import ServerGroup, WeightSync, pause
+from mrl.rollout.handover import WeightSync, pause
+from mrl.rollout.server import ServerGroup
 from mrl.rollout.weights import WeightFolders
 
 KEY = "rollout.server.lora"
 TARGETS = "actor.model.lora.target_modules"
 PREFIX = "mrl-ppo-"
-"""What the names of adapters begin with; a server's weights have the name of the adapter that it was given last."""
+"""The beginning of adapters' names; a server's weights have the name of its newest adapter."""
 
 STARTED_ADAPTER = "default"
-"""What servers call the weights that they were started with."""
+"""Servers' name for the weights of their start."""
 
 PROBE_IDS = tuple(range(12))
 """Tokens that every model has, and not one alone: of a padding token's zeros every adapter makes zeros."""
 
 MIN_LOGPROB_CHANGE = 0.02
-"""Nats a token by which adapters of a trial, which are as large as weights, change log-probs at the least: those of one
-model differ by less, from one run of a GPU's kernels to another."""
+"""Nats a token by which a trial's adapters must change log-probs; they are as large as weights. Runs of a GPU's kernels
+on one model differ by less."""
 
 MERGED_FIX = f"set {KEY} to merged"
 
@@ -86,7 +87,7 @@ class AdapterWeightSync(WeightSync):
         check_adapter_training(actor)
         self._shapes = adapters(actor.model, actor.lora, "lm")
         servers.map(self._check_start)
-        pause(self._servers)  # what a run that was killed had under way ends, with its files
+        pause(self._servers)  # ends requests of a killed run, before its files go
         try:
             servers.map(self._forget_others)
             self._folders = WeightFolders(weights_dir, bucket_mb=1)

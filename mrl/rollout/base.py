@@ -25,8 +25,7 @@ if TYPE_CHECKING:  # a sampler in another program's environment has no use for d
 
 Limit = Literal["tokens", "turns"]
 Series = Literal["step", "eval", "baseline"]
-"""Which rollouts: those that are trained on, of held-out prompts, or the greedy completions that remax compares with.
-"""
+"""The kind of rollouts: for training, of held-out prompts, or greedy completions for remax to compare with."""
 SERIES_NAMES: tuple[Series, ...] = get_args(Series)
 
 
@@ -38,13 +37,12 @@ class SampleRequest:
     max_new_tokens: int
     sampling: SamplingParams
     key: SamplingKey
-    """What the noise follows from, where the sampler can honour it: the actor's own engine does, a server gets a seed
-    made of it."""
+    """Determines the noise, if the sampler can honour it: the actor's own engine does, a server gets a seed of it."""
     stop_tokens: Sequence[int] = ()  # ids that end the completion, and are kept in it
-    stop: Sequence[str] = ()  # texts that end it, in the decoded new tokens; the token that completes one is the last
+    stop: Sequence[str] = ()  # texts in the decoded new tokens that end it, with the token completing one
     on_token: Callable[[Sequence[int]], bool] | None = None
-    """Called with the new ids after each of them, on the ranks that sample them; ends the completion where it says so,
-    on all of these ranks alike. A sampler that gets a completion whole calls nothing."""
+    """Called with the new ids after each of them, on the ranks that sample them. If it returns True there, the
+    completion ends on all these ranks. A sampler that gets completions whole does not call it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,16 +52,16 @@ class Trajectory:
     prompt: Prompt
     sample: int  # its number among the prompt's, from 0
     tokens: list[int]  # the whole sequence, prompt first
-    mask: list[int]  # of each token: 1 where the policy sampled it, 0 in the prompt and in observations
-    log_probs: list[float]  # of the sampler, for each token; 0.0 where mask is 0
-    text: str  # what the policy wrote, without special tokens; turns are joined by a blank line
+    mask: list[int]  # for each token: 1 if the policy sampled it, 0 in the prompt and in observations
+    log_probs: list[float]  # the sampler's, for each token; 0.0 if mask is 0
+    text: str  # the policy's text without special tokens; turns are joined by a blank line
     finished: bool  # whether it ended by itself, and not at a limit of tokens or turns
-    turns: int = 1  # of the policy
+    turns: int = 1  # the policy's
     reward: float | None = None  # the environment's, in all; None without one
     conversation: Sequence[Mapping[str, Any]] | None = None
     """With an environment, the messages after the prompt as {"role", "content"}: the policy's turns ("assistant") and
     what the environment answered, its last answer too, which no turn follows."""
-    cut_by: Limit | None = None  # the limit at which it ended; None where it is finished
+    cut_by: Limit | None = None  # the limit at which it ended; None if it is finished
 
     @property
     def response_length(self) -> int:
@@ -148,7 +146,7 @@ class TrajectorySource(abc.ABC):
     """A source of the trajectories of prompts: sampled, or replayed."""
 
     earlier_s = 0.0
-    """Seconds that it took to sample what the latest `sample` gave, where an earlier start of the run did."""
+    """Seconds of sampling by an earlier start of the run, for the trajectories of the latest `sample`."""
 
     @property
     def exact(self) -> bool:

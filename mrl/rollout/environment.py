@@ -69,7 +69,7 @@ def load_environment(spec: str, key: str = KEY) -> Callable[[], Any]:
 class _EnvironmentCall:
     """A call of one conversation's object."""
 
-    number: int  # of the conversation
+    number: int  # the conversation's
     method: Literal["reset", "step"]
     argument: Any
     started: float | None = None  # by time.monotonic; None while the call waits

@@ -17,191 +17,17 @@ import concurrent.futures
 import functools
 import pathlib
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Generic, TypeVar, overload
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mrl.config.ppo import ServerConfig
 from mrl.engine import links
-from mrl.engine.links import Link
 from mrl.errors import ConfigError, ServerError, first_line
-from mrl.rollout.http import HttpClient, RequestAborted
+from mrl.rollout.server import KEY, LAST_WORDS_S, Server, ServerGroup
 from mrl.rollout.weights import DrainedStream, Shapes, WeightFolders
-
-T = TypeVar("T")
-KEY = "rollout.server.handover"
-INCOMPLETE = "incomplete"
-"""What a server calls its weights while new ones are on their way through a link."""
-
-LAST_WORDS_S = 5.0
-"""Longest wait for what a server says of a failure, once another one has failed."""
-
-
-class Receiver(abc.ABC):
-    """An inference server as a receiver of new weights; methods raise ServerError.
-
-    `path`: where its own weights came from. Methods from `workers` to `leave` are for the links in `links` alone.
-    """
-
-    path: str
-    links: frozenset[str] = frozenset()  # of links.LINKS; known after `inspect`
-    greets = False  # its processes at a link are mrl's own, which say when they have met
-    how_to_link = "its kind of server has none"  # what a server has to be started with, for links
-
-    def __init__(self, http: HttpClient) -> None:
-        self.http = http
-
-    @abc.abstractmethod
-    def pause(self) -> None:
-        """Stops sampling until `resume`: nothing is sampled from when this returns."""
-
-    @abc.abstractmethod
-    def resume(self) -> None: ...
-
-    def check_names(self, names: Collection[str]) -> None:  # noqa: B027 (most can take all)
-        """Refuses weights of these names if `load` would give a wrong model."""
-
-    @abc.abstractmethod
-    def load(self, path: str, version: str) -> None:
-        """Takes the weights in the folder and forgets results of older ones. Only while it is paused."""
-
-    @abc.abstractmethod
-    def workers(self) -> int:
-        """Returns the number of processes that a link has to reach."""
-
-    def memory_obstacle(self, device: torch.device, *, named: bool) -> str | None:
-        """Returns why its processes do not see memory of `device`, for `ipc` alone; None if they do.
-
-        named: `ipc` is asked for by its name. That decides for a server that does not say.
-        """
-        raise NotImplementedError
-
-    def memory_link(self, device: torch.device, servers: ServerGroup[Any]) -> Link:
-        """Returns the link `ipc` for servers of this kind."""
-        return links.SharedMemoryLink(device, len(servers))
-
-    @abc.abstractmethod
-    def join(self, offer: dict[str, Any]) -> None:
-        """Takes its processes into a link, and out of the one before."""
-
-    @abc.abstractmethod
-    def begin(self) -> None:
-        """Makes ready for buckets of new weights; its weights are `INCOMPLETE` from now on. Only while it is paused."""
-
-    @abc.abstractmethod
-    def receive(self, bucket: dict[str, Any]) -> None:
-        """Takes a bucket from the link. bucket: what `links.Link.describe` returns for this server."""
-
-    @abc.abstractmethod
-    def finish(self, version: str) -> None:
-        """Takes the weights as whole, and forgets results of older ones."""
-
-    @abc.abstractmethod
-    def leave(self) -> None:
-        """Takes its processes out of the link, also in the middle of a bucket that does not come."""
-
-
-R = TypeVar("R", bound=Receiver)
-
-
-class ServerGroup(Sequence[R], Generic[R]):
-    """Call several servers at the same time."""
-
-    def __init__(self, servers: Sequence[R]) -> None:
-        self._servers = tuple(servers)
-
-    @overload
-    def __getitem__(self, index: int) -> R: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[R]: ...
-    def __getitem__(self, index: int | slice) -> R | Sequence[R]:
-        return self._servers[index]
-
-    def __len__(self) -> int:
-        return len(self._servers)
-
-    def map(self, call: Callable[[R], T]) -> list[T]:
-        """Makes `call` for each server at the same time. Returns the results when all have ended, or raises the first
-        error."""
-        return [future.result() for future in self._ended(call)]
-
-    def outcomes(self, call: Callable[[R], T]) -> list[T | ServerError]:
-        """Calls like `map`, with a ServerError as the result of its server."""
-        outcomes: list[T | ServerError] = []
-        for future in self._ended(call):
-            try:
-                outcomes.append(future.result())
-            except ServerError as error:
-                outcomes.append(error)
-        return outcomes
-
-    def _ended(self, call: Callable[[R], T]) -> list[concurrent.futures.Future[T]]:
-        with concurrent.futures.ThreadPoolExecutor(len(self)) as pool:
-            return [pool.submit(call, server) for server in self]
-
-    def call_all(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Makes all calls at the same time. At the first error the others are ended, and it is raised."""
-        with concurrent.futures.ThreadPoolExecutor(len(calls) or 1) as pool:
-            futures = [pool.submit(call) for call in calls]
-            try:
-                for future in concurrent.futures.as_completed(futures):
-                    future.result()
-            except BaseException:
-                self.abort_requests()
-                raise
-            finally:
-                concurrent.futures.wait(futures)
-                self.allow_requests()
-
-    def abort_requests(self) -> None:
-        """Ends all requests that are under way; they raise RequestAborted."""
-        for server in self:
-            server.http.abort_requests()
-
-    def allow_requests(self) -> None:
-        for server in self:
-            server.http.allow_requests()
-
-    def call_within(self, seconds: float, call: Callable[[R], None]) -> None:
-        """Makes `call` for each server, and ends those that take longer. Errors are ignored."""
-        with concurrent.futures.ThreadPoolExecutor(len(self)) as pool:
-            futures = [pool.submit(call, server) for server in self]
-            concurrent.futures.wait(futures, seconds)
-            self.abort_requests()
-        self.allow_requests()
-
-    def call_while(self, call: Callable[[R], None], act: Callable[[Callable[[], bool]], None]) -> None:
-        """Makes `call` for each server while `act` runs; returns when all have ended. Raises the first error.
-
-        act: is given a function that says whether a server has failed. It then ends without waiting for the server. If
-        `act` raises LinkBroken, a server most likely knows the reason, so its words are awaited for a while. Then
-        requests that are under way are ended.
-        """
-        broken: links.LinkBroken | None = None
-        with concurrent.futures.ThreadPoolExecutor(len(self)) as pool:
-            futures = [pool.submit(call, server) for server in self]
-
-            def failed() -> bool:
-                return any(future.done() and future.exception() is not None for future in futures)
-
-            try:
-                act(failed)
-            except links.LinkBroken as error:
-                broken = error
-            until = None if broken is None else LAST_WORDS_S
-            concurrent.futures.wait(futures, until, return_when=concurrent.futures.FIRST_EXCEPTION)
-            if broken is not None or failed():
-                concurrent.futures.wait(futures, LAST_WORDS_S if failed() else 0)
-                self.abort_requests()
-        self.allow_requests()
-        for failure in [future.exception() for future in futures]:
-            if failure is not None and not isinstance(failure, RequestAborted):
-                raise failure
-        if broken is not None:
-            urls = ", ".join(server.http.url for server in self)
-            raise ServerError(f"{KEY}: the link to {urls} broke ({first_line(broken)}); see the servers' logs")
 
 
 class WeightSync(abc.ABC):
@@ -259,7 +85,7 @@ def _choose(servers: ServerGroup[Any], asked: str, device: torch.device, *, slee
     return "disk", "; ".join(faster)
 
 
-def _obstacle(server: Receiver, way: str, device: torch.device, *, sleeps: bool, named: bool) -> tuple[str, str] | None:
+def _obstacle(server: Server, way: str, device: torch.device, *, sleeps: bool, named: bool) -> tuple[str, str] | None:
     """Returns why weights cannot take `way` to a server, and what would help; None if they can.
 
     named: the way is asked for by its name.
@@ -267,7 +93,7 @@ def _obstacle(server: Receiver, way: str, device: torch.device, *, sleeps: bool,
     if way not in server.links:
         return "it takes no weights that way", f"start it with {server.how_to_link}, or set it to disk"
     if way == "broadcast":
-        # Servers do not say which GPU they are on. One that sleeps is on the trainer's: that is what sleep is for.
+        # Servers do not say which GPU they are on. One that sleeps is on the trainer's: sleep is for that.
         if sleeps and device.type == "cuda":
             why = "rollout.server.sleep is for a server on the trainer's GPU, and NCCL refuses two processes on one"
             return why, "set it to auto, ipc or disk, or rollout.server.sleep to false if it has GPUs of its own"
@@ -322,7 +148,7 @@ class DiskWeightSync(WeightSync):
     def _roll_back(self, failed: ServerError) -> ServerError:
         """Loads the old weights everywhere. Returns the error to raise."""
 
-        def back(server: Receiver) -> None:
+        def back(server: Server) -> None:
             server.load(*self._loaded[server])
             server.resume()
 
@@ -387,7 +213,7 @@ class LinkWeightSync(WeightSync):
             self._link = self._servers[0].memory_link(self._device, self._servers)
         else:
             hosts = {server.http.own_address() for server in self._servers}
-            # Servers beside the trainer reach it under the address that others see, but not the other way round.
+            # Servers on the trainer's machine reach it under its outside address too, others not under a loopback one.
             host = min(hosts, key=lambda address: address.startswith("127.") or address == "::1")
             workers = self._servers.map(lambda s: s.workers())
             greets = all(server.greets for server in self._servers)
@@ -438,7 +264,7 @@ class LinkWeightSync(WeightSync):
 
     def _send_one(self, bucket: links.Bucket, link: links.Link) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread
+            torch.cuda.set_device(self._device)  # for this thread
         descriptions = dict(zip(self._servers, link.describe(bucket), strict=True))
         self._servers.call_while(lambda s: s.receive(descriptions[s]), lambda failed: link.send(bucket, failed))
 

@@ -12,9 +12,7 @@ from typing import Any
 from mrl.errors import ConfigError, ServerError, quoted
 
 TRIES = 4
-"""How often a request is sent at most. Again only where the server could not be reached, hung up, or said that it is
-busy.
-"""
+"""How often a request is sent at most: again only if the server was not reached, hung up, or said that it is busy."""
 
 FIRST_WAIT_S = 0.5
 """Before the second try; it doubles each time."""

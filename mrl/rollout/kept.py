@@ -16,7 +16,7 @@ from mrl.errors import CheckpointError, unwritable
 from mrl.rollout.base import Series, Trajectory, TrajectorySource
 from mrl.rollout.rollouts import OnMain
 
-_PROMPT_FIELDS = ("content", "tokens", "truncated")  # what an environment's reset may have replaced
+_PROMPT_FIELDS = ("content", "tokens", "truncated")  # an environment's reset may have replaced them
 _FIELDS = tuple(f.name for f in dataclasses.fields(Trajectory) if f.name != "prompt")
 
 
@@ -90,7 +90,7 @@ class KeptRollouts(TrajectorySource):
 
     def forget(self) -> None:
         """Removes all files."""
-        self._on_main(lambda: self._remove(lambda name: True))
+        self._on_main(lambda: self._remove(()))
 
     def close(self) -> None:
         self._source.close()
@@ -140,12 +140,12 @@ class KeptRollouts(TrajectorySource):
 
     def _remove_others(self, made: int) -> None:
         """Removes files of other weights than those after `made` steps."""
-        wanted = (f"eval_{made:08d}_", *(f"{name}_{made + 1:08d}_" for name in ("step", "baseline")))
-        self._remove(lambda name: not name.startswith(wanted))
+        self._remove((f"eval_{made:08d}_", f"step_{made + 1:08d}_", f"baseline_{made + 1:08d}_"))
 
-    def _remove(self, which: Callable[[str], bool]) -> None:
+    def _remove(self, kept: tuple[str, ...]) -> None:
+        """Removes all files but those whose name begins with one of `kept`."""
         for file in self._folder.glob("*_*.*"):
-            if which(file.name):
+            if not file.name.startswith(kept):
                 file.unlink()
         if self._folder.exists() and not self._folder.is_symlink() and not any(self._folder.iterdir()):
             self._folder.rmdir()

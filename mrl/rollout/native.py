@@ -25,11 +25,11 @@ class EngineSampler(Sampler):
         self, generate: Callable[..., list[Completion]], tokenizer: PreTrainedTokenizerBase, *, kept_tokens: int = 0
     ) -> None:
         self._generate, self._tokenizer, self._kept_tokens = generate, tokenizer, kept_tokens
-        self._stops: dict[tuple[str, ...], StopTexts] = {}
+        self._stop_texts = functools.cache(functools.partial(StopTexts, tokenizer))
 
     def for_conversations(self, parts: int) -> list[Sampler]:
-        # A part has room of its own: what is kept, and so what is computed anew, does not depend on when others answer.
-        # What is made of the weights is made once: on a CPU it is a copy of them.
+        # A part has room of its own, so the kept and the recomputed tokens do not depend on when others answer.
+        # The weights are prepared once: on a CPU that is a copy of them.
         room, prepared = self._kept_tokens // parts, PreparedWeights()
         return [
             EngineSampler(functools.partial(self._generate, kept=KeptSequences(room, prepared)), self._tokenizer)
@@ -40,16 +40,14 @@ class EngineSampler(Sampler):
         return self._generate([self._for_engine(request) for request in requests])
 
     def _for_engine(self, request: SampleRequest) -> GenerateRequest:
-        stop = tuple(request.stop)
-        if stop and stop not in self._stops:
-            self._stops[stop] = StopTexts(self._tokenizer, stop)
+        stops = self._stop_texts(tuple(request.stop)) if request.stop else None
         return GenerateRequest(
             tokens=request.tokens,
             max_new_tokens=request.max_new_tokens,
             stop_tokens=request.stop_tokens,
             sampling=request.sampling,
             key=request.key,
-            stop_at=_any_of(request.on_token, self._stops.get(stop)),
+            stop_at=_any_of(request.on_token, stops),
         )
 
 

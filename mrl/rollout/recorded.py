@@ -28,7 +28,7 @@ class RecordedRollouts(TrajectorySource):
                 "rollout.path", None, "leaves rollout.backend recorded nothing to replay", "give a folder of samples"
             )
         self._config, self._folder, self._on_main = config, os.path.expanduser(config.path), on_main
-        self._path: str | None = None  # of the file that the next round goes on with
+        self._path: str | None = None  # the file that the next round reads on
         self._records: list[SavedSample] = []
         self._unused: dict[tuple[int, int], collections.deque[tuple[int, SavedSample]]] = {}
         on_main(self._check_folder)

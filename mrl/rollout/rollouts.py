@@ -44,7 +44,7 @@ class _Conversation:
     tokens: list[int] = dataclasses.field(default_factory=list)
     mask: list[int] = dataclasses.field(default_factory=list)
     log_probs: list[float] = dataclasses.field(default_factory=list)
-    turns: list[str] = dataclasses.field(default_factory=list)  # what the policy wrote
+    turns: list[str] = dataclasses.field(default_factory=list)  # the policy's texts
     messages: list[dict[str, Any]] | None = None  # turns and observations, where there is an environment
     chat: Chat | None = None  # the prompt as a conversation, for its tools and template arguments
     completed: bool = False

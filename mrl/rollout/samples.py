@@ -22,6 +22,7 @@ from mrl.errors import DataError
 from mrl.rollout.base import SERIES_NAMES, Limit, Series, Trajectory
 
 COMPRESSED = ".gz"
+FIX = "give a file that `mrl ppo` wrote"
 REPLAYED = ("tokens", "mask", "log_probs")
 """Keys that a replay needs, a number per token."""
 TOKENS = (*REPLAYED, "advantages")
@@ -39,10 +40,10 @@ class SavedSample:
     index: int
     sample: int
     reward: float | None  # in all
-    rewards: dict[str, float]  # of the functions, by label
+    rewards: dict[str, float]  # the functions', by label
     environment: float | None  # the environment's reward
     prompt: str | list[dict[str, Any]]
-    completion: str  # what the policy wrote
+    completion: str  # the policy's text
     finished: bool
     turns: int
     response_length: int
@@ -53,7 +54,7 @@ class SavedSample:
     # files of an older mrl have none of these
     conversation: Sequence[Mapping[str, Any]] | None = None
     cut_by: Limit | None = None
-    advantages: Sequence[float] | None = None  # of tokens, 0 where mask is; null where each has `advantage`
+    advantages: Sequence[float] | None = None  # per token, 0 if mask is 0; null if each has `advantage`
 
     @property
     def prompt_length(self) -> int:
@@ -117,9 +118,7 @@ def write_samples(
                     cut_by=t.cut_by,
                     advantages=None if token_advantages is None else token_advantages[i],
                 )
-                fields = {f.name: getattr(sample, f.name) for f in dataclasses.fields(sample)}
-                if not tokens:
-                    fields = {name: value for name, value in fields.items() if name not in TOKENS}
+                fields = {name: value for name, value in vars(sample).items() if tokens or name not in TOKENS}
                 out.write(json.dumps(fields, ensure_ascii=False) + "\n")
         os.replace(temporary, path)
         if os.path.exists(other):  # in the other form, of a run that was started again with another config
@@ -145,9 +144,16 @@ def bound(folder: str, *, keep: int | None, max_mb: int | None) -> int:
     Each series keeps its newest `keep` files, and all together at most `max_mb`. The newest file stays whatever its
     size. Files of other names are left alone.
     """
-    found = [(int(match[2]), match[1], entry) for entry in os.scandir(folder) if (match := _NAME.fullmatch(entry.name))]
+    found = []
+    for entry in os.scandir(folder):
+        match = _NAME.fullmatch(entry.name)
+        if match is not None:
+            found.append((int(match[2]), match[1], entry))
     found.sort(key=lambda file: file[:2])
-    gone = [] if keep is None else [file for s in SERIES_NAMES for file in [f for f in found if f[1] == s][:-keep]]
+    gone = []
+    if keep is not None:
+        for series in SERIES_NAMES:
+            gone += [file for file in found if file[1] == series][:-keep]
     left, of_keep = [file for file in found if file not in gone], len(gone)
     size = sum(file[2].stat().st_size for file in left)
     while max_mb is not None and size > max_mb * 1e6 and len(left) > 1:
@@ -164,21 +170,17 @@ def read_samples(path: str) -> list[SavedSample]:
         with _opened(path, "r", path.endswith(COMPRESSED)) as file:
             lines = file.read().split("\n")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DataError(
-            path, why=f"cannot be read ({one_line(error)})", fix="give a file that `mrl ppo` wrote"
-        ) from None
+        raise DataError(path, why=f"cannot be read ({one_line(error)})", fix=FIX) from None
     if lines.pop():
         raise DataError(f"{path}:{len(lines) + 1}", why="the line is cut off", fix="copy the file again")
     if not lines:
-        raise DataError(path, why="is empty", fix="give a file that `mrl ppo` wrote")
+        raise DataError(path, why="is empty", fix=FIX)
     samples = []
     for number, line in enumerate(lines, start=1):
         try:
             samples.append(_sample(line))
         except ValueError as error:
-            raise DataError(
-                f"{path}:{number}", why=f"{one_line(error)}", fix="give a file that `mrl ppo` wrote"
-            ) from None
+            raise DataError(f"{path}:{number}", why=one_line(error), fix=FIX) from None
     return samples
 
 
@@ -230,7 +232,7 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "advantages": (lambda v: v is None or _list_of(_number)(v), "a list of finite numbers or null"),
 }
 OPTIONAL: dict[str, Any] = {"conversation": None, "cut_by": None, "advantages": None}
-"""What a file that was written before these keys is read as."""
+"""Values of these keys for a file that is older than they are."""
 
 
 def _sample(line: str) -> SavedSample:

@@ -9,14 +9,11 @@ another name is an error: the server was started again meanwhile.
 
 from __future__ import annotations
 
-import abc
 import collections
-import contextlib
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,143 +21,22 @@ from torch import Tensor
 from mrl.config.ppo import ServerConfig
 from mrl.engine.base import Completion
 from mrl.engine.collective import OnMain
-from mrl.engine.sampling import SamplingParams, noise_key
 from mrl.errors import ConfigError, UserError
 from mrl.rollout.adapters import PROBE_IDS, AdapterTraining, AdapterWeightSync
 from mrl.rollout.base import Sampler, SampleRequest
-from mrl.rollout.handover import Receiver, ServerGroup, WeightSync, make_weight_sync
+from mrl.rollout.handover import WeightSync, make_weight_sync
 from mrl.rollout.http import HttpClient
+from mrl.rollout.server import Server, ServerGroup
 
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """A text that the servers are asked about after every hand-over of weights."""
+    """A text that the servers are asked about after every weight sync."""
 
     tokens: Sequence[int]  # ids of the text
     log_probs: Callable[[Sequence[int]], Sequence[float]]
     """Gives the log-probs of `tokens[1:]` at temperature 1 by the trainer's own weights; called on every rank."""
     tolerance: float = 0.1  # largest mean difference: servers round otherwise, most of all in bfloat16
-
-
-class Server(Receiver):
-    """An inference server, as a sampler uses it; methods raise ServerError."""
-
-    @abc.abstractmethod
-    def inspect(self, *, sleeps: bool) -> int | None:
-        """Finds out what serves there and refuses a server that cannot work.
-
-        Returns the longest sequence, None if the server does not say.
-        """
-
-    def refuse(self, sampling: SamplingParams) -> None:  # noqa: B027 (not every server refuses something)
-        """Raises ConfigError for parameters whose raw log-probs this server does not give."""
-
-    @abc.abstractmethod
-    def complete(self, request: SampleRequest) -> Completion: ...
-
-    @abc.abstractmethod
-    def score(self, tokens: Sequence[int]) -> list[float]:
-        """Returns log-probs of `tokens[1:]` at temperature 1."""
-
-    @abc.abstractmethod
-    def version(self) -> str:
-        """Returns the version that `load` or `set_version` was given last."""
-
-    @abc.abstractmethod
-    def set_version(self, version: str) -> None:
-        """Calls the weights that it has `version` from now on."""
-
-    @abc.abstractmethod
-    def sleep(self) -> None: ...
-
-    @abc.abstractmethod
-    def wake(self) -> None: ...
-
-
-class AdapterServer(Server):
-    """A server that was started with its own weights, and takes adapters besides.
-
-    adapters_on, most_rank: whether it takes them, and up to which rank (None if it does not say); known after
-    `inspect`.
-    """
-
-    adapters_on = True
-    most_rank: int | None = None
-    how_to_adapt: str  # what a server has to be started with, for adapters
-
-    def adapter_names(self) -> list[str]:
-        """Returns the names of its adapters: the models behind its own in the list of OpenAI's API."""
-        models = self.http.get("/v1/models")
-        with answers_of(self, "/v1/models"):
-            return [model["id"] for model in models["data"][1:]]
-
-    @abc.abstractmethod
-    def score(self, tokens: Sequence[int], *, adapter: str | None = None) -> list[float]:
-        """Returns log-probs of `tokens[1:]` at temperature 1. adapter: as in `complete`."""
-
-    @abc.abstractmethod
-    def complete(self, request: SampleRequest, *, adapter: str | None = None) -> Completion:
-        """Returns a completion. adapter: a name given to `load_adapter`; None is the model without."""
-
-    @abc.abstractmethod
-    def load_adapter(self, name: str, folder: str) -> None:
-        """Loads the adapter of a folder in peft's form. The server sees the folder under the same path."""
-
-    @abc.abstractmethod
-    def unload_adapter(self, name: str) -> None: ...
-
-
-def seed_of(request: SampleRequest) -> int:
-    """Returns 63 bits of the request's key and length: each sample and each turn has noise of its own."""
-    return noise_key(request.key, len(request.tokens)) >> 1
-
-
-def common_fields(request: SampleRequest) -> dict[str, Any]:
-    """Returns a request's parameters that vLLM and SGLang call the same."""
-    sampling = request.sampling
-    return {
-        "temperature": sampling.temperature,
-        "top_p": 1.0 if sampling.greedy else sampling.top_p,
-        "min_p": 0.0 if sampling.greedy else sampling.min_p,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "stop": list(request.stop),
-        "stop_token_ids": list(request.stop_tokens),
-        "skip_special_tokens": False,
-    }
-
-
-@contextlib.contextmanager
-def answers_of(server: Server, path: str) -> Iterator[None]:
-    """Turns an error in reading an answer of `path` into a ServerError."""
-    try:
-        yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise server.http.error(
-            f"{path} answered otherwise than expected ({error!r}); see docs/rollout-servers.md for the versions that "
-            "work"
-        ) from error
-
-
-def checked(server: Server, request: SampleRequest, completion: Completion) -> Completion:
-    """Returns `completion` if it is as requested; raises ServerError if a server did something else in silence."""
-    tokens, log_probs = completion.tokens, completion.log_probs
-    what = None
-    if not tokens or len(tokens) != len(log_probs) or len(tokens) > request.max_new_tokens:
-        what = f"gave {len(tokens)} tokens and {len(log_probs)} log-probs for at most {request.max_new_tokens} tokens"
-    elif not all(map(math.isfinite, log_probs)):
-        what = "gave a log-prob that is not finite; its weights or its dtype may be at fault"
-    elif not completion.finished and len(tokens) < request.max_new_tokens:
-        what = (
-            f"ended a completion after {len(tokens)} of {request.max_new_tokens} tokens; start it with room for "
-            f"{len(request.tokens) + request.max_new_tokens} tokens and without limits of its own"
-        )
-    elif completion.finished and not request.stop and tokens[-1] not in request.stop_tokens:
-        what = f"ended a completion at token {tokens[-1]}, which is none of {sorted(request.stop_tokens)}"
-    if what is not None:
-        raise server.http.error(what)
-    return completion
 
 
 class ServerSampler(Sampler):
@@ -176,7 +52,7 @@ class ServerSampler(Sampler):
     """
 
     exact = False
-    server: Callable[[HttpClient], AdapterServer]
+    server: Callable[[HttpClient], Server]
 
     def __init__(
         self,
@@ -201,18 +77,14 @@ class ServerSampler(Sampler):
 
     def _start(self, weights_dir: str, max_length: int | None, device: torch.device) -> None:
         config = self._config
-        for server, longest in zip(
-            self._servers, self._servers.map(lambda s: s.inspect(sleeps=config.sleep)), strict=True
-        ):
+        lengths = self._servers.map(lambda s: s.inspect(sleeps=config.sleep))
+        for server, longest in zip(self._servers, lengths, strict=True):
             if max_length is not None and longest is not None and longest < max_length:
-                raise ConfigError(
-                    "rollout.server.urls",
-                    why=(
-                        f"{server.http.url} takes {longest} tokens and the longest sequence (data.max_prompt_length + "
-                        f"rollout.max_new_tokens) has {max_length}"
-                    ),
-                    fix="start it for that many",
+                why = (
+                    f"{server.http.url} takes {longest} tokens and the longest sequence (data.max_prompt_length + "
+                    f"rollout.max_new_tokens) has {max_length}"
                 )
+                raise ConfigError("rollout.server.urls", why=why, fix="start it for that many")
         if self._adapted is None:
             self._handover = make_weight_sync(self._servers, config, weights_dir, device)
         else:
@@ -257,13 +129,13 @@ class ServerSampler(Sampler):
         todo = collections.deque(enumerate(requests))
         completions: dict[int, Completion] = {}
 
-        def work(server: AdapterServer) -> None:
+        def work(server: Server) -> None:
             while True:
                 try:
                     index, request = todo.popleft()
                 except IndexError:
                     return
-                completions[index] = checked(server, request, server.complete(request, adapter=self._adapter))
+                completions[index] = server.sample(request, adapter=self._adapter)
 
         lines = min(self._config.concurrency, math.ceil(len(requests) / len(self._servers)))
         self._servers.call_all([functools.partial(work, server) for _ in range(lines) for server in self._servers])

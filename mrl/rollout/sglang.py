@@ -23,9 +23,9 @@ from mrl.engine.base import Completion
 from mrl.engine.links import Link
 from mrl.errors import ServerError
 from mrl.rollout.base import SampleRequest
-from mrl.rollout.handover import INCOMPLETE, ServerGroup
 from mrl.rollout.http import TRIES
-from mrl.rollout.servers import AdapterServer, ServerSampler, answers_of, common_fields, seed_of
+from mrl.rollout.server import INCOMPLETE, Server, ServerGroup, common_fields, seed_of
+from mrl.rollout.servers import ServerSampler
 from mrl.rollout.sglang_link import PickledLink
 
 
@@ -45,7 +45,11 @@ def sampling_fields(request: SampleRequest) -> dict[str, Any]:
     }
 
 
-class SGLangServer(AdapterServer):
+def _of_adapter(name: str | None) -> dict[str, Any]:
+    return {} if name is None else {"lora_path": name}
+
+
+class SGLangServer(Server):
     """`python -m sglang.launch_server`."""
 
     path = ""
@@ -54,27 +58,23 @@ class SGLangServer(AdapterServer):
     _group = ""  # that its processes are in
 
     def inspect(self, *, sleeps: bool) -> int | None:
-        info = self.http.get("/model_info")
-        with answers_of(self, "/model_info"):
+        with self.get("/model_info") as info:
             self.path, generates = info["model_path"], info["is_generation"]
         if not generates:
             raise self.http.error(f"serves {self.path}, which generates nothing; start it with a language model")
         if sleeps:
-            info = self.http.get("/server_info")
-            with answers_of(self, "/server_info"):
+            with self.get("/server_info") as info:
                 can_sleep = info["enable_memory_saver"]
             if not can_sleep:
                 raise self.http.error(
                     "cannot sleep; start it with --enable-memory-saver, or set rollout.server.sleep false"
                 )
-        models = self.http.get("/v1/models")
-        with answers_of(self, "/v1/models"):
+        with self.get("/v1/models") as models:
             return models["data"][0]["max_model_len"]
 
     def complete(self, request: SampleRequest, *, adapter: str | None = None) -> Completion:
         body = {"input_ids": list(request.tokens), "sampling_params": sampling_fields(request), "return_logprob": True}
-        answer = self.http.post("/generate", body | ({} if adapter is None else {"lora_path": adapter}))
-        with answers_of(self, "/generate"):
+        with self.post("/generate", body | _of_adapter(adapter)) as answer:
             reason = answer["meta_info"]["finish_reason"]["type"]
             sampled = answer["meta_info"].get("output_token_logprobs", [])  # absent where nothing was sampled
             log_probs, tokens = [float(each[0]) for each in sampled], [each[1] for each in sampled]
@@ -91,16 +91,14 @@ class SGLangServer(AdapterServer):
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = self.http.post("/generate", body | ({} if adapter is None else {"lora_path": adapter}))
-        with answers_of(self, "/generate"):
+        with self.post("/generate", body | _of_adapter(adapter)) as answer:
             log_probs = answer["meta_info"]["input_token_logprobs"]
             if [each[1] for each in log_probs] != list(tokens):
                 raise ValueError("input_token_logprobs are of other tokens")
             return [float(each[0]) for each in log_probs[1:]]
 
     def load_adapter(self, name: str, folder: str) -> None:
-        answer = self.http.post("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
-        with answers_of(self, "/load_lora_adapter"):
+        with self.post("/load_lora_adapter", {"lora_name": name, "lora_path": folder}) as answer:
             success, message = answer["success"], answer["error_message"]
         if success is not True:
             raise self.http.error(f"did not load the adapter {folder}: {message}")
@@ -117,15 +115,13 @@ class SGLangServer(AdapterServer):
 
     def _done(self, endpoint: str, fields: dict[str, Any], what: str, *, tries: int = TRIES) -> None:
         """Posts a request whose answer says whether it was done."""
-        answer = self.http.post(endpoint, fields, tries=tries)
-        with answers_of(self, endpoint):
+        with self.post(endpoint, fields, tries=tries) as answer:
             success, message = answer["success"], answer["message"]
         if success is not True:
             raise self.http.error(f"did not {what}: {message}")
 
     def workers(self) -> int:
-        info = self.http.get("/server_info")
-        with answers_of(self, "/server_info"):
+        with self.get("/server_info") as info:
             tp, others = info["tp_size"], {name: info.get(name, 1) for name in ("dp_size", "pp_size")}
         for name, size in others.items():
             if size != 1:  # SGLang 0.5.23 asserts the one and counts processes without the other
@@ -140,7 +136,7 @@ class SGLangServer(AdapterServer):
             return "SGLang takes memory of a GPU alone"
         if not self.http.is_here():
             return "it is on another machine"
-        # What it cannot map ends a process of SGLang, and with it the server.
+        # Memory that it cannot map ends a process of SGLang, and with it the server.
         return None if named else "SGLang does not say which GPUs it sees"
 
     def memory_link(self, device: torch.device, servers: ServerGroup[Any]) -> Link:
@@ -194,8 +190,7 @@ class SGLangServer(AdapterServer):
         self.http.post("/continue_generation", {})
 
     def version(self) -> str:
-        info = self.http.get("/model_info")
-        with answers_of(self, "/model_info"):
+        with self.get("/model_info") as info:
             return info["weight_version"]
 
     def sleep(self) -> None:

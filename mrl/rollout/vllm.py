@@ -18,14 +18,14 @@ from mrl.engine.base import Completion
 from mrl.engine.sampling import SamplingParams
 from mrl.errors import ConfigError, ServerError, Shown
 from mrl.rollout.base import SampleRequest
-from mrl.rollout.handover import INCOMPLETE
 from mrl.rollout.http import HttpClient
-from mrl.rollout.servers import AdapterServer, ServerSampler, answers_of, common_fields, seed_of
+from mrl.rollout.server import INCOMPLETE, Server, common_fields, seed_of
+from mrl.rollout.servers import ServerSampler
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 LINKS = frozenset({"broadcast", "ipc"})
 ENGINE = "mrl"  # the weight-transfer engine of vllm_worker.py
-MIN_TEMPERATURE = 0.01  # vLLM raises what is below it, with no more than a warning
+MIN_TEMPERATURE = 0.01  # vLLM raises a lower one to it, with only a warning
 
 
 def refuse(sampling: SamplingParams, mode: str, key: str, where: str) -> None:
@@ -69,14 +69,14 @@ def sampling_fields(request: SampleRequest) -> dict[str, Any]:
         "max_tokens": request.max_new_tokens,
         "top_k": 0 if sampling.greedy else sampling.top_k,
         "seed": seed_of(request),
-        "logprobs": 0,  # of the sampled token alone
+        "logprobs": 0,  # for the sampled token alone
         "ignore_eos": True,
         "include_stop_str_in_output": True,
         **common_fields(request),
     }
 
 
-class VLLMServer(AdapterServer):
+class VLLMServer(Server):
     """`python -m vllm.entrypoints.openai.api_server` with VLLM_SERVER_DEV_MODE=1."""
 
     greets = True
@@ -91,8 +91,7 @@ class VLLMServer(AdapterServer):
         self.name, self.path, self.mode, self.on_cpu = "", "", RAW, False
 
     def inspect(self, *, sleeps: bool) -> int | None:
-        models = self.http.get("/v1/models")
-        with answers_of(self, "/v1/models"):
+        with self.get("/v1/models") as models:
             model = models["data"][0]
             self.name, self.path, longest = model["id"], model["root"], model["max_model_len"]
         try:
@@ -105,7 +104,7 @@ class VLLMServer(AdapterServer):
                 "cannot take new weights; start vLLM 0.32.0 or newer with the environment variable "
                 "VLLM_SERVER_DEV_MODE=1"
             ) from None
-        with answers_of(self, "/server_info"):
+        with self._reading("/server_info"):
             config = info["vllm_config"]["model_config"]
             self.mode, can_sleep = config["logprobs_mode"], config["enable_sleep_mode"]
             engine = info["vllm_config"].get("weight_transfer_config")
@@ -131,7 +130,7 @@ class VLLMServer(AdapterServer):
             **sampling_fields(request),
         }
         choice = self._choice(body)
-        with answers_of(self, "/v1/completions"):
+        with self._reading("/v1/completions"):
             reason, tokens = choice["finish_reason"], [int(token) for token in choice["token_ids"]]
             log_probs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
         if reason not in ("stop", "length"):
@@ -142,13 +141,14 @@ class VLLMServer(AdapterServer):
         body = {"model": adapter or self.name, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0}
         body |= {"prompt_logprobs": 0}
         choice = self._choice(body)
-        with answers_of(self, "/v1/completions"):
+        with self._reading("/v1/completions"):
             each = zip(tokens[1:], choice["prompt_logprobs"][1:], strict=True)
             return [found[str(token)]["logprob"] for token, found in each]
 
     def _choice(self, body: dict[str, Any]) -> dict[str, Any]:
         try:
-            answer = self.http.post("/v1/completions", body)
+            with self.post("/v1/completions", body) as answer:
+                return answer["choices"][0]
         except ServerError as error:
             if error.status != 404 or "Not Found" not in str(error):  # another model's name is NotFoundError
                 raise
@@ -156,8 +156,6 @@ class VLLMServer(AdapterServer):
                 "completes no text, as vLLM reads its model: the config.json has no `architectures`, as "
                 '["Qwen3ForCausalLM"]; add it, and start the server again'
             ) from None
-        with answers_of(self, "/v1/completions"):
-            return answer["choices"][0]
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Loads an adapter. If the server has the name, it forgets that first.
@@ -183,7 +181,7 @@ class VLLMServer(AdapterServer):
         self.http.tell("/v1/unload_lora_adapter", {"lora_name": name})
 
     def pause(self) -> None:
-        self.http.post("/pause?mode=wait")  # what is being sampled ends with the weights it began with
+        self.http.post("/pause?mode=wait")  # running requests end with the weights that they began with
 
     def check_names(self, names: Collection[str]) -> None:
         if not self.on_cpu or self.links:
@@ -203,8 +201,7 @@ class VLLMServer(AdapterServer):
 
     def _begin_anew(self, version: str) -> None:
         """Forgets results of older weights, and calls the present ones `version`."""
-        reset = self.http.post("/reset_prefix_cache")
-        with answers_of(self, "/reset_prefix_cache"):
+        with self.post("/reset_prefix_cache") as reset:
             if reset["success"] is not True:
                 raise self.http.error(
                     "did not forget its prefix cache, so it would go on from the old weights; see its log"
@@ -215,14 +212,12 @@ class VLLMServer(AdapterServer):
         self.http.post("/update_weight_version", {"new_version": version})
 
     def workers(self) -> int:
-        answer = self.http.get("/get_world_size")
-        with answers_of(self, "/get_world_size"):
+        with self.get("/get_world_size") as answer:
             return int(answer["world_size"])
 
     def memory_obstacle(self, device: torch.device, *, named: bool) -> str | None:
-        answer = self.http.post("/collective_rpc", {"method": "mrl_place"})
         here = links.place()
-        with answers_of(self, "/collective_rpc"):
+        with self.post("/collective_rpc", {"method": "mrl_place"}) as answer:
             for place in answer["results"]:
                 if place["machine"] != here["machine"]:
                     return "it is on another machine (or has a /dev/shm of its own)"
@@ -252,8 +247,7 @@ class VLLMServer(AdapterServer):
         self.http.post("/resume")
 
     def version(self) -> str:
-        info = self.http.get("/weight_info")
-        with answers_of(self, "/weight_info"):
+        with self.get("/weight_info") as info:
             return info["weight_version"]
 
     def sleep(self) -> None:

@@ -81,7 +81,7 @@ class VLLMSampler(Sampler):
         variables["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", "0")
         self._apart = IsolatedState(device, variables, {"VLLM_LOGGING_LEVEL": "WARNING" if gpu else "ERROR"})
         arguments = engine_arguments(config, path=path, dtype=dtype, max_length=max_length, mode=self._mode, gpu=gpu)
-        # Of a name of its own where vLLM shares memory among the parts of an engine on a CPU.
+        # On a CPU vLLM shares memory among the parts of an engine: it gets a name of its own.
         shared = contextlib.nullcontext() if gpu or config.tp == 1 else _own_shared_memory(self._ranks)
         with self._apart.inside():
             self._vllm = _import_vllm(gpu)
@@ -128,7 +128,9 @@ class VLLMSampler(Sampler):
         """
         self._whole = self._broken = False
         stream, why, no_memory = DrainedStream(weights), None, None
-        with self._apart.inside():  # to its end: its engine puts generators of its own in place, and these back
+        with (
+            self._apart.inside()
+        ):  # around all of it: the weights' engine installs generators of its own, and restores these
             try:
                 self._wake("weights")
             except Exception as error:
@@ -274,7 +276,7 @@ def _own_shared_memory(ranks: RankGroup) -> Iterator[None]:
     Launcher._distributed_args = arguments
     try:
         yield
-        ranks.gather(None)  # all have it open, and need its name no more
+        ranks.gather(None)  # all have it open, so its name can go
     finally:
         Launcher._distributed_args = original
         for file in pathlib.Path("/dev/shm").glob(f"{name}-*"):

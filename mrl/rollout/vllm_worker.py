@@ -46,7 +46,7 @@ class Engine(WeightTransferEngine[LinkOffer, WeightUpdate]):
     _end: links.LinkReceiver | None = None
 
     def init_transfer_engine(self, init_info: LinkOffer) -> None:
-        self.shutdown()  # of a run that was killed
+        self.shutdown()  # it may be a killed run's
         at = self.parallel_config
         self._end = links.make_receiver(init_info.offer, at.data_parallel_index * at.world_size + at.rank)
 

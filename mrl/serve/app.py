@@ -46,7 +46,7 @@ HOLD_S = 25.0
 """Seconds that a client waits for a result before it is told to ask again; its own limit is 45."""
 
 BUSY_S = 1
-"""Seconds after which a client that found no room is to come again."""
+"""Seconds after which a client comes again if there was no room."""
 
 MAX_FILES = 65536
 
@@ -96,7 +96,7 @@ class Auth:
 
     key: str | None
     max_bytes: int
-    is_public: bool = False  # what is asked for is signed
+    is_public: bool = False  # the path is signed
     is_json: bool = True  # the body
     parsers: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(PARSERS))
 
@@ -180,7 +180,7 @@ def route(method: str, path: str, handler: Handler, auth: Auth) -> Route:
 
 def refusal(status: int, line: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     message = one_line(line, 400)
-    error = {"message": message, "type": "invalid_request_error" if status < 500 else "server_error"}  # as OpenAI's
+    error = {"message": message, "type": "invalid_request_error" if status < 500 else "server_error"}  # like OpenAI's
     return JSONResponse({"detail": message, "error": error}, status, headers)
 
 
@@ -288,7 +288,7 @@ class HTTPServer:
     def start(self) -> None:
         """Begins to answer."""
         raise_file_limit()
-        gc.freeze()  # a full collection of all that is loaded takes a second, for which every client would wait
+        gc.freeze()  # a full collection of all loaded objects takes a second, and every client would wait
         self.thread.start()
 
     def stop(self) -> None:

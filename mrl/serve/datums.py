@@ -35,8 +35,8 @@ class Limits:
 
     vocab_size: int
     length: int  # positions
-    numbers: int = 2**28  # of all tensors of a call, dense: a few bytes may stand for very many
-    vision: Vision | None = None  # of a model that reads images
+    numbers: int = 2**28  # in all dense tensors of a call: a few bytes may stand for very many
+    vision: Vision | None = None  # None if the model reads no images
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class PassRequest:
     """A `forward_backward` of a client, or a `forward`."""
 
     model: str
-    number: int  # its place among the calls of the model
+    number: int  # its seq_id among the calls of the model
     loss: str
     given: Mapping[str, Any]  # options of the loss; `options_of` reads them
     forward_only: bool
@@ -56,9 +56,8 @@ def read_call(body: bytes) -> PassRequest:
     try:
         sent = messages.ForwardBackwardRequest.FromString(body)
     except DecodeError:
-        raise UserError(
-            "forward_backward", why="is no protobuf ForwardBackwardRequest", fix="use the tinker client"
-        ) from None
+        why = "is no protobuf ForwardBackwardRequest"
+        raise UserError("forward_backward", why=why, fix="use the tinker client") from None
     given: dict[str, Any] = dict(sent.loss_fn_config)
     for key, value in sent.loss_fn_config_v2.items():
         given[key] = value.number if value.WhichOneof("value") == "number" else value.text
@@ -152,7 +151,8 @@ def read_input(chunks: Sequence[Any], where: str, limits: Limits) -> tuple[Tenso
             why = f"has a token in its text that stands for an image ({limits.vision.image_token})"
             raise UserError(f"{where}[{i}]", why=why, fix="send the image as a chunk of its own")
     ids = torch.from_numpy(np.concatenate(parts).astype(np.int64)) if parts else torch.zeros(0, dtype=torch.int64)
-    check_tokens(ids, where, limits)
+    check_length(len(ids), where, limits)
+    check_vocabulary(ids, where, limits)
     return ids, {name: torch.cat([one[name] for one in images]) for name in images[0]} if images else {}
 
 
@@ -169,10 +169,10 @@ def _read_image(sent: Any, where: str, vision: Vision | None) -> tuple[list[int]
     return ids, of_image
 
 
-def check_tokens(ids: Tensor, where: str, limits: Limits) -> None:
+def check_ids(ids: Sequence[int], where: str, limits: Limits) -> None:
     """Raises UserError if there are no tokens or too many, or one is not in the vocabulary."""
-    check_length(len(ids), where, limits)
-    _check_vocabulary(ids, where, limits)
+    check_length(len(ids), where, limits)  # first: a tensor of millions holds the interpreter's lock
+    check_vocabulary(torch.tensor(ids, dtype=torch.int64), where, limits)
 
 
 def check_length(count: int, where: str, limits: Limits) -> None:
@@ -184,7 +184,8 @@ def check_length(count: int, where: str, limits: Limits) -> None:
         raise UserError(where, why=f"has {count} tokens", fix=fix)
 
 
-def _check_vocabulary(ids: Tensor, where: str, limits: Limits) -> None:
+def check_vocabulary(ids: Tensor, where: str, limits: Limits) -> None:
+    """Raises UserError if a token is not in the vocabulary."""
     outside = ids[(ids < 0) | (ids >= limits.vocab_size)]
     if len(outside):
         fix = f"the model has the tokens 0 to {limits.vocab_size - 1}: use its tokenizer"
@@ -199,7 +200,7 @@ def _check_targets(targets: Tensor, length: int, i: int, limits: Limits, call: P
     if targets.dim() not in (1, most) or targets.shape[0] != length or not targets.numel():
         shapes = f"[{length}] or [{length}, K]" if most == 2 else f"[{length}]"
         raise UserError(where, why=f"has the shape {list(targets.shape)}", fix=f"send {shapes} for {length} positions")
-    _check_vocabulary(targets.flatten(), where, limits)
+    check_vocabulary(targets.flatten(), where, limits)
 
 
 def _inputs(datum: Any, i: int, names: Sequence[str], room: int) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ PREFIX = "tinker://"
 LATEST = 2e11
 """Seconds since 1970, in the year 8307: a calendar has none that are much later."""
 ENDED = 0.0
-"""When the session of a client that has ended was last heard of."""
+"""The time of the last heartbeat, for a session that has ended."""
 Part = Literal["weights", "sampler_weights", "external_weights"]
 PARTS: Collection[str] = typing.get_args(Part)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
@@ -106,7 +106,7 @@ _EVENTS: Mapping[str, type] = {
     "deleted": _DeletedEvent,
     "sampler": SamplerRecord,
 }
-"""What a line of each event holds."""
+"""The record in a line of each event."""
 
 
 class Ledger:
@@ -123,7 +123,7 @@ class Ledger:
         self.saved: dict[str, SavedRecord] = {}
         self.samplers: dict[str, SamplerRecord] = {}
         self.deleted: set[pathlib.Path] = set()  # folders that `clear` removes
-        self.odd: list[str] = []  # what is said of lines that were not read as they stand
+        self.odd: list[str] = []  # notes on lines that were not read as they stand
         self._lock = threading.Lock()
         self._read()
 
@@ -134,7 +134,7 @@ class Ledger:
                 raise ConfigError("output_dir", quoted(str(path.parent)), why, "move it away, or mend the link")
         try:
             text = self.file.read_text(encoding="utf-8", errors="replace") if self.file.exists() else ""
-            if text and not text.endswith("\n"):  # of a killed server: the next line is not to join its last one
+            if text and not text.endswith("\n"):  # a killed server left it: the next line must not join its last one
                 with self.file.open("a", encoding="utf-8") as file:
                     file.write("\n")
         except OSError as error:
@@ -180,7 +180,7 @@ class Ledger:
 
     def _write(self, event: str, record: Any) -> None:
         fields = dataclasses.asdict(record)
-        fields.pop("here", None)  # of this start alone
+        fields.pop("here", None)  # for this start alone
         with self._lock:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             _append(self.file, json.dumps({"event": event, **fields}) + "\n")

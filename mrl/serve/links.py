@@ -35,7 +35,7 @@ class DownloadLinks:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.secret = ledger, secrets.token_bytes(32)
-        for left in ledger.folder.glob(f"{_PARTIAL}*"):  # of a server that was killed while it sent them
+        for left in ledger.folder.glob(f"{_PARTIAL}*"):  # left by a server that was killed while it sent them
             left.unlink(missing_ok=True)
 
     def to_files(self, request: ClientRequest, saved: SavedRecord) -> JSONResponse:
@@ -44,12 +44,12 @@ class DownloadLinks:
         names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
         until = int(time.time()) + VALID_S
         urls = {name: self._url(request, "file", saved, name, until) for name in names}
-        return JSONResponse({"urls": urls, "expires": _time(until)})
+        return JSONResponse({"urls": urls, "expires": iso_time(until)})
 
     def to_archive(self, request: ClientRequest, saved: SavedRecord) -> JSONResponse:
         """Returns an answer with a link for a whole save, as one tar file."""
         until = int(time.time()) + VALID_S
-        return JSONResponse({"url": self._url(request, "archive", saved, "all.tar", until), "expires": _time(until)})
+        return JSONResponse({"url": self._url(request, "archive", saved, "all.tar", until), "expires": iso_time(until)})
 
     def _url(self, request: ClientRequest, kind: Kind, saved: SavedRecord, file: str, until: int) -> str:
         what = f"{kind}/{saved.run}/{saved.part}/{saved.name}/{file}"
@@ -77,7 +77,7 @@ class DownloadLinks:
                 stat = (folder / file).stat()
                 return FileResponse(folder / file, media_type="application/octet-stream", stat_result=stat)
             archive = await run_in_threadpool(self._archive, folder)
-        except FileNotFoundError:  # deleted just now, or saved anew with other files
+        except FileNotFoundError:  # deleted just now, or saved again with other files
             raise RequestError(404, "what the link leads to was deleted") from None
         return FileResponse(archive, media_type="application/x-tar", background=BackgroundTask(archive.unlink))
 
@@ -94,5 +94,6 @@ class DownloadLinks:
         return pathlib.Path(path)
 
 
-def _time(seconds: float) -> str:
+def iso_time(seconds: float) -> str:
+    """Returns a time of seconds since 1970 in ISO 8601."""
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()

@@ -54,22 +54,22 @@ class SampleOutcome:
     """The outcome of an `ops.DrawSamples`."""
 
     completions: Sequence[Completion]
-    prompt_log_probs: Sequence[float] | None  # of the tokens after the first
+    prompt_log_probs: Sequence[float] | None  # for tokens after the first
     top_of_prompt: tuple[Tensor, Tensor] | None  # log-probs [tokens - 1, top], and their ids
-    top_of_samples: Sequence[tuple[Tensor, Tensor]] | None  # of each completion [tokens, top]
+    top_of_samples: Sequence[tuple[Tensor, Tensor]] | None  # for each completion [tokens, top]
 
 
 _Read = tuple[Tensor, Tensor, Tensor]
 """(log-probs of the tokens after the first [T], the largest ones [T, top], their ids)."""
 
 FAULTS = frozenset({guards.FaultKind.NO_GRADIENT, guards.FaultKind.NOT_FINITE, guards.FaultKind.REPLICAS_DIFFER})
-"""What is wrong after any step. That a gradient is zero, or a parameter stays, may be as a client wants it."""
+"""Faults of any step. A client may want a zero gradient, or a parameter that stays."""
 
 STOPS = 256
-"""Sets of stop texts that are remembered, each with what it has learnt of the vocabulary."""
+"""Sets of stop texts that are cached, each with its knowledge of the vocabulary."""
 
 THAWED = 16
-"""Saved snapshots that are held at once, beside those that are being sampled from."""
+"""Saved snapshots that are held at once, besides those in use."""
 
 
 def prompt_number(tokens: Sequence[int]) -> int:
@@ -77,18 +77,13 @@ def prompt_number(tokens: Sequence[int]) -> int:
     return int.from_bytes(hashlib.sha256(repr(list(tokens)).encode()).digest()[:7], "big")
 
 
-@dataclasses.dataclass
 class _RunningSample:
     """A sample that is being drawn, in parts."""
 
-    sample: DrawSamples
-    prompt: int  # a number of the prompt: requests of equal numbers and seeds are equal
-    completions: list[Completion]  # so far
-
-    @staticmethod
-    def of(sample: DrawSamples) -> _RunningSample:
-        nothing = [Completion([], [], finished=False) for _ in range(sample.count)]
-        return _RunningSample(sample, prompt_number(sample.tokens), nothing)
+    def __init__(self, sample: DrawSamples) -> None:
+        self.sample = sample
+        self.prompt = prompt_number(sample.tokens)  # requests of equal numbers and seeds are equal
+        self.completions = [Completion([], [], finished=False) for _ in range(sample.count)]  # so far
 
     @property
     def unfinished(self) -> list[int]:
@@ -118,13 +113,13 @@ class Models:
         self.start = engine.trained_state()
         self.waiting: dict[str, HeldModel] = {}
         self.snapshots: dict[str, HeldModel] = {}
-        self.folders: dict[str, str] = {}  # of snapshots that inference servers load
+        self.folders: dict[str, str] = {}  # snapshot -> the folder that inference servers load
         self.active: tuple[str, ModelKind] | None = None
-        self.shown: tuple[str | None] | None = None  # the snapshot that the engine has, where it has no active model
+        self.shown: tuple[str | None] | None = None  # the engine's snapshot, if it has no active model
         self.accumulated: set[str] = set()  # models that have gradients
-        self.watched: set[str] = set()  # models that have made a step since this start, which was looked at
+        self.watched: set[str] = set()  # models whose first step since this start was checked
         self.running: dict[str | None, tuple[dict[str, _RunningSample], KeptSequences]] = {}  # by snapshot
-        self._stops: dict[tuple[str, ...], StopTexts] = {}
+        self._stop_texts = functools.lru_cache(STOPS)(functools.partial(StopTexts, tokenizer))
         self.spoken = time.monotonic()  # when the main rank told the others of an operation last
         self._do: Mapping[type, Callable[[Any], Any]] = {
             ops.CreateModel: self._create, ops.LoadModel: self._load, ops.ForwardPass: self._pass,
@@ -224,7 +219,7 @@ class Models:
             moments = [torch.zeros_like(moment) for moment in state.moments]
             self.engine.set_trained_state(dataclasses.replace(state, moments=moments, updates=0))
         self.engine.optimizer_zero_grad()
-        self._forget(ops.ForgetModels(models=[operation.model]))  # as it was before
+        self._forget(ops.ForgetModels(models=[operation.model]))  # its earlier state
         self.active = operation.model, operation.kind
 
     def _pass(self, operation: ops.ForwardPass) -> tuple[Tensor, float]:
@@ -340,7 +335,7 @@ class Models:
         if self.lora is None:
             self.engine.load_hf(operation.folder)
         else:
-            # what one rank cannot read, none goes on with
+            # if one rank cannot read it, none continues
             _, tensors = call_on_every_rank(lambda: read_adapter(operation.folder))
             self.engine.set_adapters(padded.pad_rank(tensors, self._shapes(operation.kind), self.lora.rank))
         self.snapshots[operation.snapshot] = self._snapshot_weights(operation.kind)
@@ -368,7 +363,7 @@ class Models:
         running, kept = self.running.setdefault(operation.snapshot, ({}, KeptSequences(self.keys.cache_tokens)))
         for _, of_snapshot in self.running.values():  # together they have the room of one
             of_snapshot.shrink(self.keys.cache_tokens // len(self.running))
-        running |= {name: _RunningSample.of(sample) for name, sample in operation.begun.items()}
+        running |= {name: _RunningSample(sample) for name, sample in operation.begun.items()}
         for name in operation.left:
             running.pop(name, None)
         try:
@@ -382,7 +377,7 @@ class Models:
     ) -> dict[str, SampleOutcome]:  # fmt: skip
         self._show(operation.snapshot)
         for _, other in self.running.values():
-            if other is not kept:  # of weights that are made ready for drawing there is one copy
+            if other is not kept:  # there is room for one copy of prepared weights
                 other.prepared.value = None
         going = [(one, i) for one in running.values() for i in one.unfinished]
         requests = [self._request(one, i, operation.tokens) for one, i in going]
@@ -408,12 +403,7 @@ class Models:
 
     def _request(self, one: _RunningSample, index: int, tokens: int) -> GenerateRequest:
         sample, before = one.sample, one.completions[index].tokens
-        stop = tuple(sample.stop)
-        if stop and stop not in self._stops:
-            if len(self._stops) >= STOPS:
-                self._stops.pop(next(iter(self._stops)))
-            self._stops[stop] = StopTexts(self.tokenizer, stop)
-        stops = self._stops.get(stop)
+        stops = self._stop_texts(tuple(sample.stop)) if sample.stop else None
         return GenerateRequest(
             tokens=[*sample.tokens, *before], max_new_tokens=min(tokens, sample.max_new_tokens - len(before)),
             stop_tokens=sample.stop_tokens, sampling=sample.sampling,

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import secrets
@@ -33,7 +34,7 @@ from mrl.serve.models import SampleOutcome
 from mrl.serve.operations import DrawSamples
 from mrl.serve.prompts import Prompts
 from mrl.serve.request_queue import JSON, Future, RequestQueue, Result
-from mrl.serve.requests import RequestError, field, number
+from mrl.serve.requests import RequestError, field, number, refuse_fields, seed_of
 from mrl.serve.sampling import MAX_SAMPLES, SamplingHandlers, sampling_of, source_of
 from mrl.serve.training import PreparedOperation, ServedModel
 
@@ -112,7 +113,7 @@ class OpenAIHandlers:
         most = number(body, "max_tokens", number(body, "max_completion_tokens", room), least=1)
         return self._wanted(body, "chat.completion", [ids], most)
 
-    # -- what is asked -----------------------------------------------------------------------------------------------
+    # -- the request -------------------------------------------------------------------------------------------------
 
     def _source(self, name: str) -> SamplerRecord:
         if name == self.served.base:
@@ -122,17 +123,12 @@ class OpenAIHandlers:
         if name not in self.ledger.saved:
             fix = f"give {self.served.base}, or another that GET /v1/models lists"
             raise RequestError(404, str(UserError("model", name, "is not served here", fix)))
-        saved = self.ledger.find(name)
-        if saved.part != "sampler_weights":
-            raise UserError("model", name, "has weights to train on alone", "give one of save_weights_for_sampler")
-        return SamplerRecord("", "", saved.base, path=name, saved=saved.time)
+        return self.sampling.of_save(name, "model")
 
     def _wanted(
         self, body: Mapping[str, Any], kind: Kind, prompts: Sequence[Sequence[int]], most: int
     ) -> CompletionRequest:
-        for name in NOT_DONE:
-            if body.get(name):
-                raise UserError(name, why="is not done by this server", fix="leave it out")
+        refuse_fields(body, NOT_DONE)
         for name, neutral in NOT_HERE.items():
             if field(body, name, float, neutral) != neutral:
                 raise UserError(name, body[name], "is not done by this server", f"leave it out, or give {neutral}")
@@ -140,7 +136,6 @@ class OpenAIHandlers:
         if count * len(prompts) > MAX_SAMPLES:
             raise UserError("n", count, f"makes more than {MAX_SAMPLES} completions", "ask for fewer")
         echo, top = field(body, "echo", bool, False), self._top(body, kind)
-        seed = field(body, "seed", int, None)
         stop, stop_tokens = self.sampling.stop_conditions(body.get("stop"))
         params = {**body, "top_k": body.get("top_k", -1)}
         samples = []
@@ -151,7 +146,7 @@ class OpenAIHandlers:
                 raise UserError("max_tokens", most, f"is more than fits after the {len(ids)} tokens of prompt {i}", fix)
             above = [of for of in (top if echo else None, self._top_of_prompt(body, kind, len(ids))) if of is not None]
             samples.append(DrawSamples(
-                ids, count, max(most, 1), sampling_of(params), secrets.randbits(62) if seed is None else seed,
+                ids, count, max(most, 1), sampling_of(params), seed_of(body),
                 stop_tokens, stop, bool(above), max(above, default=0), top or 0,
             ))  # fmt: skip
         of_prompt, stream = self._top_of_prompt(body, kind, 1), field(body, "stream", bool, False)
@@ -196,8 +191,7 @@ class OpenAIHandlers:
 
         futures = []
         for i, sample in enumerate(wanted.samples):
-            work = _StreamedSample(sample, i, tell)
-            future = self.request_queue.put_batched(source_of(wanted.source), (id, i), work)
+            future = self.request_queue.put_batched(source_of(wanted.source), (id, i), _streamed(sample, i, tell))
             self.request_queue.add_callback(future, functools.partial(_tell_result, tell, i, future))
             futures.append(future)
         if wanted.stream:
@@ -226,14 +220,10 @@ class OpenAIHandlers:
             self.request_queue.abandon(future)
 
     def _whole(self, id: str, wanted: CompletionRequest, found: Sequence[SampleOutcome]) -> bytes:
-        choices = [
-            self._choice(wanted, i, sample, sampled, completion)
-            for i, (sample, sampled, completion) in enumerate(
-                (sample, sampled, k)
-                for sample, sampled in zip(wanted.samples, found, strict=True)
-                for k in range(sample.count)
-            )
-        ]
+        choices: list[dict[str, Any]] = []
+        for sample, sampled in zip(wanted.samples, found, strict=True):
+            for k in range(sample.count):
+                choices.append(self._choice(wanted, len(choices), sample, sampled, k))
         new = 0 if wanted.without else sum(len(one.tokens) for sampled in found for one in sampled.completions)
         answer = _head(id, wanted, wanted.kind) | {"choices": choices, "usage": _usage(wanted, new)}
         return _dumped(answer, depth=4).encode()
@@ -323,17 +313,16 @@ class OpenAIHandlers:
             self._abandon(futures)
 
     async def _events(self, id: str, wanted: CompletionRequest, queue: asyncio.Queue[Any]) -> AsyncIterator[bytes]:
-        texts = [
-            [_TextDelta(self.tokenizer, sample) for _ in range(sample.count)] for sample in wanted.samples
-        ]  # fmt: skip
+        texts = [[_TextDelta(self.tokenizer, sample) for _ in range(sample.count)] for sample in wanted.samples]
+        kind = "chat.completion.chunk" if wanted.kind == "chat.completion" else wanted.kind
         first = [sum(sample.count for sample in wanted.samples[:i]) for i in range(len(wanted.samples))]
         left, new = len(wanted.samples), 0
         while left:
             i, what = await queue.get()
             if what is None or isinstance(what, Result):
-                error, kind = (ENDS, "server_error") if what is None else (_error(what), "invalid_request_error")
+                error, type = (ENDS, "server_error") if what is None else (_error(what), "invalid_request_error")
                 if error is not None:
-                    yield _event({"error": {"message": error, "type": kind}})
+                    yield _event({"error": {"message": error, "type": type}})
                     yield DONE
                     return
                 left -= 1
@@ -344,12 +333,11 @@ class OpenAIHandlers:
                 new += len(one.tokens) if whole else 0
                 if (piece := texts[i][k](one, whole)) or whole:
                     reason = ("stop" if one.finished else "length") if whole else None
-                    yield _event(_head(id, wanted, _chunk_of(wanted.kind)) | {
+                    yield _event(_head(id, wanted, kind) | {
                         "choices": [_delta(wanted.kind, first[i] + k, piece, reason)]
                     })  # fmt: skip
         if wanted.usage:
-            about = _head(id, wanted, _chunk_of(wanted.kind))
-            yield _event(about | {"choices": [], "usage": _usage(wanted, new)})
+            yield _event(_head(id, wanted, kind) | {"choices": [], "usage": _usage(wanted, new)})
         yield DONE
 
 
@@ -369,15 +357,14 @@ def _tell_result(tell: Callable[[Any], None], index: int, future: Future) -> Non
     tell((index, future.result))
 
 
-class _StreamedSample(PreparedOperation):
-    """Stream a sample: its tokens while they come, then its answer."""
+def _streamed(sample: DrawSamples, index: int, tell: Callable[[Any], None]) -> PreparedOperation:
+    """Returns the operation that tells of a sample's tokens while they come, and of its outcome."""
 
-    def __init__(self, sample: DrawSamples, index: int, tell: Callable[[Any], None]) -> None:
-        def answer(found: SampleOutcome) -> Result:
-            tell((index, found))
-            return Result(b"{}")
+    def answer(found: SampleOutcome) -> Result:
+        tell((index, found))
+        return Result(b"{}")
 
-        super().__init__(sample, answer, progress=lambda completions: tell((index, list(completions))))
+    return PreparedOperation(sample, answer, progress=lambda completions: tell((index, list(completions))))
 
 
 class _TextDelta:
@@ -420,15 +407,11 @@ def _head(id: str, wanted: CompletionRequest, kind: str) -> dict[str, Any]:
     return {"id": id, "object": kind, "created": int(time.time()), "model": wanted.model}
 
 
-def _chunk_of(kind: Kind) -> str:
-    return "chat.completion.chunk" if kind == "chat.completion" else kind
-
-
 def _delta(kind: Kind, index: int, piece: str, reason: str | None) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
-    return choice | (
-        {"delta": {"role": "assistant", "content": piece}} if kind == "chat.completion" else {"text": piece}
-    )
+    if kind == "chat.completion":
+        return choice | {"delta": {"role": "assistant", "content": piece}}
+    return choice | {"text": piece}
 
 
 def _dumped(value: Any, depth: int) -> str:
@@ -458,11 +441,9 @@ def _of_chat(scores: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _of_completion(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    offsets, at = [], 0
-    for one in scores:
-        offsets.append(at)
-        at += len(one["token"])
+    tokens = [one["token"] for one in scores]
     return {
-        "tokens": [one["token"] for one in scores], "token_logprobs": [one["log_prob"] for one in scores],
-        "top_logprobs": [one["top"] or None for one in scores], "text_offset": offsets,
+        "tokens": tokens, "token_logprobs": [one["log_prob"] for one in scores],
+        "top_logprobs": [one["top"] or None for one in scores],
+        "text_offset": list(itertools.accumulate(map(len, tokens), initial=0))[:-1],
     }  # fmt: skip

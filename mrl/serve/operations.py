@@ -14,11 +14,11 @@ from mrl.engine.trained_state import UpdateSettings
 class ModelKind:
     """The settings of a model without its weights. Its checkpoints have them too."""
 
-    rank: int | None = None  # of its adapters; None: all weights train
-    seed: int = 0  # of A at the start
+    rank: int | None = None  # its adapters' rank; None: all weights train
+    seed: int = 0  # for A at the start
     attention: bool = True  # modules that have adapters
     mlp: bool = True
-    alpha: float | None = None  # of its adapters: the server may be started anew with another
+    alpha: float | None = None  # its adapters' alpha: the server may be started again with another
     rslora: bool = False
 
     def describe(self) -> str:
@@ -128,9 +128,9 @@ class ContinueSampling:
     """
 
     snapshot: str | None
-    begun: Mapping[str, DrawSamples]  # that are new, by names which no others have
+    begun: Mapping[str, DrawSamples]  # new samples, by unique names
     tokens: int
-    left: Sequence[str] = ()  # that go no further
+    left: Sequence[str] = ()  # samples to drop
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 MAX_VALUES = 2**21
-"""Values of one body: what is parsed is taken over by the server, where it holds that lock too."""
+"""Values of one body: the server takes over the result, and holds that lock meanwhile."""
 
 
 def parse_body_json(body: bytes) -> tuple[int, Any]:

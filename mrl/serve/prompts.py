@@ -6,14 +6,13 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from mrl.data.formats import Chat
 from mrl.data.json_text import decode_json_fields, decode_tool_calls, template_kwargs_of, tools_of
 from mrl.data.turns import TurnEncoder
 from mrl.errors import UserError
-from mrl.serve import datums
+from mrl.serve.datums import Limits, check_ids
 from mrl.serve.requests import field, is_utf8
 
 logger = logging.getLogger("mrl.serve")
@@ -26,7 +25,7 @@ SHRINKING = 4
 class Prompts:
     """The prompts of requests."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: datums.Limits) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> None:
         self.tokenizer, self.encoder, self.limits = tokenizer, TurnEncoder(tokenizer), limits
         self._looked_at: set[str] = set()  # fields of requests that were looked for in the template's rendering
         self.most_characters = SHRINKING * limits.length * max(map(len, tokenizer.get_vocab()))
@@ -54,7 +53,7 @@ class Prompts:
             self._say_left_out(chat)
         except (UserError, ValueError) as error:
             raise UserError("messages", why=f"cannot be rendered: {error}") from None
-        self._check_ids(ids, "messages")
+        check_ids(ids, "messages", self.limits)
         return ids
 
     def _say_left_out(self, chat: Chat) -> None:
@@ -72,17 +71,13 @@ class Prompts:
                 raise UserError("prompt", prompt, "has characters that are none", "give UTF-8")
             self._check_length(prompt, where)
             prompt = self.tokenizer(prompt, add_special_tokens=special)["input_ids"]
-        self._check_ids(prompt, where)
+        check_ids(prompt, where, self.limits)
         return prompt
 
     def _check_length(self, text: str, where: str) -> None:
         if len(text) > self.most_characters:
             fix = f"send at most {self.limits.length} tokens, or raise serve.max_length"
             raise UserError(where, why=f"has {len(text)} characters", fix=fix)
-
-    def _check_ids(self, ids: list[int], where: str) -> None:
-        datums.check_length(len(ids), where, self.limits)  # a tensor of millions holds the interpreter's lock
-        datums.check_tokens(torch.tensor(ids, dtype=torch.int64), where, self.limits)
 
 
 def _prompts(prompt: Any) -> list[Any]:

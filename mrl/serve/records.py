@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from mrl.serve.app import ClientRequest
 from mrl.serve.ledger import Ledger, ModelRecord, SavedRecord
-from mrl.serve.links import DownloadLinks
+from mrl.serve.links import DownloadLinks, iso_time
 from mrl.serve.requests import RequestError, field, number, seconds_of
 
 OWNER = "local"
@@ -47,7 +46,7 @@ class RecordHandlers:
         return {
             "training_run_id": model.id, "base_model": model.base, "model_owner": OWNER,
             "is_lora": model.kind.rank is not None, "lora_rank": model.kind.rank, "corrupted": False,
-            "last_request_time": _time(model.asked_at), "user_metadata": model.metadata or None,
+            "last_request_time": iso_time(model.asked_at), "user_metadata": model.metadata or None,
             "last_checkpoint": _last(saved, "weights"), "last_sampler_checkpoint": _last(saved, "sampler_weights"),
         }  # fmt: skip
 
@@ -112,8 +111,8 @@ def as_checkpoint(saved: SavedRecord) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{saved.part}/{saved.name}",
         "checkpoint_type": TYPES[saved.part],
-        "time": _time(saved.time), "tinker_path": saved.path, "size_bytes": saved.bytes, "public": False,
-        "expires_at": None if saved.expires is None else _time(saved.expires),
+        "time": iso_time(saved.time), "tinker_path": saved.path, "size_bytes": saved.bytes, "public": False,
+        "expires_at": None if saved.expires is None else iso_time(saved.expires),
         "user_metadata": dict(saved.metadata) or None,
     }  # fmt: skip
 
@@ -121,10 +120,6 @@ def as_checkpoint(saved: SavedRecord) -> dict[str, Any]:
 def _last(saved: Sequence[SavedRecord], part: str) -> dict[str, Any] | None:
     of_part = [one for one in saved if one.part == part]
     return as_checkpoint(of_part[-1]) if of_part else None
-
-
-def _time(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
 
 
 def _page(request: ClientRequest, everything: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:

@@ -24,37 +24,37 @@ Category = Literal["user", "server", "unknown"]
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 
 KEPT_S = 900.0
-"""Seconds that a result is kept: a client whose connection broke asks again within 300 s."""
+"""Seconds that a result is kept: after a broken connection a client asks again within 300 s."""
 
 FETCHED_S = 120.0
-"""And one that was fetched, where all that are kept have more than MAX_RESULT_BYTES: an answer that is lost on its
-way is asked for again within 45 s."""
+"""The same for a fetched result, if all kept ones have more than MAX_RESULT_BYTES: a client asks again for a lost
+answer within 45 s."""
 
 MAX_RESULT_BYTES = 2**28
 """Bytes of results that are kept for KEPT_S, whether they were fetched or not: log-probs of long data are megabytes."""
 
 MAX_UNFETCHED_BYTES = 2**30
-"""Bytes of results that nobody has fetched, above which nothing more is taken until some are, or are out of date."""
+"""Bytes of results that nobody has fetched. Above that nothing more is taken until some are fetched or out of date."""
 
 MAX_WAITING_BYTES = 2**31
 """Bytes of the calls of models that wait at once."""
 
 UNFETCHED_S = 400.0
-"""Seconds after which a result that nobody has fetched goes too, where there are too many."""
+"""Seconds after which a result that nobody has fetched is dropped, if there are too many."""
 
 OVERDUE_S = 400.0
 """Seconds that calls wait for one with a lower number: a client tries for 300 s to send it."""
 
 GATHER_S, GATHER_MAX_S = 0.01, 0.25
-"""Seconds that a turn waits for the next of those that come one soon after another, and for all of them: what is done
-together costs little more than what is done alone. Clients that waited for one turn come back together."""
+"""Seconds that a turn waits for the next of a burst of samples, and for all of them: a batch costs little more than one
+sample. Clients that waited for one turn come back together."""
 
 MODEL_SEPARATOR = "@"
-"""Before the name of the model in a future's id: where the future is not known any more, the client is told what
-became of the model. Of an answer of 410 it shows no more than `Promise expired/broken`."""
+"""It stands before the model's name in a future's id. If the future is not known any more, the client is told the
+model's state. It shows an answer of 410 only as `Promise expired/broken`."""
 
 EXPIRY_CHECK_S = 10.0
-"""How often what is out of date is looked for: looking costs as much as all that is kept."""
+"""How often out-of-date results are looked for: a look goes through all that are kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,7 @@ class RequestQueue:
         self._closed: str | None = None
         self._ended = False
         self._unfetched = 0  # bytes
-        self._batched: set[str] = set()  # futures of what is done together that are not kept yet, drawn or waiting
+        self._batched: set[str] = set()  # futures of batched operations without a result, drawn or waiting
         self._last_expiry_check = clock()
 
     # -- of clients --------------------------------------------------------------------------------------------------
@@ -243,13 +243,10 @@ class RequestQueue:
                 if not isinstance(made, _OrderedQueue) or made.ready() or not made.waiting:
                     continue
                 if min(waiting.future.asked_at for waiting in made.waiting.values()) < before:
-                    lacked[queue] = made.next
-                    left += [(lacked[queue], waiting) for waiting in made.take_all()]
+                    lacked[queue] = lacking = made.next
+                    left += [(lacking, waiting) for waiting in made.take_all()]
+        why, fix = "has not come, and later ones waited for it", "look at the client's first error, and send them again"
         for lacking, waiting in left:
-            why, fix = (
-                "has not come, and later ones waited for it",
-                "look at the client's first error, and send them again",
-            )
             self.fail(waiting.future, "user", str(UserError("seq_id", lacking, why, fix)))
         return lacked
 
@@ -394,7 +391,7 @@ class RequestQueue:
     def next_work(self, timeout_s: float) -> Work | None:
         """Returns the work of the queue that has waited longest; None if nothing comes within the time."""
         with self._lock:
-            self._lock.wait_for(self._any_ready, timeout_s)
+            self._lock.wait_for(lambda: any(made.ready() for made in self._queues.values()), timeout_s)
             self._gather()
             for queue in self._turns:
                 made = self._queues[queue]
@@ -407,9 +404,6 @@ class RequestQueue:
                         self._turns.remove(queue)
                     return Work(queue, taken)
             return None
-
-    def _any_ready(self) -> bool:
-        return any(made.ready() for made in self._queues.values())
 
     def _gather(self) -> None:
         """Waits for more requests that are likely to come soon, if nothing else could be done meanwhile."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import marshal
 import math
+import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from mrl.errors import UserError
@@ -88,6 +89,19 @@ def number(body: Mapping[str, Any], name: str, default: Any = _MISSING, *, least
     if value is not default and value < least:
         raise UserError(name, value, f"is below {least}", f"give at least {least}")
     return value
+
+
+def refuse_fields(body: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raises UserError if a body asks for something that this server does not do."""
+    for name in names:
+        if body.get(name):
+            raise UserError(name, why="is not done by this server", fix="leave it out")
+
+
+def seed_of(body: Mapping[str, Any]) -> int:
+    """Returns the seed of a sample, a random one if the body has none. Raises UserError."""
+    seed = field(body, "seed", int, None)
+    return secrets.randbits(62) if seed is None else seed
 
 
 def is_utf8(text: str) -> bool:

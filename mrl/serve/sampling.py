@@ -14,18 +14,19 @@ from torch import Tensor
 
 from mrl.engine.sampling import SamplingParams
 from mrl.errors import UserError
-from mrl.serve import datums, messages
+from mrl.serve import messages
 from mrl.serve.app import ClientRequest, future_response
+from mrl.serve.datums import check_ids
 from mrl.serve.ledger import PREFIX, Ledger, SamplerRecord
 from mrl.serve.models import SampleOutcome
 from mrl.serve.operations import DrawSamples
 from mrl.serve.request_queue import PROTOBUF, RequestQueue, Result
-from mrl.serve.requests import field, number
+from mrl.serve.requests import field, number, refuse_fields, seed_of
 from mrl.serve.training import PreparedOperation, SamplingQueue, ServedModel
 
 NOT_DONE = ("prompt_alt_tokens_k", "target_prompt_logprobs", "prompt_logprobs_last_n")
 EMPTY_LOG_PROB = -99999.0
-"""What the client takes for a cell without a token."""
+"""The client's value for a cell without a token."""
 MAX_SAMPLES = 4096
 MAX_TOP_NUMBERS = 2**24
 """Log-probs of the likeliest tokens that one answer tells: some 200 megabytes."""
@@ -60,9 +61,13 @@ class SamplingHandlers:
             return SamplerRecord(id, session, self.served.base)
         if not path.startswith(PREFIX):
             raise UserError("model_path", path, f"is no {PREFIX} path", "give one that a save gave")
+        return self.of_save(path, "model_path", id, session)
+
+    def of_save(self, path: str, key: str, id: str = "", session: str = "") -> SamplerRecord:
+        """Returns a sampler of a save. key: names it in a message. Raises UserError."""
         saved = self.ledger.find(path)
         if saved.part != "sampler_weights":
-            raise UserError("model_path", path, "has weights to train on alone", "give one of save_weights_for_sampler")
+            raise UserError(key, path, "has weights to train on alone", "give one of save_weights_for_sampler")
         return SamplerRecord(id, session, saved.base, path=path, saved=saved.time)
 
     async def sampler(self, request: ClientRequest) -> Response:
@@ -88,9 +93,7 @@ class SamplingHandlers:
 
     def sample_of(self, body: Mapping[str, Any]) -> DrawSamples:
         """Returns the sample that a client asks for. Raises UserError."""
-        for name in NOT_DONE:
-            if body.get(name):
-                raise UserError(name, why="is not done by this server", fix="leave it out")
+        refuse_fields(body, NOT_DONE)
         tokens = self._prompt(field(body, "prompt", dict))
         params = field(body, "sampling_params", dict, {})
         room = self.served.limits.length - len(tokens)
@@ -101,14 +104,13 @@ class SamplingHandlers:
         count = number(body, "num_samples", 1, least=1)
         if count > MAX_SAMPLES:
             raise UserError("num_samples", count, "is too many at once", f"ask for at most {MAX_SAMPLES}")
-        seed = field(params, "seed", int, None)
         stop, stop_tokens = self.stop_conditions(params.get("stop"))
         for name, tokens_of in (("topk_prompt_logprobs", len(tokens)), ("topk_sample_logprobs", count * most)):
             if self._top(body, name) * tokens_of > MAX_TOP_NUMBERS:
                 why, fix = f"is too many for {tokens_of} tokens", f"ask for at most {MAX_TOP_NUMBERS // tokens_of}"
                 raise UserError(name, self._top(body, name), why, fix)
         return DrawSamples(
-            tokens, count, most, sampling_of(params), secrets.randbits(62) if seed is None else seed, stop_tokens, stop,
+            tokens, count, most, sampling_of(params), seed_of(params), stop_tokens, stop,
             field(body, "prompt_logprobs", bool, False), self._top(body, "topk_prompt_logprobs"),
             self._top(body, "topk_sample_logprobs"),
         )  # fmt: skip
@@ -123,8 +125,7 @@ class SamplingHandlers:
             if not all(type(id) is int and abs(id) < 2**31 for id in ids):
                 raise UserError(f"{where}.tokens", why="has what is no token id", fix="send whole numbers")
             tokens += ids
-        datums.check_length(len(tokens), "prompt", self.served.limits)
-        datums.check_tokens(torch.tensor(tokens, dtype=torch.int64), "prompt", self.served.limits)
+        check_ids(tokens, "prompt", self.served.limits)
         return tokens
 
     def stop_conditions(self, stop: Any) -> tuple[list[str], list[int]]:

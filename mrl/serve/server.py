@@ -63,13 +63,13 @@ SILENCE_CHECK_S = 5.0
 """And for clients that are gone."""
 
 DRAIN_S = 60.0
-"""How long models go on with what waits, after a signal: who sent it may kill soon."""
+"""How long waiting calls of models are still done after a signal: its sender may kill soon."""
 
 CHUNK_BYTES = 5_000_000
-"""Of a pass, what clients send in one body."""
+"""The size of a pass that clients send in one body."""
 
 MAX_TEXT_BYTES = 2**23
-"""Of a body of OpenAI's interface."""
+"""The largest body of OpenAI's interface."""
 
 API = "/api/v1"
 
@@ -100,7 +100,7 @@ def run(config: ServeConfig, command_line: str = "") -> None:
             engine.init_model()
             notes = [f"{name}: {value}" for name, value in engine.chosen.items()]
             engine.on_main(lambda: directory.prepare(config, command_line, notes))
-            numbers = keys.max_body_mb * 2**19  # a body has no more of them, of two bytes each
+            numbers = keys.max_body_mb * 2**19  # a body has no more numbers, of two bytes each
             limits = Limits(vocab_size or len(tokenizer), keys.max_length, numbers, vision)
             name, most = keys.name or config.model.path, keys.max_models
             exports = directory.path / "snapshots" if keys.servers.kind is not None else None
@@ -174,13 +174,19 @@ class Server:
         auth = Auth(secret_of_clients(), self.config.serve.max_body_mb * 2**20)
         doors = {"forward_backward": dataclasses.replace(auth, is_json=False)}
         of_texts = dataclasses.replace(auth, max_bytes=min(auth.max_bytes, MAX_TEXT_BYTES))
-        chunk = min(CHUNK_BYTES, self.config.serve.max_body_mb * 2**19)  # estimates: room for what they leave out
+        chunk = min(
+            CHUNK_BYTES, self.config.serve.max_body_mb * 2**19
+        )  # clients estimate: room for what they leave out
+        model = {
+            "model_name": self.served.base, "max_context_length": self.served.limits.length, "trainable": True,
+            "sampleable": True,
+        }  # fmt: skip
         handlers = {
             "POST client/config": _constant({"parallel_fwdbwd_chunks": False, "fwdbwd_max_chunk_bytes_count": chunk}),
             "POST client/dynamic_config": _constant({}),
             "POST telemetry": _constant({"status": "accepted"}),
             "GET healthz": _constant({"status": "ok"}),
-            "GET get_server_capabilities": _constant(self._capabilities()),
+            "GET get_server_capabilities": _constant({"supported_models": [model]}),
             "POST create_session": training.create_session,
             "POST session_heartbeat": training.session_heartbeat,
             "POST sessions/{id}/finish": training.finish_session,
@@ -215,18 +221,13 @@ class Server:
             "POST completions": self.openai.completions,
             "POST chat/completions": self.openai.chat_completions,
         }
-        signed = route(
-            "GET", f"{ROOT}/{{until}}/{{signature}}/{{what:path}}", links.follow, Auth(None, 0, is_public=True)
-        )
-        return [signed] + [
-            route(method, f"{root}/{path}", handler, doors.get(path, usual))
-            for root, below, usual in ((API, handlers, auth), ("/v1", of_openai, of_texts))
-            for (method, path), handler in ((name.split(), handler) for name, handler in below.items())
-        ]
-
-    def _capabilities(self) -> dict[str, Any]:
-        model = {"model_name": self.served.base, "max_context_length": self.served.limits.length}
-        return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
+        signed = ROOT + "/{until}/{signature}/{what:path}"
+        routes = [route("GET", signed, links.follow, Auth(None, 0, is_public=True))]
+        for root, below, usual in ((API, handlers, auth), ("/v1", of_openai, of_texts)):
+            for name, handler in below.items():
+                method, path = name.split()
+                routes.append(route(method, f"{root}/{path}", handler, doors.get(path, usual)))
+        return routes
 
     def print_ready(self) -> None:
         """Prints the address and key that a client needs."""
@@ -239,16 +240,12 @@ class Server:
             )
         self.console.say(f"export TINKER_BASE_URL=http://{host}:{self.http.port}")
         self.console.say(f"export TINKER_API_KEY={'tml-local' if secret_of_clients() is None else f'${KEY}'}")
-        self.console.close()  # or it would go on to say that the model is being built
+        self.console.close()  # or its line on building the model would stay
 
     def stop(self) -> None:
         """Ends the thread that listens, after waiting clients were told."""
         self.request_queue.end()
         self.http.stop()
-
-    def silent_sessions(self, now: float) -> set[str]:
-        """Returns the sessions of clients that have been silent for long."""
-        return {id for id, heard in self.ledger.sessions.items() if now - heard > self.config.serve.silent_s}
 
 
 def client_address(host: str) -> str:
@@ -282,7 +279,7 @@ def lead(server: Server, models: Models, stop: StopSignal) -> None:
         server.ledger.clear()
         if work is not None:
             do_work(server, models, work)
-        if time.monotonic() - models.spoken > PULSE_S:  # also where inference servers do all that there is to do
+        if time.monotonic() - models.spoken > PULSE_S:  # also if inference servers do all the work
             do_on_all_ranks(models, ops.Idle())
         if now - looked > min(SILENCE_CHECK_S, server.config.serve.silent_s / 4):
             _release_idle(server, models)
@@ -347,7 +344,7 @@ def resume(server: Server, models: Models) -> list[str]:
     if unknown:  # their lines of the ledger were passed over
         do_on_all_ranks(models, ops.ForgetModels(models=unknown))
     here = server.training.restore(models.waiting, models.snapshots)
-    os.rename(folder, f"{folder}.partial")  # at once: half of it would be nothing to go on with
+    os.rename(folder, f"{folder}.partial")  # at once: half of it could not be resumed
     shutil.rmtree(f"{folder}.partial")
     gone = [f"let go of {', '.join(unknown)}, which {server.ledger.file.name} does not know"] if unknown else []
     return ([f"going on with {here} of the last start"] if here else []) + gone
@@ -471,10 +468,11 @@ def _snapshot(server: Server, models: Models, queue: SamplingQueue) -> str | Non
 
 def _release_idle(server: Server, models: Models) -> None:
     """Frees the models of silent clients, and removes saves whose time is over."""
-    server.ledger.expire(time.time())
+    now = time.time()
+    server.ledger.expire(now)
     for model, count in server.request_queue.fail_overdue().items():
         server.training.fail_pass(str(model), count, f"the call with seq_id {count} has not come")
-    gone = server.silent_sessions(time.time())
+    gone = {id for id, heard in server.ledger.sessions.items() if now - heard > server.config.serve.silent_s}
     silent = [
         m.id
         for m in server.ledger.models.values()
@@ -503,7 +501,7 @@ def do_on_all_ranks(models: Models, operation: Any) -> Any:
 def _follow(models: Models) -> None:
     """Does what the main rank says, until it ends."""
     while True:
-        operation: Any = on_main(lambda: None)  # what the main rank gives there
+        operation: Any = on_main(lambda: None)  # the main rank's
         if isinstance(operation, ops.Shutdown):
             return
         if not isinstance(operation, ops.Idle):

@@ -23,17 +23,17 @@ from mrl.engine.sampling import SamplingKey
 from mrl.errors import ServerError, UserError
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.http import HttpClient, RequestAborted
-from mrl.rollout.servers import AdapterServer, checked
+from mrl.rollout.server import Server
 from mrl.rollout.sglang import SGLangServer
 from mrl.rollout.vllm import VLLMServer
 from mrl.serve.models import SampleOutcome, prompt_number
 from mrl.serve.operations import DrawSamples
-from mrl.serve.request_queue import Future, QueuedRequest, RequestQueue
+from mrl.serve.request_queue import QueuedRequest, RequestQueue
 
-KINDS: dict[str, type[AdapterServer]] = {"vllm": VLLMServer, "sglang": SGLangServer}
+KINDS: dict[str, type[Server]] = {"vllm": VLLMServer, "sglang": SGLangServer}
 KEY = "serve.servers.urls"
 KEPT = 8
-"""Adapters that a server has at once, beside those that it draws from."""
+"""Adapters that a server has at once, besides those in use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ServedAdapter:
 class _LoadedAdapters:
     """Track the adapters of one server, the one used last at the end."""
 
-    def __init__(self, server: AdapterServer) -> None:
+    def __init__(self, server: Server) -> None:
         self.server, self.lock = server, threading.Lock()
         self.in_use: collections.OrderedDict[str, int] = collections.OrderedDict()  # name -> requests
 
@@ -75,7 +75,7 @@ class _LoadedAdapters:
         idle = [name for name, requests in self.in_use.items() if not requests]
         for name in idle[: max(0, len(self.in_use) - KEPT + 1)]:
             del self.in_use[name]
-            with contextlib.suppress(ServerError):  # it was started anew and has none
+            with contextlib.suppress(ServerError):  # it was started again and has none
                 self.server.unload_adapter(name)
 
 
@@ -119,22 +119,16 @@ class Servers:
             completions = [future.result() for future in futures]
         except (RequestAborted, concurrent.futures.CancelledError):
             return
-        except ServerError as error:
-            self._fail(one.future, "server", error)
-            return
         except UserError as error:
-            self._fail(one.future, "user", error)
+            self.request_queue.fail(one.future, "server" if isinstance(error, ServerError) else "user", str(error))
             return
-        except Exception:  # of an answer that nobody foresaw: without a word the client would wait for ever
+        except Exception:  # an answer that nobody foresaw: without a word the client would wait for ever
             logging.getLogger("mrl.serve").exception("a sample of an inference server")
             self.request_queue.fail(one.future, "server", f"{KEY}: a fault of this server, which its log has")
             return
         if one.operation.progress is not None:
             one.operation.progress(completions)
         self.request_queue.finish(one.future, one.operation.answer(SampleOutcome(completions, None, None, None)))
-
-    def _fail(self, future: Future, category: str, error: UserError) -> None:
-        self.request_queue.fail(future, "server" if category == "server" else "user", str(error))
 
     def _complete(self, sample: DrawSamples, index: int, adapter: ServedAdapter | None) -> Completion:
         request = SampleRequest(
@@ -145,12 +139,12 @@ class Servers:
         loaded = next(self.turns)
         loaded.server.refuse(sample.sampling)
         if adapter is None:
-            return checked(loaded.server, request, loaded.server.complete(request))
+            return loaded.server.sample(request)
         for anew in (False, True):
             with loaded.using(adapter, anew=anew) as name:
                 try:
-                    return checked(loaded.server, request, loaded.server.complete(request, adapter=name))
+                    return loaded.server.sample(request, adapter=name)
                 except ServerError as error:
-                    if error.status not in (400, 404) or anew:  # it may have been started anew, and lost its adapters
+                    if error.status not in (400, 404) or anew:  # it may have been started again, and lost its adapters
                         raise
         raise AssertionError("a second try that neither ends nor fails")

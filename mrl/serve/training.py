@@ -42,7 +42,7 @@ class PreparedOperation:
     operation: Any
     answer: Callable[[Any], Result]
     check: Callable[[], None] = lambda: None  # called just before it is done; may raise UserError
-    fallback: Any = None  # an operation that is done where `check` raised
+    fallback: Any = None  # an operation that is done if `check` raised
     on_failure: Callable[[str], None] = lambda line: None  # told why, where nothing came of it
     progress: Callable[[Sequence[Completion]], None] | None = None  # told of completions while they are drawn
 
@@ -67,7 +67,7 @@ class ServedModel:
     limits: datums.Limits
     lora: LoraConfig | None  # the adapters of the engine; None: one model, of which all weights train
     max_models: int
-    exports: pathlib.Path | None = None  # where snapshots are written that inference servers load
+    exports: pathlib.Path | None = None  # the folder of snapshots for inference servers
 
 
 class TrainingHandlers:
@@ -120,7 +120,7 @@ class TrainingHandlers:
         id = field(body, "session_id", str)
         if id not in self.ledger.sessions:
             raise UserError("session_id", id, "is no session of this server", "make a new ServiceClient")
-        if self.ledger.sessions[id] == ENDED:  # what it made would be let go at once
+        if self.ledger.sessions[id] == ENDED:  # its models would be freed at once
             raise UserError("session_id", id, "has ended", "make a new ServiceClient")
         # its last heartbeat may be hours old, sent to an earlier start of the server
         self.ledger.record_heartbeat(id)
@@ -131,7 +131,9 @@ class TrainingHandlers:
     async def create_model(self, request: ClientRequest) -> Response:
         body = request.json
         record = self._new_model(body, self._kind(field(body, "lora_config", dict, {})))
-        self._check_base(field(body, "base_model", str, self.served.base))
+        base = field(body, "base_model", str, self.served.base)
+        if base != self.served.base:
+            raise UserError("base_model", base, "is not served here", f"give {self.served.base}")
         self._check_optimizer(body)
         return future_response(self._begin(record, ops.CreateModel(record.id, record.kind)))
 
@@ -156,7 +158,7 @@ class TrainingHandlers:
             others = [model.id for model in held]
             full = len(others) >= (1 if self.served.lora is None else self.served.max_models)
             if full and any(self.ledger.sessions.get(model.session, ENDED) == ENDED for model in held):
-                raise QueueFull  # one is about to be let go
+                raise QueueFull  # one is about to be freed
             self.request_queue.check_open()
             if self.served.lora is None and others:
                 fix = "close its ServiceClient first, or serve adapters (model.lora)"
@@ -183,10 +185,6 @@ class TrainingHandlers:
             raise UserError("lora_config", why="trains neither attention nor MLP", fix="set train_attn or train_mlp")
         return ModelKind(rank, number(config, "seed", 0), attention, mlp, lora.alpha, lora.rslora)
 
-    def _check_base(self, name: str) -> None:
-        if name != self.served.base:
-            raise UserError("base_model", name, "is not served here", f"give {self.served.base}")
-
     def _check_optimizer(self, body: Mapping[str, Any]) -> None:
         kind = field(body, "optimizer_config", dict, {}).get("type", "adamw")
         if kind != "adamw":
@@ -203,9 +201,10 @@ class TrainingHandlers:
 
     def _lost(self, id: str) -> UserError:
         saved = [one for one in self.ledger.saved.values() if one.run == id and one.part == "weights"]
-        newest = max(saved, key=lambda one: one.time).path if saved else None
         why = "is gone: the server was started anew, its client was gone for long, or it could not be made"
-        fix = f"go on from {newest}" if newest else "nothing of it was saved: create another"
+        fix = "nothing of it was saved: create another"
+        if saved:
+            fix = f"go on from {max(saved, key=lambda one: one.time).path}"
         return UserError("model_id", id, why, fix)
 
     def model_status(self, id: str) -> UserError:
@@ -227,19 +226,18 @@ class TrainingHandlers:
         return JSONResponse(about | {"lora_rank": kind.rank, "optimizer_config": {"type": "adamw"}, "type": "get_info"})
 
     async def unload_model(self, request: ClientRequest) -> Response:
-        known = self.request_queue.future_of("unload", field(request.json, "model_id", str))
+        id = field(request.json, "model_id", str)
+        known = self.request_queue.future_of("unload", id)
         if known is not None:
             return future_response(known)  # its answer was lost, and the model is gone by now
-        model = self._model(request.json)
-        future = self.request_queue.put_batched(("unload", model.id), ("unload", model.id), self._unload(model))
-        return future_response(future)
+        self._model(request.json)
 
-    def _unload(self, model: ModelRecord) -> PreparedOperation:
         def done(_: Any) -> Result:
-            self.forget(model.id, UserError("model_id", model.id, "was unloaded", "create another"))
-            return json_result({"model_id": model.id})
+            self.forget(id, UserError("model_id", id, "was unloaded", "create another"))
+            return json_result({"model_id": id})
 
-        return PreparedOperation(ops.ForgetModels(models=[model.id]), done)
+        work = PreparedOperation(ops.ForgetModels(models=[id]), done)
+        return future_response(self.request_queue.put_batched(("unload", id), ("unload", id), work))
 
     def restore(self, ids: Collection[str], snapshots: Collection[str]) -> str:
         """Records that the ranks hold models and snapshots of an earlier start. Returns how many, in words."""
@@ -259,7 +257,7 @@ class TrainingHandlers:
     # -- passes and steps --------------------------------------------------------------------------------------------
 
     async def _queue_call(
-        self, model: ModelRecord, number: int, work: Callable[[], PreparedOperation],
+        self, body: Mapping[str, Any], prepare: Callable[[ModelRecord, int], PreparedOperation],
         lost: Callable[[str], None] = lambda line: None, *, size: int = 0,
     ) -> Response:  # fmt: skip
         """Promises a call of a model.
@@ -267,17 +265,18 @@ class TrainingHandlers:
         A call that is sent again gets its first future, whatever has changed since. Later calls do not wait for one
         that is refused. lost: is told why a call is refused. size: its bytes.
         """
-        known = self.request_queue.future_of(model.id, number)
+        model, count = self._model(body), number(body, "seq_id", least=1)
+        known = self.request_queue.future_of(model.id, count)
         if known is None:
             try:
-                made = await run_in_threadpool(work)  # images may take long to read
+                work = await run_in_threadpool(prepare, model, count)  # images may take long to read
             except UserError as error:
                 lost(str(error))
-                self.request_queue.refuse(model.id, number)
+                self.request_queue.refuse(model.id, count)
                 raise
             try:
-                known = self.request_queue.put(model.id, number, made, model=model.id, size=size)
-            except KeyError:  # it was let go meanwhile
+                known = self.request_queue.put(model.id, count, work, model=model.id, size=size)
+            except KeyError:  # it was freed meanwhile
                 raise self._lost(model.id) from None
         return future_response(known)
 
@@ -300,13 +299,12 @@ class TrainingHandlers:
 
     async def forward_backward(self, request: ClientRequest) -> Response:
         call = await request.read_by(datums.read_call, request.body)
-        model, count = self._model({"model_id": call.model}), number({"seq_id": call.number}, "seq_id", least=1)
 
         def lose(line: str) -> None:
             if not call.forward_only:
-                self.fail_pass(model.id, count, line)
+                self.fail_pass(call.model, call.number, line)
 
-        def work() -> PreparedOperation:
+        def prepare(model: ModelRecord, count: int) -> PreparedOperation:
             options, batch = datums.options_of(call), datums.batch_of(call, self.served.limits)
 
             def answer(found: Any) -> Result:
@@ -317,36 +315,34 @@ class TrainingHandlers:
                 ops.ForwardPass(model.id, batch, call.loss, options, call.forward_only), answer, on_failure=lose
             )
 
-        return await self._queue_call(model, count, work, lose, size=len(request.body))
+        body = {"model_id": call.model, "seq_id": call.number}
+        return await self._queue_call(body, prepare, lose, size=len(request.body))
 
     async def optim_step(self, request: ClientRequest) -> Response:
         body = request.json
 
-        def work() -> PreparedOperation:
-            self._check_optimizer(
-                {"optimizer_config": {"type": field(body, "optimizer_params", dict, {}).get("type", "adamw")}}
-            )
-            given = field(body, "adam_params", dict, field(body, "optimizer_params", dict, {}))
+        def prepare(model: ModelRecord, count: int) -> PreparedOperation:
+            other = field(body, "optimizer_params", dict, {})
+            self._check_optimizer({"optimizer_config": other})
+            given = field(body, "adam_params", dict, other)
             return PreparedOperation(
                 ops.OptimizerStep(model.id, update_of(given)), lambda found: json_result({"metrics": found}),
                 lambda: self._check_passes(model, count), ops.DropGradients(model.id),
             )  # fmt: skip
 
-        model, count = self._model(body), number(body, "seq_id", least=1)
-        return await self._queue_call(model, count, work)
+        return await self._queue_call(body, prepare)
 
     # -- saves -------------------------------------------------------------------------------------------------------
 
     async def save_weights(self, request: ClientRequest) -> Response:
         body = request.json
-        model, count = self._model(body), number(body, "seq_id", least=1)
 
-        def work() -> PreparedOperation:
+        def prepare(model: ModelRecord, count: int) -> PreparedOperation:
             name = field(body, "path", str, "") or f"step{count:08d}"
             folder, saved, check = self._place(model, "weights", name, body)
             return PreparedOperation(ops.SaveCheckpoint(model.id, str(folder)), saved, check)
 
-        return await self._queue_call(model, count, work)
+        return await self._queue_call(body, prepare)
 
     def _place(
         self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]
@@ -379,14 +375,13 @@ class TrainingHandlers:
     async def save_weights_external(self, request: ClientRequest) -> Response:
         body = request.json
 
-        def work() -> PreparedOperation:
+        def prepare(model: ModelRecord, count: int) -> PreparedOperation:
             if body.get("age_encryption_recipients"):
                 why = "are not known here: files are written as they are"
                 raise UserError("age_encryption_recipients", why=why, fix="leave them out")
             return self._export(model, "external_weights", field(body, "path", str), body)
 
-        model = self._model(body)
-        return await self._queue_call(model, number(body, "seq_id", least=1), work)
+        return await self._queue_call(body, prepare)
 
     def _export(self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]) -> PreparedOperation:
         """Prepares an export: peft loads the folder over the base, transformers loads it if all weights train."""
@@ -402,13 +397,12 @@ class TrainingHandlers:
                 return future_response(known)  # though what it was made of may be deleted by now
             load, saved = self._to_load(body, None)
             return future_response(self._begin(self._new_model(body, saved.kind), load))
-        model = self._model(body)
 
-        def work() -> PreparedOperation:
+        def prepare(model: ModelRecord, count: int) -> PreparedOperation:
             load, saved = self._to_load(body, model)
             return PreparedOperation(load, lambda _: json_result({"path": saved.path, "model_id": model.id}))
 
-        return await self._queue_call(model, number(body, "seq_id", least=1), work)
+        return await self._queue_call(body, prepare)
 
     def _to_load(self, body: Mapping[str, Any], model: ModelRecord | None) -> tuple[ops.LoadModel, SavedRecord]:
         """Returns the operation that loads a save into `model`; None: into a new one. Raises UserError."""
@@ -434,13 +428,12 @@ class TrainingHandlers:
 
     async def save_weights_for_sampler(self, request: ClientRequest) -> Response:
         body = request.json
-        model, count = self._model(body), number(body, "seq_id", least=1)
 
-        def work() -> PreparedOperation:
+        def prepare(model: ModelRecord, count: int) -> PreparedOperation:
             name = field(body, "path", str, "")
             return self._export(model, "sampler_weights", name, body) if name else self._freeze(model, count, body)
 
-        return await self._queue_call(model, count, work)
+        return await self._queue_call(body, prepare)
 
     def _freeze(self, model: ModelRecord, count: int, body: Mapping[str, Any]) -> PreparedOperation:
         id = f"{model.session}:sample:{number(body, 'sampling_session_seq_id')}"

@@ -91,7 +91,7 @@ OF_SERVE = (
         ("if each < number):", "):"),
         ("                del lost[each]\n", "                pass\n"),
         ("            if not call.forward_only:\n                self.fail_pass", "            if True:\n                self.fail_pass"),
-        ('number({"seq_id": call.number}, "seq_id", least=1)', "call.number"),
+        ('self._model(body), number(body, "seq_id", least=1)', 'self._model(body), body["seq_id"]'),
         ("        if self.ledger.sessions[id] == ENDED:  # what it made", "        if False:  # what it made"),
         ("        self.ledger.record_heartbeat(id)\n        return id", "        return id"),
         ("        self.lost.pop(id, None)\n", ""),

@@ -25,7 +25,7 @@ from mrl.engine.lora.shapes import adapter_shapes
 from mrl.engine.sampling import GREEDY, SamplingParams
 from mrl.errors import ConfigError, ServerError
 from mrl.rollout.adapters import PREFIX, AdapterTraining, AdapterWeightSync
-from mrl.rollout.handover import ServerGroup
+from mrl.rollout.server import ServerGroup
 from mrl.trainers import ppo
 from tests.engine import tiny
 from tests.engine.harness import run_case

@@ -23,7 +23,8 @@ from mrl.engine.base import BaseEngine
 from mrl.engine.sampling import SamplingKey, SamplingParams
 from mrl.errors import ConfigError, ServerError
 from mrl.rollout import http
-from mrl.rollout.servers import Probe, seed_of
+from mrl.rollout.server import seed_of
+from mrl.rollout.servers import Probe
 from mrl.rollout.vllm import VLLMServer, refuse
 from mrl.rollout.weights import WeightFolders, weights_dir
 from tests.engine.harness import run_case

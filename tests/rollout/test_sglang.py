@@ -22,7 +22,7 @@ from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import ConfigError, ServerError
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.http import HttpClient
-from mrl.rollout.servers import seed_of
+from mrl.rollout.server import seed_of
 from mrl.rollout.sglang import SGLangServer, SGLangServerSampler, sampling_fields
 from mrl.rollout.sglang_link import PickledLink
 from tests.rollout import sglang_reader
