@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from mrl.config.checks import check_backend, check_micro_batch
-from mrl.config.keys import non_default_keys
+from mrl.config.checks import check_backend, check_micro_batch, refuse_unread
 from mrl.config.ppo import PromptsConfig, ReferenceConfig
-from mrl.config.ppo_checks import check_never_trains, refuse_unread
+from mrl.config.ppo_checks import check_never_trains
 from mrl.config.schema import DataConfig, OneTeacherConfig, SFTConfig
 from mrl.config.sources import PromptShare, SFTShare, SFTSource
 from mrl.config.stream_checks import check_cache
@@ -91,8 +90,7 @@ def check_server(
     temperature: key and value."""
     server = teacher.server
     assert server is not None, "no server"
-    unread = (pair for pair in non_default_keys(teacher, key) if pair[0].path == f"{key}.engine")
-    refuse_unread(unread, f"beside {key}.server", "leave one of them out")
+    refuse_unread(teacher, key, f"beside {key}.server", "leave one of them out", ("engine",))
     if teacher.model.dtype is not None:
         why = f"is not used beside {key}.server, which has its own"
         raise ConfigError(f"{key}.model.dtype", teacher.model.dtype, why, "leave it out")
