@@ -145,7 +145,7 @@ def check_train(train: TrainConfig | PPOTrainConfig, data: RowsConfig) -> None:
 def _check_mix_by(train: str | Sequence[Share], mix_by: str) -> None:
     """Shares need a list of sources, and shares of tokens need weights.
 
-    Without weights, shares are numbers of rows. Of two sources with equally many rows, the one with shorter rows would
+    Without weights, shares are numbers of rows. If two sources had equally many rows, the one with shorter rows would
     then be repeated.
     """
     if mix_by == "rows":

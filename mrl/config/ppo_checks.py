@@ -21,7 +21,7 @@ from mrl.config.checks import (
     check_train,
     refuse_unread,
 )
-from mrl.config.keys import join_names
+from mrl.config.keys import join_names, non_default_keys
 from mrl.config.ppo import PPOConfig, PromptsConfig, RolloutConfig
 from mrl.config.recipes import OPD_NAMES
 from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, check_spec, label_of
@@ -36,6 +36,9 @@ IN_PROCESS_ONLY = ("memory_fraction", "tp")
 SERVERS_ONLY = ("weights_dir", "handover", "lora", "bucket_mb", "concurrency", "timeout_s", "sleep")
 NATIVE_ONLY = ("cache_tokens", "prefill_tokens", "cuda_graphs")
 ENVIRONMENT_KEYS = ("max_turns", "max_turn_tokens", "environment_parts", "environment_timeout_s")
+TRAINING_KEYS = (
+    "recompute", "recompute_every", "recompute_modules", "fsdp.reshard_after_forward", "moe.aux_loss", "moe.z_loss",
+)  # fmt: skip
 SAMPLING = ("top_k", "top_p", "min_p", "stop", "stop_tokens")
 """Keys that only decide what is sampled; the temperature is the trainer's too."""
 
@@ -70,7 +73,7 @@ def check_ppo(config: PPOConfig) -> None:
         raise ConfigError(
             "actor.model.lora.dropout",
             Shown(f"{lora.dropout:g}"),
-            "makes the policy that trains another one than the policy that sampled",
+            "makes the trained policy another one than the policy that sampled",
             "set it to 0, or train.guards to false to go on with it",
         )
     _check_rewards(config)
@@ -161,18 +164,10 @@ def _check_engine(config: PPOConfig, role: str, engine: EngineConfig) -> None:
 
 def check_never_trains(engine: EngineConfig, path: str, who: str) -> None:
     """Raises ConfigError for keys of an engine at `path` that are for training alone. who: never trains, in words."""
-    backward = {
-        "recompute_every": (engine.recompute_every, engine.recompute_every > 1),
-        "recompute_modules": (list(engine.recompute_modules or ()), engine.recompute_modules is not None),
-        "recompute": (engine.recompute, engine.recompute != "none"),
-        "fsdp.reshard_after_forward": (engine.fsdp.reshard_after_forward, not engine.fsdp.reshard_after_forward),
-        "offload": (list(engine.offload), {"gradients", "optimizer", "activations"} & set(engine.offload)),
-        "moe.aux_loss": (engine.moe.aux_loss, engine.moe.aux_loss),
-        "moe.z_loss": (engine.moe.z_loss, engine.moe.z_loss),
-    }
-    for name, (value, is_set) in backward.items():
-        if is_set:
-            raise ConfigError(f"{path}.{name}", value, f"is for training, and {who} never trains", "leave it out")
+    for key, value in non_default_keys(engine, path):
+        name = key.path.removeprefix(f"{path}.")
+        if name in TRAINING_KEYS or (name == "offload" and set(value) != {"parameters"}):
+            raise ConfigError(key.path, value, f"is for training, and {who} never trains", "leave it out")
 
 
 def _check_rewards(config: PPOConfig) -> None:
