@@ -311,15 +311,12 @@ def check_host_optimizer(engine: EngineConfig, role: str = "") -> None:
 
 
 def check_recompute(engine: EngineConfig, role: str = "") -> None:
-    """Raises ConfigError for keys that go with another choice of `recompute`, and for a list of no modules."""
+    """Raises ConfigError for keys that go with another choice of `recompute`."""
     path = join_key(role, "engine")
     for key, choice in (("recompute_every", "full"), ("recompute_modules", "selective")):
         if engine.recompute != choice:
             reason = f'by {path}.recompute "{engine.recompute}"'
             refuse_unread(engine, path, reason, f"set {path}.recompute to {choice}, or leave it out", (key,))
-    if engine.recompute_modules == ():
-        why, fix = "recomputes nothing", f"name modules, or set {path}.recompute to none"
-        raise ConfigError(f"{path}.recompute_modules", [], why, fix)
 
 
 def check_replicate(engine: EngineConfig, processes: int, path: str = "engine") -> None:

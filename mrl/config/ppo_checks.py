@@ -315,13 +315,6 @@ def _check_environment(config: SamplingRunConfig) -> None:
         fix = "leave it out, or set rollout.environment"
         refuse_unread(rollout, "rollout", "without rollout.environment", fix, ENVIRONMENT_KEYS)
         return
-    if rollout.max_turn_tokens is not None and rollout.max_turn_tokens > rollout.max_new_tokens:
-        raise ConfigError(
-            "rollout.max_turn_tokens",
-            rollout.max_turn_tokens,
-            f"is more than rollout.max_new_tokens {rollout.max_new_tokens}, which all turns have together",
-            "give at most that, or leave it out",
-        )
     check_spec(rollout.environment, "rollout.environment", "my_env.py:Env")
     if rollout.backend == "recorded":
         raise ConfigError(

@@ -177,13 +177,13 @@ def check_options(options: SlurmConfig) -> None:
 
 
 SAME_NAMES = tuple("""
-    job-name nodes gpus-per-node cpus-per-task mem time partition account qos constraint exclude nodelist array
+    nodes gpus-per-node cpus-per-task mem time partition account qos constraint exclude nodelist array
     dependency mail-type mail-user
 """.split())  # fmt: skip  # noqa: SIM905
 """Slurm's options that keys of `SlurmConfig` are called after."""
 
 _OURS = {
-    **{name: f"--{name}" for name in SAME_NAMES},
+    **{name: f"--{name}" for name in ("job-name", *SAME_NAMES)},
     "ntasks-per-node": "--processes-per-node",
     "signal": "--signal-s",
     "requeue": "--max-restarts",

@@ -210,15 +210,17 @@ def directives(job: Job, options: SlurmConfig) -> list[str]:
     """Returns what follows #SBATCH, a line each, quoted for Slurm."""
     of_task = 1 if options.launcher == "torchrun" else options.per_node
     log = os.path.join(job.slurm_dir.replace("%", "%%"), "%A_%a.log" if options.array is not None else "%j.log")
-    values = {name: getattr(options, name.replace("-", "_")) for name in SAME_NAMES} | {
+    values = {
         "job-name": options.job_name or f"mrl-{job.command}-{os.path.basename(job.output_dir)}",
-        "gpus-per-node": options.gpus_per_node or None,
         "chdir": job.work_dir,
         "output": log,
         "open-mode": "append",
+        "nodes": options.nodes,
         "ntasks-per-node": of_task,
+        **{name: getattr(options, name.replace("-", "_")) for name in SAME_NAMES},
         "signal": f"B:USR1@{options.signal_s}",
     }
+    values["gpus-per-node"] = options.gpus_per_node or None
     return [*_lines(values), _requeue(options), *options.sbatch]
 
 
