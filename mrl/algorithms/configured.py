@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from mrl.algorithms.recipes import Recipe, recipe
-from mrl.config.keys import non_default_keys
+from mrl.config.checks import refuse_unread
 from mrl.config.ppo import AlgorithmConfig, PPOConfig
-from mrl.config.ppo_checks import REWARD_METRICS, is_rewarded, refuse_unread
+from mrl.config.ppo_checks import REWARD_METRICS, is_rewarded
 from mrl.config.recipes import OPD_NAMES
 from mrl.errors import ConfigError, Shown
 
@@ -53,17 +53,14 @@ def check_algorithm(config: PPOConfig) -> Recipe:
     advice = f"leave it out, or choose another algorithm than {algorithm.name}"
     if not made.needs_critic:
         no_critic = f"without a critic, and algorithm.advantage {made.advantage} needs none"
-        own = (pair for pair in non_default_keys(algorithm, "algorithm") if pair[0].path == "algorithm.critic_warmup")
-        refuse_unread(own, no_critic, advice)
-        refuse_unread(non_default_keys(config.critic, "critic"), no_critic, advice)
+        refuse_unread(algorithm, "algorithm", no_critic, advice, ("critic_warmup",))
+        refuse_unread(config.critic, "critic", no_critic, advice)
     if not made.needs_reference:
         no_kl = "without a reference, and algorithm.kl_in none needs none"
-        refuse_unread(non_default_keys(config.reference, "reference"), no_kl, "leave it out, or set algorithm.kl_in")
+        refuse_unread(config.reference, "reference", no_kl, "leave it out, or set algorithm.kl_in")
     if not made.dynamic_sampling:
-        own = (
-            pair for pair in non_default_keys(algorithm, "algorithm") if pair[0].path == "algorithm.max_sampling_rounds"
-        )
-        refuse_unread(own, "without algorithm.dynamic_sampling", "leave it out, or set algorithm.dynamic_sampling")
+        fix = "leave it out, or set algorithm.dynamic_sampling"
+        refuse_unread(algorithm, "algorithm", "without algorithm.dynamic_sampling", fix, ("max_sampling_rounds",))
     _check_best(config, made)
     return made
 

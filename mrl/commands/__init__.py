@@ -69,16 +69,17 @@ class Group:
 
 
 def say(message: str) -> None:
-    """One line on stderr. Ranks that torchrun or srun started each say theirs, those above 0 with their number.
+    """Prints one line on stderr. Ranks of torchrun or srun each print theirs, those above 0 with their number.
 
-    What one finds before they have met, the others may not: what is missing on one node is on that node's line."""
+    Before ranks have met, one may find a mistake and the others not. So a line names the node that lacks something.
+    """
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     prefix = "mrl: " if rank == "0" else f"mrl: rank {rank}: "
     print(prefix + " ".join(message.split()), file=sys.stderr, flush=True)
 
 
 def echo(text: str, end: str = "\n") -> None:
-    """What a command prints, at once."""
+    """Prints a text of a command at once."""
     print(text, end=end, flush=True)
 
 
@@ -87,6 +88,10 @@ OVERRIDES = Argument(name="overrides", kind="overrides", metavar="[KEY=VALUE]...
 NPROC = Option(
     names="--nproc", kind="number", minimum=1,
     help="Processes to start; default: the GPUs, else what the layout needs.",
+)  # fmt: skip
+
+JSON = Option(
+    names="--json", into="as_json", kind="flag", help="Print one JSON object in place of the table."
 )  # fmt: skip
 
 TRAINING_ARGUMENTS: Sequence[Argument | Option] = (

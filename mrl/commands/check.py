@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mrl.commands import CONFIG, EXIT_USER_ERROR, OVERRIDES, Command, Option
+from mrl.commands import CONFIG, EXIT_USER_ERROR, JSON, OVERRIDES, Command, Option
 
 
 def run(as_json: bool, **given: Any) -> int:
@@ -60,6 +60,6 @@ COMMAND = Command(
             names="--tokens", kind="number", minimum=16,
             help="Tokens of the batch, about; default: some seconds' worth.",
         ),
-        Option(names="--json", into="as_json", kind="flag", help="Print one JSON object in place of the table."),
+        JSON,
     ),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mrl.commands import EXIT_USER_ERROR, Argument, Command, Group, Option, echo, say
+from mrl.commands import EXIT_USER_ERROR, JSON, Argument, Command, Group, Option, echo, say
 from mrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _ROLE = Option(names="--role", metavar="ROLE", help="Whose weights, of a checkpo
 
 @contextlib.contextmanager
 def _on_files() -> Iterator[None]:
-    """What the file system refuses is a message, too."""
+    """Makes a message of an error of the file system, too."""
     gc.set_threshold(100_000)  # importing torch and transformers leaves no garbage: a fifth of it is looking for some
     try:
         yield
@@ -137,7 +137,7 @@ def _check_flags(check: bool, no_logits: bool) -> None:
 
 
 def _verify_result(source: str, out: str, **given: Any) -> None:
-    """What `--verify` does: a result that differs loses its name, and so does one that could not be compared."""
+    """Does what `--verify` asks for: a result loses its name if it differs, or could not be compared."""
     try:
         comparison = _compare(source, out, **given)
     except UserError as error:
@@ -237,7 +237,7 @@ VERIFY = Command(
             names="--no-logits", kind="flag",
             help="Compare tensors alone: no model is built, so any size fits in memory.",
         ),
-        Option(names="--json", into="as_json", kind="flag", help="Print one JSON object in place of the table."),
+        JSON,
         _MODEL,
         _ROLE,
         _ALLOW_PICKLE,

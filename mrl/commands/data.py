@@ -5,28 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, Literal
 
 from mrl.commands import CONFIG, OVERRIDES, Command, Group, Option, echo
 from mrl.config.command import roots
 
 
-def _show(
-    *,
-    config_path: str,
-    overrides: Sequence[str],
-    rows: int,
-    count: bool,
-    evaluation: bool,
-    tokens: bool,
-    of: str | None,
-) -> None:
+def _show(config_path: str, overrides: Sequence[str], *, evaluation: bool, **options: Any) -> None:
     from mrl.launch import showing
 
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    showing.run(
-        config_path, overrides, rows=rows, count=count, part="eval" if evaluation else "train", by_token=tokens,
-        coloured=coloured, echo=echo, of=of,
-    )  # fmt: skip
+    part: Literal["train", "eval"] = "eval" if evaluation else "train"
+    showing.run(config_path, overrides, part=part, coloured=coloured, echo=echo, **options)
 
 
 SHOW = Command(
@@ -49,7 +39,10 @@ SHOW = Command(
         Option(names="--rows", kind="number", minimum=0, default=3, metavar="N", help="Rows whose tokens are shown."),
         Option(names="--count", kind="flag", help="Read every row: all lengths, what is left out, steps of the run."),
         Option(names="--eval", into="evaluation", kind="flag", help="Rows of data.eval in place of data.train."),
-        Option(names="--tokens", kind="flag", help="A line for each token: its place, id, weight and text."),
+        Option(
+            names="--tokens", into="by_token", kind="flag",
+            help="A line for each token: its place, id, weight and text.",
+        ),
     ),
 )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from mrl.commands import CONFIG, EXIT_USER_ERROR, OVERRIDES, Command, Option, echo
 
@@ -13,16 +14,12 @@ EXAMPLES = """
     mrl plan sft.yaml --world-size 32 --suggest"""
 
 
-def _run(
-    *, config_path: str, overrides: Sequence[str], world_size: int, gpu: str, efficiency: str | None,
-    reserve: str | None, as_json: bool, suggest: bool,
-) -> int | None:  # fmt: skip
+def _run(config_path: str, overrides: Sequence[str], **options: Any) -> int | None:
     from mrl.launch import planning
 
-    fits = planning.run(
-        config_path, overrides, world_size=world_size, gpu=gpu, efficiency=efficiency, reserve=reserve,
-        as_json=as_json, suggest=suggest, echo=echo,
-    )  # fmt: skip
+    fits, lines = planning.run(config_path, overrides, **options)
+    for line in lines:
+        echo(line)
     return None if fits else EXIT_USER_ERROR
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from mrl.commands import Argument, Command, Option, echo
+from mrl.commands import JSON, Argument, Command, Option, echo
 from mrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ COMMAND = Command(
         ),
         Option(names="--all", into="every_metric", kind="flag", help="All metrics on the terminal, not the main ones."),
         Option(names="--no-page", kind="flag", help="Write nothing: the table, or --json, alone."),
-        Option(names="--json", into="as_json", kind="flag", help="Print one JSON object in place of the table."),
+        JSON,
         Option(
             names="--watch", into="watching", kind="flag",
             help="Go on until the runs are finished, or Ctrl-C: whenever a run has made steps the page is written anew "

@@ -6,6 +6,7 @@ checks a section of several roots, at its place in this one. Checks of `mrl ppo`
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +15,9 @@ from mrl.config.backends import OWN_KEYS, entry_point
 from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.keys import join_key, non_default_keys
 from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, PRECISION_AWARE
+from mrl.config.ppo import PPOTrainConfig
 from mrl.config.rm import ScoredDataConfig
+from mrl.config.rows import RowsConfig
 from mrl.config.schema import (
     EngineConfig,
     LogConfig,
@@ -40,8 +43,7 @@ def check_config(config: SFTConfig) -> None:
     max_length = config.data.max_length
     if not config.data.loss_on:
         raise ConfigError("data.loss_on", [], "names no role", "give roles, as in [assistant, tool], or all")
-    check_train(config.train, config.data.eval)
-    check_mix_by(config.data.train, config.data.mix_by)
+    check_train(config.train, config.data)
     check_stream(config.data, config.train)
     check_micro_batch(config.engine.micro_batch, max_length, f"data.max_length {max_length}")
     check_trained(config)
@@ -56,6 +58,20 @@ def check_trained(config: SFTConfig | AnswersConfig) -> None:
     check_muon(config.optimizer, config.model, config.engine)
     check_lora(config.model)
     check_log(config.log)
+
+
+def refuse_unread(section: object, path: str, reason: str, fix: str, names: Sequence[str] = ()) -> None:
+    """Raises ConfigError for the first key of `section`, written at `path`, that is set although nothing reads it.
+
+    names: of the keys and sections in `section` that are not read; () is all of them.
+    """
+    for key, value in non_default_keys(section, path):
+        name = key.path.removeprefix(f"{path}.").partition(".")[0]
+        if names and name not in names:
+            continue
+        if key.section is not None:
+            raise ConfigError(key.path, why=f"is given and not used {reason}", fix=fix)
+        raise ConfigError(key.path, value, f"is not used {reason}", fix)
 
 
 def check_replicas(dims: ParallelDims, key: str, sequences: int, role: str = "") -> None:
@@ -114,27 +130,22 @@ def micro_batch_tokens(micro_batch: MicroBatchConfig, max_length: int) -> int | 
     return micro_batch.tokens or max(4096, max_length)
 
 
-def check_train(train: TrainConfig, eval_rows: object | None) -> None:
-    """A length, and evaluation keys that go with data.eval (`eval_rows`)."""
+def check_train(train: TrainConfig | PPOTrainConfig, data: RowsConfig) -> None:
+    """Raises ConfigError for two lengths, for keys of evaluation without data.eval, and for shares without sources."""
     if train.steps is not None and train.epochs is not None:
         raise ConfigError(
             "train.steps", train.steps, f"is given together with train.epochs {train.epochs:g}", "keep one of them"
         )
-    if eval_rows is None:
-        for name in ("eval_every", "eval_batches"):
-            if getattr(train, name) is not None:
-                raise ConfigError(
-                    f"train.{name}",
-                    getattr(train, name),
-                    "is not used without data.eval",
-                    "set data.eval, or null here",
-                )
+    if data.eval is None:
+        names = [field.name for field in dataclasses.fields(train) if field.name.startswith("eval_")]
+        refuse_unread(train, "train", "without data.eval", "set data.eval, or leave it out", names)
+    _check_mix_by(data.train, data.mix_by)
 
 
-def check_mix_by(train: str | Sequence[Share], mix_by: str) -> None:
+def _check_mix_by(train: str | Sequence[Share], mix_by: str) -> None:
     """Shares need a list of sources, and shares of tokens need weights.
 
-    Without weights, shares are numbers of rows. Of two sources with equally many rows, the one with shorter rows would
+    Without weights, shares are numbers of rows. If two sources had equally many rows, the one with shorter rows would
     then be repeated.
     """
     if mix_by == "rows":
@@ -244,23 +255,16 @@ def check_optimizer(optimizer: OptimizerConfig, path: str = "optimizer") -> None
                 f"{path}.betas", Shown(f"{beta:g}"), "is out of range", "give two numbers from 0 to below 1"
             )
     if optimizer.schedule == "constant":
-        for name, unset in (("min_lr", 0.0), ("decay_steps", None)):
-            if getattr(optimizer, name) != unset:
-                raise ConfigError(
-                    f"{path}.{name}",
-                    getattr(optimizer, name),
-                    "is not used by schedule constant, which never decays",
-                    "choose linear, cosine or wsd, or leave it out",
-                )
+        reason, fix = "by schedule constant, which never decays", "choose linear, cosine or wsd, or leave it out"
+        refuse_unread(optimizer, path, reason, fix, ("min_lr", "decay_steps"))
 
 
 def check_muon(optimizer: OptimizerConfig, model: ModelConfig, engine: EngineConfig, role: str = "") -> None:
     """Muon is with keys that it goes with, and without muon none of its keys is set. role: of these sections."""
     path = f"{role}." if role else ""
     if optimizer.name != "muon":
-        for key, value in non_default_keys(optimizer.muon, f"{path}optimizer.muon"):
-            fix = f"set {path}optimizer.name to muon, or leave it out"
-            raise ConfigError(key.path, value, f"is not used by {path}optimizer.name {optimizer.name}", fix)
+        reason, fix = f"by {path}optimizer.name {optimizer.name}", f"set {path}optimizer.name to muon, or leave it out"
+        refuse_unread(optimizer.muon, f"{path}optimizer.muon", reason, fix)
         return
     against = [f"{path}engine.megatron.{field}, which is of AdamW" for field in (CPU_OFFLOAD_FIELD, PRECISION_AWARE)
                if engine.megatron.get(field)]  # fmt: skip
@@ -295,8 +299,7 @@ def check_backend(model: ModelConfig, engine: EngineConfig, role: str = "") -> N
         return
     check_supported(engine.backend, OWN_KEYS[engine.backend], model, engine, role)
     check_host_optimizer(engine, role)
-    check_recompute_every(engine, role)
-    check_recompute_modules(engine, role)
+    check_recompute(engine, role)
 
 
 def check_host_optimizer(engine: EngineConfig, role: str = "") -> None:
@@ -307,27 +310,13 @@ def check_host_optimizer(engine: EngineConfig, role: str = "") -> None:
         raise ConfigError(f"{path}.offload", "optimizer", why, "leave out one of them")
 
 
-def check_recompute_every(engine: EngineConfig, role: str = "") -> None:
-    """A key that says more of another one's choice."""
+def check_recompute(engine: EngineConfig, role: str = "") -> None:
+    """Raises ConfigError for keys that go with another choice of `recompute`."""
     path = join_key(role, "engine")
-    if engine.recompute_every > 1 and engine.recompute != "full":
-        why = f'is not used by {path}.recompute "{engine.recompute}"'
-        fix = f"set {path}.recompute to full, or leave it out"
-        raise ConfigError(f"{path}.recompute_every", engine.recompute_every, why, fix)
-
-
-def check_recompute_modules(engine: EngineConfig, role: str = "") -> None:
-    """Names of modules are for recompute selective, and there is one at least."""
-    path, modules = join_key(role, "engine"), engine.recompute_modules
-    if modules is None:
-        return
-    if engine.recompute != "selective":
-        why = f'is not used by {path}.recompute "{engine.recompute}"'
-        fix = f"set {path}.recompute to selective, or leave it out"
-        raise ConfigError(f"{path}.recompute_modules", list(modules), why, fix)
-    if not modules:
-        why, fix = "recomputes nothing", f"name modules, or set {path}.recompute to none"
-        raise ConfigError(f"{path}.recompute_modules", [], why, fix)
+    for key, choice in (("recompute_every", "full"), ("recompute_modules", "selective")):
+        if engine.recompute != choice:
+            reason = f'by {path}.recompute "{engine.recompute}"'
+            refuse_unread(engine, path, reason, f"set {path}.recompute to {choice}, or leave it out", (key,))
 
 
 def check_replicate(engine: EngineConfig, processes: int, path: str = "engine") -> None:
@@ -341,10 +330,6 @@ def check_replicate(engine: EngineConfig, processes: int, path: str = "engine") 
 
 
 def check_log(log: LogConfig) -> None:
-    """Keys that another key turns off: they would be accepted and do nothing."""
-    for name, unset in (("name", None), ("mode", "auto")):
-        value = getattr(log.wandb, name)
-        if log.wandb.project is None and value != unset:
-            raise ConfigError(
-                f"log.wandb.{name}", value, "is not used without log.wandb.project", "set log.wandb.project"
-            )
+    """Raises ConfigError for keys that another key turns off."""
+    if log.wandb.project is None:
+        refuse_unread(log.wandb, "log.wandb", "without log.wandb.project", "set log.wandb.project")

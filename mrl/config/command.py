@@ -1,4 +1,4 @@
-"""The record of a command that trains, read by all code that reads or starts a run; and how one is found.
+"""The records of commands that train, and how one is found. All code that reads or starts a run reads them.
 
 A record is the `COMMAND` of a module `mrl/commands/NAME.py`, or an entry point NAME of the group `mrl.commands` of an
 installed package (docs/commands.md). Records are found by these names alone, so lower floors import none."""
@@ -339,7 +339,7 @@ def command_of_data(data: Mapping[str, Any]) -> TrainingCommand:
 
 
 def command_of_yaml(raw: Mapping[str, Any]) -> TrainingCommand:
-    """Returns the command of a user's YAML: one that has all its sections, else one that recognises it."""
+    """Returns the command of a user's YAML: one with all its sections, else one that recognises it."""
     has_all = commands_with_sections(raw)
     form = value_at(raw, "data.format")
     if form is not None and "loss" not in raw:

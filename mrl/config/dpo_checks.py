@@ -5,15 +5,14 @@ from __future__ import annotations
 from mrl.config.checks import (
     check_backend,
     check_groups,
-    check_mix_by,
     check_prompt_end,
     check_train,
     check_trained,
     formats_of,
+    refuse_unread,
 )
 from mrl.config.dpo import DPOConfig
-from mrl.config.keys import non_default_keys
-from mrl.config.ppo_checks import check_never_trains, refuse_unread
+from mrl.config.ppo_checks import check_never_trains
 from mrl.config.preference_losses import ROWS
 from mrl.config.stream_checks import check_cache, check_stream
 from mrl.errors import ConfigError
@@ -21,8 +20,7 @@ from mrl.errors import ConfigError
 
 def check_dpo(config: DPOConfig) -> None:
     """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
-    check_train(config.train, config.data.eval)
-    check_mix_by(config.data.train, config.data.mix_by)
+    check_train(config.train, config.data)
     check_stream(config.data, config.train)
     check_prompt_end(config.data)
     _check_loss(config)
@@ -64,7 +62,7 @@ def _check_reference(config: DPOConfig) -> None:
         why = f"by loss {loss.name}, which needs no reference"
         if loss.name == "dpo":
             why = "with loss.reference_free"
-        refuse_unread(non_default_keys(reference, "reference"), why, "leave it out")
+        refuse_unread(reference, "reference", why, "leave it out")
         return
     if reference.cache and not loss.is_paired:
         why = "cannot be true with kto, whose KL pairs prompts with other rows' answers in each batch"

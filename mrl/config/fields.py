@@ -31,11 +31,11 @@ def key(
 ) -> Any:
     """Returns a config key with its default (REQUIRED for none), meaning, and numeric bounds.
 
-    minimum, above, maximum: `above` is exclusive. Without any, `mrl.config.keys.MAX_VALUES` holds.
-    parse: `(plain data, dotted path) -> section`, for a section that dataclasses alone do not describe.
-    may_change: a resumed run may have another value, for a section in all of its keys; model and data stay the same.
-    For a mapping, the names whose entries may change.
-    moves: it may name another place. The run compares the content with the data of the checkpoint.
+    - minimum, above, maximum: `above` is exclusive. Without any, `mrl.config.keys.MAX_VALUES` holds.
+    - parse: `(plain data, dotted path) -> section`, for a section that dataclasses alone do not describe.
+    - may_change: a resumed run may have another value. For a section this holds for all of its keys. For a mapping it
+      is the names of the entries that may change. Model and data stay the same.
+    - moves: it may name another place. The run compares the content with the data of the checkpoint.
     """
     metadata = {
         "help": help, "minimum": minimum, "above": above, "maximum": maximum, "parse": parse,

@@ -6,20 +6,19 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from mrl.config.checks import check_backend, check_micro_batch
-from mrl.config.keys import non_default_keys
+from mrl.config.checks import check_backend, check_micro_batch, refuse_unread
 from mrl.config.ppo import PromptsConfig, RolloutConfig
 from mrl.config.ppo_checks import (
     check_batch_invariant,
     check_cuda_graphs,
     check_never_trains,
     check_rollout,
-    refuse_unread,
 )
 from mrl.config.rewards import RewardsConfig, parse_rewards
 from mrl.config.schema import REQUIRED, EngineConfig, ModelConfig, key
 from mrl.errors import ConfigError
 
+NOTHING_TRAINS = "by a command that trains nothing"
 DEFAULT_NEW_TOKENS = 512
 MAX_POSITIONS = 65536
 """Tokens of the longest sequence of a sampler with memory of its own: some models have a million positions."""
@@ -105,18 +104,11 @@ class EvalConfig(EvalKeys):
 def check_inference(config: InferenceConfig) -> None:
     """Raises ConfigError where keys contradict each other or one would be left unread. It reads no file."""
     advice = "leave it out"
-    own = (pair for pair in non_default_keys(config.model, "model") if pair[0].path in ("model.init", "model.lora"))
-    refuse_unread(own, "by a command that trains nothing", advice)
-    adapters = (
-        p for p in non_default_keys(config.rollout.server, "rollout.server") if p[0].path == "rollout.server.lora"
-    )
-    refuse_unread(adapters, "by a command that trains nothing", advice)
-    mixed = (pair for pair in non_default_keys(config.data, "data") if pair[0].path == "data.mix_by")
-    refuse_unread(mixed, "here: rows are of one path", advice)
-    order = (pair for pair in non_default_keys(config.data, "data") if pair[0].path == "data.shuffle")
-    refuse_unread(order, "here: rows are taken in their order", advice)
-    learned = (pair for pair in non_default_keys(config.data, "data") if pair[0].path == "data.teacher")
-    refuse_unread(learned, "by a command that trains nothing", advice)
+    refuse_unread(config.model, "model", NOTHING_TRAINS, advice, ("init", "lora"))
+    refuse_unread(config.rollout.server, "rollout.server", NOTHING_TRAINS, advice, ("lora",))
+    refuse_unread(config.data, "data", "here: rows are of one path", advice, ("mix_by",))
+    refuse_unread(config.data, "data", "here: rows are taken in their order", advice, ("shuffle",))
+    refuse_unread(config.data, "data", NOTHING_TRAINS, advice, ("teacher",))
     if isinstance(config.data.eval, Mapping):
         why = "names several sets of rows, and here they are one"
         raise ConfigError("data.eval", why=why, fix="give one path, and run the command once for each")
@@ -135,9 +127,5 @@ def check_inference(config: InferenceConfig) -> None:
 
 def refuse_row_keys(data: PromptsConfig) -> None:
     """Raises ConfigError for keys of rows where prompts are texts: they would do nothing."""
-    of_rows = ("data.columns", "data.split", "data.on_bad_row", "data.truncation")
-    refuse_unread(
-        (pair for pair in non_default_keys(data, "data") if pair[0].path in of_rows),
-        "without a file of rows",
-        "leave it out",
-    )
+    of_rows = ("columns", "split", "on_bad_row", "truncation")
+    refuse_unread(data, "data", "without a file of rows", "leave it out", of_rows)

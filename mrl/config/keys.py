@@ -25,24 +25,20 @@ arithmetic."""
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key. path: dotted. annotation: its type. default: MISSING where the user must give it.
+    """One key of the schema."""
 
-    stated: a number's bounds in the schema. bounds: these, or `MAX_VALUES` if there are none.
-    parse: `(plain data, path) -> value`, for a section with entries of several forms; else None.
-    may_change, moves: as in `mrl.config.schema.key`.
-    """
-
-    path: str
-    annotation: Any
-    default: Any
+    path: str  # dotted
+    annotation: Any  # its type
+    default: Any  # MISSING where the user must give it
     help: str
-    stated: Mapping[str, float | None]
-    parse: Callable[[Any, str], Any] | None = None
-    may_change: bool | frozenset[str] = False
-    moves: bool = False
+    stated: Mapping[str, float | None]  # a number's bounds in the schema
+    parse: Callable[[Any, str], Any] | None = None  # (plain data, path) -> value, of a section with several forms
+    may_change: bool | frozenset[str] = False  # as in `mrl.config.fields.key`
+    moves: bool = False  # as in `mrl.config.fields.key`
 
     @property
     def bounds(self) -> Mapping[str, float | None]:
+        """The bounds that hold: the stated ones, or `MAX_VALUES`."""
         numbers = numbers_in(self.annotation)
         if not numbers:
             return self.stated

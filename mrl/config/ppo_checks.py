@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from mrl.config.checks import (
@@ -15,12 +15,13 @@ from mrl.config.checks import (
     check_log,
     check_lora,
     check_micro_batch,
-    check_mix_by,
     check_muon,
     check_optimizer,
     check_schedule,
+    check_train,
+    refuse_unread,
 )
-from mrl.config.keys import Key, join_names, non_default_keys
+from mrl.config.keys import join_names, non_default_keys
 from mrl.config.ppo import PPOConfig, PromptsConfig, RolloutConfig
 from mrl.config.recipes import OPD_NAMES
 from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, check_spec, label_of
@@ -35,6 +36,9 @@ IN_PROCESS_ONLY = ("memory_fraction", "tp")
 SERVERS_ONLY = ("weights_dir", "handover", "lora", "bucket_mb", "concurrency", "timeout_s", "sleep")
 NATIVE_ONLY = ("cache_tokens", "prefill_tokens", "cuda_graphs")
 ENVIRONMENT_KEYS = ("max_turns", "max_turn_tokens", "environment_parts", "environment_timeout_s")
+TRAINING_KEYS = (
+    "recompute", "recompute_every", "recompute_modules", "fsdp.reshard_after_forward", "moe.aux_loss", "moe.z_loss",
+)  # fmt: skip
 SAMPLING = ("top_k", "top_p", "min_p", "stop", "stop_tokens")
 """Keys that only decide what is sampled; the temperature is the trainer's too."""
 
@@ -55,8 +59,8 @@ class SamplingRunConfig(Protocol):
 def check_ppo(config: PPOConfig) -> None:
     """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
     _check_sizes(config)
+    check_train(config.train, config.data)
     _check_length(config)
-    check_mix_by(config.data.train, config.data.mix_by)
     for role in possible_roles(config):
         if has_own_engine(config, role) and not is_served(config, role):
             _check_engine(config, role, engine_of(config, role))
@@ -69,7 +73,7 @@ def check_ppo(config: PPOConfig) -> None:
         raise ConfigError(
             "actor.model.lora.dropout",
             Shown(f"{lora.dropout:g}"),
-            "makes the policy that trains another one than the policy that sampled",
+            "makes the trained policy another one than the policy that sampled",
             "set it to 0, or train.guards to false to go on with it",
         )
     _check_rewards(config)
@@ -77,7 +81,6 @@ def check_ppo(config: PPOConfig) -> None:
     _check_adapters_alone(config)
     check_cuda_graphs(config.rollout, config.actor.engine, "actor.engine")
     check_batch_invariant(config.rollout, config.actor.engine, "actor.engine")
-    _check_eval(config)
     _check_best(config)
     check_log(config.log)
 
@@ -120,10 +123,6 @@ def _check_length(config: PPOConfig) -> None:
     train, per_iteration = config.train, config.steps_per_iteration
     if train.steps is None:
         return
-    if train.epochs is not None:
-        raise ConfigError(
-            "train.steps", train.steps, f"is given together with train.epochs {train.epochs:g}", "keep one of them"
-        )
     if train.steps % per_iteration:
         raise ConfigError(
             "train.steps",
@@ -165,28 +164,17 @@ def _check_engine(config: PPOConfig, role: str, engine: EngineConfig) -> None:
 
 def check_never_trains(engine: EngineConfig, path: str, who: str) -> None:
     """Raises ConfigError for keys of an engine at `path` that are for training alone. who: never trains, in words."""
-    backward = {
-        "recompute_every": (engine.recompute_every, engine.recompute_every > 1),
-        "recompute_modules": (list(engine.recompute_modules or ()), engine.recompute_modules is not None),
-        "recompute": (engine.recompute, engine.recompute != "none"),
-        "fsdp.reshard_after_forward": (engine.fsdp.reshard_after_forward, not engine.fsdp.reshard_after_forward),
-        "offload": (list(engine.offload), {"gradients", "optimizer", "activations"} & set(engine.offload)),
-        "moe.aux_loss": (engine.moe.aux_loss, engine.moe.aux_loss),
-        "moe.z_loss": (engine.moe.z_loss, engine.moe.z_loss),
-    }
-    for name, (value, is_set) in backward.items():
-        if is_set:
-            raise ConfigError(f"{path}.{name}", value, f"is for training, and {who} never trains", "leave it out")
+    for key, value in non_default_keys(engine, path):
+        name = key.path.removeprefix(f"{path}.")
+        if name in TRAINING_KEYS or (name == "offload" and set(value) != {"parameters"}):
+            raise ConfigError(key.path, value, f"is for training, and {who} never trains", "leave it out")
 
 
 def _check_rewards(config: PPOConfig) -> None:
     """Something is rewarded, and no key of a reward model stands alone."""
     if config.reward.model.path is None:
-        refuse_unread(
-            non_default_keys(config.reward, "reward"),
-            "without reward.model.path",
-            "set reward.model.path, or leave it out",
-        )
+        fix = "set reward.model.path, or leave it out"
+        refuse_unread(config.reward, "reward", "without reward.model.path", fix)
     if config.algorithm.name in OPD_NAMES or is_rewarded(config):
         return
     functions = config.rewards.functions if config.rewards is not None else ()
@@ -233,9 +221,11 @@ def check_rollout(config: SamplingRunConfig) -> None:
         why = f"is not used by rollout.backend {rollout.backend}"
         raise ConfigError("rollout.path", rollout.path, why, "set it to recorded, or leave this out")
     if rollout.backend != "native":
-        _refuse(rollout, NATIVE_ONLY, f"by rollout.backend {rollout.backend}", "set rollout.backend to native")
+        fix = "leave it out, or set rollout.backend to native"
+        refuse_unread(rollout, "rollout", f"by rollout.backend {rollout.backend}", fix, NATIVE_ONLY)
     if rollout.backend == "recorded":
-        _refuse(rollout, SAMPLING, "by rollout.backend recorded, which samples nothing", "choose another backend")
+        reason, fix = "by rollout.backend recorded, which samples nothing", "leave it out, or choose another backend"
+        refuse_unread(rollout, "rollout", reason, fix, SAMPLING)
     _check_server(config)
     _check_environment(config)
 
@@ -261,19 +251,13 @@ def check_batch_invariant(rollout: RolloutConfig, engine: EngineConfig, path: st
 
 
 def _check_server(config: SamplingRunConfig) -> None:
-    backend, server = config.rollout.backend, config.rollout.server
-    given = non_default_keys(server, "rollout.server")
+    backend, server, path = config.rollout.backend, config.rollout.server, "rollout.server"
     if backend not in SERVERS:
-        advice = f"set it to {' or '.join(SERVERS)}, or leave this out"
-        refuse_unread(given, f"by rollout.backend {backend}", advice)
+        fix = f"set it to {' or '.join(SERVERS)}, or leave this out"
+        refuse_unread(server, path, f"by rollout.backend {backend}", fix)
     elif server.urls:
-        _refuse(
-            server,
-            IN_PROCESS_ONLY,
-            "by servers, which have their own",
-            "leave out rollout.server.urls",
-            "rollout.server",
-        )
+        fix = "leave it out, or leave out rollout.server.urls"
+        refuse_unread(server, path, "by servers, which have their own", fix, IN_PROCESS_ONLY)
     elif backend == "sglang":
         raise ConfigError(
             "rollout.server.urls",
@@ -282,7 +266,8 @@ def _check_server(config: SamplingRunConfig) -> None:
             "give their urls, as [http://host:30000]",
         )
     else:
-        _refuse(server, SERVERS_ONLY, "by vLLM inside the trainer", "give rollout.server.urls", "rollout.server")
+        fix = "leave it out, or give rollout.server.urls"
+        refuse_unread(server, path, "by vLLM inside the trainer", fix, SERVERS_ONLY)
     for url in server.urls:
         if not url.startswith(("http://", "https://")):
             raise ConfigError("rollout.server.urls", url, "is no URL", "write it as http://host:8000")
@@ -303,8 +288,8 @@ def _check_adapters_alone(config: PPOConfig) -> None:
         why = "is no way for adapters alone (rollout.server.lora adapter), which go as files"
         fix = "set it to auto, or rollout.server.lora to merged"
         raise ConfigError("rollout.server.handover", server.handover, why, fix)
-    advice = "set rollout.server.lora to merged, or leave this out"
-    _refuse(server, ("bucket_mb",), "by rollout.server.lora adapter, which writes one file", advice, "rollout.server")
+    reason, fix = "by rollout.server.lora adapter, which writes one file", "leave it out, or set that to merged"
+    refuse_unread(server, "rollout.server", reason, fix, ("bucket_mb",))
 
 
 def check_inside(rollout: RolloutConfig, world_size: int, hf: Mapping[str, Any]) -> None:
@@ -324,24 +309,12 @@ def check_inside(rollout: RolloutConfig, world_size: int, hf: Mapping[str, Any])
         )
 
 
-def _refuse(section: object, names: tuple[str, ...], reason: str, instead: str, path: str = "rollout") -> None:
-    """Raises if the section at `path` sets one of the keys `names`, since nothing reads them."""
-    given = (pair for pair in non_default_keys(section, path) if pair[0].path.removeprefix(f"{path}.") in names)
-    refuse_unread(given, reason, f"leave it out, or {instead}")
-
-
 def _check_environment(config: SamplingRunConfig) -> None:
     rollout = config.rollout
     if rollout.environment is None:
-        _refuse(rollout, ENVIRONMENT_KEYS, "without rollout.environment", "set rollout.environment")
+        fix = "leave it out, or set rollout.environment"
+        refuse_unread(rollout, "rollout", "without rollout.environment", fix, ENVIRONMENT_KEYS)
         return
-    if rollout.max_turn_tokens is not None and rollout.max_turn_tokens > rollout.max_new_tokens:
-        raise ConfigError(
-            "rollout.max_turn_tokens",
-            rollout.max_turn_tokens,
-            f"is more than rollout.max_new_tokens {rollout.max_new_tokens}, which all turns have together",
-            "give at most that, or leave it out",
-        )
     check_spec(rollout.environment, "rollout.environment", "my_env.py:Env")
     if rollout.backend == "recorded":
         raise ConfigError(
@@ -352,17 +325,11 @@ def _check_environment(config: SamplingRunConfig) -> None:
         )
 
 
-def _check_eval(config: PPOConfig) -> None:
-    if config.data.eval is None:
-        own = (pair for pair in non_default_keys(config.train, "train") if pair[0].path.startswith("train.eval_"))
-        refuse_unread(own, "without data.eval", "set data.eval, or leave it out")
-
-
 def _check_best(config: PPOConfig) -> None:
     checkpoint = config.checkpoint
     if checkpoint.best is None:
-        own = (pair for pair in non_default_keys(checkpoint, "checkpoint") if pair[0].path == "checkpoint.best_is")
-        refuse_unread(own, "without checkpoint.best", "set checkpoint.best, or leave it out")
+        fix = "set checkpoint.best, or leave it out"
+        refuse_unread(checkpoint, "checkpoint", "without checkpoint.best", fix, ("best_is",))
         return
     if checkpoint.best.startswith("eval/") and checkpoint.best in PPO_METRICS and config.data.eval is None:
         raise ConfigError(
@@ -403,11 +370,3 @@ def written_metrics(config: PPOConfig) -> list[str]:
         if place in name
         for value in values
     ]
-
-
-def refuse_unread(keys: Iterator[tuple[Key, object]], reason: str, advice: str) -> None:
-    """Raises for the first of `keys`, (Key, value) pairs as `non_default_keys` gives them, which would do nothing."""
-    for key, value in keys:
-        if key.section is not None:
-            raise ConfigError(key.path, why=f"is given and not used {reason}", fix=advice)
-        raise ConfigError(key.path, value, f"is not used {reason}", advice)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from mrl.config.ppo import PPOConfig
 from mrl.config.recipes import OPD_NAMES
 from mrl.config.roles import is_served, section_of, teachers_of
-from mrl.config.teacher_checks import check_names, check_server
-from mrl.errors import ConfigError, Shown
+from mrl.config.teacher_checks import check_divergence, check_first_name, check_names, check_server
+from mrl.errors import ConfigError
 
 
 def check_opd(config: PPOConfig) -> None:
@@ -39,17 +39,9 @@ def check_opd(config: PPOConfig) -> None:
     if reference.update_every is not None:
         why = f"would make the actor its own teacher, with algorithm.name {name}"
         raise ConfigError("reference.update_every", reference.update_every, why, "leave it out")
-    if algorithm.distill is not None and config.actor.model.mtp is not None:
-        why = "predicts one label for each token, and a teacher compares several"
-        raise ConfigError("actor.model.mtp", config.actor.model.mtp, why, "leave out it or algorithm.distill")
-    if algorithm.distill is not None and algorithm.distill.beta is not None and algorithm.distill.loss != "jsd":
-        why = f"is not read by algorithm.distill.loss {algorithm.distill.loss}"
-        raise ConfigError(
-            "algorithm.distill.beta", Shown(f"{algorithm.distill.beta:g}"), why, "leave it out; it is of jsd"
-        )
-    if "reference" in reference.others:
-        why = "is the name of the teacher in reference.model"
-        raise ConfigError("reference.others", "reference", why, "give another")
+    if algorithm.distill is not None:
+        check_divergence(algorithm.distill, "algorithm.distill", config.actor.model, "actor.model")
+    check_first_name(reference.others, "reference")
     temperature = ("rollout.temperature", config.rollout.temperature)
     ids = None if algorithm.distill is None else ("algorithm.distill.top_k", algorithm.distill.top_k)
     for role in teachers_of(config):

@@ -104,8 +104,11 @@ def _check_adapters(breaking: Mapping[str, tuple[Any, Any]]) -> None:
 
 
 def _innermost(key: str, before: Any, after: Any, whole: Collection[str]) -> tuple[str, Any, Any]:
-    """Returns the first key, entry of a list or both below `key` that differs, with its values: a list of mappings is
-    too long to show, and its entries have keys of their own. A list of another length, or of values, differs itself."""
+    """Returns the first key or entry of a list below `key` that differs, with its values.
+
+    A list of mappings is too long to show, and its entries have keys of their own. A list of another length, or of
+    values, differs itself.
+    """
     pairs: list[tuple[str, Any, Any]] = []
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         entries = enumerate(zip(before, after, strict=True))
@@ -145,7 +148,7 @@ def _may_change(key: str, pair: tuple[Any, Any], root: type) -> bool:
 def expand_nulls(
     old: Mapping[str, Any], new: Mapping[str, Any], command: TrainingCommand[Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns both configs. A key that is null in only one of them gets the value that null stands for."""
+    """Returns both configs. A key that is null in only one of them gets the value of null."""
     both = copy.deepcopy(dict(old)), copy.deepcopy(dict(new))
     meant = [command.null_values(data) for data in both]
     for dotted in dict.fromkeys([*command.null_fallbacks, *meant[0], *meant[1]]):

@@ -24,20 +24,22 @@ from mrl.config.keys import section_keys, value_kind
 from mrl.config.schema import MAX_DEGREE, MAX_SECONDS, REQUIRED, key
 from mrl.errors import ConfigError, MistakeCollector, show
 
-
-def _weight() -> Any:
-    return key(1.0, "factor in the total; 0 to measure only")
-
-
-def _label() -> Any:
-    return key(None, "name in the metrics; default the reward's own name")
+_WEIGHT = "factor in the total; 0 to measure only"
+_LABEL = "name in the metrics; default the reward's own name"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExactMatchReward:
+class NamedReward:
+    """A reward that ships with mrl."""
+
+    name: str = key(REQUIRED, "the reward")
+    weight: float = key(1.0, _WEIGHT)
+    label: str | None = key(None, _LABEL)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExactMatchReward(NamedReward):
     name: Literal["exact_match"] = key("exact_match", "1 where the completion equals the row's field")
-    weight: float = _weight()
-    label: str | None = _label()
     field: str = key("answer", "the row's field: text, a number, or a list of them of which any will do")
     extract: str | None = key(
         None, "regex whose last match in the completion (its first group, if it has one) is compared; null for all"
@@ -47,19 +49,15 @@ class ExactMatchReward:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RegexReward:
+class RegexReward(NamedReward):
     name: Literal["regex"] = key("regex", "1 where the completion matches the pattern")
-    weight: float = _weight()
-    label: str | None = _label()
     pattern: str = key(REQUIRED, "Python regex; (?s) in front lets . match a newline")
     match: Literal["full", "search"] = key("full", "the whole completion must match, or some part of it")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LengthReward:
+class LengthReward(NamedReward):
     name: Literal["length"] = key("length", "1 between minimum and maximum, falling linearly to 0 over slack")
-    weight: float = _weight()
-    label: str | None = _label()
     unit: Literal["characters", "words"] = key("characters", "what is counted; words are split at white space")
     minimum: int = key(0, "shortest completion that gets 1", minimum=0)
     maximum: int | None = key(None, "longest completion that gets 1; null for no bound", minimum=0)
@@ -67,27 +65,21 @@ class LengthReward:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GSM8KReward:
+class GSM8KReward(NamedReward):
     name: Literal["gsm8k"] = key("gsm8k", "1 where the completion's number is the one after #### in the row's answer")
-    weight: float = _weight()
-    label: str | None = _label()
     field: str = key("answer", "the row's field: a worked answer that ends in `#### 72`, or a number alone")
     strict: bool = key(False, "only `#### 72` counts as an answer; false also takes \\boxed{72} and the last number")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MathReward:
+class MathReward(NamedReward):
     name: Literal["math"] = key("math", "1 where math-verify finds the completion's answer equal to the row's")
-    weight: float = _weight()
-    label: str | None = _label()
     field: str = key("answer", "the row's field: LaTeX or plain, an answer alone or a solution that ends in one")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CodeReward:
+class CodeReward(NamedReward):
     name: Literal["code"] = key("code", "the unit tests that the completion's Python block passes")
-    weight: float = _weight()
-    label: str | None = _label()
     field: str = key("tests", "the row's field: Python text, a list of Python texts, or a list of {input, output}")
     score: Literal["fraction", "all"] = key("fraction", "the fraction of tests that pass, or 1 only if all do")
     time_s: float = key(2.0, "wall and CPU time of one test", above=0, maximum=MAX_SECONDS)
@@ -105,14 +97,13 @@ class FunctionReward:
         "path.py:name of your (prompt, completion, row) -> number, or of one with verl's or TRL's parameters; plain or "
         "async",
     )
-    weight: float = _weight()
-    label: str | None = _label()
+    weight: float = key(1.0, _WEIGHT)
+    label: str | None = key(None, _LABEL)
 
 
 REWARD_MODEL, ENVIRONMENT = "model", "environment"
 """Labels of what is rewarded elsewhere: by a reward model, by the environment of a conversation."""
 
-NamedReward = ExactMatchReward | RegexReward | LengthReward | GSM8KReward | MathReward | CodeReward
 Reward = NamedReward | FunctionReward
 NAMED: Mapping[str, type] = {
     "exact_match": ExactMatchReward,

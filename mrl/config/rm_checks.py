@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mrl.config.checks import check_groups, check_mix_by, check_prompt_end, check_train, check_trained, formats_of
+from mrl.config.checks import check_groups, check_prompt_end, check_train, check_trained, formats_of
 from mrl.config.rm import FORMAT_OF, RMConfig
 from mrl.config.stream_checks import check_stream
 from mrl.errors import ConfigError
@@ -10,8 +10,7 @@ from mrl.errors import ConfigError
 
 def check_rm(config: RMConfig) -> None:
     """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
-    check_train(config.train, config.data.eval)
-    check_mix_by(config.data.train, config.data.mix_by)
+    check_train(config.train, config.data)
     check_stream(config.data, config.train)
     check_prompt_end(config.data, FORMAT_OF[config.loss.name])
     _check_loss(config)

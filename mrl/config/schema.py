@@ -476,19 +476,13 @@ class SFTConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoleConfig:
-    """What an engine is built from: one role's model, engine and optimizer (None: never trains).
-
-    head: "lm" for next-token logits, "value" for one number per token.
-    packing: micro-batches hold sequences end to end (True) or padded to the longest (False).
-    total_steps: optimizer steps of the whole run; the LR schedule decays over them.
-    mtp: how MTP layers train; None leaves them out.
-    """
+    """Holds all that an engine is built from: the model, engine and optimizer of one role."""
 
     model: ModelConfig
     engine: EngineConfig
-    optimizer: OptimizerConfig | None
+    optimizer: OptimizerConfig | None  # None: it never trains
     seed: int = 0
-    head: Literal["lm", "value"] = "lm"
-    packing: bool = True
-    total_steps: int = 1
-    mtp: MTPConfig | None = None
+    head: Literal["lm", "value"] = "lm"  # next-token logits, or one number per token
+    packing: bool = True  # micro-batches hold sequences end to end; False pads them to the longest
+    total_steps: int = 1  # optimizer steps of the whole run, over which the learning rate decays
+    mtp: MTPConfig | None = None  # how MTP layers train; None leaves them out

@@ -16,7 +16,7 @@ def streamed_keys(data: RowsConfig) -> list[str]:
 
 
 def check_stream(data: StreamedRowsConfig, train: TrainConfig) -> None:
-    """Raises ConfigError for keys that need the number of rows, or that streamed rows do not use."""
+    """Raises ConfigError for keys that need the number of rows, and for keys without use for streamed rows."""
     streamed = streamed_keys(data)
     _check_buffers(data, streamed)
     if not streamed:

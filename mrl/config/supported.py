@@ -31,9 +31,11 @@ def check_supported(
 ) -> None:
     """Raises ConfigError for a key of `model` or `engine` that does not hold its default and is not supported.
 
-    supports: keys and sections, as "engine.parallel.cp"; single choices of a key, entries of a list and names of a
-    mapping, as "engine.recompute.full", "engine.offload.optimizer" and "engine.options.bucket_mb". role: whose sections
-    these are."""
+    supports: keys and sections, as "engine.parallel.cp". It may also name a choice of a key, an entry of a list or a
+    name of a mapping: "engine.recompute.full", "engine.offload.optimizer", "engine.options.bucket_mb".
+
+    role: the owner of these sections.
+    """
     known, of_role = (*ALWAYS, *supports), f"{role}." if role else ""
     for key, value in itertools.chain(non_default_keys(model, "model"), non_default_keys(engine, "engine")):
         if _within(key.path, known) or (key.path, value) in SAME_AS_LEFT_OUT:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from mrl.config.checks import check_backend, check_micro_batch
-from mrl.config.keys import non_default_keys
+from mrl.config.checks import check_backend, check_micro_batch, refuse_unread
 from mrl.config.ppo import PromptsConfig, ReferenceConfig
-from mrl.config.ppo_checks import check_never_trains, refuse_unread
-from mrl.config.schema import DataConfig, OneTeacherConfig, SFTConfig
+from mrl.config.ppo_checks import check_never_trains
+from mrl.config.schema import DataConfig, DivergenceConfig, OneTeacherConfig, SFTConfig, TrainedModelConfig
 from mrl.config.sources import PromptShare, SFTShare, SFTSource
 from mrl.config.stream_checks import check_cache
 from mrl.errors import ConfigError, Shown
@@ -20,18 +19,26 @@ def check_teacher(config: SFTConfig) -> None:
     check_names(config.data, {} if teacher is None else teacher.others, "teacher.others")
     if teacher is None:
         return
-    if config.model.mtp is not None:
-        why = "predicts one label for each token, and a teacher compares several"
-        raise ConfigError("model.mtp", config.model.mtp, why, "leave out it or teacher")
-    if teacher.beta is not None and teacher.loss != "jsd":
-        why = f"is not read by teacher.loss {teacher.loss}"
-        raise ConfigError("teacher.beta", Shown(f"{teacher.beta:g}"), why, "leave it out; it is of jsd")
-    if "teacher" in teacher.others:  # as metrics name it
-        why = "is the name of the teacher in teacher.model"
-        raise ConfigError("teacher.others", "teacher", why, "give another")
+    check_divergence(teacher, "teacher", config.model, "model")
+    check_first_name(teacher.others, "teacher")
     check_cache(config.data, "teacher.cache", teacher.cache)
     for key, one in teacher.by_key.items():
         _check_one(config, key, one)
+
+
+def check_divergence(divergence: DivergenceConfig, path: str, model: TrainedModelConfig, of_model: str) -> None:
+    """Raises ConfigError if the divergence at `path` does not go with the trained model, at `of_model`."""
+    if model.mtp is not None:
+        why = "predicts one label for each token, and a teacher compares several"
+        raise ConfigError(f"{of_model}.mtp", model.mtp, why, f"leave out it or {path}")
+    if divergence.loss != "jsd":
+        refuse_unread(divergence, path, f"by {path}.loss {divergence.loss}", "leave it out; it is of jsd", ("beta",))
+
+
+def check_first_name(others: Collection[str], name: str) -> None:
+    """Raises ConfigError if another teacher has the name that metrics give the first one."""
+    if name in others:
+        raise ConfigError(f"{name}.others", name, f"is the name of the teacher in {name}.model", "give another")
 
 
 def _check_one(config: SFTConfig, key: str, teacher: OneTeacherConfig) -> None:
@@ -91,8 +98,7 @@ def check_server(
     temperature: key and value."""
     server = teacher.server
     assert server is not None, "no server"
-    unread = (pair for pair in non_default_keys(teacher, key) if pair[0].path == f"{key}.engine")
-    refuse_unread(unread, f"beside {key}.server", "leave one of them out")
+    refuse_unread(teacher, key, f"beside {key}.server", "leave one of them out", ("engine",))
     if teacher.model.dtype is not None:
         why = f"is not used beside {key}.server, which has its own"
         raise ConfigError(f"{key}.model.dtype", teacher.model.dtype, why, "leave it out")

@@ -18,8 +18,10 @@ _IN_TEXT = re.compile(r"(https?://[^\s?]+)\?\S*?(?=['\"]?(?:\s|$))")
 
 
 def shown_url(url: str) -> str:
-    """Returns a URL of http, or one that reads through it (`zip://a.jsonl::https://...`), without what comes after `?`;
-    other texts as they are (`?` is of a glob there)."""
+    """Returns a URL of http, or one that reads through it (`zip://a.jsonl::https://...`), up to its `?`.
+
+    Other texts stay as they are, because `?` is of a glob there.
+    """
     return url.partition("?")[0] if any(start in url for start in _STARTS) else url
 
 
@@ -47,8 +49,10 @@ def without_queries(plain: Any) -> Any:
 
 
 def without_signatures(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config as plain data without what comes after `?` in the paths of its rows, and in values that are a
-    URL as a whole, such as a server's. A text with a URL in it is as it is: with another query it is another text."""
+    """Returns a config as plain data, with URLs up to their `?`: the paths of its rows, and values such as a server's.
+
+    A text with a URL in it stays as it is, because with another query it is another text.
+    """
     found = _urls_hidden(config)
     data = config.get("data")
     if not isinstance(data, Mapping):

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import Any
 
 import yaml
 
 from mrl.config.keys import join_key
-from mrl.errors import ConfigError, quoted
+from mrl.errors import ConfigError
 
 MAX_LENGTH = 100_000
 """Characters of a config, which PyYAML reads in about a second and a half; a file of rows has more."""
-
-_MAX_DEPTH = 100
-"""Levels of lists and mappings in a config: the schema has fewer than ten."""
-
-_MAX_DIGITS = 300
-"""Of a whole number: no key takes more, and Python refuses to read or write far longer ones, in words of its own."""
-
-_KINDS = {"int": "whole number", "float": "number", "bool": "true or false", "timestamp": "date", "binary": "base64"}
 
 _FLOAT_TAG = "tag:yaml.org,2002:float"
 _EXPONENT_FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
@@ -60,7 +51,6 @@ def parse(text: str, source: str, path: str = "") -> Any:
             node = loader.get_single_node()
             if node is None:
                 return None
-            _check_nodes(node, source)
             _refuse_duplicates(node, source, path, seen=set())
             return loader.construct_document(node)
         finally:
@@ -79,70 +69,16 @@ def parse(text: str, source: str, path: str = "") -> Any:
         problem = " ".join((error.problem or error.context or "cannot be read").split())
         raise ConfigError(f"{source}{place}", why=f"is not valid YAML: {problem}", fix="correct it there") from None
     except RecursionError:
-        raise _too_deep(source) from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(source, why=f"is not valid YAML: {error}", fix="correct it there") from None
+        why = "has too many lists or mappings inside one another, which is no config"
+        raise ConfigError(source, why=why, fix="write it flatter") from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, OverflowError) as error:
+        # the last ones come from SafeLoader, for a text that does not fit its tag, as in `!!bool x`
+        why = f"is not valid YAML: a value does not fit its type ({error})"
+        raise ConfigError(source, why=why, fix="correct it there") from None
 
 
-def _construct(loader: _Loader, node: yaml.Node) -> Any:
-    """Returns a scalar as SafeLoader makes it. Its functions raise whatever comes where a tag does not fit the text, as
-    in `!!int x`."""
-    name = node.tag.rpartition(":")[2]
-    try:
-        value = getattr(yaml.SafeLoader, f"construct_yaml_{name}")(loader, node)
-    except (ValueError, LookupError, AttributeError, OverflowError):
-        value = None
-    problem = None if value is not None else f"is no {_KINDS[name]}"
-    if name == "int" and (len(node.value) > 4000 if value is None else abs(value) >= 10**_MAX_DIGITS):
-        problem = f"is a number of more than {_MAX_DIGITS} digits"
-    if problem is not None:
-        where = f"{quoted(str(node.value), 40)} {problem}"
-        raise yaml.constructor.ConstructorError(None, None, where, node.start_mark)
-    return value
-
-
-# What YAML 1.1 gives a meaning of its own, which nothing here reads: a lone "=" is text.
+# YAML 1.1 gives a lone "=" a meaning of its own, which nothing here reads: it is text.
 _Loader.add_constructor("tag:yaml.org,2002:value", yaml.SafeLoader.construct_yaml_str)
-for _name in _KINDS:
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _construct)
-
-
-def _check_nodes(root: yaml.Node, source: str) -> None:
-    """Refuses values that take forever to walk: a value that holds itself, aliases of aliases for millions of values,
-    and lists in lists without end."""
-    sizes: dict[int, int] = {}
-
-    def size(node: yaml.Node, above: tuple[int, ...]) -> int:
-        """Values in `node`, each as often as an alias names it. above: the nodes that it is in."""
-        if id(node) in above:
-            line = node.start_mark.line + 1
-            raise ConfigError(
-                f"{source}:{line}", why="is not valid YAML: the value holds itself by an alias", fix="write it out"
-            )
-        if len(above) > _MAX_DEPTH:
-            raise _too_deep(source)
-        if id(node) not in sizes:
-            inner = [] if isinstance(node, yaml.ScalarNode) else node.value
-            if isinstance(node, yaml.MappingNode):
-                inner = itertools.chain.from_iterable(inner)
-            sizes[id(node)] = 1 + sum(size(child, (*above, id(node))) for child in inner)
-        if sizes[id(node)] > MAX_LENGTH:
-            raise ConfigError(
-                source,
-                why=f"its aliases stand for more than {MAX_LENGTH} values, which is no config",
-                fix="write fewer",
-            )
-        return sizes[id(node)]
-
-    size(root, ())
-
-
-def _too_deep(source: str) -> ConfigError:
-    return ConfigError(
-        source,
-        why=f"has lists or mappings in more than {_MAX_DEPTH} others, which is no config",
-        fix="write it flatter",
-    )
 
 
 def _refuse_duplicates(node: yaml.Node, source: str, path: str, seen: set[int]) -> None:

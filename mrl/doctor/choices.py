@@ -1,5 +1,4 @@
-"""Asks the functions that choose it what a run on this machine will be made of: `python -m mrl.doctor.choices`. Its
-arguments are names of packages that it takes for absent.
+"""Asks the functions that choose it what a run on this machine will be made of: `python -m mrl.doctor.choices`.
 
 It runs in a process of its own, as it imports torch and megatron-core, and on a GPU transformer-engine and apex. Each
 answer is a line of JSON, so that what was known before the process ended is not lost; `used.py` reads them.
@@ -8,7 +7,6 @@ answer is a line of JSON, so that what was known before the process ended is not
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -147,8 +145,6 @@ def main() -> None:
     from mrl.doctor.probe import own_output
 
     say = own_output()
-    for package in sys.argv[1:]:
-        sys.modules[package] = None  # type: ignore[assignment]  # to Python's import: there is no such package
     try:
         for answer in answers():
             say(answer)

@@ -25,7 +25,7 @@ from mrl.doctor import (
     variables,
 )
 from mrl.doctor.findings import LEVELS, Finding, Level, Section, fault, warning, worst
-from mrl.doctor.imports import ImportResult, imports, with_causes
+from mrl.doctor.imports import ImportResult, imports
 from mrl.doctor.probe import FACTS
 from mrl.errors import one_line
 
@@ -80,13 +80,8 @@ def examine(*, with_collectives: bool = False) -> Report:
         imported, choices = asked_imports.result(), asked_choices.result()
         found, facts, torch = smi.result(), imported[FACTS], imported["torch"].works
         loaded = asked_optional.result() if asked_optional is not None else {}
-        broken = [package.module for package in optional if loaded[package.module].error is not None]
-        fatal = [module for module in broken if loaded[module].ends_process]
-        if fatal:  # the likelier causes
-            broken = fatal
-        imported = with_causes(imported, packages.steps(), broken)
         gpu = gpus.has_gpu(found, facts)
-        megatron = choices.with_cause(broken) if torch else ImportResult(blocked_by="torch")
+        megatron = choices.imported_megatron if torch else ImportResult(blocked_by="torch")
         sections = [
             _section("Python and packages", lambda: packages.section(imported, megatron)),
             _section("GPUs", lambda: gpus.section(found, facts, os.environ)),
@@ -95,10 +90,10 @@ def examine(*, with_collectives: bool = False) -> Report:
                 lambda: [*gpu_packages.section(loaded, gpu=gpu), compilers.c_compiler(gpu=gpu)],
             ),
             _section(used.TITLE, lambda: used.section(choices, torch_works=torch), used.table(choices)),
-            _section("Processors, memory and limits", lambda: limits.section(limits.control_group())),
+            _section("Memory and limits", limits.section),
             _section("Disks", disks.section),
             _section("Network", network.section),
-            _section("Environment variables", lambda: variables.section()),
+            _section("Environment variables", variables.section),
         ]
         if with_collectives:
             sections.append(_section("Collectives", lambda: _collectives(facts, torch)))

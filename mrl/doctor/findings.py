@@ -69,8 +69,3 @@ def gib(size: float) -> str:
             number = size / scale
             return f"{number:.1f} {unit}" if number < 10 else f"{number:.0f} {unit}"
     return f"{size / 1024:.0f} KiB"
-
-
-def count(number: int, word: str) -> str:
-    """`count(1, "GPU")` is "1 GPU", `count(2, "GPU")` "2 GPUs"."""
-    return f"{number} {word}{'' if number == 1 else 's'}"

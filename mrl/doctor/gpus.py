@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mrl.doctor.ask import program
-from mrl.doctor.findings import Finding, count, fault, gib, note, ok, warning
+from mrl.doctor.findings import Finding, fault, gib, note, ok, warning
 from mrl.doctor.imports import ImportResult
+from mrl.words import pluralize
 
 LIMIT_S = 30.0
 """nvidia-smi takes seconds where the driver is not kept loaded (persistence mode)."""
@@ -85,7 +86,7 @@ def _without_smi(found: NvidiaSmi | None, torch: Mapping[str, Any] | None) -> Fi
     if torch is not None and seen:
         names = collections.Counter(gpu["name"] for gpu in torch["gpus"])
         what = ", ".join(f"{n} x {name}" for name, n in names.items())
-        return ok("gpu", f"{what or count(seen, 'GPU')}; no nvidia-smi here", gpus=torch["gpus"])
+        return ok("gpu", f"{what or pluralize(seen, 'GPU')}; no nvidia-smi here", gpus=torch["gpus"])
     if torch is not None and torch["hip"]:
         return note("gpu", "torch is built for AMD's GPUs, on which nothing of mrl has been tried")
     if glob.glob("/dev/nvidia[0-9]*") or _on_the_bus():
@@ -123,14 +124,16 @@ def _memory(mebibytes: str) -> str:
 def _seen(found: NvidiaSmi, torch: Mapping[str, Any], environment: Mapping[str, str]) -> Finding:
     here, seen, mig = len(found.gpus), torch["count"], any(_has_mig(gpu) for gpu in found.gpus)
     if seen and (mig or seen > here):  # CUDA counts instances, of which it shows a process one or all
-        return note("gpu.seen", f"torch sees {count(seen, 'device')} of {count(here, 'GPU')}: MIG instances count")
+        return note(
+            "gpu.seen", f"torch sees {pluralize(seen, 'device')} of {pluralize(here, 'GPU')}: MIG instances count"
+        )
     if seen == here:
-        return ok("gpu.seen", f"torch sees {count(seen, 'GPU')}")
+        return ok("gpu.seen", f"torch sees {pluralize(seen, 'GPU')}")
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if torch["cuda"] is None:
         fix = "pip uninstall torch, and install it from PyPI or NVIDIA (docs/gpu.md)"
         return fault("gpu.seen", "torch is built without CUDA: models compute on the CPU", fix)
-    what = f"torch sees {seen} of {count(here, 'GPU')}"
+    what = f"torch sees {seen} of {pluralize(here, 'GPU')}"
     if chosen is not None:
         what += f", as CUDA_VISIBLE_DEVICES is {chosen!r}"
         return note("gpu.seen", what) if seen else warning("gpu.seen", what, "unset it to compute on them")

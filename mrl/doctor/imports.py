@@ -34,7 +34,6 @@ class ImportResult:
 
     error: str | None = None  # in words; None where it went well
     ends_process: bool = False  # the import kills the process that does it, or never returns
-    because_of: Sequence[str] = ()  # broken packages without which it loads
     blocked_by: str | None = None  # the step that it needs, which went wrong; it was not tried
     version: str | None = None
     file: str | None = None
@@ -55,13 +54,13 @@ def is_found(module: str) -> bool:
         return False
 
 
-def imports(steps: Sequence[Step], *, limit_s: float = LIMIT_S, hidden: Sequence[str] = ()) -> dict[str, ImportResult]:
+def imports(steps: Sequence[Step], *, limit_s: float = LIMIT_S) -> dict[str, ImportResult]:
     """Returns the result of each step. If a package ends the process, another process continues after it.
 
-    limit_s: of one step. hidden: packages to treat as absent.
+    limit_s: of one step.
     """
     done: dict[str, ImportResult] = {}
-    hidden = [*hidden]  # and those that ended a process: who imports them next would end, too
+    hidden: list[str] = []  # packages that ended a process: who imports them next would end, too
     while left := [step for step in steps if step.name not in done]:
         request = {
             "steps": [dataclasses.asdict(step) for step in left],
@@ -84,22 +83,6 @@ def imports(steps: Sequence[Step], *, limit_s: float = LIMIT_S, hidden: Sequence
             error = f"Python does not start for it ({answer.said})"
             done |= {step.name: ImportResult(error=error) for step in left if step.name not in done}
     return done
-
-
-def with_causes(
-    imported: Mapping[str, ImportResult], steps: Sequence[Step], broken: Sequence[str]
-) -> dict[str, ImportResult]:
-    """Returns `imported`, of `steps`. A package that loads only without `broken` ones gets them as `because_of`.
-
-    For example, peft imports transformer-engine if it finds it, and fails with it.
-    """
-    failed = [step for step in steps if imported[step.name].error is not None and step.modules]
-    failed = [step for step in failed if "No module named" not in (imported[step.name].error or "")]
-    if not failed or not broken:
-        return dict(imported)
-    again = imports(failed, hidden=broken)
-    causes = {name: dataclasses.replace(imported[name], because_of=broken) for name, one in again.items() if one.works}
-    return {**imported, **causes}
 
 
 def ended(answer: Answer, limit_s: float) -> str:

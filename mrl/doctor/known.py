@@ -1,4 +1,4 @@
-"""Packages that a run imports, and tested versions of packages whose next release may compute something else.
+"""Packages that a run imports, and tested versions. The next release of such a package may compute something else.
 
 These are lines of constraints-3.11.txt and constraints-3.12.txt. A wheel does not have those files; a test compares
 them.

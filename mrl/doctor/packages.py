@@ -54,7 +54,7 @@ def section(imported: Mapping[str, ImportResult], megatron: ImportResult) -> Ite
         name, error = package.name, errors[package.name]
         found = imported[name]
         if error is not None and not (name in absent and len(absent) > MANY):
-            yield _broken(package, error, have, wanted, found.because_of)
+            yield _broken(package, error, have, wanted)
         if error is None and found.blocked_by is None:
             yield from _misplaced(package, found, have)
             loaded[name] = have.get(name) or found.version or UNKNOWN
@@ -134,21 +134,11 @@ def _nothing_installed(absent: Sequence[str]) -> Finding:
     return fault("packages.absent", what, fix, absent=list(absent))
 
 
-def _broken(
-    package: known.Package,
-    error: str,
-    have: Mapping[str, str],
-    wanted: Mapping[str, str],
-    because_of: Sequence[str],
-) -> Finding:
+def _broken(package: known.Package, error: str, have: Mapping[str, str], wanted: Mapping[str, str]) -> Finding:
     name, version = package.name, have.get(package.name)
     pinned = f"'{name}=={wanted[name]}'" if name in wanted else f"-c constraints-{known.this_python()}.txt {name}"
     if _is_absent(name, error, have):
         what, fix = f"{name} is not installed: {package.without}", f"pip install {pinned}"
-    elif because_of:
-        others = ", ".join(because_of)
-        what = f"{name} {version or ''}".rstrip() + f" does not load ({error}), but does without {others}: "
-        what, fix = what + package.without, f"mend {others}, which is broken (see below), or uninstall it"
     else:
         what = f"{name} {version or ''}".rstrip() + f" does not load ({error}){hint(error)}: {package.without}"
         fix = f"pip install --force-reinstall {pinned}"

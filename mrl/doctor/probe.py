@@ -2,10 +2,10 @@
 
 REQUEST is JSON:
 
-- `steps`, the fields of `imports.Step` each
-- `failed`, names of steps that went wrong before
-- `hidden`, packages to treat as absent
-- `limit_s`, the longest time of a step
+    steps: [the fields of `imports.Step`, ...]
+    failed: [names of steps that went wrong before]
+    hidden: [packages to treat as absent]
+    limit_s: the longest time of a step
 
 A line of JSON is printed before each step and another one after it. So the reader (imports.py) knows the step that the
 process ended in.

@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from mrl.doctor.examine import Report
-from mrl.doctor.findings import LEVELS, Finding, Section, count
+from mrl.doctor.findings import LEVELS, Finding, Section
+from mrl.words import pluralize
 
 WIDTH = 100
 LEVEL = max(len(level) for level in LEVELS) + 4
@@ -54,7 +55,7 @@ def _table(table: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def _summary(report: Report) -> Iterator[str]:
     bad = [finding for level in ("fault", "warning") for finding in report.findings if finding.level == level]
-    counts = [count(sum(f.level == level for f in bad), level) for level in ("fault", "warning")]
+    counts = [pluralize(sum(f.level == level for f in bad), level) for level in ("fault", "warning")]
     yield f"{counts[0]}, {counts[1]} ({report.seconds:.1f} s)"
     for finding in bad:
         yield from _wrapped(f"  {finding.level}".ljust(LEVEL), finding.what)

@@ -37,21 +37,14 @@ class Choices:
             return ImportResult()
         return ImportResult(error=self.error) if self.megatron == "begun" else ImportResult(blocked_by=UNKNOWN_LINE)
 
-    def with_cause(self, broken: Sequence[str]) -> ImportResult:
-        """Returns `imported_megatron`, with `because_of` where it does not load and does without packages `broken`."""
-        found = self.imported_megatron
-        if found.error is None or not broken or choices(broken).megatron != "loads":
-            return found
-        return dataclasses.replace(found, because_of=broken)
-
 
 UNKNOWN_LINE = "what a run will use"
 """Blocks megatron-core where the process did not come to it."""
 
 
-def choices(hidden: Sequence[str] = (), limit_s: float = START_S + LIMIT_S) -> Choices:
-    """Asks choices.py. hidden: packages that are to be taken for absent."""
-    answer = python("-m", "mrl.doctor.choices", *hidden, limit_s=limit_s)
+def choices(limit_s: float = START_S + LIMIT_S) -> Choices:
+    """Asks choices.py."""
+    answer = python("-m", "mrl.doctor.choices", limit_s=limit_s)
     found: dict[str, Any] = {}
     names = {field.name for field in dataclasses.fields(Choices)}
     for entry in json_lines(answer.out):

@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: the resolved config, and what its command says that it means on these processes."""
+"""The output of `--dry-run`: the resolved config, and its meaning on these processes by its command."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _srun(environ: Mapping[str, str], tasks: int) -> JoinedWorld:
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    """Returns a port that every task of a job step computes alike and that jobs sharing a node rarely share."""
+    """Returns a port that every task of a job step computes alike. Jobs on one node rarely get the same."""
     job, step = int(environ.get("SLURM_JOB_ID", "0")), int(environ.get("SLURM_STEP_ID", "0"))
     return 20000 + (job * 16 + step) % 12000
 
@@ -99,7 +99,7 @@ def first_host(nodes: str) -> str:
 
 
 def interface_towards(host: str) -> str | None:
-    """Returns the network interface to `host`, this machine's own address too; None where that is not known.
+    """Returns the network interface to `host`, which may be this machine; None if it is not known.
 
     For gloo, which would take the one of this machine's host name: often a loopback or an office network.
     """

@@ -1,4 +1,4 @@
-"""Environment variables of CUDA and of torch's allocator that a run sets for its processes, where the user has not.
+"""Environment variables of CUDA and of torch's allocator, set for a run's processes unless the user has set them.
 
 They are read when a process first uses a GPU, so they are set before torch is asked for one.
 """
@@ -22,13 +22,16 @@ def variables_to_set(
     parts: Sequence[Part], layouts: Sequence[ParallelDims], environ: Mapping[str, str], *,
     generates: bool, generation: Callable[[], int | None],
 ) -> dict[str, str]:  # fmt: skip
-    """Returns the variables. generates: the run samples from models. generation: returns the first number of the GPUs'
-    compute capability; None where there are none, or it is not known: nothing is set then.
+    """Returns the variables.
 
-    megatron-core queues a collective of tp or cp before the product that runs beside it, and before Blackwell the two
-    start in that order with one connection alone. FSDP's gathers, and an expert that is computed beside an exchange,
-    need several. Segments that grow leave fewer holes where lengths change from step to step; vLLM inside the trainer
-    does not sleep with them, and memory is shared with a server's processes in the old way alone.
+    generates: the run samples from models. generation: returns the first number of the GPUs' compute capability. None
+    means no GPU, or an unknown one; nothing is set then.
+
+    - One connection: megatron-core queues a collective of tp or cp before the product that overlaps it. Before
+      Blackwell the two start in that order only with one connection. FSDP's gathers need several, and so does an
+      expert that overlaps an exchange.
+    - Expandable segments leave fewer holes if lengths change from step to step. vLLM inside the trainer does not sleep
+      with them, and memory is not shared with a server's processes.
     """
     known = generation()
     if known is None:

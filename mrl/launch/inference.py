@@ -127,10 +127,10 @@ def evaluate(
 
 
 def _by_all(joined: JoinedWorld | None, overrides: Sequence[str], check: Callable[[], Checked]) -> Checked:
-    """Returns what `check` returns. Ranks that another launcher started meet first: what one of them finds wrong, as
-    the first alone reads stdin and tries --out, is said once and ends all of them; else the others would wait for it.
+    """Returns the result of `check`. Raises the UserError of the first rank that found one, on every rank.
 
-    Raises the UserError of the first rank that found one, on every rank.
+    Ranks of another launcher meet first, because only the first reads stdin and tries --out. A mistake that one finds
+    is then printed once and ends all of them. Else the others would wait for it.
     """
     if joined is None:
         return check()
@@ -227,8 +227,12 @@ def _check_samples(raw: dict[str, Any]) -> None:
 def _check_out(
     out: str, sources: Mapping[str, str | None], *, chat: bool = False, writes: bool, whole: bool = False
 ) -> None:
-    """Raises UserError where results cannot be written, or would replace what they are made from. sources: files by
-    what they are. writes: this process does. whole: as of `check_writable`."""
+    """Raises UserError if results cannot be written, or would replace one of their sources.
+
+    - sources: files by their names in words
+    - writes: this process writes the results
+    - whole: as of `check_writable`
+    """
     from mrl.inference.output import check_writable  # it imports torch
 
     if chat:
@@ -291,9 +295,9 @@ def prepared(
     raw: Mapping[str, Any], root: type[Keys], given: str, key: str = "MODEL", *, other: PlaceConfig | None = None,
     use: Use = "sample",
 ) -> tuple[Keys, PlaceConfig]:  # fmt: skip
-    """Returns the keys of `raw` with what the model's folder says where they are silent, and where the model is.
+    """Returns the config of `raw` and the place of the model. The model's folder fills keys that are not given.
 
-    The dtype is that of the stored weights; prompts and new tokens fit the model's positions, and those of `other`.
+    The dtype is that of the stored weights. Prompts and new tokens fit the positions of the model and of `other`.
     """
     plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in raw.items()}
     build_section(root, {**plain, "model": {"path": given, **plain.get("model", {})}}, "", root)  # for what it refuses

@@ -1,7 +1,10 @@
 """Starts and supervises the processes of a run on this machine, through torch elastic.
 
-What holds whatever happens: when the launcher is gone no process is left; when a rank fails all end within seconds
-and its error alone is shown; SIGTERM and SIGUSR1 reach every rank, which saves and stops.
+Three things hold whatever happens:
+
+- No process is left when the launcher is gone.
+- All ranks end within seconds of the first failure, and its error alone is shown.
+- SIGTERM and SIGUSR1 reach every rank, so that it saves and stops.
 """
 
 from __future__ import annotations
@@ -63,9 +66,9 @@ def launch(
 ) -> None:
     """Runs `target` (`module:function`) in `nproc` processes, as `function(config, command_line)`, and waits for them.
 
-    config: of a command that trains, or any frozen dataclass of keys that a module holds by its name. log_dir: of what
-    ranks above 0 and libraries print; None is a temporary one, which stays where a rank failed. quiet: nothing is said
-    while rank 0 loads.
+    - config: of a training command, or any frozen dataclass of keys in a module
+    - log_dir: for the output of ranks above 0 and of libraries; None is a temporary one, kept if a rank failed
+    - quiet: rank 0 does not print its progress of loading
 
     Raises UserError or Stopped where the ranks did, RankFailed with the first failing rank's error, and
     KeyboardInterrupt after Ctrl-C. No process is left in any case. Call it in the main thread.
@@ -92,7 +95,7 @@ def logs_of(config: Config) -> Path:
 
 @contextlib.contextmanager
 def _logs(log_dir: Path | None) -> Iterator[Path]:
-    """The folder of the logs: one that is given, or a temporary one, which stays where a rank failed."""
+    """Yields the folder of the logs: the given one, or a temporary one, which stays if a rank failed."""
     if log_dir is not None:
         yield log_dir
         return
@@ -225,8 +228,8 @@ def _raise_first_failure(
 ) -> None:
     """Raises what ended the run, if it was not the end of its work. resumes: it trains, and so saves checkpoints.
 
-    A UserError is shown before a rank that was killed, and that before a traceback: the ranks left behind fail too,
-    on broken connections.
+    A UserError is shown first, then a killed rank, then a traceback. This is because the ranks left behind fail too, on
+    broken connections.
     """
     for outcome in outcomes:
         if outcome.kind == "user":

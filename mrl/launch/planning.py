@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -28,19 +29,15 @@ if typing.TYPE_CHECKING:
 
 _Result = typing.TypeVar("_Result")
 
-MAX_GPUS = 2**20
 
+def run(path: str, overrides: Sequence[str], **options: Any) -> tuple[bool, list[str]]:
+    """Returns whether the run fits, or with `suggest` whether a layout does, and lines to show.
 
-def run(
-    path: str, overrides: Sequence[str], *, world_size: int, gpu: str, efficiency: str | None, reserve: str | None,
-    as_json: bool, suggest: bool, echo: Callable[[str], None],
-) -> bool:  # fmt: skip
-    """Returns whether the run fits; with suggest, whether a layout does."""
-    given = (path, tuple(overrides), world_size, gpu, efficiency, reserve, as_json, suggest)
-    fits, lines = _planned(*given) if _plans_here() else _in_own_process(_planned, *given)
-    for line in lines:
-        echo(line)
-    return fits
+    options: those of `_planned`.
+    """
+    if _plans_here():
+        return _planned(path, overrides, **options)
+    return _in_own_process(functools.partial(_planned, path, tuple(overrides), **options))
 
 
 def _plans_here() -> bool:
@@ -61,17 +58,15 @@ def _hide_gpus() -> None:
 
 
 def _planned(
-    path: str, overrides: Sequence[str], world_size: int, gpu: str, efficiency: str | None, reserve: str | None,
+    path: str, overrides: Sequence[str], *, world_size: int, gpu: str, efficiency: str | None, reserve: str | None,
     as_json: bool, suggest: bool,
 ) -> tuple[bool, list[str]]:  # fmt: skip
-    """Returns what `run` does, and the lines that it shows. From now on this process plans."""
+    """Does the same as `run`. From now on this process plans."""
     from mrl.plan.gpus import gpu_of
 
     card = gpu_of(gpu)
     share = _number("--efficiency", efficiency, 0.5, 1)
     reserved = _number("--reserve", reserve, 4.0, card.memory / 2**30, from_zero=True)
-    if world_size > MAX_GPUS:
-        raise ConfigError("--world-size", world_size, "is more than any cluster has", f"give at most {MAX_GPUS}")
     command = command_of_yaml(read_yaml(path))
     known: KnownChunks = {}
 
@@ -144,7 +139,7 @@ def _with_config_json(command: TrainingCommand, config: Config) -> list[Part]:
 
 
 def verdict(command: TrainingCommand, config: Config, world_size: int, card: GPU) -> tuple[bool | None, str]:
-    """Returns whether a run fits its GPUs, None where that is not known, and a line that says so.
+    """Returns whether a run fits its GPUs, and a line for the user. None means that it is not known.
 
     It is planned in a process of its own (`_in_own_process`).
     """
@@ -157,7 +152,7 @@ def verdict(command: TrainingCommand, config: Config, world_size: int, card: GPU
 def planned_verdict(
     command: TrainingCommand, config: Config, world_size: int, card: GPU
 ) -> tuple[bool | None, str]:  # fmt: skip
-    """As `verdict`, in this process, which plans from now on. A fault of the planner keeps no job from its start."""
+    """Does the same as `verdict` in this process, which plans from now on. A fault of the planner stops no job."""
     try:
         with preflight.quiet():
             from mrl.plan import planner, show

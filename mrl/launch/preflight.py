@@ -1,4 +1,4 @@
-"""What a config names must exist: checked in the launcher, before any process starts and anything is written."""
+"""Checks in the launcher that files and folders of a config exist, before a process starts or a file is written."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def devices(command: TrainingCommand, config: Config) -> set[str]:
 
 
 def check_files(command: TrainingCommand, config: Config, *, there: bool = True) -> list[Part]:
-    """Raises a UserError where a file or folder that `config` names is missing. Returns what the run is made of.
+    """Returns the models of the run. Raises a UserError if a file or folder of `config` is missing.
 
     there: False looks neither for weights nor for rows: a script may be made where they are not.
     """
@@ -119,8 +119,10 @@ def check_layout(
 
 
 def _check_attention(parts: Sequence[Part]) -> None:
-    """Raises ConfigError where models of a run want other kernels of attention: they are in the same processes, whose
-    environment says which of them transformer-engine may take."""
+    """Raises ConfigError if models of a run want different kernels of attention.
+
+    They share processes, and the environment of a process tells transformer-engine its kernels.
+    """
     with_te = [part for part in parts if part.engine.backend == "megatron" and part.engine.layer_spec != "local"]
     for part in with_te[1:]:
         first, wanted = with_te[0].engine.attention, part.engine.attention
@@ -131,8 +133,10 @@ def _check_attention(parts: Sequence[Part]) -> None:
 
 
 def _check_userbuffers(parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> None:
-    """Raises ConfigError where models of a run want userbuffers of other shapes for tensor-parallel communication: they
-    are in the same processes, each of which has one set of buffers."""
+    """Raises ConfigError if models of a run want userbuffers of different shapes.
+
+    They share processes, and a process has one set of these buffers for tensor-parallel communication.
+    """
     with quiet():
         from mrl.converters.families import fields_of
         from mrl.converters.hf_config import normalize
@@ -169,10 +173,14 @@ def _check_ranges(part: Part) -> None:
 
 
 def _check_model(part: Part, dims: ParallelDims, sequences: Sequences, *, here: bool) -> None:
-    """What the engine would refuse of config.json: a family or a field it does not know, sizes that the layout cannot
-    split, sequences that are longer than a model has positions, adapters that match none of its modules.
+    """Raises a UserError for a config.json that the engine would refuse:
 
-    These imports are the slow part of a dry run, and so the last; megatron is not among them.
+    - an unknown family or field
+    - sizes that the layout cannot split
+    - sequences longer than the model's positions
+    - adapters without a module to match
+
+    These imports are the slow part of a dry run, and so the last. None of them is megatron.
     """
     with quiet():
         from mrl.converters.companions import companion_files
@@ -197,7 +205,7 @@ def _check_model(part: Part, dims: ParallelDims, sequences: Sequences, *, here: 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings of libraries, which the run gives again where they belong."""
+    """Hides the warnings of libraries. The run gives them again in its log."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -232,8 +240,11 @@ def choose_nproc(
 def read_model_config(
     model: ModelConfig, key: str = "model", *, weights: bool = True, merges: bool = False
 ) -> dict[str, Any]:
-    """config.json of a model folder or hub id. key: where the config has the model. weights: they have to be there.
-    merges: of an adapter folder, that of its base.
+    """Returns config.json of a model folder or hub id.
+
+    - key: of the model in the config
+    - weights: they must be there
+    - merges: an adapter folder gives config.json of its base
     """
     folder = pathlib.Path(model.path)
     if os.path.isdir(model.path):  # of os.path: pathlib raises where a name is too long
@@ -258,9 +269,10 @@ def read_model_config(
 
 
 def config_folder(model: ModelConfig, key: str) -> str:
-    """Returns the folder of a model's config.json, which may be all that is there: of a hub id, that of its download.
+    """Returns the folder of a model's config.json, after `read_model_config`. The folder of a hub id is its download.
 
-    For a model whose config.json has been read."""
+    It may hold nothing else.
+    """
     if is_adapter(pathlib.Path(model.path)):
         return config_folder(_base_of(model, key, merges=True), key)
     return model.path if os.path.isdir(model.path) else str(_from_hub(model.path, key).parent)
@@ -334,7 +346,7 @@ def check_data(data: RowsConfig) -> None:
 
 
 def _check_no_split(data: RowsConfig, key: str, url: str) -> None:
-    """Raises DataError where a URL is to have a split, which the run would refuse when it has asked for the files."""
+    """Raises DataError for a split of a URL. The run would refuse it later, after asking for the files."""
     name, split = "data.split", data.split
     for at, source in _sources(data):
         if key == f"{at}.path" and isinstance(source, Share) and source.split is not None:
@@ -402,10 +414,6 @@ def _is_missing(path: str) -> bool:
 def _check_output_dir(output_dir: str) -> None:
     if not output_dir:
         raise ConfigError("output_dir", "", "is empty", "give a folder, as in runs/demo")
-    if not output_dir.isprintable():
-        raise ConfigError(
-            "output_dir", output_dir, "has a character that cannot be printed", "give a folder, as in runs/demo"
-        )
     folder = existing = pathlib.Path(output_dir).absolute()
     try:
         if folder.exists() and not folder.is_dir():

@@ -31,8 +31,10 @@ def run(
     path: str, overrides: Sequence[str], *, rows: int, count: bool, part: Literal["train", "eval"], by_token: bool,
     coloured: bool, echo: Callable[[str], None], of: str | None = None,
 ) -> None:  # fmt: skip
-    """Prints what rows of the config in the file `path` become. rows: of which tokens are shown. of: the command that
-    the config is read as; None: what its keys say."""
+    """Prints the sequences that rows of the config file `path` become.
+
+    rows: the number of rows to show with their tokens. of: the command of the config; None finds it by its keys.
+    """
     raw = read_yaml(path)
     for override in overrides:
         apply_override(raw, override)
@@ -57,8 +59,10 @@ def run(
 
 
 def notes(command: TrainingCommand[Any], config: Any) -> list[str]:
-    """Returns lines on the first rows of data.train and data.eval, for a dry run. Raises UserError where they cannot be
-    used. What is not on this machine is not looked at."""
+    """Returns lines on the first rows of data.train and data.eval, for a dry run. Raises UserError for unusable rows.
+
+    Rows that are not on this machine are skipped.
+    """
     from mrl.data.mixture import notes_of_rows
 
     model = next(iter(command.parts(config))).model
@@ -83,7 +87,7 @@ def _sets_here(command: TrainingCommand[Any], config: Any, part: Literal["train"
 
 
 def _stand_ins(raw: Mapping[str, Any], command: TrainingCommand[Any]) -> dict[str, Any]:
-    """Returns values for keys that a run needs and its rows do not, where the config lacks them."""
+    """Returns values for keys that the config lacks. A run needs them, but reading its rows does not."""
     sizes = (value_at(raw, "rollout.samples_per_prompt"), value_at(raw, "algorithm.mini_batch_size"))
     form = str(value_at(raw, "data.format"))
     values = {
@@ -184,7 +188,7 @@ class OpenRows:
 
     @property
     def _teachers(self) -> list[str]:
-        """The names of several teachers by the numbers that rows have of them; [] where there is one, or none."""
+        """The names of several teachers, in the order of the numbers in rows; [] for one teacher or none."""
         key = "reference" if self.command.generates else "teacher"
         others = getattr(getattr(self.config, key, None), "others", None)
         return [key, *others] if others else []
@@ -237,8 +241,11 @@ class OpenRows:
             yield self._steps(whole.rows, batch)
 
     def _rows(self, report: Any) -> Iterator[Row]:
-        """Yields each row that is used once: those of data.train in the order of the run's first epoch; of a mixture,
-        as many as its sources have, or, where rows are streamed, one pass over each. Fills the report."""
+        """Yields each used row once, and fills the report.
+
+        Rows of data.train come in the order of the run's first epoch. A mixture yields as many rows as its sources
+        have. Streamed rows yield one pass over each source.
+        """
         from mrl.data.order import row_order
         from mrl.data.stream import NOTES_PER_BATCH
 
@@ -261,7 +268,7 @@ class OpenRows:
                 return
 
     def _every_row(self, report: Any) -> Iterator[Row]:
-        """Yields every row that is used, in the order of the files where sources are mixed."""
+        """Yields every used row. Rows of mixed sources come in the order of the files."""
         return self._loaded(range(len(self.dataset)), report) if self.shares else self._rows(report)
 
     def _loaded(self, rows: Iterable[int], report: Any) -> Iterator[Row]:

@@ -26,9 +26,9 @@ LOADING = "loading PyTorch and what goes with it"
 def start(
     command: TrainingCommand, *, config_path: str, overrides: Sequence[str], nproc: int | None, dry_run: bool
 ) -> int | None:
-    """Runs `mrl NAME`. Where torchrun or srun has started this process, it is one of the run's ranks.
+    """Runs `mrl NAME`. If torchrun or srun has started this process, it is one of the run's ranks.
 
-    Returns 1 where a rank ended by a fault of ours, which is said.
+    Returns 1 if a rank ended by a fault of mrl, after printing it.
     """
     joined = joined_world(os.environ)
     config = load_config(config_path, overrides, command.root)

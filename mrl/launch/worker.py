@@ -1,8 +1,8 @@
 """One rank that `mrl.launch.local` started: runs the target and leaves its outcome in a file.
 
-`python -m mrl.launch.worker FOLDER`, where FOLDER/task.json says what to run. What Python prints on rank 0 goes to the
-terminal; the other ranks, and what C++ libraries say on rank 0, go to a log each. An error is not printed here: the
-launcher shows the first one, once.
+`python -m mrl.launch.worker FOLDER` runs the task in FOLDER/task.json. Python's output on rank 0 goes to the terminal.
+Other ranks, and C++ libraries on rank 0, write to a log each. An error is not printed here: the launcher shows the
+first one, once.
 """
 
 from __future__ import annotations
@@ -167,9 +167,9 @@ def main() -> None:
 
 
 def leave(code: int, *, failed: bool) -> NoReturn:
-    """Ends a process that has loaded PyTorch. failed: it has peers, which may be gone.
+    """Ends a process with PyTorch in it. failed: its peers may be gone.
 
-    The interpreter's own way out takes C++ libraries down while their threads run: seen to abort a finished run, with
+    The interpreter's own exit takes C++ libraries down while their threads run. This has aborted a finished run, with
     "terminate called without an active exception" and exit code -6.
     """
     if not failed:

@@ -1,1 +1,1 @@
-"""What a run will take, before it is started (`mrl plan`): memory of every rank, communication, bubble, time."""
+"""`mrl plan`: memory of every rank, communication, bubble and time of a run before it is started."""

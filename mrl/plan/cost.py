@@ -1,8 +1,9 @@
 """Communication, pipeline bubble and time of the updates of a role, from what its passes do.
 
-Times are estimates: matrix products at a share of the GPU's peak (`efficiency`), collectives at the rate of the link
-that their ranks share, one after the other, as megatron's plain schedule runs them. Ring algorithms: an all-gather or
-reduce-scatter of B bytes over n ranks moves B (n-1)/n a rank, an all-reduce twice that, an all-to-all B (n-1)/n.
+Times are estimates. Matrix products run at a share of the GPU's peak (`efficiency`). Collectives run at the rate of the
+link that their ranks share, one after the other, as in megatron's plain schedule. They are ring algorithms: an
+all-gather, a reduce-scatter or an all-to-all of B bytes over n ranks moves B (n-1)/n a rank. An all-reduce moves twice
+that.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def cost(
     plan: RolePlan, stages: Sequence[RankFigures], batches: MicroBatches, gpu: GPU, *, steps: int, efficiency: float,
     forward_only: bool = False,
 ) -> Cost:  # fmt: skip
-    """Returns what `steps` mini-batches of a role take."""
+    """Returns the cost of `steps` mini-batches of a role."""
     dims = plan.dims
 
     rates = {"node": gpu.link, "network": gpu.network}
@@ -122,10 +123,11 @@ def cost(
 
 
 def _updated_bytes(stage: RankFigures) -> int:
-    """Bytes that the optimizer reads and writes on the rank of the stage that updates most.
+    """Returns bytes that the optimizer reads and writes on the rank of a stage with the most updates.
 
-    Of an element gradient, master and both moments are read, the latter three and a bf16 parameter written: 30 bytes
-    with fp32 moments. An fp32 weight is its own master, written once: 28."""
+    It reads an element's gradient, master and both moments. It writes master, moments and a bf16 parameter. This makes
+    30 bytes with fp32 moments. An fp32 weight is its own master, written once: 28.
+    """
     return sum(
         (2 * b.optimizer_bytes + (6 if b.parameter_bytes != 4 else 12)) * max(b.masters) for b in stage.grad_buffers
     )
@@ -134,7 +136,7 @@ def _updated_bytes(stage: RankFigures) -> int:
 def _moved(
     dims: ParallelDims, stages: Sequence[RankFigures], micro_batches: int, steps: int, gpu: GPU, forward_only: bool
 ) -> list[MovedBytes]:
-    """What the stage that sends most of each kind sends in a step."""
+    """Returns bytes sent in a step, of the stage that sends most of each kind."""
     most: dict[tuple[str, str, int], float] = {}
     for stage in stages:
         here: dict[tuple[str, str, int], float] = {}

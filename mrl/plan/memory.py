@@ -1,4 +1,4 @@
-"""What every rank holds in each phase of a step, in bytes."""
+"""Bytes that every rank holds in each phase of a step."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def memory_uses(phases: Phases, roles: Mapping[str, RolePlan], longest: int, gpu
 
 
 def _resident(plan: RolePlan, stage: RankFigures) -> tuple[int, int, int]:
-    """Bytes of parameters, gradients and optimizer that a role always has on the device where no role is offloaded."""
+    """Returns bytes of parameters, gradients and optimizer that a role keeps on the device if no role is offloaded."""
     away = set(plan.config.engine.offload)
     weights = (stage.parameters + stage.fp8_copies) * ("parameters" not in away) + stage.buffers
     return (
@@ -214,8 +214,10 @@ def _resident(plan: RolePlan, stage: RankFigures) -> tuple[int, int, int]:
 
 
 def _copies(phase: Phase, plan: RolePlan, stage: int) -> int:
-    """Returns bytes of the weights in 8 bits that a role has beside them in a phase of its own: generation and
-    hand-over free them, and a forward alone keeps what training made."""
+    """Returns bytes of the 8-bit copies of weights in a phase of the role itself.
+
+    Generation and the weight sync free the copies. A forward phase keeps those that training made.
+    """
     return 0 if phase.kind == "sample" else plan.stages[stage].fp8_copies
 
 
@@ -260,8 +262,10 @@ def _activations(phase: Phase, plan: RolePlan, stage: int, longest: int) -> int 
 def most_activations(
     order: Sequence[schedule.ScheduledPass], chunks: Sequence[ChunkFigures], micro_batches: int = 1
 ) -> int:
-    """Returns the most bytes of activations at once on a stage that goes through `order`. micro_batches: of the
-    mini-batch, of which `order` may be the beginning."""
+    """Returns the most bytes of activations at once on a stage that goes through `order`.
+
+    micro_batches: of the whole mini-batch; `order` may be its beginning.
+    """
     alive = schedule.most_alive(
         order, [c.saved for c in chunks], [c.forward_peak for c in chunks], [c.backward_peak for c in chunks]
     )
@@ -273,8 +277,10 @@ def most_activations(
 
 
 def _sampling(phase: Phase, plan: RolePlan, stage: int) -> int | None:
-    """The most at once where the role samples itself: prompts through its layers, then logits in fp32 of every sequence
-    that is under way, and their noise. None of a part whose passes were not run."""
+    """Returns the most bytes at once if the role samples itself; None for a part without planned passes.
+
+    Prompts go through its layers. Then every running sequence has logits in fp32, and noise for them.
+    """
     if not plan.sampling:
         return None
     last = stage == plan.dims.pp - 1

@@ -32,7 +32,7 @@ EFFICIENCY = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run takes on `world_size` GPUs."""
+    """Holds all that a run takes on `world_size` GPUs."""
 
     command: str
     world_size: int
@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step, `untimed` phases apart."""
+        """Seconds of a step, without `untimed` phases."""
         return sum(one.seconds for one in self.costs.values())
 
 
@@ -128,8 +128,10 @@ def plan(
 
 
 def _flops_of_a_token(part: Part, longest: int) -> float:
-    """As `perf/mfu` counts them, in an update on sequences of `longest` tokens that all train. A value head has one
-    output, which is next to nothing, in place of the vocabulary's."""
+    """Returns FLOPs of a token in an update, as `perf/mfu` counts them. All of `longest` tokens train.
+
+    A value head has one output in place of the vocabulary's, so it counts nothing.
+    """
     hf = normalize(dict(part.hf), where="config.json")
     lora = part.model.lora
     of_adapters = None if lora is None else adapter_weights(adapters(part.model.path, lora, part.head).values(), hf)

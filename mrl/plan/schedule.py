@@ -1,9 +1,9 @@
 """megatron's pipeline schedules as lists of what each stage does in turn, and what follows from them.
 
-1F1B (Narayanan et al., "Efficient Large-Scale Language Model Training", 2021, section 2.2): a stage runs forward passes
-until the first backward pass can reach it, then one of each in turn, then the backward passes that are left. With
-virtual stages each rank has several model chunks, and micro-batches go through them in groups of as many as there are
-stages.
+1F1B is from Narayanan et al., "Efficient Large-Scale Language Model Training", 2021, section 2.2. A stage runs forward
+passes until the first backward pass can reach it. Then it runs one of each in turn, then the backward passes that are
+left. With virtual stages each rank has several model chunks. Micro-batches then go through the chunks in groups, each
+of as many micro-batches as there are stages.
 """
 
 from __future__ import annotations
@@ -59,8 +59,11 @@ def timeline(
     forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], *, micro_batches: int,
     forward_only: bool = False, send: Sequence[Sequence[float]] | None = None,
 ) -> Timeline:  # fmt: skip
-    """Returns when stages are busy. forward, backward: [stage][chunk] the time of one micro-batch. send: that of its
-    hidden states' way to the next chunk, and of their gradients' way back; None for no time."""
+    """Returns when stages are busy.
+
+    - forward, backward: [stage][chunk] the time of one micro-batch.
+    - send: the time to send its hidden states to the next chunk, or their gradients back; None for no time.
+    """
     pp, vpp = len(forward), len(forward[0])
     orders = [passes(s, pp=pp, vpp=vpp, micro_batches=micro_batches, forward_only=forward_only) for s in range(pp)]
     done: dict[tuple[bool, int, int], float] = {}  # (forward, virtual stage, micro-batch) -> when it ended
@@ -100,8 +103,11 @@ def most_alive(
 ) -> int:
     """Returns the most bytes of activations at once on a stage that goes through `order`.
 
-    Of each chunk: saved, what a micro-batch keeps from its forward to its backward pass; forward_peak and
-    backward_peak, the most that such a pass has at once, in a backward pass with what was saved for it.
+    Each is of a chunk, in bytes:
+
+    - saved: kept by a micro-batch from its forward to its backward pass
+    - forward_peak: the most at once in a forward pass
+    - backward_peak: the most at once in a backward pass, with the saved ones
     """
     alive = peak = 0
     keeps = any(not one.forward for one in order)

@@ -1,4 +1,4 @@
-"""What a part on backend fsdp holds: weights, gradients and moments, exactly. What its passes take is not planned."""
+"""Weights, gradients and moments of a part on backend fsdp, exactly. Activations of its passes are not planned."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _in_words(phase: str) -> str:
 
 
 def _picture(role: RolePlan) -> Iterator[str]:
-    """What each stage holds."""
+    """Yields a line for each stage, with its layers."""
     dims = role.dims
     name = f"{role.role}: " if role.role else ""
     split = ", ".join(

@@ -34,7 +34,7 @@ class Suggestion:
 
 
 def candidates(part: Part, world_size: int, longest: int, gpu: GPU, room: int) -> list[dict[str, Any]]:
-    """Returns engine.parallel of layouts that may fit, those that divide the model least first."""
+    """Returns engine.parallel of layouts that may fit. Those with the least division of the model come first."""
     hf = normalize(dict(part.hf), where="config.json")
     dense, experts, count = parameters_of(hf, part.head)
     layers = hf["num_hidden_layers"]
@@ -98,10 +98,13 @@ def search(
     plan_of: Callable[[Sequence[str]], Plan], part: Part, layouts: Sequence[Mapping[str, Any]],
     refused: list[UserError], tell: Callable[[str], None] = lambda how_far: None,
 ) -> Iterator[Suggestion]:  # fmt: skip
-    """Yields the layouts that are taken and fit; with full recomputation where they fit with it alone.
+    """Yields the layouts that fit. A layout gets full recomputation if it fits only with it.
 
-    plan_of: overrides -> their plan; raises UserError for a layout that the run would refuse. part: whose they are.
-    refused: gets the error of each of those. tell: is told how far it is."""
+    - plan_of: overrides -> their plan; raises UserError for a layout that the run would refuse
+    - part: the model of these layouts
+    - refused: gets the error of each refused layout
+    - tell: progress callback
+    """
     key = part.key("engine")
     for number, degrees in enumerate(layouts, start=1):
         tell(f"layout {number} of {len(layouts)}")
@@ -122,8 +125,12 @@ def lines(
     found: Sequence[Suggestion], key: str, own: Sequence[str], world_size: int, gpu: GPU, tried: int,
     refused: int,
 ) -> Iterator[str]:  # fmt: skip
-    """Yields the table, the fastest first. key: of the engine whose layouts were searched. own: of those that have one
-    of their own, which stays. refused: how many of those that were tried no run takes."""
+    """Yields the lines of the table, the fastest layout first.
+
+    - key: of the searched engine
+    - own: keys of the other engines, which stay as the config has them
+    - tried, refused: numbers of layouts
+    """
     where = f"{pluralize(world_size, 'GPU')} ({gpu.name})"
     apart = f" ({refused} refused)" if refused else ""
     if not tried:

@@ -108,7 +108,6 @@ CASES = [
     Case("expert channels", "engine.parallel.etp", ("9 expert channels",), ("engine.parallel={tp: 2, etp: 2}",), set_model(**MOE | {"moe_intermediate_size": 9})),
     Case("recompute_modules without selective", "engine.recompute_modules", ('is not used by engine.recompute "none"', "set engine.recompute to selective"), ("engine={recompute_modules: [mlp]}",)),
     Case("recompute_modules of an unknown name", "engine.recompute_modules", ("layernorm, mlp, moe, shared_experts, moe_act, mla_up_proj, core_attn",), ("engine={recompute: selective, recompute_modules: [gdn_norm_out]}",)),
-    Case("recompute_modules of no name", "engine.recompute_modules", ("recomputes nothing",), ("engine={recompute: selective, recompute_modules: []}",)),
     Case("recompute_modules of a name twice", "engine.recompute_modules", ("an entry twice",), ("engine={recompute: selective, recompute_modules: [mlp, core_attn, mlp]}",)),
     Case("recompute_modules that a dense model lacks", "engine.recompute_modules", ("moe", "the model has none", "layernorm, mlp fit this model"), ("engine={recompute: selective, recompute_modules: [layernorm, moe]}",)),
     Case("fsdp with recompute_modules", "engine.recompute_modules", ("fsdp", "set engine.backend to megatron"), ("engine={backend: fsdp, recompute_modules: [mlp]}",)),

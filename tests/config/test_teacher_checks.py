@@ -34,7 +34,7 @@ made = functools.partial(config_of, SFTConfig, BASE)
 REFUSED = [
     (("teacher.loss=kl",), 'teacher.loss: value "kl" is not one of the choices'),
     (("model.mtp.loss_weight=0.1",), 'model.mtp: value {"loss_weight": 0.1, "detach": false} predicts one label for each token, and a teacher'),
-    (("teacher.beta=0.5",), "teacher.beta: value 0.5 is not read by teacher.loss forward_kl; leave it out; it is of jsd"),
+    (("teacher.beta=0.5",), "teacher.beta: value 0.5 is not used by teacher.loss forward_kl; leave it out; it is of jsd"),
     (("teacher.loss=jsd", "teacher.beta=0"), "teacher.beta: value 0 is out of range"),
     (("teacher.loss=jsd", "teacher.beta=1"), "teacher.beta: value 1 is out of range"),
     (("teacher.weight=0",), "teacher.weight: value 0 is out of range"),
@@ -84,7 +84,7 @@ REFUSED_OPD = [
     (("algorithm.distill.top_k=0",), "algorithm.distill.top_k: value 0 is out of range"),
     (("algorithm.distill.k=5",), "algorithm.distill.k: value 5 is given to an unknown key; the keys of algorithm.distill are loss, beta, top_k"),
     (("algorithm.distill.temperature=2",), "algorithm.distill.temperature: value 2 is given to an unknown key; did you mean rollout.temperature?"),
-    ((*OVER, "algorithm.distill.beta=0.5"), "algorithm.distill.beta: value 0.5 is not read by algorithm.distill.loss reverse_kl; leave it out"),
+    ((*OVER, "algorithm.distill.beta=0.5"), "algorithm.distill.beta: value 0.5 is not used by algorithm.distill.loss reverse_kl; leave it out"),
     (("algorithm.distill.loss=jsd", "algorithm.distill.beta=1"), "algorithm.distill.beta: value 1 is out of range"),
     ((*OVER, "algorithm.kl_in=reward"), 'algorithm.kl_in: value "reward" is not what is minimized with algorithm.distill'),
     ((*OVER, "algorithm.kl_estimator=k3"), 'algorithm.kl_estimator: value "k3" would not be read by this opd'),

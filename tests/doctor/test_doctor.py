@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 TITLES = [
     "Python and packages", "GPUs", "Packages for GPUs and rollouts",
     "What a run will use: engine.layer_spec auto, bfloat16 (of your model: mrl sft CONFIG --dry-run)",
-    "Processors, memory and limits", "Disks", "Network", "Environment variables",
+    "Memory and limits", "Disks", "Network", "Environment variables",
 ]  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def test_where_everything_is_broken(tmp_path):
     assert found["package.torch"]["level"] == "fault" and found["package.wandb"]["level"] == "warning"
     assert found["used"]["what"] == "nothing can be said without torch"
     assert "not NVIDIA's" in found["package.apex"]["what"]
-    assert {"disk.here", "cpu", "memory", "network.interfaces"} <= found.keys(), "the rest goes on"
+    assert {"disk.here", "memory", "network.interfaces"} <= found.keys(), "the rest goes on"
 
 
 def samples_of_docs():
@@ -177,7 +177,7 @@ def test_examples_of_the_help_on_this_machine(tmp_path, example):
         assert [line for line in lines if line in TITLES] == TITLES
         if "note     no GPU: " in shown.stdout:
             sample = samples_of_docs()[1]
-            sample = of_any_machine(sample[: sample.index("Processors, memory and limits")])
+            sample = of_any_machine(sample[: sample.index("Memory and limits")])
             assert len(sample) > 15 and not [line for line in sample if line not in as_compared(lines)]
         assert ("gloo: two processes sum" in shown.stdout) == ("--collectives" in example)
 
@@ -204,4 +204,4 @@ def test_in_a_fresh_venv_without_torch(bare, tmp_path):
     assert absent["level"] == "fault" and set(absent["data"]["absent"]) == all_but_click
     assert "pip install" in absent["fix"] and not [name for name in found if name.startswith("package.torch")]
     assert "click" in found["packages"]["data"], "it loads, though pip knows nothing of it"
-    assert found["mrl"]["level"] == "note" and {"disk.here", "cpu", "network.interfaces"} <= found.keys()
+    assert found["mrl"]["level"] == "note" and {"disk.here", "memory", "network.interfaces"} <= found.keys()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mrl.doctor.findings import Finding
-from mrl.doctor.imports import Step, hint, imports, with_causes
+from mrl.doctor.imports import Step, hint, imports
 from mrl.doctor.probe import FACTS
 from tests.doctor.machines import BREAKS, HANGS, package
 
@@ -60,18 +60,6 @@ def test_who_imports_one_that_ended_a_process_finds_none(site):
     package(site, "mrl_user", "try:\n    import mrl_crashes\nexcept ImportError:\n    pass")
     found = imports([Step("one", ("mrl_crashes",)), Step("other", ("mrl_user",))])
     assert "SIGSEGV" in found["one"].error and found["other"].works
-
-
-@pytest.mark.parametrize("kind", ["OSError", "segmentation fault"])
-def test_one_that_fails_by_another_says_by_which(site, kind):
-    """peft imports a transformer-engine where it finds one."""
-    package(site, "mrl_te", BREAKS[kind][0])
-    package(site, "mrl_peft", "try:\n    import mrl_te\nexcept ImportError:\n    pass")
-    package(site, "mrl_own", "1 / 0")
-    steps = [Step("peft", ("mrl_peft",)), Step("own", ("mrl_own",)), Step("gone", ("mrl_gone",))]
-    found = with_causes(imports(steps), steps, ["mrl_te"])
-    assert not found["peft"].works and found["peft"].because_of == ["mrl_te"]
-    assert found["own"].because_of == found["gone"].because_of == ()
 
 
 def test_a_folder_of_that_name_is_no_package(site):

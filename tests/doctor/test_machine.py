@@ -8,7 +8,6 @@ import socket
 import pytest
 
 from mrl.doctor import ask, disks, limits, network
-from mrl.doctor.limits import ControlGroup
 from tests.doctor.conftest import by_name
 from tests.doctor.machines import program
 
@@ -90,62 +89,12 @@ def test_little_shared_memory(monkeypatch):
 # -- limits --
 
 
-def tree(root, files):
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text + "\n")
-    return str(root)
-
-
-def test_control_groups(tmp_path):
-    own = tmp_path / "own"
-    own.write_text("0::/slurm/job_1/step\n")
-    root = tree(tmp_path / "cgroup", {
-        "slurm/cpu.max": "max 100000", "slurm/job_1/cpu.max": "350000 100000", "slurm/job_1/step/cpu.max": "800000 100000",
-        "slurm/memory.max": str(2**34), "slurm/job_1/memory.max": "max", 
-    })  # fmt: skip
-    assert limits.control_group(root, str(own)) == ControlGroup(cpus=3.5, memory=2**34)
-
-
-def test_the_control_group_of_a_container(tmp_path):
-    """The path is that of the host, and what is mounted is the container's own group."""
-    own = tmp_path / "own"
-    own.write_text("0::/docker/abc\n")
-    root = tree(tmp_path / "cgroup", {"memory.max": str(2**33), "cpu.max": "150000 100000"})
-    assert limits.control_group(root, str(own)) == ControlGroup(cpus=1.5, memory=2**33)
-    own.write_text("4:memory:/docker/abc\n")  # of version 1
-    tree(tmp_path / "cgroup", {"memory.max": "max", "cpu.max": "max 100000"})
-    assert limits.control_group(root, str(own)) == ControlGroup()
-    assert limits.control_group(root, str(tmp_path / "none")) == ControlGroup()
-
-
-def processors(monkeypatch, total, allowed, environment=None, **group):
-    monkeypatch.setattr(limits.os, "cpu_count", lambda: total)
-    monkeypatch.setattr(limits.os, "sched_getaffinity", lambda _: set(range(allowed)))
-    return by_name(limits._processors(ControlGroup(**group), environment or {}))
-
-
-def test_processors(monkeypatch):
-    whole = processors(monkeypatch, 8, 8)
-    assert whole.keys() == {"cpu"} and whole["cpu"].level == "ok"
-    found = processors(monkeypatch, 64, 16, cpus=3.5)
-    assert found["cpu"].level == "note" and found["cpu"].data["usable"] == 4
-    assert "may run on 16" in found["cpu"].what and "use the time of 3.5" in found["cpu"].what
-    assert (
-        found["cpu.threads"].fix == "export OMP_NUM_THREADS=4"
-        and "torch starts 16 threads" in found["cpu.threads"].what
-    )
-    assert "cpu.threads" not in processors(monkeypatch, 64, 16, {"OMP_NUM_THREADS": "4"}, cpus=3.5)
-    many = processors(monkeypatch, 8, 8, {"OMP_NUM_THREADS": "64,2"})["cpu.threads"]
-    assert many.level == "warning" and many.fix.endswith("at most 8")
-    assert processors(monkeypatch, 64, 16, {"OMP_NUM_THREADS": "32"})["cpu.threads"].fix.endswith("at most 16")
-
-
-def test_memory():
-    [whole] = limits._memory(ControlGroup())
-    assert whole.data["total"] > whole.data["available"] > 0 and whole.level in ("ok", "warning")
-    [limited] = limits._memory(ControlGroup(memory=2**30))
-    assert limited.level == "warning" and "ends processes above 1.0 GiB" in limited.what and "--mem" in limited.fix
+def test_memory(monkeypatch):
+    [found] = limits._memory()
+    assert found.data["total"] > found.data["available"] > 0 and found.level in ("ok", "warning")
+    monkeypatch.setattr(limits, "LITTLE_MEMORY", 2**60)
+    [little] = limits._memory()
+    assert little.level == "warning" and "--mem" in little.fix
 
 
 def test_ulimits(monkeypatch):

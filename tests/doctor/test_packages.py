@@ -81,15 +81,6 @@ def test_absent_and_broken_ones_say_what_they_cost(monkeypatch):
     assert not {"torch", "megatron-core"} & found["packages"].data.keys() and "torch.build" not in found
 
 
-def test_one_that_fails_by_another_is_not_to_be_installed_again(monkeypatch):
-    monkeypatch.setattr(packages, "installed", lambda: HERE)
-    found = said(peft=ImportResult(error="OSError: x.so", because_of=("transformer_engine",)))["package.peft"]
-    assert found.what.startswith(
-        f"peft {HERE['peft']} does not load (OSError: x.so), but does without transformer_engine: "
-    )
-    assert found.fix == "mend transformer_engine, which is broken (see below), or uninstall it"
-
-
 def test_megatron_core_that_is_absent_or_does_not_load(monkeypatch):
     name = "package.megatron-core"
     without = {n: v for n, v in HERE.items() if n != known.MEGATRON}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.config.backends import OWN_KEYS
-from mrl.config.checks import check_recompute_every
+from mrl.config.checks import check_recompute
 from mrl.config.schema import EngineConfig, ModelConfig
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import normalize
@@ -23,7 +23,7 @@ class FSDPChecks(EngineChecks):
     @classmethod
     def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:
         super().check_config(model, engine)
-        check_recompute_every(engine)
+        check_recompute(engine)
 
     @classmethod
     def check_model(

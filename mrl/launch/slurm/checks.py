@@ -21,10 +21,11 @@ RECENT_STEPS = 20
 
 
 def check_job(command: TrainingCommand, config: Config, options: SlurmConfig, *, there: bool = True) -> list[str]:
-    """Raises a UserError where the run could not start, or would not end, in the job. Returns warnings.
+    """Raises a UserError if the run could not start, or would not end, in the job. Returns warnings.
 
-    Files are looked at from here: this machine sees what the nodes will see. there: False for weights and rows, which a
-    script that is only printed needs not.
+    Files are checked from here, because this machine sees the same as the nodes.
+
+    there: weights and rows must exist; False for a script that is only printed.
     """
     _check_devices(preflight.devices(command, config), options)
     rows = command.on_rows(config)
@@ -48,8 +49,9 @@ def check_job(command: TrainingCommand, config: Config, options: SlurmConfig, *,
 
 
 def check_template(config: Config, options: SlurmConfig, given: Collection[str] = (), *, server: Server | None) -> None:
-    """Refuses options that the template needs and lacks, or has and does not use: by what it reads, so that a changed
-    copy is checked too. server: what the run samples from.
+    """Raises ConfigError for options that the template needs and lacks, or does not use.
+
+    The names that the template reads decide, so a changed copy is checked too. server: the source of the run's samples.
     """
     reads = reads_of(options)
     in_mounts = ":," if "mounts" in reads.names else ""

@@ -1,4 +1,4 @@
-"""What became of a job: its state, its log, and how to end it. From Slurm's own commands and the run's files."""
+"""The state and the log of a job, and how to end it. From Slurm's own commands and the run's files."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _why_absent(job_id: str) -> str:
 
 
 def first_error(slurm_dir: pathlib.Path, job_id: str) -> str | None:
-    """Returns the error of the rank that failed first in the newest start of a job; None where none failed."""
+    """Returns the error of the first failed rank in the newest start of a job; None if none failed."""
     starts = [int(path.parent.suffix[1:]) for path in slurm_dir.glob(f"{job_id}.*/began_at")]
     path = slurm_dir / f"{job_id}.{max(starts, default=0)}" / "first_end"
     if not path.exists():

@@ -80,13 +80,16 @@ class Job:
         return next((folder for folder in self._folders if (folder / RECORDS).is_file()), None)
 
     def is_of(self, slurm_dir: pathlib.Path) -> bool:
-        """Returns whether the job writes to that folder: a copy of the folder has the job's record too, and so has one
-        whose job's id Slurm has given to another since."""
+        """Returns whether the job writes to that folder. A record of its id is not enough:
+
+        - A copy of the folder has the record too.
+        - Slurm may have given the id to another job since.
+        """
         return any(_is_same(folder, slurm_dir) for folder in self._folders)
 
     @property
     def _folders(self) -> list[pathlib.Path]:
-        """Of its log and, where a template of one's own puts that elsewhere, of its script."""
+        """The folders of its log and of its script. A template of the user may put the log elsewhere."""
         log = self.fields.get("StdOut", "")
         names = (log, log.replace("%%", "%"), self.fields.get("Command", ""))  # Slurm shows the log's pattern
         return [pathlib.Path(name).parent for name in names if name.startswith("/")]
@@ -112,7 +115,7 @@ def known(job_id: str) -> list[Job]:
 
 
 def known_of(slurm_dir: pathlib.Path, job_id: str) -> list[Job]:
-    """As `known`, without a job of another folder."""
+    """Does the same as `known`, without a job of another folder."""
     return [job for job in known(job_id) if job.is_of(slurm_dir)]
 
 
@@ -162,7 +165,7 @@ def mine() -> list[Job]:
 
 
 def records(slurm_dir: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the jobs that were submitted for a run, oldest first, but for a last line that was cut."""
+    """Returns the submitted jobs of a run, oldest first. A last line that was cut is skipped."""
     path = slurm_dir / RECORDS
     if not path.exists():
         return []
@@ -209,10 +212,9 @@ class Target:
 
 
 def targets(what: str | None) -> list[Target]:
-    """Returns the newest job of a run's folder, or of an array's task's, or the job of an id; None: those of this
-    folder, or all of mine in the queue.
+    """Returns the newest job of a run's folder, or of the folder of an array's task, or the job of an id.
 
-    Raises ConfigError where there is none.
+    None returns those of this folder, or else all of the user's jobs in the queue. Raises ConfigError if there is none.
     """
     if what is None:
         if (pathlib.Path("slurm") / RECORDS).is_file():

@@ -1,4 +1,4 @@
-"""What a job asks Slurm for: the keys of a profile's `slurm:` block, and checks of them against each other.
+"""The keys of a profile's `slurm:` block, with which a job asks Slurm, and checks of them against each other.
 
 Every key of `SlurmConfig` is an option of the same name: `gpus_per_node: 8` is `--gpus-per-node 8`.
 """
@@ -176,11 +176,14 @@ def check_options(options: SlurmConfig) -> None:
             raise ConfigError("slurm.mounts", mount, "is no mount", "give absolute paths as /data:/data")
 
 
+SAME_NAMES = tuple("""
+    nodes gpus-per-node cpus-per-task mem time partition account qos constraint exclude nodelist array
+    dependency mail-type mail-user
+""".split())  # fmt: skip  # noqa: SIM905
+"""Slurm's options that keys of `SlurmConfig` are called after."""
+
 _OURS = {
-    **{name: f"--{name}" for name in (
-        "job-name", "nodes", "gpus-per-node", "cpus-per-task", "mem", "time", "partition", "account", "qos",
-        "constraint", "exclude", "nodelist", "array", "dependency", "mail-type", "mail-user",
-    )},
+    **{name: f"--{name}" for name in ("job-name", *SAME_NAMES)},
     "ntasks-per-node": "--processes-per-node",
     "signal": "--signal-s",
     "requeue": "--max-restarts",
@@ -217,7 +220,7 @@ def _check_repeated(line: str) -> None:
 
 
 def _check_text(section: Any, path: str) -> None:
-    """Refuses line breaks, which would end an #SBATCH line, and empty values, which mean nothing to Slurm."""
+    """Refuses line breaks, because they would end an #SBATCH line. Refuses empty values, without meaning for Slurm."""
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         several = value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else (value,)

@@ -13,7 +13,7 @@ import pathlib
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -21,7 +21,7 @@ import jinja2.meta
 
 from mrl import __version__
 from mrl.errors import ConfigError
-from mrl.launch.slurm.options import SlurmConfig
+from mrl.launch.slurm.options import SAME_NAMES, SlurmConfig
 
 TEMPLATES = pathlib.Path(__file__).parent / "templates"
 NAMES = ("bare", "container", "apptainer", "hetero")
@@ -45,7 +45,7 @@ class Job:
 
     @property
     def slurm_dir(self) -> str:
-        """Where scripts, logs and notes of the run's jobs are."""
+        """The folder of scripts, logs and notes of the run's jobs."""
         return os.path.join(self.output_dir, "slurm")
 
 
@@ -59,7 +59,7 @@ def template_text(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TemplateNames:
-    """Names that a template and those that it extends read, but for `base`."""
+    """Names that a template reads, and those of the templates it extends except `base`."""
 
     names: frozenset[str]
     needs: frozenset[str]  # those outside any `if`
@@ -217,24 +217,15 @@ def directives(job: Job, options: SlurmConfig) -> list[str]:
         "open-mode": "append",
         "nodes": options.nodes,
         "ntasks-per-node": of_task,
-        "gpus-per-node": options.gpus_per_node or None,
-        "cpus-per-task": options.cpus_per_task,
-        "mem": options.mem,
-        "time": options.time,
-        "partition": options.partition,
-        "account": options.account,
-        "qos": options.qos,
-        "constraint": options.constraint,
-        "exclude": options.exclude,
-        "nodelist": options.nodelist,
-        "array": options.array,
-        "dependency": options.dependency,
-        "mail-type": options.mail_type,
-        "mail-user": options.mail_user,
+        **{name: getattr(options, name.replace("-", "_")) for name in SAME_NAMES},
         "signal": f"B:USR1@{options.signal_s}",
     }
-    lines = [f"--{name}={sbatch_quote(str(value))}" for name, value in values.items() if value is not None]
-    return [*lines, _requeue(options), *options.sbatch]
+    values["gpus-per-node"] = options.gpus_per_node or None
+    return [*_lines(values), _requeue(options), *options.sbatch]
+
+
+def _lines(values: Mapping[str, Any]) -> list[str]:
+    return [f"--{name}={sbatch_quote(str(value))}" for name, value in values.items() if value is not None]
 
 
 def server_directives(options: SlurmConfig) -> list[str]:
@@ -247,14 +238,9 @@ def server_directives(options: SlurmConfig) -> list[str]:
         "cpus-per-task": servers.cpus_per_task,
         "mem": servers.mem,
         "partition": servers.partition or options.partition,
-        "account": options.account,
-        "qos": options.qos,
-        "time": options.time,
-        "constraint": options.constraint,
-        "exclude": options.exclude,
+        **{name: getattr(options, name) for name in ("account", "qos", "time", "constraint", "exclude")},
     }
-    lines = [f"--{name}={sbatch_quote(str(value))}" for name, value in values.items() if value is not None]
-    return [*lines, _requeue(options)]
+    return [*_lines(values), _requeue(options)]
 
 
 def _requeue(options: SlurmConfig) -> str:
@@ -263,7 +249,7 @@ def _requeue(options: SlurmConfig) -> str:
 
 
 def _srun_options(options: SlurmConfig) -> list[str]:
-    """Returns srun's arguments. A task that fails ends all, and so does one that ends a minute before the others."""
+    """Returns srun's arguments. A failed task ends all, and so does one that ends a minute before the others."""
     tasks = 1 if options.launcher == "torchrun" else options.per_node
     nodes = [f"--nodes={options.nodes}", f"--ntasks={options.nodes * tasks}", f"--ntasks-per-node={tasks}"]
     return [*nodes, *_cpus_per_task(options.cpus_per_task), "--kill-on-bad-exit=1", "--wait=60"]

@@ -56,8 +56,8 @@ def check(
 ) -> CheckedConfig:
     """Loads the config and checks it against the job. Nothing is written.
 
-    there: weights and rows have to be there.
-    given: keys of SlurmConfig that this job was given beside the profile, which may have what other templates use.
+    - there: weights and rows must exist.
+    - given: keys of SlurmConfig that this job was given. Those of the profile may be for other templates.
     """
     record = commands.record(command)
     if options.array is None:
@@ -97,7 +97,7 @@ def _for_first(overrides: Sequence[str], array: str | None) -> list[str]:
 def submit(checked: CheckedConfig) -> SubmittedJob:
     """Writes script and resolved config into output_dir/slurm and gives the script to sbatch.
 
-    Where sbatch refuses, nothing stays, and its own message is the error.
+    If sbatch refuses, no file stays, and its own message is the error.
     """
     slurm_dir = pathlib.Path(checked.job.slurm_dir)
     _refuse_second(checked, slurm_dir)
