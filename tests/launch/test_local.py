@@ -88,7 +88,7 @@ def test_each_rank_gets_its_place_and_rank_0_the_terminal(tmp_path):
     assert ["a library warns rank" in log for log in logs] == [True, True]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_reach_each_other(tmp_path):
     code, _, err = run("all_reduce", tmp_path)
     assert code == 0, err

@@ -351,15 +351,6 @@ def test_a_loss_that_is_not_finite_stops_with_step_batch_and_last_checkpoint(inp
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000002\n"  # no save of what came after
 
 
-def test_the_checkpoint_of_the_state_that_failed_is_not_called_good(inputs, tmp_path):
-    kind, message = train(
-        tiny_runs.make_config(inputs, tmp_path, checkpoint={"every": 1}), happening="nan_loss", step=4
-    )
-    assert kind == "TrainingError"
-    assert f"the last good checkpoint is {tmp_path}/checkpoints/step_00000002; " in message
-    assert message.endswith("step_00000003 holds the very state that failed")
-
-
 def test_an_evaluation_that_is_not_finite_stops_with_the_step(inputs, tmp_path):
     config = tiny_runs.make_config(
         inputs, tmp_path, data={"eval": str(inputs / "eval.jsonl")}, train={"eval_every": 3}, checkpoint={"every": 1}
