@@ -148,7 +148,7 @@ def test_a_stop_signal_reaches_every_rank_and_exits_75(tmp_path, signum):
     assert are_gone(pids)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stop_signal_before_training_kills(tmp_path):
     process = start("wait_forever", tmp_path)
     pids = wait_for_pids(tmp_path)
