@@ -98,7 +98,7 @@ CASES = [
     Case("more stages than layers", "engine.parallel", ("4 layers",), ("engine.parallel.pp=5",)),
     Case("chunks", "engine.parallel", ("pp*vpp (2*4 = 8)",), ("engine.parallel={pp: 2, vpp: 4}",)),
     Case("heads", "engine.parallel.tp", ("8 attention heads", "use one of 1, 2"), ("engine.parallel.tp=3",)),
-    Case("heads of fsdp", "engine.parallel.cp", ("8 attention heads", "use one of 1, 2, 4, 8"), ("engine={backend: fsdp, parallel: {cp: 3}}",)),
+    Case("heads of fsdp", "engine.parallel.cp", ("8 attention heads", "use one of 1, 2, 4, 8"), ("engine={backend: fsdp, device: cpu, parallel: {cp: 3}}",)),
     Case("key-value heads", "engine.parallel.tp", ("3 key-value heads",), ("engine.parallel.tp=2",), set_model(num_attention_heads=6, num_key_value_heads=3)),
     Case("experts", "engine.parallel.ep", ("6 experts",), ("engine.parallel.ep=4",), set_model(**MOE)),
     Case("experts of a dense model", "engine.parallel.ep", ("has none",), ("engine.parallel.ep=2",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,7 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
+from click.testing import CliRunner
 
+from mrl import cli
 from tests.forks import forks
 
 REPO = pathlib.Path(__file__).parents[2]
@@ -168,6 +171,20 @@ def run_forked(
         out, err = pathlib.Path(name, "stdout"), pathlib.Path(name, "stderr")
         code = forks().start(workspace.root, out, environ, [command, config, *args], err).wait(120)
         return code, out.read_text(), err.read_text()
+
+
+def run_here(
+    workspace: Workspace, *args: str, command: str = "sft", config: str = "config.yaml"
+) -> tuple[int, str, str]:
+    """As `run_mrl`, in this process: for dry runs, which start no other and leave nothing behind."""
+    gone = dict.fromkeys(os.environ.keys() - inherited().keys())
+    with contextlib.chdir(workspace.root):
+        done = CliRunner(env=gone | {"NETRC": os.devnull, "HF_HUB_OFFLINE": "1"}).invoke(
+            cli.main, [command, config, *args]
+        )
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.stdout, done.stderr
 
 
 def check(case: Case, workspace: Workspace, run: Callable[..., tuple[int, str, str]] = run_mrl) -> None:

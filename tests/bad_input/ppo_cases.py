@@ -43,6 +43,7 @@ CASES = [
     Case("rotary embedding beyond its length", "data.max_prompt_length 32 + rollout.max_new_tokens 32: value 64", ('"dynamic"', "give at most 63"), ("actor.engine={backend: fsdp}",), set_model(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=63)),
     Case("fsdp with tp", "critic.engine.parallel.tp", ("fsdp", "critic.engine.backend to megatron"), ("algorithm.name=ppo", "critic.engine={backend: fsdp, parallel: {tp: 2}}")),
     Case("two devices", "critic.engine.device", ("same processes",), ("algorithm.name=ppo", "critic.engine.device=cuda")),
+    Case("adapters with dropout", "actor.model.lora.dropout", ("set it to 0",), ("actor.model={path: model, lora: {dropout: 0.1}}",)),
     Case("recompute of a reference", "reference.engine.recompute", ("never trains",), ("reference.engine.recompute=full",)),
     Case("recompute_modules of a reference", "reference.engine.recompute_modules", ("never trains",), ("reference.engine={recompute: selective, recompute_modules: [mlp]}",)),
     Case("optimizer of a reference", "reference.engine.offload", ("never trains",), ("reference.engine.offload=[optimizer]",)),

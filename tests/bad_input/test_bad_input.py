@@ -1,8 +1,8 @@
 """Every mistake in the tables: exit code 2, one line that names the key or file:line, nothing written but a log.
 
 To add cases, write a module with CASES beside this one and list it in DRY, where a dry run sees the mistake (of `mrl ppo` in
-DRY_PPO), or in WARM, where the trainer has to look. All of them run in forks of one process that has imported torch, the
-engines and the trainers; a few in a process of their own, which is what a user starts.
+DRY_PPO), or in WARM, where the trainer has to look. Dry runs are made in this process. Trainers run in forks of a process that
+has imported torch, the engines and the trainers. A few cases have a process of their own, which is what a user starts.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import shutil
 import pytest
 
 from tests.bad_input import answer_cases, checkpoint_cases, config_cases, data_cases, model_cases, ppo_cases
-from tests.bad_input.mistakes import Case, Workspace, check, run_forked, run_mrl
+from tests.bad_input.mistakes import Case, Workspace, check, run_forked, run_here, run_mrl
 from tests.tiers import slow_but
 from tests.trainers.tiny_runs import make_inputs
 
-COUNT_GPUS = ("no gpu", "heads of fsdp")
-"""Where megatron has been imported without a GPU, torch counts one: these need a process of their own."""
-DRY = {"config": [case for case in config_cases.CASES if case.name not in COUNT_GPUS]}
+NO_GPU = "no gpu"
+"""Where megatron has been imported without a GPU, torch counts one: this case needs a process of its own."""
+DRY = {"config": [case for case in config_cases.CASES if case.name != NO_GPU]}
 DRY_PPO = {"ppo": ppo_cases.CASES}
 WARM = {"data": data_cases.CASES, "model": model_cases.CASES, "checkpoint": checkpoint_cases.CASES}
 
@@ -53,16 +53,14 @@ def inputs(tmp_path_factory) -> pathlib.Path:
 @table(DRY)
 def test_is_refused(case: Case, workspace: Workspace):
     """By a dry run: before any process starts."""
-    check(case, workspace, lambda workspace, *args: run_forked(workspace, *args, "--dry-run"))
+    check(case, workspace, lambda workspace, *args: run_here(workspace, *args, "--dry-run"))
 
 
-@pytest.mark.parametrize(
-    "name", slow_but([*COUNT_GPUS, "unknown key"], [*COUNT_GPUS, "unknown key", "learned positions"])
-)
+@pytest.mark.parametrize("name", slow_but([NO_GPU], [NO_GPU, "unknown key", "learned positions"]))
 def test_is_refused_in_a_process_of_its_own(name: str, workspace: Workspace):
     """A dry run alone goes on where there is no GPU."""
     (case,) = (case for case in config_cases.CASES if case.name == name)
-    dry = () if name == "no gpu" else ("--dry-run",)
+    dry = () if name == NO_GPU else ("--dry-run",)
     check(case, workspace, lambda workspace, *args: run_mrl(workspace, *args, *dry))
 
 
@@ -106,9 +104,10 @@ PPO = {"command": "ppo", "config": "ppo.yaml"}
 
 @table(DRY_PPO)
 def test_is_refused_of_ppo(case: Case, workspace: Workspace):
-    check(case, workspace, lambda workspace, *args: run_forked(workspace, *args, "--dry-run", **PPO))
+    check(case, workspace, lambda workspace, *args: run_here(workspace, *args, "--dry-run", **PPO))
 
 
+@pytest.mark.slow
 @table({"ppo": ppo_cases.COLD_CASES})
 def test_is_refused_of_ppo_in_a_process_of_its_own(case: Case, workspace: Workspace):
     check(case, workspace, lambda workspace, *args: run_mrl(workspace, *args, **PPO))
@@ -116,7 +115,7 @@ def test_is_refused_of_ppo_in_a_process_of_its_own(case: Case, workspace: Worksp
 
 def test_what_the_ppo_cases_break_works(workspace: Workspace):
     before = workspace.snapshot()
-    code, out, err = run_forked(workspace, "--dry-run", **PPO)
+    code, out, err = run_here(workspace, "--dry-run", **PPO)
     assert (code, err) == (0, "")
     assert "# actor: megatron dp1 on 1 process" in out
     assert workspace.snapshot() == before
@@ -130,7 +129,7 @@ def test_names_are_unique():
 
 def test_what_the_cases_break_works(workspace: Workspace):
     before = workspace.snapshot()
-    code, out, err = run_forked(workspace, "--dry-run")
+    code, out, err = run_here(workspace, "--dry-run")
     assert (code, err) == (0, "")
     assert "# layout: dp1 on 1 process" in out
     assert workspace.snapshot() == before

@@ -393,10 +393,22 @@ def runs(tmp_path_factory):
     server.server_close()
 
 
-@pytest.mark.slow  # a few hundred runs; that every key has a row is seen in `make test`
+OF_ENGINES = (*MODEL, *ENGINE, *PARALLEL, *OPTIMIZER)
+"""What each backend reads by code of its own. Any other key is seen on one of them in CI, and on both at night."""
+
+
+def tier(number: int, row: Row, backend: str) -> pytest.MarkDecorator:
+    in_ci = row in OF_ENGINES or backend == row.on[number % len(row.on)]
+    return pytest.mark.slow if in_ci else pytest.mark.nightly
+
+
 @pytest.mark.parametrize(
     "row, backend",
-    [pytest.param(row, backend, id=f"{row}, {backend}") for row in ROWS for backend in row.on],
+    [
+        pytest.param(row, backend, id=f"{row}, {backend}", marks=tier(number, row, backend))
+        for number, row in enumerate(ROWS)
+        for backend in row.on
+    ],
 )
 def test_key_reaches_what_it_configures(runs: Runs, row: Row, backend: str):
     runs.check(row, backend)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.cuda.cases import DENSE, GLM, LATENT, MOE, SINKS, _case
 from tests.cuda.test_engine import unexpected
-from tests.tiers import in_tiers, slow_but
+from tests.tiers import in_tiers
 
 ONCE = {"mrl/engine/megatron/generate.py _run_batch tolist": 1.0}
 
@@ -16,13 +16,13 @@ GRAPHS, OF_TE = {"cuda_graphs": True}, {"cuda_graphs": True, "te_like": True}
 FAST = [(_case(model, spec="te"), OF_TE, 0) for model in (DENSE, MOE)]
 OTHERS = [
     (_case(LATENT, spec="te"), OF_TE, 0),
-    (_case(DENSE), {}, 0),
     (_case(DENSE), {"filters": {"top_k": 20}}, 0),
     (_case(DENSE, world=2, tp=2), GRAPHS, 0),
+]
+AT_NIGHT = [  # as above, of another family, or with another filter
+    (_case(DENSE), {}, 0),
     (_case(MOE), {}, 0),
     (_case(SINKS), {}, 2),  # layers that wait: their experts have biases
-]
-AT_NIGHT = [  # as above under te, or with another filter
     (_case(DENSE), {"filters": {"top_p": 0.9}}, 0),
     (_case(MOE), GRAPHS, 0),
     (_case(LATENT), GRAPHS, 0),
@@ -43,7 +43,9 @@ def test_a_step_waits_for_the_tokens_alone(worker, case, options, experts):
 FILTERED = GRAPHS | {"filters": {"temperature": 0.7, "top_p": 0.9}}
 
 
-@pytest.mark.parametrize("options", slow_but([FILTERED], [FILTERED, GRAPHS, {}, {"filters": {"top_k": 20}}]), ids=str)
+@pytest.mark.parametrize(
+    "options", in_tiers([FILTERED], [{}], [FILTERED, GRAPHS, {}, {"filters": {"top_k": 20}}]), ids=str
+)
 def test_operations_of_a_step_do_not_grow_with_sequences(worker, options):
     case = _case(DENSE)
     few, many = (worker.call("tests.cuda.decoding:steps", case, sequences=n, **options) for n in (5, 90))
@@ -82,7 +84,9 @@ def test_positions_under_te_wait_for_nothing(worker, model):
         assert not [line for line in found.syncs if "megatron/core" in line]
 
 
-@pytest.mark.parametrize("model, by_kernel", slow_but([(DENSE, True)], [(DENSE, True), (GLM, True), (SINKS, False)]))
+@pytest.mark.parametrize(
+    "model, by_kernel", in_tiers([(DENSE, True)], [(SINKS, False)], [(DENSE, True), (GLM, True), (SINKS, False)])
+)
 def test_packed_queries_turn_without_waiting(te_worker, model, by_kernel):
     """SINKS: yarn, whose cosines and sines have a factor that the kernel does not know."""
     changes = _case(model).changes

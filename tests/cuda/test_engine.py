@@ -23,6 +23,7 @@ from tests.cuda.cases import (
     MOE,
     OF_EACH_FAMILY,
     PRODUCT,
+    PUSHED,
     SINKS,
     Case,
     Result,
@@ -36,19 +37,11 @@ from tests.cuda.order import ATTENTION
 from tests.engine import harness
 from tests.tiers import in_tiers, nightly_but, slow_but
 
-ALL = [*OF_EACH_FAMILY, *CORNERS, *(case for case in PRODUCT if case not in OF_EACH_FAMILY)]
+FAST = [*PUSHED, CORNERS[0]]
+AT_NIGHT = [*OF_EACH_FAMILY, *CORNERS[1:], *(case for case in PRODUCT if case not in OF_EACH_FAMILY)]
 
 
-FAST = [*(case for case in OF_EACH_FAMILY if case.model != LATENT and not (case.lora and case.ep > 1)), CORNERS[0]]
-"""The corner is of the family that is left out, and adapters and expert parallelism are each in another one."""
-
-
-OTHERS = [case for case in ALL if case not in FAST]  # some in CI's slow tier, all of them at night
-IN_CI = [*FAST, OTHERS[0], *OTHERS[1::18]]
-AT_NIGHT = [case for case in OTHERS if case not in IN_CI]
-
-
-@pytest.mark.parametrize("case", [*slow_but(FAST, IN_CI), *nightly_but([], AT_NIGHT)], ids=str)
+@pytest.mark.parametrize("case", nightly_but(FAST, [*FAST, *(case for case in AT_NIGHT if case not in FAST)]), ids=str)
 def test_a_rank_makes_an_update(worker, case):
     result = worker.call("tests.cuda.run:run", case)
     dtypes_are_as_stated(case, result)
@@ -91,7 +84,7 @@ def test_the_page_shows_rows_as_they_are_printed():
     assert len(SHOWN) == 6 and HEADER in PAGE.read_text()
 
 
-@pytest.mark.parametrize("case", in_tiers(SHOWN[:1], [c for c in SHOWN[1:] if c.model != LATENT], SHOWN), ids=str)
+@pytest.mark.parametrize("case", nightly_but(SHOWN[:1], SHOWN), ids=str)
 def test_the_pages_rows_are_what_is_printed(worker, case):
     case = as_shown(case)
     found = row(case, worker.call("tests.cuda.run:run", case))
@@ -109,7 +102,7 @@ REAL = [
 ]
 
 
-@pytest.mark.parametrize("case", in_tiers([], [*REAL[:2], REAL[4]], REAL), ids=str)
+@pytest.mark.parametrize("case", in_tiers([], [REAL[0], REAL[4]], REAL), ids=str)
 def test_memory_is_that_of_a_real_update(worker, case):
     """State to the byte. Peaks within 5 %: a few functions are fused otherwise on a CPU.
 

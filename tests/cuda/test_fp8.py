@@ -8,7 +8,7 @@ import pytest
 from mrl.mcore_models.fp8 import RECIPES
 from mrl.mcore_models.te_limits import GENERATIONS
 from tests.cuda.models import fewer_experts
-from tests.tiers import slow_but
+from tests.tiers import in_tiers, slow_but
 
 DENSE, EXPERTS, LATENT = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
 CLASSES = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
@@ -21,18 +21,17 @@ def test_the_table_of_recipes_is_transformer_engines(te_worker):
     assert found == ours
 
 
-CASES = [
-    (DENSE, "tensorwise", (9, 0), {}),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
-            (DENSE, "mxfp8", (10, 0), {"tp": 2, "world": 2}),
-            (EXPERTS, "blockwise", (9, 0), {}),
-            (LATENT, "mxfp8", (10, 0), {}),
-            (DENSE, "blockwise", (9, 0), {"lora": True}),
-        )
-    ),
-]
+CASES = in_tiers(
+    [(DENSE, "tensorwise", (9, 0), {})],
+    [(DENSE, "mxfp8", (10, 0), {"tp": 2, "world": 2}), (EXPERTS, "blockwise", (9, 0), {})],
+    [
+        (DENSE, "tensorwise", (9, 0), {}),
+        (DENSE, "mxfp8", (10, 0), {"tp": 2, "world": 2}),
+        (EXPERTS, "blockwise", (9, 0), {}),
+        (LATENT, "mxfp8", (10, 0), {}),
+        (DENSE, "blockwise", (9, 0), {"lora": True}),
+    ],
+)
 
 
 @pytest.mark.parametrize("model, recipe, capability, how", CASES, ids=str)

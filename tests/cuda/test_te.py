@@ -37,7 +37,7 @@ from tests.tiers import nightly_but, slow_but
 
 GPUS = [(capability, flash_attn) for capability in GENERATIONS for flash_attn in (False, True)]
 DENSE, WINDOWS, SINKS = "Qwen/Qwen3-8B", "mistralai/Mistral-7B-v0.1", "openai/gpt-oss-20b"
-LATENT = "deepseek-ai/DeepSeek-V3"
+MOE, LATENT = "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
 FEW_EXPERTS = fewer_experts(SINKS, 4)
 NONE = "no kernel"
 WRONG = "flash, of other tokens"
@@ -122,7 +122,7 @@ FAST = {("Qwen/Qwen3-8B", False), ("Qwen/Qwen3-30B-A3B", True), ("deepseek-ai/De
         ("openai/gpt-oss-20b", False)}  # fmt: skip
 CASES = [
     pytest.param(
-        model, lora, id=model.split("/")[1] + " lora" * lora, marks=() if (model, lora) in FAST else pytest.mark.slow
+        model, lora, id=model.split("/")[1] + " lora" * lora, marks=() if (model, lora) in FAST else pytest.mark.nightly
     )
     for lora in (False, True)
     for model in SMALLER
@@ -183,8 +183,8 @@ def test_masters_and_moments_are_where_and_as_stated(te_worker, further, of, pla
 
 # -- updates ----------------------------------------------------------------------------------------------------------
 
-QUICK = [EVERY_KEY[FAMILIES.index(DENSE)], EVERY_KEY[FAMILIES.index("mistralai/Mixtral-8x7B-v0.1")]]
-IN_CI = [*QUICK, *(case for case in [*EVERY_KEY, *PARTS][1::3] if case not in QUICK)]
+QUICK = [EVERY_KEY[FAMILIES.index(model)] for model in (DENSE, MOE)]
+IN_CI = [*QUICK, EVERY_KEY[FAMILIES.index(LATENT)], *PARTS[1::3]]
 AT_NIGHT = [case for case in [*EVERY_KEY, *PARTS, *OTHERS] if case not in IN_CI]
 
 

@@ -25,6 +25,7 @@ from mrl.data.stream import RowStream
 from mrl.errors import UserError
 from tests.data.test_rows import hub_in
 from tests.data.tiny_tokenizers import CHATML, make_tokenizer, write_jsonl
+from tests.tiers import nightly_but
 
 COMMANDS = {"sft": SFT, "dpo": DPO, "rm": RM, "ppo": PPO}
 SHARES = {"sft": SFTShare, "dpo": PreferenceShare, "rm": ScoredShare, "ppo": PromptShare}
@@ -164,7 +165,9 @@ def in_source(base, name, value):
 
 
 @pytest.mark.slow
-def test_every_key_of_every_kind_of_source_is_read_or_refused(made, monkeypatch):
+@pytest.mark.parametrize("kinds", nightly_but([0], range(4)))
+def test_every_key_of_every_kind_of_source_is_read_or_refused(made, monkeypatch, kinds):
+    """kinds: a quarter of them, another one of each command; all are walked at night."""
     command, folder, paths = made
     hub_in(folder / "hub", monkeypatch)
     monkeypatch.setattr("mrl.data.stream.MAX_SKIPPED_IN_A_ROW", 20)
@@ -172,8 +175,8 @@ def test_every_key_of_every_kind_of_source_is_read_or_refused(made, monkeypatch)
     keys = {key.path for key in section_keys(type(config_of(command, folder, {"train": "a"}).data))} - OF_A_RUN.keys()
     own = {key.path for key in section_keys(SHARES[command])}
     assert keys | own <= tried.keys(), "give each key a value here"
-    for kind, path in paths.items():
-        stream = {"stream": True} if kind in STREAMED else {}
+    for kind in KINDS[(list(COMMANDS).index(command) + kinds) % 4 :: 4]:
+        path, stream = paths[kind], {"stream": True} if kind in STREAMED else {}
         if stream and command == "ppo":
             continue
         plain = {"train": path, **stream}

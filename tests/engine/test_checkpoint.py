@@ -117,6 +117,8 @@ DAMAGES = {
     "binary marker": (lambda p: pathlib.Path(p, MARKER).write_bytes(b"\xff\xfe\x00"), "COMPLETE cannot be read"),
     "foreign marker": (lambda p: write_marker(p, '{"step": 1}'), "damaged or foreign"),
     "marker is a list": (lambda p: write_marker(p, "[1]"), "damaged or foreign"),
+    "files is a list": (lambda p: write_marker(p, '{"files": []}'), "COMPLETE cannot be read"),
+    "marker nests": (lambda p: write_marker(p, "[" * 100_000), "COMPLETE cannot be read"),
     "other format": (lambda p: edit_marker(p, format="other"), "foreign: COMPLETE is not that of an mrl checkpoint"),
     "step is text": (lambda p: edit_marker(p, step="7"), "foreign: COMPLETE"),
     "no checksum": (

@@ -88,7 +88,7 @@ def test_each_rank_gets_its_place_and_rank_0_the_terminal(tmp_path):
     assert ["a library warns rank" in log for log in logs] == [True, True]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_reach_each_other(tmp_path):
     code, _, err = run("all_reduce", tmp_path)
     assert code == 0, err
@@ -148,7 +148,7 @@ def test_a_stop_signal_reaches_every_rank_and_exits_75(tmp_path, signum):
     assert are_gone(pids)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stop_signal_before_training_kills(tmp_path):
     process = start("wait_forever", tmp_path)
     pids = wait_for_pids(tmp_path)

@@ -21,7 +21,7 @@ from mrl.launch.planning import verdict
 from mrl.launch.slurm.options import SlurmConfig
 from mrl.plan.gpus import gpu_of
 from tests.cuda import models
-from tests.tiers import nightly_but
+from tests.tiers import in_tiers, nightly_but
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -330,8 +330,9 @@ def test_a_verdict_comes_from_a_process_of_its_own(folder, monkeypatch):
     assert fits and line.startswith("fits: ")
 
 
-@pytest.mark.parametrize("words, code", [(["-n", "8"], 0), (["-n", "8", "engine.parallel.tp=3"], 2)])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words, code", in_tiers([], [(["-n", "8"], 0)], [(["-n", "8"], 0), (["-n", "8", "engine.parallel.tp=3"], 2)])
+)
 def test_a_plan_leaves_its_process_as_it_was(tmp_path, words, code):
     """The next command in it still finds its GPUs: torch and the environment are untouched, after an error too."""
     models.write("Qwen/Qwen3-8B", tmp_path / "model")

@@ -112,7 +112,7 @@ def run(*arguments: str, folder: Path, tree: Path = tiny_runs.REPO) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_family_is_two_files(tree):
     """The new family's loss, gradients and steps are transformers': it stands in the parity table by itself."""
     (tree / "mrl/converters/families/seed_oss.py").write_text(FAMILY)

@@ -1,6 +1,7 @@
 """Traps of resuming that other trainers fell into, by number.
 
-23 (schedule stepped twice, or with another length) and 32 (position lost): here, in test_changes.py and test_layouts.py.
+23 (schedule stepped twice, or with another length): in test_changes.py, test_layouts.py and tests/trainers/test_sft.py.
+32 (position lost): in test_layouts.py and tests/trainers/test_sft.py.
 26 (a save while parameters are still being gathered): `overlap_param_gather` is never on, so there is no hook to disable
 and a step returns with its parameters gathered; the test says both.
 33 (experts of other ranks not saved): also bit by bit in test_layouts.py.
@@ -8,15 +9,10 @@ and a step returns with its parameters gathered; the test says both.
 tests/trainers/test_sft.py and, on both engines, in the contract's "a step that is not finite changes nothing".
 """
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from mrl.config.load import from_dict
-from mrl.data.order import row_order
-from mrl.engine.schedule import learning_rate
 from tests.engine.harness import run_case
 from tests.engine.tiny import FAMILIES
 from tests.resume import runs
@@ -33,15 +29,6 @@ def stop_and_finish(inputs, folder, layout, at=3, **changes):
     return config, *before
 
 
-def test_trap_23_the_schedule_goes_on_by_one_a_step(inputs, tmp_path):
-    """Stopped in the warm-up's last step; with two replicas and two micro-batches the rate still moves once a step."""
-    config, _, small = stop_and_finish(inputs, tmp_path, DP2, at=3)
-    assert small["engine.pt.schedule_step"] == 3
-    optimizer = from_dict(config).optimizer
-    expected = [learning_rate(i, optimizer=optimizer, total_steps=runs.STEPS) for i in range(runs.STEPS)]
-    assert [row["train/lr"] for row in runs.updates(tmp_path)] == expected
-
-
 def test_traps_25_and_26_step_counts_are_restored_and_saved_parameters_are_the_optimizers(inputs, tmp_path):
     """Trap 25: a count of 0 after a load would make AdamW's first correction divide by 1 - beta, twenty times too small."""
     config, saved, small = stop_and_finish(inputs, tmp_path, DP2, at=4)
@@ -52,15 +39,6 @@ def test_traps_25_and_26_step_counts_are_restored_and_saved_parameters_are_the_o
     for name, tensor in saved.items():
         if name.startswith("optimizer.master."):
             assert torch.equal(tensor, saved[name.removeprefix("optimizer.master.")]), name
-
-
-def test_trap_32_rows_go_on_in_the_middle_of_an_epoch(inputs, tmp_path):
-    """Trained tokens of each step are those of the rows that the order of its epoch gives; 26 rows, batches of 4."""
-    stop_and_finish(inputs, tmp_path, DP2, at=8)
-    rows = [json.loads(line)["input_ids"] for line in (inputs / "train.jsonl").read_text().splitlines()]
-    order = [i for epoch in range(2) for i in row_order(7, epoch, runs.ROWS)]
-    trained = [sum(len(rows[i]) - 2 for i in order[: runs.BATCH * step]) for step in range(1, runs.STEPS + 1)]
-    assert [row["train/tokens"] for row in runs.updates(tmp_path)] == trained
 
 
 @pytest.mark.slow

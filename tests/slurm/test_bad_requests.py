@@ -172,10 +172,6 @@ def test_a_job_has_what_its_nodes_have(workspace):
     assert 'engine.layer_spec: value "te" does not work here: ' in message and "float32" in message
 
 
-def test_there_are_thirty():
-    assert len(CASES) >= 30
-
-
 @pytest.mark.parametrize(
     "args", [("submit", "sft", "config.yaml", *CPU), ("status", "12"), ("status",), ("logs",), ("cancel", "12")]
 )

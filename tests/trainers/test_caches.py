@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -119,6 +120,8 @@ def test_weights_are_known_by_their_bytes(tmp_path):
     memo.write_text(json.dumps(kept | {"sha256": "as it was found"}))
     assert weights_digest(str(folder), memo) == "as it was found"
     assert weights_digest(str(folder.rename(tmp_path / "moved")), memo) == first
+    os.utime(tmp_path / "moved" / "a.safetensors", (1, 1))  # downloaded again
+    assert weights_digest(str(tmp_path / "moved"), memo) == first
     save_file({"b": torch.arange(1.0, 6.0)}, tmp_path / "moved" / "b.safetensors")
     assert weights_digest(str(tmp_path / "moved"), memo) != first
 

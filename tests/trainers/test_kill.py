@@ -42,7 +42,7 @@ class Layout:
 LAYOUTS = {
     "fsdp": Layout(1, {"backend": "fsdp"}, quick=1),
     "fsdp dp2": Layout(2, {"backend": "fsdp"}, quick=0),
-    "megatron tp2": Layout(2, {"backend": "megatron", "parallel": {"tp": 2}}, quick=1),
+    "megatron tp2": Layout(2, {"backend": "megatron", "parallel": {"tp": 2}}, quick=0),
     "dpo, fsdp dp2, with a cache": Layout(
         2, {"backend": "fsdp"}, quick=0, command="dpo", more={"loss": {"name": "dpo"}, "reference": {"cache": True}}
     ),

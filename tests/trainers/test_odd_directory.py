@@ -81,14 +81,6 @@ def test_odd_lines_of_metrics_are_passed_over(tmp_path, odd):
     assert metrics.last_line(path) is None
 
 
-@pytest.mark.parametrize("content", [DEEP, "[]", '{"files": []}', "\x00"])
-def test_a_marker_that_is_something_else_is_refused(tmp_path, content):
-    path = save(tmp_path, 1)
-    (tmp_path / "step_00000001/COMPLETE").write_text(content)
-    with pytest.raises(CheckpointError, match="COMPLETE cannot be read"):
-        atomic_checkpoint.validate(path)
-
-
 @pytest.mark.parametrize("name", ["/etc/passwd", "../../outside", "a/../../b", "./a", "a//b"])
 def test_a_marker_names_no_file_outside(tmp_path, name):
     """Its files are copied under their names where a checkpoint is fetched from a URL."""

@@ -197,13 +197,7 @@ AT_NIGHT = [(layout, loss) for layout in NIGHTLY for loss in LOSSES if "ones" no
     "layout, loss",
     in_tiers(
         [("tp2", "bradley_terry"), ("dp2, packed, by tokens", "steps")],
-        [(layout, LOSSES[i % len(LOSSES)]) for i, layout in enumerate(LAYOUTS)]
-        + [
-            ("cp2", "bradley_terry"),
-            ("ep2", "bradley_terry"),
-            ("fsdp2, cp2", "bradley_terry"),
-            ("tp2, by ones", "steps"),
-        ],
+        [(layout, LOSSES[i % len(LOSSES)]) for i, layout in enumerate(LAYOUTS)] + [("tp2, by ones", "steps")],
         [(layout, loss) for layout in LAYOUTS for loss in LOSSES] + AT_NIGHT,
     ),
 )

@@ -22,15 +22,8 @@ def run_of(folder, inputs, name):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        pytest.param("ppo", 1, marks=pytest.mark.slow),
-        pytest.param("ppo", 3, marks=pytest.mark.nightly),
-        pytest.param("grpo", 3, marks=pytest.mark.nightly),
-        pytest.param("opd", 3, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "count"), [("ppo", 3), ("grpo", 3), ("opd", 3)])
 def test_a_run_killed_at_seeded_moments(inputs, tmp_path, name, count):
     whole, run = (run_of(tmp_path / part, inputs, name) for part in ("whole", "killed"))
     rl_runs.finish(whole.config, whole.world)  # in waiting processes, which start faster than the command

@@ -48,7 +48,7 @@ CHAINS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", in_tiers([], ["ppo", "grpo"], ["ppo", "grpo", "dapo"]))
+@pytest.mark.parametrize("name", in_tiers([], ["ppo"], ["ppo", "grpo", "dapo"]))
 def test_stopped_in_any_phase_it_goes_on_bitwise(inputs, unharmed, tmp_path, name):
     """Nothing but the signals saves before the end: what the run goes on from is what a signal saved (but where it comes in a save)."""
     world = rl_runs.RUNS[name][0]

@@ -46,12 +46,12 @@ LAYOUTS = {
 }
 """Name -> processes, and the engine of each role; a role that is not named has the actor's."""
 
-FAST = [
-    ("fsdp", "grpo"), ("tp2", "grpo"), ("pp2", "ppo"), ("fsdp cp2", "grpo"), ("actor tp2, critic fsdp", "ppo"),
-    ("actor tp2, critic pp2", "ppo"), ("padded", "grpo"), ("micro-batches of 1", "ppo"),
-]  # fmt: skip
+FAST = [("fsdp", "grpo"), ("tp2", "grpo"), ("pp2", "ppo"), ("actor tp2, critic pp2", "ppo"), ("padded", "grpo")]
 
 SLOW = [
+    ("fsdp cp2", "grpo"),
+    ("actor tp2, critic fsdp", "ppo"),
+    ("micro-batches of 1", "ppo"),
     ("tp2", "ppo"),
     ("cp2", "ppo"),
     ("dp2", "grpo"),

@@ -47,7 +47,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", slow_but([case for case in CASES if "fsdp" not in case], CASES))
+@pytest.mark.parametrize("case", slow_but(["gspo, corrected, tp2", "a critic, no KL"], CASES))
 def test_the_run_is_the_one_with_a_forward_before_each_step(inputs, tmp_path, case):
     name, world, changes = CASES[case]
     train(single(inputs, tmp_path / "before", name, **changes), world, happening="old_log_probs_come_first")
