@@ -23,43 +23,13 @@ from collections.abc import Sequence
 import torch
 
 from mrl.engine.kept import KeptSequences
-from mrl.engine.requests import Completion, GenerateRequest
+from mrl.engine.requests import ActiveRequest, Completion, GenerateRequest
 from mrl.engine.sampling import SamplingKey, SamplingRows, key_hash, noise_keys
 from mrl.engine.splitmix import to_int64
 from mrl.errors import ConfigError
 
 FIRST_NEW_TOKENS = 256
 """New tokens in a row at first, if there is not enough memory for the longest completions of all requests."""
-
-
-@dataclasses.dataclass(eq=False)
-class _ActiveRequest:
-    """Holds a request that is being completed."""
-
-    request: GenerateRequest
-    index: int  # in the caller's list
-    prompt: tuple[int, ...]
-    context: list[int]  # the prompt and what followed
-    key_hash: int  # of `mrl.engine.sampling.key_hash`, signed
-    log_probs: list[float] = dataclasses.field(default_factory=list)
-    kept: int = 0  # tokens of the prompt that are kept from an earlier request
-    cached: int = 0  # tokens of the context in the cache
-    row: int = -1  # of the cache
-    finished: bool = False
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.context[len(self.prompt) :]
-
-    @property
-    def done(self) -> bool:
-        return self.finished or len(self.log_probs) >= self.request.max_new_tokens
-
-    def add(self, token: int, log_prob: float) -> None:
-        self.context.append(token)
-        self.log_probs.append(log_prob)
-        stop_at = self.request.stop_at
-        self.finished = token in self.request.stop_tokens or (stop_at is not None and stop_at(self.tokens))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +43,12 @@ class Step:
     new: list[list[int]]  # the tokens of each sequence
     cached: list[int]  # how many tokens of each sequence are in the cache
     sampled: list[int]  # the sequences that get their next token from this forward
-    sequences: list[_ActiveRequest]
+    sequences: list[ActiveRequest]
     restored: list[tuple[int, SamplingKey]] = dataclasses.field(default_factory=list)
     """(row, key) of sequences with kept keys and values to put back into their rows (`KeptSequences.restore`)."""
 
     @property
-    def ended(self) -> list[_ActiveRequest]:
+    def ended(self) -> list[ActiveRequest]:
         """Returns the sequences that this step has completed, after `Schedule.take`."""
         return [s for s in self.sequences if s.done]
 
@@ -129,21 +99,21 @@ class Schedule:
         kept: KeptSequences | None = None,
     ) -> None:
         self.sequences = [
-            _ActiveRequest(r, i, tuple(r.tokens), list(r.tokens), to_int64(key_hash(r.key))) for i, r in requests
+            ActiveRequest(r, i, tuple(r.tokens), list(r.tokens), to_int64(key_hash(r.key))) for i, r in requests
         ]
         if kept is not None:
             kept.begin([r for _, r in requests])
             for s in self.sequences:
                 s.kept = kept.length(s.request.key)
         self.waiting = [s for s in self.sequences if not s.done]
-        self.running: list[_ActiveRequest] = []
+        self.running: list[ActiveRequest] = []
         self.cache_tokens, self.prefill_tokens = cache_tokens, prefill_tokens
         count = max(1, len(self.waiting))
         self.longest = max([len(s.prompt) + s.request.max_new_tokens for s in self.waiting], default=1)
         start = max([len(s.prompt) for s in self.waiting], default=0) + FIRST_NEW_TOKENS
         self.length = min(self.longest, max(start, cache_tokens // count), cache_tokens)
         self.rows = min(count, cache_tokens // self.length)
-        self._leaders: dict[tuple[int, ...], _ActiveRequest] = {}
+        self._leaders: dict[tuple[int, ...], ActiveRequest] = {}
 
     @property
     def done(self) -> bool:
@@ -183,12 +153,12 @@ class Schedule:
         self.waiting = sorted(back, key=lambda s: s.index) + self.waiting
         return self.rows, self.length
 
-    def _admit(self, budget: int) -> tuple[list[_ActiveRequest], list[_ActiveRequest]]:
+    def _admit(self, budget: int) -> tuple[list[ActiveRequest], list[ActiveRequest]]:
         """Admits waiting sequences: those with a prompt in the cache, and those within `budget` prompt tokens in
         all."""
-        followers: list[_ActiveRequest] = []
-        fresh: list[_ActiveRequest] = []
-        kept: list[_ActiveRequest] = []
+        followers: list[ActiveRequest] = []
+        fresh: list[ActiveRequest] = []
+        kept: list[ActiveRequest] = []
         free = self.rows - len(self.running)
         for s in self.waiting if free else ():
             begun = len(s.context) > len(s.prompt) or s.kept > 0
@@ -211,12 +181,12 @@ class Schedule:
         return followers, fresh
 
     def _place(
-        self, decoding: list[_ActiveRequest], followers: list[_ActiveRequest], prompts: list[_ActiveRequest]
+        self, decoding: list[ActiveRequest], followers: list[ActiveRequest], prompts: list[ActiveRequest]
     ) -> list[tuple[int, int, int]]:
         """Gives every sequence its row. Those with one new token get the first rows, and stay in theirs if they can."""
         count, copies = len(decoding) + len(followers), []
 
-        def move(s: _ActiveRequest, row: int) -> None:
+        def move(s: ActiveRequest, row: int) -> None:
             copies.append((s.row, row, s.cached))
             s.row = row
 

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from mrl.engine.requests import GenerateRequest
+from mrl.engine.requests import ActiveRequest, GenerateRequest
 from mrl.engine.sampling import SamplingKey
 
 
@@ -24,15 +24,6 @@ class CacheRows(Protocol):
     def copy_row(self, row: int, places: int) -> Any: ...
 
     def put_row(self, row: int, copy: Any, places: int) -> None: ...
-
-
-class EndedSequence(Protocol):
-    """Holds a complete sequence (of `mrl.engine.generation`)."""
-
-    request: GenerateRequest
-    context: list[int]  # the prompt and the tokens after it
-    cached: int  # how many of these are in the cache
-    row: int  # of the cache
 
 
 @dataclasses.dataclass
@@ -116,7 +107,7 @@ class KeptSequences:
         for row, key in restored:
             cache.put_row(row, self._kept[key].copies[chunk], self.length(key))
 
-    def keep(self, ended: Sequence[EndedSequence], caches: Sequence[CacheRows]) -> None:
+    def keep(self, ended: Sequence[ActiveRequest], caches: Sequence[CacheRows]) -> None:
         """Copies the rows of ended sequences, as far as there is room. caches: those of this rank's chunks."""
         for s in ended:
             key = s.request.key

@@ -36,5 +36,35 @@ class Completion:
     finished: bool  # a stop token or `stop_at` ended it
 
 
+@dataclasses.dataclass(eq=False)
+class ActiveRequest:
+    """Holds a request that is being completed."""
+
+    request: GenerateRequest
+    index: int  # in the caller's list
+    prompt: tuple[int, ...]
+    context: list[int]  # the prompt and what followed
+    key_hash: int  # of `mrl.engine.sampling.key_hash`, signed
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    kept: int = 0  # tokens of the prompt that are kept from an earlier request
+    cached: int = 0  # tokens of the context in the cache
+    row: int = -1  # of the cache
+    finished: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.context[len(self.prompt) :]
+
+    @property
+    def done(self) -> bool:
+        return self.finished or len(self.log_probs) >= self.request.max_new_tokens
+
+    def add(self, token: int, log_prob: float) -> None:
+        self.context.append(token)
+        self.log_probs.append(log_prob)
+        stop_at = self.request.stop_at
+        self.finished = token in self.request.stop_tokens or (stop_at is not None and stop_at(self.tokens))
+
+
 def no_progress(done: int, of: int) -> None:
     """Ignores progress: the callback of a caller that asks for none."""

@@ -187,23 +187,13 @@ def num_experts(model: Mapping[str, Any]) -> int | None:
 
 def _check_dense(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, Any]) -> None:
     """Refuses keys of experts and routers for a model without any."""
-    if dims.ep > 1 or dims.etp not in (1, dims.tp):
-        name, degree = ("ep", dims.ep) if dims.ep > 1 else ("etp", dims.etp)
-        raise ConfigError(
-            f"engine.parallel.{name}",
-            degree,
-            f"splits experts, and the model ({model.get('model_type')}) has none",
-            "leave it out",
-        )
-    for name in ("aux_loss", "z_loss"):
-        value = getattr(engine.moe, name)
-        if value:
-            raise ConfigError(
-                f"engine.moe.{name}",
-                Shown(f"{value:g}"),
-                f"is for a router, and the model ({model.get('model_type')}) has none",
-                "set it to 0",
-            )
-    if engine.moe.grouped_mm is True:
-        why = f"is for experts, and the model ({model.get('model_type')}) has none"
-        raise ConfigError("engine.moe.grouped_mm", True, why, "leave it out")
+    kind, moe = model.get("model_type"), engine.moe
+    for key, value, is_set, why, fix in (
+        ("parallel.ep", dims.ep, dims.ep > 1, "splits experts", "leave it out"),
+        ("parallel.etp", dims.etp, dims.etp not in (1, dims.tp), "splits experts", "leave it out"),
+        ("moe.aux_loss", Shown(f"{moe.aux_loss:g}"), moe.aux_loss, "is for a router", "set it to 0"),
+        ("moe.z_loss", Shown(f"{moe.z_loss:g}"), moe.z_loss, "is for a router", "set it to 0"),
+        ("moe.grouped_mm", True, moe.grouped_mm is True, "is for experts", "leave it out"),
+    ):
+        if is_set:
+            raise ConfigError(f"engine.{key}", value, f"{why}, and the model ({kind}) has none", fix)
