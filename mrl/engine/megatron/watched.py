@@ -13,16 +13,13 @@ from mrl.converters.rules import Rule
 from mrl.engine import guards
 from mrl.engine.megatron.model import Model
 from mrl.engine.megatron.optim import shards
+from mrl.engine.megatron.weights import rule_of_parameters
 from mrl.mcore_models import lora
 
 
-def _names(model: Model) -> dict[int, tuple[str, Rule]]:
-    """Returns the name (the Hugging Face tensors that it holds) and rule of each parameter, by its id."""
-    names = {}
-    for chunk, of_chunk in zip(model.chunks, model.rules, strict=True):
-        for name, parameter in chunk.named_parameters():
-            names[id(parameter)] = (" + ".join(of_chunk[name].hf), of_chunk[name])
-    return names
+def _name(rule: Rule) -> str:
+    """Returns a parameter's name for people: the Hugging Face tensors that it holds."""
+    return " + ".join(rule.hf)
 
 
 def watched_parameters(model: Model) -> Iterator[guards.WatchedParameter]:
@@ -31,31 +28,31 @@ def watched_parameters(model: Model) -> Iterator[guards.WatchedParameter]:
     If B of an adapter is zero, as at the start, the gradient of A is zero. Gradients of MTP layers are zero if no
     training token is so many positions ahead, as with short answers or only rejected ones.
     """
-    named = _names(model)
+    rules = rule_of_parameters(model.chunks, model.rules)
     of_mtp = {id(p) for chunk in model.chunks if chunk.mtp_process for p in chunk.mtp.parameters()}
     waiting = {id(a) for chunk in model.chunks for a in lora.without_gradient(chunk)}
     for _, parameter, main, span in shards(model.optimizer):
-        name, rule = named[id(parameter)]
+        rule = rules[id(parameter)]
         gradient = parameter.main_grad.view(-1)[span]
         idle, waits = rule.expert is not None or id(parameter) in of_mtp, id(parameter) in waiting
         weight = main.detach().view(-1).to(gradient.device)  # HostAdamW has it on the host
-        yield guards.WatchedParameter(name, weight, gradient, may_be_idle=idle, waits=waits)
+        yield guards.WatchedParameter(_name(rule), weight, gradient, may_be_idle=idle, waits=waits)
 
 
 def weights(model: Model) -> Iterator[tuple[str, Tensor]]:
     """Yields the names and weights of `watched_parameters`, after a step; its gradients may be gone."""
-    named = _names(model)
+    rules = rule_of_parameters(model.chunks, model.rules)
     for _, parameter, main, _ in shards(model.optimizer):
-        yield named[id(parameter)][0], main.detach().view(-1).to(parameter.device)
+        yield _name(rules[id(parameter)]), main.detach().view(-1).to(parameter.device)
 
 
 def replica_problems(model: Model) -> list[guards.Problem]:
     """Returns the parameters that differ between ranks with the same shard of them."""
-    named = _names(model)
-    everything = [(*named[id(p)], p.data) for chunk in model.chunks for p in chunk.parameters()]
+    rules = rule_of_parameters(model.chunks, model.rules)
+    everything = [(rules[id(p)], p.data) for chunk in model.chunks for p in chunk.parameters()]
 
     def chosen(keep: Callable[[Any], bool]) -> list[tuple[str, Tensor]]:
-        return [(name, data) for name, rule, data in everything if keep(rule)]
+        return [(_name(rule), data) for rule, data in everything if keep(rule)]
 
     checks = [
         (chosen(lambda rule: rule.expert is None), parallel_state.get_data_parallel_group(with_context_parallel=True)),

@@ -33,15 +33,20 @@ def tensors_of(model: Model) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | {name: buffers[name] for name in sorted(stored)}
 
 
+def rule_of_parameters(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]]) -> dict[int, Rule]:
+    """Returns the rule of each parameter by its id. rules: of each chunk, by the name of the parameter."""
+    return {
+        id(parameter): of_chunk[name]
+        for model, of_chunk in zip(models, rules, strict=True)
+        for name, parameter in model.named_parameters()
+    }
+
+
 def load_masters(
     optimizer: Any, models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], read: Callable[[str], Any]
 ) -> None:
     """Sets fp32 master weights from `read`, unless they are views of the model's own."""
-    rule_of = {
-        id(p): of_chunk[name]
-        for model, of_chunk in zip(models, rules, strict=True)
-        for name, p in model.named_parameters()
-    }
+    rule_of = rule_of_parameters(models, rules)
     for _, parameter, main, span in shards(optimizer):
         if not is_view(main, parameter):
             whole = rule_of[id(parameter)].load(read)
