@@ -17,7 +17,7 @@ from mrl.parallel import ParallelDims
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Holds the length of the sequences that a run gives a model."""
+    """Describes the sequences that a run gives a model."""
 
     longest: int  # tokens
     key: str  # the key that sets it, or several with their values

@@ -33,9 +33,9 @@ class MegatronState:
         self._depth = 0
         with self.installed():
             # Ranks with other layers, positions or sequences draw different numbers. Ranks of one tensor-parallel group
-            # draw different ones in tensor-parallel regions and the same elsewhere. megatron adds the tp rank to its
-            # seed (0.16.1 and 0.19.2, tensor_parallel/random.model_parallel_cuda_manual_seed): streams 100 apart never
-            # meet up to tp 100.
+            # draw different ones in tensor-parallel regions and the same elsewhere. megatron adds the tp rank to the
+            # seed of these regions (0.16.1 and 0.19.2, tensor_parallel/random.model_parallel_cuda_manual_seed). So
+            # streams are 100 apart.
             at, d = self.coords, dims
             stream = seed + 100 * (at.pp_rank + d.pp * (at.cp_rank + d.cp * at.dp_rank))
             torch.manual_seed(stream)

@@ -38,7 +38,7 @@ def set_step_count(adam: torch.optim.Optimizer, steps: int) -> None:
         for main, state in adam.state.items():
             if MOMENTUM in state:
                 continue
-            state["step"] = torch.tensor(float(steps), device=main.device)  # fused AdamW refuses a step on the host
+            state["step"] = torch.tensor(float(steps), device=main.device)  # fused kernels read it on the device
     else:
         for group in adam.param_groups:
             group["step"] = steps
