@@ -151,7 +151,7 @@ BATCHES = (
     *_of(
         "engine/packing.py",
         "engine/test_packing.py",
-        ("spaces.put(free - length, index)", "spaces.put(free, index)"),
+        ("stacks.setdefault(free - length, [])", "stacks.setdefault(free, [])"),
         ("key=lambda i: -lengths[i])", "key=lambda i: lengths[i])"),
     ),
     *_of(
