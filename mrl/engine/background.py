@@ -67,7 +67,7 @@ def error_line(error: BaseException, rank: int) -> UserError:
 
 
 class BackgroundSaver:
-    """Write one checkpoint at a time. Methods are collective unless they say otherwise."""
+    """Writes one checkpoint at a time. Methods are collective unless they say otherwise."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
