@@ -1,8 +1,7 @@
 """Global mini-batches out of an endless stream of rows (mrl/data/stream.py).
 
-A batch takes the next `global_batch_size` rows of the stream that can be used, so one at the end of an epoch goes on
-with the next epoch: no row is lost and every batch is full. Every rank builds the same global batch; the engine takes
-its share of it.
+A batch takes the next `global_batch_size` usable rows of the stream. At the end of an epoch it goes on with the next
+one: no row is lost and every batch is full. Every rank builds the same global batch; the engine takes its share of it.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class BatchSource(RowStream[T]):
         self, dataset: RowDataset[T], *, global_batch_size: int, seed: int, shuffle: bool = True, prefetch: bool = True,
         batch_of: Callable[[Sequence[Any]], Batch] = batch_of,
     ) -> None:  # fmt: skip
-        """batch_of: makes the global mini-batch of some rows."""
+        """Starts the stream. batch_of: makes the global mini-batch of some rows."""
         super().__init__(dataset, seed=seed, shuffle=shuffle)
         self.global_batch_size, self.batch_of = global_batch_size, batch_of
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mrl-data") if prefetch else None
@@ -75,7 +74,7 @@ class BatchSource(RowStream[T]):
         self._ahead.result()
 
     def next_error(self, stops: Callable[[], bool] = lambda: False) -> DataError | None:
-        """Returns the error that `next` will raise, so that a checkpoint is saved first.
+        """Returns the error of the coming `next`, so that a checkpoint is saved before.
 
         It waits for the batch that is being made already. A source that does not answer may take minutes, so it stops
         waiting when the run stops.

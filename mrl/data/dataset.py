@@ -81,7 +81,9 @@ class RejectedRow:
 
 
 class RowDataset(abc.ABC, Generic[T]):
-    """Random access to rows of data.train or data.eval, each a `T` with a flag `truncated`; holds no row in memory.
+    """Gives random access to rows of data.train or data.eval, each a `T` with a flag `truncated`; holds no row in
+    memory.
+
     Streamed rows are not counted, and only the last ones (`take`) can be loaded.
 
     Raises DataError on construction if the data cannot be used at all (missing, empty, no form fits, a conversation
@@ -147,7 +149,7 @@ class RowDataset(abc.ABC, Generic[T]):
         return self._rows.take(at, order)
 
     def end_after(self, epochs: float | None) -> None:
-        """Rows that are streamed are not read ahead after these passes; None for no end."""
+        """Ends the reading ahead of streamed rows after these passes; None for no end."""
         if isinstance(self._rows, StreamedRows):
             self._rows.epochs = epochs
 
@@ -210,15 +212,17 @@ class RowDataset(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """The rest of the construction, with a tokenizer of its own and the rows open."""
+        """Ends the construction, with a tokenizer of its own and the rows open."""
 
     @abc.abstractmethod
     def _make(self, index: int, row: dict[str, Any]) -> T | RejectedRow:
         """Returns the example that a row becomes. Raises BadRow, or another UserError, without file and line."""
 
     def template_notes(self) -> list[str]:
-        """Returns a line for what the chat template leaves out of the first rows, or takes in another form. Raises
-        DataError; the same on every rank."""
+        """Returns a line for each field of the first rows that the chat template leaves out, or takes in another form.
+
+        Raises DataError; the same on every rank.
+        """
         return []
 
     def _notes_on(
@@ -226,7 +230,7 @@ class RowDataset(abc.ABC, Generic[T]):
         contents: Callable[[dict[str, Any]], Iterable[Any]],
         said_of: Callable[[list[tuple[str, Chat]]], list[str]],
     ) -> list[str]:
-        """Returns lines on the first rows. contents: what a row is. said_of: `left_out`, of conversations and their
+        """Returns lines on the first rows. contents: of a row. said_of: `left_out`, of conversations and their
         places."""
         chats, texts = list[tuple[str, Chat]](), dict[str, str]()
         for index in itertools.islice(self._rows.head(), ROWS_WITH_NOTES):
@@ -355,8 +359,11 @@ class RowDataset(abc.ABC, Generic[T]):
 
 
 class SFTDataset(RowDataset[Example]):
-    """Rows that train, as `Example`s. vision: of the model if it reads images. teachers: names of all but the first;
-    None without any teacher, so no field of a row names one."""
+    """Reads rows that train, as `Example`s.
+
+    vision: of the model if it reads images. teachers: names of all but the first; None without any teacher. Then no
+    field of a row names one.
+    """
 
     config: DataConfig
 
@@ -426,7 +433,7 @@ class SFTDataset(RowDataset[Example]):
         return len(item.ids)
 
     def too_long(self, tokens: int) -> str:
-        """Returns what is said of a row with too many tokens, where data.truncation is error."""
+        """Returns the message on a row with too many tokens, for data.truncation error."""
         return (
             f"the row has {tokens} tokens and data.max_length is {self.config.max_length}; raise data.max_length, or "
             "set data.truncation to right, left or drop"
@@ -484,7 +491,8 @@ def teacher_of(row: dict[str, Any], of_source: str | None, teachers: Sequence[st
 
 
 def check_text_alone(content: Chat | Pair | Text | Tokens) -> None:
-    """Refuses what a model that reads text alone is not given; for it, not the row, may be the wrong one."""
+    """Raises DataError or BadRow for content that a model of text alone does not read. The model may be the wrong
+    one."""
     if not isinstance(content, Chat):
         return
     if content.images:

@@ -3,7 +3,7 @@
 No row is held in memory: a JSON-lines file of a million rows costs 8 MB (one offset per row) and one pass at the
 start. Compressed files and Parquet, which have no random access to a row, are converted once into
 `<the cache of datasets>/mrl` (moved with HF_DATASETS_CACHE). The copy's name is made from the source's path, size and
-modification time, so a changed source gets a new copy; a source that changes under an open index is an error.
+modification time, so a changed source gets a new copy. A source that changes under an open index is an error.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Source(Protocol):
         """Returns `file:line` (from 1) of a row, or `file:row N` (from 0) where there are no lines."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """{"name", "rows", "size", "hash"}: what the content is, without modification times."""
+        """Returns {"name", "rows", "size", "hash"}: the identity of the content, without modification times."""
 
     def close(self) -> None:
         """Gives back the file handle; the next read opens it again."""
@@ -169,7 +169,7 @@ def _decompressed(path: str) -> Any:
 
 
 def _is_from_the_disk(error: Exception) -> bool:
-    """Tells whether the disk failed (a full one has an error number), not the codec (its OSError has none)."""
+    """Returns whether the disk failed (a full one has an error number), not the codec (its OSError has none)."""
     return isinstance(error, OSError) and error.errno is not None
 
 
@@ -379,7 +379,7 @@ class ParquetFile:
         return f"{self.name}:row {index}"
 
     def fingerprint(self) -> dict[str, Any]:
-        """The hash covers both ends of the file; the footer holds sizes and statistics of every column chunk."""
+        """Hashes both ends of the file; the footer holds sizes and statistics of every column chunk."""
         with open(self.name, "rb") as file:
             head = file.read(ENDS)
             file.seek(max(0, self._size - ENDS))

@@ -131,8 +131,8 @@ def rename_fields(row: Row, columns: Mapping[str, str]) -> Row:
             raise BadRow(f"has no field {old!r}, which data.columns renames to {new!r}; it has {_fields(row)}")
         if new in row and new not in columns:
             raise BadRow(
-                f"has a field {new!r} already, to which data.columns renames {old!r}; "
-                f"rename that one too, as {{{new}: {new}_unused}}"
+                f"has a field {new!r} already, and data.columns renames {old!r} to it; "
+                f"rename the other one too, as {{{new}: {new}_unused}}"
             )
     return {columns.get(name, name): value for name, value in row.items()}
 
@@ -306,8 +306,8 @@ def _chat_with_images(row: Row, messages: list[dict[str, Any]], *, given: int) -
         beside, field = [row["image"]], "image"
     if len(beside) != waiting:
         raise BadRow(
-            f'has {len(beside)} images in its field {field} and {waiting} parts of the form {{"type": "image"}} that '
-            "stand for them; give one part for each, where it is to be seen"
+            f'has {len(beside)} images in its field {field} and {waiting} parts {{"type": "image"}} for them; '
+            "give one part for each, at its place in the content"
         )
     names = [f"prompt[{i}]" if i < given else f"completion[{i - given}]" for i in range(len(messages))]
     weights = tuple(
@@ -453,7 +453,7 @@ def _tokens(row: Row) -> Tokens:
     ids = _integers(row["input_ids"], "input_ids")
     given = [name for name in ("labels", WEIGHTS, *MASK_FIELDS) if row.get(name) is not None]
     if len(given) > 1:
-        raise BadRow(f"has {' and '.join(given)}; keep the one that says which tokens train")
+        raise BadRow(f"has {' and '.join(given)}; keep one of them")
     if not given:
         return Tokens(ids, None)
     if given[0] == WEIGHTS:

@@ -83,7 +83,7 @@ def notes_of_rows(train: RowDataset[Any] | None, evaluation: Mapping[str, RowDat
 def _made(
     make: Callable[[Any], RowDataset[T]], data: Any, source: Source, part: Literal["train", "eval"], at: str
 ) -> RowDataset[T]:
-    """Returns the rows of a source. at: its key, of which is said what is wrong with a value of its own."""
+    """Returns the rows of a source. at: its key, named in errors about a value of its own."""
     try:
         return make(section_of_source(data, source, part))
     except DataError as error:
@@ -203,10 +203,10 @@ class SourceProgress:
 
 
 class Mixer:
-    """Chooses rows of a `MixedDataset`; see the module. `read` is how far each source has been read."""
+    """Chooses rows of a `MixedDataset`; see the module. `reads`: how far each source has been read."""
 
     def __init__(self, dataset: MixedDataset[Any], order: Callable[[str, int, int], np.ndarray]) -> None:
-        """order: (name, epoch, number of rows) -> row indices of a source."""
+        """Reads weights and epochs. order: (name, epoch, number of rows) -> row indices of a source."""
         self.dataset, self._order = dataset, order
         self.by_tokens = dataset.config.mix_by == "tokens"
         weights = [
@@ -286,7 +286,7 @@ class Mixer:
             reads[:] = [dataclasses.replace(one, given=0) for one in reads]
 
     def settings(self, number: int) -> dict[str, Any]:
-        """Returns what the rows of a source become tokens by, as plain data."""
+        """Returns the settings by which rows of a source become tokens, as plain data."""
         source = self.dataset.sources[number]
         config = source.config
         settings = {name: getattr(config, name) for name in ROW_KEYS if hasattr(config, name)}
@@ -316,8 +316,7 @@ def usable_by_source(dataset: MixedDataset[Any], is_usable: Sequence[bool], orde
 def mixture_changes(
     saved: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
 ) -> list[str]:  # fmt: skip
-    """Returns in words what a resumed run mixes otherwise, from the entries of `sources` of two states; [] for
-    nothing."""
+    """Returns the changes in a resumed run's mixture in words, from the entries of `sources` of two states."""
     before = {entry["name"]: entry for entry in saved}
     names = {entry["name"] for entry in now}
     words = [

@@ -116,8 +116,8 @@ def check_fields(row: Row, fields: Sequence[str], format: str, like: str) -> Non
 
 
 def _is_said_again(prompt: Any, row: Row) -> bool:
-    """Returns whether a prompt in text is what the last message says that chosen and rejected, whole conversations,
-    both begin with."""
+    """Returns whether a prompt in text repeats the last message that chosen and rejected, whole conversations,
+    share."""
     chosen, rejected = row["chosen"], row["rejected"]
     if not (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
         return False
@@ -135,8 +135,8 @@ def _shared_text(row: Row, end: str) -> str:
     """Returns the prompt of a pair of whole texts: what both begin with, up to the last `end` in it."""
     if not are_texts(row):
         raise BadRow(
-            "is no pair of whole texts without a prompt, which data.prompt_end is of; leave that key out, or give it "
-            "to the source alone whose rows are such"
+            "is no pair of whole texts without a prompt, and data.prompt_end needs one; leave that key out, or give it "
+            "to the source with such rows alone"
         )
     texts = row["chosen"], row["rejected"]
     shared = os.path.commonprefix(texts)
@@ -149,8 +149,8 @@ def _shared_text(row: Row, end: str) -> str:
     for name, text in zip(("chosen", "rejected"), texts, strict=True):
         if end in text[at + len(end) :]:
             raise BadRow(
-                f"{name} has {end!r:.40} again after the prompt that both share, so that it holds later turns, which "
-                "nothing tells from its answer; give conversations as lists of messages, or remove the row"
+                f"{name} has {end!r:.40} again after the prompt that both share, so it holds later turns, and nothing "
+                "separates its answer; give conversations as lists of messages, or remove the row"
             )
     return shared[: at + len(end)]
 
@@ -311,8 +311,8 @@ class PreferenceDataset(RowDataset[Preference]):
             if not same_turns:
                 raise BadRow(
                     f"chosen and rejected do not begin with the same turns that do not train ({here} and {there}): "
-                    "turns of weight 0, or of another role than assistant, before an answer's first that trains belong "
-                    "to the prompt, which has to be the same; give both the same ones"
+                    "turns of weight 0, or of another role than assistant, are part of the prompt until one trains; "
+                    "give both the same prompt"
                 )
             raise BadRow(
                 f"the prompt is not the same tokens before chosen and before rejected ({here} and {there}): the chat "

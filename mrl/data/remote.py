@@ -4,7 +4,7 @@
     hf://datasets/NAME/data/*.parquet     a file, folder or glob of any file system that fsspec has (s3, gs, ...)
     openai/gsm8k:main                     the files that `datasets` finds for a split of a hub id
 
-Nothing is copied to the disk. A connection that breaks is opened again at the byte where it broke.
+Nothing is copied to the disk. A broken connection is opened again at the byte where it broke.
 """
 
 from __future__ import annotations
@@ -68,13 +68,12 @@ class RemoteFile:
         return shown_url(self.url)
 
     def open(self, key: str, ended: threading.Event) -> io.BufferedReader:
-        """Returns its bytes from the beginning. key: of the config, for errors. ended: once set, nothing is tried
-        again."""
+        """Returns its bytes from the beginning. key: of the config, for errors. ended: once set, nothing is retried."""
         return io.BufferedReader(_ReopeningFile(self, key, ended), 1 << 20)
 
 
 class _ReopeningFile(io.RawIOBase):
-    """A file that is opened again at the byte where it broke, once for each of `WAITS_S`. Raises SourceError."""
+    """Reads a file, and opens a broken one again at its next byte, once for each of `WAITS_S`. Raises SourceError."""
 
     def __init__(self, file: RemoteFile, key: str, ended: threading.Event) -> None:
         self.of, self.key, self._ended = file, key, ended
@@ -170,7 +169,7 @@ def error_text(error: Exception) -> str:
 
 
 def _tried(key: str, url: str, fn: Callable[[], Any]) -> Any:
-    """Returns what `fn` does, tried several times."""
+    """Calls `fn` several times until it works. Returns its result."""
     for wait in (*WAITS_TO_FIND_S, None):
         try:
             return fn()
@@ -261,7 +260,7 @@ def http_file(url: str) -> RemoteFile:
 
 
 def _tag(answer: http.client.HTTPResponse) -> str:
-    """Returns what a server knows the content of a file by; "" where it does not say."""
+    """Returns the server's tag of a file's content; "" if it gives none."""
     return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
 
 

@@ -43,7 +43,7 @@ class Rows:
     """The rows of several sources, one after the other. Reads are not thread-safe."""
 
     def __init__(self, sources: Sequence[Source], named: NamedFiles) -> None:
-        """named: the files of the sources."""
+        """Opens no source yet. named: the files of the sources."""
         self.named = named
         self._sources = list(sources)
         self._starts = np.cumsum([0, *(len(s) for s in self._sources)])
@@ -76,11 +76,11 @@ class Rows:
         yield from range(len(self))
 
     def folder(self, index: int) -> str:
-        """Returns the folder that relative paths in a row start from: that of its file or its saved data set."""
+        """Returns the folder of relative paths in a row: that of its file or its saved data set."""
         return os.path.dirname(os.path.abspath(self._sources[self._find(index)[0]].name))
 
     def fingerprint(self) -> list[dict[str, Any]]:
-        """{"name", "rows", "size", "hash"} of each source."""
+        """Returns {"name", "rows", "size", "hash"} of each source."""
         return [source.fingerprint() for source in self._sources]
 
 
@@ -209,7 +209,7 @@ class DatasetRows:
         return f"{self.name}:row {index}"
 
     def fingerprint(self) -> dict[str, Any]:
-        """The hash covers the column types and the rows at both ends."""
+        """Hashes the column types and the rows at both ends."""
         n, digest = len(self), hashlib.sha256(str(self._dataset.features).encode())
         for i in sorted({*range(min(n, END_ROWS)), *range(max(0, n - END_ROWS), n)}):
             try:

@@ -190,7 +190,7 @@ class ScoredDataset(RowDataset[ScoredRow]):
         return self._notes_on(self._contents, functools.partial(left_out, self._encoder))
 
     def _contents(self, row: Row) -> list[Chat | Text]:
-        """Returns what is read of a row; of an answer in steps its prompt."""
+        """Returns the texts of a row that are read; of an answer in steps its prompt."""
         row = decode_json_fields(row)
         if self.format == "preference":
             return [self._whole(row, content) for content, _ in parse(row, "preference", self.config.prompt_end)]

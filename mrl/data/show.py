@@ -39,7 +39,7 @@ class ShownSequence:
 
 
 def sequences_of(item: object) -> list[ShownSequence]:
-    """Returns the sequences that a row in tokens is."""
+    """Returns the sequences of a row in tokens."""
     match item:
         case Example():
             return [ShownSequence("", item.ids, _shown_weights(item.mask))]
@@ -60,7 +60,7 @@ def sequences_of(item: object) -> list[ShownSequence]:
 
 
 def _note(*, margin: float = 0, weight: float) -> str:
-    """Returns what a row says of its loss beside its tokens, where it says more than every row does."""
+    """Returns a row's margin and weight in words, if they are not the defaults."""
     parts = ([f"margin {margin:g}"] if margin else []) + ([f"weight {weight:g}"] if weight != 1 else [])
     return ", ".join(parts)
 
@@ -70,7 +70,7 @@ def _shown_weights(mask: Sequence[float]) -> list[float]:
 
 
 def _read_weights(sequence: ScoredSequence) -> list[float]:
-    """1 for each token whose score is read."""
+    """Returns 1 for each token whose score is read, else 0."""
     return [float(place in sequence.places) for place in range(len(sequence.ids))]
 
 

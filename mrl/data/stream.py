@@ -196,7 +196,7 @@ class RowStream(Generic[T]):
         return row, Cursor(at.epoch + 1) if is_last else Cursor(at.epoch, at.position + 1)
 
     def _mixed(self, mixer: Mixer, start: Progress, count: int) -> TakenRows[T]:
-        """Does the same as `_after`, for a mixture."""
+        """Returns what `_after` does, for a mixture."""
         report, reads = Report(), list(start.sources)
         items: list[T] = []
         rows: list[int] = []
@@ -243,7 +243,7 @@ class RowStream(Generic[T]):
         return row_order(seed_of(self.seed, name), epoch, rows, self.shuffle)
 
     def _moved(self, taken: TakenRows[T]) -> None:
-        """The position is after `taken` now."""
+        """Moves the position behind `taken`."""
         self.rows, self._progress = taken.rows, taken.progress
         self._notes += taken.notes
 

@@ -1,4 +1,4 @@
-"""Rows that are read while training, forwards, from files that are too many for the disk.
+"""Rows that are read while training, forwards, from more files than the disk can hold.
 
 The order is a function of a seed, the epoch and the number of rows that were taken. An epoch has all files, in an order
 of its own. Its rows are taken in blocks of `buffer` rows, one after the other, each shuffled in itself; with a buffer
@@ -184,7 +184,7 @@ class StreamedRows:
         return os.path.dirname(os.path.abspath(self._files[index >> ROW_BITS][0]))
 
     def fingerprint(self) -> list[dict[str, Any]]:
-        """{"name", "rows", "size", "hash"} of each file; rows are not known."""
+        """Returns {"name", "rows", "size", "hash"} of each file; rows are not known."""
         return [{"name": name, "rows": None, "size": size, "hash": tag} for name, size, tag in self._files]
 
     def close(self) -> None:

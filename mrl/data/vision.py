@@ -68,7 +68,7 @@ class Vision:
                 )
             raise DataError(
                 f"the chat template writes {found} image tokens ({self.image_token}) for {len(images)} images; name "
-                "one that knows parts of type image in data.chat_template, and keep that token out of the text"
+                "one with parts of type image in data.chat_template, and keep the token out of the text"
             )
         if not images:
             return ImageRow(encoded, {})
@@ -88,7 +88,7 @@ class Vision:
         return self._process(image, image.open(""))
 
     def _process(self, image: Image, picture: Any) -> tuple[list[int], dict[str, Tensor]]:
-        """Returns the tokens that an image takes, and what it is to the model."""
+        """Returns the tokens of an image, and the model's inputs for it."""
         try:
             out = self._processor(text=[self.image_token], images=[picture], add_special_tokens=False)
         except (ValueError, TypeError, OSError) as e:
