@@ -95,7 +95,8 @@ def _write_rest(folder: str, rank: int, rng: bytes, about: bytes) -> None:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):  # `from_local` would take the copy back to the mesh's device
+    # `DTensor.from_local` (torch 2.13, distributed/tensor/_api.py) would move the copy back to the mesh's device
+    if isinstance(tensor, DTensor):
         return DTensor(background.copy_to_host(tensor.to_local()), tensor._spec, requires_grad=False)
     return background.copy_to_host(tensor)
 

@@ -59,6 +59,8 @@ class ModelFiles:
 
     def __init__(self, hf: nn.Module, head: str) -> None:
         self.hf, self.head, self.names = hf, head, FolderNames()
+        # `revert_weight_conversion` does the same for a model that was not loaded (transformers 5.23,
+        # core_model_loading.py): a PrefixChange would add a prefix that the files may not have.
         hf._weight_conversions = [
             conversion
             for conversion in get_model_conversion_mapping(hf, add_legacy=False)

@@ -150,7 +150,9 @@ def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx, rule: Lo
     """
     hidden, weight = output_weight(hf, hidden_of(hf, inputs))
     if head == "value":
-        values = (hidden @ weight.t())[:, 0].clone().float()  # FSDP wants no view of what its module made
+        # A copy: an operation in place on a view drops FSDP's pre-backward hook, and the backward pass then gathers no
+        # weights (torch 2.13, _fsdp_state.py, _register_pre_backward_hook).
+        values = (hidden @ weight.t())[:, 0].clone().float()
         return {"values": inputs.restore(values)}
     shard, temperature = VocabShard(weight.shape[0]), ctx["temperature"]
     log_probs, entropy = log_probs_from_hidden(

@@ -90,6 +90,7 @@ class Model:
         self.reshard_after_forward = config.engine.fsdp.reshard_after_forward
         in_fp32 = precision.modules_of(hf, kept, compiled=config.engine.fsdp.compile)
         self.module = _sharded(hf, config, mesh.weights, in_fp32)
+        # only now is there memory, for this rank's shards alone: until here all is on the meta device
         self.module.to_empty(device=device)
         fill_buffers(hf)
         self._load(config, read)
@@ -175,6 +176,8 @@ class Model:
 
         Otherwise each rank keeps its own sum of the whole model's gradients, in fp32, for a later pass to reduce.
         """
+        # Without a sync FSDP keeps the sum in the policy's reduce_dtype, fp32, though gradients are bfloat16 (torch 2.13,
+        # _fsdp_param.py, to_accumulated_grad_if_needed).
         self.module.set_requires_gradient_sync(now)
         self.module.set_reshard_after_backward(now)
 
@@ -341,5 +344,6 @@ def _sharded(hf: nn.Module, config: RoleConfig, mesh: DeviceMesh, in_fp32: Seque
         fully_shard(part, mesh=mesh, mp_policy=precision.FLOAT32, reshard_after_forward=reshard)
     for part in (*blocks_of(hf), *([] if embedding is None else [embedding])):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    # The root is resharded too: kept gathered after a forward it would miss the optimizer's next update.
+    # The root is resharded too. By default fully_shard keeps it gathered after a forward (torch 2.13, _fully_shard.py),
+    # and it would miss the next change of its shards: an optimizer's update, or loaded weights.
     return fully_shard(ShardedRoot(hf), mesh=mesh, mp_policy=policy, reshard_after_forward=True)

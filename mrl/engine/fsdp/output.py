@@ -41,7 +41,7 @@ def capture_output(layer: nn.Module, answer: Tensor | None = None) -> Iterator[O
         shown = hidden.new_zeros(1) if answer is None else answer.to(hidden.device)
         return shown.expand(*hidden.shape[:-1], -1)
 
-    layer.forward = keep
+    layer.forward = keep  # an attribute of the layer hides its class's method until it is deleted
     try:
         yield kept
     finally:

@@ -100,6 +100,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
+        # c10d takes contiguous tensors alone, and `empty_like` would keep the strides of a transposed one
         parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(group.size())]
         dist.all_gather(parts, own.contiguous(), group=group)
         return torch.cat(parts, dim=1)
