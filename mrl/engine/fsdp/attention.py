@@ -155,7 +155,7 @@ def _refused(of: Any, why: str) -> str:
     )
 
 
-# Without a mask function of the same name transformers 5.23 (masking_utils.py, _preprocess_mask_arguments) makes no mask
-# at all, and a model's chunks of attention would be lost in silence.
+# Without a mask function of the same name transformers makes no mask at all (5.23, masking_utils.py,
+# _preprocess_mask_arguments), and a model's chunks of attention would be lost in silence.
 ALL_ATTENTION_FUNCTIONS.register(NAME, document_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask_of_rule)

@@ -176,8 +176,8 @@ class Model:
 
         Otherwise each rank keeps its own sum of the whole model's gradients, in fp32, for a later pass to reduce.
         """
-        # Without a sync FSDP keeps the sum in the policy's reduce_dtype, fp32, though gradients are bfloat16 (torch 2.13,
-        # _fsdp_param.py, to_accumulated_grad_if_needed).
+        # Without a sync FSDP keeps the sum in the policy's reduce_dtype, fp32, though gradients are bfloat16
+        # (torch 2.13, _fsdp_param.py, to_accumulated_grad_if_needed).
         self.module.set_requires_gradient_sync(now)
         self.module.set_reshard_after_backward(now)
 
