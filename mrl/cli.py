@@ -200,18 +200,13 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
         if code:
             click.get_current_context().exit(code)
 
-    params = of.params if isinstance(of, Command) else [*TRAINING_ARGUMENTS, *_of_keys(of)]
+    params = [*(of.params if isinstance(of, Command) else TRAINING_ARGUMENTS)]
+    if isinstance(of, TrainingCommand):
+        keys = {key.path: key for key in walk_keys(of.root)}
+        for option, path in of.options.items():  # options that set keys of the config
+            params.append(Option(names=option, metavar=option.strip("-").upper(), help=f"{path}: {keys[path].help}."))
     kind = _OfKeys if any(one.kind == "overrides" for one in params) else click.Command
     return kind(params=[_parameter(one) for one in params], callback=run, **given)
-
-
-def _of_keys(of: TrainingCommand) -> list[Option]:
-    """Returns the options of a training command that set keys of its config."""
-    keys = {key.path: key for key in walk_keys(of.root)}
-    return [
-        Option(names=option, metavar=option.strip("-").upper(), help=f"{path}: {keys[path].help}.")
-        for option, path in of.options.items()
-    ]
 
 
 def _epilog(examples: str) -> str:

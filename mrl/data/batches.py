@@ -18,7 +18,7 @@ from mrl.algorithms.distill import TEACHER_OF
 from mrl.batch import Batch, make_batch
 from mrl.data.dataset import Example, RowDataset, T
 from mrl.data.stream import Progress, Report, RowStream, TakenRows
-from mrl.errors import DataError, UserError
+from mrl.errors import DataError
 
 
 def steps_for_epochs(epochs: float, rows: int, global_batch_size: int) -> int:
@@ -100,15 +100,11 @@ class BatchSource(RowStream[T]):
             self._ahead = None
 
     def _build(self, start: Progress) -> tuple[Batch, TakenRows[T]]:
-        built, wrong = None, None
-        try:
+        def build() -> tuple[Batch, TakenRows[T]]:
             taken = self._after(start, self.global_batch_size)
-            built = self.batch_of(taken.items), taken
-        except UserError as error:
-            wrong = error
-        self.dataset.agree(wrong)
-        assert built is not None, "an error is raised by those who agree on it"
-        return built
+            return self.batch_of(taken.items), taken
+
+        return self.dataset.agree_on(build)
 
 
 def eval_batches(dataset: RowDataset[Example], global_batch_size: int, report: Report | None = None) -> Iterator[Batch]:

@@ -466,7 +466,7 @@ class Encoder:
         )
 
     def _what_works(self, chat: Chat, turn: int) -> str:
-        """Returns advice for a template that rewrites turns and an assistant turn in it; "" for none."""
+        """Returns advice to train an assistant turn though the template rewrites turns; "" for none."""
         variables = variables_of(self.tokenizer.get_chat_template(None, chat.tools))
         has_switch = "enable_thinking" in variables and "enable_thinking" not in chat.template_kwargs
         switched = dataclasses.replace(chat, template_kwargs={**chat.template_kwargs, "enable_thinking": False})

@@ -106,7 +106,7 @@ class Probe:
             return ""
 
 
-def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns how many tokens both sequences begin with alike."""
+def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Returns how many items both sequences begin with alike."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -99,10 +99,11 @@ def one_line(error: object, limit: int = 300) -> str:
 # ---------------------------------------------------------------------------------------------- the cache of copies
 
 
-def cached_copy(path: str, suffix: str, write: Callable[[str, str], None]) -> str:
+def cached_copy(path: str, suffix: str, write: Callable[[str, str], None], *, damaged: str, mend: str) -> str:
     """Returns a converted copy of `path`, made by `write(path, target)` unless one for this path, size and time exists.
 
-    Processes that ask at once wait for the first; the copy appears under its name only when it is whole.
+    Processes wait for the first one to ask; the copy appears under its name only when it is whole. damaged: the
+    error of a file that `write` cannot read. mend: what the user can do then.
     """
     with open(path, "rb") as file:  # one that cannot be read is not the copy's fault
         stat = os.fstat(file.fileno())
@@ -126,7 +127,10 @@ def cached_copy(path: str, suffix: str, write: Callable[[str, str], None]) -> st
                     os.replace(unfinished, target)
                 finally:
                     Path(unfinished).unlink(missing_ok=True)
-    except OSError as e:
+    except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as e:
+        # the codec failed, and not the disk: its OSError has no error number, as that of a full disk has
+        if not isinstance(e, OSError) or e.errno is None:
+            raise DataError(path, why=f"{damaged} ({one_line(e)})", fix=mend) from e
         what = "with room" if e.errno in (errno.ENOSPC, errno.EDQUOT) else "that can be written"
         raise DataError(
             path,
@@ -153,44 +157,22 @@ def _lock_where_there_are_locks(path: str) -> Iterator[None]:
 
 
 def _decompress(path: str, target: str) -> None:
-    try:
-        with _decompressed(path) as stream, open(target, "wb") as out:
-            shutil.copyfileobj(stream, out, BLOCK)
-    except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as e:
-        if _is_from_the_disk(e):
-            raise
-        raise DataError(
-            path, why=f"cannot be decompressed ({one_line(e)})", fix="the file is cut off or damaged, copy it again"
-        ) from e
-
-
-def _decompressed(path: str) -> Any:
-    return gzip.open(path) if path.endswith(".gz") else pyarrow.input_stream(path, compression="zstd")
-
-
-def _is_from_the_disk(error: Exception) -> bool:
-    """Returns whether the disk failed (a full one has an error number), not the codec (its OSError has none)."""
-    return isinstance(error, OSError) and error.errno is not None
+    packed: Any = pyarrow.input_stream(path, compression="zstd") if path.endswith(".zst") else gzip.open(path)  # noqa: SIM115
+    with packed as stream, open(target, "wb") as out:
+        shutil.copyfileobj(stream, out, BLOCK)
 
 
 def _parquet_to_arrow(path: str, target: str) -> None:
-    try:
-        parquet = pyarrow.parquet.ParquetFile(path)
-        # An Arrow file holds one dictionary per column; a Parquet file may have one per row group.
-        fields = [
-            pyarrow.field(f.name, f.type.value_type if pyarrow.types.is_dictionary(f.type) else f.type)
-            for f in parquet.schema_arrow
-        ]
-        schema = pyarrow.schema(fields)
-        with pyarrow.OSFile(target, "wb") as out, pyarrow.ipc.new_file(out, schema) as writer:
-            for batch in parquet.iter_batches(batch_size=ARROW_ROWS):
-                writer.write_batch(batch.cast(schema))
-    except (OSError, pyarrow.ArrowException) as e:
-        if _is_from_the_disk(e):
-            raise
-        raise DataError(
-            path, why=f"cannot be read as Parquet ({one_line(e)})", fix="the file is damaged, write it again"
-        ) from e
+    parquet = pyarrow.parquet.ParquetFile(path)
+    # An Arrow file holds one dictionary per column; a Parquet file may have one per row group.
+    fields = [
+        pyarrow.field(f.name, f.type.value_type if pyarrow.types.is_dictionary(f.type) else f.type)
+        for f in parquet.schema_arrow
+    ]
+    schema = pyarrow.schema(fields)
+    with pyarrow.OSFile(target, "wb") as out, pyarrow.ipc.new_file(out, schema) as writer:
+        for batch in parquet.iter_batches(batch_size=ARROW_ROWS):
+            writer.write_batch(batch.cast(schema))
 
 
 # -------------------------------------------------------------------------------------------------------- JSON lines
@@ -201,7 +183,10 @@ class JsonlFile:
 
     def __init__(self, path: str) -> None:
         self.name = path
-        self._path = path if path.endswith((".jsonl", ".json")) else cached_copy(path, ".jsonl", _decompress)
+        self._path = path
+        if path.endswith((".gz", ".zst")):
+            mend = "the file is cut off or damaged, copy it again"
+            self._path = cached_copy(path, ".jsonl", _decompress, damaged="cannot be decompressed", mend=mend)
         self._file: BinaryIO | None = None
         with open(self._path, "rb") as file:
             self._stat = _identity(file)
@@ -353,7 +338,10 @@ class ParquetFile:
         self.name = path
         stat = os.stat(path)
         self._size = stat.st_size
-        self._path = cached_copy(path, ".arrow", _parquet_to_arrow)
+        self._path = cached_copy(
+            path, ".arrow", _parquet_to_arrow, damaged="cannot be read as Parquet",
+            mend="the file is damaged, write it again",
+        )  # fmt: skip
         self._reader: pyarrow.ipc.RecordBatchFileReader | None = None
         counts = [batch.num_rows for batch in self._batches()]
         self._starts = np.cumsum([0, *counts])
@@ -380,14 +368,18 @@ class ParquetFile:
 
     def fingerprint(self) -> dict[str, Any]:
         """Hashes both ends of the file; the footer holds sizes and statistics of every column chunk."""
-        with open(self.name, "rb") as file:
-            head = file.read(ENDS)
-            file.seek(max(0, self._size - ENDS))
-            crc = zlib.crc32(file.read(), zlib.crc32(head))
-        return {"name": self.name, "rows": len(self), "size": self._size, "hash": f"crc32:{crc:08x}"}
+        return {"name": self.name, "rows": len(self), "size": self._size, "hash": hash_of_ends(self.name, ENDS)}
 
     def close(self) -> None:
         self._reader = None
+
+
+def hash_of_ends(path: str, length: int) -> str:
+    """Returns a hash of the first and the last `length` bytes of a file."""
+    with open(path, "rb") as file:
+        head = file.read(length)
+        file.seek(max(0, os.fstat(file.fileno()).st_size - length))
+        return f"crc32:{zlib.crc32(file.read(), zlib.crc32(head)):08x}"
 
 
 def kind_of(value: Any) -> str:

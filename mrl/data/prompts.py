@@ -109,8 +109,11 @@ class PromptDataset(RowDataset[Prompt]):
     def unread_fields(self) -> list[str]:
         return []  # rewards and environments get all of them
 
-    def template_notes(self) -> list[str]:
-        return self._notes_on(lambda row: [parse_prompt(row, self.form)], self._encoder.left_out)
+    def _contents(self, row: dict[str, Any]) -> Sequence[Any]:
+        return [parse_prompt(row, self.form)]
+
+    def _left_out(self, chats: list[tuple[str, Chat]]) -> list[str]:
+        return self._encoder.left_out(chats)
 
     def tokens_of(self, item: Prompt) -> int:
         return len(item.tokens)

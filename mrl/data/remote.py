@@ -18,7 +18,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
@@ -29,7 +28,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.hf_file_system import HfFileSystemResolvedRepositoryPath
 
 from mrl.config.urls import HIDDEN, is_signed, shown_url
-from mrl.data.files import SUFFIXES, one_line
+from mrl.data.files import SUFFIXES, hash_of_ends, one_line
 from mrl.errors import DataError
 
 STREAMED_SUFFIXES = (*SUFFIXES, ".arrow")
@@ -203,30 +202,21 @@ def find_files(path: str, *, split: str | None, key: str) -> list[RemoteFile]:
         why = f"{split!r}, but {shown_url(path)} names files, which have no splits"
         raise DataError(f"{key}, split", why=why, fix="leave split out and name the files of that split")
     for file in files:
-        check_suffix(file.name, key)
+        if not file.name.endswith(STREAMED_SUFFIXES):
+            fix = f"give files that end in {', '.join(STREAMED_SUFFIXES)}, or leave stream out"
+            raise DataError(key, why=f"{file.name} is of no form that can be streamed", fix=fix)
     return files
-
-
-def check_suffix(name: str, key: str) -> None:
-    if not name.endswith(STREAMED_SUFFIXES):
-        fix = f"give files that end in {', '.join(STREAMED_SUFFIXES)}, or leave stream out"
-        raise DataError(key, why=f"{name} is of no form that can be streamed", fix=fix)
 
 
 def local_file(path: str) -> RemoteFile:
     """Returns a file on this machine."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        head = file.read(ENDS)
-        file.seek(max(0, size - ENDS))
-        tag = f"crc32:{zlib.crc32(file.read(), zlib.crc32(head)):08x}"
 
     def open_at(offset: int) -> BinaryIO:
         opened = open(path, "rb")  # noqa: SIM115  the stream closes it
         opened.seek(offset)
         return opened
 
-    return RemoteFile(path, size, tag, open_at)
+    return RemoteFile(path, os.path.getsize(path), hash_of_ends(path, ENDS), open_at)
 
 
 def http_file(url: str) -> RemoteFile:

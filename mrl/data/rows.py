@@ -93,9 +93,7 @@ def open_stream(path: str, *, split: str | None, buffer: int, exchange: Exchange
         if _is_saved_dataset(local):
             why = f"{path} is a saved data set, which lies on the disk and is read in place"
             raise DataError("data.train", why=why, fix="leave stream out")
-        files = [] if "://" in path else _data_files(local, "train", STREAMED_SUFFIXES)
-        if files and split is not None:
-            raise _no_splits(path, split, "train")
+        files = [] if "://" in path else _data_files(local, split, "train", STREAMED_SUFFIXES)
         files_found = [local_file(file) for file in files] or find_files(path, split=split, key="data.train")
         names = [file.name for file in files_found]
         if files or "://" in path:
@@ -110,9 +108,7 @@ def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
     local = os.path.expanduser(path)
     if _is_saved_dataset(local):
         rows = _load_saved(local, split, part)
-    elif files := _data_files(local, part):
-        if split is not None:
-            raise _no_splits(path, split, part)
+    elif files := _data_files(local, split, part):
         of_files = files_of_path(f"data.{part}", path, files)
         check_splits([of_files])
         sources = [open_file(file) for file in files]
@@ -127,62 +123,44 @@ def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
     return rows
 
 
-def _no_splits(path: str, split: str, part: Part) -> DataError:
-    return DataError(
-        "data.split",
-        why=f"{split!r}, but data.{part} ({path}) is files, which have no splits",
-        fix="remove data.split and name the files of that split",
-    )
-
-
 # ------------------------------------------------------------------------------------------------------------- files
 
 
-def _data_files(path: str, part: Part, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
-    """Returns the files that `path` means, sorted; none if it looks like a hub id."""
+def _data_files(path: str, split: str | None, part: Part, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
+    """Returns the files that `path` means, sorted; none if it looks like a hub id. Raises DataError, also for a split
+    of files."""
+    key, known = f"data.{part}", f"use {', '.join(suffixes)}"
     if os.path.isdir(path):
-        return _folder_files(path, part, suffixes)
-    if os.path.exists(path):
+        names = sorted(n for n in os.listdir(path) if n.endswith(suffixes) and not n.startswith("."))
+        if not names:
+            below = (name for _, _, found in itertools.islice(os.walk(path), 100) for name in found)
+            suffix = next((s for name in below for s in suffixes if name.endswith(s)), ".jsonl")
+            why = f"{path}: the folder holds no data file ({', '.join(suffixes)}) and no saved data set"
+            fix = f"for files in sub-folders give a glob, as {path.rstrip('/')}/**/*{suffix}"
+            raise DataError(key, why=why, fix=fix)
+        files = [os.path.join(path, n) for n in names]
+    elif os.path.exists(path):
         if not path.endswith(suffixes):
-            raise DataError(f"data.{part}", why=f"{path}: the suffix is not known", fix=f"use {', '.join(suffixes)}")
-        return [path]
-    if glob.has_magic(path):
+            raise DataError(key, why=f"{path}: the suffix is not known", fix=known)
+        files = [path]
+    elif glob.has_magic(path):
         files = sorted(f for f in glob.glob(path, recursive=True) if os.path.isfile(f))
         if not files:
-            raise DataError(
-                f"data.{part}",
-                why=f"{path}: no file matches",
-                fix="a glob looks like data/*.jsonl or data/**/*.parquet",
-            )
-        if other := [f for f in files if not f.endswith(suffixes)]:
-            raise DataError(
-                f"data.{part}",
-                why=f"{path}: matches {other[0]}, whose suffix is not known",
-                fix=f"use {', '.join(suffixes)}",
-            )
-        return files
-    if (
-        path.endswith(suffixes)
-        or path.startswith(("/", ".", "~"))
-        or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", path)
-    ):
-        raise DataError(
-            f"data.{part}", why=f"{path}: there is no such file or folder (from {os.getcwd()})", fix=f"give {FORMS}"
-        )
-    return []
-
-
-def _folder_files(path: str, part: Part, suffixes: tuple[str, ...]) -> list[str]:
-    names = sorted(n for n in os.listdir(path) if n.endswith(suffixes) and not n.startswith("."))
-    if not names:
-        below = (name for _, _, found in itertools.islice(os.walk(path), 100) for name in found)
-        suffix = next((s for name in below for s in suffixes if name.endswith(s)), ".jsonl")
-        raise DataError(
-            f"data.{part}",
-            why=f"{path}: the folder holds no data file ({', '.join(suffixes)}) and no saved data set",
-            fix=f"for files in sub-folders give a glob, as {path.rstrip('/')}/**/*{suffix}",
-        )
-    return [os.path.join(path, n) for n in names]
+            fix = "a glob looks like data/*.jsonl or data/**/*.parquet"
+            raise DataError(key, why=f"{path}: no file matches", fix=fix)
+        for file in files:
+            if not file.endswith(suffixes):
+                raise DataError(key, why=f"{path}: matches {file}, whose suffix is not known", fix=known)
+    else:
+        hub_id = r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?"
+        if path.endswith(suffixes) or path.startswith(("/", ".", "~")) or not re.fullmatch(hub_id, path):
+            why = f"{path}: there is no such file or folder (from {os.getcwd()})"
+            raise DataError(key, why=why, fix=f"give {FORMS}")
+        return []
+    if split is not None:
+        why = f"{split!r}, but {key} ({path}) is files, which have no splits"
+        raise DataError("data.split", why=why, fix="remove data.split and name the files of that split")
+    return files
 
 
 # ------------------------------------------------------------------------------------------------------ `datasets`

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from mrl.data.dataset import Example
 from mrl.data.preferences import Preference
 from mrl.data.prompts import Prompt
-from mrl.data.scored import ScoredRow, ScoredSequence
+from mrl.data.scored import ScoredRow
 from mrl.errors import printable
 
 ENDS, MOST = 300, 640  # tokens shown at each end of a sequence with more than MOST
@@ -50,10 +50,15 @@ def sequences_of(item: object) -> list[ShownSequence]:
         case ScoredRow():
             parts = ["chosen", "rejected"] if len(item.sequences) > 1 else [""]
             note = _note(margin=item.margin, weight=item.weight)
-            return [
-                ShownSequence(n, s.ids, _read_weights(s), _targets(s), note)
-                for n, s in zip(parts, item.sequences, strict=True)
-            ]
+            sequences = []
+            for name, sequence in zip(parts, item.sequences, strict=True):
+                targets = {}
+                if sequence.called:
+                    texts = [f"{sequence.called} {target:g}" for target in sequence.targets]
+                    targets = dict(zip(sequence.places, texts, strict=True))
+                is_read = [float(place in sequence.places) for place in range(len(sequence.ids))]
+                sequences.append(ShownSequence(name, sequence.ids, is_read, targets, note))
+            return sequences
         case Prompt():
             return [ShownSequence("prompt", item.tokens, [0.0] * len(item.tokens))]
     raise TypeError(f"no sequences are known of a {type(item).__name__}")
@@ -67,18 +72,6 @@ def _note(*, margin: float = 0, weight: float) -> str:
 
 def _shown_weights(mask: Sequence[float]) -> list[float]:
     return [0.0, *map(float, mask[1:])]
-
-
-def _read_weights(sequence: ScoredSequence) -> list[float]:
-    """Returns 1 for each token whose score is read, else 0."""
-    return [float(place in sequence.places) for place in range(len(sequence.ids))]
-
-
-def _targets(sequence: ScoredSequence) -> dict[int, str]:
-    if not sequence.called:
-        return {}
-    both = zip(sequence.places, sequence.targets, strict=True)
-    return {place: f"{sequence.called} {target:g}" for place, target in both}
 
 
 def text_lines(tokenizer: PreTrainedTokenizerBase, of: ShownSequence, *, coloured: bool) -> Iterator[str]:

@@ -74,11 +74,11 @@ class FSDPEngine(FSDPChecks, BaseEngine):
 
     @property
     def dp_rank(self) -> int:
-        return self.mesh.dp_rank
+        return dist.get_rank(self.group)
 
     @property
     def dp_size(self) -> int:
-        return self.mesh.dp_size
+        return dist.get_world_size(self.group)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 

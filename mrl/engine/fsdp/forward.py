@@ -105,7 +105,8 @@ def prepare(
     }
     if reads_images is not None:
         aligned["positions"] = laid_out(vision.positions(reads_images, batch))
-        aligned["features"] = laid_out(vision.feature_of_token(reads_images, batch))
+        takes = vision.image_tokens(reads_images, batch)
+        aligned["features"] = laid_out(takes.cumsum(0) * takes)  # as `Images.feature`
     if rotary is not None:
         aligned["lengths"] = laid_out(batch.lengths.repeat_interleave(batch.lengths)).clamp(min=1)
         if reads_images is not None:  # whose positions are not those of its tokens

@@ -29,7 +29,7 @@ from mrl.engine.fsdp.blocks import blocks_of, embedding_of
 from mrl.engine.fsdp.build import build, fill_buffers, with_value_head
 from mrl.engine.fsdp.initial import InitialWeights
 from mrl.engine.fsdp.mesh import Mesh
-from mrl.engine.fsdp.names import TableFiles
+from mrl.engine.fsdp.names import Rows, TableFiles
 from mrl.engine.fsdp.output import logit_rule
 from mrl.engine.fsdp.rotary import length_dependent_rotary
 from mrl.engine.fsdp.ulysses import Ulysses
@@ -235,17 +235,17 @@ class Model:
         """Fills this rank's shards, each rank reading its own rows."""
         if read is not None:
             assert isinstance(self.files, TableFiles), "names of files are read by a table"
-            self._fill(self.files.read_by(read).rows)
+            self._fill(self.files.rows_by(read))
         elif config.model.init == "random":
             std = self.hf_config.get("initializer_range") or 0.02
             if isinstance(self.files, TableFiles):
                 random = RandomWeights(self.files.shapes, seed=config.seed, std=std)
-                self._fill(self.files.read_by(random).rows)
+                self._fill(self.files.rows_by(random))
             else:
                 self._fill(InitialWeights(self.files.hf, seed=config.seed).rows)
         else:
             with self.files.opened(config.model.path, trained=config.optimizer is not None) as stored:
-                self._fill(stored.rows)
+                self._fill(stored)
             if not isinstance(self.files, TableFiles):
                 self.files.names = stored.names
                 self._say_carried(stored.names.carried, trains=config.optimizer is not None)
@@ -266,10 +266,10 @@ class Model:
         """Fills this rank's shards from another folder of the same tensors."""
         assert self.adapters is None, "adapters stay over the model that they started on"
         with self.files.opened(path, trained=False) as stored:
-            self._fill(stored.rows)
+            self._fill(stored)
 
     @torch.no_grad()
-    def _fill(self, rows: Callable[[str, int, int], Tensor]) -> None:
+    def _fill(self, rows: Rows) -> None:
         odd = sorted(self.files.state.keys() ^ (self.parameters() | self.buffers()).keys())
         assert not odd, (
             f"the files hold {odd}, of which the model has no such parameter or buffer, or the other way round"

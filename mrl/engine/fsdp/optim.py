@@ -27,9 +27,13 @@ class Optimizer:
     ) -> None:
         self.parameters, self.config, self.shards = dict(parameters), config, shards
         # biases of experts that are stacked have two dimensions, and are biases
-        decays = {name: p.ndim >= 2 and not name.endswith("bias") for name, p in self.parameters.items()}
-        decayed = [p for name, p in self.parameters.items() if decays[name]]
-        others = [p for name, p in self.parameters.items() if not decays[name]]
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, p in self.parameters.items():
+            if p.ndim >= 2 and not name.endswith("bias"):
+                decayed.append(p)
+            else:
+                others.append(p)
         groups = [{"params": decayed, "decays": True}, {"params": others, "decays": False}]
         self.adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, fused=True)
         # torch makes the state at the first step, too late to read a checkpoint into it. A fused AdamW needs `step` on

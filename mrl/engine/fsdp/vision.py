@@ -62,12 +62,6 @@ def positions(hf: nn.Module, batch: Batch) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def feature_of_token(hf: nn.Module, batch: Batch) -> Tensor:
-    """Returns [T] int64: the number of `Images.feature` for each token of the micro-batch."""
-    takes = image_tokens(hf, batch)
-    return takes.cumsum(0) * takes
-
-
 def images_of(hf: nn.Module, batch: Batch, feature: Tensor, device: torch.device) -> Images:
     """Returns the images of a micro-batch; a blank one where it has none.
 
