@@ -15,7 +15,7 @@ import secrets
 import socket
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from mrl.config.schema import LogConfig, WandbConfig
 from mrl.config.urls import without_queries
@@ -26,25 +26,15 @@ ONLINE_CHECK_S = 2.0
 Cell = str | float | None
 
 
-class Sink(Protocol):
-    """Another destination of metrics, also for tables and histograms."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None: ...
-
-    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class MetricsLog:
     """`metrics.jsonl`, one object per optimizer step, and the sinks beside it.
 
     path: None writes nothing anywhere (every process but the main one). notes: lines for the user on where metrics go.
     """
 
-    def __init__(self, path: pathlib.Path | None, sinks: Sequence[Sink] = (), notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, path: pathlib.Path | None, sinks: Sequence[WandbSink | TensorboardSink] = (), notes: Sequence[str] = ()
+    ) -> None:
         self.notes = list(notes)
         self._file = open(path, "a", encoding="utf-8") if path is not None else None  # noqa: SIM115
         self._sinks = list(sinks) if path is not None else []
@@ -185,7 +175,7 @@ def open_metrics(
         return MetricsLog(None)
     path = output_dir / "metrics.jsonl"
     rewind(path, step)
-    sinks: list[Sink] = []
+    sinks: list[WandbSink | TensorboardSink] = []
     notes = []
     if log.wandb.project is not None:
         wandb = WandbSink(output_dir, log.wandb, config=config, run_id=run_id)

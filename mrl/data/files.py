@@ -19,7 +19,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import datasets
 import numpy as np
@@ -61,27 +61,7 @@ def row_error(where: str, bad: BadRow) -> DataError:
     return error
 
 
-class Source(Protocol):
-    """Rows by index."""
-
-    name: str
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns the row as a fresh dict. Raises BadRow."""
-
-    def where(self, index: int) -> str:
-        """Returns `file:line` (from 1) of a row, or `file:row N` (from 0) where there are no lines."""
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Returns {"name", "rows", "size", "hash"}: the identity of the content, without modification times."""
-
-    def close(self) -> None:
-        """Gives back the file handle; the next read opens it again."""
-
-
-def open_file(path: str) -> Source:
+def open_file(path: str) -> JsonlFile | ParquetFile:
     """Returns the rows of one file, by its suffix."""
     try:
         if path.endswith(JSONL_SUFFIXES):
@@ -196,10 +176,12 @@ class JsonlFile:
         return len(self._starts) - 1
 
     def where(self, index: int) -> str:
+        """Returns `file:line` (from 1) of a row."""
         line = index if self._lines is None else int(self._lines[index])
         return f"{self.name}:{line + 1}"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        """Returns the row as a fresh dict. Raises BadRow."""
         return parse_line(self._read(index), self._head)
 
     def _read(self, index: int) -> bytes:
@@ -216,9 +198,11 @@ class JsonlFile:
             return file.read(4096)
 
     def fingerprint(self) -> dict[str, Any]:
+        """Returns the identity of the content, without modification times."""
         return {"name": self.name, "rows": len(self), "size": self._stat[0], "hash": f"crc32:{self._crc:08x}"}
 
     def close(self) -> None:
+        """Gives back the file handle; the next read opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -54,11 +54,8 @@ class RemoteFile:
 
     url: str
     size: int | None  # bytes; None where the server does not say
-    tag: str = ""  # what the server knows its content by, or a hash of its ends
-    open_at: Callable[[int], BinaryIO] = dataclasses.field(
-        compare=False,
-        default=io.BytesIO,  # type: ignore[assignment]
-    )
+    tag: str  # what the server knows its content by, or a hash of its ends
+    open_at: Callable[[int], BinaryIO] = dataclasses.field(compare=False)
     seeks: bool = True  # whether the file can be read from any place
 
     @property

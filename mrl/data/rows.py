@@ -25,7 +25,7 @@ import datasets
 import numpy as np
 
 from mrl.config.urls import shown_url
-from mrl.data.files import SUFFIXES, BadRow, Source, arrow_row, one_line, open_file
+from mrl.data.files import SUFFIXES, BadRow, JsonlFile, ParquetFile, arrow_row, one_line, open_file
 from mrl.data.remote import STREAMED_SUFFIXES, RemoteFile, find_files, local_file
 from mrl.data.splits import NamedFiles, check_splits, files_of_path
 from mrl.data.streamed import Exchange, StreamedRows
@@ -42,7 +42,7 @@ END_ROWS = 64  # rows hashed at each end of a `datasets` data set
 class Rows:
     """The rows of several sources, one after the other. Reads are not thread-safe."""
 
-    def __init__(self, sources: Sequence[Source], named: NamedFiles) -> None:
+    def __init__(self, sources: Sequence[JsonlFile | ParquetFile | DatasetRows], named: NamedFiles) -> None:
         """Opens no source yet. named: the files of the sources."""
         self.named = named
         self._sources = list(sources)
