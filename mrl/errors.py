@@ -69,9 +69,9 @@ class Shown(str):
     """A value in the words that a message has it in: `show` leaves it as it is."""
 
 
-def quoted(text: str, longest: int = 160) -> Shown:
+def quoted(text: str) -> Shown:
     """Returns `shortened` in quotes: for paths and URLs, whose end tells as much as the beginning."""
-    return Shown(repr(shortened(text, longest)))
+    return Shown(repr(shortened(text)))
 
 
 def show(value: Any) -> str:
