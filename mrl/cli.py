@@ -200,7 +200,7 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
         if code:
             click.get_current_context().exit(code)
 
-    params = [*(of.params if isinstance(of, Command) else TRAINING_ARGUMENTS)]
+    params: list[Argument | Option] = list(of.params if isinstance(of, Command) else TRAINING_ARGUMENTS)
     if isinstance(of, TrainingCommand):
         keys = {key.path: key for key in walk_keys(of.root)}
         for option, path in of.options.items():  # options that set keys of the config

@@ -241,7 +241,8 @@ class Mixer:
                 why = f"is {share.epochs:g}, which of its {len(source)} rows is none"
                 raise DataError(f"data.train, source {share.title}, epochs", why=why, fix="give more, or leave it out")
             self.last.append(last)
-            of_epoch, of_part = (functools.partial(one, share.title) for one in (order, order_of_part))
+            of_epoch = functools.partial(order, share.title)
+            of_part = functools.partial(order_of_part, share.title)
             self._rows.append(OrderedRows(source, of_epoch, of_part))
 
     def is_over(self, number: int, read: SourceProgress) -> bool:
