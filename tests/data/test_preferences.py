@@ -177,7 +177,7 @@ WRONG = {
     ),
     "other turns of the user": (
         {**PAIR, "chosen": [*turns("a"), *GOOD], "rejected": [*turns("b"), *BAD]},
-        "belong to the prompt, which has to be the same; give both the same ones",
+        "are part of the prompt until one trains; give both the same prompt",
     ),
     "tools": ({**PAIR, "tools": "no json"}, "tools is a string that is not JSON"),
 }
