@@ -2,9 +2,9 @@
 
 Dimensions: `S` sequences, `T` tokens in all of them together.
 
-Labels are shifted once, here: a sequence of token ids `x[0..n]` becomes `tokens = x[:-1]` and
-`labels = x[1:]`, so every position has the token that follows it, and masks, log-probs and advantages
-align with labels. Nothing else shifts, rolls or cuts.
+Labels are shifted once, here: a sequence of token ids `x[0..n]` becomes `tokens = x[:-1]` and `labels = x[1:]`. So
+every position has its next token, and masks, log-probs and advantages align with labels. Nothing else shifts, rolls or
+cuts.
 
 Example, two sequences `[5, 6, 7]` (the last token trains) and `[8, 9]` (trains)::
 
@@ -31,9 +31,11 @@ MAX_PINNED_BYTES = 2**26
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Returns the tensor on `device`. To a GPU it goes through pinned memory: for other memory the host would wait
-    until all that the GPU was given before has ended. What is large (images) is waited for, as torch keeps pinned
-    memory for good."""
+    """Returns the tensor on `device`.
+
+    To a GPU it goes through pinned memory: for other memory the host would wait until all earlier work of the GPU has
+    ended. A large tensor (images) is waited for, because torch keeps pinned memory for good.
+    """
     small = tensor.numel() * tensor.element_size() <= MAX_PINNED_BYTES
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda" and small:
         # a copy of our own, which nobody writes over
@@ -44,32 +46,27 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Sequences laid end to end, with whatever else belongs to their tokens or to them.
+    """Holds sequences laid end to end, with all that belongs to their tokens or to them."""
 
-    tokens: [T] int64. labels: [T] int64, the token after each token, or [T, K] where several log-probs are wanted at
-    each. loss_mask: [T] float32, the weight of each label in the loss (0 where it does not train). lengths: [S] int64,
-    sums to T, each at least 1.
-    token_fields: name -> [T, ...] (advantages, old log-probs, ...). sequence_fields: name -> [S, ...].
-    multi_modal_inputs: of each sequence, name -> tensor [N, ...] of what its images are to the model, N its own for
-    each (`pixel_values` [patches, dim], `image_grid_thw` [images, 3]); {} for a sequence of text, () where all are.
-    They are
-    no tokens: whatever slices a sequence leaves them whole.
-    group: so many neighbours belong together (the chosen and the rejected answer of a pair): no rank and no micro-batch
-    has some of them without the others.
-    denominators: counts over the *whole global mini-batch* that this batch is part of: "tokens" is the sum
-    of its loss mask, "sequences" its number of sequences with a non-zero mask. They are set once, when the
-    global mini-batch is made, and travel unchanged through every split.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    lengths: Tensor
+    tokens: Tensor  # [T] int64
+    labels: Tensor  # [T] int64, the token after each token; [T, K] for several log-probs at each
+    loss_mask: Tensor  # [T] float32, the weight of each label in the loss; 0 where it does not train
+    lengths: Tensor  # [S] int64, sums to T, each at least 1
     token_fields: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    """Name -> [T, ...]: advantages, old log-probs, ..."""
     sequence_fields: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    """Name -> [S, ...]."""
     multi_modal_inputs: tuple[Mapping[str, Tensor], ...] = ()
+    """Of each sequence, name -> tensor [N, ...]: the model's inputs for its images, each with an N of its own
+    (`pixel_values` [patches, dim], `image_grid_thw` [images, 3]). {} for a sequence of text; () if all are text. They
+    are no tokens: a slice of a sequence leaves them whole."""
     denominators: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Counts over the *whole global mini-batch* of this batch: "tokens" is the sum of the loss mask, "sequences" the
+    number of sequences with a non-zero mask. They are set once, when the global mini-batch is made, and travel
+    unchanged through every split."""
     group: int = 1
+    """So many neighbours belong together (the chosen and the rejected answer of a pair): no rank and no micro-batch has
+    some of them without the others."""
 
     @property
     def num_sequences(self) -> int:
@@ -97,7 +94,7 @@ class Batch:
 
     @property
     def joined_multi_modal_inputs(self) -> dict[str, Tensor]:
-        """name -> the tensors of the sequences that have one, end to end; {} where none has."""
+        """Name -> the tensors of all sequences with images, end to end; {} without any."""
         names = {name: None for inputs in self.multi_modal_inputs for name in inputs}
         return {name: torch.cat([m[name] for m in self.multi_modal_inputs if name in m]) for name in names}
 
@@ -128,7 +125,7 @@ class Batch:
         )  # fmt: skip
 
     def with_denominators(self) -> "Batch":
-        """This batch as a whole global mini-batch: its denominators counted from its own loss mask."""
+        """Returns this batch as a whole global mini-batch: with denominators counted from its own loss mask."""
         masks = self.loss_mask.cpu().split(self.lengths.tolist())
         counts = {"tokens": float(self.loss_mask.sum()), "sequences": float(sum(bool(m.any()) for m in masks))}
         return dataclasses.replace(self, denominators=counts)
@@ -142,10 +139,10 @@ def make_batch(
     sequence_fields: Mapping[str, Tensor] | None = None,
     multi_modal_inputs: Sequence[Mapping[str, Tensor]] = (),
 ) -> Batch:
-    """Returns a global mini-batch from token ids and per-token masks; the one place where labels are shifted.
+    """Returns a global mini-batch from token ids and per-token masks. Labels are shifted here alone.
 
-    sequences: token ids, each at least 2 long. masks: one weight per token of the same sequence; the weight of
-    `sequences[i][j]` says whether predicting that token trains (the first token's is ignored: nothing precedes it).
+    sequences: token ids, each at least 2 long. masks: one weight per token of the same sequence. The weight of
+    `sequences[i][j]` is that of predicting this token (the first token's is ignored: nothing precedes it).
     multi_modal_inputs: one mapping per sequence, or none at all.
     """
     assert len(multi_modal_inputs) in (0, len(sequences)), (

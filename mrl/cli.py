@@ -121,7 +121,7 @@ class _Main(click.Group):
 
 
 class _Group(click.Group):
-    """The commands of a `Group`, each of which runs in its context."""
+    """Runs each command of a `Group` in its context."""
 
     def __init__(self, *, around: Callable[[], Any], **given: Any) -> None:
         super().__init__(**given)
@@ -147,7 +147,7 @@ class _OfKeys(click.Command):
 
 
 class _Text(click.ParamType):
-    """Text or a path that can be printed and given to a tokenizer: bytes that are no UTF-8 cannot."""
+    """Takes text or a path, and refuses bytes that are no UTF-8: they cannot be printed or tokenized."""
 
     name = "text"
 
@@ -161,8 +161,7 @@ class _Text(click.ParamType):
 
 
 def _broken(name: str, error: ConfigError) -> click.Command:
-    """Returns what stands for the command of a package that cannot be used: the others are listed and run all the
-    same."""
+    """Returns a placeholder for the command of a broken package. The others are listed and run all the same."""
 
     def run() -> None:
         raise error
@@ -201,22 +200,17 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
         if code:
             click.get_current_context().exit(code)
 
-    params = of.params if isinstance(of, Command) else [*TRAINING_ARGUMENTS, *_of_keys(of)]
+    params: list[Argument | Option] = list(of.params if isinstance(of, Command) else TRAINING_ARGUMENTS)
+    if isinstance(of, TrainingCommand):
+        keys = {key.path: key for key in walk_keys(of.root)}
+        for option, path in of.options.items():  # options that set keys of the config
+            params.append(Option(names=option, metavar=option.strip("-").upper(), help=f"{path}: {keys[path].help}."))
     kind = _OfKeys if any(one.kind == "overrides" for one in params) else click.Command
     return kind(params=[_parameter(one) for one in params], callback=run, **given)
 
 
-def _of_keys(of: TrainingCommand) -> list[Option]:
-    """Returns the options of a command that trains which set keys of its config."""
-    keys = {key.path: key for key in walk_keys(of.root)}
-    return [
-        Option(names=option, metavar=option.strip("-").upper(), help=f"{path}: {keys[path].help}.")
-        for option, path in of.options.items()
-    ]
-
-
 def _epilog(examples: str) -> str:
-    """Examples as they stand at the end of a help."""
+    """Returns examples as the end of a help text."""
     return "\n".join(["\b", "Examples:", *(f"  {line.strip()}" for line in examples.strip().splitlines())])
 
 
@@ -257,7 +251,7 @@ def _complete_override(ctx: click.Context, param: click.Parameter, incomplete: s
 
 
 def _choices(annotation: Any) -> list[str]:
-    """Returns the values that a key takes, where there are few."""
+    """Returns the values of a key, if there are few."""
     if annotation is bool:
         return ["true", "false"]
     if annotation is type(None):
@@ -281,7 +275,7 @@ def main() -> None:
 
 
 def command() -> None:
-    """`mrl` as a process of its own; one that has loaded PyTorch does not end the interpreter's way."""
+    """Runs `mrl` as a process of its own. One that has loaded PyTorch does not end the interpreter's way."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that an ASCII terminal cannot show is no fault
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -28,9 +28,11 @@ MAX_MISTAKES = 10
 
 
 def one_line(text: object, longest: int | None = None) -> str:
-    """`text` on one line: what cannot be printed is escaped. Of one with more than `longest` characters, long words
-    (values, then paths) lose their middle, and where that does not suffice, the line does. A path that it begins with
-    counts as 60 at most."""
+    """Returns `text` on one line, with unprintable characters escaped.
+
+    A line of more than `longest` characters is shortened: long words (values, then paths) lose their middle, then the
+    line does. A path at its beginning counts as 60 at most.
+    """
     line = printable(" ".join(str(text).split()))
     if longest is None:
         return line
@@ -52,7 +54,7 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's text that is not empty; the error's type where there is none."""
+    """Returns the first line with text of an error; the error's type if there is none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -67,9 +69,9 @@ class Shown(str):
     """A value in the words that a message has it in: `show` leaves it as it is."""
 
 
-def quoted(text: str, longest: int = 160) -> Shown:
-    """As `shortened`, in quotes: for paths and URLs, of which the end tells as much as the beginning."""
-    return Shown(repr(shortened(text, longest)))
+def quoted(text: str) -> Shown:
+    """Returns `shortened` in quotes: for paths and URLs, whose end tells as much as the beginning."""
+    return Shown(repr(shortened(text)))
 
 
 def show(value: Any) -> str:
@@ -113,7 +115,7 @@ def _pieces(value: Any) -> Iterator[str]:
 
 
 class _Absent(enum.Enum):
-    """What stands for a value that an error does not have."""
+    """Stands for the value of an error without one."""
 
     VALUE = enum.auto()
 
@@ -140,11 +142,11 @@ class UserError(Exception):
         super().__init__(self.line)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For other processes: `str` may have several lines, which a new error would make one of."""
+        """Lets an error travel between processes with all its lines: a new one would join them."""
         return _remade, (type(self), self.args, vars(self))
 
     def going_on(self, text: str) -> Self:
-        """Returns the same error, whose line goes on with `text` after what would work."""
+        """Returns the same error with `text` appended to its line."""
         if self.key is None:
             return type(self)(f"{self}; {text}")
         return type(self)(self.key, self.value, self.why, f"{self.fix}; {text}" if self.fix else text)
@@ -184,7 +186,7 @@ class MistakeCollector:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """A context whose ConfigError is kept, so that the parse goes on."""
+        """Keeps a ConfigError of the context, so that the parse goes on."""
         try:
             yield
         except ConfigError as error:
@@ -207,8 +209,7 @@ class MistakeCollector:
 
 
 def unwritable(output_dir: str, at: object, error: OSError) -> ConfigError:
-    """Returns the line on an output_dir that cannot be made or written. at: the file or folder that `error` is
-    about."""
+    """Returns the line on an output_dir that cannot be made or written. at: the file or folder of `error`."""
     why = f"cannot be written ({shortened(str(at), 80)}: {error.strerror or error})"
     return ConfigError("output_dir", quoted(output_dir), why, "give a folder that can")
 
@@ -246,7 +247,7 @@ class RewardError(UserError):
 class ServerError(UserError):
     """An inference server is dead, too slow, not set up for this, or answers wrongly: names its url and what it said.
 
-    status: of HTTP, where that is what was wrong.
+    status: the HTTP status, if the server gave one.
     """
 
     def __init__(self, message: str, *, status: int | None = None) -> None:

@@ -15,7 +15,7 @@ import secrets
 import socket
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from mrl.config.schema import LogConfig, WandbConfig
 from mrl.config.urls import without_queries
@@ -26,25 +26,15 @@ ONLINE_CHECK_S = 2.0
 Cell = str | float | None
 
 
-class Sink(Protocol):
-    """Somewhere else that metrics go, and what a file of numbers has no place for."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None: ...
-
-    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class MetricsLog:
     """`metrics.jsonl`, one object per optimizer step, and the sinks beside it.
 
     path: None writes nothing anywhere (every process but the main one). notes: lines for the user on where metrics go.
     """
 
-    def __init__(self, path: pathlib.Path | None, sinks: Sequence[Sink] = (), notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, path: pathlib.Path | None, sinks: Sequence[WandbSink | TensorboardSink] = (), notes: Sequence[str] = ()
+    ) -> None:
         self.notes = list(notes)
         self._file = open(path, "a", encoding="utf-8") if path is not None else None  # noqa: SIM115
         self._sinks = list(sinks) if path is not None else []
@@ -90,9 +80,9 @@ class MetricsLog:
 
 
 def rewind(path: pathlib.Path, step: int) -> None:
-    """Drops the lines after `step`, and those that are no step, as the last one that a kill tore.
+    """Drops the lines after `step`, and torn lines, as after a kill.
 
-    The file is replaced at once or not at all; of a link, what it leads to.
+    The file is replaced at once or not at all; the target of a link is replaced, not the link.
     """
     if not path.exists():
         return
@@ -116,7 +106,7 @@ def read(path: pathlib.Path) -> list[dict[str, float]]:
 
 
 def last_line(path: pathlib.Path) -> dict[str, float] | None:
-    """Returns the line of the newest step of a metrics.jsonl; None where it is empty, torn or not there."""
+    """Returns the line of the newest step of a metrics.jsonl; None if it is empty, torn or not there."""
     try:
         return _row(path.read_text(encoding="utf-8").splitlines()[-1])
     except (OSError, ValueError, LookupError):
@@ -133,7 +123,7 @@ def _row(line: str) -> dict[str, float] | None:
 
 
 def check_packages(log: LogConfig) -> None:
-    """Raises ConfigError where a key of `log` needs a package that is not installed."""
+    """Raises ConfigError if a key of `log` needs a missing package."""
     if log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
             "log.tensorboard",
@@ -148,7 +138,7 @@ def check_packages(log: LogConfig) -> None:
 
 
 def check_login(log: LogConfig) -> None:
-    """Raises ConfigError where `log.wandb.mode: online` has nobody logged in. For the process that writes."""
+    """Raises ConfigError if `log.wandb.mode: online` has nobody logged in. For the process that writes."""
     if log.wandb.project is None or log.wandb.mode != "online":
         return
     import wandb as client
@@ -164,7 +154,7 @@ def check_login(log: LogConfig) -> None:
 
 
 def new_run_id() -> str:
-    """Returns an id by which wandb knows a run again after a resume."""
+    """Returns an id by which wandb recognizes a run after a resume."""
     return secrets.token_hex(4)
 
 
@@ -177,7 +167,7 @@ def open_metrics(
     run_id: str,
     enabled: bool,
 ) -> MetricsLog:
-    """Opens the log of a run that has made `step` steps; what an interrupted run wrote after them is dropped.
+    """Opens the log of a run that has made `step` steps. Later lines of an interrupted run are dropped.
 
     config: the resolved config, for wandb's page. enabled: False on every process but one.
     """
@@ -185,7 +175,7 @@ def open_metrics(
         return MetricsLog(None)
     path = output_dir / "metrics.jsonl"
     rewind(path, step)
-    sinks: list[Sink] = []
+    sinks: list[WandbSink | TensorboardSink] = []
     notes = []
     if log.wandb.project is not None:
         wandb = WandbSink(output_dir, log.wandb, config=config, run_id=run_id)
@@ -278,8 +268,10 @@ def _cell(value: Cell) -> str:
 
 
 def _why_offline(client: Any) -> str | None:
-    """Returns what keeps wandb from its server, in words; None where somebody is logged in and the server answers.
-    Decided in seconds, never with a prompt."""
+    """Returns why wandb cannot reach its server; None if somebody is logged in and the server answers.
+
+    It decides in seconds, never with a prompt.
+    """
     settings = client.setup().settings
     url = urllib.parse.urlsplit(settings.base_url)
     if (mode := os.environ.get("WANDB_MODE", "online")) != "online":

@@ -88,7 +88,7 @@ class ParallelDims:
         return -(-length // unit) * unit
 
     def coordinates(self, rank: int) -> "Coordinates":
-        """Where `rank` (0 <= rank < world_size) stands on each axis."""
+        """Returns the position of `rank` (0 <= rank < world_size) on each axis."""
         tp_rank, rest = rank % self.tp, rank // self.tp
         cp_rank, rest = rest % self.cp, rest // self.cp
         dp_rank, pp_rank = rest % self.dp, rest // self.dp
@@ -119,10 +119,10 @@ class Coordinates:
 
 
 def stage_layers(num_layers: int, pp: int, vpp: int = 1) -> list[list[int]]:
-    """Layer indices of each virtual stage, in pipeline order: `pp * vpp` lists.
+    """Returns the layer indices of each virtual stage, in pipeline order: `pp * vpp` lists.
 
-    Virtual stage `v * pp + p` is chunk `v` of pipeline rank `p`. When the count does not divide, the
-    surplus goes to the middle stages: the first holds the embedding and the last the output layer.
+    Virtual stage `v * pp + p` is chunk `v` of pipeline rank `p`. When the count does not divide, the surplus goes to
+    the middle stages: the first holds the embedding and the last the output layer.
     """
     stages = pp * vpp
     if num_layers < stages:
@@ -139,13 +139,12 @@ def stage_layers(num_layers: int, pp: int, vpp: int = 1) -> list[list[int]]:
 
 
 def divisors(number: int) -> list[int]:
-    """Returns the divisors of `number`, in order; of a number above 10^12, not those between 10^6 and a millionth of
-    it."""
+    """Returns the divisors of `number`, in order; above 10^12 without those between 10^6 and a millionth of it."""
     small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
 def divisors_near(number: int, near: int, most: int = 12) -> str:
-    """Divisors of `number` in words: all of them, or where there are many, those that are nearest to `near`."""
+    """Returns divisors of `number` in words: at most `most`, the ones nearest to `near`."""
     found = sorted(sorted(divisors(number), key=lambda n: abs(n - near))[:most])
     return ", ".join(map(str, found))

@@ -16,29 +16,21 @@ def token_rewards(
     mask_T: Tensor,
     lengths_S: Tensor,
     *,
-    token_scores_T: Tensor | None = None,
     kl_T: Tensor | None = None,
     kl_coef: float = 0.0,
 ) -> Tensor:
-    """Returns [T]: the reward of each action, `r_t = token_score_t + [t is the last] score - kl_coef kl_t`
-    (Ouyang 2022, eq. 2).
+    """Returns [T]: the reward of each action, `r_t = [t is the last] score - kl_coef kl_t` (Ouyang 2022, eq. 2).
 
     The result is 0 outside the mask.
 
     scores_S: a reward for the whole sequence, placed at its last trained token. A sequence without one loses it.
-    token_scores_T: rewards of single actions, 0 outside the mask. kl_T: estimates from `mrl.algorithms.kl`, of any
-    value outside the mask.
+    kl_T: estimates from `mrl.algorithms.kl`, of any value outside the mask.
     """
-    trained_T = mask_T != 0
     rewards_T = scores_S.new_zeros(mask_T.numel())
     last_S = last_trained_position(mask_T, lengths_S)
     rewards_T[last_S[last_S >= 0]] = scores_S[last_S >= 0]
-    if token_scores_T is not None:
-        stray = int(((token_scores_T != 0) & ~trained_T).sum())
-        assert not stray, f"{stray} token rewards lie where nothing trains, and would be lost"
-        rewards_T = rewards_T + token_scores_T
     if kl_T is not None:
-        rewards_T = rewards_T - kl_coef * kl_T.masked_fill(~trained_T, 0.0)
+        rewards_T = rewards_T - kl_coef * kl_T.masked_fill(mask_T == 0, 0.0)
     return rewards_T
 
 

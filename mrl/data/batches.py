@@ -1,8 +1,7 @@
 """Global mini-batches out of an endless stream of rows (mrl/data/stream.py).
 
-A batch takes the next `global_batch_size` rows of the stream that can be used, so one at the end of an epoch goes on
-with the next epoch: no row is lost and every batch is full. Every rank builds the same global batch; the engine takes
-its share of it.
+A batch takes the next `global_batch_size` usable rows of the stream. At the end of an epoch it goes on with the next
+one: no row is lost and every batch is full. Every rank builds the same global batch; the engine takes its share of it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from mrl.algorithms.distill import TEACHER_OF
 from mrl.batch import Batch, make_batch
 from mrl.data.dataset import Example, RowDataset, T
 from mrl.data.stream import Progress, Report, RowStream, TakenRows
-from mrl.errors import DataError, UserError
+from mrl.errors import DataError
 
 
 def steps_for_epochs(epochs: float, rows: int, global_batch_size: int) -> int:
@@ -52,7 +51,7 @@ class BatchSource(RowStream[T]):
         self, dataset: RowDataset[T], *, global_batch_size: int, seed: int, shuffle: bool = True, prefetch: bool = True,
         batch_of: Callable[[Sequence[Any]], Batch] = batch_of,
     ) -> None:  # fmt: skip
-        """batch_of: makes the global mini-batch of some rows."""
+        """Starts the stream. batch_of: makes the global mini-batch of some rows."""
         super().__init__(dataset, seed=seed, shuffle=shuffle)
         self.global_batch_size, self.batch_of = global_batch_size, batch_of
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mrl-data") if prefetch else None
@@ -75,7 +74,7 @@ class BatchSource(RowStream[T]):
         self._ahead.result()
 
     def next_error(self, stops: Callable[[], bool] = lambda: False) -> DataError | None:
-        """Returns the error that `next` will raise, so that a checkpoint is saved first.
+        """Returns the error of the coming `next`, so that a checkpoint is saved before.
 
         It waits for the batch that is being made already. A source that does not answer may take minutes, so it stops
         waiting when the run stops.
@@ -101,15 +100,11 @@ class BatchSource(RowStream[T]):
             self._ahead = None
 
     def _build(self, start: Progress) -> tuple[Batch, TakenRows[T]]:
-        built, wrong = None, None
-        try:
+        def build() -> tuple[Batch, TakenRows[T]]:
             taken = self._after(start, self.global_batch_size)
-            built = self.batch_of(taken.items), taken
-        except UserError as error:
-            wrong = error
-        self.dataset.agree(wrong)
-        assert built is not None, "an error is raised by those who agree on it"
-        return built
+            return self.batch_of(taken.items), taken
+
+        return self.dataset.agree_on(build)
 
 
 def eval_batches(dataset: RowDataset[Example], global_batch_size: int, report: Report | None = None) -> Iterator[Batch]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import abc
 import copy
 import dataclasses
-import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
@@ -19,8 +17,8 @@ from mrl.config.keys import join_names
 from mrl.config.ppo import PromptsConfig
 from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
+from mrl.config.sources import LossOn
 from mrl.config.urls import shown_url
-from mrl.converters.hf_config import VISION_LANGUAGE
 from mrl.data.dialogue import looks_like_dialogue, split_turns
 from mrl.data.encode import NO_TEMPLATE, Encoder, check_system
 from mrl.data.files import BadRow, row_error
@@ -43,7 +41,7 @@ from mrl.data.rows import Part, Rows, open_rows, open_stream
 from mrl.data.splits import NamedFiles
 from mrl.data.streamed import MAX_INDEX, Cursor, Exchange, Order, StreamedRows, one_process_exchange
 from mrl.data.tokenizer import use_chat_template
-from mrl.data.vision import ImageRow, Vision
+from mrl.data.vision import ImageRow, Vision, check_text_alone
 from mrl.errors import DataError, UserError, show
 
 
@@ -55,6 +53,7 @@ class LoadedRow(Protocol):
 
 
 T = TypeVar("T", bound=LoadedRow)
+Made = TypeVar("Made")
 
 ROWS_WITH_NOTES = 64
 """The first rows, which are rendered with and without each field at the start."""
@@ -80,8 +79,10 @@ class RejectedRow:
     why: str
 
 
-class RowDataset(abc.ABC, Generic[T]):
-    """Random access to rows of data.train or data.eval, each a `T` with a flag `truncated`; holds no row in memory.
+class RowDataset(Generic[T]):
+    """Gives random access to rows of data.train or data.eval, each a `T` with a flag `truncated`; holds no row in
+    memory.
+
     Streamed rows are not counted, and only the last ones (`take`) can be loaded.
 
     Raises DataError on construction if the data cannot be used at all (missing, empty, no form fits, a conversation
@@ -147,7 +148,7 @@ class RowDataset(abc.ABC, Generic[T]):
         return self._rows.take(at, order)
 
     def end_after(self, epochs: float | None) -> None:
-        """Rows that are streamed are not read ahead after these passes; None for no end."""
+        """Ends the reading ahead of streamed rows after these passes; None for no end."""
         if isinstance(self._rows, StreamedRows):
             self._rows.epochs = epochs
 
@@ -164,6 +165,17 @@ class RowDataset(abc.ABC, Generic[T]):
             self._rows.agree(error)
         elif error is not None:
             raise error
+
+    def agree_on(self, make: Callable[[], Made]) -> Made:
+        """Returns what `make` does, or raises its error as `agree` does."""
+        made, wrong = None, None
+        try:
+            made = make()
+        except UserError as error:
+            wrong = error
+        self.agree(wrong)
+        assert made is not None, "an error is raised by those who agree on it"
+        return made
 
     def close(self) -> None:
         """Ends reading ahead of rows that are streamed."""
@@ -204,43 +216,44 @@ class RowDataset(abc.ABC, Generic[T]):
             raise type(e)(self.where(index), why=str(e)) from e
 
     @staticmethod
-    @abc.abstractmethod
     def _form_of(row: dict[str, Any]) -> str:
         """Returns the form that a row has by its fields. Raises DataError."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """The rest of the construction, with a tokenizer of its own and the rows open."""
+        """Ends the construction, with a tokenizer of its own and the rows open."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def _make(self, index: int, row: dict[str, Any]) -> T | RejectedRow:
         """Returns the example that a row becomes. Raises BadRow, or another UserError, without file and line."""
+        raise NotImplementedError
+
+    def _contents(self, row: dict[str, Any]) -> Sequence[Any]:
+        """Returns the conversations and texts of a row. Raises BadRow."""
+        raise NotImplementedError
+
+    def _left_out(self, chats: list[tuple[str, Chat]]) -> list[str]:
+        """Returns the lines of `left_out` on conversations, each with its place."""
+        raise NotImplementedError
 
     def template_notes(self) -> list[str]:
-        """Returns a line for what the chat template leaves out of the first rows, or takes in another form. Raises
-        DataError; the same on every rank."""
-        return []
+        """Returns a line for each field of the first rows that the chat template leaves out, or takes in another form.
 
-    def _notes_on(
-        self,
-        contents: Callable[[dict[str, Any]], Iterable[Any]],
-        said_of: Callable[[list[tuple[str, Chat]]], list[str]],
-    ) -> list[str]:
-        """Returns lines on the first rows. contents: what a row is. said_of: `left_out`, of conversations and their
-        places."""
+        Raises DataError; the same on every rank.
+        """
         chats, texts = list[tuple[str, Chat]](), dict[str, str]()
         for index in itertools.islice(self._rows.head(), ROWS_WITH_NOTES):
             try:
                 row = TrackedRow(self._row(index))
-                found = [content.chat if isinstance(content, Question | Pair) else content for content in contents(row)]
+                contents = self._contents(row)
             except UserError:
                 continue  # its own reading says so
             place, read = self.where(index), decode_json_fields(row)
             changed = {name for name, value in row.items() if dict.__getitem__(read, name) is not value}
             for name in [name for name in row if name in changed & row.read]:
                 texts.setdefault(name, f"{place}: {name}: {AS_MESSAGES}")
-            chats += [(place, chat) for chat in found if isinstance(chat, Chat)]
-        return [*texts.values(), *said_of(chats)]
+            chats += [(place, one.chat) for one in contents if isinstance(one, Chat | Question | Pair)]
+        return [*texts.values(), *self._left_out(chats)]
 
     def _row(self, index: int) -> dict[str, Any]:
         return split_turns(rename_fields(self._rows[index], self.config.columns), self.config.turns)
@@ -290,13 +303,14 @@ class RowDataset(abc.ABC, Generic[T]):
 
     def unread_fields(self) -> list[str]:
         """Returns a line on the fields that nothing reads, of the first row of each source. Raises as `first_row`."""
-        where, row, read = self._fields_read()
+        index, row = self.agree_on(self._first_row)
+        read = self._read_of(index, row)
         unread = [name for name in row if name not in read and not name.endswith("_unused")]
-        return [f"{where}: nothing reads its fields {join_names(unread)}"] if read and unread else []
+        return [f"{self.where(index)}: nothing reads its fields {join_names(unread)}"] if read and unread else []
 
     def newly_read(self) -> list[str]:
         """Returns a line on fields that an older mrl did not read, if one of the first rows has them."""
-        self._first()  # what stops a run does so on every rank
+        self.first_row()  # what stops a run does so on every rank
         for index in itertools.islice(self._rows.head(), ROWS_WITH_NOTES):
             try:
                 row = self._row(index)
@@ -307,12 +321,8 @@ class RowDataset(abc.ABC, Generic[T]):
                 return [f"{self.where(index)}: its fields {' and '.join(new)} {what}"]
         return []
 
-    def _fields_read(self) -> tuple[str, dict[str, Any], set[str]]:
-        """Returns the place and fields of the first row, and the fields that are read: none of an unused row."""
-        index, row = self._first()
-        return self.where(index), row, self._read_of(index, row)
-
     def _read_of(self, index: int, row: dict[str, Any]) -> set[str]:
+        """Returns the fields of a row that are read; none of an unused row."""
         noted = TrackedRow(row)
         try:
             self._make(index, noted)
@@ -323,18 +333,8 @@ class RowDataset(abc.ABC, Generic[T]):
     def first_row(self) -> tuple[dict[str, Any], str]:
         """Returns the first row that can be read, and its `file:line`. Raises DataError where there is none, and what
         `agree` raises."""
-        index, row = self._first()
+        index, row = self.agree_on(self._first_row)
         return row, self.where(index)
-
-    def _first(self) -> tuple[int, dict[str, Any]]:
-        row, wrong = None, None
-        try:
-            row = self._first_row()
-        except UserError as error:
-            wrong = error
-        self.agree(wrong)
-        assert row is not None, "an error is raised by those who agree on it"
-        return row
 
     def _first_row(self) -> tuple[int, dict[str, Any]]:
         tried = []
@@ -347,16 +347,41 @@ class RowDataset(abc.ABC, Generic[T]):
                     raise row_error(self.where(index), e) from e
                 self.leave_out(f"{self.where(index)}: {e}")
         size = f"first {len(tried)} rows" if self.is_streamed else self.size
-        raise DataError(
-            f"data.{self.part}",
-            why=f"{self.path}: none of its {size} can be read",
-            fix="check the first with head",
-        )
+        why = f"{self.path}: none of its {size} can be read"
+        raise DataError(f"data.{self.part}", why=why, fix="check the first with head")
 
 
-class SFTDataset(RowDataset[Example]):
-    """Rows that train, as `Example`s. vision: of the model if it reads images. teachers: names of all but the first;
-    None without any teacher, so no field of a row names one."""
+class EncodedRows(RowDataset[T]):
+    """Reads rows whose tokens an `Encoder` makes."""
+
+    config: DataConfig | PreferenceDataConfig | ScoredDataConfig
+    _vision: Vision | None = None  # of the model if it reads images
+
+    def _make_encoder(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn, *, as_rendered: bool = False) -> None:
+        """Makes the encoder, and finds the format of the rows."""
+        if self._vision is not None and self.config.chat_template is None:
+            self._vision.give_template(tokenizer)
+        self._encoder = Encoder(tokenizer, loss_on, self.config.system, as_rendered=as_rendered)
+        self.format = self.config.format if self.config.format != "auto" else self.detected_form()
+
+    def _encoded(self, index: int, content: Chat | Pair | Text | Tokens) -> ImageRow:
+        """Returns a row in tokens with its images. Raises BadRow, and DataError for a model that reads text alone."""
+        if self._vision is None:
+            check_text_alone(content)
+            return ImageRow(self._encoder.encode(content), {})
+        images = content.images if isinstance(content, Chat) else ()
+        return self._vision.expand(self._encoder.encode(content), images, self._rows.folder(index))
+
+    def _left_out(self, chats: list[tuple[str, Chat]]) -> list[str]:
+        return left_out(self._encoder, chats)
+
+
+class SFTDataset(EncodedRows[Example]):
+    """Reads rows that train, as `Example`s.
+
+    vision: of the model if it reads images. teachers: names of all but the first; None without any teacher. Then no
+    field of a row names one.
+    """
 
     config: DataConfig
 
@@ -377,10 +402,7 @@ class SFTDataset(RowDataset[Example]):
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         config = self.config
-        if self._vision is not None and config.chat_template is None:
-            self._vision.give_template(tokenizer)
-        self._encoder = Encoder(tokenizer, config.loss_on, config.system)
-        self.format = config.format if config.format != "auto" else self.detected_form()
+        self._make_encoder(tokenizer, config.loss_on)
         if self.format == "messages" and tokenizer.chat_template is None:
             raise DataError(f"data.{self.part}", why=f"{self.path}: {NO_TEMPLATE}")
         if self.format in ("text", "tokenized"):
@@ -394,13 +416,7 @@ class SFTDataset(RowDataset[Example]):
 
     def _make(self, index: int, row: dict[str, Any]) -> Example | RejectedRow:
         content, weight = parse_row(row, self.format), row_weight(row)
-        if self._vision is None:
-            check_text_alone(content)
-            fitted = self._fit(index, ImageRow(self._encoder.encode(content), {}))
-        else:
-            images = content.images if isinstance(content, Chat) else ()
-            expanded = self._vision.expand(self._encoder.encode(content), images, self._rows.folder(index))
-            fitted = self._fit(index, expanded)
+        fitted = self._fit(index, self._encoded(index, content))
         if isinstance(fitted, RejectedRow):
             return fitted
         if self._teachers is not None:
@@ -419,14 +435,14 @@ class SFTDataset(RowDataset[Example]):
         trains = isinstance(self.config.loss_on, str) or "assistant" in self.config.loss_on
         return [self._encoder] if trains and self.format not in ("text", "tokenized") else []
 
-    def template_notes(self) -> list[str]:
-        return self._notes_on(lambda row: [parse_row(row, self.format)], functools.partial(left_out, self._encoder))
+    def _contents(self, row: dict[str, Any]) -> Sequence[Any]:
+        return [parse_row(row, self.format)]
 
     def tokens_of(self, item: Example) -> int:
         return len(item.ids)
 
     def too_long(self, tokens: int) -> str:
-        """Returns what is said of a row with too many tokens, where data.truncation is error."""
+        """Returns the message on a row with too many tokens, for data.truncation error."""
         return (
             f"the row has {tokens} tokens and data.max_length is {self.config.max_length}; raise data.max_length, or "
             "set data.truncation to right, left or drop"
@@ -481,20 +497,3 @@ def teacher_of(row: dict[str, Any], of_source: str | None, teachers: Sequence[st
         rename = "rename the field with data.columns={teacher: teacher_unused}"
         raise BadRow(f"teacher is {name!r:.40}, which {key} has not; {known}, or {rename}")
     return 1 + teachers.index(name)
-
-
-def check_text_alone(content: Chat | Pair | Text | Tokens) -> None:
-    """Refuses what a model that reads text alone is not given; for it, not the row, may be the wrong one."""
-    if not isinstance(content, Chat):
-        return
-    if content.images:
-        raise DataError(
-            f"{content.images[0].where} is an image, and the model reads text alone; set model.path to a "
-            f"vision-language model ({', '.join(VISION_LANGUAGE)}), or leave out the rows with images"
-        )
-    for i, message in enumerate(content.messages):
-        if isinstance(message["content"], list):
-            raise BadRow(
-                f"messages[{i}].content is a list of parts; the model reads text alone: join its text parts into one "
-                "string"
-            )

@@ -1,7 +1,7 @@
 """From the content of a row to token ids and the mask of those that train; never by guessing.
 
-A *conversation* goes through the tokenizer's chat template. What trains (`data.loss_on`: every assistant turn, the last
-one, those of a list of roles, or everything) is found in one of two ways:
+A *conversation* goes through the tokenizer's chat template. `data.loss_on` says what trains: every assistant turn, the
+last one, those of a list of roles, or everything. Its tokens are found in one of two ways:
 
 - The template has `{% generation %}` markers: they say it. Every assistant turn must have one marked span.
 - Otherwise the conversation is rendered up to each assistant turn, with the generation prompt that the model will get,
@@ -18,8 +18,8 @@ A message of another role than assistant trains from the first token of its cont
 token where the template writes one. Its content begins at the first difference from renderings with other contents in
 its place. A message's `weight` multiplies what its tokens count in the loss; one of weight 0 does not train.
 
-A *pair* of strings (prompt_completion, alpaca) becomes a user and an assistant turn where the tokenizer has a chat
-template. Without one the two strings are joined as they are and the EOS token ends them, as in TRL; a template file of
+A *pair* of strings (prompt_completion, alpaca) becomes a user and an assistant turn if the tokenizer has a chat
+template. Without one the two strings are joined as they are and the EOS token ends them, as in TRL. A template file of
 `{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}` gives the
 same on a tokenizer that has its own. The prompt must keep its tokens when the completion follows it. loss_on: assistant
 and last train the completion.
@@ -91,9 +91,9 @@ class Encoded:
 class Encoder:
     """Turns parsed rows into tokens.
 
-    system: text of a system message before conversations that have none. as_rendered: a conversation is exactly the
-    template's rendering; else its end gets the next turn's token if that ends the last turn. Raises BadRow for a row's
-    fault and DataError for the template's or tokenizer's.
+    system: text of a system message before conversations without one. as_rendered: a conversation is exactly the
+    template's rendering. Otherwise the next turn's token is added to its end, if that token ends turns. Raises BadRow
+    for a row's fault and DataError for the template's or tokenizer's.
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class Encoder:
     # ------------------------------------------------------------------------------------------------ strings, ids
 
     def tokenize(self, text: str) -> list[int]:
-        """Without special tokens but those that the text names."""
+        """Returns the tokens of a text, without special ones but those in the text."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def begin(self, ids: list[int]) -> list[int]:
-        """With the BOS in front, once, where the tokenizer begins texts with it."""
+        """Returns `ids` with the BOS in front, once, if the tokenizer begins texts with it."""
         return ids if ids[:1] == self.bos else self.bos + ids
 
     def _end(self, ids: list[int]) -> list[int]:
@@ -147,7 +147,7 @@ class Encoder:
         return ids if ids[-1:] == [eos] else [*ids, eos]
 
     def pair(self, pair: Pair) -> Encoded:
-        """Prompt and completion joined as strings, then EOS; the completion trains."""
+        """Joins prompt and completion as strings, then adds EOS; the completion trains."""
         before = self.begin(self.tokenize(pair.plain_prompt))
         ids = self.begin(self.tokenize(pair.plain_prompt + pair.completion))
         if ids[: len(before)] != before:
@@ -194,7 +194,7 @@ class Encoder:
         return self._turn_ends[key]
 
     def changed_ends_note(self) -> str | None:
-        """Returns what is new of the ends of conversations, for the resume of a run from before it."""
+        """Returns the change in the ends of conversations, for the resume of an older run."""
         ends, name = self.turn_ends(), self.tokenizer.convert_ids_to_tokens
         if ends.kind == "next turn" and self.loss_on == "all":
             return f"a conversation ends with {name(ends.last)!r}, which trains"
@@ -239,8 +239,8 @@ class Encoder:
         if self.loss_on == "all":
             if any(weight is not None for weight in chat.weights):
                 raise BadRow(
-                    "has a weight of a message, which counts where turns train by their role alone; leave it out, or "
-                    "set data.loss_on to assistant or a list of roles where it is all"
+                    "has a weight of a message, but data.loss_on all trains everything; leave the weight out, or set "
+                    "data.loss_on to assistant or a list of roles"
                 )
             return {}
         roles = ("assistant",) if isinstance(self.loss_on, str) else self.loss_on
@@ -298,14 +298,15 @@ class Encoder:
         return ids + self.turn_ends(chat).missing_end(calls=bool(last.get("tool_calls")))
 
     def _body(self, chat: Chat, whole: list[int]) -> int:
-        """Returns how many tokens of a whole rendering are turns: what a template ends all with is no part of one."""
+        """Returns how many tokens of a whole rendering are turns: a template's ending of all is no part of one."""
         ending = list(self.turn_ends(chat).ending)
         return len(whole) - len(ending) if ending and whole[-len(ending) :] == ending else len(whole)
 
     def render(
         self, chat: Chat, messages: list[dict[str, Any]], *, prompt: bool = False, marks: bool = False
     ) -> tuple[list[int], list[int]]:
-        """Token ids of `messages` (with the generation prompt if `prompt`), and the template's marks if asked."""
+        """Returns the token ids of `messages` (with the generation prompt if `prompt`), and the template's marks if
+        asked."""
         out = self._apply_template(
             chat, messages, prompt, tokenize=True, return_dict=True, return_assistant_tokens_mask=marks
         )
@@ -403,7 +404,7 @@ class Encoder:
         return at + 1 if whole[at] in self.special_ids else None
 
     def _content_span(self, chat: Chat, number: int, whole: list[int]) -> tuple[int, int]:
-        """Returns the start and end of what message `number`, of another role than assistant, says in `whole`."""
+        """Returns the start and end of the content of message `number`, of another role than assistant, in `whole`."""
         message = chat.messages[number]
         if not isinstance(message["content"], str):
             raise BadRow(
@@ -465,7 +466,7 @@ class Encoder:
         )
 
     def _what_works(self, chat: Chat, turn: int) -> str:
-        """Returns advice for a template that rewrites turns, so that an assistant turn trains; "" if there is none."""
+        """Returns advice to train an assistant turn though the template rewrites turns; "" for none."""
         variables = variables_of(self.tokenizer.get_chat_template(None, chat.tools))
         has_switch = "enable_thinking" in variables and "enable_thinking" not in chat.template_kwargs
         switched = dataclasses.replace(chat, template_kwargs={**chat.template_kwargs, "enable_thinking": False})
@@ -485,7 +486,7 @@ class Encoder:
 
 
 def _advice(messages: list[dict[str, Any]]) -> str:
-    """Returns what may let a template render messages that it does not."""
+    """Returns advice for messages that a template does not render."""
     if any("tool_calls" in message for message in messages):
         return "give the turns and tool calls the form it wants (their arguments as a JSON object)"
     return "put the turns in the order it wants"

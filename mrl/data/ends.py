@@ -5,8 +5,8 @@ A probe conversation is rendered with nothing after the assistant's turn, and wi
 - Most templates end a turn with a special token, whatever follows (ChatML, Llama 3). Some write more after the last
   turn of all (Phi-3: EOS); it is no part of the turn.
 - Some end the last turn with another token than earlier ones (gpt-oss: <|return|>, and <|end|> before).
-- Some write no end. The special token that begins the next turn then ends this one (GLM-4.5: <|user|>, and
-  <|observation|> after a turn that calls tools). It belongs to the turn.
+- Some write no end. The next turn's first special token then ends this one (GLM-4.5: <|user|>, and <|observation|>
+  after a turn that calls tools). It belongs to the turn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TurnEnds:
         return frozenset(token for token in (self.last, self.call) if token is not None)
 
     def missing_end(self, *, calls: bool) -> list[int]:
-        """Returns what a conversation lacks at its end, after an assistant's turn. calls: that turn calls tools."""
+        """Returns the tokens missing after a conversation's last assistant turn. calls: that turn calls tools."""
         end = self.call if calls and self.call is not None else self.last
         return [end] if self.kind == "next turn" and end is not None else []
 
@@ -69,7 +69,8 @@ class Probe:
         return TurnEnds()
 
     def _compare(self, alone: list[int], followed: list[int], asked: list[dict[str, Any]]) -> TurnEnds:
-        """alone, followed: what is after the assistant's words, without and with another turn there."""
+        """Finds the ends. alone, followed: the tokens after the assistant's words, without and with another turn
+        there."""
         same = common_prefix_length(alone, followed)
         own = [token for token in alone[:same] if token in self.special_ids]
         if own:
@@ -105,7 +106,7 @@ class Probe:
             return ""
 
 
-def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns how many tokens both sequences begin with alike."""
+def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Returns how many items both sequences begin with alike."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -3,7 +3,7 @@
 No row is held in memory: a JSON-lines file of a million rows costs 8 MB (one offset per row) and one pass at the
 start. Compressed files and Parquet, which have no random access to a row, are converted once into
 `<the cache of datasets>/mrl` (moved with HF_DATASETS_CACHE). The copy's name is made from the source's path, size and
-modification time, so a changed source gets a new copy; a source that changes under an open index is an error.
+modification time, so a changed source gets a new copy. A source that changes under an open index is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import datasets
 import numpy as np
@@ -61,27 +61,7 @@ def row_error(where: str, bad: BadRow) -> DataError:
     return error
 
 
-class Source(Protocol):
-    """Rows by index."""
-
-    name: str
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns the row as a fresh dict. Raises BadRow."""
-
-    def where(self, index: int) -> str:
-        """Returns `file:line` (from 1) of a row, or `file:row N` (from 0) where there are no lines."""
-
-    def fingerprint(self) -> dict[str, Any]:
-        """{"name", "rows", "size", "hash"}: what the content is, without modification times."""
-
-    def close(self) -> None:
-        """Gives back the file handle; the next read opens it again."""
-
-
-def open_file(path: str) -> Source:
+def open_file(path: str) -> JsonlFile | ParquetFile:
     """Returns the rows of one file, by its suffix."""
     try:
         if path.endswith(JSONL_SUFFIXES):
@@ -99,10 +79,11 @@ def one_line(error: object, limit: int = 300) -> str:
 # ---------------------------------------------------------------------------------------------- the cache of copies
 
 
-def cached_copy(path: str, suffix: str, write: Callable[[str, str], None]) -> str:
+def cached_copy(path: str, suffix: str, write: Callable[[str, str], None], *, damaged: str, mend: str) -> str:
     """Returns a converted copy of `path`, made by `write(path, target)` unless one for this path, size and time exists.
 
-    Processes that ask at once wait for the first; the copy appears under its name only when it is whole.
+    Processes wait for the first one to ask; the copy appears under its name only when it is whole. damaged: the
+    error of a file that `write` cannot read. mend: what the user can do then.
     """
     with open(path, "rb") as file:  # one that cannot be read is not the copy's fault
         stat = os.fstat(file.fileno())
@@ -126,7 +107,10 @@ def cached_copy(path: str, suffix: str, write: Callable[[str, str], None]) -> st
                     os.replace(unfinished, target)
                 finally:
                     Path(unfinished).unlink(missing_ok=True)
-    except OSError as e:
+    except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as e:
+        # the codec failed, and not the disk: its OSError has no error number, as that of a full disk has
+        if not isinstance(e, OSError) or e.errno is None:
+            raise DataError(path, why=f"{damaged} ({one_line(e)})", fix=mend) from e
         what = "with room" if e.errno in (errno.ENOSPC, errno.EDQUOT) else "that can be written"
         raise DataError(
             path,
@@ -153,44 +137,22 @@ def _lock_where_there_are_locks(path: str) -> Iterator[None]:
 
 
 def _decompress(path: str, target: str) -> None:
-    try:
-        with _decompressed(path) as stream, open(target, "wb") as out:
-            shutil.copyfileobj(stream, out, BLOCK)
-    except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as e:
-        if _is_from_the_disk(e):
-            raise
-        raise DataError(
-            path, why=f"cannot be decompressed ({one_line(e)})", fix="the file is cut off or damaged, copy it again"
-        ) from e
-
-
-def _decompressed(path: str) -> Any:
-    return gzip.open(path) if path.endswith(".gz") else pyarrow.input_stream(path, compression="zstd")
-
-
-def _is_from_the_disk(error: Exception) -> bool:
-    """Tells whether the disk failed (a full one has an error number), not the codec (its OSError has none)."""
-    return isinstance(error, OSError) and error.errno is not None
+    packed: Any = pyarrow.input_stream(path, compression="zstd") if path.endswith(".zst") else gzip.open(path)  # noqa: SIM115
+    with packed as stream, open(target, "wb") as out:
+        shutil.copyfileobj(stream, out, BLOCK)
 
 
 def _parquet_to_arrow(path: str, target: str) -> None:
-    try:
-        parquet = pyarrow.parquet.ParquetFile(path)
-        # An Arrow file holds one dictionary per column; a Parquet file may have one per row group.
-        fields = [
-            pyarrow.field(f.name, f.type.value_type if pyarrow.types.is_dictionary(f.type) else f.type)
-            for f in parquet.schema_arrow
-        ]
-        schema = pyarrow.schema(fields)
-        with pyarrow.OSFile(target, "wb") as out, pyarrow.ipc.new_file(out, schema) as writer:
-            for batch in parquet.iter_batches(batch_size=ARROW_ROWS):
-                writer.write_batch(batch.cast(schema))
-    except (OSError, pyarrow.ArrowException) as e:
-        if _is_from_the_disk(e):
-            raise
-        raise DataError(
-            path, why=f"cannot be read as Parquet ({one_line(e)})", fix="the file is damaged, write it again"
-        ) from e
+    parquet = pyarrow.parquet.ParquetFile(path)
+    # An Arrow file holds one dictionary per column; a Parquet file may have one per row group.
+    fields = [
+        pyarrow.field(f.name, f.type.value_type if pyarrow.types.is_dictionary(f.type) else f.type)
+        for f in parquet.schema_arrow
+    ]
+    schema = pyarrow.schema(fields)
+    with pyarrow.OSFile(target, "wb") as out, pyarrow.ipc.new_file(out, schema) as writer:
+        for batch in parquet.iter_batches(batch_size=ARROW_ROWS):
+            writer.write_batch(batch.cast(schema))
 
 
 # -------------------------------------------------------------------------------------------------------- JSON lines
@@ -201,7 +163,10 @@ class JsonlFile:
 
     def __init__(self, path: str) -> None:
         self.name = path
-        self._path = path if path.endswith((".jsonl", ".json")) else cached_copy(path, ".jsonl", _decompress)
+        self._path = path
+        if path.endswith((".gz", ".zst")):
+            mend = "the file is cut off or damaged, copy it again"
+            self._path = cached_copy(path, ".jsonl", _decompress, damaged="cannot be decompressed", mend=mend)
         self._file: BinaryIO | None = None
         with open(self._path, "rb") as file:
             self._stat = _identity(file)
@@ -211,10 +176,12 @@ class JsonlFile:
         return len(self._starts) - 1
 
     def where(self, index: int) -> str:
+        """Returns `file:line` (from 1) of a row."""
         line = index if self._lines is None else int(self._lines[index])
         return f"{self.name}:{line + 1}"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        """Returns the row as a fresh dict. Raises BadRow."""
         return parse_line(self._read(index), self._head)
 
     def _read(self, index: int) -> bytes:
@@ -231,9 +198,11 @@ class JsonlFile:
             return file.read(4096)
 
     def fingerprint(self) -> dict[str, Any]:
+        """Returns the identity of the content, without modification times."""
         return {"name": self.name, "rows": len(self), "size": self._stat[0], "hash": f"crc32:{self._crc:08x}"}
 
     def close(self) -> None:
+        """Gives back the file handle; the next read opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -353,7 +322,10 @@ class ParquetFile:
         self.name = path
         stat = os.stat(path)
         self._size = stat.st_size
-        self._path = cached_copy(path, ".arrow", _parquet_to_arrow)
+        self._path = cached_copy(
+            path, ".arrow", _parquet_to_arrow, damaged="cannot be read as Parquet",
+            mend="the file is damaged, write it again",
+        )  # fmt: skip
         self._reader: pyarrow.ipc.RecordBatchFileReader | None = None
         counts = [batch.num_rows for batch in self._batches()]
         self._starts = np.cumsum([0, *counts])
@@ -379,15 +351,19 @@ class ParquetFile:
         return f"{self.name}:row {index}"
 
     def fingerprint(self) -> dict[str, Any]:
-        """The hash covers both ends of the file; the footer holds sizes and statistics of every column chunk."""
-        with open(self.name, "rb") as file:
-            head = file.read(ENDS)
-            file.seek(max(0, self._size - ENDS))
-            crc = zlib.crc32(file.read(), zlib.crc32(head))
-        return {"name": self.name, "rows": len(self), "size": self._size, "hash": f"crc32:{crc:08x}"}
+        """Hashes both ends of the file; the footer holds sizes and statistics of every column chunk."""
+        return {"name": self.name, "rows": len(self), "size": self._size, "hash": hash_of_ends(self.name, ENDS)}
 
     def close(self) -> None:
         self._reader = None
+
+
+def hash_of_ends(path: str, length: int) -> str:
+    """Returns a hash of the first and the last `length` bytes of a file."""
+    with open(path, "rb") as file:
+        head = file.read(length)
+        file.seek(max(0, os.fstat(file.fileno()).st_size - length))
+        return f"crc32:{zlib.crc32(file.read(), zlib.crc32(head)):08x}"
 
 
 def kind_of(value: Any) -> str:

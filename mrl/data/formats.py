@@ -131,8 +131,8 @@ def rename_fields(row: Row, columns: Mapping[str, str]) -> Row:
             raise BadRow(f"has no field {old!r}, which data.columns renames to {new!r}; it has {_fields(row)}")
         if new in row and new not in columns:
             raise BadRow(
-                f"has a field {new!r} already, to which data.columns renames {old!r}; "
-                f"rename that one too, as {{{new}: {new}_unused}}"
+                f"has a field {new!r} already, and data.columns renames {old!r} to it; "
+                f"rename the other one too, as {{{new}: {new}_unused}}"
             )
     return {columns.get(name, name): value for name, value in row.items()}
 
@@ -149,15 +149,25 @@ def check_columns(columns: Mapping[str, str]) -> None:
             )
 
 
+def formats_with_fields(row: Row, formats: Mapping[str, Sequence[str]]) -> list[str]:
+    """Returns the formats whose fields the row has."""
+    return [name for name, fields in formats.items() if all(field in row for field in fields)]
+
+
+def fitting_format(row: Row, formats: Mapping[str, Sequence[str]]) -> str | None:
+    """Returns the format whose fields the row has; None without any. Raises DataError for several."""
+    fits = formats_with_fields(row, formats)
+    if len(fits) > 1:
+        why = f"the fields {_fields(row)} fit the formats {' and '.join(fits)}; set data.format to one of them"
+        raise DataError(why)
+    return fits[0] if fits else None
+
+
 def detect_format(row: Row) -> str:
-    """Returns the one format whose fields the row has. None or several is a DataError: the user names it then."""
-    fits = [name for name, fields in REQUIRED_FIELDS.items() if all(field in row for field in fields)]
-    if len(fits) == 1:
-        return fits[0]
-    if fits:
-        raise DataError(
-            f"the fields {_fields(row)} fit the formats {' and '.join(fits)}; set data.format to one of them"
-        )
+    """Returns the one format whose fields the row has. Raises DataError for none or several: the user names it then."""
+    fits = fitting_format(row, REQUIRED_FIELDS)
+    if fits is not None:
+        return fits
     known = "; ".join(f"{name}: {', '.join(fields)}" for name, fields in REQUIRED_FIELDS.items())
     hint = "rename fields with data.columns, as {question: prompt, answer: completion}"
     if "conversations" in row:
@@ -169,7 +179,7 @@ def detect_format(row: Row) -> str:
 
 def detect_prompt_form(row: Row) -> str:
     """Returns the one form of prompt whose fields the row has. None or several is a DataError."""
-    fits = [name for name, fields in PROMPT_FIELDS.items() if all(field in row for field in fields)]
+    fits = formats_with_fields(row, PROMPT_FIELDS)
     if len(fits) == 1:
         return fits[0]
     if fits:
@@ -229,7 +239,9 @@ def parse_row(row: Row, format: str) -> Chat | Pair | Text | Tokens:
         case "prompt_completion":
             return _prompt_completion(row)
         case "alpaca":
-            return _alpaca(row)
+            prompt, plain, history = _alpaca_prompt(row)
+            answer = _string(row["output"], "output", empty=False)
+            return Pair(prompt, answer, plain, _before(row, history), before_trains=bool(history))
         case "text":
             return Text(_string(row["text"], "text", empty=False))
         case "tokenized":
@@ -306,8 +318,8 @@ def _chat_with_images(row: Row, messages: list[dict[str, Any]], *, given: int) -
         beside, field = [row["image"]], "image"
     if len(beside) != waiting:
         raise BadRow(
-            f'has {len(beside)} images in its field {field} and {waiting} parts of the form {{"type": "image"}} that '
-            "stand for them; give one part for each, where it is to be seen"
+            f'has {len(beside)} images in its field {field} and {waiting} parts {{"type": "image"}} for them; '
+            "give one part for each, at its place in the content"
         )
     names = [f"prompt[{i}]" if i < given else f"completion[{i - given}]" for i in range(len(messages))]
     weights = tuple(
@@ -390,12 +402,6 @@ def _before(row: Row, history: Sequence[dict[str, Any]] = ()) -> tuple[dict[str,
     return (*([] if system is None else [{"role": "system", "content": system}]), *history)
 
 
-def _alpaca(row: Row) -> Pair:
-    prompt, plain, history = _alpaca_prompt(row)
-    answer = _string(row["output"], "output", empty=False)
-    return Pair(prompt, answer, plain, _before(row, history), before_trains=bool(history))
-
-
 def _history(row: Row) -> list[dict[str, Any]]:
     """Returns the turns before the instruction. Raises BadRow."""
     turns: list[dict[str, Any]] = []
@@ -453,7 +459,7 @@ def _tokens(row: Row) -> Tokens:
     ids = _integers(row["input_ids"], "input_ids")
     given = [name for name in ("labels", WEIGHTS, *MASK_FIELDS) if row.get(name) is not None]
     if len(given) > 1:
-        raise BadRow(f"has {' and '.join(given)}; keep the one that says which tokens train")
+        raise BadRow(f"has {' and '.join(given)}; keep the one that marks the trained tokens")
     if not given:
         return Tokens(ids, None)
     if given[0] == WEIGHTS:

@@ -40,10 +40,8 @@ class Image:
 
     def open(self, folder: str) -> Any:
         """Returns the picture, upright and in RGB. folder: of the data file. Raises BadRow."""
-        pillow, of_transformers = (
-            importlib.import_module("PIL.Image"),
-            importlib.import_module("transformers.image_utils"),
-        )
+        pillow = importlib.import_module("PIL.Image")
+        of_transformers = importlib.import_module("transformers.image_utils")
         file: io.BytesIO | str = io.BytesIO(self.data or b"")
         name = "its bytes"
         if self.path is not None:

@@ -1,7 +1,7 @@
 """JSON in the text of a field, as Parquet and the OpenAI API carry values that have no type of their own.
 
-Text of `tools`, `chat_template_kwargs` and `tool_calls` has to be JSON. Text of a conversation is JSON where it is a
-list of messages with roles; any other is somebody's text and stays, and so does the completion of a prompt in text.
+Text of `tools`, `chat_template_kwargs` and `tool_calls` has to be JSON. Text of a conversation is read as JSON if it is
+a list of messages with roles. Any other is somebody's text and stays. So does the completion of a prompt in text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def tools_of(row: dict[str, Any]) -> list[Any] | None:
 
 
 def template_kwargs_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a row gives to the variables of the chat template. Raises BadRow."""
+    """Returns a row's values for variables of the chat template. Raises BadRow."""
     wanted = 'an object, as {"enable_thinking": false}'
     kwargs = parse_json_text(row.get("chat_template_kwargs"), "chat_template_kwargs", wanted) or {}
     if not isinstance(kwargs, dict):

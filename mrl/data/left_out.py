@@ -1,4 +1,4 @@
-"""Notes on fields that a chat template leaves out: said at the start, from the first rows that have each field.
+"""Notes at the start on fields that a chat template leaves out, from the first rows with each field.
 
 A conversation is rendered with a field and without it. A variable of chat_template_kwargs is looked for in the
 template's text instead: `enable_thinking: true` may change nothing, and be right.
@@ -84,8 +84,11 @@ def _without(message: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
 
 
 def _kind_of_text(message: Mapping[str, Any], place: int) -> str | None:
-    """Returns what a template may leave out together: texts by their role, and those that some templates have no place
-    for (Llama 3.1: content beside a call; Qwen3-VL: a later system message)."""
+    """Returns the kind of a message's text; a template leaves out all texts of a kind or none.
+
+    Kinds are the roles, and texts without a place in some templates (Llama 3.1: content beside a call; Qwen3-VL: a
+    later system message).
+    """
     content, role = message["content"], message["role"]
     if not isinstance(content, str) or is_blank(content):
         return None

@@ -19,7 +19,7 @@ def is_blank(content: Any) -> bool:
 
 
 def empty_turn_error(where: str, message: dict[str, Any]) -> DataError:
-    """Returns the error of a turn that is nothing but its end, since the template leaves out what it says."""
+    """Returns the error of a turn that is nothing but its end, because the template leaves out its content."""
     return DataError(
         where,
         why=f"the chat template leaves out {' and '.join(extra_fields(message))}, and only the turn's end is left",

@@ -32,7 +32,7 @@ from mrl.config.sources import Share, Source
 from mrl.data.dataset import LoadedRow, RejectedRow, RowDataset
 from mrl.data.encode import Encoder
 from mrl.data.splits import NamedFiles, check_apart, check_splits
-from mrl.data.streamed import START, Cursor, Mark
+from mrl.data.streamed import START, Cursor, Mark, Order
 from mrl.errors import DataError, UserError
 
 T = TypeVar("T", bound=LoadedRow)
@@ -83,7 +83,7 @@ def notes_of_rows(train: RowDataset[Any] | None, evaluation: Mapping[str, RowDat
 def _made(
     make: Callable[[Any], RowDataset[T]], data: Any, source: Source, part: Literal["train", "eval"], at: str
 ) -> RowDataset[T]:
-    """Returns the rows of a source. at: its key, of which is said what is wrong with a value of its own."""
+    """Returns the rows of a source. at: its key, named in errors about a value of its own."""
     try:
         return make(section_of_source(data, source, part))
     except DataError as error:
@@ -179,16 +179,6 @@ class MixedDataset(RowDataset[T]):
     def first_row(self) -> tuple[dict[str, Any], str]:
         return self.sources[0].first_row()
 
-    @staticmethod
-    def _form_of(row: dict[str, Any]) -> str:
-        raise AssertionError("each source has a form of its own")
-
-    def _begin(self, tokenizer: Any) -> None:
-        raise AssertionError("each source has begun")
-
-    def _make(self, index: int, row: dict[str, Any]) -> T | RejectedRow:
-        raise AssertionError("each source makes its rows")
-
 
 @dataclasses.dataclass(frozen=True)
 class SourceProgress:
@@ -202,12 +192,34 @@ class SourceProgress:
     mark: Mark = START  # of a source that is streamed: where the block of its next row begins
 
 
+class OrderedRows:
+    """Gives the rows of a data set one after the other, each epoch in an order of its own."""
+
+    def __init__(
+        self, dataset: RowDataset[Any], epoch_order: Callable[[int, int], np.ndarray], streamed_order: Order
+    ) -> None:
+        """epoch_order: (epoch, number of rows) -> row indices. streamed_order: the same of streamed rows."""
+        self.dataset, self._epoch_order, self._streamed_order = dataset, epoch_order, streamed_order
+        self._cached: tuple[int, np.ndarray] | None = None
+
+    def take(self, at: Cursor) -> tuple[int, Cursor]:
+        """Returns the index of the row at a position, and the next position."""
+        if self.dataset.is_streamed:
+            return self.dataset.take(at, self._streamed_order)
+        cached = self._cached
+        if cached is None or cached[0] != at.epoch:
+            cached = self._cached = (at.epoch, self._epoch_order(at.epoch, len(self.dataset)))
+        is_last = at.position + 1 == len(self.dataset)
+        after = Cursor(at.epoch + 1) if is_last else Cursor(at.epoch, at.position + 1)
+        return int(cached[1][at.position]), after
+
+
 class Mixer:
-    """Chooses rows of a `MixedDataset`; see the module. `read` is how far each source has been read."""
+    """Chooses rows of a `MixedDataset`; see the module. `reads`: how far each source has been read."""
 
     def __init__(self, dataset: MixedDataset[Any], order: Callable[[str, int, int], np.ndarray]) -> None:
-        """order: (name, epoch, number of rows) -> row indices of a source."""
-        self.dataset, self._order = dataset, order
+        """Reads weights and epochs. order: (name, epoch, number of rows) -> row indices of a source."""
+        self.dataset = dataset
         self.by_tokens = dataset.config.mix_by == "tokens"
         weights = [
             Fraction(len(source)) if share.weight is None else Fraction(str(share.weight))
@@ -215,22 +227,23 @@ class Mixer:
         ]
         scale = math.lcm(*(weight.denominator for weight in weights))
         self.weights = [int(weight * scale) for weight in weights]
-        self.last = [
-            None
-            if share.epochs is None or source.is_streamed
-            else math.floor(Fraction(str(share.epochs)) * len(source))
-            for share, source in zip(dataset.shares, dataset.sources, strict=True)
-        ]
-        for share, source, last in zip(dataset.shares, dataset.sources, self.last, strict=True):
+        self.last: list[int | None] = []
+        self._rows: list[OrderedRows] = []
+
+        def order_of_part(name: str, what: str, epoch: int, rows: int) -> np.ndarray:
+            return order(f"{name}/{what}", epoch, rows)
+
+        for share, source in zip(dataset.shares, dataset.sources, strict=True):
+            last = None
+            if share.epochs is not None and not source.is_streamed:
+                last = math.floor(Fraction(str(share.epochs)) * len(source))
             if last == 0:
                 why = f"is {share.epochs:g}, which of its {len(source)} rows is none"
                 raise DataError(f"data.train, source {share.title}, epochs", why=why, fix="give more, or leave it out")
-        self._cached: dict[int, tuple[int, np.ndarray]] = {}
-        self._parts = [functools.partial(self._order_of_part, share.title) for share in dataset.shares]
-
-    def _order_of_part(self, name: str, what: str, epoch: int, rows: int) -> np.ndarray:
-        """Returns an order of a source that is streamed; see `mrl.data.streamed.Order`."""
-        return self._order(f"{name}/{what}", epoch, rows)
+            self.last.append(last)
+            of_epoch = functools.partial(order, share.title)
+            of_part = functools.partial(order_of_part, share.title)
+            self._rows.append(OrderedRows(source, of_epoch, of_part))
 
     def is_over(self, number: int, read: SourceProgress) -> bool:
         """Returns whether the passes that a source may make are made."""
@@ -258,18 +271,8 @@ class Mixer:
     def row(self, number: int, read: SourceProgress) -> tuple[int, Cursor]:
         """Returns the index of the next row of source `number` among the rows of all sources, and the position after it
         in the source."""
-        source, start = self.dataset.sources[number], self.dataset.starts[number]
-        if source.is_streamed:
-            index, after = source.take(Cursor(read.epoch, read.position, read.mark), self._parts[number])
-            return start + index, after
-        cached = self._cached.get(number)
-        if cached is None or cached[0] != read.epoch:
-            size = len(self.dataset.sources[number])
-            cached = (read.epoch, self._order(self.dataset.shares[number].title, read.epoch, size))
-            self._cached[number] = cached
-        is_last = read.position + 1 == len(source)
-        after = Cursor(read.epoch + 1) if is_last else Cursor(read.epoch, read.position + 1)
-        return start + int(cached[1][read.position]), after
+        index, after = self._rows[number].take(Cursor(read.epoch, read.position, read.mark))
+        return self.dataset.starts[number] + index, after
 
     def record_read(self, reads: list[SourceProgress], number: int, cursor: Cursor, item: Any | None) -> None:
         """Counts a row of source `number` in `reads`. cursor: the position after it. item: the row in tokens;
@@ -286,7 +289,7 @@ class Mixer:
             reads[:] = [dataclasses.replace(one, given=0) for one in reads]
 
     def settings(self, number: int) -> dict[str, Any]:
-        """Returns what the rows of a source become tokens by, as plain data."""
+        """Returns the settings by which rows of a source become tokens, as plain data."""
         source = self.dataset.sources[number]
         config = source.config
         settings = {name: getattr(config, name) for name in ROW_KEYS if hasattr(config, name)}
@@ -296,28 +299,10 @@ class Mixer:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
 
 
-def usable_by_source(dataset: MixedDataset[Any], is_usable: Sequence[bool], order: Any) -> list[tuple[int, int | None]]:
-    """Returns of each source its rows that can be used, and how many its epochs let the run have; None for no bound.
-
-    is_usable: of every row. order: as `Mixer` takes it.
-    """
-    mixer, found = Mixer(dataset, order), []
-    for number, (source, share) in enumerate(zip(dataset.sources, dataset.shares, strict=True)):
-        flags = np.asarray(is_usable[dataset.starts[number] : dataset.starts[number + 1]], dtype=bool)
-        last = mixer.last[number]
-        most = None
-        if last is not None:
-            epochs, rest = divmod(last, len(source))
-            most = epochs * int(flags.sum()) + int(flags[order(share.title, epochs, len(source))[:rest]].sum())
-        found.append((int(flags.sum()), most))
-    return found
-
-
 def mixture_changes(
     saved: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
 ) -> list[str]:  # fmt: skip
-    """Returns in words what a resumed run mixes otherwise, from the entries of `sources` of two states; [] for
-    nothing."""
+    """Returns the changes in a resumed run's mixture in words, from the entries of `sources` of two states."""
     before = {entry["name"]: entry for entry in saved}
     names = {entry["name"] for entry in now}
     words = [

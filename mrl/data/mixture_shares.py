@@ -7,6 +7,7 @@ of the run to within a row for each source that ends.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 
@@ -36,7 +37,10 @@ def shares_of_run(supplies: Sequence[SourceSupply], rows: int, *, by_tokens: boo
     taken, open_ = 0.0, list(range(len(supplies)))
     while open_ and taken < rows:
         total = sum(rates[i] for i in open_)
-        until = {i: _left(supplies[i], given[i]) * total / rates[i] for i in open_}  # rows of all until it is over
+        until = {}  # rows of all until a source is over
+        for i in open_:
+            most = supplies[i].most
+            until[i] = math.inf if most is None else (most - given[i]) * total / rates[i]
         passed = min(rows - taken, *until.values())
         for i in open_:
             given[i] += passed * rates[i] / total
@@ -49,7 +53,3 @@ def shares_of_run(supplies: Sequence[SourceSupply], rows: int, *, by_tokens: boo
         SourceShare(number, number / one.rows if one.rows else None, end)
         for one, number, end in zip(supplies, given, ends, strict=True)
     ]
-
-
-def _left(supply: SourceSupply, given: float) -> float:
-    return float("inf") if supply.most is None else supply.most - given

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-import itertools
 import os.path
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,13 +33,13 @@ from mrl.batch import MTP_MASK, Batch, make_batch
 from mrl.config.answers import AnswerRowsConfig
 from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.keys import join_names
-from mrl.data.dataset import RejectedRow, RowDataset, check_text_alone
+from mrl.data.dataset import EncodedRows, RejectedRow
 from mrl.data.encode import Encoder, check_system
+from mrl.data.ends import common_prefix_length
 from mrl.data.files import BadRow
-from mrl.data.formats import Chat, Pair, Row, check_messages, parse_row, row_weight
+from mrl.data.formats import Chat, Pair, Row, check_messages, fitting_format, parse_row, row_weight
 from mrl.data.json_text import decode_json_fields
-from mrl.data.left_out import left_out
-from mrl.data.vision import ImageRow, Vision
+from mrl.data.vision import Vision
 from mrl.errors import DataError
 
 FIELDS = {"preference": ("chosen", "rejected"), "unpaired": ("prompt", "completion", "label")}
@@ -75,11 +73,9 @@ class Preference:
 
 def detect(row: Row) -> str:
     """Returns the one form whose fields the row has. None or both is a DataError."""
-    fits = [name for name, fields in FIELDS.items() if all(field in row for field in fields)]
-    if len(fits) == 1:
-        return fits[0]
-    if fits:
-        raise DataError("has chosen and rejected, and completion and label; set data.format to preference or unpaired")
+    fits = fitting_format(row, FIELDS)
+    if fits is not None:
+        return fits
     raise DataError(
         f"the fields {join_names(row) or 'none'} are no preference: give prompt, chosen and rejected, chosen and "
         f"rejected as conversations, or prompt, completion and label; {RENAME_HINT}"
@@ -116,13 +112,12 @@ def check_fields(row: Row, fields: Sequence[str], format: str, like: str) -> Non
 
 
 def _is_said_again(prompt: Any, row: Row) -> bool:
-    """Returns whether a prompt in text is what the last message says that chosen and rejected, whole conversations,
-    both begin with."""
+    """Returns whether a prompt in text repeats the last message that chosen and rejected, whole conversations,
+    share."""
     chosen, rejected = row["chosen"], row["rejected"]
     if not (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
         return False
-    pairs = zip(chosen, rejected, strict=False)
-    shared = [one for one, other in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    shared = chosen[: common_prefix_length(chosen, rejected)]
     return bool(shared) and isinstance(shared[-1], dict) and shared[-1].get("content") == prompt
 
 
@@ -135,8 +130,8 @@ def _shared_text(row: Row, end: str) -> str:
     """Returns the prompt of a pair of whole texts: what both begin with, up to the last `end` in it."""
     if not are_texts(row):
         raise BadRow(
-            "is no pair of whole texts without a prompt, which data.prompt_end is of; leave that key out, or give it "
-            "to the source alone whose rows are such"
+            "is no pair of whole texts without a prompt, and data.prompt_end needs one; leave that key out, or give it "
+            "to the source with such rows alone"
         )
     texts = row["chosen"], row["rejected"]
     shared = os.path.commonprefix(texts)
@@ -149,8 +144,8 @@ def _shared_text(row: Row, end: str) -> str:
     for name, text in zip(("chosen", "rejected"), texts, strict=True):
         if end in text[at + len(end) :]:
             raise BadRow(
-                f"{name} has {end!r:.40} again after the prompt that both share, so that it holds later turns, which "
-                "nothing tells from its answer; give conversations as lists of messages, or remove the row"
+                f"{name} has {end!r:.40} again after the prompt that both share, so it holds later turns, and nothing "
+                "separates its answer; give conversations as lists of messages, or remove the row"
             )
     return shared[: at + len(end)]
 
@@ -169,9 +164,7 @@ def _shared_messages(row: Row) -> list[dict[str, Any]]:
             raise BadRow(f"{name} is no list of messages, and there is no prompt; {fix}")
         check_messages(row[name], name, parts=True)
     chosen, rejected = row["chosen"], row["rejected"]
-    shared = 0
-    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
-        shared += 1
+    shared = common_prefix_length(chosen, rejected)
     if shared == 0:
         raise BadRow("chosen and rejected begin with different messages; they need the same prompt, or a field prompt")
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
@@ -230,7 +223,7 @@ def too_long(config: AnswerRowsConfig, where: str, sequences: Sequence[Any]) -> 
     raise DataError(f"{what}; raise data.max_length, or set data.truncation to drop")
 
 
-class PreferenceDataset(RowDataset[Preference]):
+class PreferenceDataset(EncodedRows[Preference]):
     """Rows of preferences, as `Preference`s.
 
     paired: the loss is of pairs, so single answers are refused. vision: of the model where it reads images.
@@ -248,11 +241,8 @@ class PreferenceDataset(RowDataset[Preference]):
         return detect(row)
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        if self._vision is not None and self.config.chat_template is None:
-            self._vision.give_template(tokenizer)
         check_system(self.config.system, tokenizer)
-        self._encoder = Encoder(tokenizer, "assistant", self.config.system)
-        self.format = self.config.format if self.config.format != "auto" else self.detected_form()
+        self._make_encoder(tokenizer, "assistant")
         if self.config.prompt_end is not None and self.format != "preference":
             why = f"is of the format preference, and the rows of {self.path} have the format {self.format}"
             raise DataError("data.prompt_end", why=why, fix="leave it out")
@@ -272,9 +262,8 @@ class PreferenceDataset(RowDataset[Preference]):
     def encoders(self) -> list[Encoder]:
         return [self._encoder]
 
-    def template_notes(self) -> list[str]:
-        contents = lambda row: [c for c, _ in parse(row, self.format, self.config.prompt_end)]  # noqa: E731
-        return self._notes_on(contents, functools.partial(left_out, self._encoder))
+    def _contents(self, row: Row) -> Sequence[Any]:
+        return [content for content, _ in parse(row, self.format, self.config.prompt_end)]
 
     def tokens_of(self, item: Preference) -> int:
         return sum(len(answer.ids) for answer in item.answers)
@@ -284,12 +273,7 @@ class PreferenceDataset(RowDataset[Preference]):
             raise BadRow(
                 "has a message with a weight other than 0 and 1; an answer's log-prob counts a token or does not"
             )
-        row = ImageRow(self._encoder.encode(content), {})
-        if self._vision is None:
-            check_text_alone(content)
-        else:
-            images = content.images if isinstance(content, Chat) else ()
-            row = self._vision.expand(row.encoded, images, self._rows.folder(index))
+        row = self._encoded(index, content)
         encoded = row.encoded
         self._check_vocabulary(encoded.ids)
         # nothing precedes the first token, so it never trains
@@ -311,8 +295,8 @@ class PreferenceDataset(RowDataset[Preference]):
             if not same_turns:
                 raise BadRow(
                     f"chosen and rejected do not begin with the same turns that do not train ({here} and {there}): "
-                    "turns of weight 0, or of another role than assistant, before an answer's first that trains belong "
-                    "to the prompt, which has to be the same; give both the same ones"
+                    "turns of weight 0, or of another role than assistant, are part of the prompt until one trains; "
+                    "give both the same prompt"
                 )
             raise BadRow(
                 f"the prompt is not the same tokens before chosen and before rejected ({here} and {there}): the chat "

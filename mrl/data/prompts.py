@@ -1,4 +1,4 @@
-"""Prompts of data.train or data.eval: what the policy is given, and the row that rewards are computed from."""
+"""Prompts of data.train or data.eval: the policy's input, and the row from which rewards are computed."""
 
 from __future__ import annotations
 
@@ -109,14 +109,17 @@ class PromptDataset(RowDataset[Prompt]):
     def unread_fields(self) -> list[str]:
         return []  # rewards and environments get all of them
 
-    def template_notes(self) -> list[str]:
-        return self._notes_on(lambda row: [parse_prompt(row, self.form)], self._encoder.left_out)
+    def _contents(self, row: dict[str, Any]) -> Sequence[Any]:
+        return [parse_prompt(row, self.form)]
+
+    def _left_out(self, chats: list[tuple[str, Chat]]) -> list[str]:
+        return self._encoder.left_out(chats)
 
     def tokens_of(self, item: Prompt) -> int:
         return len(item.tokens)
 
     def too_long(self, tokens: int) -> str:
-        """Returns what is said of a prompt with too many tokens, where data.truncation is error."""
+        """Returns the message on a prompt with too many tokens, for data.truncation error."""
         return (
             f"the prompt has {tokens} tokens and data.max_prompt_length is {self.config.max_prompt_length}; raise "
             "data.max_prompt_length, or set data.truncation to left or drop"

@@ -4,7 +4,7 @@
     hf://datasets/NAME/data/*.parquet     a file, folder or glob of any file system that fsspec has (s3, gs, ...)
     openai/gsm8k:main                     the files that `datasets` finds for a split of a hub id
 
-Nothing is copied to the disk. A connection that breaks is opened again at the byte where it broke.
+Nothing is copied to the disk. A broken connection is opened again at the byte where it broke.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
@@ -29,7 +28,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.hf_file_system import HfFileSystemResolvedRepositoryPath
 
 from mrl.config.urls import HIDDEN, is_signed, shown_url
-from mrl.data.files import SUFFIXES, one_line
+from mrl.data.files import SUFFIXES, hash_of_ends, one_line
 from mrl.errors import DataError
 
 STREAMED_SUFFIXES = (*SUFFIXES, ".arrow")
@@ -55,11 +54,8 @@ class RemoteFile:
 
     url: str
     size: int | None  # bytes; None where the server does not say
-    tag: str = ""  # what the server knows its content by, or a hash of its ends
-    open_at: Callable[[int], BinaryIO] = dataclasses.field(
-        compare=False,
-        default=io.BytesIO,  # type: ignore[assignment]
-    )
+    tag: str  # what the server knows its content by, or a hash of its ends
+    open_at: Callable[[int], BinaryIO] = dataclasses.field(compare=False)
     seeks: bool = True  # whether the file can be read from any place
 
     @property
@@ -68,13 +64,12 @@ class RemoteFile:
         return shown_url(self.url)
 
     def open(self, key: str, ended: threading.Event) -> io.BufferedReader:
-        """Returns its bytes from the beginning. key: of the config, for errors. ended: once set, nothing is tried
-        again."""
+        """Returns its bytes from the beginning. key: of the config, for errors. ended: once set, nothing is retried."""
         return io.BufferedReader(_ReopeningFile(self, key, ended), 1 << 20)
 
 
 class _ReopeningFile(io.RawIOBase):
-    """A file that is opened again at the byte where it broke, once for each of `WAITS_S`. Raises SourceError."""
+    """Reads a file, and opens a broken one again at its next byte, once for each of `WAITS_S`. Raises SourceError."""
 
     def __init__(self, file: RemoteFile, key: str, ended: threading.Event) -> None:
         self.of, self.key, self._ended = file, key, ended
@@ -170,7 +165,7 @@ def error_text(error: Exception) -> str:
 
 
 def _tried(key: str, url: str, fn: Callable[[], Any]) -> Any:
-    """Returns what `fn` does, tried several times."""
+    """Calls `fn` several times until it works. Returns its result."""
     for wait in (*WAITS_TO_FIND_S, None):
         try:
             return fn()
@@ -204,30 +199,21 @@ def find_files(path: str, *, split: str | None, key: str) -> list[RemoteFile]:
         why = f"{split!r}, but {shown_url(path)} names files, which have no splits"
         raise DataError(f"{key}, split", why=why, fix="leave split out and name the files of that split")
     for file in files:
-        check_suffix(file.name, key)
+        if not file.name.endswith(STREAMED_SUFFIXES):
+            fix = f"give files that end in {', '.join(STREAMED_SUFFIXES)}, or leave stream out"
+            raise DataError(key, why=f"{file.name} is of no form that can be streamed", fix=fix)
     return files
-
-
-def check_suffix(name: str, key: str) -> None:
-    if not name.endswith(STREAMED_SUFFIXES):
-        fix = f"give files that end in {', '.join(STREAMED_SUFFIXES)}, or leave stream out"
-        raise DataError(key, why=f"{name} is of no form that can be streamed", fix=fix)
 
 
 def local_file(path: str) -> RemoteFile:
     """Returns a file on this machine."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        head = file.read(ENDS)
-        file.seek(max(0, size - ENDS))
-        tag = f"crc32:{zlib.crc32(file.read(), zlib.crc32(head)):08x}"
 
     def open_at(offset: int) -> BinaryIO:
         opened = open(path, "rb")  # noqa: SIM115  the stream closes it
         opened.seek(offset)
         return opened
 
-    return RemoteFile(path, size, tag, open_at)
+    return RemoteFile(path, os.path.getsize(path), hash_of_ends(path, ENDS), open_at)
 
 
 def http_file(url: str) -> RemoteFile:
@@ -261,7 +247,7 @@ def http_file(url: str) -> RemoteFile:
 
 
 def _tag(answer: http.client.HTTPResponse) -> str:
-    """Returns what a server knows the content of a file by; "" where it does not say."""
+    """Returns the server's tag of a file's content; "" if it gives none."""
     return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
 
 

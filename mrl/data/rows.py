@@ -25,7 +25,7 @@ import datasets
 import numpy as np
 
 from mrl.config.urls import shown_url
-from mrl.data.files import SUFFIXES, BadRow, Source, arrow_row, one_line, open_file
+from mrl.data.files import SUFFIXES, BadRow, JsonlFile, ParquetFile, arrow_row, one_line, open_file
 from mrl.data.remote import STREAMED_SUFFIXES, RemoteFile, find_files, local_file
 from mrl.data.splits import NamedFiles, check_splits, files_of_path
 from mrl.data.streamed import Exchange, StreamedRows
@@ -42,8 +42,8 @@ END_ROWS = 64  # rows hashed at each end of a `datasets` data set
 class Rows:
     """The rows of several sources, one after the other. Reads are not thread-safe."""
 
-    def __init__(self, sources: Sequence[Source], named: NamedFiles) -> None:
-        """named: the files of the sources."""
+    def __init__(self, sources: Sequence[JsonlFile | ParquetFile | DatasetRows], named: NamedFiles) -> None:
+        """Opens no source yet. named: the files of the sources."""
         self.named = named
         self._sources = list(sources)
         self._starts = np.cumsum([0, *(len(s) for s in self._sources)])
@@ -76,11 +76,11 @@ class Rows:
         yield from range(len(self))
 
     def folder(self, index: int) -> str:
-        """Returns the folder that relative paths in a row start from: that of its file or its saved data set."""
+        """Returns the folder of relative paths in a row: that of its file or its saved data set."""
         return os.path.dirname(os.path.abspath(self._sources[self._find(index)[0]].name))
 
     def fingerprint(self) -> list[dict[str, Any]]:
-        """{"name", "rows", "size", "hash"} of each source."""
+        """Returns {"name", "rows", "size", "hash"} of each source."""
         return [source.fingerprint() for source in self._sources]
 
 
@@ -93,9 +93,7 @@ def open_stream(path: str, *, split: str | None, buffer: int, exchange: Exchange
         if _is_saved_dataset(local):
             why = f"{path} is a saved data set, which lies on the disk and is read in place"
             raise DataError("data.train", why=why, fix="leave stream out")
-        files = [] if "://" in path else _data_files(local, "train", STREAMED_SUFFIXES)
-        if files and split is not None:
-            raise _no_splits(path, split, "train")
+        files = [] if "://" in path else _data_files(local, split, "train", STREAMED_SUFFIXES)
         files_found = [local_file(file) for file in files] or find_files(path, split=split, key="data.train")
         names = [file.name for file in files_found]
         if files or "://" in path:
@@ -110,9 +108,7 @@ def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
     local = os.path.expanduser(path)
     if _is_saved_dataset(local):
         rows = _load_saved(local, split, part)
-    elif files := _data_files(local, part):
-        if split is not None:
-            raise _no_splits(path, split, part)
+    elif files := _data_files(local, split, part):
         of_files = files_of_path(f"data.{part}", path, files)
         check_splits([of_files])
         sources = [open_file(file) for file in files]
@@ -127,62 +123,44 @@ def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
     return rows
 
 
-def _no_splits(path: str, split: str, part: Part) -> DataError:
-    return DataError(
-        "data.split",
-        why=f"{split!r}, but data.{part} ({path}) is files, which have no splits",
-        fix="remove data.split and name the files of that split",
-    )
-
-
 # ------------------------------------------------------------------------------------------------------------- files
 
 
-def _data_files(path: str, part: Part, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
-    """Returns the files that `path` means, sorted; none if it looks like a hub id."""
+def _data_files(path: str, split: str | None, part: Part, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
+    """Returns the files that `path` means, sorted; none if it looks like a hub id. Raises DataError, also for a split
+    of files."""
+    key, known = f"data.{part}", f"use {', '.join(suffixes)}"
     if os.path.isdir(path):
-        return _folder_files(path, part, suffixes)
-    if os.path.exists(path):
+        names = sorted(n for n in os.listdir(path) if n.endswith(suffixes) and not n.startswith("."))
+        if not names:
+            below = (name for _, _, found in itertools.islice(os.walk(path), 100) for name in found)
+            suffix = next((s for name in below for s in suffixes if name.endswith(s)), ".jsonl")
+            why = f"{path}: the folder holds no data file ({', '.join(suffixes)}) and no saved data set"
+            fix = f"for files in sub-folders give a glob, as {path.rstrip('/')}/**/*{suffix}"
+            raise DataError(key, why=why, fix=fix)
+        files = [os.path.join(path, n) for n in names]
+    elif os.path.exists(path):
         if not path.endswith(suffixes):
-            raise DataError(f"data.{part}", why=f"{path}: the suffix is not known", fix=f"use {', '.join(suffixes)}")
-        return [path]
-    if glob.has_magic(path):
+            raise DataError(key, why=f"{path}: the suffix is not known", fix=known)
+        files = [path]
+    elif glob.has_magic(path):
         files = sorted(f for f in glob.glob(path, recursive=True) if os.path.isfile(f))
         if not files:
-            raise DataError(
-                f"data.{part}",
-                why=f"{path}: no file matches",
-                fix="a glob looks like data/*.jsonl or data/**/*.parquet",
-            )
-        if other := [f for f in files if not f.endswith(suffixes)]:
-            raise DataError(
-                f"data.{part}",
-                why=f"{path}: matches {other[0]}, whose suffix is not known",
-                fix=f"use {', '.join(suffixes)}",
-            )
-        return files
-    if (
-        path.endswith(suffixes)
-        or path.startswith(("/", ".", "~"))
-        or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", path)
-    ):
-        raise DataError(
-            f"data.{part}", why=f"{path}: there is no such file or folder (from {os.getcwd()})", fix=f"give {FORMS}"
-        )
-    return []
-
-
-def _folder_files(path: str, part: Part, suffixes: tuple[str, ...]) -> list[str]:
-    names = sorted(n for n in os.listdir(path) if n.endswith(suffixes) and not n.startswith("."))
-    if not names:
-        below = (name for _, _, found in itertools.islice(os.walk(path), 100) for name in found)
-        suffix = next((s for name in below for s in suffixes if name.endswith(s)), ".jsonl")
-        raise DataError(
-            f"data.{part}",
-            why=f"{path}: the folder holds no data file ({', '.join(suffixes)}) and no saved data set",
-            fix=f"for files in sub-folders give a glob, as {path.rstrip('/')}/**/*{suffix}",
-        )
-    return [os.path.join(path, n) for n in names]
+            fix = "a glob looks like data/*.jsonl or data/**/*.parquet"
+            raise DataError(key, why=f"{path}: no file matches", fix=fix)
+        for file in files:
+            if not file.endswith(suffixes):
+                raise DataError(key, why=f"{path}: matches {file}, whose suffix is not known", fix=known)
+    else:
+        hub_id = r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?"
+        if path.endswith(suffixes) or path.startswith(("/", ".", "~")) or not re.fullmatch(hub_id, path):
+            why = f"{path}: there is no such file or folder (from {os.getcwd()})"
+            raise DataError(key, why=why, fix=f"give {FORMS}")
+        return []
+    if split is not None:
+        why = f"{split!r}, but {key} ({path}) is files, which have no splits"
+        raise DataError("data.split", why=why, fix="remove data.split and name the files of that split")
+    return files
 
 
 # ------------------------------------------------------------------------------------------------------ `datasets`
@@ -209,7 +187,7 @@ class DatasetRows:
         return f"{self.name}:row {index}"
 
     def fingerprint(self) -> dict[str, Any]:
-        """The hash covers the column types and the rows at both ends."""
+        """Hashes the column types and the rows at both ends."""
         n, digest = len(self), hashlib.sha256(str(self._dataset.features).encode())
         for i in sorted({*range(min(n, END_ROWS)), *range(max(0, n - END_ROWS), n)}):
             try:

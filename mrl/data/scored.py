@@ -20,7 +20,6 @@ mrl/data/formats.py.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,14 +33,14 @@ from mrl.batch import Batch, make_batch
 from mrl.config.keys import join_names
 from mrl.config.rm import FORMAT_OF, ScoredDataConfig
 from mrl.converters.hf_config import pad_token_of
-from mrl.data.dataset import RejectedRow, RowDataset, check_text_alone
-from mrl.data.encode import Encoder, check_system
+from mrl.data.dataset import EncodedRows, RejectedRow
+from mrl.data.encode import check_system
 from mrl.data.files import BadRow
-from mrl.data.formats import Chat, Pair, Row, Text, check_plain, parse_prompt, question, row_weight
+from mrl.data.formats import Chat, Pair, Row, Text, check_plain, fitting_format, parse_prompt, question, row_weight
 from mrl.data.json_text import decode_json_fields
-from mrl.data.left_out import left_out
 from mrl.data.preferences import answer_of, are_texts, check_fields, parse, too_long, weight_field
 from mrl.data.steps import encode_steps
+from mrl.data.vision import check_text_alone
 from mrl.errors import DataError, ModelError
 from mrl.words import pluralize
 
@@ -102,11 +101,9 @@ def padding(hf_config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> in
 
 def detect(row: Row) -> str:
     """Returns the one form whose fields the row has. None or several is a DataError."""
-    fits = [name for name, fields in FIELDS.items() if all(field in row for field in fields)]
-    if len(fits) == 1:
-        return fits[0]
-    if fits:
-        raise DataError(f"has the fields of the formats {' and '.join(fits)}; set data.format to one of them")
+    fits = fitting_format(row, FIELDS)
+    if fits is not None:
+        return fits
     raise DataError(
         f"the fields {join_names(row) or 'none'} are of no known form: give prompt, chosen and rejected, prompt, "
         f"completion and score, or prompt, completions and labels; {RENAME_HINT}"
@@ -116,22 +113,16 @@ def detect(row: Row) -> str:
 def _number(value: Any, name: str) -> float:
     """Returns the number in the field `name`. Raises BadRow."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MAX_SCORE:
-        raise BadRow(f"{name} is {_shown(value)}; give a number from {-MAX_SCORE:g} to {MAX_SCORE:g}")
+        raise BadRow(f"{name} is {value!r:.40}; give a number from {-MAX_SCORE:g} to {MAX_SCORE:g}")
     return float(value)
 
 
 def _label(value: Any, name: str) -> float:
     if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
         raise BadRow(
-            f"{name} is {_shown(value)}; give true for a right step, false for a wrong one, or a number from 0 to 1"
+            f"{name} is {value!r:.40}; give true for a right step, false for a wrong one, or a number from 0 to 1"
         )
     return float(value)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > MAX_SCORE:
-        return "a number of more than nine digits"  # Python refuses to write one of more than 4,300
-    return f"{value!r:.40}"
 
 
 def _steps(row: Row) -> tuple[list[str], list[float]]:
@@ -139,17 +130,17 @@ def _steps(row: Row) -> tuple[list[str], list[float]]:
     steps, labels = row["completions"], row["labels"]
     for name, value in (("completions", steps), ("labels", labels)):
         if not isinstance(value, list) or not value:
-            raise BadRow(f"{name} is {_shown(value)}; give a list with one entry for each step")
+            raise BadRow(f"{name} is {value!r:.40}; give a list with one entry for each step")
     if len(steps) != len(labels):
         both = f"{pluralize(len(steps), 'completion')} and {pluralize(len(labels), 'label')}"
         raise BadRow(f"has {both}; give one label for each step")
     for number, step in enumerate(steps):
         if not isinstance(step, str) or not step.strip():
-            raise BadRow(f"completions[{number}] is {_shown(step)}; give the text of a step")
+            raise BadRow(f"completions[{number}] is {step!r:.40}; give the text of a step")
     return steps, [_label(label, f"labels[{number}]") for number, label in enumerate(labels)]
 
 
-class ScoredDataset(RowDataset[ScoredRow]):
+class ScoredDataset(EncodedRows[ScoredRow]):
     """Rows that a reward model learns from. loss: `loss.name`. pad_token_id: as the function `padding` has it.
 
     The attribute `padding` is that token and its text.
@@ -168,8 +159,7 @@ class ScoredDataset(RowDataset[ScoredRow]):
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.padding = self._pad, str(tokenizer.convert_ids_to_tokens(self._pad))
         check_system(self.config.system, tokenizer)
-        self._encoder = Encoder(tokenizer, "all", self.config.system, as_rendered=True)
-        self.format = self.config.format if self.config.format != "auto" else self.detected_form()
+        self._make_encoder(tokenizer, "all", as_rendered=True)
         if self.format != FORMAT_OF[self._loss]:
             right = next(name for name, format in FORMAT_OF.items() if format == self.format)
             why = f"{self.path}: has rows of the format {self.format}, and loss.name {self._loss} is of others"
@@ -186,11 +176,8 @@ class ScoredDataset(RowDataset[ScoredRow]):
             self._check_vocabulary(sequence.ids)
         return dataclasses.replace(made, weight=row_weight(row))
 
-    def template_notes(self) -> list[str]:
-        return self._notes_on(self._contents, functools.partial(left_out, self._encoder))
-
     def _contents(self, row: Row) -> list[Chat | Text]:
-        """Returns what is read of a row; of an answer in steps its prompt."""
+        """Returns the texts of a row that are read; of an answer in steps its prompt."""
         row = decode_json_fields(row)
         if self.format == "preference":
             return [self._whole(row, content) for content, _ in parse(row, "preference", self.config.prompt_end)]

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from mrl.data.dataset import Example
 from mrl.data.preferences import Preference
 from mrl.data.prompts import Prompt
-from mrl.data.scored import ScoredRow, ScoredSequence
+from mrl.data.scored import ScoredRow
 from mrl.errors import printable
 
 ENDS, MOST = 300, 640  # tokens shown at each end of a sequence with more than MOST
@@ -39,7 +39,7 @@ class ShownSequence:
 
 
 def sequences_of(item: object) -> list[ShownSequence]:
-    """Returns the sequences that a row in tokens is."""
+    """Returns the sequences of a row in tokens."""
     match item:
         case Example():
             return [ShownSequence("", item.ids, _shown_weights(item.mask))]
@@ -50,35 +50,28 @@ def sequences_of(item: object) -> list[ShownSequence]:
         case ScoredRow():
             parts = ["chosen", "rejected"] if len(item.sequences) > 1 else [""]
             note = _note(margin=item.margin, weight=item.weight)
-            return [
-                ShownSequence(n, s.ids, _read_weights(s), _targets(s), note)
-                for n, s in zip(parts, item.sequences, strict=True)
-            ]
+            sequences = []
+            for name, sequence in zip(parts, item.sequences, strict=True):
+                targets = {}
+                if sequence.called:
+                    texts = [f"{sequence.called} {target:g}" for target in sequence.targets]
+                    targets = dict(zip(sequence.places, texts, strict=True))
+                is_read = [float(place in sequence.places) for place in range(len(sequence.ids))]
+                sequences.append(ShownSequence(name, sequence.ids, is_read, targets, note))
+            return sequences
         case Prompt():
             return [ShownSequence("prompt", item.tokens, [0.0] * len(item.tokens))]
     raise TypeError(f"no sequences are known of a {type(item).__name__}")
 
 
 def _note(*, margin: float = 0, weight: float) -> str:
-    """Returns what a row says of its loss beside its tokens, where it says more than every row does."""
+    """Returns a row's margin and weight in words, if they are not the defaults."""
     parts = ([f"margin {margin:g}"] if margin else []) + ([f"weight {weight:g}"] if weight != 1 else [])
     return ", ".join(parts)
 
 
 def _shown_weights(mask: Sequence[float]) -> list[float]:
     return [0.0, *map(float, mask[1:])]
-
-
-def _read_weights(sequence: ScoredSequence) -> list[float]:
-    """1 for each token whose score is read."""
-    return [float(place in sequence.places) for place in range(len(sequence.ids))]
-
-
-def _targets(sequence: ScoredSequence) -> dict[int, str]:
-    if not sequence.called:
-        return {}
-    both = zip(sequence.places, sequence.targets, strict=True)
-    return {place: f"{sequence.called} {target:g}" for place, target in both}
 
 
 def text_lines(tokenizer: PreTrainedTokenizerBase, of: ShownSequence, *, coloured: bool) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Names of files that tell their split, and files that are both in data.train and in data.eval.
+"""The split in a file's name, and files in both data.train and data.eval.
 
 A name says that a file is held out by a word between separators: `gsm_test.jsonl`, `val-00000.parquet`, `dev/a.jsonl`.
 Such a file does not train beside another one because a folder or a glob happens to bring it in.

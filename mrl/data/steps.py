@@ -67,8 +67,8 @@ def _places(offsets: Sequence[tuple[int, int]], ends: Sequence[int], separator: 
             token += 1
         if token == 0 or token == len(offsets) or offsets[token][0] < end - separator:
             raise BadRow(
-                f"completions[{number}] and completions[{number + 1}] share a token, so that the first has no end; set "
-                "data.step_separator to a text that is tokenized apart, as a newline is"
+                f"completions[{number}] and completions[{number + 1}] share a token, so the first has no end; set "
+                "data.step_separator to a text with tokens of its own, as a newline"
             )
         places.append(token - 1)
     return places

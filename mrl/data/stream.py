@@ -7,6 +7,7 @@ is lost. Rows that cannot be used are passed over.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 import re
@@ -21,7 +22,7 @@ from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
 from mrl.data.dataset import RejectedRow, RowDataset, T
 from mrl.data.json_text import AS_MESSAGES
-from mrl.data.mixture import MixedDataset, Mixer, SourceProgress, mixture_changes, usable_by_source
+from mrl.data.mixture import MixedDataset, Mixer, OrderedRows, SourceProgress, mixture_changes
 from mrl.data.order import row_order, seed_of
 from mrl.data.streamed import START, Cursor, Mark
 from mrl.data.tool_calls import AS_OBJECTS, AS_TEXT
@@ -112,14 +113,25 @@ def usable_of_mixture(dataset: MixedDataset[Any], seed: int, *, shuffle: bool = 
 
     Reads every row where some may be left out.
     """
-    report, every = Report(), range(len(dataset))
-    reads = may_leave_out(dataset.config)
-    is_usable = [report.count(dataset, row) is not None if reads else True for row in every]
-    if not any(is_usable):
+
+    def order(name: str, epoch: int, rows: int) -> np.ndarray:
+        return row_order(seed_of(seed, name), epoch, rows, shuffle)
+
+    report, is_usable = Report(), np.ones(len(dataset), dtype=bool)
+    if may_leave_out(dataset.config):
+        is_usable[:] = [report.count(dataset, row) is not None for row in range(len(dataset))]
+    if not is_usable.any():
         raise report.no_rows_left(dataset)
-    return usable_by_source(
-        dataset, is_usable, lambda name, epoch, rows: row_order(seed_of(seed, name), epoch, rows, shuffle)
-    )
+    found = []
+    for number, last in enumerate(Mixer(dataset, order).last):
+        flags = is_usable[dataset.starts[number] : dataset.starts[number + 1]]
+        most = None
+        if last is not None:
+            epochs, rest = divmod(last, len(flags))
+            in_part = order(dataset.shares[number].title, epochs, len(flags))[:rest]
+            most = epochs * int(flags.sum()) + int(flags[in_part].sum())
+        found.append((int(flags.sum()), most))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,10 +152,10 @@ class RowStream(Generic[T]):
         self.rows: list[int] = []  # row indices of what was taken last; `dataset.where` names them
         self._progress = Progress()
         self._notes: list[str] = []
-        self._order: tuple[int, np.ndarray] | None = None
         self.mixer = Mixer(dataset, self._order_of_source) if isinstance(dataset, MixedDataset) else None
         if self.mixer is None:
             self._fingerprint = dataset.fingerprint()
+            self._ordered = OrderedRows(dataset, self._epoch_order, self._order_of_source)
         else:
             self._fingerprints = [source.fingerprint() for source in self.mixer.dataset.sources]
             self._progress = Progress(sources=(SourceProgress(),) * len(self.mixer.weights))
@@ -164,57 +176,33 @@ class RowStream(Generic[T]):
 
     def _after(self, start: Progress, count: int) -> TakenRows[T]:
         """Returns the `count` usable rows that follow `start`: a pure function of it and of the settings."""
-        if self.mixer is not None:
-            return self._mixed(self.mixer, start, count)
-        report = Report()
+        report, reads = Report(), list(start.sources)  # no sources without a mixture
         items: list[T] = []
         rows: list[int] = []
-        at, fruitless = Cursor(start.epoch, start.position, start.mark), 0
+        at = Cursor(start.epoch, start.position, start.mark)  # of one path; it stays at the start in a mixture
+        fruitless = collections.Counter[int]()
         while len(items) < count:
-            row, at = self._row(at)
-            item = report.count(self.dataset, row)
+            number, source = 0, self.dataset
+            if self.mixer is None:
+                row, at = self._ordered.take(at)
+                item = report.count(self.dataset, row)
+            else:
+                number = self.mixer.choose(reads)
+                source = self.mixer.dataset.sources[number]
+                row, cursor = self.mixer.row(number, reads[number])
+                item = report.count(self.dataset, row)
+                self.mixer.record_read(reads, number, cursor, item)
             if item is not None:
                 items.append(item)
                 rows.append(row)
-                fruitless = 0
+                fruitless[number] = 0
                 continue
-            fruitless += 1
-            if fruitless > max_skipped_in_a_row(self.dataset):
-                raise report.no_rows_left(self.dataset)
+            fruitless[number] += 1
+            if fruitless[number] > max_skipped_in_a_row(source):
+                raise report.no_rows_left(source)
         progress = Progress(
             at.epoch, at.position, start.skipped + report.skipped, start.dropped + report.dropped,
-            start.truncated + report.truncated, mark=at.mark,
-        )  # fmt: skip
-        return TakenRows(items, rows, progress, report.notes)
-
-    def _row(self, at: Cursor) -> tuple[int, Cursor]:
-        """Returns the index of the row at a position of one path, and the next position."""
-        if self.dataset.is_streamed:
-            return self.dataset.take(at, self._order_of_source)
-        row = int(self._epoch_order(at.epoch)[at.position])
-        is_last = at.position + 1 == len(self.dataset)
-        return row, Cursor(at.epoch + 1) if is_last else Cursor(at.epoch, at.position + 1)
-
-    def _mixed(self, mixer: Mixer, start: Progress, count: int) -> TakenRows[T]:
-        """Does the same as `_after`, for a mixture."""
-        report, reads = Report(), list(start.sources)
-        items: list[T] = []
-        rows: list[int] = []
-        fruitless = [0] * len(reads)
-        while len(items) < count:
-            number = mixer.choose(reads)
-            row, cursor = mixer.row(number, reads[number])
-            item = report.count(self.dataset, row)
-            mixer.record_read(reads, number, cursor, item)
-            fruitless[number] = 0 if item is not None else fruitless[number] + 1
-            if fruitless[number] > max_skipped_in_a_row(mixer.dataset.sources[number]):
-                raise report.no_rows_left(mixer.dataset.sources[number])
-            if item is not None:
-                items.append(item)
-                rows.append(row)
-        progress = Progress(
-            0, 0, start.skipped + report.skipped, start.dropped + report.dropped, start.truncated + report.truncated,
-            tuple(reads),
+            start.truncated + report.truncated, tuple(reads), at.mark,
         )  # fmt: skip
         return TakenRows(items, rows, progress, report.notes)
 
@@ -243,15 +231,12 @@ class RowStream(Generic[T]):
         return row_order(seed_of(self.seed, name), epoch, rows, self.shuffle)
 
     def _moved(self, taken: TakenRows[T]) -> None:
-        """The position is after `taken` now."""
+        """Moves the position behind `taken`."""
         self.rows, self._progress = taken.rows, taken.progress
         self._notes += taken.notes
 
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        cached = self._order
-        if cached is None or cached[0] != epoch:
-            cached = self._order = (epoch, row_order(self.seed, epoch, len(self.dataset), self.shuffle))
-        return cached[1]
+    def _epoch_order(self, epoch: int, rows: int) -> np.ndarray:
+        return row_order(self.seed, epoch, rows, self.shuffle)
 
     # ---------------------------------------------------------------------------------------------------- resume
 
@@ -268,14 +253,16 @@ class RowStream(Generic[T]):
         return {"version": 2, **made, **same, "mix_by": mix_by, "sources": self._state_of_sources(self.mixer)}
 
     def _state_of_sources(self, mixer: Mixer) -> list[dict[str, Any]]:
-        dataset, reads = mixer.dataset, self._progress.sources
-        return [
-            {
+        dataset, states = mixer.dataset, []
+        for number, (share, read) in enumerate(zip(dataset.shares, self._progress.sources, strict=True)):
+            position = dataclasses.asdict(read)
+            if not dataset.sources[number].is_streamed:
+                del position["mark"]
+            states.append({
                 "name": share.title, "weight": share.weight, "epochs": share.epochs, "settings": mixer.settings(number),
-                "data": self._fingerprints[number], **_state_of(read, dataset.sources[number]),
-            }
-            for number, (share, read) in enumerate(zip(dataset.shares, reads, strict=True))
-        ]  # fmt: skip
+                "data": self._fingerprints[number], **position,
+            })  # fmt: skip
+        return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after what was taken last when `state` was made.
@@ -328,13 +315,16 @@ class RowStream(Generic[T]):
             key = f"data.train, source {entry['name']}"
             for name, value in entry["settings"].items():
                 was = saved["settings"].get(name)
-                if was != value and not (name == "format" and _is_the_same_form(source, was, value)):
-                    raise CheckpointError(
-                        f"{key}, {name}",
-                        why=f"is {show(value)} and was {show(was)} when the checkpoint was saved, so its rows would "
-                        "become others",
-                        fix="set it back, or give the source another name to begin it anew",
-                    )
+                if was == value:
+                    continue
+                if name == "format" and "auto" in (was, value) and source.detected_form() in (was, value):
+                    continue  # one of the two is auto, and finds the other in the rows, which are the same
+                raise CheckpointError(
+                    f"{key}, {name}",
+                    why=f"is {show(value)} and was {show(was)} when the checkpoint was saved, so its rows would become "
+                    "others",
+                    fix="set it back, or give the source another name to begin it anew",
+                )
             _check_same(key, source.path, saved["data"], entry["data"], name=entry["name"])
             known = {
                 field.name: saved[field.name] for field in dataclasses.fields(SourceProgress) if field.name in saved
@@ -347,18 +337,6 @@ class RowStream(Generic[T]):
             self._notes.append(f"data.train: {'; '.join(words)}: shares count from here")
             reads = [dataclasses.replace(read, given=0) for read in reads]
         return tuple(reads)
-
-
-def _is_the_same_form(source: RowDataset[Any], was: str, now: str) -> bool:
-    """Returns whether one of two values of `format` is auto, and finds the other in the rows, which are the same."""
-    return "auto" in (was, now) and source.detected_form() in (was, now)
-
-
-def _state_of(read: SourceProgress, source: RowDataset[Any]) -> dict[str, Any]:
-    state = dataclasses.asdict(read)
-    if not source.is_streamed:
-        del state["mark"]
-    return state
 
 
 def _check_same(

@@ -1,4 +1,4 @@
-"""Rows that are read while training, forwards, from files that are too many for the disk.
+"""Rows that are read while training, forwards, from more files than the disk can hold.
 
 The order is a function of a seed, the epoch and the number of rows that were taken. An epoch has all files, in an order
 of its own. Its rows are taken in blocks of `buffer` rows, one after the other, each shuffled in itself; with a buffer
@@ -184,7 +184,7 @@ class StreamedRows:
         return os.path.dirname(os.path.abspath(self._files[index >> ROW_BITS][0]))
 
     def fingerprint(self) -> list[dict[str, Any]]:
-        """{"name", "rows", "size", "hash"} of each file; rows are not known."""
+        """Returns {"name", "rows", "size", "hash"} of each file; rows are not known."""
         return [{"name": name, "rows": None, "size": size, "hash": tag} for name, size, tag in self._files]
 
     def close(self) -> None:
@@ -196,18 +196,13 @@ class StreamedRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Block:
-    """Rows that are shuffled together, in their order."""
+class _Block(Chunk):
+    """All rows of a block, which are shuffled together."""
 
     order: Order
-    epoch: int
-    first: int
-    mark: Mark
-    rows: Sequence[tuple[int, Any]]
-    after: Cursor
 
-    def has(self, at: Cursor, order: Order) -> bool:
-        return order == self.order and at.epoch == self.epoch and 0 <= at.position - self.first < len(self.rows)
+    def has_in_order(self, at: Cursor, order: Order) -> bool:
+        return order == self.order and self.has(at)
 
 
 class _Reader:
@@ -234,14 +229,14 @@ class _Reader:
         self._stopped.set()
 
     def _block_of(self, at: Cursor, order: Order) -> _Block:
-        if self._block is not None and self._block.has(at, order):
+        if self._block is not None and self._block.has_in_order(at, order):
             return self._block
         ahead, self._ahead = self._ahead, None
         block = None if ahead is None else ahead.result()
-        if block is None or not block.has(at, order):
+        if block is None or not block.has_in_order(at, order):
             start = at._replace(position=at.position // self._size * self._size)
             block = self._read(start, order)
-            assert block.has(at, order), f"position {at} is not in a block of {len(block.rows)} rows"
+            assert block.has_in_order(at, order), f"position {at} is not in a block of {len(block.rows)} rows"
         self._block = block
         if self._of.epochs is None or block.after.epoch < self._of.epochs:
             self._ahead = _in_thread(lambda: self._read(block.after, order))
@@ -272,7 +267,7 @@ class _Reader:
         if own.buffer:
             shuffled = order(f"block {start.position // self._size}", start.epoch, len(rows))
             rows = [rows[i] for i in shuffled]
-        return _Block(order, start.epoch, start.position, start.mark, rows, after)
+        return _Block(start.epoch, start.position, start.mark, rows, after, order)
 
     def rows(self, files: Sequence[int] | None = None, mark: Mark = START) -> Iterator[tuple[Mark, int, Any]]:
         """Yields from a mark on: the mark of a row, its index, and the line or the row itself. files: their order."""

@@ -35,21 +35,15 @@ def load_tokenizer(
                 why=f"the folder holds no tokenizer (none of {', '.join(TOKENIZER_FILES)})",
                 fix="copy the tokenizer's files beside config.json, or use tokenizer.save_pretrained",
             )
-    elif os.path.exists(folder):
-        raise ModelError(path, why="is a file", fix="give the model's folder")
-    elif path.startswith(("/", ".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
-        raise ModelError(
-            path, why=f"there is no such folder (from {os.getcwd()})", fix="give a Hugging Face model folder or hub id"
-        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as e:  # transformers, tokenizers and the hub client have no common error
-        where = (
-            "the tokenizer cannot be loaded" if os.path.isdir(folder) else "is no folder here, and no hub id that loads"
-        )
-        asks_for_code = not trust_remote_code and "trust_remote_code" in str(e)
-        hint = "model.trust_remote_code: true allows it" if asks_for_code else "get the tokenizer's files again"
-        raise ModelError(path, why=f"{where} ({type(e).__name__}: {one_line(e)})", fix=hint) from e
+        why, fix = "is no folder here, and no hub id that loads", "give a Hugging Face model folder or hub id"
+        if os.path.isdir(folder):
+            why, fix = "the tokenizer cannot be loaded", "get the tokenizer's files again"
+        if not trust_remote_code and "trust_remote_code" in str(e):
+            fix = "model.trust_remote_code: true allows it"
+        raise ModelError(path, why=f"{why} ({type(e).__name__}: {one_line(e)})", fix=fix) from e
     if chat_template is not None:
         use_chat_template(tokenizer, chat_template)
     check_chat_template(tokenizer)

@@ -1,8 +1,8 @@
 """The arguments of tool calls in the form that a chat template writes as JSON: an object, or text.
 
-Rows have either: OpenAI's API gives text, most data sets objects. Some templates write `arguments | tojson`, which puts
-text into quotes once more; others write `arguments` as it is, which makes a Python repr of an object. A row is rendered
-with known arguments in its calls, and gets the form that comes out right.
+Rows have either: OpenAI's API gives text, most data sets objects. Some templates write `arguments | tojson`, and text
+gets quotes once more. Others write `arguments` as it is, and an object becomes a Python repr. A row is rendered with
+known arguments in its calls, and gets the form that comes out right.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class TurnEncoder:
         return self.tokenize(self.text(asked.chat))
 
     def text(self, chat: Chat) -> str:
-        """Returns what a prompt is before it is tokenized: messages with the generation prompt."""
+        """Returns the text of a prompt before it is tokenized: messages with the generation prompt."""
         if not self.has_template:
             raise DataError(NO_TEMPLATE)
         chat = self.encoder.fit_tool_arguments(dataclasses.replace(chat, messages=self._with_system(chat.messages)))
@@ -91,8 +91,8 @@ class TurnEncoder:
         end = next((i for i, token in enumerate(ids) if token in special), len(ids))
         if end == len(ids) or self.encoder.tokenizer.decode(ids[:end]).strip():
             raise DataError(
-                f"the chat template follows an assistant turn with {after[:40]!r}, which begins with no special token, "
-                "so where a turn of the policy ends cannot be told; write {{ eos_token }} after the content in "
+                f"the chat template follows an assistant turn with {after[:40]!r}: no special token begins it, so the "
+                "end of a turn of the policy cannot be told; write {{ eos_token }} after the content in "
                 "data.chat_template, or mark its end token special"
             )
         return ids[end:]

@@ -17,9 +17,10 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from mrl.converters.hf_config import reads_images
+from mrl.converters.hf_config import VISION_LANGUAGE, reads_images
 from mrl.data.encode import Encoded
 from mrl.data.files import BadRow, one_line
+from mrl.data.formats import Chat, Pair, Text, Tokens
 from mrl.data.images import Image, require_pillow
 from mrl.errors import DataError, ModelError
 
@@ -68,7 +69,7 @@ class Vision:
                 )
             raise DataError(
                 f"the chat template writes {found} image tokens ({self.image_token}) for {len(images)} images; name "
-                "one that knows parts of type image in data.chat_template, and keep that token out of the text"
+                "one with parts of type image in data.chat_template, and keep the token out of the text"
             )
         if not images:
             return ImageRow(encoded, {})
@@ -88,7 +89,7 @@ class Vision:
         return self._process(image, image.open(""))
 
     def _process(self, image: Image, picture: Any) -> tuple[list[int], dict[str, Tensor]]:
-        """Returns the tokens that an image takes, and what it is to the model."""
+        """Returns the tokens of an image, and the model's inputs for it."""
         try:
             out = self._processor(text=[self.image_token], images=[picture], add_special_tokens=False)
         except (ValueError, TypeError, OSError) as e:
@@ -97,6 +98,24 @@ class Vision:
             ) from e
         inputs = {n: torch.as_tensor(np.asarray(value)) for n, value in out.items() if n not in TEXT_FIELDS}
         return list(out["input_ids"][0]), inputs
+
+
+def check_text_alone(content: Chat | Pair | Text | Tokens) -> None:
+    """Raises DataError or BadRow for content that a model of text alone does not read. The model may be the wrong
+    one."""
+    if not isinstance(content, Chat):
+        return
+    if content.images:
+        raise DataError(
+            f"{content.images[0].where} is an image, and the model reads text alone; set model.path to a "
+            f"vision-language model ({', '.join(VISION_LANGUAGE)}), or leave out the rows with images"
+        )
+    for i, message in enumerate(content.messages):
+        if isinstance(message["content"], list):
+            raise BadRow(
+                f"messages[{i}].content is a list of parts; the model reads text alone: join its text parts into one "
+                "string"
+            )
 
 
 def load_vision(path: str, hf_config: Mapping[str, Any]) -> Vision | None:

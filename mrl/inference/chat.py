@@ -128,7 +128,8 @@ def talk(config: GenerateConfig, model: LoadedModel, console: Console) -> None:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (`input` edits lines by it and remembers them; elsewhere its import prints)
     interrupt = Interrupt()
-    replicas = replicas_of(config, dispatch.world_size)
+    parallel = config.engine.parallel
+    replicas = dispatch.world_size // (parallel.tp * parallel.pp)
     # what several replicas keep goes by the key of a request, and theirs are copies with one key
     sampler = model.sampler.for_conversations(1)[0] if replicas == 1 else model.sampler
     while (tokens := dispatch.on_main(conversation.next_turn)) is not None:
@@ -163,12 +164,6 @@ def request_of(
         stop=rollout.stop,
         on_token=seen,
     )
-
-
-def replicas_of(config: GenerateConfig, world_size: int) -> int:
-    """Returns how many copies of the model sample, each its share of the requests."""
-    parallel = config.engine.parallel
-    return world_size // (parallel.tp * parallel.pp)
 
 
 def read_line() -> str | None:

@@ -17,6 +17,7 @@ from mrl.inference.score import score_rows
 from mrl.rollout.base import Trajectory
 from mrl.trainers.common import say_all, say_left_out
 from mrl.trainers.console import Console
+from mrl.words import pluralize
 
 ROWS_AT_ONCE = 256
 """Completions that are sampled together: results of the first are there before the last is begun."""
@@ -28,20 +29,14 @@ def run(config: GenerateConfig, command_line: str = "") -> None:
     """Runs `config.request`. Collective. Raises UserError for what the user can put right."""
     console = open_console()
     with contextlib.closing(console), load_model(config, config.place, console) as model:
-        say_what_answers(config, model, console)
+        processes = pluralize(model.dispatch.world_size, "process", "processes")
+        console.say(f"{config.place.given}: {config.place.what}, {config.model.dtype} on {processes}")
         if config.request.chat:
             talk(config, model, console)
         elif config.request.score:
             score_rows(config, model, console)
         else:
             sample(config, model, console)
-
-
-def say_what_answers(config: GenerateConfig, model: LoadedModel, console: Console) -> None:
-    """Shows one line with the model and its layout."""
-    place, world = config.place, model.dispatch.world_size
-    on = f"{world} {'process' if world == 1 else 'processes'}"
-    console.say(f"{place.given}: {place.what}, {config.model.dtype} on {on}")
 
 
 def sample(config: GenerateConfig, model: LoadedModel, console: Console) -> None:
@@ -103,7 +98,7 @@ def show(trajectory: Trajectory, samples: int, *, many: bool) -> None:
     if many:
         prompt = trajectory.prompt
         number = f", sample {trajectory.sample + 1} of {samples}" if samples > 1 else ""
-        tokens = f"{trajectory.response_length} token{'s' * (trajectory.response_length != 1)}"
+        tokens = pluralize(trajectory.response_length, "token")
         print(f"== {prompt.where}{number}: {in_short(prompt.content)} ({tokens}, {finish_reason(trajectory)})")
     print(trajectory.text, flush=True)
     if many:

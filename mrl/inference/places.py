@@ -38,7 +38,8 @@ def find_model(given: str, key: str = "MODEL") -> PlaceConfig:
     if os.path.isfile(path) and os.path.basename(path) != LATEST:
         raise ModelError(key, quoted(given), "is a file", GGUF if path.endswith(".gguf") else f"give {FORMS}")
     if not os.path.exists(path):
-        _check_may_be_hub_id(given, key)
+        if not given or given.startswith((".", "/", "~")) or given.count("/") > 1:
+            raise ModelError(key, quoted(given), "does not exist", f"give {FORMS}")
         return _of_folder(given, model_folder(given, key=key), f"{given} of the hub")
     folder = Path(path)
     if (folder / "config.json").is_file():
@@ -55,11 +56,6 @@ def find_model(given: str, key: str = "MODEL") -> PlaceConfig:
     if folder.is_dir() and not any((folder / name).exists() for name in ("checkpoints", MARKER, LATEST, "mcore")):
         raise ModelError(key, quoted(given), "holds no model", f"give {FORMS}")
     return _of_source(given, checkpoint_folder(folder), key)
-
-
-def _check_may_be_hub_id(given: str, key: str) -> None:
-    if not given or given.startswith((".", "/", "~")) or given.count("/") > 1:
-        raise ModelError(key, quoted(given), "does not exist", f"give {FORMS}")
 
 
 def _of_folder(given: str, folder: str, what: str) -> PlaceConfig:

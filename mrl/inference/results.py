@@ -42,7 +42,7 @@ SAMPLED = (
 def rows_of(
     trajectories: Sequence[Trajectory], scores: Scores, values: Sequence[float], samples: int
 ) -> list[dict[str, Any]]:
-    """Returns the outcome of each prompt: lists of one entry a sample. values: the samples' accuracies."""
+    """Returns the outcome of each prompt: lists of one entry a sample. values: the ones behind the accuracy."""
     rows = []
     for start in range(0, len(trajectories), samples):
         part = range(start, start + samples)
@@ -72,7 +72,7 @@ def reward_in_words(config: EvalConfig) -> str:
 
 
 def reward_file(rewards: RewardsConfig | None) -> str | None:
-    """Returns a hash of the file of a user's own reward, and of the files in its folder that it imports, in turn too.
+    """Returns a hash of the file of a user's own reward, and of the files beside it that it imports, directly or not.
 
     It leaves out installed packages, data files, and imports by a name made at run time.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +18,7 @@ from mrl.config.schema import DataConfig
 from mrl.data.dataset import Example, RejectedRow, SFTDataset
 from mrl.data.encode import Encoded
 from mrl.data.files import BadRow
-from mrl.data.formats import parse_prompt
+from mrl.data.formats import Chat, parse_prompt
 from mrl.data.stream import Report
 from mrl.data.turns import TurnEncoder
 from mrl.data.vision import ImageRow
@@ -96,10 +96,11 @@ class CompletedRows(SFTDataset):
             raise BadRow("has a mask that is not 0 or 1 for each of its tokens; leave it out to score all of them")
         return self._fit(index, ImageRow(Encoded(prompt + new, [0] * len(prompt) + mask), {}))
 
-    def template_notes(self) -> list[str]:
-        if self._prompts is None:
-            return super().template_notes()
-        return self._notes_on(lambda row: [parse_prompt(row, "prompt")], self._prompts.left_out)
+    def _contents(self, row: dict[str, Any]) -> Sequence[Any]:
+        return super()._contents(row) if self._prompts is None else [parse_prompt(row, "prompt")]
+
+    def _left_out(self, chats: list[tuple[str, Chat]]) -> list[str]:
+        return super()._left_out(chats) if self._prompts is None else self._prompts.left_out(chats)
 
 
 def is_sampled(row: Mapping[str, Any]) -> bool:

@@ -133,7 +133,7 @@ def binary_difference(only_first: int, only_second: int, count: int) -> Interval
 def mcnemar(first_P: Sequence[float], second_P: Sequence[float]) -> float:
     """Returns the two-sided p-value of McNemar's exact test (McNemar 1947).
 
-    It is a binomial test of 1/2: a prompt with one answer alone is as likely the first's as the second's.
+    It is a binomial test of 1/2: a prompt that one of the two alone answers is as likely the first's as the second's.
     """
     assert is_binary([*first_P, *second_P])
     pairs = list(zip(first_P, second_P, strict=True))

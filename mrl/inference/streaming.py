@@ -11,9 +11,9 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class StreamedText:
-    """Gives `write` what each token adds to the text of a completion, without special tokens.
+    """Gives `write` each token's part of the text of a completion, without special tokens.
 
-    Characters come when all their bytes are there. What is written in all is the text of `rest`.
+    Characters come when all their bytes are there. All parts together are the text of `rest`.
     """
 
     def __init__(

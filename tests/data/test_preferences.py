@@ -139,7 +139,7 @@ def test_reasoning_that_a_template_drops_from_the_prompt_is_the_same_in_both(tmp
 WRONG = {
     "no rejected": ({"prompt": ASKED, "chosen": GOOD}, "give prompt, chosen and rejected"),
     "rejected is null": ({**PAIR, "rejected": None}, "rejected is null, and the format preference needs it; give it"),
-    "both forms": ({**PAIR, **SINGLE}, "set data.format to preference or unpaired"),
+    "both forms": ({**PAIR, **SINGLE}, "fit the formats preference and unpaired; set data.format to one of them"),
     "text and list": ({**PAIR, "prompt": "2 + 2?"}, "prompt is no list and chosen a list of messages"),
     "list and text": ({**PAIR, "chosen": "4"}, "prompt is a list and chosen no list of messages"),
     "prompt again": ({**PAIR, "chosen": ASKED + GOOD}, "chosen begins with the messages of prompt again"),
@@ -177,7 +177,7 @@ WRONG = {
     ),
     "other turns of the user": (
         {**PAIR, "chosen": [*turns("a"), *GOOD], "rejected": [*turns("b"), *BAD]},
-        "belong to the prompt, which has to be the same; give both the same ones",
+        "are part of the prompt until one trains; give both the same prompt",
     ),
     "tools": ({**PAIR, "tools": "no json"}, "tools is a string that is not JSON"),
 }

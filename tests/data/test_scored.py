@@ -187,7 +187,7 @@ def test_a_tokenizer_without_padding_and_end_is_refused():
 
 CASES = {
     "of no form": ("bradley_terry", {"prompt": ASKED, "chosen": GOOD}, "are of no known form: give prompt, chosen"),
-    "of two forms": ("bradley_terry", {**PAIR, **GRADED}, "the fields of the formats preference and graded"),
+    "of two forms": ("bradley_terry", {**PAIR, **GRADED}, "fit the formats preference and graded"),
     "margin": ("bradley_terry", {**PAIR, "margin": "much"}, "margin is 'much'; give a number"),
     "weight": ("bradley_terry", {**PAIR, "weight": -2}, "weight is -2; give a number from 0 to 1e+06"),
     "weight of a message": (
@@ -207,7 +207,7 @@ CASES = {
     "list and text": ("regression", {**GRADED, "completion": "4"}, "prompt is a list and completion no list"),
     "score is text": ("regression", {**GRADED, "score": "1.5"}, "score is '1.5'; give a number"),
     "score is true": ("regression", {**GRADED, "score": True}, "score is True; give a number"),
-    "score is huge": ("regression", {**GRADED, "score": 10**400}, "score is a number of more than nine digits"),
+    "score is huge": ("regression", {**GRADED, "score": 10**400}, f"score is {10**39}; give a number"),
     "score is infinite": ("regression", '{"prompt": "a", "completion": "b", "score": Infinity}', "score is inf; give a number"),
     "score is null": ("regression", {**GRADED, "score": None}, "score is null, and the format graded needs it"),
     "completion is a number": ("regression", {"prompt": "a", "completion": 4, "score": 1}, "completion is 4; give a"),

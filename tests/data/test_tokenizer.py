@@ -46,9 +46,9 @@ def test_a_template_that_refuses_some_conversations_is_fine(folder, tmp_path):
 @pytest.mark.parametrize(
     "make, path, message",
     [
-        (None, "{tmp}/none", "{tmp}/none: there is no such folder .*give a Hugging Face model folder or hub id"),
-        (None, "a/b/c", "a/b/c: there is no such folder"),
-        (lambda p: p.write_text("x"), "{tmp}/it", "{tmp}/it: is a file; give the model's folder"),
+        (None, "{tmp}/none", "{tmp}/none: is no folder here, .*give a Hugging Face model folder or hub id"),
+        (None, "a/b/c", "a/b/c: is no folder here"),
+        (lambda p: p.write_text("x"), "{tmp}/it", "{tmp}/it: is no folder here"),
         (lambda p: p.mkdir(), "{tmp}/it", "{tmp}/it: the folder holds no tokenizer .*copy the tokenizer's files"),
         (
             lambda p: (p.mkdir(), (p / "tokenizer.json").write_text("{")),

@@ -77,7 +77,7 @@ def test_the_observation_may_say_anything():
 @pytest.mark.parametrize(
     ("template", "error", "message"),
     [
-        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", DataError, r"follows an assistant turn with '\\nuser: fox\\n', which begins with no special token"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", DataError, r"follows an assistant turn with '\\nuser: fox\\n': no special token begins it"),
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}</s>{% endfor %}", DataError, "leaves out an assistant turn"),
         ("{% for m in messages %}{% if loop.last %}{{ raise_exception('no') }}{% endif %}{% endfor %}", BadRow, "cannot render the conversation"),
     ],

@@ -128,7 +128,7 @@ BAD = {
         "message 0 has weight 1 and never trains: it is in the prompt",
     ),
     "all 0": ({"messages": [USER, DOG | {"weight": 0}]}, {}, "has nothing to train on: all of the conversation that wou"),
-    "with all": ({"messages": [USER, DOG | {"weight": 2}]}, {"loss_on": "all"}, "has a weight of a message, which counts wh"),
+    "with all": ({"messages": [USER, DOG | {"weight": 2}]}, {"loss_on": "all"}, "has a weight of a message, but data.loss_on all"),
     "no such role": ({"messages": [USER, DOG]}, {"loss_on": ("tool",)}, "has nothing to train on: the conversation has"),
     "of tokens": ({"input_ids": [1, 2], "weights": [1]}, {}, "weights is a list; give a list of 2 numbers, one per tok"),
     "a number": ({"input_ids": [1, 2], "weights": 3}, {}, "weights is 3; give a list of 2 numbers"),

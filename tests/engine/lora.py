@@ -307,7 +307,7 @@ def generates_with_adapters(config: RoleConfig) -> None:
     merged = make_engine(dataclasses.replace(config, model=dataclasses.replace(config.model, lora=None)))
     streamed: list[Any] = [dict(engine.hf_weights())]
     torch.distributed.broadcast_object_list(streamed)
-    merged.model._fill(merged.model.files.read_by(streamed[0].__getitem__).rows)
+    merged.model._fill(merged.model.files.rows_by(streamed[0].__getitem__))
     others = merged.generate(requests)
     assert [c.tokens for c in mine] == [c.tokens for c in others]
     for a, b in zip(mine, others, strict=True):

@@ -155,7 +155,7 @@ BATCHES = (
         ("key=lambda i: -lengths[i])", "key=lambda i: lengths[i])"),
     ),
     *_of(
-        "data/stream.py",
+        "data/mixture.py",
         ("data/test_batches.py", "data/test_prompts.py"),
         ("at.position + 1 == len(self.dataset)", "at.position + 2 == len(self.dataset)"),
     ),
@@ -232,7 +232,7 @@ MODELS = (
     *_of(
         "engine/fsdp/rotary.py",
         "engine/test_fsdp_parity.py::test_equal_to_hugging_face[phi3 long rope, dp1, padded, size 4, fsdp]",
-        ("clamp(min=min(limit, int(lengths.max())))", "clamp(min=int(lengths.max()))"),
+        ("clamp(min=min(self.limit, int(lengths.max())))", "clamp(min=int(lengths.max()))"),
     ),
     *_of(
         "mcore_models/kv_cache.py",

@@ -13,15 +13,15 @@ OF_DATA = (
         ("read.position >= last", "read.position > last"),
         ("read.given + (tokens if self.by_tokens else rows)", "read.given + rows"),
         ("if old[what] != entry[what]:", "if what == 'weight' and old[what] != entry[what]:"),
-        ("most = epochs * int(flags.sum()) +", "most = epochs * len(source) +"),
     ),
     *_of(
         "data/stream.py",
         "data/test_mixture.py",
+        ("most = epochs * int(flags.sum()) +", "most = epochs * len(flags) +"),
         ("            reads = [dataclasses.replace(read, given=0) for read in reads]\n", ""),
         ("row_order(seed_of(self.seed, name), epoch, rows, self.shuffle)", "row_order(seed_of(0, name), epoch, rows, self.shuffle)"),
         ("row_order(seed_of(self.seed, name), epoch, rows, self.shuffle)", "row_order(seed_of(self.seed, name), 0, rows, self.shuffle)"),
-        ("if was != value and not (", "if False and not ("),
+        ("if was == value:", "if True:"),
         ("_check_same(key, source.path, saved[\"data\"], entry[\"data\"], name=entry[\"name\"])", "pass"),
     ),
     *_of(

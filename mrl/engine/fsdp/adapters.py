@@ -100,7 +100,8 @@ class Adapters:
         """Runs layers without their adapters, inside the context."""
         layers = [module for module in self.hf.modules() if isinstance(module, LoraLayer)]
         for layer in layers:
-            layer._disable_adapters = True  # peft's own switch changes requires_grad too, of parameters that FSDP holds
+            # peft's own switch (enable_adapters) changes requires_grad too, of parameters that FSDP holds
+            layer._disable_adapters = True
         try:
             yield
         finally:

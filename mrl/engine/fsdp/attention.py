@@ -45,6 +45,8 @@ class DocumentMask:
 
 def mask_of_rule(*, config: Any = None, local_size: int | None = None, use_vmap: bool = False, **rule: object) -> Any:
     """Returns the rule of a mask in place of its tensor, by transformers' mask interface."""
+    # transformers 5.23 (masking_utils.py) gives this argument for masks in both directions alone, and asks for vmap
+    # if a model adds a mask function of its own: neither is a rule of `DocumentMask`.
     if "allow_is_bidirectional_skip" in rule:
         raise ModelError(_refused(config, "has attention in both directions"))
     if use_vmap:
@@ -55,7 +57,8 @@ def mask_of_rule(*, config: Any = None, local_size: int | None = None, use_vmap:
     return DocumentMask(chunk=local_size) if chunked else DocumentMask(window=local_size)
 
 
-@torch.compiler.disable  # what it does follows from the lengths of documents, which no two micro-batches have in common
+# The lengths of documents decide what it does. No two micro-batches have the same, and each would compile anew.
+@torch.compiler.disable
 def document_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -152,5 +155,7 @@ def _refused(of: Any, why: str) -> str:
     )
 
 
+# Without a mask function of the same name transformers makes no mask at all (5.23, masking_utils.py,
+# _preprocess_mask_arguments), and a model's chunks of attention would be lost in silence.
 ALL_ATTENTION_FUNCTIONS.register(NAME, document_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask_of_rule)

@@ -86,12 +86,12 @@ def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
             fix="give the model that it was made from",
         )
     check_known(model_type)
-    # never by code of the model's own
+    # trust_remote_code: no code of the folder runs
     transformers_config = AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)
     kind = AutoModelForImageTextToText if reads_images(hf_config) else AutoModelForCausalLM
     with torch.device("meta"):
         hf = kind.from_config(transformers_config, dtype=torch.float32, attn_implementation="eager")
-    hf.config.use_cache = False
+    hf.config.use_cache = False  # else a forward makes transformers' own cache of keys and values, and nobody reads it
     # transformers gives the row of `pad_token_id` no gradient. Nothing here is padded with it, and where it is a
     # token of the data, as an end-of-turn token often is, it trains like any other.
     hf.get_input_embeddings().padding_idx = None
@@ -148,8 +148,11 @@ def fill_buffers(hf: nn.Module) -> None:
     having = [module for module in hf.modules() if any(True for _ in module.buffers(recurse=False))]
     parameters = list(hf.parameters())
     for parameter in parameters:
-        parameter._is_hf_initialized = True  # transformers' word for: leave it alone
+        # transformers' functions in `_init_weights` (initialization.py, 5.23) leave a marked tensor alone. Without the
+        # mark they would overwrite weights.
+        parameter._is_hf_initialized = True
     computed = []
+    # Twice, over zeros and over ones: what `_init_weights` leaves alone then differs.
     for before in (0, 1):
         for buffer in hf.buffers():
             buffer.fill_(before)

@@ -60,8 +60,7 @@ def save(
 ) -> None:
     """Writes this rank's part into `folder`. Collective."""
     dcp.save(tensors(model, optimizer), checkpoint_id=folder)
-    rng, about = saved_bytes(generators.states()), saved_bytes(_about(model, optimizer, schedule_step, state))
-    _write_rest(folder, dist.get_rank(), rng, about)
+    _write_rest(folder, dist.get_rank(), *_rest(model, optimizer, generators, schedule_step, state))
 
 
 def stage(
@@ -75,13 +74,13 @@ def stage(
 ) -> background.Write:
     """Copies the tensors and the state of `save` to host memory. Returns a function that writes them."""
     copies = {name: _on_host(tensor) for name, tensor in tensors(model, optimizer).items()}
-    rng, about = saved_bytes(generators.states()), saved_bytes(_about(model, optimizer, schedule_step, state))
+    rest = _rest(model, optimizer, generators, schedule_step, state)
     background.wait_for_copies(device)
 
     def write_copy(folder: str, ranks: RankGroup) -> None:
         ranks.gather(None)  # a rank that failed before this says so here, not amid the collectives of dcp
         dcp.save(copies, checkpoint_id=folder, process_group=ranks.group)
-        _write_rest(folder, ranks.rank, rng, about)
+        _write_rest(folder, ranks.rank, *rest)
         ranks.gather(None)
 
     return write_copy
@@ -95,15 +94,21 @@ def _write_rest(folder: str, rank: int, rng: bytes, about: bytes) -> None:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):  # `from_local` would take the copy back to the mesh's device
+    # `DTensor.from_local` (torch 2.13, distributed/tensor/_api.py) would move the copy back to the mesh's device
+    if isinstance(tensor, DTensor):
         return DTensor(background.copy_to_host(tensor.to_local()), tensor._spec, requires_grad=False)
     return background.copy_to_host(tensor)
 
 
-def _about(model: Model, optimizer: Optimizer | None, schedule_step: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    updates = 0 if optimizer is None else optimizer.updates
-    about = {"schedule_step": schedule_step, "updates": updates, "state": dict(state)}
-    return about | {"architecture": describe_model(model), "adapters": model.adapter_identity}
+def _rest(
+    model: Model, optimizer: Optimizer | None, generators: Generators, schedule_step: int, state: Mapping[str, Any]
+) -> tuple[bytes, bytes]:
+    """Returns the content of this rank's `rng_RANK.pt`, and of `state.pt`."""
+    about = {
+        "schedule_step": schedule_step, "updates": 0 if optimizer is None else optimizer.updates, "state": dict(state),
+        "architecture": describe_model(model), "adapters": model.adapter_identity,
+    }  # fmt: skip
+    return saved_bytes(generators.states()), saved_bytes(about)
 
 
 def load(

@@ -74,11 +74,11 @@ class FSDPEngine(FSDPChecks, BaseEngine):
 
     @property
     def dp_rank(self) -> int:
-        return self.mesh.dp_rank
+        return dist.get_rank(self.group)
 
     @property
     def dp_size(self) -> int:
-        return self.mesh.dp_size
+        return dist.get_world_size(self.group)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -153,6 +153,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
                 for name, value in of_micro_batch.items():
                     sums[name] = sums.get(name, 0.0) + value
         if forward_only:
+            # no backward pass comes to free what stays gathered (fsdp.reshard_after_forward false)
             self.model.reshard()
         sums = collective.sum_in_rank_order(sums, self.group)
         ctx["metrics"] = {name[1]: value / denominator for name, value in sums.items() if name[0] == "metrics"}

@@ -59,6 +59,8 @@ class ModelFiles:
 
     def __init__(self, hf: nn.Module, head: str) -> None:
         self.hf, self.head, self.names = hf, head, FolderNames()
+        # `revert_weight_conversion` does the same for a model that was not loaded (transformers 5.23,
+        # core_model_loading.py): a PrefixChange would add a prefix that the files may not have.
         hf._weight_conversions = [
             conversion
             for conversion in get_model_conversion_mapping(hf, add_legacy=False)
@@ -176,8 +178,8 @@ class StoredFolder:
         found |= {name: found.pop(key) for name, key in parts.items()}
         unread = set(copies)
         if files.head == "value":
-            output = [name for name in files._meta if name == files._score]
-            unread |= {key for key in found if self._of_output(key, output)}
+            output = {files._score} & files._meta.keys()  # the output layer that a value head replaces
+            unread |= {key for key in found if {key, key.removesuffix("bias") + "weight"} & output}
         left = [key for key in found if key not in expected and key not in unread]
         carried = self._carried(left)
         absent = account(found, expected, where=str(self.reader.path), may_lack=may_lack, may_have=unread | carried)
@@ -205,10 +207,6 @@ class StoredFolder:
             more = kind._from_config(config)
         return _known_to(more, keys)
 
-    def _of_output(self, key: str, output: Sequence[str]) -> bool:
-        """Returns whether a file's tensor is of the output layer that a value head replaces."""
-        return key in output or key.removesuffix("bias") + "weight" in output
-
     def _copies(self) -> dict[str, str]:
         """Returns the keys of tied tensors, each with the key of its original.
 
@@ -230,7 +228,7 @@ class StoredFolder:
                 copies[key] = source
         return copies
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
+    def __call__(self, name: str, start: int, stop: int) -> Tensor:
         """Reads rows `start` to `stop` of dimension 0 of a parameter or buffer, and no more than a conversion takes."""
         shape = self.files.state[name].shape
         if name in self._zeros:

@@ -105,7 +105,8 @@ def prepare(
     }
     if reads_images is not None:
         aligned["positions"] = laid_out(vision.positions(reads_images, batch))
-        aligned["features"] = laid_out(vision.feature_of_token(reads_images, batch))
+        takes = vision.image_tokens(reads_images, batch)
+        aligned["features"] = laid_out(takes.cumsum(0) * takes)  # as `Images.feature`
     if rotary is not None:
         aligned["lengths"] = laid_out(batch.lengths.repeat_interleave(batch.lengths)).clamp(min=1)
         if reads_images is not None:  # whose positions are not those of its tokens
@@ -150,7 +151,9 @@ def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx, rule: Lo
     """
     hidden, weight = output_weight(hf, hidden_of(hf, inputs))
     if head == "value":
-        values = (hidden @ weight.t())[:, 0].clone().float()  # FSDP wants no view of what its module made
+        # A copy: an operation in place on a view drops FSDP's pre-backward hook, and the backward pass then gathers no
+        # weights (torch 2.13, _fsdp_state.py, _register_pre_backward_hook).
+        values = (hidden @ weight.t())[:, 0].clone().float()
         return {"values": inputs.restore(values)}
     shard, temperature = VocabShard(weight.shape[0]), ctx["temperature"]
     log_probs, entropy = log_probs_from_hidden(

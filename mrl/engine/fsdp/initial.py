@@ -54,6 +54,8 @@ class InitialWeights:
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
+            # children first, as transformers initialises them (5.23, modeling_utils.py, smart_apply): a parent may
+            # overwrite its children's weights
             for module in reversed(list(made.modules())):
                 self.hf._init_weights(module)
         prefix = f"{name}." if name else ""

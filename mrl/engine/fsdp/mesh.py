@@ -55,14 +55,6 @@ class Mesh:
         return dist.group.WORLD if self.data is None else self.data.get_group("dp")
 
     @property
-    def dp_rank(self) -> int:
-        return dist.get_rank(self.dp_group)
-
-    @property
-    def dp_size(self) -> int:
-        return dist.get_world_size(self.dp_group)
-
-    @property
     def ulysses(self) -> Ulysses:
         """Ranks that share this rank's sequences."""
         return Ulysses(None if self.data is None else self.data.get_group("cp"))

@@ -29,7 +29,7 @@ from mrl.engine.fsdp.blocks import blocks_of, embedding_of
 from mrl.engine.fsdp.build import build, fill_buffers, with_value_head
 from mrl.engine.fsdp.initial import InitialWeights
 from mrl.engine.fsdp.mesh import Mesh
-from mrl.engine.fsdp.names import TableFiles
+from mrl.engine.fsdp.names import Rows, TableFiles
 from mrl.engine.fsdp.output import logit_rule
 from mrl.engine.fsdp.rotary import length_dependent_rotary
 from mrl.engine.fsdp.ulysses import Ulysses
@@ -90,6 +90,7 @@ class Model:
         self.reshard_after_forward = config.engine.fsdp.reshard_after_forward
         in_fp32 = precision.modules_of(hf, kept, compiled=config.engine.fsdp.compile)
         self.module = _sharded(hf, config, mesh.weights, in_fp32)
+        # only now is there memory, for this rank's shards alone: until here all is on the meta device
         self.module.to_empty(device=device)
         fill_buffers(hf)
         self._load(config, read)
@@ -175,6 +176,8 @@ class Model:
 
         Otherwise each rank keeps its own sum of the whole model's gradients, in fp32, for a later pass to reduce.
         """
+        # Without a sync FSDP keeps the sum in the policy's reduce_dtype, fp32, though gradients are bfloat16
+        # (torch 2.13, _fsdp_param.py, to_accumulated_grad_if_needed).
         self.module.set_requires_gradient_sync(now)
         self.module.set_reshard_after_backward(now)
 
@@ -232,17 +235,17 @@ class Model:
         """Fills this rank's shards, each rank reading its own rows."""
         if read is not None:
             assert isinstance(self.files, TableFiles), "names of files are read by a table"
-            self._fill(self.files.read_by(read).rows)
+            self._fill(self.files.rows_by(read))
         elif config.model.init == "random":
             std = self.hf_config.get("initializer_range") or 0.02
             if isinstance(self.files, TableFiles):
                 random = RandomWeights(self.files.shapes, seed=config.seed, std=std)
-                self._fill(self.files.read_by(random).rows)
+                self._fill(self.files.rows_by(random))
             else:
                 self._fill(InitialWeights(self.files.hf, seed=config.seed).rows)
         else:
             with self.files.opened(config.model.path, trained=config.optimizer is not None) as stored:
-                self._fill(stored.rows)
+                self._fill(stored)
             if not isinstance(self.files, TableFiles):
                 self.files.names = stored.names
                 self._say_carried(stored.names.carried, trains=config.optimizer is not None)
@@ -263,10 +266,10 @@ class Model:
         """Fills this rank's shards from another folder of the same tensors."""
         assert self.adapters is None, "adapters stay over the model that they started on"
         with self.files.opened(path, trained=False) as stored:
-            self._fill(stored.rows)
+            self._fill(stored)
 
     @torch.no_grad()
-    def _fill(self, rows: Callable[[str, int, int], Tensor]) -> None:
+    def _fill(self, rows: Rows) -> None:
         odd = sorted(self.files.state.keys() ^ (self.parameters() | self.buffers()).keys())
         assert not odd, (
             f"the files hold {odd}, of which the model has no such parameter or buffer, or the other way round"
@@ -341,5 +344,6 @@ def _sharded(hf: nn.Module, config: RoleConfig, mesh: DeviceMesh, in_fp32: Seque
         fully_shard(part, mesh=mesh, mp_policy=precision.FLOAT32, reshard_after_forward=reshard)
     for part in (*blocks_of(hf), *([] if embedding is None else [embedding])):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    # The root is resharded too: kept gathered after a forward it would miss the optimizer's next update.
+    # The root is resharded too. By default fully_shard keeps it gathered after a forward (torch 2.13, _fully_shard.py),
+    # and it would miss the next change of its shards: an optimizer's update, or loaded weights.
     return fully_shard(ShardedRoot(hf), mesh=mesh, mp_policy=policy, reshard_after_forward=True)

@@ -22,6 +22,9 @@ from mrl.engine.saving import starting_weights
 STATE = "state.pt"
 """The file of a checkpoint that has what is no sharded tensor."""
 
+Rows = Callable[[str, int, int], Tensor]
+"""(parameter or buffer, start, stop) -> its rows `start` to `stop` of dimension 0."""
+
 _FUSED = re.compile(r"model\.layers\.(\d+)\.mlp\.(experts\.gate_up_proj|experts\.down_proj|gate\.weight)")
 
 
@@ -103,23 +106,15 @@ class TableFiles:
                 yield part.name, part.of(whole)
 
     @contextlib.contextmanager
-    def opened(self, path: str, *, trained: bool) -> Iterator[StoredRows]:
+    def opened(self, path: str, *, trained: bool) -> Iterator[Rows]:
         """Gives the weights of the folder `path`, all accounted for. trained: a missing value head starts at zero."""
         with starting_weights(path, self.family, self.hf_config, head=self.head, trained=trained) as read:
-            yield StoredRows(self, read)
+            yield self.rows_by(read)
 
-    def read_by(self, read: Callable[[str], Any]) -> StoredRows:
-        """Returns the rows of what `read` gives by the name of a file's tensor."""
-        return StoredRows(self, read)
+    def rows_by(self, read: Callable[[str], Any]) -> Rows:
+        """Returns a function that reads rows of parameters and buffers. read: as in `read_rows`."""
 
+        def rows(name: str, start: int, stop: int) -> Tensor:
+            return read_rows(self._file_tensors(name), read, start, stop)
 
-@dataclasses.dataclass(frozen=True)
-class StoredRows:
-    """Reads stored tensors by the names of the module."""
-
-    files: TableFiles
-    read: Callable[[str], Any]  # gives a tensor, or a lazy slice of a file's, by the file's name
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Reads rows `start` to `stop` > `start` of dimension 0 of a parameter or buffer, and no more than needed."""
-        return read_rows(self.files._file_tensors(name), self.read, start, stop)
+        return rows

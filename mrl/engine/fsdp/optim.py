@@ -27,11 +27,17 @@ class Optimizer:
     ) -> None:
         self.parameters, self.config, self.shards = dict(parameters), config, shards
         # biases of experts that are stacked have two dimensions, and are biases
-        decays = {name: p.ndim >= 2 and not name.endswith("bias") for name, p in self.parameters.items()}
-        decayed = [p for name, p in self.parameters.items() if decays[name]]
-        others = [p for name, p in self.parameters.items() if not decays[name]]
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, p in self.parameters.items():
+            if p.ndim >= 2 and not name.endswith("bias"):
+                decayed.append(p)
+            else:
+                others.append(p)
         groups = [{"params": decayed, "decays": True}, {"params": others, "decays": False}]
         self.adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, fused=True)
+        # torch makes the state at the first step, too late to read a checkpoint into it. A fused AdamW needs `step` on
+        # the parameter's device (torch 2.13, optim/adam.py).
         for p in self.parameters.values():
             self.adamw.state[p] = {"step": torch.zeros((), device=p.device)} | {m: torch.zeros_like(p) for m in MOMENTS}
 
@@ -69,7 +75,7 @@ class Optimizer:
             return GradNorm(norm, skipped=f"the gradient norm is {norm}")
         limit = update.clip_grad
         if limit and norm > limit:
-            torch._foreach_mul_(shards, limit / (norm + 1e-6))
+            torch._foreach_mul_(shards, limit / (norm + 1e-6))  # 1e-6 as in torch's clip_grad_norm_
         for group in self.adamw.param_groups:
             decay = update.weight_decay if group["decays"] else 0.0
             group.update(lr=update.lr, betas=update.betas, eps=update.eps, weight_decay=decay)

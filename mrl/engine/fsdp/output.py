@@ -10,7 +10,6 @@ Dimensions: `R` rows, `L` tokens in a row, `H` what the output layer takes, `V` 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 from collections.abc import Iterator
 
@@ -23,25 +22,20 @@ from mrl.errors import ModelError
 PROBES = (-300.0, -40.0, -7.5, -1.0, -(2.0**-12), 0.0, 2.0**-12, 1.0, 3.0, 29.0, 1e9)
 
 
-@dataclasses.dataclass
-class OutputCapture:
-    """The input of one forward's output layer and its answer."""
-
-    answer: Tensor | None = None
-    hidden: list[Tensor] = dataclasses.field(default_factory=list)  # [R, L, H], once for each call
-
-
 @contextlib.contextmanager
-def capture_output(layer: nn.Module, answer: Tensor | None = None) -> Iterator[OutputCapture]:
-    """Lets `layer` keep its input, inside the context, and give `answer` for every token, or one zero."""
-    kept = OutputCapture(answer)
+def capture_output(layer: nn.Module, answer: Tensor | None = None) -> Iterator[list[Tensor]]:
+    """Lets `layer` keep its input, inside the context, and give `answer` for every token, or one zero.
+
+    Gives the list of inputs [R, L, H], one for each call.
+    """
+    kept: list[Tensor] = []
 
     def keep(hidden: Tensor) -> Tensor:
-        kept.hidden.append(hidden)
+        kept.append(hidden)
         shown = hidden.new_zeros(1) if answer is None else answer.to(hidden.device)
         return shown.expand(*hidden.shape[:-1], -1)
 
-    layer.forward = keep
+    layer.forward = keep  # an attribute of the layer hides its class's method until it is deleted
     try:
         yield kept
     finally:
@@ -52,7 +46,7 @@ def hidden_states(hf: nn.Module, **inputs: object) -> Tensor:
     """Returns [R, L, H]: the input of the output layer of `hf`, run on `inputs`, with position_ids if it takes any."""
     with capture_output(hf.get_output_embeddings()) as kept:
         hf(**_taken(hf, inputs), use_cache=False)
-    (hidden,) = kept.hidden
+    (hidden,) = kept
     return hidden
 
 
@@ -84,10 +78,10 @@ def logit_rule(hf: nn.Module, **inputs: object) -> LogitRule:
     with capture_output(hf.get_output_embeddings(), given) as kept:
         logits = hf(**_taken(hf, inputs), use_cache=False).logits
     model_type = hf.config.model_type
-    if len(kept.hidden) != 1:
+    if len(kept) != 1:
         raise ModelError(
             "config.json",
-            why=f"model_type {model_type!r} calls its output layer {len(kept.hidden)} times in "
+            why=f"model_type {model_type!r} calls its output layer {len(kept)} times in "
             "a forward, which backend fsdp does not support",
             fix="use another model",
         )

@@ -28,6 +28,7 @@ def policy_of(dtype: str) -> MixedPrecisionPolicy:
 
 def fp32_parameters(hf: nn.Module, dtype: str) -> dict[str, nn.Parameter]:
     """Returns the parameters that transformers keeps in fp32 if the model is of `dtype`, by name."""
+    # not `_keep_in_fp32_modules`: transformers reads those for float16 alone (5.23, modeling_utils.py)
     patterns = sorted(hf._keep_in_fp32_modules_strict or ())
     if dtype == "float32" or not patterns:
         return {}

@@ -48,8 +48,7 @@ def check(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses
     ulysses: the ranks that share sequences. Only attention brings their parts together; a recurrent layer would see
     one part.
     """
-    vocab = hf.get_input_embeddings().weight.shape[0]
-    documents = [[token % vocab for token in document] for document in (*DOCUMENTS, EDITED)]
+    documents = _documents(hf)
     way = "packed" if packed else "padded"
     remedy = "set data.packing to false, or use another model" if packed else "use another model"
     if ulysses.size > 1:
@@ -77,17 +76,21 @@ def computes_with_noise(
     The numbers that a model computes need not show it: phimoe's router draws lots only between experts of about the
     same score.
     """
-    vocab = hf.get_input_embeddings().weight.shape[0]
-    documents = [[token % vocab for token in document] for document in DOCUMENTS]
     generators = Generators(0, device)
     with generators.installed():
         before = generators.states()
         hf.train()
         try:
-            _run(hf, documents, packed=packed, device=device, ulysses=ulysses)
+            _run(hf, _documents(hf)[:2], packed=packed, device=device, ulysses=ulysses)
         finally:
             hf.eval()
         return generators.drawn_since(before)
+
+
+def _documents(hf: nn.Module) -> list[list[int]]:
+    """Returns the two documents, and the first one edited, in tokens of the model."""
+    vocab = hf.get_input_embeddings().weight.shape[0]
+    return [[token % vocab for token in document] for document in (*DOCUMENTS, EDITED)]
 
 
 @contextlib.contextmanager

@@ -38,7 +38,9 @@ class LengthDependentRotary:
 
         lengths: [R, L/C], on the host: the length of the place's sequence, at least 1.
         """
-        groups = _groups(lengths, self.limit)
+        # one length for all sequences up to the limit, each length beyond
+        of_place = lengths.clamp(min=min(self.limit, int(lengths.max())))
+        groups = [(length, of_place == length) for length in of_place.unique().tolist()]
         for module in self.modules:
             module.forward = _PerLengthForward(module, groups)
         try:
@@ -80,12 +82,6 @@ def _follows(rope_type: Any) -> bool:
     """Returns whether `rope_type`, a module's, follows the length. A mapping has one for each type of layer."""
     kinds = rope_type.values() if isinstance(rope_type, Mapping) else (rope_type,)
     return any(kind in ("dynamic", "longrope") for kind in kinds)
-
-
-def _groups(lengths: Tensor, limit: int) -> list[tuple[int, Tensor]]:
-    """Returns (a length, the places [R, L/C] with its angles): one for all up to `limit`, then one for each length."""
-    of_place = lengths.clamp(min=min(limit, int(lengths.max())))
-    return [(length, of_place == length) for length in of_place.unique().tolist()]
 
 
 class _PerLengthForward:

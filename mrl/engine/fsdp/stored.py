@@ -67,12 +67,12 @@ class FSDPReader:
     def _read(self, name: str, region: Region) -> Tensor:
         key, part = self._where[name]
         if part.expert is None:
-            return self._stored.read(key, region).to(DTYPES[self.tensors[name].dtype])
-        (low, high), *rest = region
-        rows = (low + part.start, high + part.start)
-        return self._stored.read(key, [(part.expert, part.expert + 1), rows, *rest])[0].to(
-            DTYPES[self.tensors[name].dtype]
-        )
+            stored = self._stored.read(key, region)
+        else:
+            (low, high), *rest = region
+            rows = (low + part.start, high + part.start)
+            stored = self._stored.read(key, [(part.expert, part.expert + 1), rows, *rest])[0]
+        return stored.to(DTYPES[self.tensors[name].dtype])
 
     def close(self) -> None:
         self._stored.close()

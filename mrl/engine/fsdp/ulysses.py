@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,19 +64,15 @@ class Ulysses:
         times = math.lcm(key.shape[1], self.size) // key.shape[1]
         if times > 1:
             key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))
-        out = attention(*self._whole_rows((query, key, value)))
+        # [R, heads, L/C, D] -> [C of heads, R, heads/C, L/C, D], sent at once -> [R, heads/C, L, D]
+        parts = [t.unflatten(1, (self.size, -1)).movedim(1, 0) for t in (query, key, value)]
+        sent = torch.cat([part.flatten(1) for part in parts], dim=1)
+        received = _AllToAll.apply(sent, self.group).split([part[0].numel() for part in parts], dim=1)
+        pairs = zip(received, parts, strict=True)
+        out = attention(*(got.view(part.shape).movedim(0, 2).flatten(2, 3) for got, part in pairs))
         # [R, L, H/C, D] -> [C of places, R, L/C, H/C, D] -> [C of heads, R, L/C, H/C, D]
         out = _AllToAll.apply(out.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous(), self.group)
         return out.movedim(0, 2).flatten(2, 3)
-
-    def _whole_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Exchanges [R, heads, L/C, D] of each rank for [R, heads/C, L, D], all tensors at once."""
-        parts = [t.unflatten(1, (self.size, -1)).movedim(1, 0) for t in tensors]  # [C of heads, R, heads/C, L/C, D]
-        sent = torch.cat([part.flatten(1) for part in parts], dim=1)
-        received = _AllToAll.apply(sent, self.group).split([part[0].numel() for part in parts], dim=1)
-        return [
-            got.view(part.shape).movedim(0, 2).flatten(2, 3) for got, part in zip(received, parts, strict=True)
-        ]  # fmt: skip
 
 
 class _AllToAll(torch.autograd.Function):
@@ -100,6 +96,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
+        # c10d takes contiguous tensors alone, and `empty_like` would keep the strides of a transposed one
         parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(group.size())]
         dist.all_gather(parts, own.contiguous(), group=group)
         return torch.cat(parts, dim=1)

@@ -56,15 +56,10 @@ def positions(hf: nn.Module, batch: Batch) -> Tensor:
         grid = inputs["image_grid_thw"].cpu()
         takes = int(grid.prod(-1).sum()) // hf.model.visual.spatial_merge_size**2
         assert takes == of_image.sum(), f"{of_image.sum()} image tokens for images of {takes} features"
+        # mm_token_type_ids and not the ids say what is an image: a sampled image token is text
         found, _ = hf.model.get_rope_index(tokens[None], mm_token_type_ids=of_image.int()[None], image_grid_thw=grid)
         parts.append(found[:, 0])
     return torch.cat(parts, dim=1)
-
-
-def feature_of_token(hf: nn.Module, batch: Batch) -> Tensor:
-    """Returns [T] int64: the number of `Images.feature` for each token of the micro-batch."""
-    takes = image_tokens(hf, batch)
-    return takes.cumsum(0) * takes
 
 
 def images_of(hf: nn.Module, batch: Batch, feature: Tensor, device: torch.device) -> Images:

@@ -38,6 +38,7 @@ def wrap_blocks(hf: nn.Module, engine: EngineConfig) -> ActivationOffload | None
     for blocks in lists:
         for number, block in enumerate(blocks):
             if engine.fsdp.compile:
+                # the forward and not the module: FSDP's hooks, which gather and free weights, stay outside
                 block.forward = torch.compile(block.forward)
             if engine.recompute == "full" and number % engine.recompute_every == 0:
                 block.forward = functools.partial(_recomputed, block.forward)
@@ -49,6 +50,7 @@ def wrap_blocks(hf: nn.Module, engine: EngineConfig) -> ActivationOffload | None
 def _recomputed(forward: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    # use_reentrant=True takes no keyword arguments (torch 2.13, utils/checkpoint.py), and blocks are called with them
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mrl.converters.algebra import Shape
 from mrl.converters.pread import TruncatedFile, read_region
+from mrl.engine.torch_dist.data_files import STORAGES
 from mrl.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -35,11 +36,7 @@ _OLD_MCORE = "megatron.core.dist_checkpointing.strategies.torch"
 OPEN_FILES = 32
 """Data files that a reader keeps open: a large checkpoint has more of them than a process may hold."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-_STORAGES = {
-    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16,
-    "HalfStorage": torch.float16, "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16,
-    "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
-}  # fmt: skip
+_STORAGES = {storage.__name__: dtype for dtype, storage in STORAGES.items()}
 
 
 class _Record:
