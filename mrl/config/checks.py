@@ -17,7 +17,7 @@ from mrl.config.keys import join_key, non_default_keys
 from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, PRECISION_AWARE
 from mrl.config.ppo import PPOTrainConfig
 from mrl.config.rm import ScoredDataConfig
-from mrl.config.rows import RowsConfig
+from mrl.config.rows import RowsConfig, sources_of
 from mrl.config.schema import (
     EngineConfig,
     LogConfig,
@@ -33,6 +33,9 @@ from mrl.config.stream_checks import check_stream
 from mrl.config.supported import check_supported
 from mrl.errors import ConfigError, Shown
 from mrl.parallel import ParallelDims, divisors_near
+
+Answers = PreferenceDataConfig | ScoredDataConfig | PreferenceSource | ScoredSource
+"""Sections that say what rows of answers are."""
 
 MAX_PASSES = 1000
 """How often one batch may have each row, which a run on a handful of rows does on purpose."""
@@ -160,21 +163,17 @@ def _check_mix_by(train: str | Sequence[Share], mix_by: str) -> None:
 
 def formats_of(data: PreferenceDataConfig | ScoredDataConfig) -> Mapping[str, str | None]:
     """Returns key -> form of row that it names, for all rows and for each source."""
-    return {"data.format": data.format} | {f"{key}.format": source.format for key, source in _sources(data).items()}
+    sections: dict[str, Answers] = {"data": data, **_answer_sources(data)}
+    return {f"{key}.format": section.format for key, section in sections.items()}
 
 
-def _sources(data: PreferenceDataConfig | ScoredDataConfig) -> dict[str, PreferenceSource | ScoredSource]:
-    """Returns the sources of data.train and data.eval by their keys; none of those that are one path."""
-    shares: Sequence[PreferenceSource | ScoredSource] = () if isinstance(data.train, str) else data.train
-    sets: Mapping[str, PreferenceSource | ScoredSource] = data.eval if isinstance(data.eval, Mapping) else {}
-    of_train = {f"data.train[{i}]": source for i, source in enumerate(shares)}
-    return of_train | {f"data.eval.{name}": source for name, source in sets.items()}
+def _answer_sources(data: PreferenceDataConfig | ScoredDataConfig) -> dict[str, PreferenceSource | ScoredSource]:
+    return {key: of for key, of in sources_of(data) if isinstance(of, PreferenceSource | ScoredSource)}
 
 
 def check_prompt_end(data: PreferenceDataConfig | ScoredDataConfig, form: str | None = None) -> None:
     """Each data.prompt_end is some text, and its rows may be pairs. form: of all rows, if the loss decides it."""
-    sections: dict[str, PreferenceDataConfig | ScoredDataConfig | PreferenceSource | ScoredSource]
-    sections = {"data": data, **_sources(data)}
+    sections: dict[str, Answers] = {"data": data, **_answer_sources(data)}
     for section, of in sections.items():
         end = of.prompt_end
         if end == "":
