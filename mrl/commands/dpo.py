@@ -132,8 +132,9 @@ class DPO(TrainingCommand[DPOConfig]):
         if config.loss.needs_reference and not config.reference.cache:
             found.append(Phase("forward of the reference", role, "forward", sequences))
         found.append(Phase("update of the model", "", "train", sequences))
-        is_taken = config.sequences_of_row == 1 and "auto" in config.formats_of_train
-        notes = ["Rows are taken for single answers; with data.format=preference, for pairs."] * is_taken
+        notes = []
+        if config.sequences_of_row == 1 and "auto" in config.formats_of_train:
+            notes.append("Rows are taken for single answers; with data.format=preference, for pairs.")
         if config.loss.needs_reference and config.reference.cache:
             notes.append("The reference's forward of all rows before the first step (reference.cache) is in no step.")
         return Phases(tuple(found), offload_idle=False, notes=tuple(notes))

@@ -110,7 +110,7 @@ class SFT(TrainingCommand[SFTConfig]):
         ]
         update = Phase("update of the model", "", "train", size, distill=distill)
         note = "A teacher's forward of its rows before the first step (teacher.cache) is in no step."
-        return Phases((*forwards, update), offload_idle=False, notes=(note,) * teacher.cache)
+        return Phases((*forwards, update), offload_idle=False, notes=(note,) if teacher.cache else ())
 
 
 COMMAND = SFT()

@@ -191,10 +191,10 @@ def check_prompt_end(data: PreferenceDataConfig | ScoredDataConfig, form: str | 
 def check_lora(model: ModelConfig, path: str = "model") -> None:
     """Adapters go over weights that are there again after the run."""
     for key in ("target_modules", "exclude_modules"):
-        if model.lora is not None and not (value := getattr(model.lora, key)) and value is not None:
-            raise ConfigError(
-                f"{path}.lora.{key}", value, "names nothing", "give all-linear, ends of names, or a regular expression"
-            )
+        value = None if model.lora is None else getattr(model.lora, key)
+        if value in ("", ()):
+            fix = "give all-linear, ends of names, or a regular expression"
+            raise ConfigError(f"{path}.lora.{key}", value, "names nothing", fix)
     if model.lora is not None and model.init == "random":
         raise ConfigError(
             f"{path}.init",

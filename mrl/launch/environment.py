@@ -31,9 +31,10 @@ def joined_world(environ: Mapping[str, str]) -> JoinedWorld | None:
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _torchrun(environ)
     name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    if "SLURM_PROCID" in environ and environ.get(name) and (tasks := _number(environ, name)) > 1:
-        return _srun(environ, tasks)
-    return None
+    if "SLURM_PROCID" not in environ or not environ.get(name):
+        return None
+    tasks = _number(environ, name)
+    return _srun(environ, tasks) if tasks > 1 else None
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -81,7 +81,8 @@ def plan_role(
     if config.engine.backend == "fsdp":
         trains = config.optimizer is not None
         forward = (sharded.figures(dataclasses.replace(config, optimizer=None), dims),)
-        return RolePlan(role, model, config, dims, (sharded.figures(config, dims),) * trains, forward)
+        stages = (sharded.figures(config, dims),) if trains else ()
+        return RolePlan(role, model, config, dims, stages, forward)
     spec = meta.layer_spec_on_gpus(config, dims, gpu.capability)
     given, config = config, _as_experts_multiply(config, spec, gpu.capability)
     trained: tuple[RankFigures, ...] = ()
@@ -207,10 +208,10 @@ def memory_uses(phases: Phases, roles: Mapping[str, RolePlan], longest: int, gpu
 def _resident(plan: RolePlan, stage: RankFigures) -> tuple[int, int, int]:
     """Returns bytes of parameters, gradients and optimizer that a role keeps on the device if no role is offloaded."""
     away = set(plan.config.engine.offload)
-    weights = (stage.parameters + stage.fp8_copies) * ("parameters" not in away) + stage.buffers
-    return (
-        weights, stage.gradients * ("gradients" not in away), stage.largest_optimizer * ("optimizer" not in away),
-    )  # fmt: skip
+    weights = 0 if "parameters" in away else stage.parameters + stage.fp8_copies
+    gradients = 0 if "gradients" in away else stage.gradients
+    optimizer = 0 if "optimizer" in away else stage.largest_optimizer
+    return weights + stage.buffers, gradients, optimizer
 
 
 def _copies(phase: Phase, plan: RolePlan, stage: int) -> int:

@@ -176,6 +176,7 @@ def _check_server_cores(options: SlurmConfig) -> list[str]:
 def _check_time(config: RowsRunConfig, options: SlurmConfig) -> list[str]:
     """Returns what a failed node can lose, and whether there is time to save before the limit."""
     limit_s = seconds_of(options.time) if options.time is not None else None
+    left_s = None if limit_s is None else limit_s - options.signal_s
     step_s, every = step_seconds(pathlib.Path(config.output_dir)), config.checkpoint.every
     found = []
     if step_s is not None and step_s > options.signal_s:
@@ -187,17 +188,19 @@ def _check_time(config: RowsRunConfig, options: SlurmConfig) -> list[str]:
         found.append(
             "checkpoint.every: is null: a node that fails loses all since the last signal; set it to save in between"
         )
-    elif limit_s is not None and config.train.steps is not None and every >= config.train.steps:
+    elif limit_s is None or left_s is None:
+        pass
+    elif config.train.steps is not None and every >= config.train.steps:
         found.append(
             f"checkpoint.every: value {every} is not below the {config.train.steps} steps of the run: only a signal "
             "saves before the end; a node that fails loses all"
         )
-    elif step_s is None and limit_s is not None and every > (left_s := limit_s - options.signal_s):
+    elif step_s is None and every > left_s:
         found.append(
             f"checkpoint.every: value {every} cannot be judged before the run has timed a step: within the time limit "
             f"of {in_words(limit_s)} it saves only where a step takes less than {left_s / every:.2g} s"
         )
-    elif step_s is not None and limit_s is not None and every * step_s > limit_s - options.signal_s:
+    elif step_s is not None and every * step_s > left_s:
         found.append(
             f"checkpoint.every: value {every} is {in_words(every * step_s)} at {step_s:.2g} s a step, and the time "
             f"limit is {in_words(limit_s)}: only the signal before it saves; a node that fails loses all"

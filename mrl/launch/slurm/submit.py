@@ -145,13 +145,16 @@ def _too_many_nodes(options: SlurmConfig) -> list[str]:
         asked = [("nodes + servers.nodes", options.nodes + servers.nodes, options.partition)]
     else:
         asked = [("nodes", options.nodes, options.partition), ("servers.nodes", servers.nodes, servers.partition)]
-    return [
-        f"slurm.{key}: value {count} is above the {there} of "
-        f"{f'partition {name}' if name else 'the default partition'}: the job waits until it has more; cancel it, and "
-        "give fewer or another partition"
-        for key, count, name in asked
-        if (there := jobs.nodes_of(name)) is not None and count > there
-    ]
+    lines = []
+    for key, count, name in asked:
+        there = jobs.nodes_of(name)
+        if there is not None and count > there:
+            partition = f"partition {name}" if name else "the default partition"
+            lines.append(
+                f"slurm.{key}: value {count} is above the {there} of {partition}: the job waits until it has more; "
+                "cancel it, and give fewer or another partition"
+            )
+    return lines
 
 
 def _resolved(checked: CheckedConfig) -> str:
