@@ -166,6 +166,10 @@ class TrainingCommand(abc.ABC, Generic[C]):
     def longest(self, config: C) -> tuple[int, str]:
         """Returns tokens of the longest sequence, and the key that sets it, or the keys with their values."""
 
+    def longest_group(self, config: C) -> int:
+        """Returns tokens of the longest sequences that one micro-batch holds together, as both of a pair."""
+        return self.longest(config)[0]
+
     def on_rows(self, config: C) -> RowsRunConfig | None:
         """Returns the config with the sections of a run on rows; None where it has none of them."""
         return typing.cast(RowsRunConfig, config)
@@ -198,8 +202,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
 
     def engine_config(self, config: C, part: Part) -> RoleConfig:
         """Returns what the engine of a part is built from, as the run does it."""
-        longest, _ = self.longest(config)
-        tokens = micro_batch_tokens(part.engine.micro_batch, longest)
+        tokens = micro_batch_tokens(part.engine.micro_batch, self.longest_group(config))
         micro_batch = dataclasses.replace(part.engine.micro_batch, tokens=tokens)
         return RoleConfig(
             model=part.model, engine=dataclasses.replace(part.engine, micro_batch=micro_batch),

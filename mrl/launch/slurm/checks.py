@@ -16,6 +16,7 @@ from mrl.launch import preflight
 from mrl.launch.slurm.options import SlurmConfig, seconds_of
 from mrl.launch.slurm.render import TemplateNames, reads_of
 from mrl.parallel import ParallelDims
+from mrl.words import pluralize
 
 RECENT_STEPS = 20
 
@@ -35,7 +36,7 @@ def check_job(command: TrainingCommand, config: Config, options: SlurmConfig, *,
     try:
         layouts = preflight.check_layout(command, config, parts, options.world_size, here=False)
     except ConfigError as error:
-        nodes = f"{options.nodes} {'node' if options.nodes == 1 else 'nodes'} of {options.per_node}"
+        nodes = f"{pluralize(options.nodes, 'node')} of {options.per_node}"
         if error.key is None:  # a package's engine may raise an error of one text
             raise ConfigError(f"{error} ({nodes})") from None
         raise ConfigError(error.key, error.value, error.why, f"{error.fix} ({nodes})") from None
