@@ -163,7 +163,7 @@ def _renamed(out: str, why: str) -> str:
 
 @contextlib.contextmanager
 def _conversion(out: str) -> Iterator[None]:
-    """Without the warnings of libraries; and Ctrl-C in words."""
+    """Hides the warnings of libraries, and puts Ctrl-C in words."""
     from mrl.launch.preflight import quiet
 
     try:

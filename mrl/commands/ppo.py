@@ -115,7 +115,7 @@ class PPO(TrainingCommand[PPOConfig]):
             check_adapter_training(AdapterTraining(actor.model.path, lora))  # of a hub id, the run looks
 
     def check_files(self, config: PPOConfig) -> None:
-        """Files with the user's code, and rollouts to replay."""
+        """Checks that files with the user's code exist, and rollouts to replay."""
         from mrl.config.rewards import FunctionReward
         from mrl.errors import ConfigError, quoted
 
@@ -139,7 +139,7 @@ class PPO(TrainingCommand[PPOConfig]):
             raise ConfigError("rollout.path", quoted(replayed), "is no folder", fix)
 
     def check_code(self, config: PPOConfig) -> None:
-        """The reward functions, and the environment."""
+        """Loads the reward functions and the environment."""
         from mrl.rewards.functions import load_reward
         from mrl.rollout.environment import load_environment
 

@@ -75,7 +75,7 @@ class SFT(TrainingCommand[SFTConfig]):
         ]
 
     def _teachers(self, config: SFTConfig, layouts: Mapping[str, ParallelDims]) -> list[str]:
-        """layouts: of each part's role."""
+        """Returns lines on the teachers. layouts: of each part's role."""
         from mrl.launch.describe import divergence, processes
 
         teacher = config.teacher

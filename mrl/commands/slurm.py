@@ -17,7 +17,7 @@ from mrl.words import pluralize
 
 @contextlib.contextmanager
 def _jobs_go_on() -> Iterator[None]:
-    """Ctrl-C ends the command and no job."""
+    """Says on Ctrl-C that it ends the command and no job."""
     try:
         yield
     except KeyboardInterrupt:
@@ -39,7 +39,7 @@ def _job_params() -> Iterator[Argument | Option]:
 
 
 def _option(key: Key) -> Option:
-    """`gpus_per_node` -> `--gpus-per-node`; `servers.nodes` -> `--servers-nodes`."""
+    """Returns the option of a key: `--gpus-per-node` of `gpus_per_node`, `--servers-nodes` of `servers.nodes`."""
     types = typing.get_args(key.annotation) or (key.annotation,)
     several = typing.get_origin(key.annotation) in (tuple, dict)
     return Option(

@@ -106,7 +106,10 @@ def _known_elsewhere(dotted: str, root: type) -> str | None:
 
 
 def _coerce(annotation: Any, value: Any, key: Key) -> Any:
-    """`value` as `annotation`, or a ConfigError. Only an int for a float and a list for a tuple are converted."""
+    """Returns `value` as `annotation`, or raises ConfigError.
+
+    Only an int for a float and a list for a tuple are converted.
+    """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         arm = _arm_for(args, value)

@@ -53,7 +53,7 @@ def check_config(config: SFTConfig) -> None:
 
 
 def check_trained(config: SFTConfig | AnswersConfig) -> None:
-    """The sections of the one model that a run on rows trains, and of its logs."""
+    """Checks the sections of the one trained model of a run on rows, and of its logs."""
     check_optimizer(config.optimizer)
     if config.train.steps is not None:
         check_schedule(config.optimizer, config.train.steps, f"train.steps {config.train.steps}")
@@ -78,7 +78,7 @@ def refuse_unread(section: object, path: str, reason: str, fix: str, names: Sequ
 
 
 def check_replicas(dims: ParallelDims, key: str, sequences: int, role: str = "") -> None:
-    """Every data-parallel replica gets one of the `sequences` that `key` sets, or more."""
+    """Raises ConfigError if a data-parallel replica would get none of the `sequences` that `key` sets."""
     of_role = f" of the {role}" if role else ""
     if sequences < dims.dp:
         raise ConfigError(
@@ -146,7 +146,7 @@ def check_train(train: TrainConfig | PPOTrainConfig, data: RowsConfig) -> None:
 
 
 def _check_mix_by(train: str | Sequence[Share], mix_by: str) -> None:
-    """Shares need a list of sources, and shares of tokens need weights.
+    """Raises ConfigError for shares without a list of sources, and for shares of tokens without weights.
 
     Without weights, shares are numbers of rows. If two sources had equally many rows, the one with shorter rows would
     then be repeated.
@@ -172,7 +172,10 @@ def _answer_sources(data: PreferenceDataConfig | ScoredDataConfig) -> dict[str, 
 
 
 def check_prompt_end(data: PreferenceDataConfig | ScoredDataConfig, form: str | None = None) -> None:
-    """Each data.prompt_end is some text, and its rows may be pairs. form: of all rows, if the loss decides it."""
+    """Raises ConfigError for a data.prompt_end without text, or of rows that are no pairs.
+
+    form: of all rows, if the loss decides it.
+    """
     sections: dict[str, Answers] = {"data": data, **_answer_sources(data)}
     for section, of in sections.items():
         end = of.prompt_end
@@ -189,7 +192,7 @@ def check_prompt_end(data: PreferenceDataConfig | ScoredDataConfig, form: str | 
 
 
 def check_lora(model: ModelConfig, path: str = "model") -> None:
-    """Adapters go over weights that are there again after the run."""
+    """Raises ConfigError for adapters on no module, and for adapters over weights that no later run has."""
     for key in ("target_modules", "exclude_modules"):
         value = None if model.lora is None else getattr(model.lora, key)
         if value in ("", ()):
@@ -205,7 +208,10 @@ def check_lora(model: ModelConfig, path: str = "model") -> None:
 
 
 def check_micro_batch(micro_batch: MicroBatchConfig, max_length: int, longest: str, path: str = "engine") -> None:
-    """The longest sequence fits in a micro-batch. longest: the keys that set `max_length`, with their values."""
+    """Raises ConfigError if the longest sequence does not fit in a micro-batch.
+
+    longest: the keys that set `max_length`, with their values.
+    """
     key = f"{path}.micro_batch"
     if micro_batch.tokens is not None and micro_batch.size is not None:
         raise ConfigError(
@@ -224,7 +230,7 @@ def check_micro_batch(micro_batch: MicroBatchConfig, max_length: int, longest: s
 
 
 def check_groups(config: AnswersConfig, engine: EngineConfig, path: str = "engine") -> None:
-    """Micro-batches hold whole groups of sequences. engine: of the section `path`."""
+    """Raises ConfigError if a micro-batch does not hold whole groups of sequences. engine: of the section `path`."""
     size = engine.micro_batch.size
     if engine.batch_invariant and config.group > 1:
         why = f"needs micro-batches of one sequence, and one of {config.loss.name} holds both of a pair"
@@ -240,7 +246,7 @@ def check_groups(config: AnswersConfig, engine: EngineConfig, path: str = "engin
 
 
 def check_optimizer(optimizer: OptimizerConfig, path: str = "optimizer") -> None:
-    """Rates, betas and what the schedule reads."""
+    """Checks rates and betas, and refuses keys that the schedule does not read."""
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(
             f"{path}.min_lr",
@@ -259,7 +265,10 @@ def check_optimizer(optimizer: OptimizerConfig, path: str = "optimizer") -> None
 
 
 def check_muon(optimizer: OptimizerConfig, model: ModelConfig, engine: EngineConfig, role: str = "") -> None:
-    """Muon is with keys that it goes with, and without muon none of its keys is set. role: of these sections."""
+    """Raises ConfigError for keys that do not go with muon, and for keys of muon without it.
+
+    role: of these sections.
+    """
     path = f"{role}." if role else ""
     if optimizer.name != "muon":
         reason, fix = f"by {path}optimizer.name {optimizer.name}", f"set {path}optimizer.name to muon, or leave it out"
@@ -277,7 +286,10 @@ def check_muon(optimizer: OptimizerConfig, model: ModelConfig, engine: EngineCon
 
 
 def check_schedule(optimizer: OptimizerConfig, steps: int, length: str, path: str = "optimizer") -> None:
-    """Warm-up and decay within the `steps` of the run. length: what sets them, in words, as in "train.steps 100"."""
+    """Raises ConfigError if warm-up or decay exceeds the `steps` of the run.
+
+    length: what sets them, in words, as in "train.steps 100".
+    """
     if optimizer.warmup_steps > steps:
         raise ConfigError(f"{path}.warmup_steps", optimizer.warmup_steps, f"is above {length}", f"give at most {steps}")
     if optimizer.schedule == "wsd" and optimizer.decay_steps is not None:
@@ -292,7 +304,7 @@ def check_schedule(optimizer: OptimizerConfig, steps: int, length: str, path: st
 
 
 def check_backend(model: ModelConfig, engine: EngineConfig, role: str = "") -> None:
-    """Keys that the backend does not have: errors, not ignored. Those of another package's engine, its class knows."""
+    """Raises ConfigError for keys that the backend does not have. An engine of another package checks its own."""
     if engine.backend not in OWN_KEYS:
         entry_point(engine.backend, join_key(role, "engine"))
         return
@@ -302,7 +314,7 @@ def check_backend(model: ModelConfig, engine: EngineConfig, role: str = "") -> N
 
 
 def check_host_optimizer(engine: EngineConfig, role: str = "") -> None:
-    """An optimizer that lives on the host is not moved there between steps."""
+    """Raises ConfigError if an optimizer on the host is to be moved there between steps."""
     path = join_key(role, "engine")
     if engine.megatron.get(CPU_OFFLOAD_FIELD) and "optimizer" in engine.offload:
         why = f"is of what {path}.megatron.{CPU_OFFLOAD_FIELD} keeps on the host always"

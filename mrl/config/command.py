@@ -179,7 +179,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
         return _rows(self, config).data.packing
 
     def rows_of_batch(self, config: C) -> int:
-        """Rows of data.train that one global batch is made of."""
+        """Returns the rows of data.train in one global batch."""
         return _rows(self, config).train.global_batch_size
 
     def smallest_batch(self, config: C, role: str) -> tuple[str, int]:
@@ -313,7 +313,7 @@ def all_training() -> list[TrainingCommand]:
 
 
 def roots() -> dict[str, type]:
-    """Name -> the root of its config, of all commands that train."""
+    """Returns name -> the root of its config, of all commands that train."""
     return {command.name: command.root for command in all_training()}
 
 

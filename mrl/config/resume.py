@@ -96,7 +96,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
 
 
 def _check_adapters(breaking: Mapping[str, tuple[Any, Any]]) -> None:
-    """Adapters are trained in both the run and the checkpoint, or in neither; only that matters."""
+    """Raises ConfigError if only one of the run and the checkpoint has adapters."""
     for key, pair in breaking.items():
         if key.endswith("model.lora") and None in pair:
             was, now, fix = "without", "with", "set it to null"

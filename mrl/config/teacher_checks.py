@@ -43,7 +43,7 @@ def check_first_name(others: Collection[str], name: str) -> None:
 
 
 def _check_one(config: SFTConfig, key: str, teacher: OneTeacherConfig) -> None:
-    """The place of one teacher is right. key: of its section."""
+    """Checks the server or the engine of one teacher. key: of its section."""
     assert config.teacher is not None, "no teacher"
     if teacher.server is not None:
         keys = config.teacher
@@ -57,7 +57,7 @@ def _check_one(config: SFTConfig, key: str, teacher: OneTeacherConfig) -> None:
 
 
 def check_names(data: DataConfig | PromptsConfig, others: Collection[str], of: str) -> None:
-    """Teachers that rows are given by name. others: the names there are. of: their key."""
+    """Raises ConfigError if a source names an unknown teacher. others: the names there are. of: their key."""
     given = {"data.teacher": data.teacher}
     for key, source in sources_of(data):
         if isinstance(source, SFTSource | PromptShare):
@@ -92,8 +92,10 @@ def check_server(
     top_k: tuple[str, int | None] | None,
     temperature: tuple[str, float],
 ) -> None:
-    """A server is asked only for answers that it can give. top_k: key and value, None if no other tokens are compared.
-    temperature: key and value."""
+    """Raises ConfigError if a server cannot give the answers.
+
+    top_k: key and value, None if no other tokens are compared. temperature: key and value.
+    """
     server = teacher.server
     assert server is not None, "no server"
     refuse_unread(teacher, key, f"beside {key}.server", "leave one of them out", ("engine",))

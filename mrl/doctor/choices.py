@@ -40,7 +40,7 @@ def answers() -> Iterator[Mapping[str, Any]]:
 
 
 def rows() -> list[dict[str, Any]]:
-    """For each kind of model and of context parallelism: the layer spec and why, and what attention is computed by."""
+    """Returns layer spec, reason and attention kernels for each kind of model and of context parallelism."""
     import torch
 
     from mrl.converters.families import fields_of

@@ -116,6 +116,6 @@ def interface_towards(host: str) -> str | None:
 
 
 def loopback() -> dict[str, str]:
-    """gloo on the loopback interface: one machine's host name may resolve to an address that it cannot reach."""
+    """Returns variables for gloo on the loopback interface. A host name may resolve to an unreachable address."""
     names = {name for _, name in socket.if_nameindex()}
     return {"GLOO_SOCKET_IFNAME": next(n for n in ("lo", "lo0") if n in names)} if names & {"lo", "lo0"} else {}

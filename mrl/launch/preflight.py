@@ -218,7 +218,7 @@ def quiet() -> Iterator[None]:
 def choose_nproc(
     asked: int | None, *, device: str, gpus: int, needed: int, key: str = "engine", here: bool = True
 ) -> int:
-    """Processes to start on this machine: what was asked for, else one a GPU, else what the layout needs.
+    """Returns the number of processes to start here: the given one, else one a GPU, else the least of the layout.
 
     key: the section that `device` is from. here: the run is to be on this machine.
     """
@@ -302,7 +302,7 @@ def _check_weights(model: ModelConfig, folder: pathlib.Path, key: str) -> None:
 
 
 def _from_hub(hub_id: str, key: str) -> pathlib.Path:
-    """config.json of a hub id, from the local cache or downloaded."""
+    """Returns config.json of a hub id, from the local cache or downloaded."""
     import huggingface_hub
     from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 
@@ -374,8 +374,10 @@ def paths_of(data: RowsConfig) -> Iterator[tuple[str, str]]:
 
 
 def _check_rows(config: RowsRunConfig, rows_of_batch: int) -> None:
-    """Whether the rows of a plain file of JSON lines are far too few for a batch. It reads as many as that takes,
-    hardly ever more than a few; other forms the run looks at."""
+    """Raises ConfigError if a plain file of JSON lines has far too few rows for a batch.
+
+    It reads as many rows as this takes, mostly a few. The run itself checks other forms.
+    """
     if not isinstance(config.data.train, str) or streamed_keys(config.data):
         return
     path = os.path.expanduser(config.data.train)

@@ -144,7 +144,7 @@ def _update(plan: Plan, phase: Phase) -> Iterator[str]:
 
 
 def _step(plan: Plan) -> Iterator[str]:
-    """How long a step lasts, and what is not in that."""
+    """Yields the time of a step, and what it leaves out."""
     if plan.costs:
         timed = [f"{name} {units.duration(cost.seconds)}" for name, cost in plan.costs.items()]
         of = f" ({', '.join(timed)})" if len(timed) > 1 else ""

@@ -145,7 +145,7 @@ def _check_restarts(config: RowsRunConfig, options: SlurmConfig) -> None:
 
 
 def _across_nodes(parts: Sequence[Part], layouts: Sequence[ParallelDims], options: SlurmConfig) -> list[str]:
-    """Tensor-parallel groups are ranks in a row, and talk in every layer: within a node they are fast."""
+    """Returns warnings for tensor-parallel groups across nodes, because they communicate in every layer."""
     return [
         f"{part.key('engine')}.parallel.tp: groups of {dims.tp} do not fit into the {options.per_node} processes of "
         "a node, so every layer talks over the network; use pp across nodes instead"
@@ -165,7 +165,10 @@ def _check_cores(options: SlurmConfig) -> list[str]:
 
 
 def _check_server_cores(options: SlurmConfig) -> list[str]:
-    """The first part's extra lines, as --exclusive, do not count for the servers' part."""
+    """Returns a warning for servers without a number of cores.
+
+    Extra lines of the first part, as --exclusive, do not count.
+    """
     if not options.servers.nodes or options.servers.cpus_per_task is not None:
         return []
     return [
@@ -210,7 +213,7 @@ def _check_time(config: RowsRunConfig, options: SlurmConfig) -> list[str]:
 
 
 def step_seconds(run_dir: pathlib.Path) -> float | None:
-    """Median seconds of the newest steps in a run's metrics.jsonl; None where it has none."""
+    """Returns the median seconds of the newest steps in a run's metrics.jsonl; None without steps."""
     path = run_dir / "metrics.jsonl"
     if not path.exists() or metrics.last_line(path) is None:
         return None

@@ -195,7 +195,7 @@ _SHORT = {
 
 
 def _check_repeated(line: str) -> None:
-    """An option that mrl writes: Slurm would take the later one, and the checks would have seen the other."""
+    """Raises ConfigError for an option that mrl writes. Slurm would take the later one, unlike the checks."""
     try:
         words = shlex.split(line)
     except ValueError as error:

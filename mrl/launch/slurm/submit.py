@@ -139,7 +139,7 @@ def submit(checked: CheckedConfig) -> SubmittedJob:
 
 
 def _too_many_nodes(options: SlurmConfig) -> list[str]:
-    """Slurm lets a job wait for nodes that its partition does not have."""
+    """Returns warnings for more nodes than a partition has. Slurm lets such a job wait."""
     servers = options.servers
     if servers.nodes and servers.partition in (None, options.partition):
         asked = [("nodes + servers.nodes", options.nodes + servers.nodes, options.partition)]
@@ -172,7 +172,7 @@ def _free_name(slurm_dir: pathlib.Path) -> str:
 
 
 def _refuse_second(checked: CheckedConfig, slurm_dir: pathlib.Path) -> None:
-    """Two jobs of one run would meet in its folder; the second would fail, hours later."""
+    """Raises ConfigError for a second job of one run, because it would fail hours later."""
     for job in jobs.in_queue(slurm_dir):
         if _waits_for(checked.options.dependency or "", job.id):
             continue
