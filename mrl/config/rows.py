@@ -57,8 +57,8 @@ class RowsConfig:
 def sources_of(data: RowsConfig) -> Iterator[tuple[str, Source]]:
     """Yields the sources of data.train and data.eval, with their keys. One that is a plain path is none."""
     if not isinstance(data.train, str):
-        for i, source in enumerate(data.train):
-            yield f"data.train[{i}]", source
+        for i, share in enumerate(data.train):
+            yield f"data.train[{i}]", share
     if isinstance(data.eval, Mapping):
         for name, source in data.eval.items():
             yield f"data.eval.{name}", source
