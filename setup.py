@@ -19,6 +19,7 @@ setup(
     packages=find_packages(include=["mrl", "mrl.*"]),
     package_data={
         "mrl.config": ["foreign/*.txt"],
+        "mrl.doctor": ["*.json"],
         "mrl.launch.slurm": ["templates/*.sbatch"],
         "mrl.report": ["*.html", "*.css", "*.js"],
     },

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrl.commands import EXIT_USER_ERROR, JSON, Argument, Command, Group, Option, echo, say
 from mrl.errors import UserError
+from mrl.words import pluralize
 
 if TYPE_CHECKING:
     from mrl.convert.verifying import Comparison
@@ -84,7 +85,7 @@ def export(
                 done = export_adapter(place, out, model=model, role=role)
             else:
                 done = export_hf(place, out, model=model, role=role, max_shard_size=max_shard_size, progress=bar)
-    files = f"{done.files} file{'s' * (done.files != 1)}"
+    files = pluralize(done.files, "file")
     loads = "peft" if adapter else "transformers"
     echo(f"{out}: {done.tensors} tensors in {files}, all accounted for (from {done.what}); loadable with {loads}")
     for note in done.notes:
@@ -162,7 +163,7 @@ def _renamed(out: str, why: str) -> str:
 
 @contextlib.contextmanager
 def _conversion(out: str) -> Iterator[None]:
-    """Without the warnings of libraries; and Ctrl-C in words."""
+    """Hides the warnings of libraries, and puts Ctrl-C in words."""
     from mrl.launch.preflight import quiet
 
     try:

@@ -12,7 +12,6 @@ from mrl.config.dpo import DPOConfig
 from mrl.config.phases import Phases
 from mrl.config.preference_losses import LOSSES, ROWS
 from mrl.config.rm import FORMAT_OF
-from mrl.config.schema import RoleConfig
 from mrl.parallel import ParallelDims
 
 
@@ -84,9 +83,8 @@ class DPO(TrainingCommand[DPOConfig]):
     def longest(self, config: DPOConfig) -> tuple[int, str]:
         return config.data.max_length, "data.max_length"
 
-    def smallest_batch(self, config: DPOConfig, role: str) -> tuple[str, int]:
-        """Returns the rows of a batch: a pair is on one replica."""
-        return "train.global_batch_size", config.train.global_batch_size
+    def longest_group(self, config: DPOConfig) -> int:
+        return config.longest_group[0]
 
     def describe(self, config: DPOConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
         from mrl.launch.describe import length, micro_batch, processes
@@ -112,14 +110,6 @@ class DPO(TrainingCommand[DPOConfig]):
             return "its log-probs of all rows are computed before the first step"
         return "a model of its own" if config.reference_has_own_model else "the model without its adapters"
 
-    def engine_config(self, config: DPOConfig, part: Part) -> RoleConfig:
-        import dataclasses
-
-        from mrl.trainers.task import engine_of_groups
-
-        made = super().engine_config(config, part)
-        return dataclasses.replace(made, engine=engine_of_groups(part.engine, config.longest_group[0]))
-
     def phases(self, config: DPOConfig) -> Phases:
         from mrl.config.phases import Phase
 
@@ -132,8 +122,9 @@ class DPO(TrainingCommand[DPOConfig]):
         if config.loss.needs_reference and not config.reference.cache:
             found.append(Phase("forward of the reference", role, "forward", sequences))
         found.append(Phase("update of the model", "", "train", sequences))
-        is_taken = config.sequences_of_row == 1 and "auto" in config.formats_of_train
-        notes = ["Rows are taken for single answers; with data.format=preference, for pairs."] * is_taken
+        notes = []
+        if config.sequences_of_row == 1 and "auto" in config.formats_of_train:
+            notes.append("Rows are taken for single answers; with data.format=preference, for pairs.")
         if config.loss.needs_reference and config.reference.cache:
             notes.append("The reference's forward of all rows before the first step (reference.cache) is in no step.")
         return Phases(tuple(found), offload_idle=False, notes=tuple(notes))

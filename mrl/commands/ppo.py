@@ -115,7 +115,7 @@ class PPO(TrainingCommand[PPOConfig]):
             check_adapter_training(AdapterTraining(actor.model.path, lora))  # of a hub id, the run looks
 
     def check_files(self, config: PPOConfig) -> None:
-        """Files with the user's code, and rollouts to replay."""
+        """Checks that files with the user's code exist, and rollouts to replay."""
         from mrl.config.rewards import FunctionReward
         from mrl.errors import ConfigError, quoted
 
@@ -139,7 +139,7 @@ class PPO(TrainingCommand[PPOConfig]):
             raise ConfigError("rollout.path", quoted(replayed), "is no folder", fix)
 
     def check_code(self, config: PPOConfig) -> None:
-        """The reward functions, and the environment."""
+        """Loads the reward functions and the environment."""
         from mrl.rewards.functions import load_reward
         from mrl.rollout.environment import load_environment
 
@@ -152,7 +152,7 @@ class PPO(TrainingCommand[PPOConfig]):
         from mrl.algorithms.configured import configured_recipe
         from mrl.algorithms.recipes import in_words
         from mrl.config.roles import is_served, section_of, teachers_of
-        from mrl.launch.describe import micro_batch, processes
+        from mrl.launch.describe import divergence, micro_batch, processes
 
         train, per_iteration = config.train, config.steps_per_iteration
         lines = [
@@ -167,7 +167,9 @@ class PPO(TrainingCommand[PPOConfig]):
         ]
         lines.append(f"algorithm: {in_words(configured_recipe(config.algorithm))}")
         if config.algorithm.distill is not None:
-            lines.append(f"distill: {self._distill(config)}")
+            kind, ids = divergence(config.algorithm.distill)
+            at = f"at temperature {config.rollout.temperature:g}"
+            lines.append(f"distill: {kind} to the teacher over {ids} {at}")
         lines.append(
             f"iteration: {config.prompts_per_iteration} prompts x {config.rollout.samples_per_prompt} samples, trained "
             f"on in {per_iteration} steps of {config.mini_batch_size} sequences"
@@ -182,17 +184,10 @@ class PPO(TrainingCommand[PPOConfig]):
         rollout, server = config.rollout, config.rollout.server
         if rollout.backend == "vllm" and not server.urls:
             count = layouts[0].world_size // server.tp
-            engines = f"{count} {'engine' if count == 1 else 'engines'} of tp {server.tp}"
+            engines = f"{pluralize(count, 'engine')} of tp {server.tp}"
             memory = f"{server.memory_fraction:g} of each GPU's memory"
             lines.append(f"rollout: vLLM inside the trainer, {engines}, with {memory} while sampling")
         return lines
-
-    def _distill(self, config: PPOConfig) -> str:
-        keys = config.algorithm.distill
-        assert keys is not None, "nothing is distilled"
-        kind = f"jsd (beta {keys.resolved_beta:g})" if keys.loss == "jsd" else keys.loss
-        ids = "the whole vocabulary" if keys.top_k is None else f"its {keys.top_k} likeliest tokens and the rest"
-        return f"{kind} to the teacher over {ids} at temperature {config.rollout.temperature:g}"
 
     def engine_config(self, config: PPOConfig, part: Part) -> RoleConfig:
         made = super().engine_config(config, part)

@@ -38,7 +38,11 @@ def run(
     from mrl.report.runs import readers
 
     found = readers(runs, may_be_empty=watching)
-    folder = pathlib.Path(out) if out is not None else found[0].path / "report" / ("compared" * (len(found) > 1))
+    folder = found[0].path / "report"
+    if len(found) > 1:
+        folder = folder / "compared"
+    if out is not None:
+        folder = pathlib.Path(out)
     report = Report(found, ReportOptions(None if no_page else folder, InitialView(axis, weight), samples, every_metric))
     if watching:
         _watch(report, found, EVERY_S if every_s is None else every_s)
@@ -69,7 +73,7 @@ def _watch(report: Report, found: list[RunReader], every_s: int) -> None:
             echo(CLEAR, end="")
         echo(report.text(read))
         place = "" if written is None else f"page: {written}; "
-        echo(f"\n{place}looking every {every_s} s, Ctrl-C ends it", end="\n" * (1 + (not sys.stdout.isatty())))
+        echo(f"\n{place}looking every {every_s} s, Ctrl-C ends it", end="\n" if sys.stdout.isatty() else "\n\n")
 
     try:
         watch(report, found, every_s, show)

@@ -8,7 +8,6 @@ from typing import Any
 from mrl.config.command import Part, TrainingCommand, loss_name
 from mrl.config.phases import Phases
 from mrl.config.rm import CENTERING, FORMAT_OF, RMConfig
-from mrl.config.schema import RoleConfig
 from mrl.parallel import ParallelDims
 
 
@@ -54,6 +53,9 @@ class RM(TrainingCommand[RMConfig]):
     def longest(self, config: RMConfig) -> tuple[int, str]:
         return config.data.max_length, "data.max_length"
 
+    def longest_group(self, config: RMConfig) -> int:
+        return config.longest_group[0]
+
     def describe(self, config: RMConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
         from mrl.launch.describe import length, micro_batch, processes
 
@@ -64,14 +66,6 @@ class RM(TrainingCommand[RMConfig]):
             f"loss: {loss.name}" + (f" (centering {loss.resolved_centering:g})" if loss.is_paired else ""),
             f"length: {length(train)} of {train.global_batch_size} rows a step",
         ]
-
-    def engine_config(self, config: RMConfig, part: Part) -> RoleConfig:
-        import dataclasses
-
-        from mrl.trainers.task import engine_of_groups
-
-        made = super().engine_config(config, part)
-        return dataclasses.replace(made, engine=engine_of_groups(part.engine, config.longest_group[0]))
 
     def phases(self, config: RMConfig) -> Phases:
         from mrl.config.phases import Phase

@@ -75,8 +75,8 @@ class SFT(TrainingCommand[SFTConfig]):
         ]
 
     def _teachers(self, config: SFTConfig, layouts: Mapping[str, ParallelDims]) -> list[str]:
-        """layouts: of each part's role."""
-        from mrl.launch.describe import processes
+        """Returns lines on the teachers. layouts: of each part's role."""
+        from mrl.launch.describe import divergence, processes
 
         teacher = config.teacher
         if teacher is None:
@@ -86,8 +86,7 @@ class SFT(TrainingCommand[SFTConfig]):
             else f"{layouts[key].describe()} on {processes(layouts[key])}"
             for key, one in teacher.by_key.items()
         }  # fmt: skip
-        kind = f"jsd (beta {teacher.resolved_beta:g})" if teacher.loss == "jsd" else teacher.loss
-        ids = "the whole vocabulary" if teacher.top_k is None else f"its {teacher.top_k} likeliest tokens and the rest"
+        kind, ids = divergence(teacher)
         when = ", computed before the first step" if teacher.cache else ""
         return [
             *(f"{key}: {where}{when}" for key, where in places.items()),
@@ -110,7 +109,7 @@ class SFT(TrainingCommand[SFTConfig]):
         ]
         update = Phase("update of the model", "", "train", size, distill=distill)
         note = "A teacher's forward of its rows before the first step (teacher.cache) is in no step."
-        return Phases((*forwards, update), offload_idle=False, notes=(note,) * teacher.cache)
+        return Phases((*forwards, update), offload_idle=False, notes=(note,) if teacher.cache else ())
 
 
 COMMAND = SFT()

@@ -12,11 +12,12 @@ from mrl.config.command import roots
 from mrl.config.keys import Key, section_keys
 from mrl.errors import ConfigError, quoted
 from mrl.launch.slurm.options import DEFAULT_PROFILE, SlurmConfig
+from mrl.words import pluralize
 
 
 @contextlib.contextmanager
 def _jobs_go_on() -> Iterator[None]:
-    """Ctrl-C ends the command and no job."""
+    """Says on Ctrl-C that it ends the command and no job."""
     try:
         yield
     except KeyboardInterrupt:
@@ -38,7 +39,7 @@ def _job_params() -> Iterator[Argument | Option]:
 
 
 def _option(key: Key) -> Option:
-    """`gpus_per_node` -> `--gpus-per-node`; `servers.nodes` -> `--servers-nodes`."""
+    """Returns the option of a key: `--gpus-per-node` of `gpus_per_node`, `--servers-nodes` of `servers.nodes`."""
     types = typing.get_args(key.annotation) or (key.annotation,)
     several = typing.get_origin(key.annotation) in (tuple, dict)
     return Option(
@@ -105,12 +106,12 @@ def submit(
     done, options = put_into_queue(checked), checked.options
     for warning in done.warnings:
         say(f"warning: {warning}")
-    per_node = f"{options.per_node} {'process' if options.per_node == 1 else 'processes'}"
+    per_node = pluralize(options.per_node, "process", "processes")
     if options.servers.nodes:
-        per_node += f", and {_nodes(options.servers.nodes)} x 1 server"
+        per_node += f", and {pluralize(options.servers.nodes, 'node')} x 1 server"
     array = f", tasks {options.array} each" if options.array is not None else ""
     echo(
-        f"submitted job {done.job_id}{array}: {_nodes(options.nodes)} x {per_node}\n"
+        f"submitted job {done.job_id}{array}: {pluralize(options.nodes, 'node')} x {per_node}\n"
         f"script: {done.script}\nconfig: {done.config}\nlog:    {done.log}"
     )
 
@@ -132,10 +133,6 @@ def _refuse_what_does_not_fit(command: str, checked: Any) -> None:
     if fits is False:
         fix = "give more nodes, other degrees (mrl plan --suggest), or --force to submit it all the same"
         raise ConfigError("slurm.gpu", options.gpu, "has too little memory for this job", fix)
-
-
-def _nodes(count: int) -> str:
-    return f"{count} {'node' if count == 1 else 'nodes'}"
 
 
 def template(name: str) -> None:

@@ -106,10 +106,14 @@ def _known_elsewhere(dotted: str, root: type) -> str | None:
 
 
 def _coerce(annotation: Any, value: Any, key: Key) -> Any:
-    """`value` as `annotation`, or a ConfigError. Only an int for a float and a list for a tuple are converted."""
+    """Returns `value` as `annotation`, or raises ConfigError.
+
+    Only an int for a float and a list for a tuple are converted.
+    """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        return _coerce(_arm_for(args, value), value, key) if _arm_for(args, value) else _refuse(value, key)
+        arm = _arm_for(args, value)
+        return _refuse(value, key) if arm is None else _coerce(arm, value, key)
     if origin is Literal:
         return value if isinstance(value, str) and value in args else _refuse(value, key)
     if origin is tuple and isinstance(value, list | tuple):

@@ -17,7 +17,7 @@ from mrl.config.keys import join_key, non_default_keys
 from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, PRECISION_AWARE
 from mrl.config.ppo import PPOTrainConfig
 from mrl.config.rm import ScoredDataConfig
-from mrl.config.rows import RowsConfig
+from mrl.config.rows import RowsConfig, sources_of
 from mrl.config.schema import (
     EngineConfig,
     LogConfig,
@@ -33,6 +33,9 @@ from mrl.config.stream_checks import check_stream
 from mrl.config.supported import check_supported
 from mrl.errors import ConfigError, Shown
 from mrl.parallel import ParallelDims, divisors_near
+
+Answers = PreferenceDataConfig | ScoredDataConfig | PreferenceSource | ScoredSource
+"""Sections that say what rows of answers are."""
 
 MAX_PASSES = 1000
 """How often one batch may have each row, which a run on a handful of rows does on purpose."""
@@ -50,7 +53,7 @@ def check_config(config: SFTConfig) -> None:
 
 
 def check_trained(config: SFTConfig | AnswersConfig) -> None:
-    """The sections of the one model that a run on rows trains, and of its logs."""
+    """Checks the sections of the one trained model of a run on rows, and of its logs."""
     check_optimizer(config.optimizer)
     if config.train.steps is not None:
         check_schedule(config.optimizer, config.train.steps, f"train.steps {config.train.steps}")
@@ -75,7 +78,7 @@ def refuse_unread(section: object, path: str, reason: str, fix: str, names: Sequ
 
 
 def check_replicas(dims: ParallelDims, key: str, sequences: int, role: str = "") -> None:
-    """Every data-parallel replica gets one of the `sequences` that `key` sets, or more."""
+    """Raises ConfigError if a data-parallel replica would get none of the `sequences` that `key` sets."""
     of_role = f" of the {role}" if role else ""
     if sequences < dims.dp:
         raise ConfigError(
@@ -143,7 +146,7 @@ def check_train(train: TrainConfig | PPOTrainConfig, data: RowsConfig) -> None:
 
 
 def _check_mix_by(train: str | Sequence[Share], mix_by: str) -> None:
-    """Shares need a list of sources, and shares of tokens need weights.
+    """Raises ConfigError for shares without a list of sources, and for shares of tokens without weights.
 
     Without weights, shares are numbers of rows. If two sources had equally many rows, the one with shorter rows would
     then be repeated.
@@ -160,21 +163,20 @@ def _check_mix_by(train: str | Sequence[Share], mix_by: str) -> None:
 
 def formats_of(data: PreferenceDataConfig | ScoredDataConfig) -> Mapping[str, str | None]:
     """Returns key -> form of row that it names, for all rows and for each source."""
-    return {"data.format": data.format} | {f"{key}.format": source.format for key, source in _sources(data).items()}
+    sections: dict[str, Answers] = {"data": data, **_answer_sources(data)}
+    return {f"{key}.format": section.format for key, section in sections.items()}
 
 
-def _sources(data: PreferenceDataConfig | ScoredDataConfig) -> dict[str, PreferenceSource | ScoredSource]:
-    """Returns the sources of data.train and data.eval by their keys; none of those that are one path."""
-    shares: Sequence[PreferenceSource | ScoredSource] = () if isinstance(data.train, str) else data.train
-    sets: Mapping[str, PreferenceSource | ScoredSource] = data.eval if isinstance(data.eval, Mapping) else {}
-    of_train = {f"data.train[{i}]": source for i, source in enumerate(shares)}
-    return of_train | {f"data.eval.{name}": source for name, source in sets.items()}
+def _answer_sources(data: PreferenceDataConfig | ScoredDataConfig) -> dict[str, PreferenceSource | ScoredSource]:
+    return {key: of for key, of in sources_of(data) if isinstance(of, PreferenceSource | ScoredSource)}
 
 
 def check_prompt_end(data: PreferenceDataConfig | ScoredDataConfig, form: str | None = None) -> None:
-    """Each data.prompt_end is some text, and its rows may be pairs. form: of all rows, if the loss decides it."""
-    sections: dict[str, PreferenceDataConfig | ScoredDataConfig | PreferenceSource | ScoredSource]
-    sections = {"data": data, **_sources(data)}
+    """Raises ConfigError for a data.prompt_end without text, or of rows that are no pairs.
+
+    form: of all rows, if the loss decides it.
+    """
+    sections: dict[str, Answers] = {"data": data, **_answer_sources(data)}
     for section, of in sections.items():
         end = of.prompt_end
         if end == "":
@@ -190,12 +192,12 @@ def check_prompt_end(data: PreferenceDataConfig | ScoredDataConfig, form: str | 
 
 
 def check_lora(model: ModelConfig, path: str = "model") -> None:
-    """Adapters go over weights that are there again after the run."""
+    """Raises ConfigError for adapters on no module, and for adapters over weights that no later run has."""
     for key in ("target_modules", "exclude_modules"):
-        if model.lora is not None and not (value := getattr(model.lora, key)) and value is not None:
-            raise ConfigError(
-                f"{path}.lora.{key}", value, "names nothing", "give all-linear, ends of names, or a regular expression"
-            )
+        value = None if model.lora is None else getattr(model.lora, key)
+        if value in ("", ()):
+            fix = "give all-linear, ends of names, or a regular expression"
+            raise ConfigError(f"{path}.lora.{key}", value, "names nothing", fix)
     if model.lora is not None and model.init == "random":
         raise ConfigError(
             f"{path}.init",
@@ -206,7 +208,10 @@ def check_lora(model: ModelConfig, path: str = "model") -> None:
 
 
 def check_micro_batch(micro_batch: MicroBatchConfig, max_length: int, longest: str, path: str = "engine") -> None:
-    """The longest sequence fits in a micro-batch. longest: the keys that set `max_length`, with their values."""
+    """Raises ConfigError if the longest sequence does not fit in a micro-batch.
+
+    longest: the keys that set `max_length`, with their values.
+    """
     key = f"{path}.micro_batch"
     if micro_batch.tokens is not None and micro_batch.size is not None:
         raise ConfigError(
@@ -225,7 +230,7 @@ def check_micro_batch(micro_batch: MicroBatchConfig, max_length: int, longest: s
 
 
 def check_groups(config: AnswersConfig, engine: EngineConfig, path: str = "engine") -> None:
-    """Micro-batches hold whole groups of sequences. engine: of the section `path`."""
+    """Raises ConfigError if a micro-batch does not hold whole groups of sequences. engine: of the section `path`."""
     size = engine.micro_batch.size
     if engine.batch_invariant and config.group > 1:
         why = f"needs micro-batches of one sequence, and one of {config.loss.name} holds both of a pair"
@@ -241,7 +246,7 @@ def check_groups(config: AnswersConfig, engine: EngineConfig, path: str = "engin
 
 
 def check_optimizer(optimizer: OptimizerConfig, path: str = "optimizer") -> None:
-    """Rates, betas and what the schedule reads."""
+    """Checks rates and betas, and refuses keys that the schedule does not read."""
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(
             f"{path}.min_lr",
@@ -260,7 +265,10 @@ def check_optimizer(optimizer: OptimizerConfig, path: str = "optimizer") -> None
 
 
 def check_muon(optimizer: OptimizerConfig, model: ModelConfig, engine: EngineConfig, role: str = "") -> None:
-    """Muon is with keys that it goes with, and without muon none of its keys is set. role: of these sections."""
+    """Raises ConfigError for keys that do not go with muon, and for keys of muon without it.
+
+    role: of these sections.
+    """
     path = f"{role}." if role else ""
     if optimizer.name != "muon":
         reason, fix = f"by {path}optimizer.name {optimizer.name}", f"set {path}optimizer.name to muon, or leave it out"
@@ -278,7 +286,10 @@ def check_muon(optimizer: OptimizerConfig, model: ModelConfig, engine: EngineCon
 
 
 def check_schedule(optimizer: OptimizerConfig, steps: int, length: str, path: str = "optimizer") -> None:
-    """Warm-up and decay within the `steps` of the run. length: what sets them, in words, as in "train.steps 100"."""
+    """Raises ConfigError if warm-up or decay exceeds the `steps` of the run.
+
+    length: what sets them, in words, as in "train.steps 100".
+    """
     if optimizer.warmup_steps > steps:
         raise ConfigError(f"{path}.warmup_steps", optimizer.warmup_steps, f"is above {length}", f"give at most {steps}")
     if optimizer.schedule == "wsd" and optimizer.decay_steps is not None:
@@ -293,7 +304,7 @@ def check_schedule(optimizer: OptimizerConfig, steps: int, length: str, path: st
 
 
 def check_backend(model: ModelConfig, engine: EngineConfig, role: str = "") -> None:
-    """Keys that the backend does not have: errors, not ignored. Those of another package's engine, its class knows."""
+    """Raises ConfigError for keys that the backend does not have. An engine of another package checks its own."""
     if engine.backend not in OWN_KEYS:
         entry_point(engine.backend, join_key(role, "engine"))
         return
@@ -303,7 +314,7 @@ def check_backend(model: ModelConfig, engine: EngineConfig, role: str = "") -> N
 
 
 def check_host_optimizer(engine: EngineConfig, role: str = "") -> None:
-    """An optimizer that lives on the host is not moved there between steps."""
+    """Raises ConfigError if an optimizer on the host is to be moved there between steps."""
     path = join_key(role, "engine")
     if engine.megatron.get(CPU_OFFLOAD_FIELD) and "optimizer" in engine.offload:
         why = f"is of what {path}.megatron.{CPU_OFFLOAD_FIELD} keeps on the host always"

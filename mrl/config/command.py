@@ -166,6 +166,10 @@ class TrainingCommand(abc.ABC, Generic[C]):
     def longest(self, config: C) -> tuple[int, str]:
         """Returns tokens of the longest sequence, and the key that sets it, or the keys with their values."""
 
+    def longest_group(self, config: C) -> int:
+        """Returns tokens of the longest sequences that one micro-batch holds together, as both of a pair."""
+        return self.longest(config)[0]
+
     def on_rows(self, config: C) -> RowsRunConfig | None:
         """Returns the config with the sections of a run on rows; None where it has none of them."""
         return typing.cast(RowsRunConfig, config)
@@ -175,7 +179,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
         return _rows(self, config).data.packing
 
     def rows_of_batch(self, config: C) -> int:
-        """Rows of data.train that one global batch is made of."""
+        """Returns the rows of data.train in one global batch."""
         return _rows(self, config).train.global_batch_size
 
     def smallest_batch(self, config: C, role: str) -> tuple[str, int]:
@@ -198,8 +202,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
 
     def engine_config(self, config: C, part: Part) -> RoleConfig:
         """Returns what the engine of a part is built from, as the run does it."""
-        longest, _ = self.longest(config)
-        tokens = micro_batch_tokens(part.engine.micro_batch, longest)
+        tokens = micro_batch_tokens(part.engine.micro_batch, self.longest_group(config))
         micro_batch = dataclasses.replace(part.engine.micro_batch, tokens=tokens)
         return RoleConfig(
             model=part.model, engine=dataclasses.replace(part.engine, micro_batch=micro_batch),
@@ -310,7 +313,7 @@ def all_training() -> list[TrainingCommand]:
 
 
 def roots() -> dict[str, type]:
-    """Name -> the root of its config, of all commands that train."""
+    """Returns name -> the root of its config, of all commands that train."""
     return {command.name: command.root for command in all_training()}
 
 

@@ -81,7 +81,7 @@ def numbers_in(annotation: Any) -> set[type]:
 
 @functools.cache
 def types_of(section: type) -> dict[str, Any]:
-    """Name -> type of the keys of one section, with string annotations resolved."""
+    """Returns name -> type of the keys of one section, with string annotations resolved."""
     return typing.get_type_hints(section)
 
 

@@ -87,11 +87,14 @@ def from_dict(raw: Mapping[str, Any], root: type[Root] = _SFT) -> Root:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Plain data of a config with every key resolved, defaults included; tuples become lists."""
-    plain = lambda v: list(v) if isinstance(v, tuple) else v  # noqa: E731
-    return dataclasses.asdict(config, dict_factory=lambda items: {k: plain(v) for k, v in items})
+    """Returns plain data of a config with every key resolved, defaults included. Tuples become lists."""
+
+    def plain(items: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in items}
+
+    return dataclasses.asdict(config, dict_factory=plain)
 
 
 def dump_config(config: Any) -> str:
-    """YAML of the resolved config; loading it gives an equal config."""
+    """Returns YAML of the resolved config; loading it gives an equal config."""
     return yaml_text.dump(to_dict(config))

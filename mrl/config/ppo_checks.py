@@ -86,7 +86,10 @@ def check_ppo(config: PPOConfig) -> None:
 
 
 def check_schedules(config: PPOConfig, steps: int, length: str) -> None:
-    """Warm-ups and decays within a run of `steps`. length: what sets them, in words, as in "train.steps 100"."""
+    """Raises ConfigError if a warm-up or decay exceeds a run of `steps`.
+
+    length: what sets them, in words, as in "train.steps 100".
+    """
     warmup = config.algorithm.critic_warmup
     if warmup >= steps:
         raise ConfigError(
@@ -99,7 +102,7 @@ def check_schedules(config: PPOConfig, steps: int, length: str) -> None:
 
 
 def _check_sizes(config: PPOConfig) -> None:
-    """Whole groups in a rollout, and whole mini-batches in it."""
+    """Raises ConfigError if a rollout does not hold whole groups and whole mini-batches."""
     batch, samples, mini_batch = (
         config.train.global_batch_size,
         config.rollout.samples_per_prompt,
@@ -171,7 +174,7 @@ def check_never_trains(engine: EngineConfig, path: str, who: str) -> None:
 
 
 def _check_rewards(config: PPOConfig) -> None:
-    """Something is rewarded, and no key of a reward model stands alone."""
+    """Raises ConfigError if nothing is rewarded, or if keys of a reward model have no model."""
     if config.reward.model.path is None:
         fix = "set reward.model.path, or leave it out"
         refuse_unread(config.reward, "reward", "without reward.model.path", fix)
@@ -293,7 +296,10 @@ def _check_adapters_alone(config: PPOConfig) -> None:
 
 
 def check_inside(rollout: RolloutConfig, world_size: int, hf: Mapping[str, Any]) -> None:
-    """An engine inside the trainer can be split as the config says. hf: the actor's config.json."""
+    """Raises ConfigError if an engine inside the trainer cannot be split over `rollout.server.tp` processes.
+
+    hf: the actor's config.json.
+    """
     tp = rollout.server.tp
     if world_size % tp:
         near = divisors_near(world_size, tp, most=2).replace(", ", " or ")

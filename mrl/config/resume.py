@@ -22,12 +22,13 @@ def may_change(root: type) -> tuple[str, ...]:
 
     The models and the data stay the same.
     """
-    return tuple(key.path for key in walk_keys(root, sections=True) if key.may_change is True) + tuple(
-        f"{key.path}.{name}"
-        for key in walk_keys(root)
-        if isinstance(key.may_change, frozenset)
-        for name in key.may_change
-    )
+    paths = []
+    for key in walk_keys(root, sections=True):
+        if key.may_change is True:
+            paths.append(key.path)
+        elif isinstance(key.may_change, frozenset):
+            paths += [f"{key.path}.{name}" for name in key.may_change]
+    return tuple(paths)
 
 
 def path_keys(root: type) -> tuple[str, ...]:
@@ -45,13 +46,12 @@ def changed_keys(
     such as data.columns.
     """
     changes: dict[str, tuple[Any, Any]] = {}
-    for name in [*old, *(name for name in new if name not in old)]:
+    for name in {**old, **new}:
         dotted = join_key(path, name)
-        before, after = (_plain(data.get(name, ABSENT)) for data in (old, new))
-        kinds = [isinstance(value, Mapping) for value in (before, after)]
-        if any(kinds) and (all(kinds) or ABSENT in (before, after)) and dotted not in whole:
-            inner = [value if isinstance(value, Mapping) else {} for value in (before, after)]
-            changes |= changed_keys(inner[0], inner[1], dotted, whole)
+        before, after = _plain(old.get(name, ABSENT)), _plain(new.get(name, ABSENT))
+        sections = [value for value in (before, after) if value is not ABSENT]
+        if dotted not in whole and all(isinstance(value, Mapping) for value in sections):
+            changes |= changed_keys(old.get(name, {}), new.get(name, {}), dotted, whole)
         elif before != after:
             changes[dotted] = (before, after)
     return changes
@@ -73,27 +73,30 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
     keys = {key.path: key for key in walk_keys(root)}
     defaults = {path: _plain(key.default) for path, key in keys.items() if not key.required}
     whole = [path for path, key in keys.items() if not isinstance(key.may_change, frozenset)]
-    differing = {
-        key: (before, after)
-        for key, (before, after) in changed_keys(old, new, whole=whole).items()
-        if not (before == ABSENT and after == defaults.get(key))  # a section that may be null is null
-    }
-    breaking = {key: pair for key, pair in differing.items() if not _may_change(key, pair, root)}
-    if breaking:
-        _check_adapters(breaking)
-        (key, before, after), *others = (_innermost(key, *pair, keys) for key, pair in breaking.items())
-        rest = "".join(f"; {k} was {_short(b)} and is {_short(a)}" for k, b, a in others)
-        raise ConfigError(
-            key,
-            Shown(_short(after)),
-            f"is not the {_short(before)} that the checkpoint was saved with{rest}",
-            f"set the saved values again, or start anew with another output_dir than {new['output_dir']}",
-        )
-    return [Change(key, *pair) for key, pair in differing.items()]
+    changes: list[Change] = []
+    breaking: dict[str, tuple[Any, Any]] = {}
+    for dotted, (before, after) in changed_keys(old, new, whole=whole).items():
+        if before == ABSENT and after == defaults.get(dotted):  # a section that may be null is null
+            continue
+        if _may_change(dotted, (before, after), root):
+            changes.append(Change(dotted, before, after))
+        else:
+            breaking[dotted] = (before, after)
+    if not breaking:
+        return changes
+    _check_adapters(breaking)
+    (key, was, now), *others = (_innermost(dotted, *pair, keys) for dotted, pair in breaking.items())
+    rest = "".join(f"; {k} was {_short(b)} and is {_short(a)}" for k, b, a in others)
+    raise ConfigError(
+        key,
+        Shown(_short(now)),
+        f"is not the {_short(was)} that the checkpoint was saved with{rest}",
+        f"set the saved values again, or start anew with another output_dir than {new['output_dir']}",
+    )
 
 
 def _check_adapters(breaking: Mapping[str, tuple[Any, Any]]) -> None:
-    """Adapters are trained in both the run and the checkpoint, or in neither; only that matters."""
+    """Raises ConfigError if only one of the run and the checkpoint has adapters."""
     for key, pair in breaking.items():
         if key.endswith("model.lora") and None in pair:
             was, now, fix = "without", "with", "set it to null"
@@ -109,14 +112,16 @@ def _innermost(key: str, before: Any, after: Any, whole: Collection[str]) -> tup
     A list of mappings is too long to show, and its entries have keys of their own. A list of another length, or of
     values, differs itself.
     """
-    pairs: list[tuple[str, Any, Any]] = []
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        entries = enumerate(zip(before, after, strict=True))
-        pairs = [(f"{key}[{i}]", b, a) for i, (b, a) in entries if isinstance(b, Mapping) and isinstance(a, Mapping)]
+        for i, (one, other) in enumerate(zip(before, after, strict=True)):
+            if isinstance(one, Mapping) and isinstance(other, Mapping) and one != other:
+                return _innermost(f"{key}[{i}]", one, other, whole)
     elif isinstance(before, Mapping) and isinstance(after, Mapping) and key not in whole:
-        names = [*before, *(name for name in after if name not in before)]
-        pairs = [(f"{key}.{name}", *(_plain(data.get(name, ABSENT)) for data in (before, after))) for name in names]
-    return next((_innermost(*pair, whole) for pair in pairs if pair[1] != pair[2]), (key, before, after))
+        for name in {**before, **after}:
+            one, other = _plain(before.get(name, ABSENT)), _plain(after.get(name, ABSENT))
+            if one != other:
+                return _innermost(f"{key}.{name}", one, other, whole)
+    return key, before, after
 
 
 def _short(value: Any) -> str:

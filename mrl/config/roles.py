@@ -132,13 +132,13 @@ def role_configs(config: PPOConfig, folders: Mapping[str, str], needs: Algorithm
 
 
 def rewrite_role_error_keys(config: PPOConfig, role: str) -> contextlib.AbstractContextManager[None]:
-    """Inside, what is said of a key of an engine or a model is said of the role's own key (`rewrite_error_keys`)."""
+    """Returns the context of `rewrite_error_keys` for a role of `mrl ppo`."""
     return rewrite_error_keys(role, has_engine=has_own_engine(config, role), of="actor")
 
 
 @contextlib.contextmanager
 def rewrite_error_keys(role: str, *, has_engine: bool, of: str) -> Iterator[None]:
-    """Inside, errors about a key of an engine or a model name the role's own key.
+    """Rewrites errors inside: a key of an engine or a model becomes the role's own key.
 
     has_engine: the role's section names one; otherwise the role has the engine of `of`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from mrl.config.fields import REQUIRED, key
@@ -52,6 +52,16 @@ class RowsConfig:
         "a row that cannot be read stops the run with file and line, or is skipped, counted and reported",
         may_change=True,
     )
+
+
+def sources_of(data: RowsConfig) -> Iterator[tuple[str, Source]]:
+    """Yields the sources of data.train and data.eval, with their keys. One that is a plain path is none."""
+    if not isinstance(data.train, str):
+        for i, share in enumerate(data.train):
+            yield f"data.train[{i}]", share
+    if isinstance(data.eval, Mapping):
+        for name, source in data.eval.items():
+            yield f"data.eval.{name}", source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -237,7 +237,7 @@ def _check_name(name: Any, path: str) -> None:
 
 
 def _check_shares(sources: tuple[S, ...], path: str) -> None:
-    """Names that tell sources apart, and weights for all of them or none."""
+    """Raises ConfigError if names do not tell sources apart, or if only some sources have weights."""
     titles = [source.title for source in sources]
     for i, (source, title) in enumerate(zip(sources, titles, strict=True)):
         if not title:

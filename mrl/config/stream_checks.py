@@ -41,7 +41,10 @@ def check_stream(data: StreamedRowsConfig, train: TrainConfig) -> None:
 
 
 def check_cache(data: RowsConfig, key: str, cache: bool) -> None:
-    """A cache is computed over all rows before the first step, so it needs rows that end. key: of a role's `cache`."""
+    """Raises ConfigError for a cache of streamed rows, because it is computed over all rows first.
+
+    key: of a role's `cache`.
+    """
     streamed = streamed_keys(data)
     if cache and streamed:
         why = f"reads all rows before the first step, and those of {streamed[0]} are streamed"
@@ -64,7 +67,7 @@ def _is_streamed(data: RowsConfig, source: Share | None) -> bool:
 
 
 def _check_buffers(data: StreamedRowsConfig, streamed: list[str]) -> None:
-    """shuffle_buffer needs rows that are streamed and shuffled. `data` is not read if every source sets it."""
+    """Raises ConfigError for a shuffle_buffer without streamed and shuffled rows, or where every source has its own."""
     own = [share for _, share in _paths(data) if isinstance(share, StreamedShare)]
     if data.stream and own and all(share.stream is not None for share in own):
         why = "is not read: every source of data.train says whether it is streamed"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 
 from mrl.config.checks import check_backend, check_micro_batch, refuse_unread
 from mrl.config.ppo import PromptsConfig, ReferenceConfig
 from mrl.config.ppo_checks import check_never_trains
+from mrl.config.rows import sources_of
 from mrl.config.schema import DataConfig, DivergenceConfig, OneTeacherConfig, SFTConfig, TrainedModelConfig
-from mrl.config.sources import PromptShare, SFTShare, SFTSource
+from mrl.config.sources import PromptShare, SFTSource
 from mrl.config.stream_checks import check_cache
 from mrl.errors import ConfigError, Shown
 
@@ -42,7 +43,7 @@ def check_first_name(others: Collection[str], name: str) -> None:
 
 
 def _check_one(config: SFTConfig, key: str, teacher: OneTeacherConfig) -> None:
-    """The place of one teacher is right. key: of its section."""
+    """Checks the server or the engine of one teacher. key: of its section."""
     assert config.teacher is not None, "no teacher"
     if teacher.server is not None:
         keys = config.teacher
@@ -56,13 +57,11 @@ def _check_one(config: SFTConfig, key: str, teacher: OneTeacherConfig) -> None:
 
 
 def check_names(data: DataConfig | PromptsConfig, others: Collection[str], of: str) -> None:
-    """Teachers that rows are given by name. others: the names there are. of: their key."""
+    """Raises ConfigError if a source names an unknown teacher. others: the names there are. of: their key."""
     given = {"data.teacher": data.teacher}
-    if not isinstance(data.train, str):
-        sources: Sequence[SFTShare | PromptShare] = data.train
-        given |= {f"data.train[{i}].teacher": source.teacher for i, source in enumerate(sources)}
-    if isinstance(data, DataConfig) and isinstance(data.eval, Mapping):
-        given |= {f"data.eval.{name}.teacher": source.teacher for name, source in data.eval.items()}
+    for key, source in sources_of(data):
+        if isinstance(source, SFTSource | PromptShare):
+            given[f"{key}.teacher"] = source.teacher
     for key, name in given.items():
         if name is not None and name not in others:
             known = f"give one of {', '.join(others)}" if others else "give it there, as {math: {model: {path: DIR}}}"
@@ -75,10 +74,9 @@ def unused_teacher_lines(config: SFTConfig) -> list[str]:
     teacher, data = config.teacher, config.data
     if teacher is None or not teacher.others:
         return []
-    sources: list[SFTShare | SFTSource | None] = [None] if isinstance(data.train, str) else [*data.train]
-    if data.eval is not None:
-        sources += [None] if isinstance(data.eval, str) else data.eval.values()
-    given = {data.teacher if source is None or source.teacher is None else source.teacher for source in sources}
+    given = {source.teacher or data.teacher for _, source in sources_of(data) if isinstance(source, SFTSource)}
+    if isinstance(data.train, str) or isinstance(data.eval, str):
+        given.add(data.teacher)
     lines = [
         f"teacher.others.{name}: neither data.teacher nor a source names it; only rows that name it learn from it"
         for name in teacher.others if name not in given
@@ -94,8 +92,10 @@ def check_server(
     top_k: tuple[str, int | None] | None,
     temperature: tuple[str, float],
 ) -> None:
-    """A server is asked only for answers that it can give. top_k: key and value, None if no other tokens are compared.
-    temperature: key and value."""
+    """Raises ConfigError if a server cannot give the answers.
+
+    top_k: key and value, None if no other tokens are compared. temperature: key and value.
+    """
     server = teacher.server
     assert server is not None, "no server"
     refuse_unread(teacher, key, f"beside {key}.server", "leave one of them out", ("engine",))

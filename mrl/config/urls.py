@@ -71,7 +71,7 @@ def _urls_hidden(plain: Any) -> Any:
 
 
 def _paths_hidden(sources: Any) -> Any:
-    """sources: of data.train or data.eval: a path, or a list or mapping of sources, each a path or a section."""
+    """Returns data.train or data.eval with hidden paths: a path, or a list or mapping of paths and sections."""
     if isinstance(sources, str):
         return _path_hidden(sources)
     if isinstance(sources, Mapping):
@@ -80,7 +80,7 @@ def _paths_hidden(sources: Any) -> Any:
 
 
 def _path_hidden(source: Any) -> Any:
-    """A path has a URL to its end: that of a file in an archive begins before it (`zip://a.jsonl::https://...`)."""
+    """Returns a path, or a section with one, up to its `?`. A URL ends a path, as in `zip://a.jsonl::https://...`."""
     if isinstance(source, Mapping) and "path" in source:
         return {**source, "path": _path_hidden(source["path"])}
     return shown_url(source) + HIDDEN if isinstance(source, str) and is_signed(source) else source

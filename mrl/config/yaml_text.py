@@ -27,7 +27,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    """Text with line breaks and controls is written with escapes: PyYAML's other styles lose some of them."""
+    """Writes text with line breaks and controls with escapes. PyYAML's other styles lose some of them."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
 
 
@@ -105,5 +105,5 @@ def _refuse_duplicates(node: yaml.Node, source: str, path: str, seen: set[int]) 
 
 
 def dump(data: Any) -> str:
-    """YAML of plain data, in its order; `parse` gives the same data back."""
+    """Returns YAML of plain data, in its order; `parse` gives the same data back."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=1000)

@@ -50,7 +50,7 @@ class Answer:
 
 
 def signal_name(number: int) -> str:
-    """`signal_name(11)` is "SIGSEGV"."""
+    """Returns a signal's name: `signal_name(11)` is "SIGSEGV"."""
     try:
         return signal.Signals(number).name
     except ValueError:

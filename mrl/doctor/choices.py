@@ -7,40 +7,15 @@ answer is a line of JSON, so that what was known before the process ended is not
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mrl.errors import UserError
 
-_COMMON = {
-    "num_hidden_layers": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-    "tie_word_embeddings": False, "attention_bias": False, "vocab_size": 1024,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}  # fmt: skip
-MODELS: Mapping[str, Mapping[str, Any]] = {
-    "dense (Qwen3, Llama)": {
-        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128,
-    },
-    "experts (Qwen3-30B-A3B)": {
-        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768, "norm_topk_prob": True,
-    },
-    "windows and sinks (gpt-oss)": {
-        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
-        "sliding_window": 128, "attention_bias": True, "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "latent attention (DeepSeek-V3)": {
-        "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 128,
-        "num_key_value_heads": 128, "head_dim": 64, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
-        "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
-    },
-}  # fmt: skip
-"""Kinds of models that kernels tell apart: config.json of one each, with two layers, of which the last has experts."""
+MODELS: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text())
+"""Kinds of models that kernels tell apart: config.json of one each, with two layers. The last one has any experts."""
 
 CPS = (1, 2)
 """Degrees of context parallelism: one, and any other."""
@@ -65,7 +40,7 @@ def answers() -> Iterator[Mapping[str, Any]]:
 
 
 def rows() -> list[dict[str, Any]]:
-    """For each kind of model and of context parallelism: the layer spec and why, and what attention is computed by."""
+    """Returns layer spec, reason and attention kernels for each kind of model and of context parallelism."""
     import torch
 
     from mrl.converters.families import fields_of
@@ -76,7 +51,7 @@ def rows() -> list[dict[str, Any]]:
 
     found = []
     for model, hf in MODELS.items():
-        fields = fields_of(normalize({**_COMMON, **hf}))
+        fields = fields_of(normalize(dict(hf)))
         for cp in CPS:
             dims, row = ParallelDims(world_size=cp, cp=cp), {"model": model, "cp": cp}
             found.append(row)
@@ -134,7 +109,7 @@ def modules(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any] | None
         if "spec" not in row:
             made.append(None)
             continue
-        hf = normalize({**_COMMON, **MODELS[row["model"]]})
+        hf = normalize(dict(MODELS[row["model"]]))
         dims = ParallelDims(world_size=row["cp"], cp=row["cp"])
         config = transformer_config(hf, dims, dtype=torch.bfloat16, layer_spec=row["spec"])
         made.append(dataclasses.asdict(modules_of(config, hf["num_hidden_layers"] - 1)))

@@ -25,7 +25,7 @@ PHASES: Mapping[str, str] = {
 
 
 def section(gpus: int, *, limit_s: float = LIMIT_S) -> Iterator[Finding]:
-    """gpus: those that torch sees."""
+    """Tries an all-reduce of two processes. gpus: the number that torch sees."""
     device = "cuda" if gpus >= 2 else "cpu"
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = int(server.getsockname()[1])

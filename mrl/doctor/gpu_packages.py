@@ -67,7 +67,7 @@ def steps(here: Sequence[OptionalPackage]) -> list[Step]:
 
 
 def section(imported: Mapping[str, ImportResult], *, gpu: bool) -> Iterator[Finding]:
-    """imported: of the packages that are present, by module. gpu: whether there is one."""
+    """Yields a finding for each package. imported: of those that are present, by module. gpu: whether there is one."""
     te = "transformer_engine" in imported and imported["transformer_engine"].works
     for package in PACKAGES:
         name, found = f"package.{package.name.replace(' ', '-').lower()}", imported.get(package.module)
@@ -124,7 +124,7 @@ def _other_apex(name: str, have: str, whose: optional.Apex) -> Finding:
 
 
 def _absent(module: str, name: str, *, gpu: bool, te: bool) -> Finding:
-    """The cost of an absent package."""
+    """Returns the finding on an absent package, with its cost."""
     if module == "transformer_engine":
         if not gpu:
             return note(name, "transformer-engine is not installed; it needs a GPU")
@@ -148,7 +148,7 @@ def _absent(module: str, name: str, *, gpu: bool, te: bool) -> Finding:
 
 
 def _broken(module: str, name: str, what: str, *, gpu: bool, te: bool | None) -> Finding:
-    """te: whether transformer-engine loads; None where it is absent."""
+    """Returns the finding on a broken package. te: whether transformer-engine loads; None if it is absent."""
     if module == "transformer_engine":
         if not gpu:
             return note(name, f"{what}; it is not looked at without a GPU")

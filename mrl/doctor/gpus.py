@@ -62,7 +62,7 @@ def _links(text: str) -> list[list[str]]:
 
 
 def section(found: NvidiaSmi | None, facts: ImportResult, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """facts: of torch_facts, where torch loads."""
+    """Yields findings on GPUs. facts: of torch_facts, if torch loads."""
     torch = facts.facts if facts.works else None
     if found is None or found.error is not None or not found.gpus:
         yield _without_smi(found, torch)
@@ -179,7 +179,7 @@ def _topology(links: Sequence[Sequence[str]]) -> Iterator[Finding]:
 
 
 def _computing(torch: Mapping[str, Any]) -> Iterator[Finding]:
-    """The result of torch's own try of each GPU."""
+    """Yields findings of torch's own try of each GPU."""
     for name, error in torch["errors"].items():
         if name.startswith("gpu "):
             number = name.removeprefix("gpu ")

@@ -63,7 +63,7 @@ VLLM = "0.32.0"
 
 
 def this_python() -> str:
-    """ "3.11" for Python 3.11.7."""
+    """Returns "3.11" for Python 3.11.7."""
     return f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 

@@ -35,7 +35,7 @@ def _memory() -> Iterator[Finding]:
 
 
 def _ulimits() -> Iterator[Finding]:
-    """A limit is negative where there is none."""
+    """Yields warnings for low limits. A negative number is no limit."""
     files, processes = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
     if 0 <= files < FEW_FILES:
         what = f"{files} files may be open at once: sockets between processes and shards of models are more"

@@ -35,7 +35,7 @@ def interfaces() -> dict[str, str | None]:
 
 
 def _loopback() -> Iterator[Finding]:
-    """The processes of a run on one machine meet on 127.0.0.1."""
+    """Yields a fault if processes cannot meet on 127.0.0.1, as those of a run on one machine do."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
             pass
@@ -47,7 +47,7 @@ def _loopback() -> Iterator[Finding]:
 
 
 def chosen(environment: Mapping[str, str], names: Sequence[str]) -> Iterator[Finding]:
-    """The interfaces that variables choose. names: of all interfaces here."""
+    """Yields findings on the interfaces that variables choose. names: of all interfaces here."""
     here = ", ".join(names) or "none"
     if gloo := environment.get("GLOO_SOCKET_IFNAME"):
         missing = ", ".join(name for name in gloo.split(",") if name not in names)

@@ -37,7 +37,7 @@ def steps() -> list[Step]:
 
 
 def section(imported: Mapping[str, ImportResult], megatron: ImportResult) -> Iterator[Finding]:
-    """megatron: what became of megatron-core, imported with what stands in for GPUs."""
+    """Yields findings on Python and its packages. megatron: the import of megatron-core, with the mock of GPUs."""
     yield _python()
     yield _mrl()
     have, wanted = installed(), known.versions(known.this_python())
@@ -97,7 +97,7 @@ def _mrl() -> Finding:
 
 
 def canonical(name: str) -> str:
-    """A package's name as pip compares it."""
+    """Returns a package's name as pip compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -189,7 +189,7 @@ def _versions(loaded: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[
 
 
 def _public(version: str) -> str:
-    """Without what a build adds: 2.13.0 of 2.13.0+cpu."""
+    """Returns a version without its build: 2.13.0 of 2.13.0+cpu."""
     return version.partition("+")[0]
 
 

@@ -63,7 +63,7 @@ def section(found: Choices, *, torch_works: bool) -> Iterator[Finding]:
 
 
 def table(found: Choices) -> list[list[str]]:
-    """A line for each kind of model, or two where context parallelism makes a difference."""
+    """Returns a line for each kind of model, or two if context parallelism makes a difference."""
     lines: dict[str, list[tuple[str, list[str]]]] = {}
     for i, row in enumerate(found.rows):
         modules = found.modules[i] if i < len(found.modules) else None
@@ -106,7 +106,7 @@ def _findings(found: Choices) -> Iterator[Finding]:
 
 
 def _specs(rows: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """One finding for each reason."""
+    """Yields one finding for each reason."""
     reasons: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         reasons.setdefault((row.get("spec", "refused"), row.get("error") or row["why"]), []).append(row)

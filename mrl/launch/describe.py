@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.load import dump_config
-from mrl.config.schema import EngineConfig, TrainConfig
+from mrl.config.schema import DivergenceConfig, EngineConfig, TrainConfig
 from mrl.parallel import ParallelDims
 from mrl.words import pluralize
 
@@ -35,9 +35,16 @@ def length(train: TrainConfig) -> str:
     return f"{train.steps} steps" if train.resolved_epochs is None else pluralize(train.resolved_epochs, "epoch")
 
 
+def divergence(keys: DivergenceConfig) -> tuple[str, str]:
+    """Returns the divergence from a teacher, and the token ids at which it is measured, in words."""
+    kind = f"jsd (beta {keys.resolved_beta:g})" if keys.loss == "jsd" else keys.loss
+    ids = "the whole vocabulary" if keys.top_k is None else f"its {keys.top_k} likeliest tokens and the rest"
+    return kind, ids
+
+
 def processes(dims: ParallelDims) -> str:
     """Returns how many processes a layout is on, in words."""
-    return f"{dims.world_size} {'process' if dims.world_size == 1 else 'processes'}"
+    return pluralize(dims.world_size, "process", "processes")
 
 
 def micro_batch(engine: EngineConfig, max_length: int) -> str:

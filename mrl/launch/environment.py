@@ -31,9 +31,10 @@ def joined_world(environ: Mapping[str, str]) -> JoinedWorld | None:
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _torchrun(environ)
     name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    if "SLURM_PROCID" in environ and environ.get(name) and (tasks := _number(environ, name)) > 1:
-        return _srun(environ, tasks)
-    return None
+    if "SLURM_PROCID" not in environ or not environ.get(name):
+        return None
+    tasks = _number(environ, name)
+    return _srun(environ, tasks) if tasks > 1 else None
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
@@ -115,6 +116,6 @@ def interface_towards(host: str) -> str | None:
 
 
 def loopback() -> dict[str, str]:
-    """gloo on the loopback interface: one machine's host name may resolve to an address that it cannot reach."""
+    """Returns variables for gloo on the loopback interface. A host name may resolve to an unreachable address."""
     names = {name for _, name in socket.if_nameindex()}
     return {"GLOO_SOCKET_IFNAME": next(n for n in ("lo", "lo0") if n in names)} if names & {"lo", "lo0"} else {}

@@ -145,11 +145,14 @@ class _ProcessGroup:
             self.agent.get_worker_group().spec.rdzv_handler.shutdown()
 
     def pids(self) -> list[int]:
-        """Process ids of the workers; each leads a process group of its own. Empty before they are started."""
+        """Returns process ids of the workers; none before they are started. Each leads a process group of its own."""
         return [worker.id for worker in self.agent.get_worker_group().workers if isinstance(worker.id, int)]
 
     def _forward(self, signum: int, frame: object) -> None:
-        """The first stop signal reaches every rank; a second could meet one that has saved and no longer minds it."""
+        """Sends the first stop signal to every rank.
+
+        A second could meet a rank that has saved and handles it no more.
+        """
         if self.forwarded is not None:
             return
         pids = self.pids()
@@ -161,7 +164,7 @@ class _ProcessGroup:
                 os.kill(pid, signum)
 
     def _interrupt(self, signum: int, frame: object) -> None:
-        """Ctrl-C: the ranks get the same signal and a moment to clean up."""
+        """Sends Ctrl-C to the ranks, and gives them a moment to clean up."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
@@ -175,7 +178,7 @@ class _ProcessGroup:
         raise KeyboardInterrupt
 
     def _end_all_after_failure(self) -> None:
-        """Once a rank failed the others wait for it in vain: they get a grace period and are killed."""
+        """Kills all ranks after one failed and a grace period, because they wait for it in vain."""
         while not self.finished.wait(POLL_S):
             ended = [rank for rank, pid in enumerate(self.pids()) if not _is_running(pid)]
             # read after looking at the processes: one that ends in between has written its outcome before
@@ -261,7 +264,7 @@ def _raise_first_failure(
 
 
 def _killed_ranks(result: RunResult | None) -> dict[int, int]:
-    """Rank -> signal, of the ranks that a signal ended at once or nearly so; later it is our own SIGKILL."""
+    """Returns rank -> signal of the ranks that a signal ended first. Later ones get our own SIGKILL."""
     if result is None or not result.failures:
         return {}
     first = min(failure.timestamp for failure in result.failures.values())
@@ -273,7 +276,7 @@ def _killed_ranks(result: RunResult | None) -> dict[int, int]:
 
 
 def _worker_variables() -> dict[str, str]:
-    """Defaults for the processes' environment; what the user has set stays."""
+    """Returns defaults for the processes' environment. Variables of the user stay."""
     # Only SIGQUIT is left to torch: the handlers here do better, and SIGHUP must stay ignored under nohup.
     return _unless_set({"OMP_NUM_THREADS": "1"} | loopback()) | {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
 

@@ -24,9 +24,9 @@ from mrl.config.checks import (
     smallest_world,
 )
 from mrl.config.command import Config, Part, RowsRunConfig, TrainingCommand
-from mrl.config.rows import RowsConfig
+from mrl.config.rows import RowsConfig, sources_of
 from mrl.config.schema import CheckpointConfig, ModelConfig
-from mrl.config.sources import RAW_TEXT, RenderedSource, Share, Source
+from mrl.config.sources import RAW_TEXT, RenderedSource, Share
 from mrl.config.stream_checks import streamed_keys
 from mrl.config.urls import shown_url
 from mrl.converters import adapter_folder
@@ -218,7 +218,7 @@ def quiet() -> Iterator[None]:
 def choose_nproc(
     asked: int | None, *, device: str, gpus: int, needed: int, key: str = "engine", here: bool = True
 ) -> int:
-    """Processes to start on this machine: what was asked for, else one a GPU, else what the layout needs.
+    """Returns the number of processes to start here: the given one, else one a GPU, else the least of the layout.
 
     key: the section that `device` is from. here: the run is to be on this machine.
     """
@@ -302,7 +302,7 @@ def _check_weights(model: ModelConfig, folder: pathlib.Path, key: str) -> None:
 
 
 def _from_hub(hub_id: str, key: str) -> pathlib.Path:
-    """config.json of a hub id, from the local cache or downloaded."""
+    """Returns config.json of a hub id, from the local cache or downloaded."""
     import huggingface_hub
     from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 
@@ -337,7 +337,7 @@ def check_data(data: RowsConfig) -> None:
                 "give a .jsonl or .parquet file, a folder or glob of them, or a hub id",
             )
     templates = {"data.chat_template": data.chat_template}
-    for key, source in _sources(data):
+    for key, source in sources_of(data):
         if isinstance(source, RenderedSource):
             templates[f"{key}.chat_template"] = source.chat_template
     for key, template in templates.items():
@@ -348,7 +348,7 @@ def check_data(data: RowsConfig) -> None:
 def _check_no_split(data: RowsConfig, key: str, url: str) -> None:
     """Raises DataError for a split of a URL. The run would refuse it later, after asking for the files."""
     name, split = "data.split", data.split
-    for at, source in _sources(data):
+    for at, source in sources_of(data):
         if key == f"{at}.path" and isinstance(source, Share) and source.split is not None:
             name, split = f"{at}.split", source.split
     if split is not None:
@@ -365,25 +365,19 @@ def _not_downloaded(key: str, url: str) -> DataError:
     return DataError(key, quoted(shown_url(url)), "is a URL, which is not downloaded", fix)
 
 
-def _sources(data: RowsConfig) -> Iterator[tuple[str, Source]]:
-    """Yields the sources of data.train and data.eval, with their keys."""
-    if not isinstance(data.train, str):
-        yield from ((f"data.train[{i}]", source) for i, source in enumerate(data.train))
-    if data.eval is not None and not isinstance(data.eval, str):
-        yield from ((f"data.eval.{name}", source) for name, source in data.eval.items())
-
-
 def paths_of(data: RowsConfig) -> Iterator[tuple[str, str]]:
     """Yields the paths of data.train and data.eval, with their keys."""
     for key, value in (("data.train", data.train), ("data.eval", data.eval)):
         if isinstance(value, str):
             yield key, value
-    yield from ((f"{key}.path", source.path) for key, source in _sources(data))
+    yield from ((f"{key}.path", source.path) for key, source in sources_of(data))
 
 
 def _check_rows(config: RowsRunConfig, rows_of_batch: int) -> None:
-    """Whether the rows of a plain file of JSON lines are far too few for a batch. It reads as many as that takes,
-    hardly ever more than a few; other forms the run looks at."""
+    """Raises ConfigError if a plain file of JSON lines has far too few rows for a batch.
+
+    It reads as many rows as this takes, mostly a few. The run itself checks other forms.
+    """
     if not isinstance(config.data.train, str) or streamed_keys(config.data):
         return
     path = os.path.expanduser(config.data.train)

@@ -255,9 +255,9 @@ class OpenRows:
             return
         source = self.task.source(self.dataset)
         for number, taken in enumerate(source.walk(), start=1):
-            report.skipped, report.dropped, report.truncated = (
-                getattr(taken.progress, name) for name in ("skipped", "dropped", "truncated")
-            )
+            report.skipped = taken.progress.skipped
+            report.dropped = taken.progress.dropped
+            report.truncated = taken.progress.truncated
             report.notes += taken.notes[: NOTES_PER_BATCH - len(report.notes)]
             yield self._at(taken.rows[0], taken.items[0])
             if self.dataset.is_streamed:

@@ -55,7 +55,8 @@ def start(
             print(f"# {line}", flush=True)
         for note in notes:
             print(f"# data: {note}", flush=True)
-        if (memory := _memory(command, config, world_size)) is not None:
+        memory = _memory(command, config, world_size)
+        if memory is not None:
             print(f"# memory: {memory}", flush=True)
         return None
     for note in command.rate_notes(config) if shows else ():
@@ -91,7 +92,8 @@ def _not_here(parts: Sequence[Part], config: Any) -> list[str]:
 
 def _memory(command: TrainingCommand, config: Config, world_size: int) -> str | None:
     """Returns whether the run fits the GPUs of this machine, in words; None where it has none."""
-    if "cpu" in preflight.devices(command, config) or not (gpus := _gpus()):
+    gpus = [] if "cpu" in preflight.devices(command, config) else _gpus()
+    if not gpus:
         return None
     from mrl.launch import planning
     from mrl.plan.gpus import gpu_here
@@ -112,7 +114,10 @@ def _gpus() -> list[tuple[str, int, tuple[int, int]]]:
 def join(joined: JoinedWorld) -> None:
     """Puts what another launcher said of this process where torch.distributed looks for it."""
     os.environ.update(joined.variables)
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(os.environ["MASTER_ADDR"])) is not None:
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    name = interface_towards(os.environ["MASTER_ADDR"])
+    if name is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 

@@ -92,7 +92,7 @@ def config_of(task: Task) -> Any:
 
 
 def write_outcome(folder: pathlib.Path, outcome: Outcome) -> None:
-    """Whole or nothing, so that the launcher never reads half a file."""
+    """Writes the outcome whole or not at all, so that the launcher never reads half a file."""
     partial = folder / f"outcome_{outcome.rank}.partial"
     partial.write_text(json.dumps(dataclasses.asdict(outcome)), encoding="utf-8")
     partial.rename(folder / f"outcome_{outcome.rank}.json")
@@ -110,7 +110,7 @@ def log_path(log_dir: str | pathlib.Path, rank: int) -> pathlib.Path:
 
 @contextlib.contextmanager
 def warnings_in(path: pathlib.Path) -> Iterator[None]:
-    """Inside, Python warnings go to the end of a file: libraries write them for developers, not for users of a run."""
+    """Appends Python warnings inside to a file. Libraries write them for developers, not for users of a run."""
 
     def write(
         message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: str | None = None

@@ -8,6 +8,7 @@ that.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
@@ -139,27 +140,31 @@ def _moved(
     """Returns bytes sent in a step, of the stage that sends most of each kind."""
     most: dict[tuple[str, str, int], float] = {}
     for stage in stages:
-        here: dict[tuple[str, str, int], float] = {}
+        for kind, size in _sent(dims, stage, micro_batches, forward_only).items():
+            most[kind] = max(most.get(kind, 0.0), size)
+    moved = []
+    for (group, op, ranks), size in sorted(most.items()):
+        if ranks > 1 and size:
+            moved.append(MovedBytes(group, op, ranks, link_of(dims, group, gpu), math.ceil(size * steps)))
+    return moved
 
-        def add(group: str, op: str, ranks: int, size: float, here: dict = here) -> None:
-            if ranks > 1 and size:
-                here[group, op, ranks] = here.get((group, op, ranks), 0.0) + size
 
-        for chunk in stage.chunks:
-            for one in (*chunk.forward_traffic, *chunk.backward_traffic):
-                add(one.group, one.op, one.ranks, moved_bytes(one.op, one.ranks, one.bytes) * micro_batches)
-            # hidden states to the next stage; their gradients, as large, come back from there
-            add("pp", "send", dims.pp, chunk.sent * micro_batches * (1 if forward_only else 2))
-        for buffer in () if forward_only else stage.grad_buffers:
-            kind = "edp" if buffer.of_experts else "dp"
-            add(kind, "reduce_scatter", buffer.ranks, moved_bytes("reduce_scatter", buffer.ranks, 4 * buffer.elements))
-            whole = buffer.parameter_bytes * buffer.elements
-            add(kind, "all_gather", buffer.ranks, moved_bytes("all_gather", buffer.ranks, whole))
-        if not forward_only:
-            add(TIED, "all_reduce", 2, moved_bytes("all_reduce", 2, stage.tied_gradient))
-        for key, size in here.items():
-            most[key] = max(most.get(key, 0.0), size)
-    return [
-        MovedBytes(group, op, ranks, link_of(dims, group, gpu), math.ceil(size * steps))
-        for (group, op, ranks), size in sorted(most.items())
-    ]
+def _sent(
+    dims: ParallelDims, stage: RankFigures, micro_batches: int, forward_only: bool
+) -> dict[tuple[str, str, int], float]:
+    """Returns bytes that a stage sends in a mini-batch, by group, collective and number of ranks."""
+    sent: dict[tuple[str, str, int], float] = collections.defaultdict(float)
+    for chunk in stage.chunks:
+        for one in (*chunk.forward_traffic, *chunk.backward_traffic):
+            sent[one.group, one.op, one.ranks] += moved_bytes(one.op, one.ranks, one.bytes) * micro_batches
+        # hidden states go to the next stage, and their gradients, as large, come back from there
+        sent["pp", "send", dims.pp] += chunk.sent * micro_batches * (1 if forward_only else 2)
+    if forward_only:
+        return sent
+    for buffer in stage.grad_buffers:
+        group, ranks = ("edp" if buffer.of_experts else "dp"), buffer.ranks
+        sent[group, "reduce_scatter", ranks] += moved_bytes("reduce_scatter", ranks, 4 * buffer.elements)
+        whole = buffer.parameter_bytes * buffer.elements
+        sent[group, "all_gather", ranks] += moved_bytes("all_gather", ranks, whole)
+    sent[TIED, "all_reduce", 2] += moved_bytes("all_reduce", 2, stage.tied_gradient)
+    return sent

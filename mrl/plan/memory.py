@@ -81,7 +81,8 @@ def plan_role(
     if config.engine.backend == "fsdp":
         trains = config.optimizer is not None
         forward = (sharded.figures(dataclasses.replace(config, optimizer=None), dims),)
-        return RolePlan(role, model, config, dims, (sharded.figures(config, dims),) * trains, forward)
+        stages = (sharded.figures(config, dims),) if trains else ()
+        return RolePlan(role, model, config, dims, stages, forward)
     spec = meta.layer_spec_on_gpus(config, dims, gpu.capability)
     given, config = config, _as_experts_multiply(config, spec, gpu.capability)
     trained: tuple[RankFigures, ...] = ()
@@ -119,13 +120,13 @@ def _as_experts_multiply(config: RoleConfig, spec: str, capability: tuple[int, i
 
 
 def _as_it_decodes(config: RoleConfig) -> EngineConfig:
-    """Decoding pads no prompts to what userbuffers take."""
+    """Returns the engine without userbuffers, because decoding pads no prompts to their size."""
     megatron_options = {name: value for name, value in config.engine.megatron.items() if name != userbuffers.FIELD}
     return dataclasses.replace(config.engine, megatron=megatron_options)
 
 
 def _ids(phase: Phase, config: RoleConfig) -> DistillIds | None:
-    """The ids of a token that a phase's passes are of: the student's vocabulary stands for its teachers', too."""
+    """Returns the ids of a token in a phase's passes. The student's vocabulary stands for its teachers', too."""
     distill = phase.distill
     if distill is None:
         return None
@@ -150,8 +151,10 @@ def _stages(
     entropy: str = "none",
     ids: DistillIds | None = None,
 ) -> tuple[RankFigures, ...]:
-    """One rank of each stage: tensor, context and data parallel ranks of a stage differ in what the optimizer divides
-    alone, and that is listed. Stages with the same layers are run once."""
+    """Returns one rank of each stage. Stages with the same layers are run once.
+
+    Tensor, context and data parallel ranks of a stage differ only in their share of the optimizer, which is listed.
+    """
     kinds = meta.kinds_of_stages(config, dims)
     made: dict[tuple, RankFigures] = {}
     stages = []
@@ -207,10 +210,10 @@ def memory_uses(phases: Phases, roles: Mapping[str, RolePlan], longest: int, gpu
 def _resident(plan: RolePlan, stage: RankFigures) -> tuple[int, int, int]:
     """Returns bytes of parameters, gradients and optimizer that a role keeps on the device if no role is offloaded."""
     away = set(plan.config.engine.offload)
-    weights = (stage.parameters + stage.fp8_copies) * ("parameters" not in away) + stage.buffers
-    return (
-        weights, stage.gradients * ("gradients" not in away), stage.largest_optimizer * ("optimizer" not in away),
-    )  # fmt: skip
+    weights = 0 if "parameters" in away else stage.parameters + stage.fp8_copies
+    gradients = 0 if "gradients" in away else stage.gradients
+    optimizer = 0 if "optimizer" in away else stage.largest_optimizer
+    return weights + stage.buffers, gradients, optimizer
 
 
 def _copies(phase: Phase, plan: RolePlan, stage: int) -> int:
@@ -247,7 +250,7 @@ def _use(phase: Phase, plan: RolePlan, stage: int, longest: int, gpu_memory: int
 
 
 def _activations(phase: Phase, plan: RolePlan, stage: int, longest: int) -> int | None:
-    """The most at once of a phase's passes; None of a part whose passes were not run."""
+    """Returns the most bytes at once of a phase's passes; None for a part without planned passes."""
     dims, figures = plan.dims, (plan.trains if phase.kind == "train" else plan.forward)[stage]
     if not figures.chunks:
         return None
@@ -291,7 +294,7 @@ def _sampling(phase: Phase, plan: RolePlan, stage: int) -> int | None:
 
 
 def _model_bytes(config: RoleConfig) -> int:
-    """Bytes of the whole model in the dtype that it computes in."""
+    """Returns bytes of the whole model in its compute dtype."""
     if config.engine.backend == "fsdp":
         return sharded.gathered_bytes(config)
     dense, experts, _ = parameters_of(normalize(dict(read_hf_config(config.model.path)), where="config.json"), "lm")
@@ -307,6 +310,6 @@ def parameters_of(hf: Mapping[str, Any], head: str) -> tuple[int, int, int]:
 
 
 def _cache_bytes(plan: RolePlan, stage: int) -> int:
-    """Bytes of keys and values of one token in the layers of a stage, on one rank."""
+    """Returns bytes of keys and values of one token in the layers of a stage, on one rank."""
     per_layer = meta.cache_bytes(plan.config, plan.dims)
     return sum(len(layers) for layers in plan.stages[stage].layers) * per_layer

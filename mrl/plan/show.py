@@ -81,7 +81,11 @@ def _held(role: RolePlan, stage: int) -> str:
         first = role.dims.pp * v + stage == 0
         last = role.dims.pp * v + stage == role.dims.pp * role.dims.vpp - 1
         span = f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
-        chunks.append(" + ".join(["embedding"] * first + [span] + ["head"] * last))
+        if first:
+            span = f"embedding + {span}"
+        if last:
+            span = f"{span} + head"
+        chunks.append(span)
     return " | ".join(chunks)
 
 
@@ -140,7 +144,7 @@ def _update(plan: Plan, phase: Phase) -> Iterator[str]:
 
 
 def _step(plan: Plan) -> Iterator[str]:
-    """How long a step lasts, and what is not in that."""
+    """Yields the time of a step, and what it leaves out."""
     if plan.costs:
         timed = [f"{name} {units.duration(cost.seconds)}" for name, cost in plan.costs.items()]
         of = f" ({', '.join(timed)})" if len(timed) > 1 else ""

@@ -75,7 +75,7 @@ def spread(entries: Sequence[Any], most: int) -> list[Any]:
 
 
 def _bytes_of_a_parameter(part: Part, ranks: int) -> float:
-    """Bytes of a parameter, its gradient, master and moments on a GPU, where so many ranks divide the optimizer.
+    """Returns bytes of a parameter, its gradient, master and moments on a GPU. `ranks` divide the optimizer.
 
     State that engine.offload names counts too: in the optimizer's step all of it is on the GPU."""
     item = DTYPES[part.model.dtype].itemsize

@@ -16,6 +16,7 @@ from mrl.launch import preflight
 from mrl.launch.slurm.options import SlurmConfig, seconds_of
 from mrl.launch.slurm.render import TemplateNames, reads_of
 from mrl.parallel import ParallelDims
+from mrl.words import pluralize
 
 RECENT_STEPS = 20
 
@@ -35,7 +36,7 @@ def check_job(command: TrainingCommand, config: Config, options: SlurmConfig, *,
     try:
         layouts = preflight.check_layout(command, config, parts, options.world_size, here=False)
     except ConfigError as error:
-        nodes = f"{options.nodes} {'node' if options.nodes == 1 else 'nodes'} of {options.per_node}"
+        nodes = f"{pluralize(options.nodes, 'node')} of {options.per_node}"
         if error.key is None:  # a package's engine may raise an error of one text
             raise ConfigError(f"{error} ({nodes})") from None
         raise ConfigError(error.key, error.value, error.why, f"{error.fix} ({nodes})") from None
@@ -144,7 +145,7 @@ def _check_restarts(config: RowsRunConfig, options: SlurmConfig) -> None:
 
 
 def _across_nodes(parts: Sequence[Part], layouts: Sequence[ParallelDims], options: SlurmConfig) -> list[str]:
-    """Tensor-parallel groups are ranks in a row, and talk in every layer: within a node they are fast."""
+    """Returns warnings for tensor-parallel groups across nodes, because they communicate in every layer."""
     return [
         f"{part.key('engine')}.parallel.tp: groups of {dims.tp} do not fit into the {options.per_node} processes of "
         "a node, so every layer talks over the network; use pp across nodes instead"
@@ -164,7 +165,10 @@ def _check_cores(options: SlurmConfig) -> list[str]:
 
 
 def _check_server_cores(options: SlurmConfig) -> list[str]:
-    """The first part's extra lines, as --exclusive, do not count for the servers' part."""
+    """Returns a warning for servers without a number of cores.
+
+    Extra lines of the first part, as --exclusive, do not count.
+    """
     if not options.servers.nodes or options.servers.cpus_per_task is not None:
         return []
     return [
@@ -176,6 +180,7 @@ def _check_server_cores(options: SlurmConfig) -> list[str]:
 def _check_time(config: RowsRunConfig, options: SlurmConfig) -> list[str]:
     """Returns what a failed node can lose, and whether there is time to save before the limit."""
     limit_s = seconds_of(options.time) if options.time is not None else None
+    left_s = None if limit_s is None else limit_s - options.signal_s
     step_s, every = step_seconds(pathlib.Path(config.output_dir)), config.checkpoint.every
     found = []
     if step_s is not None and step_s > options.signal_s:
@@ -187,17 +192,19 @@ def _check_time(config: RowsRunConfig, options: SlurmConfig) -> list[str]:
         found.append(
             "checkpoint.every: is null: a node that fails loses all since the last signal; set it to save in between"
         )
-    elif limit_s is not None and config.train.steps is not None and every >= config.train.steps:
+    elif limit_s is None or left_s is None:
+        pass
+    elif config.train.steps is not None and every >= config.train.steps:
         found.append(
             f"checkpoint.every: value {every} is not below the {config.train.steps} steps of the run: only a signal "
             "saves before the end; a node that fails loses all"
         )
-    elif step_s is None and limit_s is not None and every > (left_s := limit_s - options.signal_s):
+    elif step_s is None and every > left_s:
         found.append(
             f"checkpoint.every: value {every} cannot be judged before the run has timed a step: within the time limit "
             f"of {in_words(limit_s)} it saves only where a step takes less than {left_s / every:.2g} s"
         )
-    elif step_s is not None and limit_s is not None and every * step_s > limit_s - options.signal_s:
+    elif step_s is not None and every * step_s > left_s:
         found.append(
             f"checkpoint.every: value {every} is {in_words(every * step_s)} at {step_s:.2g} s a step, and the time "
             f"limit is {in_words(limit_s)}: only the signal before it saves; a node that fails loses all"
@@ -206,7 +213,7 @@ def _check_time(config: RowsRunConfig, options: SlurmConfig) -> list[str]:
 
 
 def step_seconds(run_dir: pathlib.Path) -> float | None:
-    """Median seconds of the newest steps in a run's metrics.jsonl; None where it has none."""
+    """Returns the median seconds of the newest steps in a run's metrics.jsonl; None without steps."""
     path = run_dir / "metrics.jsonl"
     if not path.exists() or metrics.last_line(path) is None:
         return None

@@ -73,10 +73,11 @@ def _progress(run_dir: pathlib.Path, *, running: bool) -> list[str]:
     steps = _length(run_dir / "config.yaml")
     done = f"step {row['step']:.0f}" + (f" of {steps}" if steps else "")
     shown = ", ".join(f"{name} {row[name]:.4g}" for name in STATUS_METRICS if name in row)
-    left = ""
-    if running and steps and (step_s := step_seconds(run_dir)) is not None:
-        left = f"; about {in_words((steps - row['step']) * step_s)} left"
-    return [f"  {run_dir}: {', '.join(filter(None, (done, shown)))}{left}"]
+    line = f"  {run_dir}: {done}, {shown}" if shown else f"  {run_dir}: {done}"
+    step_s = step_seconds(run_dir) if running and steps else None
+    if steps and step_s is not None:
+        line += f"; about {in_words((steps - row['step']) * step_s)} left"
+    return [line]
 
 
 def _serves(config: pathlib.Path) -> bool:

@@ -120,7 +120,7 @@ def known_of(slurm_dir: pathlib.Path, job_id: str) -> list[Job]:
 
 
 def _task_number(job: Job) -> int:
-    """Slurm shows tasks that have not begun as a range, `4-7`, in one job."""
+    """Returns the first number of a task. Slurm shows tasks that have not begun as a range, `4-7`, in one job."""
     match = re.match(r"\d+", job.fields.get("ArrayTaskId", ""))
     return int(match[0]) if match else 0
 
@@ -139,7 +139,7 @@ def _parse(text: str) -> Job:
 
 
 def _fields(line: str) -> dict[str, str]:
-    """NAME=VALUE NAME=VALUE ..."""
+    """Parses NAME=VALUE NAME=VALUE ..."""
     return dict(part.lstrip(" ").split("=", 1) for part in _FIELD.split(line) if "=" in part)
 
 
@@ -182,7 +182,7 @@ def _record(path: pathlib.Path, number: int, line: str) -> dict[str, Any]:
 
 
 def add_record(slurm_dir: pathlib.Path, record: Mapping[str, Any]) -> None:
-    """In the place of a last line that was cut."""
+    """Adds a record, and replaces a last line that was cut."""
     path = slurm_dir / RECORDS
     whole = path.read_bytes().rpartition(b"\n")[:2] if path.exists() else ()
     with open(path, "ab") as out:

@@ -146,16 +146,10 @@ def check_options(options: SlurmConfig) -> None:
             f"is above the {options.gpus_per_node} GPUs of a node",
             "leave it out for one process a GPU",
         )
-    if options.time is not None and (limit_s := seconds_of(options.time)) is not None and limit_s <= options.signal_s:
-        raise ConfigError(
-            "slurm.time",
-            options.time,
-            (
-                f"is not longer than the {options.signal_s} s before its end at which the run is told to save "
-                "(slurm.signal_s)"
-            ),
-            "give more time",
-        )
+    limit_s = None if options.time is None else seconds_of(options.time)
+    if limit_s is not None and limit_s <= options.signal_s:
+        why = f"is not longer than the {options.signal_s} s before its end at which the run saves (slurm.signal_s)"
+        raise ConfigError("slurm.time", options.time, why, "give more time")
     for name in options.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(
@@ -201,7 +195,7 @@ _SHORT = {
 
 
 def _check_repeated(line: str) -> None:
-    """An option that mrl writes: Slurm would take the later one, and the checks would have seen the other."""
+    """Raises ConfigError for an option that mrl writes. Slurm would take the later one, unlike the checks."""
     try:
         words = shlex.split(line)
     except ValueError as error:

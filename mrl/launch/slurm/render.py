@@ -115,7 +115,7 @@ def _environment(options: SlurmConfig) -> jinja2.Environment:
 
 @contextlib.contextmanager
 def _errors_of(options: SlurmConfig, variables: Collection[str] = ()) -> Iterator[None]:
-    """Jinja's errors as ConfigError. variables: names that the template may read."""
+    """Raises Jinja's errors as ConfigError. variables: names that the template may read."""
     try:
         yield
     except jinja2.TemplateSyntaxError as error:
@@ -185,7 +185,7 @@ def variables_of(job: Job, options: SlurmConfig) -> dict[str, Any]:
 
 
 def _uncovered(mounts: Sequence[str]) -> list[str]:
-    """Without folders that lie in another one."""
+    """Returns mounts without folders inside another one."""
     folders = [mount.partition(":")[0] for mount in mounts]
     inside = lambda a: any(a != b and os.path.commonpath([a, b]) == b for b in folders)  # noqa: E731
     return [mount for mount, folder in zip(mounts, folders, strict=True) if not inside(folder)]
@@ -256,7 +256,7 @@ def _srun_options(options: SlurmConfig) -> list[str]:
 
 
 def _cpus_per_task(count: int | None) -> list[str]:
-    """srun takes it from sbatch no more, since Slurm 22.05."""
+    """Returns the option, because srun takes it from sbatch no more since Slurm 22.05."""
     return [f"--cpus-per-task={count}"] if count is not None else []
 
 

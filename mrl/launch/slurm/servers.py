@@ -9,7 +9,7 @@ from mrl.launch.slurm.options import SlurmConfig
 
 
 def server_command(server: Server, options: SlurmConfig) -> str:
-    """Shell lines that become one server, on all GPUs of its node."""
+    """Returns shell lines that become one server, on all GPUs of its node."""
     servers = options.servers
     gpus = options.servers_gpus
     model, length = server.model, server.max_length

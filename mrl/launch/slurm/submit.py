@@ -139,19 +139,22 @@ def submit(checked: CheckedConfig) -> SubmittedJob:
 
 
 def _too_many_nodes(options: SlurmConfig) -> list[str]:
-    """Slurm lets a job wait for nodes that its partition does not have."""
+    """Returns warnings for more nodes than a partition has. Slurm lets such a job wait."""
     servers = options.servers
     if servers.nodes and servers.partition in (None, options.partition):
         asked = [("nodes + servers.nodes", options.nodes + servers.nodes, options.partition)]
     else:
         asked = [("nodes", options.nodes, options.partition), ("servers.nodes", servers.nodes, servers.partition)]
-    return [
-        f"slurm.{key}: value {count} is above the {there} of "
-        f"{f'partition {name}' if name else 'the default partition'}: the job waits until it has more; cancel it, and "
-        "give fewer or another partition"
-        for key, count, name in asked
-        if (there := jobs.nodes_of(name)) is not None and count > there
-    ]
+    lines = []
+    for key, count, name in asked:
+        there = jobs.nodes_of(name)
+        if there is not None and count > there:
+            partition = f"partition {name}" if name else "the default partition"
+            lines.append(
+                f"slurm.{key}: value {count} is above the {there} of {partition}: the job waits until it has more; "
+                "cancel it, and give fewer or another partition"
+            )
+    return lines
 
 
 def _resolved(checked: CheckedConfig) -> str:
@@ -169,7 +172,7 @@ def _free_name(slurm_dir: pathlib.Path) -> str:
 
 
 def _refuse_second(checked: CheckedConfig, slurm_dir: pathlib.Path) -> None:
-    """Two jobs of one run would meet in its folder; the second would fail, hours later."""
+    """Raises ConfigError for a second job of one run, because it would fail hours later."""
     for job in jobs.in_queue(slurm_dir):
         if _waits_for(checked.options.dependency or "", job.id):
             continue
