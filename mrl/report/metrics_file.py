@@ -48,7 +48,8 @@ class Table:
     def at_rows(self, name: str) -> numpy.ndarray:
         """Returns [R] float64: a metric at every row, NaN if it has none there."""
         values = numpy.full(len(self.steps), numpy.nan)
-        if (curve := self.curves.get(name)) is not None:
+        curve = self.curves.get(name)
+        if curve is not None:
             values[curve.rows] = curve.values
         return values
 

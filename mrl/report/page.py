@@ -110,7 +110,7 @@ def _chart(chart: Chart) -> dict[str, Any]:
         "title": chart.title,
         "names": chart.names,
         "stacked": chart.stacked,
-        "meanings": {name: meaning for name in chart.names if (meaning := _meaning(name)) is not None},
+        "meanings": {name: _meaning(name) for name in chart.names if _meaning(name) is not None},
     }
 
 

@@ -72,7 +72,8 @@ def _lines(axes: Any, chart: Chart, runs: Sequence[Run], look: InitialView) -> N
     for r, run in enumerate(runs):
         at = run.table.axis(look.axis)
         for m, name in enumerate(chart.names):
-            if at is None or (curve := run.table.curves.get(name)) is None:
+            curve = run.table.curves.get(name)
+            if at is None or curve is None:
                 continue
             places = choose(curve.values).chosen
             colour, dash = COLOURS[(r if len(runs) > 1 else m) % len(COLOURS)], DASHES[m % len(DASHES)]

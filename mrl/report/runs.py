@@ -37,7 +37,8 @@ class Settings:
     @property
     def total_steps(self) -> int | None:
         """The steps that the run is to make; None if the file does not say."""
-        if (match := re.match(r"(\d+) steps", self.header.get("length", ""))) is not None:
+        match = re.match(r"(\d+) steps", self.header.get("length", ""))
+        if match is not None:
             return int(match[1])
         steps = self.keys.get("train.steps")
         return steps if isinstance(steps, int) else None
@@ -230,7 +231,8 @@ def _starts(table: Table, settings: Settings) -> list[str]:
         notes.append(f"it began from the checkpoint {resume} (checkpoint.resume)")
     if len(table.steps) and table.steps[0] > 1:
         notes.append(f"{METRICS} begins with step {table.steps[0]}: the run went on here from a checkpoint")
-    if steps := restarts(table):
+    steps = restarts(table)
+    if steps:
         shown = ", ".join(map(str, steps[:10])) + (", ..." if len(steps) > 10 else "")
         notes.append(f"started again before step {shown} (seen by the peak memory, which begins anew with a process)")
     return notes
@@ -241,7 +243,8 @@ def restarts(table: Table) -> list[int]:
 
     Starts whose memory was higher at once are not found.
     """
-    if (curve := table.curves.get(MEMORY)) is None:
+    curve = table.curves.get(MEMORY)
+    if curve is None:
         return []
     falls = numpy.flatnonzero(numpy.diff(curve.values) < 0) + 1
     return [int(step) for step in table.steps[curve.rows[falls]]]

@@ -141,7 +141,8 @@ def sample_files(folder: pathlib.Path) -> list[SampleFile]:
     files: dict[tuple[str, int], SampleFile] = {}
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     for name in names:  # x.jsonl comes before x.jsonl.gz
-        if (match := _NAME.fullmatch(name)) is not None:
+        match = _NAME.fullmatch(name)
+        if match is not None:
             file = SampleFile(folder / name, match[1], int(match[2]))
             files.setdefault((file.series, file.step), file)
     return sorted(files.values(), key=lambda file: (list(SERIES).index(file.series), file.step))

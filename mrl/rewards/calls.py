@@ -22,6 +22,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from mrl.errors import shortened
 from mrl.rewards.text import Prompt, Row
 
 Scope = Literal["sample", "group", "batch"]
@@ -308,5 +309,4 @@ def as_float(value: Any, what: str = "") -> float:
 
 def with_type(value: Any) -> str:
     """Returns a value, shortened, with the name of its type."""
-    shown = repr(value)
-    return f"{shown if len(shown) <= 60 else shown[:57] + '...'} ({type(value).__name__})"
+    return f"{shortened(repr(value), 60)} ({type(value).__name__})"

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import mrl
 from mrl.config.keys import join_names
 from mrl.config.rewards import FunctionReward, Reward
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, shortened
 from mrl.rewards.answers import gsm8k, math, require_math_verify
 from mrl.rewards.calls import RewardCall, UnknownSignature
 from mrl.rewards.code import code
@@ -92,7 +92,7 @@ def _signature(function: Callable[..., Any]) -> str:
         return ""
     stars: Mapping[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     text = ", ".join(stars.get(p.kind, "") + p.name for p in parameters)
-    return f"({text if len(text) <= 100 else text[:97] + '...'})"
+    return f"({shortened(text, 100)})"
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -142,8 +142,7 @@ def describe(error: BaseException, path: pathlib.Path | None = None) -> str:
             text = str(error)
         except Exception:
             text = "an error without text"
-    text = " ".join(text.split())
-    text = text if len(text) <= 300 else text[:297] + "..."
+    text = shortened(" ".join(text.split()), 300)
     return f"{type(error).__name__}{': ' if text else ''}{text}{f' ({place})' if place else ''}"
 
 

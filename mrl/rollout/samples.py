@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 from mrl.data.files import one_line
-from mrl.errors import DataError
+from mrl.errors import DataError, shortened
 from mrl.rollout.base import SERIES_NAMES, Limit, Series, Trajectory
 
 COMPRESSED = ".gz"
@@ -253,8 +253,7 @@ def _sample(line: str) -> SavedSample:
             raise ValueError(f"has the key {name!r}, which a sample has not")
     for name, (check, words) in _CHECKS.items():
         if not check(fields[name]):
-            shown = json.dumps(fields[name])
-            raise ValueError(f"{name} is {shown if len(shown) <= 40 else shown[:37] + '...'} and not {words}")
+            raise ValueError(f"{name} is {shortened(json.dumps(fields[name]), 40)} and not {words}")
     tokens, mask, log_probs = fields["tokens"], fields["mask"], fields["log_probs"]
     if not len(tokens) == len(mask) == len(log_probs):
         raise ValueError(

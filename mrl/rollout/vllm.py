@@ -153,8 +153,8 @@ class VLLMServer(Server):
             if error.status != 404 or "Not Found" not in str(error):  # another model's name is NotFoundError
                 raise
             raise self.http.error(
-                "completes no text, as vLLM reads its model: the config.json has no `architectures`, as "
-                '["Qwen3ForCausalLM"]; add it, and start the server again'
+                "completes no text: to vLLM its model is of another kind, because config.json has no `architectures`, "
+                'as ["Qwen3ForCausalLM"]; add it, and start the server again'
             ) from None
 
     def load_adapter(self, name: str, folder: str) -> None:

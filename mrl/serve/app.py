@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import gc
 import hmac
 import json
@@ -208,11 +207,16 @@ def make_retrieve_handler(request_queue: RequestQueue, model_status: Callable[[s
         try:
             future = request_queue.find(id)
         except FutureExpired:
-            if model := id.partition(MODEL_SEPARATOR)[2]:
+            model = id.partition(MODEL_SEPARATOR)[2]
+            if model:
                 return Response(error_result("server", one_line(str(model_status(model)), 400)).body, media_type=JSON)
             raise RequestError(410, f"there is no promise {id[:40]} here (any more)") from None
         loop, done = asyncio.get_running_loop(), asyncio.Event()
-        when_done = functools.partial(_set, loop, done)
+
+        def when_done() -> None:
+            with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+                loop.call_soon_threadsafe(done.set)
+
         request_queue.add_callback(future, when_done)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(done.wait(), HOLD_S)
@@ -223,11 +227,6 @@ def make_retrieve_handler(request_queue: RequestQueue, model_status: Callable[[s
         return Response(future.result.body, media_type=future.result.media_type)
 
     return retrieve
-
-
-def _set(loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
-        loop.call_soon_threadsafe(done.set)
 
 
 def open_socket(host: str, port: int) -> socket.socket:

@@ -200,7 +200,8 @@ class Ledger:
         self.saved = {**self.saved, saved.path: saved}
 
     def _on_deleted(self, deleted: _DeletedEvent) -> None:
-        if (saved := self.saved.get(deleted.path)) is not None:
+        saved = self.saved.get(deleted.path)
+        if saved is not None:
             self.deleted.add(self.folder_of(saved.run, saved.part, saved.name))
         self.saved = {path: saved for path, saved in self.saved.items() if path != deleted.path}
 

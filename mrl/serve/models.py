@@ -353,7 +353,8 @@ class Models:
         for name in operation.snapshots:
             self.snapshots.pop(name, None)
             self.running.pop(name, None)
-            if (folder := self.folders.pop(name, None)) is not None:
+            folder = self.folders.pop(name, None)
+            if folder is not None:
                 on_main(lambda folder=folder: shutil.rmtree(folder, ignore_errors=True))  # type: ignore[misc]
 
     # -- sampling ----------------------------------------------------------------------------------------------------

@@ -286,7 +286,8 @@ class OpenAIHandlers:
         if others is None:
             return {"token": self._text(token), "log_prob": log_prob, "top": {}}
         log_probs, ids = others
-        if (same := log_probs[ids == token]).numel() and same.isfinite().all():
+        same = log_probs[ids == token]
+        if same.numel() and same.isfinite().all():
             log_prob = same[0].item()
         return {"token": self._text(token), "log_prob": log_prob, "top": self._others(log_probs, ids)}
 
@@ -331,7 +332,8 @@ class OpenAIHandlers:
             completions = what.completions if isinstance(what, SampleOutcome) else what
             for k, one in enumerate(completions):
                 new += len(one.tokens) if whole else 0
-                if (piece := texts[i][k](one, whole)) or whole:
+                piece = texts[i][k](one, whole)
+                if piece or whole:
                     reason = ("stop" if one.finished else "length") if whole else None
                     yield _event(_head(id, wanted, kind) | {
                         "choices": [_delta(wanted.kind, first[i] + k, piece, reason)]

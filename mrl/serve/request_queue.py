@@ -443,10 +443,8 @@ class RequestQueue:
         self.finish(future, error_result(category, line))
 
     def fail_waiting(self, why: str) -> list[Any]:
-        """Fails all requests that wait on the queues of models, and returns their operations.
-
-        The next operation of each model comes after them.
-        """
+        """Fails all requests that wait on the queues of models, and returns their operations. Later ones come after
+        them."""
         left: list[QueuedRequest] = []
         with self._lock:
             for made in self._queues.values():

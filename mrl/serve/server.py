@@ -53,24 +53,12 @@ from mrl.trainers.run_lock import RunLock
 from mrl.trainers.signals import StopSignal
 
 PULSE_S = 60.0
-SLICE = 32
-"""Tokens that are drawn of each sample before others have their turn, and what has come since joins in."""
-
-SIGNAL_CHECK_S = 0.5
-"""How often the main rank looks for a signal."""
-
-SILENCE_CHECK_S = 5.0
-"""And for clients that are gone."""
-
-DRAIN_S = 60.0
-"""How long waiting calls of models are still done after a signal: its sender may kill soon."""
-
-CHUNK_BYTES = 5_000_000
-"""The size of a pass that clients send in one body."""
-
-MAX_TEXT_BYTES = 2**23
-"""The largest body of OpenAI's interface."""
-
+SLICE = 32  # tokens that are drawn of each sample before others have their turn, and new ones join in
+SIGNAL_CHECK_S = 0.5  # how often the main rank looks for a signal
+SILENCE_CHECK_S = 5.0  # and for clients that are gone
+DRAIN_S = 60.0  # how long waiting calls of models are still done after a signal: its sender may kill soon
+CHUNK_BYTES = 5_000_000  # the size of a pass that clients send in one body
+MAX_TEXT_BYTES = 2**23  # the largest body of OpenAI's interface
 API = "/api/v1"
 
 
@@ -102,13 +90,13 @@ def run(config: ServeConfig, command_line: str = "") -> None:
             engine.on_main(lambda: directory.prepare(config, command_line, notes))
             numbers = keys.max_body_mb * 2**19  # a body has no more numbers, of two bytes each
             limits = Limits(vocab_size or len(tokenizer), keys.max_length, numbers, vision)
-            name, most = keys.name or config.model.path, keys.max_models
-            exports = directory.path / "snapshots" if keys.servers.kind is not None else None
-            engine.on_main(lambda: shutil.rmtree(directory.path / "snapshots", ignore_errors=True))
-            given = config.model.path
+            snapshots = directory.path / "snapshots"
+            engine.on_main(lambda: shutil.rmtree(snapshots, ignore_errors=True))
+            given, lora = config.model.path, config.model.lora
             tokenizer_at = os.path.abspath(folder) if os.path.exists(os.path.expanduser(given)) else given
-            served = ServedModel(name, tokenizer_at, limits, config.model.lora, most, exports)
-            _serve(config, Models(engine, tokenizer, config.model.lora, folder, keys), served, console, listens)
+            exports = None if keys.servers.kind is None else snapshots
+            served = ServedModel(keys.name or given, tokenizer_at, limits, lora, keys.max_models, exports)
+            _serve(config, Models(engine, tokenizer, lora, folder, keys), served, console, listens)
         finally:
             lock.release()
     raise Stopped("stopped by a signal; run the same command again to go on")
@@ -117,9 +105,10 @@ def run(config: ServeConfig, command_line: str = "") -> None:
 def _serve(
     config: ServeConfig, models: Models, served: ServedModel, console: Console, listens: Sequence[socket.socket]
 ) -> None:  # listens: the one socket, on the main rank
-    says = "the server ends what it is at" if is_main() else None
-    with StopSignal(says) as stop:  # on every rank: each gets the signal, and the main one acts on it
-        if not is_main():
+    main = is_main()
+    # on every rank: each gets the signal, and the main one acts on it
+    with StopSignal("the server ends what it is at" if main else None) as stop:
+        if not main:
             _follow(models)
             return
         server = Server(
@@ -233,7 +222,8 @@ class Server:
         """Prints the address and key that a client needs."""
         host = client_address(self.config.serve.host)
         self.console.say(f"serving {self.served.base}")
-        if (cut := as_tokenizer_name(self.served.base)) != self.served.base:
+        cut = as_tokenizer_name(self.served.base)
+        if cut != self.served.base:
             self.console.say(
                 f"serve.name: a client that only samples looks for the tokenizer in {cut!r}, which is what it makes of "
                 "the name; give one with no colon, and with one slash or three"
@@ -294,15 +284,15 @@ def lead(server: Server, models: Models, stop: StopSignal) -> None:
 
 
 def suspend(server: Server, models: Models) -> None:
-    """Does what models have yet to do, and writes their state for the next start.
-
-    Samples are drawn again: their clients ask again.
-    """
+    """Does what models have yet to do, and writes their state for the next start. Clients ask again for samples."""
     server.request_queue.close("the server ends")
     if server.servers is not None:
         server.servers.close()
     until = time.monotonic() + DRAIN_S
-    while time.monotonic() < until and (turn := server.request_queue.next_work(0)) is not None:
+    while time.monotonic() < until:
+        turn = server.request_queue.next_work(0)
+        if turn is None:
+            break
         server.ledger.clear()
         if not isinstance(turn.queue, SamplingQueue):
             do_work(server, models, turn)
@@ -323,10 +313,9 @@ def suspend(server: Server, models: Models) -> None:
 
 
 def resume(server: Server, models: Models) -> list[str]:
-    """Restores what `suspend` wrote. Returns lines on it.
+    """Restores what `suspend` wrote. Returns lines on it. Damaged state is put aside, and nothing of it is taken.
 
-    It removes the folder at once, so nothing stale is left if a later end suspends nothing. Damaged state is put aside,
-    and nothing of it is taken.
+    It removes the folder at once, so nothing stale is left if a later end suspends nothing.
     """
     folder = server.ledger.suspended
     shutil.rmtree(f"{folder}.partial", ignore_errors=True)
@@ -371,7 +360,7 @@ def do_work(server: Server, models: Models, work: Work) -> None:
 def _done(models: Models, work: PreparedOperation) -> Result:
     """Does a client's operation on all ranks.
 
-    A full disk does not end the server. An error on one of several ranks does, because the others wait for it.
+    A full disk does not end the server, unless it stops one of several ranks: the others wait for it.
     """
     alone = all_ranks().size == 1
     try:
@@ -391,10 +380,9 @@ def _done(models: Models, work: PreparedOperation) -> Result:
 
 
 def _sample(server: Server, models: Models, queue: SamplingQueue, waiting: Sequence[QueuedRequest]) -> None:
-    """Draws more tokens of all samples from one place.
+    """Draws more tokens of all samples from one place; inference servers draw what they can.
 
-    Samples that are not whole wait for the next turn, together with new ones. Inference servers draw what they can, if
-    there are some.
+    Samples that are not whole wait for the next turn, together with new ones.
     """
     waiting, unwanted = server.request_queue.split_abandoned(waiting)
     try:
@@ -407,20 +395,20 @@ def _sample(server: Server, models: Models, queue: SamplingQueue, waiting: Seque
         begun = {one.future.id: one.operation.operation for one in waiting if one.future.id not in running}
         left = [id for id in unwanted if id in running]
         ended = do_on_all_ranks(models, ops.ContinueSampling(snapshot, begun, SLICE, left)) if begun or running else {}
-        of = {one.future.id: one.operation for one in waiting}
-        results = {id: of[id].answer(found) for id, found in ended.items()}
+        answered = [one for one in waiting if one.future.id in ended]
+        results = [one.operation.answer(ended[one.future.id]) for one in answered]
     except UserError as error:
         for one in waiting:
             server.request_queue.fail(one.future, "server" if isinstance(error, ServerFault) else "user", str(error))
         return
-    for one in waiting:
-        if one.future.id in results:
-            server.request_queue.finish(one.future, results[one.future.id])
-    if rest := [one for one in waiting if one.future.id not in results]:
+    for one, result in zip(answered, results, strict=True):
+        server.request_queue.finish(one.future, result)
+    rest = [one for one in waiting if one.future.id not in ended]
+    if rest:
         server.request_queue.put_back(queue, rest, expects_more=bool(results))
-        for one in rest:
-            if one.operation.progress is not None:
-                one.operation.progress(models.running[snapshot][0][one.future.id].completions)
+    for one in rest:
+        if one.operation.progress is not None:
+            one.operation.progress(models.running[snapshot][0][one.future.id].completions)
 
 
 def _draw_on_servers(

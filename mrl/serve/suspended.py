@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 from typing import Any
@@ -45,7 +46,8 @@ def refuse_other_layout(config: ServeConfig) -> None:
         before = read_state(folder)["layout"]
     except CheckpointError:
         return  # there is none, or it will be put aside
-    if changed := changed_keys(before, layout_of(config)):
+    changed = changed_keys(before, layout_of(config))
+    if changed:
         differ = ", ".join(f"{key}={show(was)}, now {show(now)}" for key, (was, now) in changed.items())
         fix = f"start it as it was to go on with them, or remove {folder.name}/ there to go on with what was saved"
         raise ConfigError("output_dir", config.output_dir, f"has models that were suspended with {differ}", fix)
@@ -53,9 +55,8 @@ def refuse_other_layout(config: ServeConfig) -> None:
 
 def move_aside(folder: pathlib.Path) -> pathlib.Path:
     """Gives the folder another name, and returns it."""
-    number = 1
-    while os.path.lexists(aside := folder.with_name(f"{folder.name}.damaged-{number}")):
-        number += 1
+    names = (folder.with_name(f"{folder.name}.damaged-{number}") for number in itertools.count(1))
+    aside = next(name for name in names if not os.path.lexists(name))
     try:
         os.rename(folder, aside)
     except OSError as error:

@@ -290,7 +290,8 @@ class TrainingHandlers:
     def _check_passes(self, model: ModelRecord, number: int) -> None:
         """Raises UserError if a pass before the step with this number failed."""
         lost = self.lost.get(model.id, {})
-        if before := sorted(each for each in lost if each < number):
+        before = sorted(each for each in lost if each < number)
+        if before:
             line = lost[before[0]]
             for each in before:
                 del lost[each]
@@ -393,7 +394,8 @@ class TrainingHandlers:
         body = request.json
         if "session_id" in body:
             id = f"{self._session(body)}:train:{number(body, 'model_seq_id')}"
-            if (known := self.request_queue.future_of(id, 0)) is not None:
+            known = self.request_queue.future_of(id, 0)
+            if known is not None:
                 return future_response(known)  # though what it was made of may be deleted by now
             load, saved = self._to_load(body, None)
             return future_response(self._begin(self._new_model(body, saved.kind), load))

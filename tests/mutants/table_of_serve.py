@@ -110,7 +110,7 @@ OF_SERVE = (
         "serve/openai.py",
         "serve/test_sampling.py",
         ("held = 0 if whole else max((len(stop) - 1 for stop in self.stop), default=0)", "held = 0"),
-        ("if (same := log_probs[ids == token]).numel() and same.isfinite().all():", "if False:"),
+        ("if same.numel() and same.isfinite().all():", "if False:"),
         ("if stream and (echo or top is not None or of_prompt is not None):", "if False:"),
     ),
     *_of(
