@@ -10,10 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-from mrl.config.load import from_dict
-from mrl.config.ppo import PPOConfig
 from mrl.config.ppo_checks import REWARD_METRICS
-from mrl.errors import ConfigError
 from tests.engine.harness import run_case
 from tests.tiers import nightly_but, slow_but
 from tests.trainers.rl import tiny_policies
@@ -320,21 +317,3 @@ def test_another_vocabulary_is_refused(inputs, tmp_path, name):
     config = make_config(inputs, tmp_path / "run", name, reference={"model": {"path": str(tmp_path / "other")}})
     said = train(config, ended="ConfigError")[1]
     assert "reference.model.path: value" in said and "has another vocabulary than actor.model.path: 2 tokens" in said
-
-
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        (
-            {"reference": {"model": {"path": None}}},
-            "reference.model.path: value null leaves algorithm.name opd no teacher",
-        ),
-        ({"reference": {"update_every": 2}}, "reference.update_every: value 2 would make the actor its own teacher"),
-        ({"algorithm": {"kl_in": "loss"}}, 'algorithm.kl_in: value "loss" takes from algorithm.name opd its reward'),
-        ({"algorithm": {"name": "grpo"}}, "rewards: value null leaves nothing to learn from"),
-    ],
-)
-def test_contradictions_are_one_line(inputs, tmp_path, changes, says):
-    with pytest.raises(ConfigError) as caught:
-        from_dict(make_config(inputs, tmp_path, "opd", **changes), PPOConfig)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
