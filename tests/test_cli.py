@@ -462,7 +462,7 @@ ENDINGS = {
 @pytest.mark.parametrize(
     ("joined", "name"),
     [
-        *in_tiers([], [(True, "done"), (True, "fault"), (False, "user")], itertools.product((True, False), ENDINGS)),
+        *in_tiers([], [(True, "fault"), (False, "user")], itertools.product((True, False), ENDINGS)),
     ],
 )
 def test_a_joined_rank_leaves_without_taking_libraries_down(workspace, joined, name):

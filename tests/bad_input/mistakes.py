@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from mrl import cli
 from tests.forks import forks
@@ -173,15 +173,18 @@ def run_forked(
         return code, out.read_text(), err.read_text()
 
 
-def run_here(
-    workspace: Workspace, *args: str, command: str = "sft", config: str = "config.yaml"
-) -> tuple[int, str, str]:
-    """As `run_mrl`, in this process: for dry runs, which start no other and leave nothing behind."""
+def invoke(workspace: Workspace, *words: str) -> Result:
+    """`mrl WORDS` in the workspace and in this process: for dry runs, which start no other and leave nothing behind."""
     gone = dict.fromkeys(os.environ.keys() - inherited().keys())
     with contextlib.chdir(workspace.root):
-        done = CliRunner(env=gone | {"NETRC": os.devnull, "HF_HUB_OFFLINE": "1"}).invoke(
-            cli.main, [command, config, *args]
-        )
+        return CliRunner(env=gone | {"NETRC": os.devnull, "HF_HUB_OFFLINE": "1"}).invoke(cli.main, words)
+
+
+def dry_run(
+    workspace: Workspace, *args: str, command: str = "sft", config: str = "config.yaml"
+) -> tuple[int, str, str]:
+    """As `run_mrl` with --dry-run, in this process."""
+    done = invoke(workspace, command, config, *args, "--dry-run")
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done.exit_code, done.stdout, done.stderr

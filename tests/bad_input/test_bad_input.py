@@ -7,13 +7,14 @@ has imported torch, the engines and the trainers. A few cases have a process of 
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import shutil
 
 import pytest
 
 from tests.bad_input import answer_cases, checkpoint_cases, config_cases, data_cases, model_cases, ppo_cases
-from tests.bad_input.mistakes import Case, Workspace, check, run_forked, run_here, run_mrl
+from tests.bad_input.mistakes import Case, Workspace, check, dry_run, run_forked, run_mrl
 from tests.tiers import slow_but
 from tests.trainers.tiny_runs import make_inputs
 
@@ -53,7 +54,7 @@ def inputs(tmp_path_factory) -> pathlib.Path:
 @table(DRY)
 def test_is_refused(case: Case, workspace: Workspace):
     """By a dry run: before any process starts."""
-    check(case, workspace, lambda workspace, *args: run_here(workspace, *args, "--dry-run"))
+    check(case, workspace, dry_run)
 
 
 @pytest.mark.parametrize("name", slow_but([NO_GPU], [NO_GPU, "unknown key", "learned positions"]))
@@ -104,7 +105,7 @@ PPO = {"command": "ppo", "config": "ppo.yaml"}
 
 @table(DRY_PPO)
 def test_is_refused_of_ppo(case: Case, workspace: Workspace):
-    check(case, workspace, lambda workspace, *args: run_here(workspace, *args, "--dry-run", **PPO))
+    check(case, workspace, functools.partial(dry_run, **PPO))
 
 
 @pytest.mark.slow
@@ -115,7 +116,7 @@ def test_is_refused_of_ppo_in_a_process_of_its_own(case: Case, workspace: Worksp
 
 def test_what_the_ppo_cases_break_works(workspace: Workspace):
     before = workspace.snapshot()
-    code, out, err = run_here(workspace, "--dry-run", **PPO)
+    code, out, err = dry_run(workspace, **PPO)
     assert (code, err) == (0, "")
     assert "# actor: megatron dp1 on 1 process" in out
     assert workspace.snapshot() == before
@@ -129,7 +130,7 @@ def test_names_are_unique():
 
 def test_what_the_cases_break_works(workspace: Workspace):
     before = workspace.snapshot()
-    code, out, err = run_here(workspace, "--dry-run")
+    code, out, err = dry_run(workspace)
     assert (code, err) == (0, "")
     assert "# layout: dp1 on 1 process" in out
     assert workspace.snapshot() == before

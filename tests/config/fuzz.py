@@ -26,9 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import yaml
-from click.testing import CliRunner
 
-from mrl.cli import main as mrl
 from mrl.config.command import roots
 from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.keys import Key, types_of, walk_keys
@@ -42,7 +40,7 @@ from mrl.data.preferences import PreferenceDataset, batch_of
 from mrl.data.prompts import PromptDataset, PromptSource
 from mrl.data.scored import ScoredDataset, detect, scored_batch
 from mrl.errors import MAX_MISTAKES, UserError
-from tests.bad_input.mistakes import CONFIG, DPO_CONFIG, PPO_CONFIG, RM_CONFIG, SERVE_CONFIG, Workspace
+from tests.bad_input.mistakes import CONFIG, DPO_CONFIG, PPO_CONFIG, RM_CONFIG, SERVE_CONFIG, Workspace, invoke
 from tests.trainers.tiny_runs import load_example
 
 LIMIT_S, LIMIT_CHARACTERS = 5.0, 400
@@ -365,8 +363,7 @@ def alarm() -> Iterator[None]:
 
 def dry_run(workspace: Workspace, command: str, *arguments: str) -> tuple[int, str, BaseException | None]:
     """`mrl COMMAND FILE ARGUMENTS --dry-run` in this process: exit code, standard error, and what escaped."""
-    with contextlib.chdir(workspace.root):
-        done = CliRunner().invoke(mrl, [command, FILES[command], "--dry-run", *arguments])
+    done = invoke(workspace, command, FILES[command], "--dry-run", *arguments)
     escaped = done.exception if not isinstance(done.exception, SystemExit) else None
     return done.exit_code, done.stderr, escaped
 

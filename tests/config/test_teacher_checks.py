@@ -80,6 +80,10 @@ OVER = ("algorithm.distill.loss=reverse_kl",)
 SERVED = ("reference.server.url=http://host:8000",)
 MATH = ("reference.others={math: {model: {path: x}}}",)
 REFUSED_OPD = [
+    (("reference.model.path=null",), "reference.model.path: value null leaves algorithm.name opd no teacher"),
+    (("reference.update_every=2",), "reference.update_every: value 2 would make the actor its own teacher"),
+    (("algorithm.kl_in=loss",), 'algorithm.kl_in: value "loss" takes from algorithm.name opd its reward'),
+    (("algorithm.name=grpo",), "rewards: value null leaves nothing to learn from"),
     (("algorithm.distill.loss=kl",), 'algorithm.distill.loss: value "kl" is not one of the choices'),
     (("algorithm.distill.top_k=0",), "algorithm.distill.top_k: value 0 is out of range"),
     (("algorithm.distill.k=5",), "algorithm.distill.k: value 5 is given to an unknown key; the keys of algorithm.distill are loss, beta, top_k"),
@@ -98,7 +102,6 @@ REFUSED_OPD = [
     (("actor.learning_rate=1e-6",), "did you mean actor.optimizer.lr?"),
     (("actor.engine.tensor_model_parallel_size=2",), "did you mean actor.engine.parallel.tp?"),
     (("algorithm.dynamic_sampling=true",), "algorithm.dynamic_sampling: value true compares the rewards of a prompt's samples, and nothing is rewarded"),
-    (("algorithm.kl_in=exact",), 'algorithm.kl_in: value "exact" takes from algorithm.name opd its reward'),
     ((*OVER, "algorithm.name=grpo", "rewards.functions=[{name: math}]"), "algorithm.distill: is given, and algorithm.name grpo has no teacher; leave it out, or set algorithm.name to opd"),
     ((*MATH, "algorithm.name=grpo", "rewards.functions=[{name: math}]"), "reference.others: is given, and algorithm.name grpo has no teacher"),
     ((*SERVED, "algorithm.name=grpo", "rewards.functions=[{name: math}]"), "reference.server: is given, and algorithm.name grpo has no teacher"),

@@ -27,7 +27,7 @@ ROWS = [*FSDP_ROWS, *FSDP_LORA_ROWS, *EXTERNAL_ROWS]
 
 
 @pytest.mark.parametrize(
-    "row", [*in_tiers(first_rows(ROWS)[::2], first_rows(ROWS)[1::2] + next_rows(ROWS), ROWS), *NIGHTLY], ids=str
+    "row", [*in_tiers(first_rows(ROWS)[::3], first_rows(ROWS) + next_rows(ROWS), ROWS), *NIGHTLY], ids=str
 )
 def test_equal_to_hugging_face(table, row):
     ((_, outcome),) = table.run([row])

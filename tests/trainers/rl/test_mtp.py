@@ -14,7 +14,7 @@ import torch
 from mrl.batch import make_batch
 from tests.engine import mtp
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import nightly_but, slow_but
 from tests.trainers import tiny_runs
 from tests.trainers.rl import test_layouts, tiny_policies
 from tests.trainers.rl.tiny_policies import SEQUENCES, VOCAB, engine
@@ -104,7 +104,15 @@ def test_stopped_after_a_step_it_goes_on_bitwise(inputs, folder, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "chosen",
-    [engine("megatron", tp=2), engine("megatron", size=2, pp=2), engine("megatron", cp=2), engine("megatron", size=2)],
+    nightly_but(
+        [engine("megatron", tp=2), engine("megatron", cp=2)],
+        [
+            engine("megatron", tp=2),
+            engine("megatron", size=2, pp=2),
+            engine("megatron", cp=2),
+            engine("megatron", size=2),
+        ],
+    ),
     ids=["tp2", "pp2", "cp2", "dp2"],
 )
 def test_an_iteration_is_the_same_on_two_processes(inputs, folder, tmp_path, chosen):
