@@ -20,7 +20,7 @@ from mrl.config.load import from_dict
 from mrl.engine.fsdp import forward
 from mrl.engine.offload import KINDS
 from mrl.engine.registry import build_engine
-from mrl.trainers.sft import role_config
+from mrl.trainers.sft import SFTTask
 
 
 def whole_logits(hidden: Tensor, weight: Tensor, labels: Tensor, *, rows=None, temperature=1.0, entropy="none", **_):
@@ -57,7 +57,7 @@ def main() -> None:
         forward.log_probs_from_hidden = whole_logits
     entropy = spec["more"]["entropy"]
     meter, before = Meter(), resident_mb()
-    engine = build_engine(role_config(config, config.model.path))
+    engine = build_engine(SFTTask(config).role(config.model.path))
     engine.init_model()
     engine.set_loss_fn(with_entropy if entropy else sft_loss)
     meter.mark()

@@ -49,7 +49,7 @@ def mrl_engine(spec: dict[str, Any]) -> Any:
     from mrl.algorithms.sft import sft_loss
     from mrl.check.measure import make_engine
     from mrl.config.load import from_dict
-    from mrl.trainers.sft import role_config
+    from mrl.trainers.sft import SFTTask
 
     subject = spec["subject"]
     config = {
@@ -63,7 +63,7 @@ def mrl_engine(spec: dict[str, Any]) -> Any:
     }  # fmt: skip
     if subject["backend"] == "megatron":
         del config["engine"]["fsdp"]
-    return make_engine(role_config(from_dict(config), config["model"]["path"]), sft_loss)
+    return make_engine(SFTTask(from_dict(config)).role(config["model"]["path"]), sft_loss)
 
 
 def parity(spec: dict[str, Any], out: str) -> None:

@@ -13,13 +13,13 @@ from mrl.check.rows import Rows, first_rows
 from mrl.check.subject import Subject
 from mrl.config.command import Part
 from mrl.config.schema import SFTConfig
-from mrl.trainers import sft
+from mrl.trainers.sft import SFTTask
 
 
 class CheckedSFT(CommandCheck[SFTConfig]):
     def subjects(self, config: SFTConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         [part] = parts
-        return [Subject(part, sft.role_config(config, folders[part.role]), sft_loss, "tokens", reference.Loss())]
+        return [Subject(part, SFTTask(config).role(folders[part.role]), sft_loss, "tokens", reference.Loss())]
 
     def rows(
         self, config: SFTConfig, subject: Subject, model: CheckedModel, *, sequences: int, length: int, device: str

@@ -77,7 +77,7 @@ def load_model(config: InferenceConfig, place: PlaceConfig, console: Console) ->
         ends.callback(rollouts.close)
         console.doing("reading the weights")
         _init(actor, place)
-        ends.enter_context(SyncedSampler(sampler, dispatch, beside=beside)(0))
+        ends.enter_context(SyncedSampler(sampler, dispatch)(0))
         yield LoadedModel(dispatch, tokenizer, vocab_size, end_with.ids, sampler, rollouts)
 
 

@@ -1,9 +1,10 @@
-"""Between a trainer, which knows roles and mini-batches, and engines, which know layouts and micro-batches.
+"""Stands between a trainer and engines. A trainer knows roles and mini-batches; an engine knows layouts and
+micro-batches.
 
-A role is an engine with a job: the actor is a policy that trains, the critic a value head that trains, the reference a
-policy without an optimizer, the reward a value head without one. Every rank runs the same program, holds the whole
-global batch, and makes every call together with the others. Not here: which roles there are and what is asked of them
-(the trainer), and how a batch is divided among ranks (engines).
+A role is an engine with a job. The actor is a policy and the critic a value head, and both train. The reference is a
+policy and the reward a value head without an optimizer. A run of one model has the role `MODEL`. Every rank runs the
+same program, holds the whole global batch, and makes every call together with the others. Not here: which roles there
+are and what is asked of them (the trainer), and how a batch is divided among ranks (engines).
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.engine import collective
+from mrl.engine.atomic_checkpoint import ROLES
 from mrl.engine.background import Write
 from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, LossFn, Predictions
 from mrl.engine.guards import Problem
 from mrl.errors import CheckpointError, ModelError
 from mrl.roles import role_checkpoints
+from mrl.roles.role_checkpoints import MODEL
 
 T = TypeVar("T")
 
@@ -41,8 +44,8 @@ class StepResult:
 
 
 def mesh(engine: BaseEngine, batch: Batch, run: Callable[[Batch], Predictions]) -> Predictions:
-    """Runs on a batch split over the role's data-parallel mesh: each rank on its share; what comes back is whole, on
-    the host, in the order of `batch`, on every rank."""
+    """Runs on a batch split over the role's data-parallel mesh, each rank on its share. The result is whole, on the
+    host of every rank, in the order of `batch`."""
     whole = engine.unshard_data(run(engine.shard_data(batch)), batch)
     return {name: values.cpu() for name, values in whole.items()}
 
@@ -55,10 +58,10 @@ def pass_through(engine: BaseEngine, requests: Sequence[GenerateRequest], run: C
 class WorkerDispatch:
     """The pool of roles, each an engine under its name.
 
-    offload_idle: a call brings to the device what it needs of its role and offloads all that other roles hold to the
-    host; otherwise nothing moves but what a role's own `engine.offload` names. constant: roles whose weights never
-    change, which no checkpoint needs to hold. bases: role -> the role whose model, without its adapters, it is; it has
-    no engine.
+    offload_idle: a call brings to the device what it needs of its role, and offloads all other roles to the host.
+    Otherwise only the parts in a role's own `engine.offload` move. constant: roles with weights that never change, so
+    no checkpoint needs to hold them. bases: role -> another role; it has no engine, and is the other one's model
+    without adapters.
     """
 
     def __init__(
@@ -105,7 +108,9 @@ class WorkerDispatch:
 
     @property
     def chosen(self) -> dict[str, str]:
-        """What each role's engine chose, by "role.name" (`BaseEngine.chosen`)."""
+        """The choices of each role's engine by "role.name" (`BaseEngine.chosen`); of the `MODEL` alone, by name."""
+        if MODEL in self.engines:
+            return self.engines[MODEL].chosen
         return {
             f"{role}.{name}": value for role, engine in self.engines.items() for name, value in engine.chosen.items()
         }
@@ -121,7 +126,7 @@ class WorkerDispatch:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def init_model(self) -> None:
-        """Builds every role, one after the other; those that are built wait on the host where idle ones do.
+        """Builds every role, one after the other. A built one waits on the host if idle ones do.
 
         A ModelError names the folder; of a role beside the actor it names its key too.
         """
@@ -129,7 +134,7 @@ class WorkerDispatch:
             try:
                 engine.init_model()
             except ModelError as error:
-                if role == "actor":
+                if role in ("actor", MODEL):
                     raise
                 raise ModelError(f"{role}.model.path", why=str(error)) from None
             if self.offload_idle:
@@ -138,8 +143,8 @@ class WorkerDispatch:
     def _use(self, role: str, *, gradients: bool = False, optimizer: bool = False) -> BaseEngine:
         """Returns the engine of `role`, its weights on the device, and gradients and optimizer state where asked for.
 
-        What is not asked for goes to the host, but for optimizer state while the role trains: from one optimizer step
-        to the next it stays. State that the role's own `engine.offload` names is brought and put back by the engine.
+        The rest goes to the host, but for optimizer state while the role trains: from one optimizer step to the next it
+        stays. State that the role's own `engine.offload` names is brought and put back by the engine.
         """
         assert role in self.engines, f"there is no role {role!r}; there are {', '.join(self.engines)}"
         engine = self.engines[role]
@@ -191,12 +196,14 @@ class WorkerDispatch:
         loss_weight: float = 1.0,
         ctx: Ctx | None = None,
         denominator: str = "tokens",
+        gathers: bool = True,
     ) -> tuple[Predictions, float, dict[str, float]]:
         """Adds the gradient of a global mini-batch's loss to what has accumulated since `zero_grad`.
 
-        loss_fn: sums over a micro-batch (see `engine.base.LossFn`), divided by `batch.denominators[denominator]`.
-        loss_weight: factor of the loss and its gradient, not of the metrics. Returns (predictions as from `forward`,
-        the loss, the metrics), the latter two as means over the global batch, the same on every rank.
+        loss_fn: sums over a micro-batch (see `engine.base.LossFn`), divided by `batch.denominators[denominator]`. The
+        loss and its gradient, not the metrics, count `loss_weight` times. gathers: False if nobody reads the
+        predictions; they are empty then. Returns (predictions as from `forward`, the loss, the metrics), the latter two
+        as means over the global batch, the same on every rank.
         """
         engine = self._use(role, gradients=True)
         found: dict[str, Any] = {}
@@ -212,10 +219,28 @@ class WorkerDispatch:
         engine.set_loss_fn(weighted, denominator)
         try:
             with engine.train_mode():
-                predictions = mesh(engine, batch, run)
+                predictions: Predictions = {}
+                if gathers:
+                    predictions = mesh(engine, batch, run)
+                else:
+                    run(engine.shard_data(batch))
         finally:
             engine.set_loss_fn(None)
         return predictions, found["loss"], found["ctx"]["metrics"]
+
+    def evaluate(
+        self, role: str, batch: Batch, loss_fn: LossFn, ctx: Ctx | None = None, denominator: str = "tokens"
+    ) -> tuple[float, dict[str, float]]:
+        """Returns the loss and the metrics of a global batch, as `forward_backward` does, without dropout and a
+        gradient."""
+        engine = self._use(role)
+        engine.set_loss_fn(loss_fn, denominator)
+        try:
+            with engine.eval_mode():
+                _, ctx = engine.forward_backward_step(engine.shard_data(batch), ctx, forward_only=True)
+        finally:
+            engine.set_loss_fn(None)
+        return ctx["loss"], ctx["metrics"]
 
     def zero_grad(self, role: str) -> None:
         """Forgets the gradients that a role has accumulated."""
@@ -247,11 +272,11 @@ class WorkerDispatch:
         return self._use(role).hf_weights(everywhere=everywhere)
 
     def adapter_weights(self, role: str) -> Iterator[tuple[str, Tensor]]:
-        """As `hf_weights`, of the adapters alone, under the names of peft's files."""
+        """Streams the adapters alone as `hf_weights` does, under the names of peft's files."""
         return self._use(role).adapter_weights()
 
     def save_hf_model(self, role: str, path: str) -> None:
-        """Writes a folder that transformers loads, or the adapters alone where the role's config says so."""
+        """Writes a folder for transformers, or the adapters alone if the role's config says so."""
         self._use(role).export_hf(path)
 
     def copy_weights(self, source_role: str, target_role: str, folder: str) -> None:
@@ -275,6 +300,11 @@ class WorkerDispatch:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
+    @property
+    def checkpoint_backend(self) -> str:
+        """The backend that a checkpoint's marker names."""
+        return self.engines[MODEL].backend if MODEL in self.engines else ROLES
+
     def save_checkpoint(
         self,
         root: str,
@@ -286,8 +316,8 @@ class WorkerDispatch:
     ) -> str:
         """Saves all roles and the trainer's `state` as `root/step_XXXXXXXX`, whole or nothing. Returns that folder.
 
-        remote: a URL that it is copied to. keep: newest checkpoints that stay, and those that `protect` names
-        (step_XXXXXXXX).
+        remote: a URL for a copy. keep: so many newest checkpoints stay. protect: names (step_XXXXXXXX) of others that
+        stay.
         """
         saved = {name: engine for name, engine in self.engines.items() if name not in self.constant}
         return role_checkpoints.save(

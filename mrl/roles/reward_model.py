@@ -4,10 +4,10 @@
 *What is read*: the messages, system prompt and answer included, through the reward model's own chat template, whatever
 the policy's tokenizer and template are. Text without a template is joined as it is and ends with EOS.
 
-*Which token's value is the score*: the last one that is not `pad_token_id` of config.json (transformers 5,
-modeling_layers.GenericForSequenceClassification: padding on either side, and the one rule for a sequence alone too).
-Where EOS is also the padding and ends the text, that is the token before it; where a template ends a turn with
-"<|im_end|>\\n", the newline.
+*Which token's value is the score*: the last one that is not `pad_token_id` of config.json. That is the rule of
+transformers 5 (modeling_layers.GenericForSequenceClassification), for padding on either side and for a sequence alone.
+If EOS is also the padding and ends the text, it is the token before it. If a template ends a turn with "<|im_end|>\\n",
+it is the newline.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RewardModel:
     def tokens(self, trajectory: Trajectory) -> list[int]:
         """Returns the tokens that the reward model reads of a trajectory.
 
-        Of a truncated prompt it reads as much as it has positions for.
+        It reads as much of a truncated prompt as it has positions for.
         """
         ids = self._rendered(trajectory)
         if self.max_length is None or len(ids) <= self.max_length:

@@ -1,5 +1,7 @@
 """One checkpoint of all roles: whole or nothing, with one marker.
 
+A run of one role that trains, the `MODEL`, has the checkpoint of its engine alone. Others have this one:
+
 step_00000100/
     trainer.pt          the trainer's state, and which roles there are
     actor/ ...          what the engine of each role writes
@@ -22,6 +24,8 @@ from mrl.engine.torch_dist.data_files import as_bytes, saved_bytes
 from mrl.errors import CheckpointError, ConfigError, quoted
 
 TRAINER = "trainer.pt"
+MODEL = "model"
+"""The role that trains in `mrl sft`, `mrl dpo` and `mrl rm`."""
 
 Use = Callable[[str], BaseEngine]
 """Role -> its engine, brought to the device."""
@@ -39,6 +43,8 @@ def save(
     protect: Collection[str],
 ) -> str:
     """Saves the roles of `engines` and `state` (which may hold tensors). Returns the folder. Collective."""
+    if MODEL in engines:
+        return use(MODEL).save_checkpoint(root, remote, global_step=step, max_ckpt_to_keep=keep, state=state)
 
     def write(folder: str) -> None:
         def prepare() -> None:
@@ -57,6 +63,8 @@ def save(
 
 def stage(engines: Mapping[str, BaseEngine], use: Use, state: Mapping[str, Any]) -> background.Write:
     """Copies what `save` writes to host memory. Returns what writes it. Collective."""
+    if MODEL in engines:
+        return use(MODEL).stage_state(state)
     about = saved_bytes({"roles": {role: engine.backend for role, engine in engines.items()}, "state": dict(state)})
     writes = {role: use(role).stage_state({}) for role in engines}
 
@@ -84,10 +92,12 @@ def load(
 ) -> dict[str, Any]:
     """Restores what `save` wrote. Returns the trainer's state. Collective.
 
-    may_lack: roles that keep the weights they started from where the checkpoint has none of theirs, and of which it may
-    hold some for a run that has none: they never change. constant: those that no further checkpoint will hold; where
-    this one, of an older mrl, holds one, it has to be what the run has started from. Raises ConfigError.
+    may_lack: roles that never change. The checkpoint or the run may be without them; a role keeps its first weights if
+    the checkpoint lacks it. constant: roles of no later checkpoint. If this one of an older mrl holds such a role, its
+    weights must be the run's first ones. Raises ConfigError.
     """
+    if MODEL in engines:
+        return use(MODEL).load_checkpoint(path, remote)
     with saving.checkpoint_to_load(path, backend=ROLES, remote=remote) as folder:
         saved = load_pt(os.path.join(folder, TRAINER), fields=("roles", "state"))
         _check_roles(saved["roles"], engines, may_lack, folder)
@@ -111,7 +121,7 @@ def _digest(engine: BaseEngine) -> str:
 
 
 def _check_same(role: str, engine: BaseEngine, before: str, folder: str) -> None:
-    """Refuses a model whose weights are not those that the checkpoint `folder` had of it. before: `_digest`."""
+    """Refuses a model with other weights than the checkpoint `folder` has of it. before: `_digest`."""
     now = _digest(engine)
 
     def check() -> None:

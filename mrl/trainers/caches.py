@@ -1,5 +1,5 @@
-"""What the caches of a reference and of teachers share: names of rows and of weights, files that are whole or not
-there, and a pass over rows that a signal ends."""
+"""Shares among the caches of a reference and of teachers: names of rows and of weights, whole files, and a pass over
+rows. A signal ends that pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import pathlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ from mrl.config.schema import EngineConfig
 from mrl.converters.json_file import read_json
 from mrl.converters.pt_file import read_pt, write_pt
 from mrl.errors import CheckpointError, ModelError, unwritable
-from mrl.trainers.common import Ranks, stop_error
-from mrl.trainers.signals import StopSignal
 
 logger = logging.getLogger(__name__)
 
@@ -116,21 +114,8 @@ def saved_by(
 
 
 def save_cache(path: pathlib.Path, content: Mapping[str, Any]) -> None:
-    """Writes a cache's file, at once or not at all. What the disk refuses is the user's to put right: ConfigError."""
+    """Writes a cache's file, at once or not at all. Raises ConfigError if the disk refuses it."""
     try:
         write_pt(path, dict(content))
     except OSError as error:
         raise unwritable(str(path.parent.parent), path, error) from error
-
-
-def batches_until_stopped(
-    ranks: Ranks, stop: StopSignal, batches: Iterable[Batch], write: Callable[[], str | None], *, doing: str
-) -> Iterator[Batch]:
-    """Yields the batches of a pass before training. Raises Stopped after a signal, once what is known is written.
-
-    write: does that on the main process, and returns where; None where nothing is known. doing: the pass, in words.
-    """
-    for batch in batches:
-        if any(ranks.max_over_ranks(stop.requested)):
-            raise stop_error(ranks, stop, where=f"while {doing}", step=0, saved=ranks.on_main(write))
-        yield batch

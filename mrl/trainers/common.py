@@ -1,41 +1,32 @@
-"""The parts that trainers share around their loops: going on from a checkpoint, stopping, naming the last good state.
-
-`ranks` is who speaks for all processes: an engine, or the dispatch over several.
-"""
+"""The parts of a run around its loop: going on from a checkpoint, stopping, naming the last good state."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
-
-import torch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from mrl import metrics
 from mrl.config.command import RowsRunConfig
-from mrl.config.schema import LoraConfig, ModelConfig
+from mrl.config.schema import LoraConfig
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.mcore_weights import is_imported
-from mrl.converters.mtp import COUNT
 from mrl.converters.safetensors_io import shorten_list
-from mrl.converters.tokenizer_files import add_end_tokens, write_chat_template
 from mrl.data.encode import Encoder
 from mrl.data.remote import SourceError
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.guards import Problem
-from mrl.engine.lora.folder import name_base
 from mrl.engine.stored_weights import mtp_tensors_of_folder
 from mrl.errors import DamagedCheckpoint, DataError, Stopped, UserError
+from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.stops import EndTokens
 from mrl.trainers import used_folder
-from mrl.trainers.console import Console, figures
+from mrl.trainers.console import Console
 from mrl.trainers.run_directory import RunDirectory, StartState, choose_start, copy_missed
 from mrl.trainers.signals import StopSignal, signal_name
 from mrl.trainers.throughput import memory_gb
-from mrl.words import pluralize
 
 T = TypeVar("T")
 EXPORTED = ("model.path", "actor.model.path")  # the models that a run exports
@@ -43,10 +34,10 @@ EXPORTED = ("model.path", "actor.model.path")  # the models that a run exports
 
 @dataclasses.dataclass
 class Progress:
-    """The progress of a run; saved with a checkpoint."""
+    """The progress of a run, which a checkpoint holds."""
 
-    step: int = 0  # optimizer steps made
-    tokens: float = 0.0  # trained tokens
+    step: int = 0  # optimizer steps made; with roles, mini-batches that all of them have trained on
+    tokens: float = 0.0  # trained tokens, of the actor with roles
     run_id: str = ""  # of wandb
     unlogged: dict[str, float] | None = None
     """Metrics of the last step while its evaluation has yet to be done.
@@ -54,24 +45,28 @@ class Progress:
     Its line in the log, if there is one, is without that, and the next start writes the line anew.
     """
 
+    # what `mrl ppo` alone sets
+    best: float | None = None  # the best value yet of checkpoint.best
+    best_step: int | None = None  # the step that it came after
+    moved: list[str] = dataclasses.field(default_factory=list)  # roles that have made a step with a gradient
+    trained: list[str] = dataclasses.field(default_factory=list)  # roles whose every parameter has been seen to train
+    exact: bool = False  # whether the training forward was found to give the old log-probs to the bit
+    pending: dict[str, float] = dataclasses.field(default_factory=dict)  # metrics of a rollout that has no step yet
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the fields as plain data, without those of `mrl ppo` that are unset."""
+        unset = Progress()
+        always = ("step", "tokens", "run_id", "unlogged")
+        return {
+            name: value
+            for name, value in dataclasses.asdict(self).items()
+            if name in always or value != getattr(unset, name)
+        }
+
     @property
     def logged(self) -> int:
         """Steps in the log whose lines are whole."""
         return self.step - bool(self.unlogged)
-
-
-class Ranks(Protocol):
-    """All processes of a run (see BaseEngine)."""
-
-    @property
-    def is_main(self) -> bool: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def on_main(self, fn: Callable[[], T]) -> T: ...
-
-    def max_over_ranks(self, *values: float) -> list[float]: ...
 
 
 def is_due(every: int | None, step: int, last_step: int) -> bool:
@@ -79,37 +74,23 @@ def is_due(every: int | None, step: int, last_step: int) -> bool:
     return step == last_step or (every is not None and step % every == 0)
 
 
-def say_done(ranks: Ranks, console: Console, directory: RunDirectory, *, steps: int, tokens: float) -> None:
-    """The end of a run: what its metrics came to, where everything is, how much was made."""
-    if not ranks.is_main or not console.shows:
-        return
-    if found := figures(metrics.read(directory.path / "metrics.jsonl")):
-        console.say(f"{'first -> last' if '->' in found else 'last'}: {found}")
-    places = [path.name + "/" * path.is_dir() for path in directory.contents()]
-    console.say(f"{directory.path} has {', '.join(places)}")
-    console.say(
-        f"done: {pluralize(steps, 'step')}, {pluralize(round(tokens), 'trained token')}; "
-        f"everything is in {directory.path}"
-    )
-
-
 def already_done(
-    ranks: Ranks, directory: RunDirectory, console: Console, start: StartState, *, total_steps: int, export_hf: bool,
-    lora: LoraConfig | None,
+    dispatch: WorkerDispatch, directory: RunDirectory, console: Console, start: StartState, *, total_steps: int,
+    export_hf: bool, lora: LoraConfig | None,
 ) -> bool:  # fmt: skip
     """Returns whether the run that `start` goes on with has made all its steps and left all its files; says what it
     found.
 
     lora: whose `export` says what kind of files.
     """
-    if start.step < total_steps or not ranks.on_main(lambda: used_folder.last_is_logged(directory.path, start.step)):
+    if start.step < total_steps or not dispatch.on_main(lambda: used_folder.last_is_logged(directory.path, start.step)):
         console.say(start.message)
         return False
     done = used_folder.complete_line(directory.path, start.step, total_steps)
-    if export_hf and not ranks.on_main(directory.hf.exists):
+    if export_hf and not dispatch.on_main(directory.hf.exists):
         console.say(f"{done}, but not its export; exporting")
         return False
-    if export_hf and lora is not None and not ranks.on_main(lambda: directory.is_exported_as(lora.export)):
+    if export_hf and lora is not None and not dispatch.on_main(lambda: directory.is_exported_as(lora.export)):
         console.say(f"{done}, and its export is not as model.lora.export {lora.export} says; exporting")
         return False
     console.say(f"{done}; {used_folder.CONTINUE_FIX}")
@@ -118,35 +99,17 @@ def already_done(
     return True
 
 
-def log_without_evaluation(ranks: Ranks, log: metrics.MetricsLog, progress: Progress) -> None:
+def log_without_evaluation(dispatch: WorkerDispatch, log: metrics.MetricsLog, progress: Progress) -> None:
     """Writes the line of a step whose evaluation was broken off, before a save; the next start writes it anew, with the
     evaluation."""
     if progress.unlogged:
-        (memory,) = ranks.max_over_ranks(memory_gb(ranks.device))
+        (memory,) = dispatch.max_over_ranks(memory_gb(dispatch.device))
         log.write(progress.step, {**progress.unlogged, "perf/memory_gb": memory})
     log.sync()
 
 
-@contextlib.contextmanager
-def saved_before(
-    kind: type[UserError], ranks: Ranks, progress: Progress, log: metrics.MetricsLog, save: Callable[[], str]
-) -> Iterator[None]:
-    """Inside, an error of a kind saves first the steps that were made, where there are some, and says where they are.
-
-    save: does that; the rows that were taken inside are yet to come in it. Returns the checkpoint's folder.
-    """
-    try:
-        yield
-    except kind as error:
-        if not progress.step:
-            raise
-        log_without_evaluation(ranks, log, progress)
-        saved = save()
-        raise error.going_on(f"steps 1 to {progress.step} are saved in {saved}") from error
-
-
 def load_newest(
-    ranks: Ranks,
+    dispatch: WorkerDispatch,
     directory: RunDirectory,
     config: RowsRunConfig,
     console: Console,
@@ -169,11 +132,11 @@ def load_newest(
             if start.checkpoint in damaged:
                 raise
             damaged[start.checkpoint] = str(error)
-            start = ranks.on_main(lambda: choose_start(directory, config, damaged))
+            start = dispatch.on_main(lambda: choose_start(directory, config, damaged))
             console.say(f"passed over {error}")
             console.say(start.message)
     if state is not None:
-        ranks.on_main(lambda: copy_missed(directory, start, config.checkpoint))
+        dispatch.on_main(lambda: copy_missed(directory, start, config.checkpoint))
     return start, state
 
 
@@ -187,8 +150,8 @@ def say_other_choices(console: Console, before: Mapping[str, str], now: Mapping[
 def say_other_ends(
     console: Console, state: Mapping[str, Any], ends: EndTokens, encoders: Sequence[Encoder] = ()
 ) -> None:
-    """Says which end tokens of a chat template differ from those at the save, and what an older mrl, which saved none,
-    made otherwise of rows. encoders: of rows that train."""
+    """Says which end tokens of a chat template differ from those at the save. An older mrl saved none; then it says how
+    it read rows otherwise. encoders: of rows that train."""
     before = list(state.get("end_tokens", {}).get("added", ()))
     if "end_tokens" not in state:
         found = {line: None for encoder in encoders if (line := encoder.changed_ends_note())}
@@ -206,17 +169,17 @@ def check_outside(config: RowsRunConfig) -> None:
 
 
 def mtp_tensors_of(folder: str) -> list[str]:
-    """Tensors of a model's folder that no engine loads: of layers that predict further tokens."""
+    """Returns tensors of a model's folder that no engine loads: those of MTP layers."""
     hf_config = read_hf_config(folder)
     family = FAMILIES.get(hf_config["model_type"])  # without a table, what is left over in the folder is refused
     return [] if family is None else mtp_tensors_of_folder(folder, family, hf_config)
 
 
-def say_mtp_layers(ranks: Ranks, console: Console, folders: Mapping[str, str]) -> None:
+def say_mtp_layers(dispatch: WorkerDispatch, console: Console, folders: Mapping[str, str]) -> None:
     """Says which layers of the models stay out of the run, a line for each folder. folders: by config key, what is
     exported first."""
     for folder in dict.fromkeys(folders.values()):
-        if names := ranks.on_main(functools.partial(mtp_tensors_of, folder)):
+        if names := dispatch.on_main(functools.partial(mtp_tensors_of, folder)):
             key = next(key for key, of in folders.items() if of == folder)
             left_out = "they are not loaded"
             if key in EXPORTED:
@@ -226,42 +189,8 @@ def say_mtp_layers(ranks: Ranks, console: Console, folders: Mapping[str, str]) -
             )
 
 
-def export(
-    ranks: Ranks,
-    directory: RunDirectory,
-    console: Console,
-    write: Callable[[str], None],
-    *,
-    folder: str,
-    chat_template: str | None,
-    model: ModelConfig,
-    mtp: bool = False,
-    ends: EndTokens,
-) -> None:
-    """Writes output_dir/hf, at once or not at all. write: exports the model to a folder; collective. folder: what the
-    model started from. chat_template: the text of data.chat_template, which takes the place of the tokenizer's. model:
-    as the user has it, whose path an adapter names as its base. mtp: its MTP layers are in the export. ends: of
-    its completions."""
-    console.doing("exporting the model")
-    write(str(directory.partial_hf))
-    adapter = model.lora is not None and model.lora.export == "adapter"
-    if adapter:
-        ranks.on_main(lambda: name_base(directory.partial_hf, model.path))
-    if chat_template is not None:
-        ranks.on_main(lambda: write_chat_template(directory.partial_hf, chat_template))
-    ranks.on_main(lambda: add_end_tokens(directory.partial_hf, folder, ends.own, ends.added))
-    ranks.on_main(directory.publish_export)
-    if adapter:
-        console.say(f"adapter: {directory.hf} ({ranks.on_main(lambda: _use_of_adapter(folder, model.path))})")
-        return
-    without = ""
-    if not mtp and ranks.on_main(lambda: mtp_tensors_of(folder)):
-        without = f"; without the layers of {folder} that predict further tokens: {COUNT} is 0 in config.json"
-    console.say(f"model: {directory.hf} (loadable with transformers{without})")
-
-
-def _use_of_adapter(folder: str, path: str) -> str:
-    """folder: of the base. path: how the user names it."""
+def use_of_adapter(folder: str, path: str) -> str:
+    """Returns how exported adapters are loaded, in words. folder: of the base. path: how the user names it."""
     if read_hf_config(folder)["model_type"] not in FAMILIES:
         return f"peft loads it over {path}; model.lora.export=merged writes the merged model"
     if is_imported(folder):
@@ -271,17 +200,17 @@ def _use_of_adapter(folder: str, path: str) -> str:
     return f"peft loads it over {path}; `mrl convert export` merges it"
 
 
-def stop_error(ranks: Ranks, stop: StopSignal, *, where: str, step: int, saved: str | None) -> Stopped:
+def stop_error(dispatch: WorkerDispatch, stop: StopSignal, *, where: str, step: int, saved: str | None) -> Stopped:
     """Returns the end of a run that a signal, to whichever rank, has stopped.
 
-    where: in words. step: optimizer steps made. saved: the checkpoint that was saved; None where none was due.
+    where: in words. step: optimizer steps made. saved: the checkpoint; None if none was due.
     """
-    (number,) = ranks.max_over_ranks(stop.number)
+    (number,) = dispatch.max_over_ranks(stop.number)
     state = f"saved in {saved}" if saved else "which the next start goes on from" if step else "before it began"
     return Stopped(f"stopped by {signal_name(number)} {where}, {state}; run the same command again to go on")
 
 
-def last_good(ranks: Ranks, directory: RunDirectory, step: int) -> str:
+def last_good(dispatch: WorkerDispatch, directory: RunDirectory, step: int) -> str:
     """Names, in words, the checkpoint to go on from when the state after `step` steps has failed: an earlier one is
     good."""
 
@@ -289,7 +218,7 @@ def last_good(ranks: Ranks, directory: RunDirectory, step: int) -> str:
         whole = atomic_checkpoint.steps_of(str(directory.checkpoints))
         return next((p for s, p in reversed(whole) if s < step), None), next((p for s, p in whole if s == step), None)
 
-    good, failed = ranks.on_main(found)
+    good, failed = dispatch.on_main(found)
     suspect = f"; {failed} holds the very state that failed" if failed else ""
     return (f"the last good checkpoint is {good}" if good else "no good checkpoint had been saved") + suspect
 
@@ -300,8 +229,8 @@ def say_all(console: Console, lines: Sequence[str]) -> None:
 
 
 def ended_by_rows(error: UserError | None, step: int, saved: str | None) -> DataError:
-    """Returns the end of a run whose next rows cannot be read, and which has saved `step`. error: of the first rank
-    that has one."""
+    """Returns the end of a run with unreadable next rows, after the save of `step`. error: of the first rank with
+    one."""
     how = "if that is put right, "
     if isinstance(error, SourceError):
         how = ""

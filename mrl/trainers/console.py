@@ -1,4 +1,4 @@
-"""The lines that a run shows, and a live progress bar where there is a terminal."""
+"""Shows the lines of a run, and on a terminal a live progress bar."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Console:
         """Shows one line."""
 
     def doing(self, what: str) -> None:
-        """The run begins with `what`, which is shown where it takes long."""
+        """The run begins with `what`. It is shown if it takes long."""
 
     def detail(self, how_far: str) -> None:
         """Shows how far the run is with it."""
@@ -214,8 +214,8 @@ class _Clock:
     def eta(self, step: int, metrics: Mapping[str, float]) -> str:
         """h:mm:ss until the last step; "-" before there is a measured one. Call it once a step.
 
-        The first step counts with the seconds that it took itself, and no longer once there are others: what came
-        before it, models and data and a first evaluation, comes once.
+        The first step counts with the seconds that it took itself, and no longer once there are others. Models, data
+        and a first evaluation come before it, and come once.
         """
         if step == self.first:
             return "-"
@@ -233,7 +233,7 @@ class _Clock:
 
 
 def _short(text: str, most: int) -> str:
-    """Returns the end of a text that is too long, where its question or answer is."""
+    """Returns the end of a text if it is too long: its question or answer stands there."""
     return text if len(text) <= most else "…" + text[1 - most :]
 
 
@@ -242,7 +242,7 @@ def _line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def _phases(metrics: Mapping[str, float]) -> str:
-    """Returns the share of each phase in a step that took minutes; empty where one phase alone is measured."""
+    """Returns the share of each phase in a step of minutes; empty if one phase alone is measured."""
     total_s = metrics.get("perf/step_s", 0.0)
     shares = {name: metrics[f"perf/{name}_s"] / total_s for name in PHASES if total_s and f"perf/{name}_s" in metrics}
     if total_s < LONG_STEP_S or len(shares) < 2:
@@ -255,7 +255,7 @@ def _values(metrics: Mapping[str, float]) -> str:
 
 
 def _shown(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
-    """Returns those of CONSOLE_METRICS that rows of metrics have and that say something."""
+    """Returns those of CONSOLE_METRICS in rows of metrics, without those that say nothing."""
     names = {name for row in rows for name in row}
     hidden = hidden_of(names)
     shown = [entry for entry in CONSOLE_METRICS if entry[0] in names and entry[0] not in hidden]

@@ -6,11 +6,8 @@ Every rank runs this program. The losses are in mrl/algorithms/preference.py, ro
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import itertools
-import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +18,7 @@ from mrl.batch import Batch
 from mrl.config.dpo import DPOConfig
 from mrl.config.load import to_dict
 from mrl.config.roles import rewrite_error_keys
-from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
+from mrl.config.schema import RoleConfig
 from mrl.converters.hf_config import read_hf_config, reads_images, vocab_size_of
 from mrl.converters.hub import model_fingerprint, model_folder
 from mrl.data.batches import in_order
@@ -36,21 +33,24 @@ from mrl.data.preferences import (
 from mrl.data.stream import Report
 from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
 from mrl.data.vision import load_vision
-from mrl.engine.base import BaseEngine, Ctx
+from mrl.engine.base import Ctx
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, DataError
-from mrl.trainers.caches import batches_until_stopped, weights_digest, with_precision
+from mrl.roles.dispatch import WorkerDispatch
+from mrl.roles.frozen import FrozenModel
+from mrl.roles.role_checkpoints import MODEL
+from mrl.trainers.cache_pass import fill
+from mrl.trainers.caches import weights_digest, with_precision
 from mrl.trainers.console import Console
 from mrl.trainers.opening import say_choices, say_model
 from mrl.trainers.reference import AnswerCache, answers_by, with_reference
-from mrl.trainers.sft import run_task
-from mrl.trainers.signals import StopSignal
-from mrl.trainers.task import FrozenModel, HFConfig, Task, engine_of_groups
-from mrl.words import pluralize
+from mrl.trainers.rows import run_task
+from mrl.trainers.task import HFConfig, Task, role_config
+from mrl.trainers.trainer import Trainer
 
 
 def run(config: DPOConfig, command_line: str = "") -> None:
-    """Trains on preferences as `mrl.trainers.sft.run_task` does."""
+    """Trains on preferences as `run_task` does."""
     run_task(DPOTask(config), command_line)
 
 
@@ -69,20 +69,13 @@ class DPOTask(Task[DPOConfig]):
         self.means = {name: count for name, count in METRIC_DENOMINATORS.items() if name not in absent}
         if not loss.is_paired:
             self.means |= {"kto/kl": "sequences"}  # of a batch; `means_of` adds it
-        self.reference: BaseEngine | None = None  # with a model of its own
         self.reference_folder = ""  # set by `begin`; "" where the loss needs no reference
         self.cache: AnswerCache | None = None
 
     def role(self, folder: str) -> RoleConfig:
-        return self._role(folder, self.config.model, self.config.engine, trains=True)
-
-    def _role(self, folder: str, model: ModelConfig, engine: EngineConfig, *, trains: bool) -> RoleConfig:
         config = self.config
-        return RoleConfig(
-            model=dataclasses.replace(model, path=folder), engine=engine_of_groups(engine, config.longest_group[0]),
-            optimizer=config.optimizer if trains else None, seed=config.seed, packing=config.data.packing,
-            mtp=config.model.mtp if trains else None,
-        )  # fmt: skip
+        longest, _ = config.longest_group
+        return role_config(config, folder, longest=longest, optimizer=config.optimizer, mtp=config.model.mtp)
 
     def dataset(
         self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part
@@ -123,20 +116,18 @@ class DPOTask(Task[DPOConfig]):
             raise ConfigError("reference.model.path", path, why, "give a model that reads images")
         check_same_vocabulary(tokenizer.get_vocab(), own, path, "reference.model.path", "model.path", role="reference")
 
-    def begin(
-        self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console,
-        stop: StopSignal,
-    ) -> None:  # fmt: skip
-        super().begin(engine, sets, place, console, stop)
-        config = self.config
+    def begin(self, trainer: Trainer, sets: Sequence[RowDataset[Any]]) -> None:
+        config, dispatch = self.config, trainer.dispatch
         if not config.loss.needs_reference:
             return
-        self.reference_folder = self._folder_of_reference(engine.config.model.path)
+        self.reference_folder = self._folder_of_reference(dispatch.engines[MODEL].config.model.path)
+        if config.model.lora is not None and not config.reference_has_own_model:
+            dispatch.bases["reference"] = MODEL
         if config.reference.cache:
-            self._fill_cache(engine, sets, place, console, stop)
+            self._fill_cache(trainer, sets)
         elif config.reference_has_own_model:
-            console.doing("building the reference")
-            self.reference = self._build_reference(console)
+            trainer.console.doing("building the reference")
+            self._build_reference(dispatch, trainer.console)
 
     def frozen_models(self, folder: str) -> Mapping[str, FrozenModel]:
         if not self.config.loss.needs_reference:
@@ -151,69 +142,60 @@ class DPOTask(Task[DPOConfig]):
             return folder if path is None else model_folder(path, weights=True)
 
     def _reference_keys(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which what is said of `engine.x` or `model.x` is said of the reference's own key."""
+        """Returns a context; errors about `engine.x` or `model.x` name the reference's own key in it."""
         return rewrite_error_keys("reference", has_engine=self.config.reference.engine is not None, of="model")
 
-    def _build_reference(self, console: Console) -> BaseEngine:
+    def _build_reference(self, dispatch: WorkerDispatch, console: Console) -> None:
         config = self.config
         with self._reference_keys():
-            own = config.reference.engine or config.engine
-            engine = build_engine(self._role(self.reference_folder, config.reference_model, own, trains=False))
+            longest, _ = config.longest_group
+            role = role_config(
+                config, self.reference_folder, longest=longest, model=config.reference_model,
+                engine=config.reference.engine,
+            )  # fmt: skip
+            engine = build_engine(role)
             if config.reference.engine is not None:  # else it chooses as the policy's
                 say_choices(console, {"reference": engine})
             engine.init_model()
             say_model(console, "reference", engine)
-        return engine
+        dispatch.engines["reference"] = engine
 
-    def _fill_cache(
-        self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console,
-        stop: StopSignal,
-    ) -> None:  # fmt: skip
+    def _fill_cache(self, trainer: Trainer, sets: Sequence[RowDataset[Any]]) -> None:
         """Reads the log-probs of all rows, or computes those that are not known yet, before the first step."""
-        config = self.config
+        config, dispatch, place = self.config, trainer.dispatch, trainer.directory.path
         folder, plain, memo = self.reference_folder, to_dict(config), place / "reference" / "weights.json"
         made_by = {
-            "model": engine.on_main(lambda: [model_fingerprint(folder), weights_digest(folder, memo)]),
+            "model": dispatch.on_main(lambda: [model_fingerprint(folder), weights_digest(folder, memo)]),
             "keys": {key: plain["model"].get(key) for key in ("init", "dtype")},
             "seed": config.seed,
             "reference": plain["reference"]["model"]["dtype"],
         } | with_precision(config.reference.engine or config.engine)
         self.cache = cache = AnswerCache(place / "reference" / "log_probs.pt", made_by)
-        cache.known = engine.on_main(lambda: cache.known if cache.read() else {})
-        missing = cache.lacks(itertools.chain.from_iterable(self.eval_batches(rows, None) for rows in sets))
-        first = next(missing, None)
-        if first is None:
-            console.say(f"reference: its log-probs of {pluralize(len(cache.known), 'answer')} are in {cache.path}")
-            return
-        if cache.known:
-            console.say(
-                f"reference: goes on from its log-probs of {pluralize(len(cache.known), 'answer')} in {cache.path}"
-            )
-        elif engine.on_main(cache.path.exists):
-            console.say(f"reference: {cache.path} is damaged, or of another model, dtype or seed, and is made anew")
-        reference = engine if config.reference_is_start else self._build_reference(console)
-        base = reference is engine and config.model.lora is not None
-        console.doing("computing the reference's log-probs")
-        every, doing = itertools.chain([first], missing), "the reference's log-probs were computed"
-        for batch in batches_until_stopped(engine, stop, every, cache.write, doing=doing):
-            cache.add(batch, answers_by(reference, batch, base=base))
-            engine.on_main(cache.write_if_due)
-            console.detail(pluralize(len(cache.known), "answer"))
-        engine.on_main(cache.write)
-        console.say(f"reference: its log-probs of {pluralize(len(cache.known), 'answer')} are written to {cache.path}")
+        is_model = config.reference_is_start and config.model.lora is None
 
-    def _reference_of(self, engine: BaseEngine, batch: Batch) -> Tensor:
-        if self.cache is not None:
-            return self.cache.of(batch)
-        reference = self.reference or engine
-        return answers_by(reference, batch, base=reference is engine)
+        def read() -> tuple[dict[bytes, float], bool]:
+            cache.read()
+            return cache.known, cache.has_others
+
+        def build() -> Callable[[Batch], Tensor]:
+            if not config.reference_is_start:
+                self._build_reference(dispatch, trainer.console)
+            return lambda batch: answers_by(dispatch, MODEL if is_model else "reference", batch)
+
+        cache.known, cache.has_others = dispatch.on_main(read)
+        every = itertools.chain.from_iterable(self.eval_batches(rows, None) for rows in sets)
+        stale = f"{cache.path} is damaged, or of another model, dtype or seed, and is made anew"
+        fill(cache, every, build, trainer, name="reference", what="the reference's log-probs", stale=stale)
+
+    def _reference_of(self, dispatch: WorkerDispatch, batch: Batch) -> Tensor:
+        return answers_by(dispatch, "reference", batch) if self.cache is None else self.cache.of(batch)
 
     def means_of(self, batch: Batch, ctx: Ctx) -> dict[str, float]:
         return super().means_of(batch, ctx) | ({"kto/kl": ctx["kl"]} if "kl" in ctx else {})
 
     # -- a batch ------------------------------------------------------------------------------------------------------
 
-    def prepare(self, engine: BaseEngine, batch: Batch) -> tuple[Batch, Ctx]:
+    def prepare(self, dispatch: WorkerDispatch, batch: Batch) -> tuple[Batch, Ctx]:
         loss = self.config.loss
         ctx: Ctx = {}
         if self.config.model.mtp is not None:
@@ -222,6 +204,5 @@ class DPOTask(Task[DPOConfig]):
             return batch, ctx
         if not loss.is_paired:
             others = with_other_answers(batch, self.config.data.max_length)
-            policy, reference = functools.partial(answers_by, engine), functools.partial(self._reference_of, engine)
-            ctx["kl"] = kl_estimate(policy(others), reference(others))
-        return with_reference(batch, self._reference_of(engine, batch)), ctx
+            ctx["kl"] = kl_estimate(answers_by(dispatch, MODEL, others), self._reference_of(dispatch, others))
+        return with_reference(batch, self._reference_of(dispatch, batch)), ctx

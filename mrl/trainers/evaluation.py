@@ -10,13 +10,12 @@ from typing import Any
 from mrl.batch import Batch
 from mrl.data.dataset import RowDataset
 from mrl.data.stream import Report
-from mrl.engine.base import PLAIN_CTX, BaseEngine
+from mrl.engine.base import PLAIN_CTX
 from mrl.errors import TrainingError
+from mrl.roles.role_checkpoints import MODEL
 from mrl.trainers.common import last_good, say_left_out
-from mrl.trainers.console import Console
-from mrl.trainers.run_directory import RunDirectory
-from mrl.trainers.signals import StopSignal
 from mrl.trainers.task import Task
+from mrl.trainers.trainer import Trainer
 
 
 class Evaluation:
@@ -24,15 +23,11 @@ class Evaluation:
 
     def __init__(
         self,
+        trainer: Trainer,
         task: Task[Any],
         sets: Mapping[str, RowDataset[Any]],
-        engine: BaseEngine,
-        directory: RunDirectory,
-        console: Console,
-        stop: StopSignal,
     ) -> None:
-        self.task, self.sets, self.engine = task, sets, engine
-        self.directory, self.console, self.stop = directory, console, stop
+        self.trainer, self.task, self.sets = trainer, task, sets
         self.reported = False
 
     def batches(self, name: str, report: Report | None = None) -> Iterator[Batch]:
@@ -54,7 +49,7 @@ class Evaluation:
 
         Raises TrainingError where the loss is not finite.
         """
-        self.console.doing("evaluating")
+        self.trainer.console.doing("evaluating")
         means = {"loss": self.task.denominator, **self.task.means}
         all_sums, all_counts = dict.fromkeys(means, 0.0), dict.fromkeys(means, 0.0)
         metrics: dict[str, float] = {}
@@ -71,28 +66,27 @@ class Evaluation:
         self.reported = True
         metrics = {f"eval/{mean}": all_sums[mean] / all_counts[mean] for mean in means if all_counts[mean]} | metrics
         if not math.isfinite(metrics["eval/loss"]):
-            good = last_good(self.engine, self.directory, step)
+            good = last_good(self.trainer.dispatch, self.trainer.directory, step)
             raise TrainingError(f"step {step}: the loss on data.eval is {metrics['eval/loss']}; {good}")
         return metrics
 
     def _measure(self, of: str, means: Mapping[str, str]) -> tuple[dict[str, float], dict[str, float]] | None:
         """Returns the sums of the means on one set and what they are divided by; None where a signal came first."""
-        engine, task, report = self.engine, self.task, Report()
+        trainer, task, report = self.trainer, self.task, Report()
+        dispatch = trainer.dispatch
         sums, counts = dict.fromkeys(means, 0.0), dict.fromkeys(means, 0.0)
         tokens = 0.0
         for batch in self.batches(of, report):
-            if any(engine.max_over_ranks(self.stop.requested)):
+            if trainer.stop_requested:
                 return None
-            made, ctx = task.prepare(engine, batch)
-            with engine.eval_mode():
-                share = engine.shard_data(made)
-                _, ctx = engine.forward_backward_step(share, PLAIN_CTX | ctx, forward_only=True)
-            metrics = {"loss": ctx["loss"], **task.means_of(made, ctx)}
+            made, ctx = task.prepare(dispatch, batch)
+            loss, found = dispatch.evaluate(MODEL, made, task.loss_fn, PLAIN_CTX | ctx, task.denominator)
+            metrics = {"loss": loss, **task.means_of(made, ctx | {"metrics": found})}
             for name, mean in ((name, metrics[name]) for name in means if name in metrics):
                 sums[name] += mean * made.denominators[means[name]]
                 counts[name] += made.denominators[means[name]]
             tokens += made.denominators["tokens"]
-            self.console.detail(f"{of} {tokens:,.0f} tokens".lstrip())
+            self.trainer.console.detail(f"{of} {tokens:,.0f} tokens".lstrip())
         if not self.reported:
-            say_left_out(self.console, f"eval.{of}".rstrip("."), report.counts, report.notes)
+            say_left_out(trainer.console, f"eval.{of}".rstrip("."), report.counts, report.notes)
         return sums, counts

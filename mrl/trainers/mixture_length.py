@@ -1,4 +1,4 @@
-"""The length of a run on a mixture of sources, some of which may have a number of passes that they make."""
+"""Finds the length of a run on a mixture of sources. A source may have a number of passes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def length_of_mixture(
     config: Any, train_set: MixedDataset[Any], console: Console, *, rows: int, check: Callable[[int, str], None],
     each: int = 1,
 ) -> int:  # fmt: skip
-    """Returns steps of the run: train.steps; or as many as give train.epochs times the rows of all sources; or, where
-    neither is set and every source has epochs, as many as their rows fill.
+    """Returns steps of the run: train.steps; or as many as give train.epochs times the rows of all sources. If neither
+    is set and every source has epochs, it is as many as their rows fill.
 
-    rows: of a batch, on which `each` steps are made. check: raises ConfigError where the schedules do not fit a length,
-    in words. Rows that can be used are counted first where some may be left out and the length depends on them. Raises
-    ConfigError where the sources give fewer rows than the length takes.
+    rows: of a batch. each: steps on a batch. check: raises ConfigError if the schedules do not fit a length, in words.
+    Usable rows are counted first if some may be left out and the length depends on them. Raises ConfigError where the
+    sources give fewer rows than the length takes.
     """
     train = config.train
     bounded = all(share.epochs is not None for share in train_set.shares)

@@ -1,4 +1,4 @@
-"""The lines that a run begins with: what its engines chose, which models it has, and how long it takes."""
+"""Says the first lines of a run: its engines' choices, its models, its length."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mrl.words import pluralize
 
 
 def say_choices(console: Console, engines: Mapping[str, BaseEngine]) -> None:
-    """Says what engines chose. Roles that agree share a line. engines: by role; "" where there is one alone."""
+    """Says what engines chose. Roles with the same choice share a line. engines: by role, or "" for the only one."""
     roles: dict[str, list[str]] = {}
     for role, engine in engines.items():
         for note in engine.notes:
@@ -31,8 +31,8 @@ def say_choices(console: Console, engines: Mapping[str, BaseEngine]) -> None:
 def say_length(console: Console, *, steps: int, batch: int, noun: str, rows: int | None, per_epoch: float) -> None:
     """Says how long a run is.
 
-    batch: rows of a step, which are called `noun`. rows: of data.train, None of a stream. per_epoch: steps that one
-    pass over them takes.
+    batch: rows of a step. noun: their name. rows: of data.train, None of a stream. per_epoch: steps of one pass over
+    them.
     """
     length = f"{pluralize(steps, 'step')} of {pluralize(batch, noun)}"
     if rows is None:

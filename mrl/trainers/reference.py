@@ -1,12 +1,11 @@
 """The reference policy of `mrl dpo`: log-probs of whole answers, by one of three ways.
 
-With adapters that train it is the model without them. Else it is an engine of its own, or, cached, what the model or
-that engine gave before the first step for every row of data.train (data.eval is few rows, and is cached too).
+With adapters that train it is the model without them. Else it is an engine of its own. Cached, it is what the model or
+that engine gave before the first step, for every row of data.train and data.eval.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import pathlib
@@ -19,24 +18,15 @@ from torch import Tensor
 
 from mrl.algorithms.preference import REFERENCE, answer_log_probs
 from mrl.batch import Batch
-from mrl.engine.base import PLAIN_CTX, BaseEngine
-from mrl.roles.dispatch import mesh
+from mrl.engine.base import PLAIN_CTX
+from mrl.roles.dispatch import WorkerDispatch
 from mrl.trainers.caches import as_tensor, digests, from_tensor, save_cache, saved_by
+from mrl.words import pluralize
 
 
-def answers_by(engine: BaseEngine, batch: Batch, *, base: bool = False) -> Tensor:
-    """Returns [S] float64, on every rank: an engine's log-probs of the answers of a global mini-batch, without dropout.
-
-    base: of the model without its adapters.
-    """
-    loss_fn, denominator = engine.loss_fn, engine.loss_denominator
-    engine.set_loss_fn(None)
-    try:
-        with engine.eval_mode(), engine.without_adapters() if base else contextlib.nullcontext():
-            found = mesh(engine, batch, lambda share: engine.forward_backward_step(share, PLAIN_CTX, True)[0])
-    finally:
-        engine.set_loss_fn(loss_fn, denominator)
-    return answer_log_probs(batch, found["log_probs"])
+def answers_by(dispatch: WorkerDispatch, role: str, batch: Batch) -> Tensor:
+    """Returns [S] float64, on every rank: a role's log-probs of the answers of a global mini-batch, without dropout."""
+    return answer_log_probs(batch, dispatch.forward(role, batch, PLAIN_CTX)["log_probs"])
 
 
 def with_reference(batch: Batch, log_probs_S: Tensor) -> Batch:
@@ -56,12 +46,24 @@ class AnswerCache:
     def __init__(self, path: pathlib.Path, made_by: Mapping[str, Any]) -> None:
         self.path, self.made_by = path, json.dumps(made_by, sort_keys=True)
         self.known: dict[bytes, float] = {}
+        self.has_others = False
         self._written_s = time.monotonic()
+
+    @property
+    def counted(self) -> str:
+        """How many answers are known, in words; empty for none."""
+        return pluralize(len(self.known), "answer") if self.known else ""
+
+    @property
+    def place(self) -> pathlib.Path:
+        """The file."""
+        return self.path
 
     def read(self) -> bool:
         """Reads the file. Returns whether there is one, made by the same."""
         saved = saved_by(self.path, self.made_by, fields=("names", "log_probs"))
         if saved is None:
+            self.has_others = self.path.exists()
             return False
         self.known = dict(zip(from_tensor(saved["names"]), saved["log_probs"].tolist(), strict=True))
         return True
@@ -76,9 +78,14 @@ class AnswerCache:
         return str(self.path)
 
     def write_if_due(self) -> None:
-        """As `write`, where the file is older than `write_every_s`."""
+        """Writes as `write` does if the file is older than `write_every_s`."""
         if time.monotonic() - self._written_s >= self.write_every_s:
             self.write()
+
+    def keep(self, dispatch: WorkerDispatch, batch: Batch, log_probs_S: Tensor) -> None:
+        """Adds log-probs on every rank, and writes the file on the main process if that is due. Collective."""
+        self.add(batch, log_probs_S)
+        dispatch.on_main(self.write_if_due)
 
     def add(self, batch: Batch, log_probs_S: Tensor) -> None:
         """Adds those that are not known: in another batch a number may be rounded otherwise."""
@@ -86,7 +93,7 @@ class AnswerCache:
             self.known.setdefault(name, value)
 
     def lacks(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields those of the batches that have an answer which is not known."""
+        """Yields the batches with an unknown answer."""
         for batch in batches:
             if not self.known.keys() >= set(digests(batch)):
                 yield batch

@@ -6,8 +6,6 @@ mrl/data/scored.py.
 
 from __future__ import annotations
 
-import dataclasses
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,15 +23,14 @@ from mrl.data.dataset import Part, RowDataset
 from mrl.data.mixture import MixedDataset
 from mrl.data.scored import ScoredDataset, padding, scored_batch
 from mrl.data.stream import Report
-from mrl.engine.base import BaseEngine
-from mrl.trainers.console import Console
-from mrl.trainers.sft import run_task
-from mrl.trainers.signals import StopSignal
-from mrl.trainers.task import HFConfig, Task, engine_of_groups
+from mrl.roles.role_checkpoints import MODEL
+from mrl.trainers.rows import run_task
+from mrl.trainers.task import HFConfig, Task, role_config
+from mrl.trainers.trainer import Trainer
 
 
 def run(config: RMConfig, command_line: str = "") -> None:
-    """Trains a reward model as `mrl.trainers.sft.run_task` does."""
+    """Trains a reward model as `run_task` does."""
     run_task(RMTask(config), command_line)
 
 
@@ -50,11 +47,8 @@ class RMTask(Task[RMConfig]):
 
     def role(self, folder: str) -> RoleConfig:
         config = self.config
-        return RoleConfig(
-            model=dataclasses.replace(config.model, path=folder), head="value",
-            engine=engine_of_groups(config.engine, config.longest_group[0]), optimizer=config.optimizer,
-            seed=config.seed, packing=config.data.packing,
-        )  # fmt: skip
+        longest, _ = config.longest_group
+        return role_config(config, folder, longest=longest, optimizer=config.optimizer, head="value")
 
     def dataset(
         self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part
@@ -74,26 +68,21 @@ class RMTask(Task[RMConfig]):
         for _, rows in in_order(dataset, size, report, weighs=lambda row: row.weight):
             yield self.batch_of(rows)
 
-    def begin(
-        self, engine: BaseEngine, sets: Sequence[RowDataset[Any]], place: pathlib.Path, console: Console,
-        stop: StopSignal,
-    ) -> None:  # fmt: skip
-        super().begin(engine, sets, place, console, stop)
+    def begin(self, trainer: Trainer, sets: Sequence[RowDataset[Any]]) -> None:
         rows = sets[0].sources[0] if isinstance(sets[0], MixedDataset) else sets[0]
         assert isinstance(rows, ScoredDataset)
         self.padding = token, text = rows.padding
-        hf_config = read_hf_config(engine.config.model.path)
+        hf_config = read_hf_config(trainer.dispatch.engines[MODEL].config.model.path)
         is_new = pad_token_of(hf_config) != token
         new = "; config.json has none yet, and the export names it" if is_new else ""
-        console.say(f"scores are read at the last token before the padding, which is {text!r} ({token}){new}")
+        trainer.console.say(f"scores are read at the last token before the padding, which is {text!r} ({token}){new}")
         kind = hf_config["model_type"]
         if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
-            console.say(
+            trainer.console.say(
                 f"transformers has no sequence classifier of model_type {kind}: what is exported loads in mrl alone, "
                 "as model.path here and as reward.model.path"
             )
 
-    def export(self, engine: BaseEngine, path: str) -> None:
-        """Writes the model; its config.json and its tokenizer name the padding that scores were read by."""
-        super().export(engine, path)
-        engine.on_main(lambda: write_pad_token(path, *self.padding))
+    def after_export(self, path: str) -> None:
+        """Names the padding that scores were read by, in config.json and in the tokenizer."""
+        write_pad_token(path, *self.padding)

@@ -92,8 +92,7 @@ class RunDirectory:
         return path
 
     def name_best(self, name: str, remote: str | None) -> None:
-        """Writes the name of the best checkpoint yet where that one is: to checkpoints/best, and beside the copies at
-        `remote`."""
+        """Writes the name of the best checkpoint yet to checkpoints/best, and beside the copies at `remote`."""
         if (self.checkpoints / name).exists():
             temporary = self.checkpoints / f"{atomic_checkpoint.BEST}.tmp"
             temporary.write_text(f"{name}\n", encoding="utf-8")

@@ -25,9 +25,9 @@ POLL_S = 0.1
 class RunLock:
     """The lock of a run on its directory, held by one process: two runs there would delete each other's checkpoints.
 
-    The kernel holds it (flock) and releases it however the process ends. The file names the holder, and is removed at a
-    release with the folders that were made for it, where nothing else has come into them. Linux extends flock over NFS;
-    where it is of one machine only (mounted with local_lock or nolock), runs on two machines do not see each other.
+    The kernel holds it (flock) and releases it however the process ends. The file names the holder. A release removes
+    it, and the folders that were made for it if they are empty. Linux extends flock over NFS; where it is of one
+    machine only (mounted with local_lock or nolock), runs on two machines do not see each other.
     """
 
     def __init__(self, output_dir: pathlib.Path, wait_s: float = WAIT_S) -> None:

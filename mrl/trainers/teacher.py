@@ -25,17 +25,18 @@ from mrl.config.teacher_checks import unused_teacher_lines
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import model_fingerprint, model_folder
 from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
-from mrl.engine.base import BaseEngine, Ctx
+from mrl.engine.base import Ctx
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, quoted
-from mrl.roles.dispatch import mesh
-from mrl.trainers.caches import batches_until_stopped, weights_digest, with_precision
+from mrl.roles.dispatch import WorkerDispatch
+from mrl.roles.frozen import Ask, FrozenModel, ask_role, ask_server
+from mrl.roles.teacher_server import TeacherServer
+from mrl.trainers.cache_pass import fill
+from mrl.trainers.caches import weights_digest, with_precision
 from mrl.trainers.common import say_all
-from mrl.trainers.console import Console
-from mrl.trainers.signals import StopSignal
-from mrl.trainers.task import FrozenModel, engine_of_groups
+from mrl.trainers.task import role_config
 from mrl.trainers.teacher_cache import TopCache, TopTokens
-from mrl.trainers.teacher_server import TeacherServer
+from mrl.trainers.trainer import Trainer
 
 
 class Teacher:
@@ -63,7 +64,7 @@ class Teacher:
         return self.ids_per_token == self.own_vocab_size == self.vocab_size
 
     def _rewrite_error_keys(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which what is said of `engine.x` or `model.x` is said of the teacher's own key."""
+        """Returns a context; errors about `engine.x` or `model.x` name the teacher's own key in it."""
         return rewrite_error_keys(self.key, has_engine=self.own.engine is not None, of="model")
 
     def check(self, tokenizer: PreTrainedTokenizerBase, hf_config: dict[str, Any]) -> None:
@@ -82,74 +83,57 @@ class Teacher:
 
     # -- before the first step ----------------------------------------------------------------------------------------
 
-    def begin(
-        self, engine: BaseEngine, rows: Callable[[], Iterator[Batch]], place: pathlib.Path, console: Console,
-        stop: StopSignal,
-    ) -> None:  # fmt: skip
+    def begin(self, trainer: Trainer, rows: Callable[[], Iterator[Batch]], place: pathlib.Path) -> None:
         """Builds the teacher, or computes what it says of all rows. Collective.
 
-        engine: the student's. rows: yields all rows that it teaches, in batches. place: the folder of its cache.
+        rows: yields all rows that it teaches, in batches. place: the folder of its cache.
         """
         if not self.keys.cache:
-            self.top = self._asked(engine, console)
+            self.top = self._asked(trainer)
             return
         own = rows()
         head = next(own, None)
         if head is None:  # and `top` is never called
-            console.say(f"{self.key}: no row learns from it, so it is not asked")
+            trainer.console.say(f"{self.key}: no row learns from it, so it is not asked")
             return
-        self.cache = cache = TopCache(place, self._made_by(engine, place / "weights.json"))
+        self.cache = cache = TopCache(place, self._made_by(trainer.dispatch, place / "weights.json"))
         cache.read()
-        missing = cache.lacks(itertools.chain([head], own))
-        first = next(missing, None)
-        if first is None:
-            console.say(f"{self.key}: its log-probs of {cache.count:,} rows are in {cache.folder}")
-        else:
-            if cache.count:
-                console.say(f"{self.key}: goes on from its log-probs of {cache.count:,} rows in {cache.folder}")
-            if cache.has_others:
-                why = "damaged, or of another teacher, dtype, temperature or number of ids"
-                console.say(f"{self.key}: files in {cache.folder} are {why}, and are made anew")
-            ask = self._asked(engine, console)
-            console.doing("computing the teacher's log-probs")
-            every, doing = itertools.chain([first], missing), f"the log-probs of {self.key} were computed"
-            for batch in batches_until_stopped(engine, stop, every, cache.write, doing=doing):
-                found = ask(batch)
-                count = engine.on_main(functools.partial(cache.add, batch, found))
-                console.detail(f"{count:,} rows")
-            engine.on_main(cache.write)
+        why = "damaged, or of another teacher, dtype, temperature or number of ids"
+        stale = f"files in {cache.folder} are {why}, and are made anew"
+        every, what = itertools.chain([head], own), f"the log-probs of {self.key}"
+        if fill(cache, every, lambda: self._asked(trainer), trainer, name=self.key, what=what, stale=stale):
             cache.read()
-            console.say(f"{self.key}: its log-probs of {cache.count:,} rows are written to {cache.folder}")
         self.top = cache.of
 
-    def _made_by(self, engine: BaseEngine, memo: pathlib.Path) -> dict[str, Any]:
+    def _made_by(self, dispatch: WorkerDispatch, memo: pathlib.Path) -> dict[str, Any]:
         """Returns what the log-probs depend on, beside the rows. memo: of `weights_digest`."""
         keys, server = self.keys, self.own.server
         by: dict[str, Any] = {"ids": self.ids_per_token, "temperature": keys.temperature}
         if server is not None:
             asked = TeacherServer(server, f"{self.key}.server")
-            about = engine.on_main(lambda: {"server": asked.name, "model": model_fingerprint(self.folder)})
+            about = dispatch.on_main(lambda: {"server": asked.name, "model": model_fingerprint(self.folder)})
             return by | about
-        model = engine.on_main(lambda: [model_fingerprint(self.folder), weights_digest(self.folder, memo)])
+        model = dispatch.on_main(lambda: [model_fingerprint(self.folder), weights_digest(self.folder, memo)])
         by |= {"model": model, "dtype": self.config.teacher_model(self.own.model).dtype}
         return by | with_precision(self.own.engine or self.config.engine)
 
-    def _asked(self, engine: BaseEngine, console: Console) -> Callable[[Batch], TopTokens]:
+    def _asked(self, trainer: Trainer) -> Callable[[Batch], TopTokens]:
         """Returns what asks the teacher itself, which is built now."""
-        count = self.ids_per_token
+        dispatch, console = trainer.dispatch, trainer.console
+        ctx = {"temperature": self.keys.temperature, "top": self.ids_per_token}
         if self.own.server is not None:
             server = TeacherServer(self.own.server, f"{self.key}.server")
-            name = engine.on_main(lambda: server.name)  # which the main process keeps: it alone asks
-            engine.on_main(lambda: server.check_tokenizer(self.tokenizer))
+            name = dispatch.on_main(lambda: server.name)  # which the main process keeps: it alone asks
+            dispatch.on_main(lambda: server.check_tokenizer(self.tokenizer))
             console.say(f"{self.key}: {name} at {server.http.url}")
-            return lambda batch: TopTokens(*engine.on_main(lambda: server.top(batch, count)))
+            return functools.partial(top_by, ask_server(dispatch, server), ctx)
         console.doing("building the teacher")
         with self._rewrite_error_keys():
             teacher = build_engine(role_of(self.config, self.own, self.folder))
             say_all(console, [f"{self.key}: {note}" for note in teacher.notes])
             teacher.init_model()
-        ctx = {"temperature": self.keys.temperature, "top": count}
-        return lambda batch: top_by(teacher, batch, ctx)
+        dispatch.engines[self.key] = teacher
+        return functools.partial(top_by, ask_role(dispatch, self.key), ctx)
 
 
 class Teachers:
@@ -163,7 +147,7 @@ class Teachers:
         self.names = tuple(names) if len(names) > 1 else ()  # in metrics
 
     def check(self, tokenizer: PreTrainedTokenizerBase, hf_config: dict[str, Any]) -> None:
-        """As `Teacher.check`, of all."""
+        """Calls `Teacher.check` of all."""
         for one in self.each:
             one.check(tokenizer, hf_config)
 
@@ -184,16 +168,13 @@ class Teachers:
             names=self.names,
         )  # fmt: skip
 
-    def begin(
-        self, engine: BaseEngine, rows: Callable[[], Iterator[Batch]], place: pathlib.Path, console: Console,
-        stop: StopSignal,
-    ) -> None:  # fmt: skip
-        """As `Teacher.begin`, of all. place: output_dir."""
+    def begin(self, trainer: Trainer, rows: Callable[[], Iterator[Batch]]) -> None:
+        """Calls `Teacher.begin` of all."""
         if not self.keys.cache:  # else each says whether it has rows, which are all read
-            say_all(console, unused_teacher_lines(self.config))
+            say_all(trainer.console, unused_teacher_lines(self.config))
         names = ["", *self.keys.others]
         for number, (name, one) in enumerate(zip(names, self.each, strict=True)):
-            one.begin(engine, functools.partial(_rows_of, number, rows), place / "teacher" / name, console, stop)
+            one.begin(trainer, functools.partial(_rows_of, number, rows), trainer.directory.path / "teacher" / name)
 
     def prepare(self, batch: Batch) -> tuple[Batch, Ctx]:
         """Returns a global mini-batch with its teachers' ids as further labels, and what the student's forward is
@@ -234,16 +215,13 @@ def _rows_of(number: int, rows: Callable[[], Iterator[Batch]]) -> Iterator[Batch
 
 def role_of(config: SFTConfig, teacher: OneTeacherConfig, folder: str) -> RoleConfig:
     """Returns what a teacher's engine is built from. folder: what its model.path stands for."""
-    return RoleConfig(
-        model=dataclasses.replace(config.teacher_model(teacher.model), path=folder),
-        engine=engine_of_groups(teacher.engine or config.engine, config.data.max_length),
-        optimizer=None, seed=config.seed, packing=config.data.packing,
-    )  # fmt: skip
+    return role_config(
+        config, folder, longest=config.data.max_length, model=config.teacher_model(teacher.model), engine=teacher.engine
+    )
 
 
-def top_by(engine: BaseEngine, batch: Batch, ctx: Mapping[str, Any]) -> TopTokens:
-    """Returns what an engine without a loss says of a global mini-batch, on every rank. ctx: temperature, and top."""
-    with engine.eval_mode():
-        found = mesh(engine, batch, lambda share: engine.forward_backward_step(share, dict(ctx), True)[0])
+def top_by(ask: Ask, ctx: Mapping[str, Any], batch: Batch) -> TopTokens:
+    """Returns what a teacher says of a global mini-batch, on every rank. ctx: temperature, and top."""
+    found = ask(batch, dict(ctx))
     trained = batch.loss_mask.nonzero()[:, 0]
     return TopTokens(found["top_tokens"][trained].int(), found["top_log_probs"][trained].float())

@@ -1,4 +1,4 @@
-"""What a teacher of `mrl sft` said of rows, kept in files beside the run.
+"""Keeps the answers of a teacher of `mrl sft` on rows, in files beside the run.
 
 Dimensions: `N` trained tokens of a batch, `K` ids of each, the teacher's likeliest first.
 """
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mrl.batch import Batch
+from mrl.roles.dispatch import WorkerDispatch
 from mrl.trainers.caches import as_tensor, digests, from_tensor, logger, save_cache, saved_by
 
 
@@ -29,7 +30,7 @@ class TopTokens:
 
 
 class TopCache:
-    """What the teacher said of rows, known by their tokens, in the files of a folder, which are mapped into memory.
+    """Holds a teacher's answers by the tokens of rows, in files of a folder. The files are mapped into memory.
 
     made_by: what it depends on beside the tokens. Files that say otherwise are replaced.
     """
@@ -48,6 +49,16 @@ class TopCache:
         self._waiting: dict[bytes, TopTokens] = {}  # rows for the next file
         self._bytes, self._written_s = 0, time.monotonic()
         self._added: set[bytes] = set()  # rows in files that were not there yet at the last `read`
+
+    @property
+    def counted(self) -> str:
+        """How many rows are known, in words; empty for none."""
+        return f"{self.count:,} rows" if self.count else ""
+
+    @property
+    def place(self) -> pathlib.Path:
+        """The folder."""
+        return self.folder
 
     @property
     def count(self) -> int:
@@ -79,8 +90,12 @@ class TopCache:
             more = f" (so are {len(notes) - 1} more files)" if len(notes) > 1 else ""
             logger.warning("%s%s", notes[0], more)
 
+    def keep(self, dispatch: WorkerDispatch, batch: Batch, found: TopTokens) -> None:
+        """Adds answers on the main process. Collective."""
+        dispatch.on_main(lambda: self.add(batch, found))
+
     def add(self, batch: Batch, found: TopTokens) -> int:
-        """Adds what is said of the rows that are not known, and writes it where that is due. Returns `count`."""
+        """Adds the answers on unknown rows, and writes them if that is due. Returns `count`."""
         counts = [int(part.count_nonzero()) for part in batch.loss_mask.split(batch.lengths.tolist())]
         each = zip(digests(batch), found.ids.split(counts), found.log_probs.split(counts), strict=True)
         for name, ids, log_probs in each:
@@ -117,7 +132,7 @@ class TopCache:
         return self.folder / f"log_probs-{number:05}.pt"
 
     def lacks(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields those of the batches that have a row which is in no file that was read."""
+        """Yields the batches with a row of no file that was read."""
         for batch in batches:
             if not self.places.keys() >= set(digests(batch)):
                 yield batch

@@ -58,8 +58,8 @@ def training_flops(
     is a sliding window (Narayanan et al., "Efficient Large-Scale Language Model Training", 2021, appendix; Chowdhery
     et al., "PaLM", 2022, appendix B).
 
-    adapters: entries of A and B that a token goes through (`adapter_weights`), where they train and the model's weights
-    do not: these then have a forward pass and the gradient of their input, and no gradient of their own.
+    adapters: entries of A and B on a token's way (`adapter_weights`) if they train. The model's weights then have a
+    forward pass and the gradient of their input, and no gradient of their own.
     """
     family = family_for(hf)
     sizes = sizes_of(hf, hf["vocab_size"]) | family.sizes(hf)
@@ -78,7 +78,7 @@ def training_flops(
 
 
 def adapter_weights(shapes: Iterable[AdapterShape], hf: HFConfig) -> int:
-    """Entries of A and B that a token is multiplied with: of experts those that it is sent to."""
+    """Returns entries of A and B that a token is multiplied with. An expert counts only for its own tokens."""
     chosen = hf.get("num_experts_per_tok") or 1
     return sum(s.rank * (s.in_features + s.out_features) * (chosen if s.experts else 1) for s in shapes)
 
@@ -94,9 +94,9 @@ def memory_gb(device: torch.device) -> float:
 class FreedMemory:
     """Gives memory that the process has freed back to the system.
 
-    glibc keeps freed blocks between those in use. Rollouts of ever other lengths leave ever more such holes: 3,000
-    steps of a tiny GRPO grew from 540 MB to 588 MB while what was in use stayed the same, and to 546 MB with this.
-    A call takes 2 ms there. Other C libraries have no such function, and keep what they keep.
+    glibc keeps freed blocks between those in use, and rollouts of ever other lengths leave ever more such holes. In
+    3,000 steps a tiny GRPO grew from 540 MB to 588 MB, and to 546 MB with this. The memory in use stayed the same. A
+    call takes 2 ms there. Other C libraries have no such function, and keep what they keep.
     """
 
     EVERY_S = 1.0

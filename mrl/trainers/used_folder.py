@@ -46,7 +46,7 @@ def check(config: RowsRunConfig, lora_export: str | None) -> ResumePoint | None:
     """Raises a UserError where the run would refuse what is saved in output_dir. Returns what it goes on with. Nothing
     is downloaded.
 
-    lora_export: `export` of the adapters that train; None where there are none.
+    lora_export: `export` of the adapters; None if none train.
     """
     path, resume = pathlib.Path(config.output_dir), config.checkpoint.resume
     refuse_foreign(path)
@@ -82,8 +82,8 @@ def complete_line(path: pathlib.Path, step: int, steps: int) -> str:
 
 
 def last_is_logged(path: pathlib.Path, step: int) -> bool:
-    """Returns whether the log has the line of `step`, which was made last, with its evaluation where the run has one at
-    its end."""
+    """Returns whether the log has the line of `step`, the last one made. A run with data.eval needs its evaluation
+    there."""
     last = metrics.last_line(path / "metrics.jsonl")
     if last is None or last["step"] != step:
         return last is None or last["step"] != step - 1
@@ -97,7 +97,7 @@ def files_of_run(path: pathlib.Path) -> list[str]:
 
 
 def refuse_used(path: pathlib.Path) -> None:
-    """Raises ConfigError where a run that is not to be resumed would overwrite another one's files."""
+    """Raises ConfigError if a run without a resume would overwrite another one's files."""
     if names := files_of_run(path):
         raise ConfigError(
             "checkpoint.resume",
@@ -184,7 +184,7 @@ def check_same_run(path: pathlib.Path, config: RowsRunConfig, newest: str) -> li
 
 
 def checkpoint_elsewhere(resume: str, damaged: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Returns the checkpoint that is in the folder `resume`, or that folder. Raises CheckpointError without one."""
+    """Returns the checkpoint in the folder `resume`, or that folder. Raises CheckpointError without one."""
     checkpoint = atomic_checkpoint.find_checkpoint(resume, but=damaged)
     if checkpoint is None:
         raise no_checkpoint(resume, [*atomic_checkpoint.damage(resume), *damaged.values()])

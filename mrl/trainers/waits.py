@@ -51,7 +51,7 @@ class WaitWatch:
             self._ended = None
 
     def word(self, now_s: float) -> str | None:
-        """Returns the line that is due at a time; None where none is."""
+        """Returns the line that is due at a time, or None."""
         with self._lock:
             later = max(0, self._words - len(SILENCES_S) + 1)
             due_s = SILENCES_S[min(self._words, len(SILENCES_S) - 1)] + later * SILENCES_S[-1]
@@ -75,7 +75,7 @@ def write_line(line: str) -> None:
 
 
 def write_error_line(line: str) -> None:
-    """As `write_line`, on stderr: for a command whose stdout is what it gives."""
+    """Writes a line as `write_line` does, to stderr: the stdout of such a command is its result."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 

@@ -32,6 +32,7 @@ from mrl.batch import Batch, make_batch
 from mrl.config.load import from_dict
 from mrl.errors import UserError
 from mrl.trainers import sft
+from mrl.trainers.rows import RowsTrainer
 from tests.engine.harness import run_case
 from tests.trainers.cases import before_step
 
@@ -148,7 +149,7 @@ class Seen:
             dtype = str(tensor.dtype).removeprefix("torch.")
             self.calls.append(Call(name, getattr(module, "layer_number", None), tuple(tensor.shape), dtype))
 
-    def note_engine(self, trainer: sft.Trainer) -> None:
+    def note_engine(self, trainer: RowsTrainer) -> None:
         self.steps += 1
         engine = trainer.engine
         models = engine.model.chunks if engine.backend == "megatron" else [engine.model.module]
@@ -183,7 +184,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
 def watching(seen: Seen) -> Iterator[None]:
     loss, engine = sft.sft_loss, []
 
-    def note_engine(trainer: sft.Trainer, _: int) -> None:
+    def note_engine(trainer: RowsTrainer, _: int) -> None:
         torch._dynamo.utils.counters["frames"].clear()
         engine[:] = [trainer.engine]
         seen.note_engine(trainer)

@@ -31,7 +31,11 @@ OF_DATA = (
         ("log_probs[trained] = -torch.inf", "log_probs[trained] = 0"),
         ("not all(one.gives_full_distribution", "not any(one.gives_full_distribution"),
         ('{"ids": self.ids_per_token, "temperature"', '{"temperature"'),
-        ("with engine.eval_mode():", "with torch.no_grad():"),
+    ),
+    *_of(
+        "roles/dispatch.py",
+        "trainers/test_distill.py",
+        ("with engine.eval_mode(), engine.without", "with torch.no_grad(), engine.without"),
     ),
     *_of("data/order.py", "data/test_mixture.py", ("return (seed + int.from_bytes(", "return (int.from_bytes(")),
     *_of(
@@ -86,6 +90,6 @@ OF_DATA = (
     *_of(
         "trainers/dpo.py",
         "trainers/test_dpo.py::test_an_evaluation_of_kto_has_its_kl_and_the_margin_of_pairs",
-        ("kl_estimate(policy(others), reference(others))", "kl_estimate(policy(others), reference(batch))"),
+        ("self._reference_of(dispatch, others))", "self._reference_of(dispatch, batch))"),
     ),
 )  # fmt: skip

@@ -46,7 +46,7 @@ FAMILY = Family(
 TINY = '    "seed_oss": ("seed_oss", {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),\n'
 RECIPE = '    "mine": {"advantage": "rloo", "objective": "cispo", "clip_low": 1.0, "clip_high": 3.0},\n'
 KEY = '    greeting: str = key("hello", "said when a run starts", may_change=True)\n'
-READS = "    console.say(task.config.log.greeting)\n"
+READS = "        console.say(config.log.greeting)\n"
 REWARD = """\
 def brevity(prompt, completion, row):
     return 1.0 / (1 + len(completion) + row["weight"])
@@ -154,7 +154,7 @@ def test_a_reward_is_one_file_of_the_users(inputs, monkeypatch):
 def test_a_key_is_a_line_and_the_code_that_reads_it(tree, inputs):
     """Its default, type, meaning, and what a resume may do with it, follow from the line."""
     insert(tree / "mrl/config/schema.py", KEY, "class LogConfig")
-    insert(tree / "mrl/trainers/sft.py", READS, "def _run")
+    insert(tree / "mrl/trainers/rows.py", READS, "        config = self.config")
     assert "said when a run starts" in run("-m", "mrl", "config", "sft", "log.greeting", folder=inputs, tree=tree)
     optimizer = {"schedule": "constant", "warmup_steps": 0}
     config = tiny_runs.make_config(inputs, inputs / "sft", train={"steps": 1}, optimizer=optimizer)
@@ -163,4 +163,4 @@ def test_a_key_is_a_line_and_the_code_that_reads_it(tree, inputs):
     assert "hello" in run(*words, folder=inputs, tree=tree).splitlines()
     said = run(*words, "log.greeting=welcome", "train.steps=2", folder=inputs, tree=tree)
     assert "welcome" in said.splitlines() and 'log.greeting: "hello" at the save, "welcome" now' in said
-    assert touched(tree) == ["mrl/config/schema.py", "mrl/trainers/sft.py"]
+    assert touched(tree) == ["mrl/config/schema.py", "mrl/trainers/rows.py"]

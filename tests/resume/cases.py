@@ -15,12 +15,12 @@ from mrl.config.load import from_dict
 from mrl.engine.base import BaseEngine
 from mrl.engine.megatron.optim import optimizers_of
 from mrl.engine.registry import build_engine
-from mrl.trainers import sft
+from mrl.trainers.sft import SFTTask
 
 
 def make_engine(config: Mapping[str, Any]) -> BaseEngine:
     checked = from_dict(config)
-    engine = build_engine(sft.role_config(checked, checked.model.path))
+    engine = build_engine(SFTTask(checked).role(checked.model.path))
     engine.set_total_steps(checked.train.steps)
     engine.init_model()
     return engine

@@ -22,8 +22,8 @@ from mrl.batch import make_batch
 from mrl.config.schema import TeacherServerConfig
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import ConfigError, ServerError
+from mrl.roles.teacher_server import TeacherServer
 from mrl.rollout.base import SampleRequest
-from mrl.trainers.teacher_server import TeacherServer
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.rollout.real_vllm import FIRST_REQUEST_S, hf_stream, logs_of, requests, sampler_of
@@ -79,7 +79,7 @@ def test_it_is_a_teacher_by_its_likeliest_tokens(sampler, servers, folders):
     with pytest.raises(ConfigError, match=r"has another tokenizer: of 'a <\|end\|> a' the 2. token"):
         client.check_tokenizer(tokenizer)
     texts = [TEXT, [7, 7, 30], [50, 2]]
-    ids, found = client.top(make_batch(texts, [[0, 1, 0, 1, 1, 1], [0, 1, 1], [0, 1]]), 20)
+    ids, found = client.top_and_labels(make_batch(texts, [[0, 1, 0, 1, 1, 1], [0, 1, 1], [0, 1]]), 20)[:2]
     model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
     with torch.no_grad():
         every = [model(torch.tensor([text])).logits[0].log_softmax(-1) for text in texts]
@@ -87,7 +87,7 @@ def test_it_is_a_teacher_by_its_likeliest_tokens(sampler, servers, folders):
     torch.testing.assert_close(found, at.topk(20).values, rtol=0, atol=1e-5)
     torch.testing.assert_close(found, at.gather(1, ids.long()), rtol=0, atol=1e-5)
     with pytest.raises(ServerError, match="HTTP 400") as caught:
-        client.top(make_batch(texts, [[0, 1, 0, 1, 1, 1], [0, 1, 1], [0, 1]]), 21)
+        client.top_and_labels(make_batch(texts, [[0, 1, 0, 1, 1, 1], [0, 1, 1], [0, 1]]), 21)
     assert "\n" not in str(caught.value)
 
 

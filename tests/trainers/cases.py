@@ -25,7 +25,10 @@ from mrl.engine.base import GradNorm
 from mrl.engine.fsdp.engine import FSDPEngine
 from mrl.errors import Stopped, UserError
 from mrl.metrics import MetricsLog
-from mrl.trainers import sft
+from mrl.trainers import rows, sft
+from mrl.trainers.evaluation import Evaluation
+from mrl.trainers.rows import RowsTrainer
+from mrl.trainers.run_directory import RunDirectory
 
 
 def train(config: Mapping[str, Any], *, happening: str | None = None, **details: Any) -> tuple[str, str, str]:
@@ -70,7 +73,7 @@ def signal_in_evaluation(step: int) -> Iterator[None]:
     """SIGTERM to the last rank at the second batch of the evaluation after `step`."""
     now = {"step": 0, "batches": 0}
 
-    def note_step(_: sft.Trainer, number: int) -> None:
+    def note_step(_: RowsTrainer, number: int) -> None:
         now.update(step=number, batches=0)
 
     def note_batch(*_: Any, forward_only: bool = False, **__: Any) -> None:
@@ -94,7 +97,7 @@ def nan_loss(step: int, part: str = "train") -> Iterator[None]:
     """The loss of `step`, or the one on the evaluation set after it, is not a number."""
     now = {"part": "train", "step": 0}
 
-    def note_step(_: sft.Trainer, number: int) -> None:
+    def note_step(_: RowsTrainer, number: int) -> None:
         now.update(part="train", step=number)
 
     def note_eval(*_: Any, **__: Any) -> None:
@@ -106,7 +109,7 @@ def nan_loss(step: int, part: str = "train") -> Iterator[None]:
 
     poisoned.original = sft.sft_loss
     patched = mock.patch.object(sft, "sft_loss", poisoned)
-    with before_step(note_step), before(sft.Evaluation, "run", note_eval), patched:
+    with before_step(note_step), before(Evaluation, "run", note_eval), patched:
         yield
 
 
@@ -157,23 +160,23 @@ def only_main_writes() -> Iterator[None]:
     names = ("prepare", "save_failed_batch", "name_best", "forget_export", "publish_export")
     with contextlib.ExitStack() as stack:
         for name in names:
-            stack.enter_context(before(sft.RunDirectory, name, refuse))
+            stack.enter_context(before(RunDirectory, name, refuse))
         stack.enter_context(before(MetricsLog, "__init__", lambda _, path, *__: path is None or refuse()))
         yield
 
 
 @contextlib.contextmanager
-def before_step(first: Callable[[sft.Trainer, int], Any]) -> Iterator[None]:
+def before_step(first: Callable[[RowsTrainer, int], Any]) -> Iterator[None]:
     """Calls `first` with the trainer and the number of a step before each step of `mrl sft`, `mrl dpo` or `mrl rm`."""
     now: dict[str, Any] = {}
 
-    def note_loop(trainer: sft.Trainer, progress: Any, *_: Any) -> None:
-        now.update(trainer=trainer, progress=progress)
+    def note_loop(trainer: RowsTrainer) -> None:
+        now.update(trainer=trainer)
 
     def note_batch(_: BatchSource) -> None:
-        first(now["trainer"], now["progress"].step + 1)
+        first(now["trainer"], now["trainer"].progress.step + 1)
 
-    with before(sft, "loop", note_loop), before(BatchSource, "next", note_batch):
+    with before(rows, "loop", note_loop), before(BatchSource, "next", note_batch):
         yield
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
 from mrl.engine.base import BaseEngine
-from mrl.trainers.rl.setup import trainer_of
+from mrl.trainers.rl.trainer import trainer_of
 
 
 def held(config: Mapping[str, Any]) -> dict[str, int]:

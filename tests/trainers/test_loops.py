@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -20,11 +19,15 @@ from mrl.engine.guards import FaultKind, Problem
 from mrl.errors import DamagedCheckpoint, TrainingError
 from mrl.roles.dispatch import StepResult
 from mrl.rollout.stops import EndTokens
-from mrl.trainers import common, ppo, sft
+from mrl.trainers import common, rows
+from mrl.trainers import trainer as run
+from mrl.trainers.common import Progress
 from mrl.trainers.evaluation import Evaluation
-from mrl.trainers.rl import prepare, state
+from mrl.trainers.rl import prepare
 from mrl.trainers.rl.experience import epoch_order
 from mrl.trainers.rl.role_guard import RoleGuard
+from mrl.trainers.rl.trainer import PPOTrainer
+from mrl.trainers.rows import RowsTrainer
 from mrl.trainers.run_directory import RunDirectory, StartState
 from mrl.trainers.saves import CheckpointSaver
 from mrl.trainers.step_guard import StepGuard
@@ -40,19 +43,26 @@ def there(**fields):
     return types.SimpleNamespace(**{**calls, "ends": EndTokens((), ()), **fields})
 
 
+def trainer_of(kind, **parts):
+    """A trainer that has these parts alone."""
+    made = kind.__new__(kind)
+    vars(made).update({"console": there(), "ends": EndTokens((), ())} | parts)
+    return made
+
+
 @pytest.mark.parametrize(
     ("found", "fails_at"), [([[WAITS], [STAYS]], 2), ([[WAITS], [WAITS], [STAYS]], 3), ([[WAITS], [], [STAYS]], None)]
 )
 def test_steps_are_watched_until_every_adapter_has_trained(tmp_path, found, fails_at):
     """A of an adapter trains a step after its B: the first step alone does not tell."""
-    of_head = types.SimpleNamespace(head="lm")
-    engine = there(config=of_head, guard_before_step=lambda: "before", guard_after_step=lambda before: found.pop(0))
-    guard = StepGuard(engine, RunDirectory(tmp_path), watches_parameters=True, rows=lambda: ["rows:1"])
+    guard = StepGuard(there(), RunDirectory(tmp_path), head="lm", watches_parameters=True, rows=lambda: ["rows:1"])
     batch, failed = make_batch([[1, 2, 3]], [[0.0, 1.0, 1.0]]), None
     for step in (1, 2, 3):
         guard.before_update(step, batch, 1.0)
         try:
-            guard.after_update(step, batch, GradNorm(1.0))
+            guard.after_update(
+                step, batch, StepResult(GradNorm(1.0), 1e-3, found.pop(0) if guard.watches_parameters else [])
+            )
         except TrainingError as error:
             assert "a: it has a gradient but the step did not change it" in str(error)
             failed = step
@@ -61,39 +71,32 @@ def test_steps_are_watched_until_every_adapter_has_trained(tmp_path, found, fail
 
 
 def test_a_role_is_watched_until_every_adapter_has_trained():
-    trainer = there(config=there(train=there(guards=True)))
-    progress = state.Progress()
+    progress = Progress()
+    trainer = there(config=there(train=there(guards=True)), progress=progress)
     for problems, trained in (([WAITS], []), ([], ["actor"])):
-        guard = RoleGuard(trainer, progress, "actor", None)
+        guard = RoleGuard(trainer, "actor", None)
         assert guard.watches_parameters
         guard.after_update(StepResult(GradNorm(1.0), 1e-3, problems))
         assert (progress.trained, progress.moved) == (trained, ["actor"])
-    assert not RoleGuard(trainer, progress, "actor", None).watches_parameters
+    assert not RoleGuard(trainer, "actor", None).watches_parameters
 
 
 @pytest.mark.parametrize(("step", "stays"), [(1, True), (2, False)])
 def test_the_last_save_removes_the_export_of_a_shorter_run(tmp_path, monkeypatch, step, stays):
     """Else a kill before the new export leaves the old one, for the model of a run that is complete."""
     (tmp_path / "hf").mkdir()
-    monkeypatch.setattr(sft, "model_fingerprint", lambda folder: {})
+    monkeypatch.setattr(rows, "model_fingerprint", lambda folder: {})
     folder = RunDirectory(tmp_path)
-    parts = {
-        "source": there(state_dict=dict),
-        "kl": there(state_dict=dict),
-        "folders": {},
-        "fingerprints": {},
-        "total_steps": 2,
-    }
-    saver = there(
-        save_checkpoint=lambda *args, **kwargs: folder.hf.exists(), config=there(model=there(path="m")), chosen={}
-    )
-    parts |= {"saves": CheckpointSaver(torch.device("cpu")), "task": there(fingerprints={})}
-    trainer = there(engine=saver, dispatch=saver, directory=folder, console=there(), **parts)
-    trainer.config = from_dict(base())
-    assert sft.save(trainer, sft.Progress(step=step)) is stays
+    model = there(config=there(model=there(path="m")))
+    saver = there(save_checkpoint=lambda *args, **kwargs: folder.hf.exists(), chosen={}, engines={"model": model})
+    parts = {"source": there(state_dict=dict), "fingerprints": {}, "total_steps": 2, "progress": Progress(step=step)}
+    parts |= {"saves": CheckpointSaver(torch.device("cpu")), "dispatch": saver, "directory": folder}
+    assert trainer_of(RowsTrainer, config=from_dict(base()), **parts).save() is stays
     folder.hf.mkdir(exist_ok=True)
-    trainer.config = from_dict(PPO_BASE, PPOConfig)
-    assert state.save(trainer, state.Progress(step=step), None) is stays
+    kl = there(state_dict=dict)
+    assert (
+        trainer_of(PPOTrainer, config=from_dict(PPO_BASE, PPOConfig), kl=kl, experience=None, **parts).save() is stays
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,20 +115,20 @@ def test_the_best_value_is_gone_on_with_where_it_is_of_this_run_and_metric(
     def config(checkpoint):
         return from_dict(merged(PPO_BASE, {"output_dir": str(tmp_path), "checkpoint": checkpoint}), PPOConfig)
 
-    progress = dataclasses.asdict(state.Progress(step=4, best=0.5, best_step=2))
+    progress = dataclasses.asdict(Progress(step=4, best=0.5, best_step=2))
     parts = {"config": to_dict(config(saved)), "models": {}, "data": {}, "kl": {}, "experience": None}
     parts["chosen"] = {"actor.layer_spec": "te", "critic.layer_spec": "local", "reward.layer_spec": "te"}
     root = tmp_path / "checkpoints" if own else tmp_path / "other"
     found = StartState(str(root / "step_00000004"), 4, ""), parts | {"progress": progress}
-    monkeypatch.setattr(state, "load_newest", lambda *args: found)
+    monkeypatch.setattr(run, "load_newest", lambda *args: found)
     now_chosen = {"actor.layer_spec": "local", "critic.layer_spec": "local"}
-    loads, said = there(load_state_dict=lambda of: None, load_checkpoint=None, chosen=now_chosen), []
-    trainer = there(
-        config=config(now), dispatch=loads, directory=RunDirectory(tmp_path), console=there(say=said.append), folders={},
-        source=loads,
-        kl=loads,
+    loads, said = there(load_state_dict=lambda of: None, load_checkpoint=None, chosen=now_chosen, take_notes=list), []
+    trainer = trainer_of(
+        PPOTrainer, config=config(now), dispatch=loads, directory=RunDirectory(tmp_path), console=there(say=said.append),
+        folders={}, source=loads, kl=loads, collector=there(rollouts=there(begin=lambda run_id, step: None)),
     )  # fmt: skip
-    made, _ = state.restore(trainer, None)
+    trainer.restore(None)
+    made = trainer.progress
     assert (made.best, made.best_step) == best and made.step == 4
     assert said[-1] == "changed since the checkpoint: trained under actor.layer_spec te, now local"
     assert sum("layer_spec" in line for line in said) == 1
@@ -134,8 +137,9 @@ def test_the_best_value_is_gone_on_with_where_it_is_of_this_run_and_metric(
 def test_no_number_is_never_the_best_and_the_next_one_is(tmp_path):
     checkpoint = {"best": "reward/mean", "best_is": "lowest"}
     config = from_dict(merged(PPO_BASE, {"output_dir": str(tmp_path), "checkpoint": checkpoint}), PPOConfig)
-    trainer, progress = there(config=config), state.Progress(step=1)
-    made = [ppo.note_best(trainer, progress, {"reward/mean": value}) for value in (math.nan, 0.5, math.nan, 0.7, 0.4)]
+    progress = Progress(step=1)
+    trainer = trainer_of(PPOTrainer, config=config, progress=progress)
+    made = [trainer.is_best({"reward/mean": value}) for value in (math.nan, 0.5, math.nan, 0.7, 0.4)]
     assert made == [False, True, False, False, True] and progress.best == 0.4
 
 
@@ -144,10 +148,10 @@ def test_scores_are_shown_in_the_order_of_their_sequences():
     notes = there(note=lambda batch, scores_S, recipe: seen.append(scores_S.tolist()))
     trainer = there(
         config=there(seed=7, train=there(guards=False)), recipe=None, equal_rewards=notes,
-        token_limit=there(note=lambda trajectories: None), console=there(),
+        token_limit=there(note=lambda trajectories: None), console=there(), progress=Progress(step=1),
     )  # fmt: skip
     collected = there(scores_S=torch.arange(6.0), trajectories=[])
-    prepare.check_rollout(trainer, state.Progress(step=1), collected, there(iteration=3, batch=there(num_sequences=6)))
+    prepare.check_rollout(trainer, collected, there(iteration=3, batch=there(num_sequences=6)))
     assert seen == [list(map(float, order))] and list(order) != sorted(order)
 
 
@@ -160,14 +164,14 @@ def test_an_evaluation_divides_the_sums_of_all_batches_once_by_what_each_mean_is
     task = there(
         denominator="tokens", means={"x": "n", "y": "m"}, config=there(train=there(eval_batches=None)),
         eval_batches=lambda rows, report: (there(found=found, loss=loss, denominators=of) for loss, _, found, of in rows),
-        prepare=lambda engine, batch: (batch, {}), means_of=lambda made, ctx: made.found,
+        prepare=lambda dispatch, batch: (batch, {}), means_of=lambda made, ctx: made.found, loss_fn=None,
     )  # fmt: skip
-    engine = there(
-        max_over_ranks=lambda requested: [requested], eval_mode=contextlib.nullcontext, shard_data=lambda made: made,
-        forward_backward_step=lambda share, ctx, forward_only: (None, {"loss": share.loss}),
+    dispatch = there(
+        evaluate=lambda role, made, *_: (made.loss, made.found)
     )  # fmt: skip
     shown = there(doing=lambda what: None, detail=lambda what: None, say=lambda what: None)
-    made = Evaluation(task, batches, engine, RunDirectory(tmp_path), shown, there(requested=False))
+    trainer = there(dispatch=dispatch, directory=RunDirectory(tmp_path), console=shown, stop_requested=False)
+    made = Evaluation(trainer, task, batches)
     assert made.run(3) == pytest.approx(
         {
             "eval/loss": (2 * 3 + 1 * 1 + 8 * 6) / 10, "eval/x": (1 + 4 * 5 - 2 * 2) / 8, "eval/y": (7 * 2 + 1 * 4) / 6,
@@ -258,7 +262,7 @@ def test_a_step_whose_evaluation_was_broken_off_is_not_logged_yet():
     )
     ranks = there(max_over_ranks=lambda *values: list(values), device=torch.device("cpu"))
     for unlogged, logged in (({"train/loss": 1.0}, 3), (None, 4)):
-        progress = common.Progress(step=4, unlogged=unlogged)
+        progress = Progress(step=4, unlogged=unlogged)
         common.log_without_evaluation(ranks, log, progress)
         assert progress.logged == logged
     assert written == [(4, 1.0), "synced", "synced"]

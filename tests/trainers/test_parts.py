@@ -20,7 +20,8 @@ from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.errors import CheckpointError, ConfigError
 from mrl.rewards.scorer import Scores
 from mrl.rollout.base import Trajectory
-from mrl.trainers import console, sft, waits
+from mrl.trainers import console, waits
+from mrl.trainers.common import say_left_out
 from mrl.trainers.rl.show import is_due, table
 from mrl.trainers.run_directory import RunDirectory, choose_start, is_own
 from mrl.trainers.signals import STOP_SIGNALS, StopSignal
@@ -170,9 +171,9 @@ def test_the_table_comes_with_the_first_rollout_and_every_so_many_steps():
 
 def test_rows_left_out_are_counted_out_loud(capsys):
     plain = console.open_console("plain", enabled=True)
-    sft.say_left_out(plain, "train", {"skipped": 2, "dropped": 0, "truncated": 31})
-    sft.say_left_out(plain, "eval", {"skipped": 0, "dropped": 1, "truncated": 0}, ["dropped: e.jsonl:7: why"])
-    sft.say_left_out(plain, "train", {"skipped": 0, "dropped": 0, "truncated": 0})
+    say_left_out(plain, "train", {"skipped": 2, "dropped": 0, "truncated": 31})
+    say_left_out(plain, "eval", {"skipped": 0, "dropped": 1, "truncated": 0}, ["dropped: e.jsonl:7: why"])
+    say_left_out(plain, "train", {"skipped": 0, "dropped": 0, "truncated": 0})
     assert capsys.readouterr().out.splitlines() == [
         "data.train: rows skipped: 2, truncated: 31", "data.eval: rows dropped: 1", "dropped: e.jsonl:7: why",
     ]  # fmt: skip

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mrl.batch import make_batch
 from mrl.config.schema import TeacherServerConfig
 from mrl.errors import ConfigError, ServerError
-from mrl.trainers.teacher_server import TeacherServer
+from mrl.roles.teacher_server import TeacherServer
 from tests.engine.harness import run_case
 from tests.serve.serving import serving
 from tests.trainers import test_distill
@@ -128,7 +128,7 @@ def test_the_likeliest_tokens_after_each_trained_place(server):
     client = TeacherServer(TeacherServerConfig(url=server.url, concurrency=3))
     server.together.clear()
     threading.Timer(0.3, server.together.set).start()
-    ids, values = client.top(batch(), 2)
+    ids, values = client.top_and_labels(batch(), 2)[:2]
     of_hf, values_of_hf = expected(server, 2)
     assert ids.tolist() == of_hf.tolist() and ids.dtype == torch.int32
     torch.testing.assert_close(values, values_of_hf)
@@ -137,7 +137,7 @@ def test_the_likeliest_tokens_after_each_trained_place(server):
 
 def test_concurrency_bounds_the_requests_under_way(server):
     client = TeacherServer(TeacherServerConfig(url=server.url, concurrency=1))
-    client.top(batch(), 2)
+    client.top_and_labels(batch(), 2)[:2]
     assert server.at_once == 1
 
 
@@ -152,11 +152,11 @@ def test_what_is_wrong_with_a_server_is_one_line(server):
     two = TeacherServer(TeacherServerConfig(url=server.url, name="two"))
     assert two.name == "two"
     with pytest.raises(ServerError, match="HTTP 400: .*greater than max"):
-        two.top(batch(), MOST + 1)
+        two.top_and_labels(batch(), MOST + 1)[:2]
     server.together.clear()
     slow = TeacherServer(TeacherServerConfig(url=server.url, name="two", timeout_s=0.3))
     with pytest.raises(ServerError, match=r"gave no answer in 0.3 s; raise teacher\.server\.timeout_s"):
-        slow.top(batch(), 2)
+        slow.top_and_labels(batch(), 2)[:2]
     server.together.set()
     with pytest.raises(ConfigError, match=r"teacher\.server\.url: value .* is not a server"):
         TeacherServer(TeacherServerConfig(url="http://"))

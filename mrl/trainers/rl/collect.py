@@ -17,15 +17,14 @@ from mrl.algorithms.shaping import groups_with_signal
 from mrl.data.prompts import Prompt, PromptSource
 from mrl.errors import DataError, TrainingError, UserError
 from mrl.rewards.scorer import Scores
+from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Trajectory, TrajectorySource
-from mrl.trainers.common import Ranks
 from mrl.trainers.rl import scoring
 from mrl.trainers.rl.scoring import Scoring
 
 
-def take_together(source: PromptSource, count: int, ranks: Ranks) -> list[Prompt]:
-    """Returns the next prompts; a row that cannot be read on one rank is an error on all, so that all can save
-    together.
+def take_together(source: PromptSource, count: int, dispatch: WorkerDispatch) -> list[Prompt]:
+    """Returns the next prompts. A row that one rank cannot read is an error on all, so all can save together.
 
     Collective.
     """
@@ -35,7 +34,7 @@ def take_together(source: PromptSource, count: int, ranks: Ranks) -> list[Prompt
         prompts = source.take(count)
     except UserError as caught:
         error = caught
-    (anywhere,) = ranks.max_over_ranks(error is not None)
+    (anywhere,) = dispatch.max_over_ranks(error is not None)
     if anywhere:
         raise error or DataError("another rank cannot read its rows of data.train")
     return prompts
@@ -60,8 +59,7 @@ class ScoredRollout:
         return torch.tensor(self.scores.totals, dtype=torch.float64)
 
     def metrics(self) -> dict[str, float]:
-        """`reward/...` and `rollout/...` of the trajectories that are trained on, but tokens per second of all that
-        were sampled."""
+        """`reward/...` and `rollout/...` of the trained trajectories, but tokens per second of all sampled ones."""
         lengths = [t.response_length for t in self.trajectories]
         finished = [t.response_length for t in self.trajectories if t.finished]
         prompts = [t.prompt_length for t in self.trajectories]
@@ -107,8 +105,8 @@ def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
 class Collector:
     """Samples and scores rollouts of `prompts` groups of `samples`.
 
-    rollouts: give the trajectories. take: the next prompts of the data. rounds: how often groups without differences
-    may be sampled anew; None where they are not. greedy_answers: whether to score one for each prompt. doing: is told
+    Rollouts come from `rollouts`. take: returns the next prompts of the data. rounds: how often groups without
+    differences may be sampled again; None if they are not. greedy_answers: score one for each prompt. doing: is told
     what begins.
     """
 
@@ -131,8 +129,8 @@ class Collector:
     def collect(self, prompts: list[Prompt], step: int) -> ScoredRollout:
         """prompts: the first ones, as `take` gave them; with dynamic sampling more are taken.
 
-        step: the one that is next, which the noise of sampling follows from. Raises TrainingError where dynamic
-        sampling finds too few groups.
+        step: the next one; the noise of sampling follows from it. Raises TrainingError where dynamic sampling finds too
+        few groups.
         """
         self._rollout_s = self._reward_s = 0.0
         rejected = greedy = NO_ROLLOUT

@@ -4,8 +4,8 @@ Dimensions: `T` tokens of all sequences of the rollout end to end, `S` sequences
 
 The sequences are put into the order of the first epoch's mini-batches at once, and old log-probs, reference log-probs
 and values are computed mini-batch by mini-batch. So the forward of a mini-batch is the same computation in all of these
-and in the first update: its ratios are exactly 1, and the KL to an equal reference is exactly 0, not nearly. Where a
-rollout is trained on in a single step, that step's own forward gives the old log-probs, and none is made before it.
+and in the first update. Its ratios are exactly 1, and the KL to an equal reference is exactly 0. If a rollout is
+trained on in a single step, the forward of that step gives the old log-probs, and none is made before it.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ def make_experience(
 ) -> Experience:
     """Returns the forwards of all roles and what follows from them.
 
-    batch: the rollout in the order of the first epoch, with rollout_log_probs and the sequence field groups. scores_S:
-    fp64, the rewards of the sequences, in that order. baselines_S: likewise, of the greedy answers, where the recipe
-    has them. old_log_probs: False where the only step will give them; not with a KL in the reward, which is made of
-    them. references: None where the recipe needs none.
+    batch: the rollout in the order of the first epoch, with rollout_log_probs and the sequence field groups. Rewards
+    `scores_S` [S] fp64 are in that order. baselines_S: likewise, of the greedy answers, if the recipe has them.
+    old_log_probs: False if the only step will give them. A KL in the reward is made of them, so they are needed then.
+    references: None if the recipe needs none.
     """
     ctx = {"temperature": temperature}
     fields = dict(batch.token_fields)

@@ -1,7 +1,7 @@
 """Checks of the first iteration: what is equal in theory must be equal here before anything is trained on it.
 
-Each raises TrainingError naming what differs, by how much, and what to look at. What a run cannot promise (a sampler
-that is not the trainer's own engine, a reference with other weights) is not checked.
+Each raises TrainingError naming what differs, by how much, and what to look at. A sampler beside the trainer's own
+engine and a reference with other weights are not checked, because nothing is promised of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_rollout(batch: Batch, *, dtype: str) -> None:
         if not value <= limit:
             raise TrainingError(
                 f"the first rollout's log-probs differ from the trainer's {what} {value:.3g} nats ({limit:g} is "
-                "allowed): the policy that samples is not the one that trains; report this, or set train.guards to "
+                "allowed). The policy that samples is not the one that trains: report this, or set train.guards to "
                 "false to go on"
             )
 
@@ -66,7 +66,7 @@ def check_reference(batch: Batch, *, same_layout: bool, dtype: str) -> None:
     if not value <= limit:
         raise TrainingError(
             f"the reference's log-probs differ from the actor's by {value:.3g} nats before the first update ({limit:g} "
-            "is allowed), though both have the same model; report this, or set train.guards to false to go on"
+            "is allowed). Both have the same model: report this, or set train.guards to false to go on"
         )
 
 
@@ -79,8 +79,8 @@ def check_ratios(predicted_T: Tensor, batch: Batch) -> None:
         largest = float((predicted_T.to(old_T.device).double() - old_T.double())[trained_T].abs().max())
         raise TrainingError(
             f"before the first update {int(differing.sum())} of {int(trained_T.sum())} ratios are not 1 (log-probs "
-            f"differ by up to {largest:.3g}): the training forward is another one than the forward for old log-probs; "
-            "where config.json has a dropout, set it to 0; else report this, or set train.guards to false to go on"
+            f"differ by up to {largest:.3g}). The training forward is another one than the forward for old log-probs. "
+            "Set a dropout of config.json to 0; else report this, or set train.guards to false to go on"
         )
 
 

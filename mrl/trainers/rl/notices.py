@@ -64,7 +64,7 @@ class TokenLimit:
     """Notices rollouts of which most conversations end by the limit of tokens: the policy is then rewarded for
     beginnings."""
 
-    def __init__(self, *, max_new_tokens: int) -> None:
+    def __init__(self, max_new_tokens: int) -> None:
         self._max_new_tokens, self._rollouts = max_new_tokens, _RecurringNotice()
 
     def note(self, trajectories: Sequence[Trajectory]) -> str | None:

@@ -12,12 +12,12 @@ from mrl.rollout.base import trajectories_to_batch
 from mrl.trainers.rl import invariants
 from mrl.trainers.rl.collect import ScoredRollout
 from mrl.trainers.rl.experience import Experience, epoch_order, make_experience, mean_and_std
-from mrl.trainers.rl.state import Progress, Trainer
+from mrl.trainers.rl.trainer import PPOTrainer
 
 
-def prepare(trainer: Trainer, progress: Progress, collected: ScoredRollout) -> Experience:
+def prepare(trainer: PPOTrainer, collected: ScoredRollout) -> Experience:
     """Log-probs, values and advantages of a rollout, whose sequences are put into the order of the first epoch."""
-    config = trainer.config
+    config, progress = trainer.config, trainer.progress
     trainer.console.doing(f"step {progress.step + 1}: log-probs of the rollout")
     iteration, _ = trainer.position(progress.step)
     batch = trajectories_to_batch(collected.trajectories)
@@ -38,30 +38,30 @@ def prepare(trainer: Trainer, progress: Progress, collected: ScoredRollout) -> E
         temperature=config.rollout.temperature,
         max_response_length=config.rollout.max_new_tokens,
         baselines_S=None if collected.baselines_S is None else collected.baselines_S[order],
-        old_log_probs=not step_gives_old_log_probs(trainer, progress),
+        old_log_probs=not step_gives_old_log_probs(trainer),
     )
 
 
-def step_gives_old_log_probs(trainer: Trainer, progress: Progress) -> bool:
+def step_gives_old_log_probs(trainer: PPOTrainer) -> bool:
     """Returns whether the forward of the next step is the one that old log-probs are of: no other forward and no reward
     needs them.
 
-    Only where the guards have found that both forwards agree to the bit (with dropout they would not).
+    Only after the guards have found both forwards equal to the bit; with dropout they would not be.
     """
-    return progress.exact and trainer.config.steps_per_iteration == 1 and trainer.recipe.kl_in != "reward"
+    return trainer.progress.exact and trainer.config.steps_per_iteration == 1 and trainer.recipe.kl_in != "reward"
 
 
-def check_rollout(trainer: Trainer, progress: Progress, collected: ScoredRollout, experience: Experience) -> None:
-    """Raises TrainingError where the first rollout has numbers that cannot be; tells the user of one that teaches
-    little."""
-    config, batch = trainer.config, experience.batch
+def check_rollout(trainer: PPOTrainer, collected: ScoredRollout, experience: Experience) -> None:
+    """Raises TrainingError if the first rollout has impossible numbers. Tells the user of one that teaches little."""
+    config, progress, batch = trainer.config, trainer.progress, experience.batch
     scores_S = collected.scores_S[epoch_order(config.seed, experience.iteration, 0, batch.num_sequences)]
     if progress.step == 0 and config.train.guards:
         dtype = config.actor.model.dtype
-        if trainer.exact_sampler:
+        if trainer.collector.rollouts.exact:
             invariants.check_rollout(batch, dtype=dtype)
-        if trainer.same_reference is not None:
-            invariants.check_reference(batch, same_layout=trainer.same_reference, dtype=dtype)
+        references = trainer.references
+        if references is not None and references.same_layout is not None:
+            invariants.check_reference(batch, same_layout=references.same_layout, dtype=dtype)
         invariants.check_groups(batch, scores_S, trainer.recipe)
     equal_rewards = trainer.equal_rewards.note(batch, scores_S, trainer.recipe)
     token_limit = trainer.token_limit.note(collected.trajectories)
@@ -71,7 +71,7 @@ def check_rollout(trainer: Trainer, progress: Progress, collected: ScoredRollout
 
 
 def rollout_metrics(
-    trainer: Trainer, collected: ScoredRollout, experience: Experience, *, log_probs_s: float
+    trainer: PPOTrainer, collected: ScoredRollout, experience: Experience, *, log_probs_s: float
 ) -> dict[str, float]:
     """Returns metrics of a rollout. log_probs_s: seconds that its forwards took."""
     mean, std = mean_and_std(experience.batch.token_fields["advantages"], experience.batch.loss_mask)
@@ -95,7 +95,7 @@ def rollout_metrics(
     return row
 
 
-def policy_metrics(trainer: Trainer, experience: Experience) -> dict[str, float]:
+def policy_metrics(trainer: PPOTrainer, experience: Experience) -> dict[str, float]:
     """Distances of sampler and reference from the policy that a rollout began with."""
     gaps = invariants.gaps(experience.batch)
     row = {"rollout/logprob_gap": float(gaps.mean()), "rollout/logprob_gap_max": float(gaps.max())}

@@ -12,22 +12,22 @@ from mrl.errors import TrainingError
 from mrl.roles.dispatch import StepResult
 from mrl.trainers.common import problems_in_words
 from mrl.trainers.rl import invariants
-from mrl.trainers.rl.state import Progress, Trainer
+from mrl.trainers.rl.trainer import PPOTrainer
 from mrl.trainers.step_guard import failed_step, norm_fault
 
 
 class RoleGuard:
-    """Checks one step of a role on a mini-batch. `progress` says what earlier steps have shown.
+    """Checks one step of a role on a mini-batch. The run's progress says what earlier steps have shown.
 
-    Every parameter of a role must change once; its steps are watched until they have. Two gradients of zero are right:
-    of all parameters, where no advantage or no error of a value differs from 0; and in the critic's first step with a
-    gradient of all below a value head that starts at zero. Of adapters, A waits for B to move.
+    Every parameter of a role must change once; its steps are watched until they have. Two gradients of zero are right.
+    All are zero if no advantage, or no error of a value, differs from 0. In the critic's first step with a gradient,
+    all below a value head is zero because the head starts at zero. A of an adapter waits for B to move.
     """
 
-    def __init__(self, trainer: Trainer, progress: Progress, role: str, batch: Batch) -> None:
-        self._trainer, self._progress, self._role, self._batch = trainer, progress, role, batch
+    def __init__(self, trainer: PPOTrainer, role: str, batch: Batch) -> None:
+        self._trainer, self._progress, self._role, self._batch = trainer, trainer.progress, role, batch
         self._enabled = trainer.config.train.guards
-        self.watches_parameters = self._enabled and role not in progress.trained
+        self.watches_parameters = self._enabled and role not in self._progress.trained
 
     def before_update(self, loss: float, predicted_T: Tensor) -> None:
         """Checks the loss, and before the actor's first update that every ratio is 1."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,19 +12,26 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mrl.batch import make_batch
-from mrl.config.ppo import RolloutConfig
+from mrl.config.load import to_dict
+from mrl.config.ppo import PPOConfig, RolloutConfig
 from mrl.config.schema import LoraConfig
 from mrl.engine.base import Completion, GenerateRequest
 from mrl.engine.kept import KeptSequences
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.adapters import AdapterTraining
-from mrl.rollout.base import Sampler
+from mrl.rollout.base import Sampler, TrajectorySource
+from mrl.rollout.kept import KeptRollouts
 from mrl.rollout.native import EngineSampler
+from mrl.rollout.recorded import RecordedRollouts
+from mrl.rollout.rollouts import Rollouts
 from mrl.rollout.servers import Probe
 from mrl.rollout.sglang import SGLangServerSampler
+from mrl.rollout.stops import EndTokens
 from mrl.rollout.vllm import VLLMServerSampler
 from mrl.rollout.vllm_local import VLLMSampler
 from mrl.rollout.weights import weights_dir
+from mrl.trainers.common import say_all
+from mrl.trainers.trainer import Trainer
 
 SERVERS = {"vllm": VLLMServerSampler, "sglang": SGLangServerSampler}
 PROBE_TEXT = "The quick brown fox jumps over the lazy dog: 12 + 30 = 42."
@@ -78,12 +86,12 @@ def make_sampler(
 class SyncedSampler:
     """Give `sampler` the actor's weights after a step, and the device's memory that it wants.
 
-    sampler: None where nothing is sampled. beside: it is another program than the actor's engine, so that what roles
-    hold is put away for it.
+    sampler: None if nothing is sampled. Roles are offloaded for a sampler beside the actor's own engine.
     """
 
-    def __init__(self, sampler: Sampler | None, dispatch: WorkerDispatch, *, beside: bool) -> None:
-        self._sampler, self._dispatch, self._beside = sampler, dispatch, beside
+    def __init__(self, sampler: Sampler | None, dispatch: WorkerDispatch) -> None:
+        self._sampler, self._dispatch = sampler, dispatch
+        self._beside = sampler is not None and not sampler.exact
         self._has_step: int | None = None
         self._seconds = 0.0
 
@@ -116,6 +124,49 @@ class SyncedSampler:
         that reads the actor's own weights."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds if self._beside else None
+
+
+def open_rollouts(trainer: Trainer) -> tuple[TrajectorySource, SyncedSampler]:
+    """Returns the source of trajectories, and the sampler behind it. They end with the trainer."""
+    config, dispatch, console = trainer.config, trainer.dispatch, trainer.console
+    tokenizer, ends = trainer.tokenizer, trainer.ends
+    console.doing("starting the sampler")
+    say_all(console, ends.notes(tokenizer, "completions end there, too, and the export names it"))
+    if config.rollout.backend == "recorded":
+        return RecordedRollouts(config.rollout, on_main=dispatch.on_main), SyncedSampler(None, dispatch)
+    model = config.actor.model
+    folder = dispatch.engines["actor"].config.model.path
+    sampler = make_sampler(
+        config.rollout, dispatch, tokenizer, folder=folder, dtype=model.dtype, max_length=config.max_length,
+        output_dir=trainer.directory.path, progress=console.generated, lora=model.lora,
+    )  # fmt: skip
+    trainer.closing.callback(sampler.close)
+    say_all(console, sampler.notes)
+    rollouts = Rollouts(
+        sampler, tokenizer, config.rollout, seed=config.seed, end_tokens=ends.ids, system=config.data.system,
+        max_prompt_length=config.data.max_prompt_length, on_main=dispatch.on_main,
+    )  # fmt: skip
+    kept = KeptRollouts(
+        rollouts, trainer.directory.pending, origin=_origin(config, folder, ends, dispatch.world_size),
+        on_main=dispatch.on_main, say=console.say,
+    )  # fmt: skip
+    trainer.closing.callback(kept.close)
+    return kept, SyncedSampler(sampler, dispatch)
+
+
+def _origin(config: PPOConfig, folder: str, ends: EndTokens, world_size: int) -> dict[str, Any]:
+    """Everything that the samples of given steps depend on. The weights are known by their files' sizes and times."""
+    plain = to_dict(config)
+    files = sorted(pathlib.Path(folder).glob("*.*"))
+    environment = (config.rollout.environment or "").rpartition(":")[0]
+    return {
+        "config": {name: plain[name] for name in ("seed", "rollout", "data")},
+        "actor": {name: plain["actor"][name] for name in ("model", "engine")},
+        "model": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()],
+        "environment": pathlib.Path(environment).read_text(encoding="utf-8") if environment else None,
+        "world_size": world_size,
+        **({"end_tokens": ends.added} if ends.added else {}),  # an older mrl wrote no such key
+    }
 
 
 def _probe(dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Probe:

@@ -8,6 +8,8 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
 from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, RewardsConfig
+from mrl.config.roles import rewrite_role_error_keys
+from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.collective import OnMain
 from mrl.rewards import scorer as scoring
 from mrl.rewards.calls import Position, Sample
@@ -15,15 +17,16 @@ from mrl.rewards.scorer import Scorer, Scores
 from mrl.rewards.text import Row
 from mrl.roles.reward_model import RewardModel
 from mrl.rollout.base import Trajectory
+from mrl.trainers.trainer import Trainer
 
 
 class Scoring:
     """All that rewards trajectories. Functions run on the main process only, in a pool of processes of its own.
 
-    rewards: the functions; None for none. reports: the folder that their faults are written to; None: they are not.
-    on_main: as BaseEngine.on_main. weight: of the reward model. total_steps: optimizer steps of the run. first: the
-    first row of each source of the data, and its file and line. say: shows a line to the user. Raises ConfigError on
-    every rank where a function cannot be loaded, or names a field that one of the rows lacks.
+    rewards: the functions; None for none. reports: the folder of their faults' reports; None for no reports. on_main:
+    as BaseEngine.on_main. The reward model's scores count `weight` times. total_steps: optimizer steps of the run.
+    first: the first row of each source of the data, with its file and line. say: shows a line to the user. Raises
+    ConfigError on every rank if a function cannot be loaded, or names a field that one of the rows lacks.
     """
 
     def __init__(
@@ -72,8 +75,8 @@ class Scoring:
         return scores
 
     def accuracy_of(self, scores: Scores) -> Sequence[float]:
-        """Returns the values that `eval/accuracy` is made of: those of the first reward function, or the totals where
-        there is none."""
+        """Returns the values behind `eval/accuracy`: those of the first reward function, or the totals if there is
+        none."""
         return next(iter(scores.parts.values())) if self.rewards is not None else scores.totals
 
     def _by_functions(self, trajectories: Sequence[Trajectory], position: Position) -> Scores:
@@ -86,6 +89,25 @@ class Scoring:
             if again := scorer.made_again:
                 calls = "1 call was" if len(again) == 1 else f"{len(again):,} calls were"
                 self.say(f"rewards.retries: {calls} made again; the first one {again[0]}")
+
+
+def scoring_of(trainer: Trainer, folders: Mapping[str, str], first: Sequence[tuple[Row, str]]) -> Scoring:
+    """Returns what rewards trajectories, with its functions started. It ends with the trainer.
+
+    folders: of the roles. first: as of `Scoring`.
+    """
+    config, dispatch, console, reward_model = trainer.config, trainer.dispatch, trainer.console, None
+    if "reward" in folders:
+        with rewrite_role_error_keys(config, "reward"):
+            tokenizer = load_tokenizer(folders["reward"], config.actor.model.trust_remote_code)
+        reward_model = RewardModel(dispatch, tokenizer, system=config.data.system)
+    console.doing("starting the reward functions")
+    scores = Scoring(
+        config.rewards, reports=trainer.directory.path / "failed", on_main=dispatch.on_main, say=console.say,
+        first=first, reward_model=reward_model, weight=config.reward.weight, total_steps=trainer.total_steps,
+    )  # fmt: skip
+    trainer.closing.callback(scores.close)
+    return scores
 
 
 def by_sample(scores: Scores, index: int) -> dict[str, float]:

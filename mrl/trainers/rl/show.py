@@ -7,30 +7,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mrl import metrics
 from mrl.algorithms.ragged import sum_per_sequence
-from mrl.config.ppo import PPOConfig, SamplesConfig
+from mrl.config.ppo import SamplesConfig
 from mrl.config.ppo_checks import is_rewarded
-from mrl.rewards.scorer import Scores, faults_in_words
-from mrl.roles.dispatch import WorkerDispatch
+from mrl.rewards.scorer import Scores
 from mrl.rollout.base import Trajectory
 from mrl.rollout.samples import bound, write_samples
-from mrl.trainers.console import Console
 from mrl.trainers.rl import scoring
 from mrl.trainers.rl.collect import ScoredRollout
 from mrl.trainers.rl.experience import Experience, epoch_order
-from mrl.trainers.rl.state import Trainer
+from mrl.trainers.rl.trainer import PPOTrainer
 from mrl.trainers.run_directory import RunDirectory
 
 LOGGED_ROWS = 64
 """Samples of a table in wandb and tensorboard."""
 
 
-def show_rollout(
-    trainer: Trainer, step: int, collected: ScoredRollout, experience: Experience, log: metrics.MetricsLog
-) -> None:
+def show_rollout(trainer: PPOTrainer, step: int, collected: ScoredRollout, experience: Experience) -> None:
     """Writes a rollout that `step` is the first to be trained on, and shows some of its samples."""
-    config = trainer.config
+    config, log = trainer.config, trainer.log
     order = epoch_order(config.seed, experience.iteration, 0, len(collected.trajectories))
     as_sampled = torch.tensor(order).argsort().tolist()
     advantages_S = mean_advantages(experience)[as_sampled]
@@ -61,8 +56,8 @@ def show_rollout(
 
 
 def is_due(step: int, every: int, steps_per_rollout: int) -> bool:
-    """Returns whether a rollout that `step` is the first to be trained on is shown or written: the first one is, and
-    one each time that `every` more steps begin."""
+    """Returns whether a rollout is shown or written: the first one, and one for each `every` more steps. step: the
+    first one on the rollout."""
     return (step - 1) % every < steps_per_rollout
 
 
@@ -84,9 +79,9 @@ def write_rollout(
     advantages: list[float],
     of_tokens: list[list[float] | None],
 ) -> int:
-    """Writes the file of a rollout, in the order in which it was sampled, so that a replay of prompts that came twice
-    is the same: what is trained on, and without an advantage the groups that gave way to others; and one of the greedy
-    answers. Returns how many older files had to give way.
+    """Writes the file of a rollout, and one of the greedy answers. Returns how many older files had to give way. Groups
+    that gave way to others have no advantage. The order is the one of sampling, so a replay is the same even if prompts
+    came twice.
     """
     rejected, of_rejected = collected.rejected
     trajectories = [*collected.trajectories, *rejected]
@@ -120,32 +115,6 @@ def write_rollout(
     return bound(str(directory.samples), keep=wanted.keep, max_mb=wanted.max_mb)
 
 
-def show_evaluation(
-    config: PPOConfig,
-    dispatch: WorkerDispatch,
-    directory: RunDirectory,
-    console: Console,
-    step: int,
-    trajectories: Sequence[Trajectory],
-    scores: Scores,
-) -> None:
-    """Writes the answers to held-out prompts after `step`, and says which rewards failed on them."""
-
-    wanted = config.log.samples
-
-    def write() -> None:
-        write_samples(
-            str(directory.samples), step, trajectories, series="eval", rewards=scores.totals, parts=scores.parts,
-            tokens=wanted.tokens, compress=wanted.compress,
-        )  # fmt: skip
-        bound(str(directory.samples), keep=wanted.keep, max_mb=wanted.max_mb)
-
-    if wanted.every is not None:
-        dispatch.on_main(write)
-    for line in faults_in_words(scores.faults):
-        console.say(line)
-
-
 def mean_advantages(experience: Experience) -> Tensor:
     """[S]: over each sequence's trained tokens."""
     batch = experience.batch
@@ -154,8 +123,9 @@ def mean_advantages(experience: Experience) -> Tensor:
 
 
 def token_advantages(experience: Experience) -> list[list[float] | None]:
-    """Returns for each sequence the advantages of its tokens, 0 where none was sampled; None where all that were have
-    the same one, as with a reward of the whole answer and no critic. Six digits: nobody computes with them."""
+    """Returns the advantages of each sequence's tokens, 0 for those that were not sampled. It is None for a sequence
+    whose tokens all have the same one, as with a reward of the whole answer and no critic. Six digits: nobody computes
+    with them."""
     batch = experience.batch
     lengths = batch.lengths.tolist()
     parts = zip(batch.token_fields["advantages"].split(lengths), batch.loss_mask.split(lengths), strict=True)

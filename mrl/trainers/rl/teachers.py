@@ -1,4 +1,4 @@
-"""What the reference of `mrl ppo`, or of on-policy distillation one of several teachers, says of a rollout's tokens.
+"""Asks the reference of `mrl ppo`, or the teachers of on-policy distillation, about a rollout's tokens.
 
 Dimensions: `T` tokens of all sequences of the rollout end to end, `S` sequences, `K` ids of a teacher, likeliest first.
 """
@@ -6,8 +6,8 @@ Dimensions: `T` tokens of all sequences of the rollout end to end, `S` sequences
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import os
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -20,30 +20,30 @@ from mrl.algorithms.recipes import Recipe
 from mrl.batch import Batch
 from mrl.config.ppo import PPOConfig
 from mrl.config.recipes import OPD_NAMES
-from mrl.config.roles import is_served, model_of, rewrite_role_error_keys, section_of, teachers_of
+from mrl.config.roles import engine_of, is_served, model_of, rewrite_role_error_keys, section_of, teachers_of
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
-from mrl.engine.base import Predictions
 from mrl.errors import ConfigError, quoted
 from mrl.roles.dispatch import WorkerDispatch
-from mrl.trainers.teacher_server import TeacherServer
-
-Ask = Callable[[Batch, dict[str, Any]], Predictions]
-"""Asks a teacher for log-probs of a mini-batch, as an engine's forward gives them, on every rank; collective."""
+from mrl.roles.frozen import Ask, ask_role, ask_server
+from mrl.roles.teacher_server import TeacherServer
+from mrl.trainers.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True)
 class References:
     """The reference; or, of on-policy distillation, the teachers by the numbers that `TEACHER_OF` has of sequences.
 
-    asked: how each is asked, by its role. ids: how many ids each is asked for, of algorithm.distill. vocab_size: rows
-    of the actor's output layer, beyond which it has no id.
+    asked: how each is asked, by its role. ids: how many ids each is asked for, of algorithm.distill. The actor's output
+    layer has `vocab_size` rows, and no id beyond them.
     """
 
     asked: Mapping[str, Ask]
     ids: tuple[int, ...] = ()
     distill: TeacherDivergence | None = None
     vocab_size: int = 0
+    same_layout: bool | None = None
+    """Whether the reference starts with the actor's weights and computes in the same layout; None: they are others."""
 
     @property
     def names(self) -> list[str]:
@@ -52,7 +52,7 @@ class References:
 
     def say(self, batch: Batch, *, size: int, temperature: float) -> dict[str, Tensor]:
         """Returns token fields: ref_log_probs of the sampled tokens and, of algorithm.distill, a teacher's ids and
-        their log-probs; 0 where nothing trains. Of whole vocabularies log-probs alone, in the order of ids. size:
+        their log-probs; 0 where nothing trains. Whole vocabularies have log-probs alone, in the order of ids. size:
         sequences of a mini-batch, as in training."""
         trained_T, of_T = batch.loss_mask != 0, to_tokens(teacher_numbers(batch), batch.lengths)
         found = {"ref_log_probs": torch.zeros(batch.num_tokens)}
@@ -107,7 +107,7 @@ def kl_of_sequences(batch: Batch) -> float:
 
 
 def with_ids(batch: Batch) -> Batch:
-    """Returns a mini-batch whose further labels are the ids that its teachers' log-probs are of."""
+    """Returns a mini-batch with further labels: the ids of its teachers' log-probs."""
     fields = dict(batch.token_fields)
     ids = fields.pop(TEACHER_IDS, None)
     if ids is None:  # all, in their order
@@ -131,20 +131,27 @@ def check_vocabularies(config: PPOConfig, folders: Mapping[str, str], tokenizer:
         check_same_vocabulary(tokenizer.get_vocab(), own, path, f"{role}.model.path", "actor.model.path", role=who)
 
 
-def references_of(
-    config: PPOConfig, folders: Mapping[str, str], recipe: Recipe, dispatch: WorkerDispatch
-) -> References | None:
-    """Returns them; None where the algorithm needs none. folders: of the roles."""
+def references_of(trainer: Trainer, folders: Mapping[str, str], recipe: Recipe) -> References | None:
+    """Returns them; None if the algorithm needs none. folders: of the roles."""
+    config, dispatch = trainer.config, trainer.dispatch
     if not recipe.needs_reference:
         return None
+    if (
+        config.actor.model.lora is not None
+        and "reference" in dispatch.engines
+        and config.algorithm.name not in OPD_NAMES
+    ):
+        trainer.console.say(f"reference: is a second copy of the model, {_why_not_base(config)}")
+    same_layout = _same_layout(config, folders)
     asked = {role: _asked(config, role, folders.get(role, folders["actor"]), dispatch) for role in teachers_of(config)}
     keys = config.algorithm.distill
     if keys is None:
-        return References(asked)
+        return References(asked, same_layout=same_layout)
     own, *others = (_vocab_size(config, role, folders[role]) for role in ("actor", *asked))
     ids = tuple(min(keys.top_k or size, size) for size in others)
     tail = not all(count == size == own for count, size in zip(ids, others, strict=True))
-    return References(asked, ids, TeacherDivergence(kind=keys.loss, beta=keys.resolved_beta, tail=tail), own)
+    distill = TeacherDivergence(kind=keys.loss, beta=keys.resolved_beta, tail=tail)
+    return References(asked, ids, distill, own, same_layout)
 
 
 def _vocab_size(config: PPOConfig, role: str, folder: str) -> int:
@@ -157,18 +164,30 @@ def _vocab_size(config: PPOConfig, role: str, folder: str) -> int:
 
 def _asked(config: PPOConfig, role: str, folder: str, dispatch: WorkerDispatch) -> Ask:
     if not is_served(config, role):
-        return lambda batch, ctx: dispatch.forward(role, batch, ctx)
+        return ask_role(dispatch, role)
     server = TeacherServer(section_of(config, role).server, f"{role}.server")
     tokenizer = load_tokenizer(folder, config.actor.model.trust_remote_code)
     dispatch.on_main(lambda: server.check_tokenizer(tokenizer))
+    return ask_server(dispatch, server)
 
-    def ask(batch: Batch, ctx: dict[str, Any]) -> Predictions:
-        ids_N, log_probs_N, of_labels_N = dispatch.on_main(lambda: server.top_and_labels(batch, ctx.get("top", 0)))
-        trained = batch.loss_mask.nonzero()[:, 0]
-        predictions = {"log_probs": of_labels_N, "top_tokens": ids_N.long(), "top_log_probs": log_probs_N}
-        return {
-            name: of_N.new_zeros(batch.num_tokens, *of_N.shape[1:]).index_copy(0, trained, of_N)
-            for name, of_N in predictions.items()
-        }
 
-    return ask
+def _why_not_base(config: PPOConfig) -> str:
+    """Names the key that keeps the reference from being the actor with its adapters off."""
+    own = config.reference
+    given = {
+        "reference.model.path": own.model.path,
+        "reference.model.dtype": own.model.dtype,
+        "reference.engine": own.engine,
+        "reference.update_every": own.update_every,
+    }
+    key = next(key for key, value in given.items() if value is not None)
+    return f"since {key} is set; where it is null the actor without its adapters is the reference"
+
+
+def _same_layout(config: PPOConfig, folders: Mapping[str, str]) -> bool | None:
+    """Returns `References.same_layout`."""
+    if "reference" not in folders or os.path.realpath(folders["reference"]) != os.path.realpath(folders["actor"]):
+        return None
+    if model_of(config, "reference").dtype != config.actor.model.dtype:
+        return None
+    return engine_of(config, "reference") == config.actor.engine

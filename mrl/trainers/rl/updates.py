@@ -15,14 +15,14 @@ from mrl.batch import Batch
 from mrl.roles.dispatch import StepResult
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.role_guard import RoleGuard
-from mrl.trainers.rl.state import Progress, Trainer
 from mrl.trainers.rl.teachers import with_ids
+from mrl.trainers.rl.trainer import PPOTrainer
 
 
-def train_critic(trainer: Trainer, progress: Progress, batch: Batch) -> dict[str, float]:
+def train_critic(trainer: PPOTrainer, batch: Batch) -> dict[str, float]:
     """One optimizer step of the critic."""
     loss_fn = critic_loss(trainer.recipe, max_response_length=trainer.config.rollout.max_new_tokens)
-    _, loss, found, result = train_role(trainer, progress, "critic", batch, loss_fn, {})
+    _, loss, found, result = train_role(trainer, "critic", batch, loss_fn, {})
     explained = explained_variance(
         returns=found["critic/returns"], returns_squared=found["critic/returns_squared"],
         error=found["critic/error"], error_squared=found["critic/error_squared"],
@@ -37,7 +37,7 @@ def train_critic(trainer: Trainer, progress: Progress, batch: Batch) -> dict[str
     }
 
 
-def train_actor(trainer: Trainer, progress: Progress, batch: Batch) -> tuple[dict[str, float], Tensor]:
+def train_actor(trainer: PPOTrainer, batch: Batch) -> tuple[dict[str, float], Tensor]:
     """One optimizer step of the actor. Returns metrics, and the log-probs [T] from before the update."""
     config, recipe = trainer.config, trainer.recipe
     loss_fn = actor_loss(recipe, max_response_length=config.rollout.max_new_tokens)
@@ -47,7 +47,7 @@ def train_actor(trainer: Trainer, progress: Progress, batch: Batch) -> tuple[dic
         loss_fn, batch = dataclasses.replace(loss_fn, distill=trainer.references.distill), with_ids(batch)
     entropy = "differentiable" if recipe.entropy_coef else "detached"
     ctx = {"temperature": config.rollout.temperature, "entropy": entropy}
-    log_probs_T, loss, found, result = train_role(trainer, progress, "actor", batch, loss_fn, ctx)
+    log_probs_T, loss, found, result = train_role(trainer, "actor", batch, loss_fn, ctx)
     found = {"actor/mtp_loss" if name == "mtp_loss" else name: value for name, value in found.items()}
     old_log_probs_T = batch.token_fields.get("old_log_probs", log_probs_T)
     row = {
@@ -62,14 +62,13 @@ def train_actor(trainer: Trainer, progress: Progress, batch: Batch) -> tuple[dic
 
 
 def train_role(
-    trainer: Trainer, progress: Progress, role: str, batch: Batch, loss_fn: ActorLoss | CriticLoss, ctx: dict[str, Any]
+    trainer: PPOTrainer, role: str, batch: Batch, loss_fn: ActorLoss | CriticLoss, ctx: dict[str, Any]
 ) -> tuple[Tensor, float, dict[str, float], StepResult]:
     """One optimizer step of a role. Returns what it predicted [T], its loss and metrics, and the step's result.
 
-    Raises TrainingError where loss or gradient norm are not finite and where a guard fails; then nothing is saved but
-    the batch.
+    Raises TrainingError if loss or gradient norm are not finite or a guard fails. Then nothing is saved but the batch.
     """
-    dispatch, guard = trainer.dispatch, RoleGuard(trainer, progress, role, batch)
+    dispatch, guard = trainer.dispatch, RoleGuard(trainer, role, batch)
     dispatch.zero_grad(role)
     predictions, loss, found = dispatch.forward_backward(
         role, batch, loss_fn, ctx=ctx | {"last": True}, denominator=loss_fn.denominator
@@ -82,12 +81,12 @@ def train_role(
     return predicted_T, loss, found, result
 
 
-def end_iteration(trainer: Trainer, progress: Progress, experience: Experience) -> None:
-    """Steers the KL's coefficient; brings the reference up to the actor where that is due."""
+def end_iteration(trainer: PPOTrainer, experience: Experience) -> None:
+    """Steers the KL's coefficient. Gives the reference the actor's weights if that is due."""
     if not trainer.recipe.needs_reference:
         return
     trainer.kl.update(experience.sequence_kl)
-    every = trainer.config.reference.update_every
-    before = progress.step - trainer.config.steps_per_iteration
-    if every is not None and progress.step // every > before // every:
+    every, step = trainer.config.reference.update_every, trainer.progress.step
+    before = step - trainer.config.steps_per_iteration
+    if every is not None and step // every > before // every:
         trainer.dispatch.copy_weights("actor", "reference", str(trainer.directory.path))

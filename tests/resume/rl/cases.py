@@ -19,8 +19,8 @@ from mrl.errors import UserError
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.rollouts import Rollouts
 from mrl.trainers import ppo
-from mrl.trainers.rl import setup
 from mrl.trainers.rl.collect import Collector
+from mrl.trainers.rl.trainer import PPOTrainer, trainer_of
 from tests.trainers.cases import before, outcome
 
 
@@ -33,9 +33,9 @@ PLACES: dict[str, tuple[Any, str, Callable[..., int | None]]] = {
     "rollout": (Collector, "collect", lambda collector, prompts, step: step),
     "rewards": (Rollouts, "sample", lambda *_, step, series="step", **__: step if series == "step" else None),
     "evaluation": (Rollouts, "sample", lambda *_, step, series="step", **__: step if series == "eval" else None),
-    "forwards": (ppo, "prepare", lambda trainer, progress, collected: progress.step + 1),
-    "step": (ppo, "one_step", lambda trainer, progress, experience: progress.step + 1),
-    "save": (ppo, "save", lambda trainer, progress, experience, **_: progress.step),
+    "forwards": (ppo, "prepare", lambda trainer, collected: trainer.progress.step + 1),
+    "step": (ppo, "one_step", lambda trainer, experience: trainer.progress.step + 1),
+    "save": (PPOTrainer, "save", lambda trainer, **_: trainer.progress.step),
 }
 """Place -> the call that it is before, and the step that such a call belongs to (None: it is another place)."""
 
@@ -54,7 +54,7 @@ def train(
 
 def resave(config: Mapping[str, Any], checkpoint: str, folder: str) -> str:
     """Reads a checkpoint of all roles and saves it into the run's own folder, without a step. folder: what paths are of."""
-    with contextlib.chdir(folder), setup.trainer_of(from_dict(config, PPOConfig)) as trainer:
+    with contextlib.chdir(folder), trainer_of(from_dict(config, PPOConfig)) as trainer:
         trainer.dispatch.init_model()
         state = trainer.dispatch.load_checkpoint(checkpoint)
         root = str(trainer.directory.checkpoints)

@@ -23,7 +23,7 @@ from mrl.roles.dispatch import StepResult, WorkerDispatch
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.native import EngineSampler
 from mrl.trainers import ppo
-from mrl.trainers.rl import experience, prepare, setup
+from mrl.trainers.rl import experience, prepare, roles
 from mrl.trainers.rl.evaluation import Evaluation
 from tests.trainers import cases
 from tests.trainers.cases import before, outcome
@@ -145,7 +145,7 @@ def forwards_are_counted(stop_after: int | None = None) -> Iterator[None]:
 @contextlib.contextmanager
 def references_are_saved() -> Iterator[None]:
     """Checkpoints hold references that never change, as those of earlier versions."""
-    with mock.patch.object(setup, "frozen_roles", lambda config: ("reward",)):
+    with mock.patch.object(roles, "frozen_roles", lambda config: ("reward",)):
         yield
 
 

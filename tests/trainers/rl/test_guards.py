@@ -49,7 +49,7 @@ def test_trap_19_a_sampler_with_another_temperature(inputs, tmp_path, world, act
     config = tiny_policies.make_config(inputs, tmp_path / "run", actor=actor)
     message = fails(config, world, happening="sampler_is_off", temperature=0.9)
     assert re.match(
-        r"the first rollout's log-probs differ from the trainer's in the mean by 0\.\d+ nats \(1e-05 is allowed\): ",
+        r"the first rollout's log-probs differ from the trainer's in the mean by 0\.\d+ nats \(1e-05 is allowed\)\. The ",
         message,
     )
     assert message.endswith("report this, or set train.guards to false to go on")
@@ -137,7 +137,7 @@ def test_trap_18_dropout_in_config_json(inputs, tmp_path, backend):
     config = tiny_policies.make_config(inputs, tmp_path / "run", actor=actor, train={"steps": 4})
     message = fails(config)
     assert re.match(r"before the first update \d+ of \d+ ratios are not 1 \(log-probs differ by up to ", message)
-    assert "where config.json has a dropout, set it to 0" in message
+    assert "Set a dropout of config.json to 0" in message
     unguarded = tiny_policies.merge(config, {"output_dir": str(tmp_path / "unguarded"), "train": {"guards": False}})
     assert train(unguarded)[0] == "done"
     rows = tiny_policies.metrics_of(tmp_path / "unguarded")

@@ -70,8 +70,8 @@ class TeacherServer:
         raise ConfigError(f"{self.key}.name", quoted(name), "is not served there", f"give one of {served}")
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises ConfigError where a text has other ids on the server than by `tokenizer`, that of model.path beside
-        the server: ids would be other tokens there, and log-probs those of another text."""
+        """Raises ConfigError if a text has other ids on the server than by `tokenizer`, that of model.path beside the
+        server. Ids would be other tokens there, and log-probs those of another text."""
         named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
         for text in (*TEXTS, *(f"a {token} a" for token in dict.fromkeys(named) if token is not None)):
             here = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -98,13 +98,9 @@ class TeacherServer:
         except (KeyError, IndexError, TypeError) as error:
             raise self._unexpected(error) from error
 
-    def top(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
-        """Returns the `count` likeliest ids [N, count] int32 after the trained places, and their log-probs, fp32."""
-        ids, log_probs, _ = self.top_and_labels(batch, count)
-        return ids, log_probs
-
     def top_and_labels(self, batch: Batch, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns what `top` does, and [N] fp32 the log-probs of the labels there. count: may be 0."""
+        """Returns ids [N, count] int32, log-probs [N, count] fp32 and log-probs of labels [N] fp32. They are of the
+        likeliest tokens after the trained positions, and of the labels there. count: may be 0."""
         lengths = batch.lengths.tolist()
         parts = zip(*(field.split(lengths) for field in (batch.tokens, batch.labels, batch.loss_mask)), strict=True)
         texts = [([*tokens.tolist(), int(labels[-1])], mask.nonzero()[:, 0].tolist()) for tokens, labels, mask in parts]

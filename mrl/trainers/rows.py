@@ -1,0 +1,263 @@
+"""Makes the run of `mrl sft`, `mrl dpo` and `mrl rm`: one model trains on rows, and a `Task` makes its batches and its
+loss."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mrl.config.checks import check_batch, check_schedule
+from mrl.config.command import command_of
+from mrl.config.load import to_dict
+from mrl.config.resume import check_resume, expand_nulls
+from mrl.config.schema import ModelConfig
+from mrl.config.stream_checks import streamed_keys
+from mrl.converters.hf_config import read_hf_config
+from mrl.converters.hub import check_same_model, model_fingerprint, model_folder
+from mrl.data.batches import BatchSource, steps_for_epochs
+from mrl.data.dataset import RowDataset
+from mrl.data.encode import Encoder
+from mrl.data.mixture import MixedDataset, notes_of_rows
+from mrl.data.stream import count_usable, may_leave_out
+from mrl.data.tokenizer import load_tokenizer
+from mrl.engine.base import PLAIN_CTX, BaseEngine
+from mrl.engine.collective import OnMainInThread
+from mrl.engine.registry import build_engine
+from mrl.errors import DataError, ServerError
+from mrl.mcore_models.platform import device_type
+from mrl.roles.dispatch import WorkerDispatch
+from mrl.roles.role_checkpoints import MODEL
+from mrl.rollout.stops import EndTokens
+from mrl.trainers.common import load_newest, say_all, say_mtp_layers
+from mrl.trainers.console import Console
+from mrl.trainers.evaluation import Evaluation
+from mrl.trainers.mixture_length import length_of_mixture
+from mrl.trainers.opening import say_choices, say_length, say_model
+from mrl.trainers.run_directory import StartState
+from mrl.trainers.saves import CheckpointSaver, check_background
+from mrl.trainers.step_guard import StepGuard
+from mrl.trainers.task import Task
+from mrl.trainers.throughput import Throughput
+from mrl.trainers.trainer import Trainer, console_of
+from mrl.words import pluralize
+
+
+class RowsTrainer(Trainer):
+    """Trains one model on rows."""
+
+    role = MODEL
+    saves_before = ServerError  # a teacher's
+
+    source: BatchSource[Any]
+    evaluation: Evaluation | None
+
+    def __init__(self, task: Task[Any], console: Console, closing: contextlib.ExitStack) -> None:
+        super().__init__(task.config, console, closing)
+        self.task = task
+        self.fingerprints: Mapping[str, dict[str, str]] = {}  # key -> what tells a frozen model from others
+        config = self.config
+        console.doing("reading the model's folder and the data")
+        folder = model_folder(config.model.path, weights=config.model.init == "pretrained")
+        hf_config = read_hf_config(folder)  # first: a wrong config.json fails the tokenizer too
+        self.tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.data.chat_template)
+        if streamed_keys(config.data):
+            task.exchange = OnMainInThread(device_type(config.engine.device))
+        train_set, eval_sets = self.open_rows(task, folder, hf_config)
+        encoders = train_set.encoders()
+        self.ends = EndTokens.of(folder, self.tokenizer, encoders) if encoders else EndTokens((), ())
+        say_all(console, self.ends.notes(self.tokenizer, "the export's generation_config.json gets it, too"))
+        say_all(console, notes_of_rows(train_set, eval_sets))
+        engine = build_engine(task.role(folder))
+        check_background(config.checkpoint.background, {"engine.backend": engine})
+        self.dispatch = WorkerDispatch({MODEL: engine}, offload_idle=False)
+        self.total_steps = length_of(config, train_set, console)
+        engine.set_total_steps(self.total_steps)
+        self.saves = CheckpointSaver(engine.device)
+        self.watch_signals("step")
+        self.source = task.source(train_set)
+        closing.callback(self.source.close)
+        self.lock()
+        self.evaluation = Evaluation(self, task, eval_sets) if eval_sets else None
+
+    @property
+    def engine(self) -> BaseEngine:
+        """The engine of the model."""
+        return self.dispatch.engines[MODEL]
+
+    @property
+    def model(self) -> ModelConfig:
+        section: ModelConfig = self.config.model
+        return section
+
+    @property
+    def encoders(self) -> Sequence[Encoder]:
+        return self.source.dataset.encoders()
+
+    @property
+    def where(self) -> str:
+        return f"after step {self.progress.step} of {self.total_steps}"
+
+    def next_error(self) -> DataError | None:
+        return self.source.next_error(lambda: self.stop.requested)
+
+    def write_model(self, path: str) -> None:
+        super().write_model(path)
+        self.dispatch.on_main(lambda: self.task.after_export(path))
+
+    # -- the start ----------------------------------------------------------------------------------------------------
+
+    def build(self, start: StartState) -> StartState:
+        dispatch, console, task, engine = self.dispatch, self.console, self.task, self.engine
+        say_choices(console, {"": engine})  # first: a run that ends for want of memory has said what it was made of
+        console.doing("building the model")
+        dispatch.init_model()
+        say_model(console, "model", engine)
+        rows = None if self.source.dataset.is_streamed else len(self.source.dataset)
+        batch = self.config.train.global_batch_size
+        say_length(console, steps=self.total_steps, batch=batch, noun="row", rows=rows, per_epoch=(rows or 0) / batch)
+        folder = engine.config.model.path
+        if start.checkpoint is not None and any(one.is_cached for one in task.frozen_models(folder).values()):
+            start = self.check_before_cache(start)
+        sets = [self.source.dataset, *([] if self.evaluation is None else self.evaluation.sets.values())]
+        task.begin(self, sets)
+        without_mtp = {"model.path": folder} if engine.config.mtp is None else {}
+        read = {key: one.folder for key, one in task.frozen_models(folder).items() if one.is_read}
+        say_mtp_layers(dispatch, console, without_mtp | read)
+        self.fingerprints = self.fingerprints_now()
+        return start
+
+    def fingerprints_now(self) -> dict[str, dict[str, str]]:
+        """Returns, by key, what tells the frozen models from others."""
+        frozen = self.task.frozen_models(self.engine.config.model.path)
+        return self.dispatch.on_main(lambda: {key: one.fingerprint() for key, one in frozen.items()})
+
+    def check_before_cache(self, start: StartState) -> StartState:
+        """Raises what a resume will raise if config, models or data are not the checkpoint's. Returns the start.
+
+        The task may take hours for a cache, and write it over the one of the run. So an unreadable checkpoint is passed
+        over, or ends the run, before that.
+        """
+        engine, dispatch = self.engine, self.dispatch
+
+        def state_of(folder: str) -> dict[str, Any]:
+            state = dispatch.on_main(lambda: engine.saved_state(folder))
+            # where the state cannot be read alone, a load of all says what is wrong
+            return dispatch.load_checkpoint(folder) if state is None else state
+
+        start, state = load_newest(dispatch, self.directory, self.config, self.console, start, state_of)
+        if state:  # an import has none
+            check_resume(state["config"], to_dict(self.config))
+            self.fingerprints = self.fingerprints_now()
+            self.check_frozen(state)
+            self.source.load_state_dict(state["data"])
+        return start
+
+    def restore(self, start: StartState) -> None:
+        super().restore(start)
+        if self.progress.logged < self.total_steps:
+            self.console.doing("reading the first rows")  # a bad one is an error before anything is written
+            self.source.prefetch()
+            if self.evaluation is not None:
+                self.evaluation.read_rows()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def own_state(self) -> dict[str, Any]:
+        return {"model": model_fingerprint(self.engine.config.model.path), "models": dict(self.fingerprints)}
+
+    def check_models(self, state: Mapping[str, Any]) -> None:
+        before, now = state["config"]["model"]["path"], self.config.model.path
+        found = model_fingerprint(self.engine.config.model.path)
+        check_same_model(state.get("model"), found, before=before, now=now)
+        self.check_frozen(state)
+
+    def check_frozen(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigError where a model of `fingerprints` is not the checkpoint's."""
+        both = expand_nulls(state["config"], to_dict(self.config), command_of(type(self.config)))
+        for key, found in self.fingerprints.items():
+            before, now = (str(functools.reduce(operator.getitem, key.split("."), plain)) for plain in both)
+            # older versions saved no "models"
+            check_same_model(state.get("models", {}).get(key), found, before=before, now=now, key=key)
+
+
+def run_task(task: Task[Any], command_line: str = "") -> None:
+    """Trains, or goes on training, until `train.steps` or `train.epochs` are done, and exports the model.
+
+    Called on every rank. Raises UserError for what the user can put right, and Stopped after a signal asked the run to
+    stop and a checkpoint was saved.
+    """
+    with console_of(task.config) as console, contextlib.ExitStack() as closing:
+        RowsTrainer(task, console, closing).run(loop, command_line)
+
+
+def length_of(config: Any, train_set: RowDataset[Any], console: Console) -> int:
+    """Returns steps of the run. If `train.epochs` sets them and rows may be left out, usable rows are counted first.
+
+    The counting is a pass over the rows: every rank makes it and finds the same, and so does a run that is resumed.
+    """
+    if train_set.is_streamed:
+        return config.train.steps
+    rows, batch = len(train_set), config.train.global_batch_size
+    check_batch(batch, batch, rows)
+    if isinstance(train_set, MixedDataset):
+        check = functools.partial(check_schedule, config.optimizer)
+        return length_of_mixture(config, train_set, console, rows=batch, check=check)
+    if config.train.steps is not None:
+        return config.train.steps
+    epochs = 1.0 if config.train.epochs is None else config.train.epochs
+    usable = rows
+    counts: Mapping[str, int] = {}
+    if may_leave_out(config.data):
+        console.say(
+            f"data.train: counting which of its {pluralize(rows, 'row')} can be used, for the length of the run"
+        )
+        usable, counts = count_usable(train_set)
+    steps = steps_for_epochs(epochs, usable, batch)
+    length = f"the {pluralize(steps, 'step')} of {pluralize(epochs, 'epoch')}"
+    if usable < rows:
+        left_out = ", ".join(f"{what}: {number}" for what, number in counts.items() if number)
+        console.say(
+            f"data.train: {usable} of its {pluralize(rows, 'row')} can be used ({left_out}), which makes {length}"
+        )
+    check_schedule(config.optimizer, steps, length)
+    return steps
+
+
+def loop(trainer: RowsTrainer) -> None:
+    """Makes steps until all are made; the last one is saved. Raises Stopped after a signal."""
+    dispatch, source, task, progress = trainer.dispatch, trainer.source, trainer.task, trainer.progress
+    guard = StepGuard(
+        dispatch, trainer.directory, head=trainer.engine.config.head, watches_parameters=trainer.config.train.guards,
+        rows=source.taken_from,
+    )  # fmt: skip
+    throughput = Throughput(trainer.engine)
+    while progress.step < trainer.total_steps:
+        began_s, step = time.perf_counter(), progress.step + 1
+        trainer.console.doing(f"step {step}")
+        with trainer.saved_before_errors():
+            batch = source.next()
+            made, ctx = task.prepare(dispatch, batch)
+
+        dispatch.zero_grad(MODEL)
+        _, loss, found = dispatch.forward_backward(
+            MODEL, made, task.loss_fn, ctx=PLAIN_CTX | ctx | {"last": True}, denominator=task.denominator, gathers=False
+        )
+        guard.before_update(step, batch, loss)
+        result = dispatch.optim_step(MODEL, guard=guard.watches_parameters)
+        guard.after_update(step, batch, result)
+
+        progress.step = step
+        progress.tokens += batch.denominators["tokens"]
+        row = {
+            "train/loss": loss,
+            "train/grad_norm": float(result.grad_norm),
+            "train/lr": result.lr,
+            "train/tokens": progress.tokens,
+        }
+        row |= source.metrics | trainer.saves.metrics() | task.means_of(made, ctx | {"metrics": found})
+        row |= throughput.metrics(batch, step_s=time.perf_counter() - began_s)
+        trainer.finish_step(row)
