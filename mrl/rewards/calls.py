@@ -165,7 +165,7 @@ SAMPLE = SignatureForm(
 )  # fmt: skip
 GROUP = SignatureForm("group", {"prompt": _first(_PROMPT), "row": _first(_ROW), **_LIST_ARGUMENTS})
 BATCH = SignatureForm("batch", {"prompts": _each(_PROMPT), "rows": _each(_ROW), **_LIST_ARGUMENTS})
-_VERL = {
+_VERL: Mapping[str, Callable[[Sample], Any]] = {
     "data_source": _row_value("data_source"), "solution_str": _COMPLETION, "ground_truth": _ground_truth,
     "extra_info": _extra_info,
 }  # fmt: skip
