@@ -92,7 +92,7 @@ def fingerprint(target: str) -> str:
     """Return a hash of a function's code, without docstrings and comments; "" if there is no such function."""
     module, _, path = target.partition(":")
     try:
-        function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        function: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
         text = inspect.getsource(inspect.unwrap(function))
     except (AttributeError, ImportError, OSError, TypeError):
         return ""

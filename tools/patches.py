@@ -36,8 +36,8 @@ all, and this page shows it. `mrl/patches.py` applies the patches.
 A function that mrl replaces, overrides or copies has a hash for each version that was read. The hash is of the code
 without docstrings and comments. Another function is found when mrl applies the patch:
 
-- **warns**: the log has one line that names the function and what may be wrong. The run goes on.
-- **refuses**: the run does not start, because numbers could be wrong and nothing would show it.
+- **Warns**: the log has one line that names the function and what may be wrong. The run goes on.
+- **Refuses**: the run does not start, because numbers could be wrong and nothing would show it.
 
 To support a new version:
 
@@ -156,7 +156,7 @@ def table() -> str:
         lines += [f"\n## {library}\n", f"Versions that were read: {', '.join(entry['versions'])}.\n"]
         lines += ["| what | kind | in `mrl/` | why, and what may go wrong | test |", "|---|---|---|---|---|"]
         for use in sorted(entry["uses"], key=lambda use: use["in"]):
-            end = next((f"**{word}**: {use[word]}" for word in ("warns", "refuses") if word in use), "")
+            end = next((f"**{word.capitalize()}**: {use[word]}" for word in ("warns", "refuses") if word in use), "")
             why = f"{use['why'].rstrip('.')}. {end}".strip()
             files = "<br>".join(f"`{file}`" for file in use["in"])
             what = use["target"].replace("|", "\\|")

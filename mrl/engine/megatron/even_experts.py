@@ -58,7 +58,7 @@ class EvenExperts:
             return [n // (at.tp_size * at.ep_size) for n in self.here()] * (at.tp_size * at.ep_size)
         return self.here() if size == (len(at.local_expert_indices),) else None
 
-    def install(self) -> Callable[[], None]:
+    def install(self) -> Callable[[], object]:
         """Replaces the methods of megatron's dispatchers that copy these numbers to the host. Returns a function that
         undoes it."""
         from megatron.core.transformer.moe import token_dispatcher
