@@ -46,7 +46,6 @@ def prepare() -> None:
     global _prepared
     if _prepared:
         return
-    _prepared = True
     if not has_gpu():
         _replace_cuda_runtime()
         _replace_tensor_creation()
@@ -61,6 +60,7 @@ def prepare() -> None:
     dispatch.install()
     if not has_gpu():
         _mend_megatron()
+    _prepared = True
 
 
 @contextlib.contextmanager
