@@ -70,6 +70,7 @@ bench-gpu:
 docs: $(DOCS_STAMP)
 	$(BIN)/python tools/pages.py config > docs/config.md
 	$(BIN)/python tools/pages.py coming_from > docs/coming-from.md
+	$(BIN)/python tools/patches.py table > docs/developers/patches.md
 	$(BIN)/python docs/images/architecture.py > docs/images/architecture.svg
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 

@@ -18,13 +18,14 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["mrl", "mrl.*"]),
     package_data={
+        "mrl": ["patches.toml"],
         "mrl.config": ["foreign/*.txt"],
         "mrl.doctor": ["*.json"],
         "mrl.launch.slurm": ["templates/*.sbatch"],
         "mrl.report": ["*.html", "*.css", "*.js"],
     },
     install_requires=[
-        "megatron-core>=0.16.1",
+        "megatron-core>=0.16.1,<0.20",  # above: functions that mrl patches are not read (mrl/patches.toml)
         "torch>=2.13.0a0",  # NVIDIA builds 2.13 under this name (docs/gpu.md); PyPI has no such versions
         "transformers>=5",
         "click>=8.1",

@@ -1,74 +1,111 @@
-"""The engine contract as a program of your own: a loss function, a loader, a loop. Runs on either engine.
+"""Supervised fine-tuning as a program of your own, on either engine: the loop of `mrl sft`, without what surrounds it.
 
-    python examples/engine_loop.py                                   megatron, one process
-    torchrun --nproc-per-node 2 examples/engine_loop.py megatron 2   megatron, tensor parallel over two
-    torchrun --nproc-per-node 2 examples/engine_loop.py fsdp         FSDP2 over two
+    CONFIG="examples/arithmetic/config.yaml output_dir=runs/my-sft"
+    python examples/arithmetic/make_data.py runs/arithmetic-data          # a tiny model, a tokenizer, chat rows
+    python examples/engine_loop.py $CONFIG engine.parallel.tp=1
+    torchrun --nproc-per-node 2 examples/engine_loop.py $CONFIG           # tensor parallel over two processes
+    torchrun --nproc-per-node 2 examples/engine_loop.py $CONFIG engine='{backend: fsdp}'
 
-Every layout prints the same losses.
+It reads a config of `mrl sft` and computes the same numbers. Kill it and start it again: it resumes from its last
+checkpoint. Every layout gives the same losses, within rounding.
+
+`mrl sft` also has evaluation, guards, logs, MTP layers, and mixtures and streams of data.
 """
 
 from __future__ import annotations
 
-import random
+import dataclasses
+import pathlib
 import sys
-import tempfile
-from collections.abc import Iterator
 
-from transformers import Qwen3Config
+import torch
 
-from mrl.batch import Batch, make_batch
-from mrl.config.schema import EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig, RoleConfig
+from mrl.batch import Batch
+from mrl.config.checks import micro_batch_tokens
+from mrl.config.load import load_config
+from mrl.config.schema import RoleConfig, SFTConfig
+from mrl.converters.hub import model_folder
+from mrl.data.batches import BatchSource
+from mrl.data.dataset import SFTDataset
+from mrl.data.tokenizer import load_tokenizer
+from mrl.engine.atomic_checkpoint import find_checkpoint
+from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
 
-STEPS, VOCABULARY = 5, 64
 
+def loss_fn(data: Batch, predictions: dict[str, torch.Tensor], ctx: dict) -> tuple[torch.Tensor, dict]:
+    """Return the sum of the negative log-likelihoods of a micro-batch's tokens, never a mean.
 
-def loader(steps: int) -> Iterator[Batch]:
-    """Global mini-batches of eight uneven sequences that count upwards; every rank makes the same ones."""
-    numbers = random.Random(0)
-    for _ in range(steps):
-        starts = [(numbers.randrange(VOCABULARY), numbers.randrange(4, 12)) for _ in range(8)]
-        sequences = [[(start + i) % VOCABULARY for i in range(length)] for start, length in starts]
-        yield make_batch(sequences, [[1.0] * len(sequence) for sequence in sequences])
-
-
-def loss_fn(data, predictions, ctx):
-    """A sum over what counts, never a mean: the engine divides by the tokens of the global mini-batch."""
+    The engine divides by the trained tokens of the global mini-batch, so the loss does not depend on micro-batches.
+    """
     return -(predictions["log_probs"] * data.loss_mask).sum(), ctx
 
 
-def main(backend: str = "megatron", tp: int = 1) -> list[float]:
-    """Trains a tiny random model. Returns the losses, the same on every rank."""
-    losses = []
-    with tempfile.TemporaryDirectory() as folder:
-        Qwen3Config(
-            architectures=["Qwen3ForCausalLM"], vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64,
-            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        ).save_pretrained(folder)  # fmt: skip
-        engine = build_engine(
-            RoleConfig(
-                model=ModelConfig(path=folder, init="random", dtype="float32"),
-                engine=EngineConfig(backend=backend, parallel=ParallelConfig(tp=tp)),
-                optimizer=OptimizerConfig(lr=1e-2, schedule="constant"),
-                total_steps=STEPS,
-            )
+def make_engine(config: SFTConfig, folder: str) -> BaseEngine:
+    """Return an engine with a model, an optimizer and a schedule. Every rank calls it, and all that follows."""
+    tokens = micro_batch_tokens(config.engine.micro_batch, config.data.max_length)
+    micro_batch = dataclasses.replace(config.engine.micro_batch, tokens=tokens)
+    engine = build_engine(
+        RoleConfig(
+            model=dataclasses.replace(config.model, path=folder),
+            engine=dataclasses.replace(config.engine, micro_batch=micro_batch),
+            optimizer=config.optimizer,
+            seed=config.seed,
+            packing=config.data.packing,
+            total_steps=config.train.steps,
         )
-        engine.init_model()
-        engine.set_loss_fn(loss_fn)
-        ctx = None
-        for batch in loader(STEPS):
-            engine.optimizer_zero_grad()
-            with engine.train_mode():
-                predictions, loss, ctx = engine.forward_backward_step(engine.shard_data(batch), ctx)
-            grad_norm = engine.optimizer_step()
-            lr = engine.lr_scheduler_step()
-            if engine.is_main:
-                print(
-                    f"loss {loss:.6f}  norm {grad_norm:.4f}  lr {lr:g}  {predictions['log_probs'].numel()} log-probs here"
-                )
-            losses.append(loss)
-    return losses
+    )
+    engine.init_model()
+    engine.set_loss_fn(loss_fn)
+    return engine
+
+
+def main(path: str, *overrides: str) -> list[dict[str, float]]:
+    """Train by the config at `path`, with `key=value` over it. Returns a row for each step of this start."""
+    config = load_config(path, overrides, SFTConfig)
+    assert config.train.steps is not None, "give train.steps"
+    output_dir = pathlib.Path(config.output_dir)
+
+    # Data. A chat row becomes tokens by the tokenizer's chat template; those of the assistant train. The source shuffles
+    # each epoch by the seed, and makes the next global mini-batch in a thread, the same one on every rank.
+    folder = model_folder(config.model.path)
+    tokenizer = load_tokenizer(folder, chat_template=config.data.chat_template)
+    source = BatchSource(
+        SFTDataset(config.data, tokenizer),
+        global_batch_size=config.train.global_batch_size,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+    )
+
+    # Resume. A checkpoint has model, optimizer, schedule, random states, and what `state` holds.
+    engine = make_engine(config, folder)
+    first_step, checkpoints = 0, str(output_dir / "checkpoints")
+    if engine.on_main(lambda: find_checkpoint(checkpoints)):
+        state = engine.load_checkpoint(checkpoints)
+        first_step = state["step"]
+        source.load_state_dict(state["data"])
+
+    rows = []
+    for step in range(first_step + 1, config.train.steps + 1):
+        batch = source.next()
+
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            _, loss, _ = engine.forward_backward_step(engine.shard_data(batch))
+        grad_norm = engine.optimizer_step()
+        lr = engine.lr_scheduler_step()
+
+        rows.append({"loss": loss, "norm": float(grad_norm), "lr": lr})
+        if engine.is_main:
+            print(f"step {step}", *(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
+        if step == config.train.steps or step % (config.checkpoint.every or config.train.steps) == 0:
+            state = {"step": step, "data": source.state_dict()}
+            engine.save_checkpoint(checkpoints, global_step=step, max_ckpt_to_keep=config.checkpoint.keep, state=state)
+
+    engine.export_hf(str(output_dir / "hf"))  # for transformers
+    source.close()
+    return rows
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2], *map(int, sys.argv[2:3]))
+    main(*sys.argv[1:])

@@ -1,13 +1,15 @@
-"""GRPO as a program of your own: sample, score, compare within groups, train. Runs on either engine.
+"""GRPO as a program of your own, on either engine: the loop of `mrl ppo`, without what surrounds it.
 
-    python examples/rl_loop.py                                   megatron, one process
-    torchrun --nproc-per-node 2 examples/rl_loop.py megatron 2   megatron, tensor parallel over two
-    torchrun --nproc-per-node 2 examples/rl_loop.py fsdp         FSDP2 over two
+    CONFIG="examples/arithmetic/grpo.yaml output_dir=runs/my-grpo"
+    python examples/arithmetic/quickstart.py --sft-only                   # makes the model that grpo.yaml names
+    python examples/rl_loop.py $CONFIG
+    torchrun --nproc-per-node 2 examples/rl_loop.py $CONFIG actor.engine='{parallel: {tp: 2}}'
+    torchrun --nproc-per-node 2 examples/rl_loop.py $CONFIG actor.engine='{backend: fsdp}'
 
-A tiny random model learns to count: its reward is the share of its tokens that are one more than the token before them.
-Every layout prints the same numbers. Left out is what `mrl ppo` is for: text and chat templates, rewards in processes of
-their own, evaluation, checkpoints and resume. Loss and advantages stand here in full; mrl.algorithms.recipes has them and
-those of nine other algorithms as functions.
+It reads a config of `mrl ppo`. The numbers are the same if the config has the same reward. Kill it and start it again:
+it resumes from its last checkpoint. Every layout samples the same completions, within rounding.
+
+`mrl ppo` also has other algorithms, critics, reward models, inference servers, evaluation, guards and logs.
 
 Dimensions: P prompts, G samples of each, S = P * G sequences, T tokens of all sequences laid end to end.
 """
@@ -15,136 +17,133 @@ Dimensions: P prompts, G samples of each, S = P * G sequences, T tokens of all s
 from __future__ import annotations
 
 import dataclasses
-import random
 import sys
-import tempfile
 
 import torch
-from transformers import Qwen3Config
 
-from mrl.batch import Batch, make_batch
-from mrl.config.schema import EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig, RoleConfig
-from mrl.engine.base import BaseEngine, GenerateRequest
+from mrl.algorithms.configured import check_algorithm
+from mrl.batch import Batch
+from mrl.config.load import load_config
+from mrl.config.ppo import PPOConfig
+from mrl.config.roles import role_configs
+from mrl.converters.hub import model_folder
+from mrl.data.prompts import PromptDataset, PromptSource
+from mrl.data.tokenizer import load_tokenizer
+from mrl.engine.atomic_checkpoint import find_checkpoint
+from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
-from mrl.engine.sampling import SamplingKey, SamplingParams
+from mrl.rollout.base import trajectories_to_batch
+from mrl.rollout.native import EngineSampler
+from mrl.rollout.rollouts import Rollouts
+from mrl.rollout.stops import EndTokens
+from mrl.trainers.rl.experience import epoch_order
 
-VOCABULARY, NEW_TOKENS = 16, 8
-P, G = 8, 8
-ITERATIONS, MINI_BATCHES = 25, 2  # two optimizer steps on each rollout
-TEMPERATURE, CLIP, KL_COEF = 1.0, 0.2, 0.001
 
-
-def reward(prompt: list[int], completion: list[int]) -> float:
-    """The share of the tokens that count on from the one before."""
-    before = [*prompt[-1:], *completion[:-1]]
-    return sum(token == (last + 1) % VOCABULARY for last, token in zip(before, completion, strict=True)) / NEW_TOKENS
+def reward(completion: str, row: dict) -> float:
+    """Return 1 for the right answer. row: the data row."""
+    return float(completion.strip() == row["answer"])
 
 
 def grpo_loss(data: Batch, predictions: dict[str, torch.Tensor], ctx: dict) -> tuple[torch.Tensor, dict]:
-    """Shao 2024, eq. 3: the clipped objective and the KL to the reference (k3), a mean within each sequence.
+    """Return the clipped objective and a KL to the reference, a mean within each sequence (Shao 2024, eq. 3).
 
-    It is a sum over the sequences of a micro-batch, never a mean: the engine divides by those of the global mini-batch.
+    It is a sum over sequences, never a mean: the engine divides by those of the global mini-batch.
     """
     fields, log_probs_T = data.token_fields, predictions["log_probs"]
     ratio_T = torch.exp(log_probs_T - fields["old_log_probs"])
-    clipped_T = ratio_T.clamp(1 - CLIP, 1 + CLIP)
-    policy_T = torch.max(-ratio_T * fields["advantages"], -clipped_T * fields["advantages"])
-
-    to_reference_T = fields["ref_log_probs"] - log_probs_T
-    kl_T = torch.exp(to_reference_T) - to_reference_T - 1
-
-    loss_T = (policy_T + KL_COEF * kl_T) * data.loss_mask
-    loss_sum = sum(part.sum() / mask.sum() for part, mask in zip(
-        loss_T.split(data.lengths.tolist()), data.loss_mask.split(data.lengths.tolist()), strict=True
-    ))  # fmt: skip
-    return loss_sum, ctx
+    clipped_T = ratio_T.clamp(1 - ctx["clip_low"], 1 + ctx["clip_high"])
+    loss_T = -torch.minimum(ratio_T * fields["advantages"], clipped_T * fields["advantages"])
+    if "ref_log_probs" in fields:
+        difference_T = log_probs_T - fields["ref_log_probs"]
+        loss_T = loss_T + ctx["kl_coef"] * (torch.expm1(-difference_T) + difference_T)
+    weights_T = torch.cat([mask / mask.sum() for mask in data.loss_mask.split(data.lengths.tolist())])
+    return (loss_T * weights_T).sum(), ctx
 
 
-def make_engine(folder: str, backend: str, tp: int) -> BaseEngine:
-    """An engine with a model that starts from random weights, the same for the same seed."""
-    engine = build_engine(
-        RoleConfig(
-            model=ModelConfig(path=folder, init="random", dtype="float32"),
-            engine=EngineConfig(backend=backend, parallel=ParallelConfig(tp=tp)),
-            optimizer=OptimizerConfig(lr=1e-2, schedule="constant", weight_decay=0.0),
-            total_steps=ITERATIONS * MINI_BATCHES,
-        )
-    )
-    engine.init_model()
-    return engine
-
-
-def sample(actor: BaseEngine, prompts: list[list[int]], iteration: int) -> list[list[int]]:
-    """G completions of each prompt, [S] prompt-major: a function of the keys and the weights, on every rank the same."""
-    requests = [
-        GenerateRequest(
-            prompt,
-            max_new_tokens=NEW_TOKENS,
-            sampling=SamplingParams(temperature=TEMPERATURE),
-            key=SamplingKey(seed=0, step=iteration, prompt=p, sample=g),
-        )
-        for p, prompt in enumerate(prompts)
-        for g in range(G)
-    ]
-    return [completion.tokens for completion in actor.generate(requests)]
-
-
-def log_probs(engine: BaseEngine, batch: Batch) -> torch.Tensor:
-    """[T]: of each token of a whole batch, by the engine's weights, without gradients."""
+def log_probs(engine: BaseEngine, batch: Batch, size: int, ctx: dict) -> torch.Tensor:
+    """Return [T]: log-probs of a rollout's tokens, by mini-batches of `size`, so that the first ratios are exactly 1."""
+    parts = []
     engine.set_loss_fn(None)
     with engine.eval_mode():
-        share, ctx = engine.shard_data(batch), {"temperature": TEMPERATURE}
-        predictions, _ = engine.forward_backward_step(share, ctx, forward_only=True)
-    return engine.unshard_data(predictions, batch)["log_probs"]
+        for start in range(0, batch.num_sequences, size):
+            part = batch.select(range(start, start + size))
+            predictions, _ = engine.forward_backward_step(engine.shard_data(part), ctx, forward_only=True)
+            parts.append(engine.unshard_data(predictions, part)["log_probs"].cpu())
+    return torch.cat(parts).masked_fill(batch.loss_mask == 0, 0.0)
 
 
-def main(backend: str = "megatron", tp: int = 1) -> list[float]:
-    """Trains a tiny random model. Returns the mean reward of each iteration, the same on every rank."""
-    numbers, mean_rewards = random.Random(0), []
-    with tempfile.TemporaryDirectory() as folder:
-        Qwen3Config(
-            architectures=["Qwen3ForCausalLM"], vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64,
-            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        ).save_pretrained(folder)  # fmt: skip
-        actor, reference = make_engine(folder, backend, tp), make_engine(folder, backend, tp)
+def main(path: str, *overrides: str) -> list[dict[str, float]]:
+    """Train by the config at `path`, with `key=value` over it. Returns a row for each step of this start."""
+    config = load_config(path, overrides, PPOConfig)
+    algorithm, steps, size = check_algorithm(config), config.train.steps, config.mini_batch_size
+    assert config.algorithm.name == "grpo" and steps is not None, "give algorithm.name: grpo, and train.steps"
+    ctx = {name: getattr(algorithm, name) for name in ("clip_low", "clip_high", "kl_coef")}
+    ctx["temperature"] = config.rollout.temperature
+    # The data: rows whose prompts are rendered by the tokenizer's chat template.
+    folder = model_folder(config.actor.model.path)
+    tokenizer = load_tokenizer(folder, chat_template=config.data.chat_template)
+    source = PromptSource(PromptDataset(config.data, tokenizer), seed=config.seed, shuffle=config.data.shuffle)
 
-    for iteration in range(ITERATIONS):
-        # Rollout and rewards.
-        prompts = [[numbers.randrange(VOCABULARY) for _ in range(3)] for _ in range(P)]
-        completions = sample(actor, prompts, iteration)
-        rewards_S = [reward(prompts[s // G], completion) for s, completion in enumerate(completions)]
+    # The roles, each an engine: the actor trains, and a reference is the model that it started as.
+    folders = {"actor": folder} | ({"reference": folder} if algorithm.needs_reference else {})
+    engines = {role: build_engine(one) for role, one in role_configs(config, folders, algorithm).items()}
+    actor, reference = engines["actor"], engines.get("reference")
+    actor.set_total_steps(steps)
+    for engine in engines.values():
+        engine.init_model()
+    sampler, end_tokens = EngineSampler(actor.generate, tokenizer), EndTokens.of(folder, tokenizer).ids
+    rollouts = Rollouts(sampler, tokenizer, config.rollout, seed=config.seed, end_tokens=end_tokens)
 
-        # Advantages: a sample is good where it is better than the others of its prompt.
-        rewards_PG = torch.tensor(rewards_S).view(P, G)
-        advantages_PG = (rewards_PG - rewards_PG.mean(1, keepdim=True)) / (rewards_PG.std(1, keepdim=True) + 1e-6)
+    # Resume. A checkpoint has the actor, its optimizer, schedule and random states, and what `state` holds.
+    step, rows, checkpoints = 0, [], f"{config.output_dir}/checkpoints"
+    if actor.on_main(lambda: find_checkpoint(checkpoints)):
+        state = actor.load_checkpoint(checkpoints)
+        step = state["step"]
+        source.load_state_dict(state["data"])
 
-        # The batch, of which only completions train; log-probs of the policy that sampled it, and of the reference.
-        sequences = [prompts[s // G] + completion for s, completion in enumerate(completions)]
-        masks = [[0.0] * 3 + [1.0] * len(completion) for completion in completions]
-        batch = make_batch(sequences, masks)
+    while step < steps:
+        # Rollout and rewards: the samples of a prompt are neighbours.
+        iteration, samples = step // config.steps_per_iteration, config.rollout.samples_per_prompt
+        trajectories = rollouts.sample(source.take(config.prompts_per_iteration), step=step + 1, samples=samples)
+        rewards_S = torch.tensor([reward(t.text, t.prompt.row) for t in trajectories], dtype=torch.float64)
+
+        # A sample is good if it is better than the others of its prompt.
+        advantages_S = torch.cat([(group - group.mean()) / (group.std() + 1e-6) for group in rewards_S.split(samples)])
+
+        # The batch, of which only completions train, with log-probs of the policy that sampled it and of the reference.
+        order = epoch_order(config.seed, iteration, 0, len(trajectories))
+        batch, advantages_S = trajectories_to_batch(trajectories).select(order), advantages_S[order].float()
         fields = {
-            "advantages": advantages_PG.flatten().repeat_interleave(batch.lengths) * batch.loss_mask,
-            "old_log_probs": log_probs(actor, batch),
-            "ref_log_probs": log_probs(reference, batch),
+            "advantages": advantages_S.repeat_interleave(batch.lengths) * batch.loss_mask,
+            "old_log_probs": log_probs(actor, batch, size, ctx),
         }
+        if reference is not None:
+            fields["ref_log_probs"] = log_probs(reference, batch, size, ctx)
         batch = dataclasses.replace(batch, token_fields=fields)
 
-        # Optimizer steps, each on a part of the rollout.
+        # Optimizer steps, each on a part of the rollout; a later epoch has another order.
         actor.set_loss_fn(grpo_loss, denominator="sequences")
-        order = numbers.sample(range(P * G), P * G)
-        for part in range(MINI_BATCHES):
-            mini_batch = batch.select(order[part::MINI_BATCHES]).with_denominators()
-            actor.optimizer_zero_grad()
-            with actor.train_mode():
-                _, loss, _ = actor.forward_backward_step(actor.shard_data(mini_batch), {"temperature": TEMPERATURE})
-            grad_norm = actor.optimizer_step()
-            actor.lr_scheduler_step()
+        for epoch in range(config.algorithm.epochs):
+            order = range(len(trajectories)) if epoch == 0 else epoch_order(config.seed, iteration, epoch, len(order))
+            for start in range(0, len(order), size):
+                mini_batch = batch.select(order[start : start + size]).with_denominators()
+                actor.optimizer_zero_grad()
+                with actor.train_mode():
+                    _, loss, _ = actor.forward_backward_step(actor.shard_data(mini_batch), ctx)
+                grad_norm = actor.optimizer_step()
+                actor.lr_scheduler_step()
+                step += 1
+                rows.append({"reward": float(rewards_S.mean()), "loss": loss, "norm": float(grad_norm)})
+                if actor.is_main:
+                    print(f"step {step}", *(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
 
-        mean_rewards.append(float(rewards_PG.mean()))
-        if actor.is_main:
-            print(f"iteration {iteration + 1:2}  reward {mean_rewards[-1]:.3f}  loss {loss:+.4f}  norm {grad_norm:.3f}")
-    return mean_rewards
+        if step >= steps or step % (config.checkpoint.every or steps) < config.steps_per_iteration:
+            state = {"step": step, "data": source.state_dict()}
+            actor.save_checkpoint(checkpoints, global_step=step, max_ckpt_to_keep=config.checkpoint.keep, state=state)
+
+    actor.export_hf(f"{config.output_dir}/hf")  # for transformers
+    return rows
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2], *map(int, sys.argv[2:3]))
+    main(*sys.argv[1:])

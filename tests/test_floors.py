@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "mrl"
 
 FLOORS = {
-    "config": 0, "batch": 0, "parallel": 0, "metrics": 0, "metric_names": 0, "errors": 0, "words": 0, "__init__": 0,
+    "config": 0, "batch": 0, "parallel": 0, "metrics": 0, "metric_names": 0, "errors": 0, "words": 0, "patches": 0, "__init__": 0,
     "algorithms": 1, "data": 1, "rewards": 1, "converters": 1,
     "mcore_models": 2,
     "engine": 3,

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mrl import patches
+
 _devices: list = []
 
 
@@ -37,4 +39,4 @@ def share_device() -> None:
             options._devices, options._threads, options._timeout = _devices, 2 * len(_devices), timeout
             own_init(self, store, rank, size, options)
 
-    gloo.__init__ = init
+    patches.replace({"torch.distributed:ProcessGroupGloo.__init__": init})

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from torch import Tensor
 
+from mrl import patches
 from mrl.converters.families import fields_of
 from mrl.converters.rules import ChunkPlan
 from mrl.errors import ConfigError
@@ -32,6 +33,8 @@ from mrl.mcore_models.layout import check_layout
 from mrl.mcore_models.recompute import recompute_modules
 from mrl.mcore_models.te_limits import cp_comm_type
 from mrl.parallel import ParallelDims, stage_layers
+
+patches.check(__name__)  # the methods that Model overrides
 
 _BIAS = re.compile(r"\.bias\d*$")  # of a grouped linear, one for each expert
 
@@ -314,20 +317,14 @@ def _mark_own_parts(model: Model) -> None:
             parameter.data = parameter.data.to(model.config.params_dtype)
 
 
-@contextlib.contextmanager
-def _heads_need_no_apex() -> Iterator[None]:
+def _heads_need_no_apex() -> contextlib.AbstractContextManager[None]:
     """Hides that apex is missing while GPTModel builds its output layer.
 
     Under `gradient_accumulation_fusion` that layer asks for apex's kernel (`ColumnParallelLinear.__init__`,
     tensor_parallel/layers.py), even if all other linear layers are transformer-engine's and bring their own kernel. Our
     head replaces it and uses none.
     """
-    available = tensor_parallel_layers._grad_accum_fusion_available
-    tensor_parallel_layers._grad_accum_fusion_available = True
-    try:
-        yield
-    finally:
-        tensor_parallel_layers._grad_accum_fusion_available = available
+    return patches.replaced({f"{tensor_parallel_layers.__name__}:_grad_accum_fusion_available": True})
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import importlib
 import logging
-import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._device
 
+from mrl import patches
 from mrl.mcore_models import dispatch, elementwise
 from mrl.mcore_models.platform import device, has_gpu, hide_what_does_not_load
 
@@ -36,6 +36,8 @@ _MODULES = tuple(
         "optimizer", "distributed", "pipeline_parallel", "dist_checkpointing", "inference.contexts",
     )
 )  # fmt: skip
+_RANDOM = "megatron.core.tensor_parallel.random"
+_ROPE = "megatron.core.models.common.embeddings.rope_utils"
 _prepared = False
 
 
@@ -44,7 +46,6 @@ def prepare() -> None:
     global _prepared
     if _prepared:
         return
-    _prepared = True
     if not has_gpu():
         _replace_cuda_runtime()
         _replace_tensor_creation()
@@ -59,6 +60,7 @@ def prepare() -> None:
     dispatch.install()
     if not has_gpu():
         _mend_megatron()
+    _prepared = True
 
 
 @contextlib.contextmanager
@@ -69,18 +71,14 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _eager() -> Iterator[None]:
+def _eager() -> contextlib.AbstractContextManager[None]:
     """Keeps megatron's small functions as they are written. It wraps them in torch.compile as it is imported.
 
     On a CPU that costs a C++ compiler run per shape and saves nothing.
     """
-    compiled = torch.compile
-    torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda function: function)
-    try:
-        yield
-    finally:
-        torch.compile = compiled
+    return patches.replaced(
+        {"torch:compile": lambda model=None, **kwargs: model if model is not None else (lambda function: function)}
+    )
 
 
 class _Stream:
@@ -111,7 +109,6 @@ class _Stream:
 
 
 def _replace_cuda_runtime() -> None:
-    cuda = torch.cuda
     stream = _Stream()
 
     def answer(value: Any) -> Callable[..., Any]:
@@ -136,13 +133,11 @@ def _replace_cuda_runtime() -> None:
         name: answer(0)
         for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     }
-    for name, function in answers.items():
-        setattr(cuda, name, function)
-    random: Any = sys.modules["torch.cuda.random"]
-    random.get_rng_state, random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
-    cuda.nvtx = types.SimpleNamespace(
+    answers["nvtx"] = types.SimpleNamespace(
         range_push=answer(None), range_pop=answer(None), range=lambda *a, **k: contextlib.nullcontext()
     )
+    patches.replace({f"torch.cuda:{name}": function for name, function in answers.items()})
+    patches.replace({f"torch.cuda.random:{name}": answers[name] for name in ("get_rng_state", "set_rng_state")})
 
 
 def _is_cuda(where: Any) -> bool:
@@ -165,10 +160,8 @@ def _replace_tensor_creation() -> None:
 
     # `with torch.device(...)` knows the factories by identity, from a table made at its first use: make it now
     torch.utils._device._device_constructors()
-    for name in _FACTORIES:
-        setattr(torch, name, on_cpu(getattr(torch, name)))
-    tensor = torch.Tensor
-    to, type_name = tensor.to, tensor.type
+    patches.replace({f"torch:{name}": on_cpu(getattr(torch, name)) for name in _FACTORIES})
+    to, type_name = torch.Tensor.to, torch.Tensor.type
 
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and _is_cuda(args[0]):
@@ -183,10 +176,15 @@ def _replace_tensor_creation() -> None:
         result = type_name(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
-    tensor.to, tensor.type = move, named
-    tensor.cuda = lambda self, *a, **k: self
-    tensor.pin_memory = lambda self, *a, **k: self
-    torch.nn.Module.cuda = lambda self, *a, **k: self
+    patches.replace(
+        {
+            "torch:Tensor.to": move,
+            "torch:Tensor.type": named,
+            "torch:Tensor.cuda": lambda self, *a, **k: self,
+            "torch:Tensor.pin_memory": lambda self, *a, **k: self,
+            "torch:nn.Module.cuda": lambda self, *a, **k: self,
+        }
+    )
 
 
 def _complete_gloo() -> None:
@@ -208,10 +206,14 @@ def _complete_gloo() -> None:
             out.copy_(got[:size])
         return None
 
-    dist.all_gather = gather
-    dist.distributed_c10d.all_gather = gather
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        setattr(dist, name, _nothing_to_move(getattr(dist, name)))
+    patches.replace(
+        {
+            "torch.distributed:all_gather": gather,
+            "torch.distributed.distributed_c10d:all_gather": gather,
+            "torch.distributed:all_gather_into_tensor": _nothing_to_move(dist.all_gather_into_tensor),
+            "torch.distributed:reduce_scatter_tensor": _nothing_to_move(dist.reduce_scatter_tensor),
+        }
+    )
 
 
 def _nothing_to_move(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,9 +237,8 @@ def _nothing_to_move(collective: Callable[..., Any]) -> Callable[..., Any]:
 def _name_what_is_absent() -> None:
     """Defines a name that 0.16.1's router leaves undefined without transformer-engine (`te_general_gemm`), GPU or
     not."""
-    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 def _recompute_without_fp8_and_compiler() -> None:
@@ -250,16 +251,15 @@ def _recompute_without_fp8_and_compiler() -> None:
     0.19 puts the new output into the old one's storage by a C++ extension, which it compiles in the first backward
     pass. A copy, as in 0.16, needs no compiler.
     """
-    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
-    random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+    patches.replace({f"{_RANDOM}:CheckpointWithoutOutput.__init__.__defaults__": (None,)})
 
     def share(old: torch.Tensor, new: torch.Tensor) -> None:
         with torch.no_grad():
             old.untyped_storage().resize_(new.untyped_storage().size())
             old.untyped_storage().copy_(new.untyped_storage())
 
-    if hasattr(random, "_get_share_storage"):
-        random._get_share_storage = lambda: share
+    if hasattr(importlib.import_module(_RANDOM), "_get_share_storage"):
+        patches.replace({f"{_RANDOM}:_get_share_storage": lambda: share})
 
 
 def _turn_packed_tokens_as_others() -> None:
@@ -269,7 +269,7 @@ def _turn_packed_tokens_as_others() -> None:
     cuts them by the lengths of sequences. It reads these lengths on the host twice in a layer's forward. If there are
     as many angles as the micro-batch has positions, it takes them for those of the whole row.
     """
-    rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    rope: Any = importlib.import_module(_ROPE)
 
     def turn(t: torch.Tensor, cu_seqlens: Any, freqs: torch.Tensor, *, cp_group: Any, **named: Any) -> torch.Tensor:
         """Turns t [T, heads, D] by freqs [T, 1, 1, D] of this rank's tokens."""
@@ -279,41 +279,42 @@ def _turn_packed_tokens_as_others() -> None:
         """Turns tokens, as one row, by transformer-engine's kernel (`apply_rope_fusion`)."""
         return rope.fused_apply_rotary_pos_emb(t.unsqueeze(1), freqs).squeeze(1)
 
-    rope._apply_rotary_pos_emb_thd = turn
+    patches.replace({f"{_ROPE}:_apply_rotary_pos_emb_thd": turn})
     if rope.fused_apply_rotary_pos_emb is not None:  # megatron asks for both whether there is such a kernel
-        rope.fused_apply_rotary_pos_emb_thd = turn_fused
+        patches.replace({f"{_ROPE}:fused_apply_rotary_pos_emb_thd": turn_fused})
 
 
 def _mend_megatron() -> None:
     """Changes places of megatron-core that break, or are slow, without a GPU even if their CUDA calls are answered."""
     _use_cpu_functions()
-    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
-    # they index torch.cuda.default_generators, which is empty without a GPU
-    random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
-    random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
     # `CudaRNGStatesTracker.fork` warns if the CPU's generator moves; here it is the GPU's too, so every dropout would
     # warn
-    logging.getLogger(random.__name__).setLevel(logging.ERROR)
-    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    logging.getLogger(_RANDOM).setLevel(logging.ERROR)
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         """Returns numpy for a CPU tensor. `maybe_move_tensor_to_cpu` (moe_utils.py) converts CUDA tensors only, and its
         callers expect numpy."""
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
-    moe_utils.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = to_host
+    patches.replace(
+        {
+            # these two index torch.cuda.default_generators, which is empty without a GPU
+            f"{_RANDOM}:_set_cuda_rng_state": lambda state, *a, **k: torch.set_rng_state(state),
+            f"{_RANDOM}:_get_cuda_rng_state": lambda *a, **k: torch.get_rng_state(),
+            "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu": to_host,
+            "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": to_host,
+        }
+    )
 
 
 def _use_cpu_functions() -> None:
     """Replaces megatron's fused GPU functions by functions with few passes over memory (elementwise.py)."""
-    for name in ("mlp", "moe.experts", "moe.shared_experts"):
-        module: Any = importlib.import_module(f"megatron.core.transformer.{name}")
-        if hasattr(module, "bias_swiglu_impl"):
-            module.bias_swiglu_impl = elementwise.swiglu
-        if hasattr(module, "weighted_bias_swiglu_impl"):
-            module.weighted_bias_swiglu_impl = elementwise.weighted_swiglu
-    rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    activations = {"bias_swiglu_impl": elementwise.swiglu, "weighted_bias_swiglu_impl": elementwise.weighted_swiglu}
+    for module in ("mlp", "moe.experts", "moe.shared_experts"):
+        path = f"megatron.core.transformer.{module}"
+        here = vars(importlib.import_module(path))
+        patches.replace({f"{path}:{name}": function for name, function in activations.items() if name in here})
+    rope: Any = importlib.import_module(_ROPE)
     apply = rope._apply_rotary_pos_emb_bshd
 
     def turn(t: torch.Tensor, freqs: torch.Tensor, *options: Any, mscale: float = 1.0, **named: Any) -> torch.Tensor:
@@ -322,4 +323,4 @@ def _use_cpu_functions() -> None:
         plain = freqs.shape[-1] == t.shape[-1] and mscale == 1.0 and not any(options) and not any(named.values())
         return elementwise.rotary(t, freqs) if plain else apply(t, freqs, *options, mscale=mscale, **named)
 
-    rope._apply_rotary_pos_emb_bshd = turn
+    patches.replace({f"{_ROPE}:_apply_rotary_pos_emb_bshd": turn})

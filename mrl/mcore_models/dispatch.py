@@ -24,10 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrl import patches
+
 
 def install() -> None:
     """Makes megatron-core's all-to-all dispatcher permute by `CopyToRows` and `SumOfRows`, while the process lives."""
-    module: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    path = "megatron.core.transformer.moe.token_dispatcher"
+    module: Any = importlib.import_module(path)
     preprocess, unpermute = module.MoEAlltoAllTokenDispatcher.dispatch_preprocess, module.unpermute
 
     def dispatch_preprocess(self: Any, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
@@ -53,7 +56,12 @@ def install() -> None:
             return unpermute(permuted, mapping, *args, **named)
         return SumOfRows.apply(permuted, mapping.rows, mapping.choices)
 
-    module.MoEAlltoAllTokenDispatcher.dispatch_preprocess, module.unpermute = dispatch_preprocess, unpermuted
+    patches.replace(
+        {
+            f"{path}:MoEAlltoAllTokenDispatcher.dispatch_preprocess": dispatch_preprocess,
+            f"{path}:unpermute": unpermuted,
+        }
+    )
 
 
 def keep_sorted(model: torch.nn.Module) -> None:

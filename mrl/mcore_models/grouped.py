@@ -22,6 +22,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
+from mrl import patches
 from mrl.mcore_models import dispatch
 from mrl.mcore_models.layout import ALIGNMENT
 
@@ -46,6 +47,7 @@ def install(chunks: Iterable[torch.nn.Module]) -> None:
 
     Experts with biases, and sizes that the kernel does not take, stay as they are.
     """
+    patches.check(__name__)
     for layer in (m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)):
         experts = layer.experts
         if isinstance(experts, SequentialMLP) and len(experts.local_experts) > 1:

@@ -28,7 +28,10 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from mrl import patches
 from mrl.mcore_models import lora
+
+patches.check(__name__)
 
 
 class Router(TopKRouter):

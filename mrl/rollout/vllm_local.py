@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl import patches
 from mrl.config.ppo import ServerConfig
 from mrl.engine import collective
 from mrl.engine.atomic_checkpoint import RankGroup
@@ -39,6 +40,7 @@ from mrl.rollout.cpu_packing import repack
 from mrl.rollout.vllm import PROCESSED, RAW, refuse, sampling_fields
 from mrl.rollout.weights import DrainedStream
 
+_ARGUMENTS = "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher._distributed_args"
 SLEEP_LEVEL = 2
 AFTER_A_FAILED_LOAD = 1
 """Level 2 copies the model's buffers to the host, and a load that broke off has left some of them without memory."""
@@ -242,7 +244,6 @@ def engine_arguments(
 def _import_vllm(gpu: bool) -> Any:
     try:
         import vllm
-        import vllm.v1.engine.core as core
         from vllm.platforms import current_platform
     except ImportError as error:
         why = f"without rollout.server.urls needs vLLM beside mrl ({error})"
@@ -253,7 +254,8 @@ def _import_vllm(gpu: bool) -> Any:
         why = f"is a build for {'the CPU' if gpu else 'GPUs'} here, and the actor is on {'a GPU' if gpu else 'the CPU'}"
         raise ConfigError("rollout.backend", "vllm", why, "install vLLM's other build")
     # vLLM's own ends the default process group with its engine; here that is the trainer's.
-    core.cleanup_dist_env_and_memory = _end_groups
+    patches.check("mrl.rollout.cpu_packing")
+    patches.replace({"vllm.v1.engine.core:cleanup_dist_env_and_memory": _end_groups})
     return vllm
 
 
@@ -273,12 +275,11 @@ def _own_shared_memory(ranks: RankGroup) -> Iterator[None]:
         # the processes have met: the end of the address is all that is read
         return f"{method}:{name}", rank, local_rank
 
-    Launcher._distributed_args = arguments
     try:
-        yield
-        ranks.gather(None)  # all have it open, so its name can go
+        with patches.replaced({_ARGUMENTS: arguments}):
+            yield
+            ranks.gather(None)  # all have it open, so its name can go
     finally:
-        Launcher._distributed_args = original
         for file in pathlib.Path("/dev/shm").glob(f"{name}-*"):
             file.unlink(missing_ok=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -16,15 +15,12 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mrl.algorithms.recipes import actor_loss, recipe
-from mrl.batch import make_batch
 from mrl.config.command import command_of_data
 from mrl.config.load import load_config, read_yaml
 from mrl.metrics import read
 from tests.data.tiny_tokenizers import make_tokenizer
 from tests.data.web import serving
 from tests.engine import harness, tiny
-from tests.tiers import nightly_but
 from tests.trainers import tiny_runs
 
 CONFIGS = sorted((tiny_runs.REPO / "examples").rglob("*.yaml"))
@@ -36,51 +32,6 @@ MIXTURE = tiny_runs.REPO / "examples" / "arithmetic" / "mixture.yaml"
 def test_configs_load(path):
     root = command_of_data(read_yaml(path)).root
     assert load_config(path, (), root).output_dir.startswith("runs/")
-
-
-def engine_loop(backend: str, tp: int = 1) -> list[float]:
-    return tiny_runs.load_example("engine_loop.py").main(backend, tp)
-
-
-def test_the_engine_program_gives_the_same_losses_on_either_engine_and_layout():
-    ways = [(1, "megatron", 1), (1, "fsdp", 1), (2, "megatron", 2), (2, "fsdp", 1)]
-    losses = [
-        harness.run_case(world, "tests.examples.test_examples:engine_loop", backend=backend, tp=tp)
-        for world, backend, tp in ways
-    ]
-    assert len(losses[0]) == 5 and losses[0][-1] < losses[0][0] - 0.5
-    for other in losses[1:]:
-        assert other == pytest.approx(losses[0], rel=1e-5)
-
-
-def rl_loop(backend: str, tp: int = 1) -> list[float]:
-    return tiny_runs.load_example("rl_loop.py").main(backend, tp)
-
-
-def test_the_reinforcement_program_learns_to_count():
-    rewards = harness.run_case(1, "tests.examples.test_examples:rl_loop", backend="megatron")
-    assert max(rewards[:3]) < 0.15 and min(rewards[-3:]) > 0.4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("backend", "tp"), nightly_but([("megatron", 2)], [("megatron", 2), ("fsdp", 1)]))
-def test_the_reinforcement_program_samples_the_same_on_either_engine_and_layout(backend, tp):
-    alone = harness.run_case(1, "tests.examples.test_examples:rl_loop", backend="megatron")
-    assert harness.run_case(2, "tests.examples.test_examples:rl_loop", backend=backend, tp=tp)[:5] == alone[:5]
-
-
-def test_the_loss_of_the_reinforcement_program_is_grpo():
-    example = tiny_runs.load_example("rl_loop.py")
-    torch.manual_seed(0)
-    batch = make_batch([[1, 2, 3, 4], [5, 6], [7, 8, 9]], [[0, 0, 1, 1], [0, 1], [0, 1, 1]])
-    names = ("old_log_probs", "ref_log_probs", "advantages")
-    fields = {name: torch.randn(batch.num_tokens) * batch.loss_mask for name in names}
-    batch, predictions = dataclasses.replace(batch, token_fields=fields), {"log_probs": -torch.rand(batch.num_tokens)}
-    library = actor_loss(recipe("grpo", {"kl_coef": example.KL_COEF}), max_response_length=example.NEW_TOKENS)
-    assert library.denominator == "sequences" and library.clip.low == library.clip.high == example.CLIP
-    assert example.grpo_loss(batch, predictions, {})[0].item() == pytest.approx(
-        library(batch, predictions, {})[0].item()
-    )
 
 
 def test_arithmetic_problems_are_seeded_and_held_out(tmp_path):

@@ -129,6 +129,8 @@ def installed(*, cpu: bool = True) -> Iterator[type[LLM]]:
         setattr(modules[parent], child, modules[name])
     modules["vllm"].LLM, modules["vllm"].SamplingParams = Made, dict
     modules["vllm.platforms"].current_platform = types.SimpleNamespace(is_cpu=lambda: cpu)
+    modules["vllm"].__version__ = "0.32.0"
+    modules["vllm.v1.engine.core"].cleanup_dist_env_and_memory = None
     launcher = types.SimpleNamespace(_distributed_args=None)
     modules["vllm.v1.executor.uniproc_executor"].ExecutorWithExternalLauncher = launcher
     with mock.patch.dict(sys.modules, modules):

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from mrl import patches
 from mrl.config.schema import RoleConfig
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config, reads_images
@@ -42,6 +43,7 @@ from mrl.words import pluralize
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
+patches.check(__name__)
 
 
 class ShardedRoot(nn.Module):
@@ -189,7 +191,8 @@ class Model:
         for part in self._units():
             for group in part._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
+                    if parameter.unsharded_accumulated_grad is not None:  # an error if torch calls it otherwise
+                        parameter.unsharded_accumulated_grad = None
                     if hasattr(parameter, "_unsharded_param"):  # else it was not gathered yet
                         parameter._unsharded_param.grad = None
 

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from mrl import patches
+
 
 class EvenExperts:
     """Gives a rank's dispatchers the numbers that they read of tensors without memory.
@@ -56,26 +58,21 @@ class EvenExperts:
             return [n // (at.tp_size * at.ep_size) for n in self.here()] * (at.tp_size * at.ep_size)
         return self.here() if size == (len(at.local_expert_indices),) else None
 
-    def install(self) -> Callable[[], None]:
+    def install(self) -> Callable[[], object]:
         """Replaces the methods of megatron's dispatchers that copy these numbers to the host. Returns a function that
         undoes it."""
         from megatron.core.transformer.moe import token_dispatcher
 
         alltoall, gather = token_dispatcher.MoEAlltoAllTokenDispatcher, token_dispatcher.MoEAllGatherTokenDispatcher
-        replaced = [
-            (alltoall, "dispatch_preprocess", self._noting(alltoall.dispatch_preprocess)),
-            (gather, "dispatch_preprocess", self._noting(gather.dispatch_preprocess)),
-            (alltoall, "_maybe_dtoh_and_synchronize", self._to_host()),
-        ]
-        before = [(kind, name, getattr(kind, name)) for kind, name, _ in replaced]
-        for kind, name, method in replaced:
-            setattr(kind, name, method)
-
-        def undo() -> None:
-            for kind, name, method in before:
-                setattr(kind, name, method)
-
-        return undo
+        path = token_dispatcher.__name__
+        before = patches.replace(
+            {
+                f"{path}:MoEAlltoAllTokenDispatcher.dispatch_preprocess": self._noting(alltoall.dispatch_preprocess),
+                f"{path}:MoEAllGatherTokenDispatcher.dispatch_preprocess": self._noting(gather.dispatch_preprocess),
+                f"{path}:MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize": self._to_host(),
+            }
+        )
+        return lambda: patches.replace(before)
 
     def _noting(self, method: Any) -> Any:
         def dispatch_preprocess(at: Any, hidden: Any, routing_map: Any, probs: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from mrl import patches
 from mrl.batch import make_batch
 from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, moment_bytes, state_bytes
 from mrl.config.schema import ParallelConfig, RoleConfig
@@ -134,12 +135,11 @@ def prepare() -> None:
 @contextlib.contextmanager
 def as_rank(rank: int, dims: ParallelDims) -> Iterator[None]:
     """Makes this process `rank` of the layout's world inside. Only process groups with this rank are made."""
-    from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from mrl.engine.megatron import groups
 
-    new_group, orthogonal = dist.new_group, parallel_state.generate_masked_orthogonal_rank_groups
+    new_group = dist.new_group
 
     def group_of(ranks: Any = None, *_: Any, **__: Any) -> Any:
         if ranks is not None and rank not in ranks:
@@ -155,19 +155,20 @@ def as_rank(rank: int, dims: ParallelDims) -> Iterator[None]:
     def gather_objects(out: list, value: Any, group: Any = None) -> None:
         out[:] = [value] * len(out)  # all ranks would give the same
 
-    gather = dist.all_gather_object
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
-    dist.new_group = dist.distributed_c10d.new_group = group_of
-    dist.all_gather_object = dist.distributed_c10d.all_gather_object = gather_objects
-    parallel_state.generate_masked_orthogonal_rank_groups = mine
-    groups.forget_groups()
+    replacements = {
+        "torch.distributed:new_group": group_of,
+        "torch.distributed.distributed_c10d:new_group": group_of,
+        "torch.distributed:all_gather_object": gather_objects,
+        "torch.distributed.distributed_c10d:all_gather_object": gather_objects,
+        "megatron.core.parallel_state:generate_masked_orthogonal_rank_groups": mine,
+    }
     try:
-        yield
+        with patches.replaced(replacements):
+            groups.forget_groups()
+            yield
     finally:
         groups.forget_groups()
-        parallel_state.generate_masked_orthogonal_rank_groups = orthogonal
-        dist.new_group = dist.distributed_c10d.new_group = new_group
-        dist.all_gather_object = dist.distributed_c10d.all_gather_object = gather
         dist.destroy_process_group()
 
 

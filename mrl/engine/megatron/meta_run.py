@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from mrl import patches
 from mrl.config.schema import RoleConfig
 from mrl.engine.megatron.even_experts import EvenExperts
 from mrl.engine.peak_bytes import PeakBytes
@@ -166,11 +167,10 @@ def keep_mode_in_backward(experts: EvenExperts) -> Iterator[None]:
         with GPUKernelChoice(experts):
             return run(*args, **kwargs)
 
-    torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward = backward
-    try:
+    with patches.replaced(
+        {"torch.autograd:_engine_run_backward": backward, "torch.autograd.graph:_engine_run_backward": backward}
+    ):
         yield
-    finally:
-        torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward = run
 
 
 def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,

@@ -16,6 +16,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, l2_norm_impl
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mrl import patches
 from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, MOMENTS, PRECISION_AWARE
 from mrl.config.schema import OptimizerConfig
 from mrl.converters.rules import Rule
@@ -26,6 +27,8 @@ from mrl.engine.trained_state import UpdateSettings
 from mrl.mcore_models import layer_spec, megatron_fields, platform
 from mrl.mcore_models.build import Model
 from mrl.mcore_models.lora import sum_over_experts_tp
+
+patches.check(__name__)
 
 PRECISION = (PRECISION_AWARE, *MOMENTS.values())
 BUFFERS = ("buffers", "expert_parallel_buffers")  # attributes of DistributedDataParallel: dense first, then experts

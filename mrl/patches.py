@@ -1,0 +1,105 @@
+"""Patches other libraries, and compares what mrl patches or copies with the versions that were read.
+
+`patches.toml` is the register: all that mrl patches, copies or reads of other libraries' private parts. It has a hash
+of each function that mrl replaces, overrides or copies, for each version that was read. For another function the log
+gets one line. It is an error if numbers could be wrong and nothing would show it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import importlib
+import inspect
+import logging
+import pathlib
+import re
+import textwrap
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mrl.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def register() -> dict[str, Any]:
+    """Return the libraries of patches.toml: the versions that were read, and the uses."""
+    return tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def replace(new: Mapping[str, Any]) -> dict[str, Any]:
+    """Set attributes of libraries, each named as in the register: "module:name" or "module:Class.name".
+
+    Returns the values before; `replace` takes them back. Raises UserError as `check` does.
+    """
+    old: dict[str, Any] = {}
+    for target, value in new.items():
+        _compare(target)
+        module, _, path = target.partition(":")
+        *parents, name = path.split(".")
+        owner = functools.reduce(getattr, parents, importlib.import_module(module))
+        old[target] = getattr(owner, name)
+        setattr(owner, name, value)
+    return old
+
+
+@contextlib.contextmanager
+def replaced(new: Mapping[str, Any]) -> Iterator[None]:
+    """Set attributes as `replace` does; they have their old values again afterwards."""
+    old = replace(new)
+    try:
+        yield
+    finally:
+        replace(old)
+
+
+@functools.cache
+def check(user: str) -> None:
+    """Compare the functions that a module of mrl overrides or copies with those that were read.
+
+    user: the module's `__name__`. Raises UserError if another one could make numbers wrong and nothing would show it.
+    """
+    path = user.removeprefix("mrl.").replace(".", "/") + ".py"
+    for library in register().values():
+        for use in library["uses"]:
+            if path in use["in"]:
+                _compare(use["target"])
+
+
+@functools.cache
+def _compare(target: str) -> None:
+    """Compare a function with the hashes of its row, once: after that it may be one of mrl's."""
+    for name, library in register().items():
+        for use in library["uses"]:
+            hashes = use.get("hashes")
+            is_about = target == use["target"] or target.startswith(use["target"] + ".")
+            if not is_about or not hashes or fingerprint(use["target"]) in hashes:
+                continue
+            versions = " and ".join(library["versions"])
+            version = importlib.import_module(library["package"]).__version__
+            line = f"{name} {version}: {use['target']} is not the function of {versions}, which mrl {use['kind']}"
+            if "refuses" in use:
+                raise UserError(f"{line}: {use['refuses']}; install {name} {library['versions'][-1]}")
+            logger.warning("%s: %s", line, use["warns"])
+
+
+def fingerprint(target: str) -> str:
+    """Return a hash of a function's code, without docstrings and comments; "" if there is no such function."""
+    module, _, path = target.partition(":")
+    try:
+        function: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        text = inspect.getsource(inspect.unwrap(function))
+    except (AttributeError, ImportError, OSError, TypeError):
+        return ""
+    tree = ast.parse(textwrap.dedent(text))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and ast.get_docstring(node):
+            del node.body[0]
+    # empty lists are left out, because some versions of Python have fields that others lack
+    code = re.sub(r"(, )?\w+=\[\]", "", ast.dump(tree))
+    return hashlib.sha256(code.encode()).hexdigest()[:12]
