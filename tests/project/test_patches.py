@@ -98,11 +98,13 @@ for name, module in list(sys.modules.items()):
     classes = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == name]
     for owner in (module, *classes):
         for key, value in list(vars(owner).items()):
+            if not callable(value):
+                continue  # objects of torch.backends ask for a GPU
             code = getattr(getattr(value, "__wrapped__", value), "__code__", None) or getattr(value, "__code__", None)
             files = [getattr(f, "co_filename", "") for f in (getattr(value, "__code__", None), code) if f]
             if any("/mrl/" in file for file in files):
                 where = f"{name}:{owner.__qualname__}." if owner is not module else f"{name}:"
-                print(where + key)
+                print(where + key, id(code))
 """
 
 
@@ -110,11 +112,14 @@ def test_what_is_patched_in_a_process_is_in_the_register():
     """Loops over names escape a reading of the code. Here libraries are asked which of their functions are mrl's."""
     done = subprocess.run([sys.executable, "-c", PATCHED], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = {*done.stdout.split()}
+    found = dict(line.split() for line in done.stdout.splitlines())
     assert len(found) > 30, "nothing was found"
     known = {name for _, use in tool.rows() if use["kind"] not in ("reads", "copies") for name in names(use["target"])}
+    known |= {"jit_fuser"}  # megatron's name for torch.compile, which is replaced while megatron is imported
     modules = tuple(use["target"][:-1] for _, use in tool.rows() if use["target"].endswith(":*"))
-    unknown = [t for t in found if not t.startswith(modules) and t.rpartition(".")[2].rpartition(":")[2] not in known]
+    named = {t for t in found if t.startswith(modules) or t.rpartition(".")[2].rpartition(":")[2] in known}
+    codes = {found[t] for t in named}  # a library may have imported a function under other names
+    unknown = [t for t in found if found[t] not in codes]
     assert not unknown, "give these a row in mrl/patches.toml:\n" + "\n".join(sorted(unknown))
 
 
@@ -163,8 +168,10 @@ def test_a_patch_is_taken_back(monkeypatch):
 
 @pytest.mark.parametrize("change", ["", "# comment", '"""Docstring."""', "value = 2"])
 def test_a_hash_is_of_the_code_alone(tmp_path, monkeypatch, change):
-    (tmp_path / "some_library.py").write_text(f"def f(x, y=1):\n    {change}\n    return x + y\n")
+    for name, line in (("some_library", change), ("read_library", "")):
+        (tmp_path / f"{name}.py").write_text(f"def f(x, y=1):\n    {line}\n    return x + y\n")
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "some_library", raising=False)
-    assert (patches.fingerprint("some_library:f") == "47b8d4d9f4f4") == (change != "value = 2")
+    read = patches.fingerprint("read_library:f")
+    assert read and (patches.fingerprint("some_library:f") == read) == (change != "value = 2")
     assert patches.fingerprint("some_library:g") == patches.fingerprint("no_library:f") == ""
