@@ -1,8 +1,8 @@
 """Patches other libraries, and compares what mrl patches or copies with the versions that were read.
 
-`patches.toml` is the register: all that mrl patches, copies or reads of other libraries' private parts. For each
-version that was read it has the hash of each function behind a row. For another function the log gets one line. It is
-an error if numbers could be wrong and nothing would show it.
+`patches.toml` is the register: all that mrl patches, copies or reads of other libraries' private parts. It has hashes
+of the functions that mrl replaces, overrides or copies, one for each version read. For another function the log gets
+one line. It is an error if numbers could be wrong and nothing would show it.
 """
 
 from __future__ import annotations
