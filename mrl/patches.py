@@ -1,8 +1,8 @@
 """Patches other libraries, and compares what mrl patches or copies with the versions that were read.
 
-`patches.toml` is the register: all that mrl patches, copies or reads of other libraries' private parts. It has a hash
-of each function that mrl replaces, overrides or copies, for each version that was read. For another function the log
-gets one line. It is an error if numbers could be wrong and nothing would show it.
+`patches.toml` is the register: all that mrl patches, copies or reads of other libraries' private parts. It has hashes
+of the functions that mrl replaces, overrides or copies, one for each version read. For another function the log gets
+one line. It is an error if numbers could be wrong and nothing would show it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def replaced(new: Mapping[str, Any]) -> Iterator[None]:
 
 @functools.cache
 def check(user: str) -> None:
-    """Compare the functions that a module of mrl overrides or copies with those that were read.
+    """Compares the functions behind a module's overrides and copies with the versions that were read.
 
     user: the module's `__name__`. Raises UserError if another one could make numbers wrong and nothing would show it.
     """
