@@ -186,8 +186,9 @@ def _is_within(value: float, bounds: Mapping[str, float | None]) -> bool:
 
 def _refuse(value: Any, key: Key) -> typing.NoReturn:
     choices = [c for c in _choices(key.annotation) if isinstance(value, str)]
-    elsewhere = _VALUES.get((key.path, str(value)))
-    close = [elsewhere] if elsewhere in choices else difflib.get_close_matches(str(value), choices, n=1)
+    given = value if isinstance(value, str) else ""
+    elsewhere = _VALUES.get((key.path, given))
+    close = [elsewhere] if elsewhere in choices else difflib.get_close_matches(given, choices, n=1)
     what = "not one of the choices" if choices else value_kind(value)
     texts = () if typing.get_origin(key.annotation) is dict else typing.get_args(key.annotation)
     if isinstance(value, bool | int | float) and str in (key.annotation, *texts):

@@ -408,6 +408,9 @@ def _is_missing(path: str) -> bool:
 def _check_output_dir(output_dir: str) -> None:
     if not output_dir:
         raise ConfigError("output_dir", "", "is empty", "give a folder, as in runs/demo")
+    if not output_dir.isprintable():
+        why = "has a character that cannot be printed"
+        raise ConfigError("output_dir", output_dir, why, "give a folder, as in runs/demo")
     folder = existing = pathlib.Path(output_dir).absolute()
     try:
         if folder.exists() and not folder.is_dir():
