@@ -13,7 +13,7 @@ import torch
 from mrl.converters.algebra import Shape
 from mrl.converters.mtp import EMBEDDING, LM_HEAD, mtp_layers, shared_tensors
 from mrl.converters.rules import expected_hf_names
-from mrl.converters.safetensors_io import TensorInfo, shorten_list
+from mrl.converters.safetensors_io import TensorInfo, count_groups
 from mrl.converters.table import Family, HFConfig
 from mrl.converters.weights import WeightReader
 from mrl.errors import ModelError
@@ -30,7 +30,7 @@ _WHY_EQUAL = {
     False: "and megatron has one for both; remove the layers that predict further tokens, and set "
     "num_nextn_predict_layers to 0",
 }
-"""Of a tied head, and of what MTP layers share with the model."""
+"""Why two tensors have to be equal: a tied head (True), or a copy in an MTP layer (False)."""
 
 
 def follows_from_config(name: str) -> bool:
@@ -62,17 +62,16 @@ def account(
     ]
     dtypes = [f"{name} is {info.dtype}" for name, info in both if info.dtype not in _READABLE]
     lost = [name for name in missing if name not in may_lack]
-    parts = []
+    parts = count_groups(
+        {
+            "missing": lost,
+            "left over": unexpected,
+            "of another shape than config.json says": shapes,
+            f"of a dtype that cannot be read, use one of {', '.join(_READABLE)}": dtypes,
+        }
+    )
     if lost:
-        parts.append(f"{len(lost)} missing ({shorten_list(lost)})" + _hint(lost, found))
-    if unexpected:
-        parts.append(f"{len(unexpected)} left over ({shorten_list(unexpected)})")
-    if shapes:
-        parts.append(f"{len(shapes)} of another shape than config.json says ({shorten_list(shapes)})")
-    if dtypes:
-        parts.append(
-            f"{len(dtypes)} of a dtype that cannot be read, use one of {', '.join(_READABLE)} ({shorten_list(dtypes)})"
-        )
+        parts[0] += _hint(lost, found)
     if parts and any(_PACKED.search(name) for name in found):
         parts.append("the weights are quantised in a way that cannot be read: give the model that they were made from")
     if parts:

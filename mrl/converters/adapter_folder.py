@@ -10,9 +10,9 @@ from mrl.errors import ModelError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model_name_or_path"
-"""The field of CONFIG that names the model which the adapter is over: a folder or hub id."""
+"""The field of CONFIG with the adapter's base: a folder or hub id."""
 MERGE = "merge it with peft (merge_and_unload, then save_pretrained) and give that folder"
-"""What to do with an adapter that is more than B A."""
+"""The advice for an adapter that is more than B A."""
 
 
 def is_adapter(folder: Path) -> bool:

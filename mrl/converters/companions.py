@@ -43,7 +43,7 @@ PATTERNS = (
 TEMPLATES = "additional_chat_templates"
 """A folder whose files are chat templates, all of them."""
 LFS_POINTER = b"version https://git-lfs"
-"""How a file begins that `git clone` left where Git LFS is not installed."""
+"""The first bytes of a file after a `git clone` without Git LFS."""
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 

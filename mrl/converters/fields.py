@@ -13,90 +13,33 @@ import torch.nn.functional as F
 from mrl.converters.json_file import shorten_value
 from mrl.errors import ModelError
 
-NEUTRAL = frozenset(
-    [
-        "architectures",
-        "attn_implementation",
-        "_attn_implementation",
-        "auto_map",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "dtype",
-        "eos_token_id",
-        "finetuning_task",
-        "gradient_checkpointing",
-        "id2label",
-        "initializer_range",
-        "is_decoder",
-        "is_encoder_decoder",
-        "is_llama_config",
-        "label2id",
-        "max_position_embeddings",
-        "max_length",
-        "model_type",
-        "_name_or_path",
-        "name_or_path",
-        "num_labels",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pad_token_id",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "rope_interleaved",
-        "router_aux_loss_coef",
-        "task_specific_params",
-        "tie_word_embeddings",
-        "tokenizer_class",
-        "torch_dtype",
-        "torchscript",
-        "transformers.js_config",
-        "transformers_version",
-        "use_cache",
-        "vocab_size",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "classifier_dropout",
-        "use_bfloat16",
-        "min_length",
-        "do_sample",
-        "max_sequence_length",  # of Llama 1 and Vicuna, beside max_position_embeddings; transformers reads the latter
-        "unsloth_fixed",
-        "unsloth_version",
-    ]
-)
+NEUTRAL = frozenset("""
+    architectures attn_implementation _attn_implementation auto_map bos_token_id chunk_size_feed_forward dtype
+    eos_token_id finetuning_task gradient_checkpointing id2label initializer_range is_decoder is_encoder_decoder
+    is_llama_config label2id max_position_embeddings max_length model_type _name_or_path name_or_path num_labels
+    output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type return_dict
+    rope_interleaved router_aux_loss_coef task_specific_params tie_word_embeddings tokenizer_class torch_dtype
+    torchscript transformers.js_config transformers_version use_cache vocab_size sep_token_id decoder_start_token_id
+    classifier_dropout use_bfloat16 min_length do_sample max_sequence_length unsloth_fixed unsloth_version
+""".split())  # fmt: skip  # noqa: SIM905
 """Fields that no family has to read: names, tokens, outputs, training hints, and those that the loader handles itself.
-"""
 
-DENSE = frozenset(
-    [
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_act",
-        "rms_norm_eps",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "attention_dropout",
-        "attention_bias",
-        "mlp_bias",
-    ]
-)
+Llama 1 and Vicuna have max_sequence_length next to max_position_embeddings; transformers reads the latter."""
+
+DENSE = frozenset("""
+    hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act
+    rms_norm_eps rope_theta rope_scaling rope_parameters attention_dropout attention_bias mlp_bias
+""".split())  # fmt: skip  # noqa: SIM905
 """Fields that `dense_fields` reads."""
 
 EXPERTS = frozenset(["num_experts", "num_local_experts", "num_experts_per_tok"])
 """Fields that `moe_fields` reads."""
 
 HINTS = frozenset(["aux_loss_alpha", "seq_aux", "ep_size"])
-"""Fields that families read and that do not change what a model computes."""
+"""Fields that families read although they do not change what a model computes."""
 
 LAYER_WINDOWS = frozenset(["sliding_window", "use_sliding_window", "max_window_layers", "layer_types"])
-"""Fields that say which layers have a sliding window; transformers makes `layer_types` of the others."""
+"""Fields that decide which layers have a sliding window; transformers makes `layer_types` of the others."""
 
 
 def is_off(value: Any) -> bool:
@@ -223,17 +166,9 @@ def sigmoid_router_fields(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-SIGMOID_ROUTER = frozenset(
-    [
-        "norm_topk_prob",
-        "scoring_func",
-        "topk_method",
-        "n_group",
-        "topk_group",
-        "routed_scaling_factor",
-        "n_routed_experts",
-    ]
-)
+SIGMOID_ROUTER = frozenset("""
+    norm_topk_prob scoring_func topk_method n_group topk_group routed_scaling_factor n_routed_experts
+""".split())  # fmt: skip  # noqa: SIM905
 """Fields that `sigmoid_router_fields` reads."""
 
 
@@ -246,9 +181,9 @@ ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
 }
-"""Of each type of rotary embedding: keys of `rope_parameters` that it needs, and those that it may have."""
+"""Type of rotary embedding -> keys of `rope_parameters` that it needs, and keys that it may have."""
 ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-"""Keys that any may have: transformers writes the last one beside every scaling."""
+"""Keys that any type may have: transformers writes the last one next to every scaling."""
 
 
 def rotary_percent(hf: Mapping[str, Any]) -> float:
@@ -258,13 +193,8 @@ def rotary_percent(hf: Mapping[str, Any]) -> float:
 
 def check_rope(hf: dict[str, Any], *, partial_supported: bool = False, yarn_supported: bool = False) -> None:
     """Refuses rotary scalings that `inverse_frequencies` does not compute."""
-    partial = rotary_percent(hf)
-    if partial != 1 and not partial_supported:
-        raise ModelError(
-            "config.json",
-            why=f"partial_rotary_factor = {partial!r} is not supported by the megatron engine",
-            fix="supported: 1",
-        )
+    if not partial_supported:
+        require({"partial_rotary_factor": rotary_percent(hf)}, "partial_rotary_factor", (1,))
     rope = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})}
     kind = rope.get("rope_type", "default")
     supported = [name for name in ROPE_TYPES if name != "yarn" or yarn_supported]

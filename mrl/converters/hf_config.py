@@ -16,9 +16,9 @@ from mrl.converters.ranges import check_fields, check_normalized
 from mrl.errors import ModelError
 
 MAX_THETA = 1e30
-"""Of what rotary embeddings turn by: fp32, in which frequencies are computed, ends at 3e38."""
+"""The largest theta of rotary embeddings: frequencies are computed in fp32, which ends at 3e38."""
 _MAX_WORDS = 250
-"""Characters of what transformers says, which repeats values however long they are."""
+"""Most characters of a message of transformers, which repeats values however long they are."""
 VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """The `model_type`s that train on rows with images."""
 GGUF = "make a Hugging Face folder of it with transformers (docs/convert.md#gguf)"

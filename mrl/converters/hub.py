@@ -18,15 +18,15 @@ from mrl.converters.tokenizer_files import TOKENIZER_FILES
 from mrl.errors import ConfigError, ModelError, first_line, quoted
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "LICENSE*")
-"""What a model needs: no copies of its weights in other formats."""
+"""The files of a model, without copies of its weights in other formats."""
 COPIES = ("*/*.safetensors",)
 """Weights in folders inside: the model again, as another program wants it."""
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "chat_template.json")
-"""What says how large an image becomes, and how it is given to the model."""
+"""The files that decide how large an image becomes, and how it is given to the model."""
 
 WEIGHTS = "weights"
-"""Of a fingerprint, what tells weights from others: where no checkpoint holds them, as the model never trains."""
+"""The part of a fingerprint for weights, if no checkpoint holds them because the model never trains."""
 
 NOTES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Fields of config.json that change nothing here: model.dtype says what the weights are."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mrl.errors import ModelError
 
 MAX_DEPTH = 64
-"""Of lists and objects inside one another. Python's own functions end in a RecursionError at some hundreds."""
+"""The deepest nesting of lists and objects. Python's own functions end in a RecursionError at some hundreds."""
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -53,3 +56,16 @@ def shorten_value(value: Any, most: int = 60) -> str:
     except (ValueError, RecursionError):  # a number of more digits than Python writes, or lists inside lists
         text = f"a {type(value).__name__}"
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+def plain_data(value: Any) -> Any:
+    """Returns plain data; a number that is not finite is None, because JSON has no word for it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): plain_data(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -102,7 +102,7 @@ def file_name(family: Family, name: str) -> str:
 
 
 BLOCK_ENTRIES = 2**19
-"""Of a block: it stays in the processor's cache while it is read, summed and written."""
+"""Entries of a block. It stays in the processor's cache while it is read, summed and written."""
 
 
 def row_blocks(rule: Rule, read: Callable[[str], Any]) -> Iterator[Tensor]:

@@ -17,9 +17,10 @@ from torch import Tensor
 from mrl.converters.algebra import Shape
 
 Region = Sequence[tuple[int, int]]
-"""From which entry to which, in each dimension."""
+"""(first entry, entry after the last) in each dimension."""
 MIN_BYTES = 1024
-"""Of a row: shorter parts of rows cost more to read one by one than the rest of the rows does."""
+"""The shortest part of a row that is read alone. Shorter ones cost more to read one by one than the rest of the rows
+does."""
 
 
 class TruncatedFile(Exception):

@@ -39,7 +39,7 @@ class Range:
     below: bool = False  # whether `high` itself is left out
     null: bool = True  # whether it may be null, which means the default or that there is none
     switch: str | None = None
-    """The field that takes this one away where it is false, as a config.json says that transformers has completed."""
+    """The field that switches this one off if it is false, in a config.json completed by transformers."""
     of: type | None = None  # the type of what a list holds
 
     def holds(self, value: Any) -> bool:
@@ -128,7 +128,7 @@ FIELDS: Mapping[str, Range] = {
     "architectures": Range(list, of=str),
     "quantization_config": Range(dict),
 }
-"""By the field's name, which means the same in every family that reads it."""
+"""The range of each field. A name means the same in every family that reads it."""
 
 ROPE: Mapping[str, Range] = {
     "rope_type": Range(str),
@@ -158,7 +158,7 @@ _LOADER = (
     "architectures",
     "quantization_config",
 )
-"""Fields that count in every family, beside those that it reads."""
+"""Fields that count in every family, and not only in those that read them."""
 
 
 @dataclasses.dataclass(frozen=True)

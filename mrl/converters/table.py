@@ -55,7 +55,7 @@ class Stack:
     """Is a tensor of the files that holds a matrix or bias of every expert of a layer: see `mrl.converters.stacks`."""
 
     stored: str  # its name, with `{l}`
-    parts: tuple[str, ...]  # what the table calls the tensors of one expert, whose rows are interleaved
+    parts: tuple[str, ...]  # names in the table of the tensors of one expert; their rows are interleaved
     transposed: bool = False  # whether the rows of an expert are columns of the file
     bias: bool = False  # whether an expert's tensor has one dimension
 
@@ -76,7 +76,7 @@ class Family:
     is_sparse: Callable[[HFConfig, int], bool] = _never  # of the config and a layer's number
     sizes: Callable[[HFConfig], dict[str, int]] = no_sizes  # words for shapes beyond those of `sizes_of`
     stacks: tuple[Stack, ...] = ()  # experts that the files hold stacked
-    mtp: tuple[Entry, ...] = ()  # what an MTP layer has beside a block: see `mrl.converters.mtp`
+    mtp: tuple[Entry, ...] = ()  # an MTP layer without its block: see `mrl.converters.mtp`
 
     def layer_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
         """Returns the entries of global layer number `layer` in a model with this config."""
@@ -135,24 +135,32 @@ TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, "vocab")
 MTP_EMBEDDING = dataclasses.replace(EMBEDDING)  # on the last pipeline stage, for MTP layers
 VALUE_HEAD = Entry("output_layer.weight", (("score.weight", ("one", "hidden")),), "replicated")
 
+
+def in_layer(
+    mcore: str, kind: str, hf: Mapping[str, str], *, te: str | None = None, needs: str | None = None,
+    unless: str | None = None, buffer: bool = False,
+) -> Entry:  # fmt: skip
+    """Returns the entry of a layer's parameter. Names are those within the layer, on both sides.
+
+    hf: name -> shape, as words of `sizes_of` with spaces between.
+    """
+    pairs = tuple((_HF + name, tuple(shape.split())) for name, shape in hf.items())
+    return Entry(_MCORE + mcore, pairs, kind, te and _MCORE + te, needs, unless, buffer)
+
+
 ATTENTION = (
-    Entry(
-        _MCORE + "input_layernorm.weight",
-        ((_HF + "input_layernorm.weight", ("hidden",)),),
-        "replicated",
-        te=_MCORE + "self_attention.linear_qkv.layer_norm_weight",
+    in_layer(
+        "input_layernorm.weight", "replicated", {"input_layernorm.weight": "hidden"},
+        te="self_attention.linear_qkv.layer_norm_weight",
     ),
-    Entry(
-        _MCORE + "self_attention.linear_qkv.weight",
-        (
-            (_HF + "self_attn.q_proj.weight", ("q", "hidden")),
-            (_HF + "self_attn.k_proj.weight", ("kv", "hidden")),
-            (_HF + "self_attn.v_proj.weight", ("kv", "hidden")),
-        ),
-        "qkv",
+    in_layer(
+        "self_attention.linear_qkv.weight", "qkv", {
+            "self_attn.q_proj.weight": "q hidden", "self_attn.k_proj.weight": "kv hidden",
+            "self_attn.v_proj.weight": "kv hidden",
+        },
     ),
-    Entry(_MCORE + "self_attention.linear_proj.weight", ((_HF + "self_attn.o_proj.weight", ("hidden", "q")),), "row"),
-)
+    in_layer("self_attention.linear_proj.weight", "row", {"self_attn.o_proj.weight": "hidden q"}),
+)  # fmt: skip
 
 
 def only_where(key: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
@@ -162,157 +170,119 @@ def only_where(key: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
 
 def qkv_bias(needs: str | None = None) -> tuple[Entry, ...]:
     """Returns biases on q, k and v."""
-    names = ("q_proj", "q"), ("k_proj", "kv"), ("v_proj", "kv")
-    hf = tuple((_HF + f"self_attn.{name}.bias", (size,)) for name, size in names)
-    return (Entry(_MCORE + "self_attention.linear_qkv.bias", hf, "qkv", needs=needs),)
+    hf = {"self_attn.q_proj.bias": "q", "self_attn.k_proj.bias": "kv", "self_attn.v_proj.bias": "kv"}
+    return (in_layer("self_attention.linear_qkv.bias", "qkv", hf, needs=needs),)
 
 
 def proj_bias(needs: str | None = None) -> tuple[Entry, ...]:
     """Returns a bias on the attention's output projection."""
-    hf = ((_HF + "self_attn.o_proj.bias", ("hidden",)),)
-    return (Entry(_MCORE + "self_attention.linear_proj.bias", hf, "replicated", needs=needs),)
+    hf = {"self_attn.o_proj.bias": "hidden"}
+    return (in_layer("self_attention.linear_proj.bias", "replicated", hf, needs=needs),)
 
 
-QK_NORM = tuple(
-    Entry(
-        _MCORE + f"self_attention.{x}_layernorm.weight",
-        ((_HF + f"self_attn.{x}_norm.weight", ("head_dim",)),),
-        "replicated",
+def _qk_norm(query: str, key: str) -> tuple[Entry, ...]:
+    return tuple(
+        in_layer(f"self_attention.{x}_layernorm.weight", "replicated", {f"self_attn.{x}_norm.weight": size})
+        for x, size in (("q", query), ("k", key))
     )
-    for x in "qk"
-)
 
 
-# a norm over all query heads, and one over all key heads
-QK_NORM_OVER_HEADS = tuple(
-    Entry(
-        _MCORE + f"self_attention.{x}_layernorm.weight",
-        ((_HF + f"self_attn.{x}_norm.weight", (size,)),),
-        "replicated",
-    )
-    for x, size in (("q", "q"), ("k", "kv"))
-)
+QK_NORM = _qk_norm("head_dim", "head_dim")
+QK_NORM_OVER_HEADS = _qk_norm("q", "kv")  # a norm over all query heads, and one over all key heads
 
 
-def _latent(mcore: str, hf: str, shape: tuple[str, ...], kind: str, **options: Any) -> Entry:
-    attention = _MCORE + "self_attention."
-    te = options.pop("te", None)
-    return Entry(attention + mcore, ((_HF + "self_attn." + hf, shape),), kind, te=te and attention + te, **options)
+def _latent(mcore: str, kind: str, hf: str, shape: str, *, te: str | None = None, **options: Any) -> Entry:
+    te = te and "self_attention." + te
+    return in_layer("self_attention." + mcore, kind, {"self_attn." + hf: shape}, te=te, **options)
 
 
 _LOW = "q_lora_rank"
 LATENT_ATTENTION = (
-    Entry(_MCORE + "input_layernorm.weight", ((_HF + "input_layernorm.weight", ("hidden",)),), "replicated"),
-    _latent("linear_q_proj.weight", "q_proj.weight", ("latent_q", "hidden"), "column", unless=_LOW),
-    _latent("linear_q_down_proj.weight", "q_a_proj.weight", ("q_rank", "hidden"), "replicated", needs=_LOW),
+    in_layer("input_layernorm.weight", "replicated", {"input_layernorm.weight": "hidden"}),
+    _latent("linear_q_proj.weight", "column", "q_proj.weight", "latent_q hidden", unless=_LOW),
+    _latent("linear_q_down_proj.weight", "replicated", "q_a_proj.weight", "q_rank hidden", needs=_LOW),
     _latent(
-        "q_layernorm.weight", "q_a_layernorm.weight", ("q_rank",), "replicated", needs=_LOW,
+        "q_layernorm.weight", "replicated", "q_a_layernorm.weight", "q_rank", needs=_LOW,
         te="linear_q_up_proj.layer_norm_weight",
     ),
-    _latent("linear_q_up_proj.weight", "q_b_proj.weight", ("latent_q", "q_rank"), "column", needs=_LOW),
-    _latent("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", ("kv_down", "hidden"), "replicated"),
+    _latent("linear_q_up_proj.weight", "column", "q_b_proj.weight", "latent_q q_rank", needs=_LOW),
+    _latent("linear_kv_down_proj.weight", "replicated", "kv_a_proj_with_mqa.weight", "kv_down hidden"),
     _latent(
-        "kv_layernorm.weight", "kv_a_layernorm.weight", ("kv_rank",), "replicated",
+        "kv_layernorm.weight", "replicated", "kv_a_layernorm.weight", "kv_rank",
         te="linear_kv_up_proj.layer_norm_weight",
     ),
-    _latent("linear_kv_up_proj.weight", "kv_b_proj.weight", ("latent_kv", "kv_rank"), "column"),
-    _latent("linear_proj.weight", "o_proj.weight", ("hidden", "latent_out"), "row"),
+    _latent("linear_kv_up_proj.weight", "column", "kv_b_proj.weight", "latent_kv kv_rank"),
+    _latent("linear_proj.weight", "row", "o_proj.weight", "hidden latent_out"),
 )  # fmt: skip
 """Multi-head latent attention (DeepSeek-V2), with and without a latent of queries."""
 
 
 def mlp_norm(*, sparse: bool) -> tuple[Entry, ...]:
     """Returns the norm before the MLP; transformer-engine fuses it into a dense layer's linear_fc1."""
-    fused = None if sparse else _MCORE + "mlp.linear_fc1.layer_norm_weight"
-    hf = ((_HF + "post_attention_layernorm.weight", ("hidden",)),)
-    return (Entry(_MCORE + "pre_mlp_layernorm.weight", hf, "replicated", te=fused),)
+    fused = None if sparse else "mlp.linear_fc1.layer_norm_weight"
+    return (
+        in_layer("pre_mlp_layernorm.weight", "replicated", {"post_attention_layernorm.weight": "hidden"}, te=fused),
+    )
 
 
-DENSE_MLP = (
-    *mlp_norm(sparse=False),
-    Entry(
-        _MCORE + "mlp.linear_fc1.weight",
-        (
-            (_HF + "mlp.gate_proj.weight", ("ffn", "hidden")),
-            (_HF + "mlp.up_proj.weight", ("ffn", "hidden")),
-        ),
-        "gate_up",
-    ),
-    Entry(_MCORE + "mlp.linear_fc2.weight", ((_HF + "mlp.down_proj.weight", ("hidden", "ffn")),), "row"),
-)
+def _mlp(mcore: str, hf: str, size: str) -> tuple[Entry, ...]:
+    """Returns the matrices of an MLP. size: the word for its channels."""
+    both = {f"{hf}.gate_proj.weight": f"{size} hidden", f"{hf}.up_proj.weight": f"{size} hidden"}
+    return (
+        in_layer(f"{mcore}.linear_fc1.weight", "gate_up", both),
+        in_layer(f"{mcore}.linear_fc2.weight", "row", {f"{hf}.down_proj.weight": f"hidden {size}"}),
+    )
+
+
+DENSE_MLP = (*mlp_norm(sparse=False), *_mlp("mlp", "mlp", "ffn"))
 
 
 def mlp_bias(needs: str) -> tuple[Entry, ...]:
     """Returns biases on all three matrices of a dense MLP."""
-    fc1 = tuple((_HF + f"mlp.{name}.bias", ("ffn",)) for name in ("gate_proj", "up_proj"))
-    fc2 = ((_HF + "mlp.down_proj.bias", ("hidden",)),)
+    fc1 = {"mlp.gate_proj.bias": "ffn", "mlp.up_proj.bias": "ffn"}
     return (
-        Entry(_MCORE + "mlp.linear_fc1.bias", fc1, "gate_up", needs=needs),
-        Entry(_MCORE + "mlp.linear_fc2.bias", fc2, "replicated", needs=needs),
+        in_layer("mlp.linear_fc1.bias", "gate_up", fc1, needs=needs),
+        in_layer("mlp.linear_fc2.bias", "replicated", {"mlp.down_proj.bias": "hidden"}, needs=needs),
     )
 
 
+def of_experts(linear: str, tensor: str, kind: str, hf: Mapping[str, str]) -> Entry:
+    """Returns the entry of every expert's parameter, such as ("linear_fc1", "weight")."""
+    local = f"mlp.experts.local_experts.{{e}}.{linear}.{tensor}"
+    return in_layer(local, kind, hf, te=f"mlp.experts.{linear}.{tensor}{{e}}")
+
+
 def sparse_mlp(block: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
-    """Returns norm, router and experts of an MoE layer, with HF names `{block}.gate` and
-    `{block}.experts.{e}.{gate|up|down}`."""
-    expert, local = _HF + block + ".experts.{e}.", _MCORE + "mlp.experts.local_experts.{e}."
+    """Returns norm, router and experts of an MoE layer.
+
+    HF names are `{block}.gate` and `{block}.experts.{e}.{gate|up|down}`.
+    """
+    expert = block + ".experts.{e}."
+    both = {f"{expert}{gate}.weight": "moe_ffn hidden", f"{expert}{up}.weight": "moe_ffn hidden"}
     return (
         *mlp_norm(sparse=True),
-        Entry(_MCORE + "mlp.router.weight", ((_HF + block + ".gate.weight", ("experts", "hidden")),), "replicated"),
-        Entry(
-            local + "linear_fc1.weight",
-            (
-                (expert + gate + ".weight", ("moe_ffn", "hidden")),
-                (expert + up + ".weight", ("moe_ffn", "hidden")),
-            ),
-            "gate_up",
-            te=_MCORE + "mlp.experts.linear_fc1.weight{e}",
-        ),
-        Entry(
-            local + "linear_fc2.weight",
-            ((expert + down + ".weight", ("hidden", "moe_ffn")),),
-            "row",
-            te=_MCORE + "mlp.experts.linear_fc2.weight{e}",
-        ),
+        in_layer("mlp.router.weight", "replicated", {f"{block}.gate.weight": "experts hidden"}),
+        of_experts("linear_fc1", "weight", "gate_up", both),
+        of_experts("linear_fc2", "weight", "row", {f"{expert}{down}.weight": "hidden moe_ffn"}),
     )
 
 
 def shared_mlp(block: str) -> tuple[Entry, ...]:
     """Returns the expert of every token, HF names `{block}.{gate|up|down}_proj`; its sizes have `shared_ffn`."""
-    shared, hf = _MCORE + "mlp.shared_experts.", _HF + block
-    return (
-        Entry(
-            shared + "linear_fc1.weight",
-            (
-                (hf + ".gate_proj.weight", ("shared_ffn", "hidden")),
-                (hf + ".up_proj.weight", ("shared_ffn", "hidden")),
-            ),
-            "gate_up",
-        ),
-        Entry(shared + "linear_fc2.weight", ((hf + ".down_proj.weight", ("hidden", "shared_ffn")),), "row"),
-    )
+    return _mlp("mlp.shared_experts", block, "shared_ffn")
 
 
 # a factor in (0, 1) on what the shared expert gives
 SHARED_GATE = (
-    Entry(
-        _MCORE + "mlp.shared_experts.gate_weight",
-        ((_HF + "mlp.shared_expert_gate.weight", ("one", "hidden")),),
-        "replicated",
-    ),
+    in_layer("mlp.shared_experts.gate_weight", "replicated", {"mlp.shared_expert_gate.weight": "one hidden"}),
 )
 
-# what is added to an expert's score when experts are chosen, and to nothing else
+# added to the score of an expert when experts are chosen, and to nothing else
 EXPERT_BIAS = (
-    Entry(
-        _MCORE + "mlp.router.expert_bias",
-        ((_HF + "mlp.gate.e_score_correction_bias", ("experts",)),),
-        "replicated",
-        buffer=True,
-    ),
+    in_layer("mlp.router.expert_bias", "replicated", {"mlp.gate.e_score_correction_bias": "experts"}, buffer=True),
 )
 
-# of a layer that predicts a further token: norms of a token's embedding and of the hidden state, and what joins the two
+# an MTP layer: norms of a token's embedding and of the hidden state, and the matrix that joins the two
 MTP = (
     *(Entry(_MTP + f"{x}.weight", ((_HF + f"{x}.weight", ("hidden",)),), "replicated") for x in ("enorm", "hnorm")),
     Entry(_MTP + "eh_proj.weight", ((_HF + "eh_proj.weight", ("hidden", "two_hidden")),), "column"),

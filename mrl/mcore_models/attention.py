@@ -1,13 +1,12 @@
 """Computes core attention on torch's kernels, for the layer spec that needs no transformer-engine. causal.py chooses
 the kernel.
 
-Dimensions: `T` tokens of a micro-batch on this rank, `S` sequences, `L` length of a sequence. `H` query heads and `G`
-key/value groups are those of this tensor-parallel rank. `D` is the head size.
+Dimensions: `T` tokens of a micro-batch on this rank. `H` query heads and `G` key/value groups are those of this
+tensor-parallel rank. `D` is the head size.
 
 Tokens come end to end, [T, 1, H, D]. A layout object tells sequences apart and travels as megatron's
 `packed_seq_params`. `PackedLayout` is for training and log-probs: a padded micro-batch is the case of equal lengths and
-runs as one batch. `CacheLayout` is for generation. Without a layout, the input is megatron's own [L, S, H, D],
-optionally left-padded.
+runs as one batch. `CacheLayout` is for generation.
 
 Context parallelism cuts every sequence into `2*cp` segments. Rank `r` holds segments `r` and `2*cp-1-r`: this zigzag
 balances causal work. Keys and values are gathered over the group. Queries stay on their rank.
@@ -31,9 +30,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from mrl.mcore_models import platform
-from mrl.mcore_models.causal import causal_attention, sdpa
+from mrl.mcore_models.causal import causal_attention
 from mrl.mcore_models.kv_cache import CachedStep
-from mrl.mcore_models.masked import ScoreRule, causal_mask, explicit_attention
+from mrl.mcore_models.masked import ScoreRule
 
 _FIELDS = {field.name for field in dataclasses.fields(PackedSeqParams)}
 _NO_PADDING_BETWEEN = {"pad_between_seqs": False} if "pad_between_seqs" in _FIELDS else {}
@@ -161,9 +160,8 @@ class SdpaAttention(MegatronModule):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
                 attn_mask_type: Any = None, attention_bias: Any = None, packed_seq_params: PackedLayout | None = None,
                 **_: Any) -> Tensor:  # fmt: skip
-        """Returns [T, 1, H*D], or [L, S, H*D] for input without a layout."""
-        if packed_seq_params is None:
-            return self._left_padded(query, key, value, attention_mask)
+        """Returns [T, 1, H*D]."""
+        assert packed_seq_params is not None
         query, key, value = (t.squeeze(1) if t.dim() == 4 else t for t in (query, key, value))
         if isinstance(packed_seq_params, CacheLayout):
             step = packed_seq_params.step
@@ -224,24 +222,3 @@ class SdpaAttention(MegatronModule):
                 outs.append(self._causal(q.transpose(1, 2), k[:, :, :seen], v[:, :, :seen]).transpose(1, 2).flatten(2))
             parts.append(torch.stack(outs, dim=1).flatten(0, 2))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(1)
-
-    def _left_padded(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None) -> Tensor:
-        """Returns attention [Lq, S, H*D] of query [Lq, S, H, D] and key, value [Lk, S, G, D].
-
-        padding: [S, >=Lk] bool, True at left padding.
-        """
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        mask = causal_mask(q.shape[2], k.shape[2], self.window, q.device)[None, None]
-        if padding is not None:
-            own = torch.eye(k.shape[2], dtype=torch.bool, device=q.device)[
-                -q.shape[2] :
-            ]  # a row of padding sees itself
-            mask = (mask & ~padding[:, None, None, : k.shape[2]]) | own
-        dropout = self.dropout if self.training else 0.0
-        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
-            if self.softmax_offset is None:
-                out = sdpa(q, k, v, mask, scale=self.scale, dropout=dropout)
-            else:
-                sinks = self.softmax_offset.view(1, -1, 1, 1)
-                out = explicit_attention(q, k, v, mask, scale=self.scale, sinks=sinks, dropout=dropout)
-        return out.permute(2, 0, 1, 3).flatten(2)

@@ -43,9 +43,9 @@ class Model(GPTModel):
     """Is megatron's GPTModel with our layouts, head and rotary embedding. No other module names GPTModel."""
 
     mtp_inputs: Sequence[mtp.MTPLayerInputs] = ()
-    """What each MTP layer is run on in the forward at hand, set before it; none leaves them out."""
+    """The inputs of each MTP layer in the forward at hand, set before it; without any, MTP layers are left out."""
     detaches_mtp: bool = False
-    """Whether the gradient of their loss stays within them. The head's own part is in `mtp_inputs`' `project`."""
+    """Whether the gradient of their loss stays within them. The head's own part is in the `project` of `mtp_inputs`."""
 
     def forward(self, tokens: Tensor, layout: PackedLayout | CacheLayout, padding: Tensor | None = None) -> Tensor:
         """Runs the chunk on tokens [T], which count on the first stage only.

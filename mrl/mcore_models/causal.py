@@ -22,7 +22,7 @@ AttentionKind = Literal["sdpa", "flash", "blocks"]
 """torch's own `scaled_dot_product_attention`; flash.py; or scores that are written out, block by block."""
 
 MAX_SCORES = 2**26
-"""Scores that are written out at once where no kernel serves: 256 MiB in fp32, a few times over."""
+"""Most scores that are written out at once if no kernel serves: 256 MiB in fp32, a few times over."""
 
 
 def causal_attention(

@@ -30,7 +30,7 @@ from mrl.mcore_models.platform import tensor_on
 logger = logging.getLogger(__name__)
 
 FIRST_PLACES = 256
-"""Places of a row in the smallest bucket; each further one has twice as many."""
+"""Positions of a row in the smallest bucket; each next one has twice as many."""
 
 BEFORE_CAPTURE = 4
 """Steps of a bucket that run kernel by kernel first: a capture takes longer than a step, and short generations come

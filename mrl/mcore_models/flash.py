@@ -23,15 +23,14 @@ from torch import Tensor
 from mrl.mcore_models.masked import causal_mask
 
 BLOCK = 128
-"""Most queries that are masked together where a kernel has no window: the mask is a block's queries times its keys.
-
-Forward and backward of 4,096 tokens with a window of 128 take 150 ms of a CPU core, and 330 ms in blocks of 512 (8
-query heads and 2 key-value heads of 64, torch 2.13); blocks of 64 save another 10 %, and would be twice as many calls.
-"""
+"""Most queries that are masked together if a kernel has no window: the mask is a block's queries times its keys.
+Forward and backward of 4,096 tokens with a window of 128 take 150 ms of a CPU core, and 330 ms in blocks of 512. That
+is with 8 query heads and 2 key-value heads of 64, torch 2.13. Blocks of 64 save another 10 %, and would be twice as
+many calls."""
 
 SHORT_TOKENS = 256
-"""Most keys that fewer queries meet in masked blocks where there is no window. With 128 keys that takes 0.7 to 0.8 of
-the time of two calls and their sum on a CPU, with 256 keys 0.8 to 1.2, with 1,024 keys 1.1 to 1.3."""
+"""Most keys that fewer queries meet in masked blocks without a window. On a CPU these take less time than two calls and
+their sum if keys are few: 0.7 to 0.8 of it with 128 keys, 0.8 to 1.2 with 256, 1.1 to 1.3 with 1,024."""
 
 MAX_HEAD_DIM = 256  # of flash kernels on CUDA
 

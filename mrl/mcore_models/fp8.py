@@ -23,7 +23,6 @@ from mrl.converters.rules import ChunkPlan, param_map
 from mrl.converters.table import Family, HFConfig
 from mrl.errors import ConfigError
 from mrl.mcore_models import platform
-from mrl.mcore_models.layer_spec import check_te
 from mrl.mcore_models.megatron_fields import KEY
 from mrl.parallel import Coordinates, ParallelDims
 
@@ -118,12 +117,6 @@ def check_model(megatron_options: Mapping[str, Any], family: Family, hf: HFConfi
             raise ConfigError(
                 f"{KEY}.fp8", megatron_options["fp8"], why, "use fewer ranks for a layer, or leave it out"
             )
-
-
-def check_spec(megatron_options: Mapping[str, Any], layer_spec: str, why: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError if the layers do not have FP8. why: the reason for the choice of the spec."""
-    if recipe_of(megatron_options) is not None:
-        check_te(f"{KEY}.fp8", megatron_options["fp8"], layer_spec, why, dtype)
 
 
 def check_here(megatron_options: Mapping[str, Any]) -> None:

@@ -73,11 +73,8 @@ class KVCache:
     def put_row(self, row: int, copy: RowCopy, places: int) -> None:
         """Puts the first positions of a copy into a row; the cache may be new."""
         for layer, pair in copy.items():
-            if layer not in self.layers:
-                self.layers[layer] = tuple(
-                    part.new_zeros(self.rows, part.shape[0], self.length, part.shape[2]) for part in pair
-                )
-            for tensor, part in zip(self.layers[layer], pair, strict=True):
+            key, value = (part.transpose(0, 1) for part in pair)
+            for tensor, part in zip(self.of_layer(layer, key, value), pair, strict=True):
                 tensor[row, :, :places] = part[:, :places]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 from typing import Any
 
@@ -184,12 +183,14 @@ def block_spec(config: Config | LatentConfig, layers: list[int]) -> TransformerB
     """Returns the specs of the decoder layers with the global numbers `layers`, dense or MoE by
     `config.moe_layer_freq`."""
     if config.layer_spec == "te":
-        return _te_block_spec(config, layers)
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer, norm = _te_layer, TENorm
+    else:
+        layer, norm = _local_layer, RMSNorm
     moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    return TransformerBlockSubmodules(
-        layer_specs=[_local_layer(config, experts=config.num_moe_experts if moe[i] else None) for i in layers],
-        layer_norm=RMSNorm,
-    )
+    specs = [layer(config, config.num_moe_experts if moe[i] else None) for i in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
 def mtp_parts(config: Config | LatentConfig, count: int) -> list[MTPSubmodules]:
@@ -206,8 +207,8 @@ def _local_layer(config: Config | LatentConfig, experts: int | None) -> ModuleSp
     spec = get_gpt_layer_local_spec(
         num_experts=experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
-    # without the map, that would give norms the keys of transformer-engine's fused ones in checkpoints
-    # (`get_gpt_layer_local_spec`, models/gpt/gpt_layer_specs.py)
+    # the map of `get_gpt_layer_local_spec` (models/gpt/gpt_layer_specs.py, 0.16.1 and 0.19.2) would give norms, in
+    # checkpoints, the keys of transformer-engine's fused ones
     spec.submodules = dataclasses.replace(
         spec.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, sharded_state_dict_keys_map={}
     )
@@ -231,38 +232,33 @@ def _over_heads(config: Config) -> dict[str, type]:
 
 def _with_our_router(layer: ModuleSpec) -> ModuleSpec:
     """Returns an MoE layer's spec with `Router` in it; a dense one as it is."""
-    mlp = layer.submodules.mlp  # a ModuleSpec in megatron-core 0.16, a partial in 0.19
-    parts = mlp.keywords.get("submodules") if isinstance(mlp, functools.partial) else mlp.submodules
+    parts = mlp_submodules(layer)
     if isinstance(parts, MoESubmodules):
         parts.router = Router
     return layer
 
 
-def _te_block_spec(config: Config | LatentConfig, layers: list[int]) -> TransformerBlockSubmodules:
-    from megatron.core.extensions.transformer_engine import TENorm
+def mlp_submodules(layer: ModuleSpec) -> Any:
+    """Returns the parts of a layer's MLP: of a ModuleSpec in megatron-core 0.16, of a partial in 0.19."""
+    mlp = layer.submodules.mlp
+    return mlp.keywords.get("submodules") if isinstance(mlp, functools.partial) else mlp.submodules
+
+
+def _te_layer(config: Config | LatentConfig, experts: int | None) -> ModuleSpec:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec as te_layer
 
-    known = inspect.signature(te_layer).parameters  # 0.19 has no moe_use_legacy_grouped_gemm and others of 0.16
-
-    def layer(experts: int | None) -> ModuleSpec:
-        wanted = {
-            "num_experts": experts, "moe_grouped_gemm": bool(experts), "qk_layernorm": config.qk_layernorm,
-            "multi_latent_attention": config.multi_latent_attention,
-        }  # fmt: skip
-        spec = te_layer(**{k: v for k, v in wanted.items() if k in known})
-        attention = spec.submodules.self_attention
-        if config.multi_latent_attention:
-            theirs = attention.submodules
-            latent = LatentSubmodules(
-                up=theirs.linear_kv_up_proj, heads=theirs.linear_q_proj, norm=None,
-                core_attention=theirs.core_attention, linear_proj=theirs.linear_proj,
-            )  # fmt: skip
-            spec.submodules.self_attention = ModuleSpec(module=LatentAttention, submodules=latent)
-            return _with_our_router(spec)
-        attention.submodules = dataclasses.replace(attention.submodules, **_over_heads(config))
+    spec = te_layer(
+        num_experts=experts, moe_grouped_gemm=bool(experts), qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )  # fmt: skip
+    attention = spec.submodules.self_attention
+    if config.multi_latent_attention:
+        theirs = attention.submodules
+        latent = LatentSubmodules(
+            up=theirs.linear_kv_up_proj, heads=theirs.linear_q_proj, norm=None,
+            core_attention=theirs.core_attention, linear_proj=theirs.linear_proj,
+        )  # fmt: skip
+        spec.submodules.self_attention = ModuleSpec(module=LatentAttention, submodules=latent)
         return _with_our_router(spec)
-
-    moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    return TransformerBlockSubmodules(
-        layer_specs=[layer(config.num_moe_experts if moe[i] else None) for i in layers], layer_norm=TENorm
-    )
+    attention.submodules = dataclasses.replace(attention.submodules, **_over_heads(config))
+    return _with_our_router(spec)

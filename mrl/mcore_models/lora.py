@@ -47,7 +47,7 @@ from torch import Tensor
 from mrl.mcore_models import platform
 
 NAME = "adapter"
-"""What a module calls the adapter of its linear, or of itself."""
+"""The name in a module of the adapter of its linear, or of itself."""
 Split = Literal["column", "row", "whole"]
 
 
@@ -57,7 +57,7 @@ class AdapterBlock:
 
     name: str  # its parameters are `A.name` and `B.name`
     blocks: tuple[tuple[int, int], ...]
-    """(first row, count) of the outputs that it has on this rank, in the order of B's rows; none where it has none."""
+    """(first row, count) of its outputs on this rank, in the order of B's rows; empty if it has none."""
 
 
 class Adapter(torch.nn.Module):

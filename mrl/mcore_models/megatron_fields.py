@@ -35,8 +35,8 @@ _CLASSES: Mapping[Kind, tuple[tuple[str, str], ...]] = {
     "ddp": (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
     "optimizer": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
 }
-"""Where the fields of each kind are: file of megatron/core and class. Those of a later class take the place of fields
-with the same name."""
+"""The sources of each kind's fields: file of megatron/core and class. A later class replaces fields of the same
+name."""
 
 TRANSFORMER_ENGINE_FIELDS = frozenset("""
     gradient_accumulation_fusion apply_rope_fusion fused_residual_rmsnorm moe_permute_fusion moe_router_fusion
@@ -46,8 +46,8 @@ TRANSFORMER_ENGINE_FIELDS = frozenset("""
     tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_overlap_disable_qkv
     tp_comm_overlap_disable_fc1 tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_bootstrap_backend
 """.split())  # fmt: skip  # noqa: SIM905
-"""Fields for kernels of transformer-engine, or of packages beside it: a plan, whose layers are the local spec's, leaves
-them out."""
+"""Fields for kernels of transformer-engine, or of packages like it. A plan leaves them out, because its layers are the
+local spec's."""
 
 DTYPES = ("float32", "bfloat16", "float16", "uint8")
 
@@ -162,7 +162,7 @@ SET_BY_MRL: Mapping[str, str] = {
         nccl_all_reduce_for_prefill moe_pad_experts_for_cuda_graph_inference""".split()),  # noqa: SIM905
     **_use("checkpoints are mrl's own, for every layout", "hetereogenous_dist_checkpoint"),
 }  # fmt: skip
-"""Field -> what to do in its place."""
+"""Field -> what to do instead."""
 
 REFUSED_FIELDS: Mapping[str, str] = {
     **_use("MTP layers are those of the model, whose loss trains all of it", "mtp_use_repeated_layer",

@@ -15,7 +15,7 @@ import torch
 
 from mrl.errors import ConfigError
 from mrl.mcore_models import fp8, megatron_fields, platform, userbuffers
-from mrl.mcore_models.layer_spec import check_te_layers
+from mrl.mcore_models.layer_spec import check_te, check_te_layers
 from mrl.mcore_models.megatron_fields import KEY
 from mrl.parallel import ParallelDims
 
@@ -29,7 +29,7 @@ DISPATCHER, FACTOR, PLACES = (
     "moe_token_dispatcher_type", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
 )  # fmt: skip
 MAX_TOKENS = 2**17
-"""Of a micro-batch on a rank, up to which `_check_places` looks."""
+"""The tokens of a micro-batch on a rank up to which `_check_places` looks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +69,8 @@ NEEDS = (
         lambda given, model, dims: given.get(FACTOR) is not None,
     ),
 )  # fmt: skip
-"""A field may stand in several; the first that is not met is said. What a layout has no use of (of pipeline stages, of
-replicas) is none of them: another layout of the same config has."""
+"""A field may stand in several; the first unmet one is named in the error. Fields that one layout cannot use (of
+pipeline stages, of replicas) are not here: another layout of the same config can."""
 
 LAYER_FIELDS = frozenset({"fused_residual_rmsnorm", "symmetric_ar_type", "disable_parameter_transpose_cache"})
 """Fields that the layers of transformer-engine alone read."""
@@ -110,8 +110,9 @@ def check_spec(given: Given, layer_spec: str, why: str, dtype: torch.dtype, *, e
 
     elsewhere: `engine.layer_spec` of a run that may be for a machine with a GPU, if this one has none.
     """
-    fp8.check_spec(given, layer_spec, why, dtype)
-    userbuffers.check_spec(given, layer_spec, why, dtype)
+    for name in ("fp8", userbuffers.FIELD):
+        if given.get(name):
+            check_te(f"{KEY}.{name}", given[name], layer_spec, why, dtype)
     absent = platform.without_transformer_engine()
     unknown = elsewhere is not None and absent == platform.NO_GPU
     for name, value in sorted(given.items()):

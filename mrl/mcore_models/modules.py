@@ -34,24 +34,18 @@ def modules_of(config: Config | LatentConfig, layer: int) -> LayerModules:
         attention=_name(attention.core_attention),
         norm=_name(first) if norm == "IdentityOp" else norm,
         linear=_name(attention.linear_proj),
-        experts=_experts(config, parts.mlp),
+        experts=_experts(config, layers.mlp_submodules(spec)),
     )
 
 
 def _experts(config: Config | LatentConfig, mlp: Any) -> str | None:
-    below = _submodules(mlp)
-    experts = getattr(below, "experts", None)
+    experts = getattr(mlp, "experts", None)
     if experts is None:
         return None
     dtype, capability = config.params_dtype, platform.capability()
     if not config.add_bias_linear and grouped.is_chosen("auto", config.layer_spec, dtype, capability):
         return "grouped_mm"
     return _name(experts)
-
-
-def _submodules(of: Any) -> Any:
-    """Returns the submodules of a ModuleSpec, as megatron-core 0.16 has it, or of a partial, as 0.19 does."""
-    return of.keywords.get("submodules") if isinstance(of, functools.partial) else of.submodules
 
 
 def _name(of: Any) -> str:

@@ -49,8 +49,8 @@ class MTPLayerInputs:
     """Holds the inputs of one MTP layer."""
 
     tokens: Tensor  # [T], the token that is so many places ahead
-    padding: Tensor  # [T] bool, True where there is none, or none that it could predict
-    project: Project  # what the head makes of the hidden states
+    padding: Tensor  # [T] bool, True if there is no token, or none to predict
+    project: Project  # makes the head's output of the hidden states
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ MODULES: Mapping[str, Sequence[str]] = {
     "transformer_engine": ("transformer_engine.pytorch",),
     "apex": ("amp_C", "apex.optimizers", "apex.multi_tensor_apply"),
 }
-"""Package -> the modules of it that megatron-core takes for granted: one that lacks them is not used."""
+"""Package -> the modules of it that megatron-core takes for granted. A package without them is not used."""
 
 
 def fault_of(package: str) -> str | None:
@@ -48,7 +48,7 @@ def fault_of(package: str) -> str | None:
 
 
 CUDNN_VARIABLES = ("CUDNN_HOME", "CUDNN_PATH")
-"""Of transformer-engine: a folder in which it looks for cuDNN before it does elsewhere."""
+"""Variables of transformer-engine: a folder to look for cuDNN first."""
 
 
 @contextlib.contextmanager

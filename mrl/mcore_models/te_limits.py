@@ -33,7 +33,7 @@ SWITCHES: Mapping[str, Kernel] = {
     "NVTE_FUSED_ATTN": "fused",
     "NVTE_UNFUSED_ATTN": "unfused",
 }
-"""Environment variables of transformer-engine, and the kernel that each leaves out where it is 0."""
+"""Environment variables of transformer-engine, and the kernel that each leaves out if it is 0."""
 
 V2_SWITCH = Version("2.18")
 
@@ -57,7 +57,7 @@ class Gpu:
     cudnn: tuple[int, int, int] | None = None
     transformer_engine: Version | None = None
     switched_off: tuple[str, ...] = ()  # those of SWITCHES that are 0
-    newer_flash_attn: tuple[int, ...] = ()  # which of flash-attn's generations 3 and 4 are installed beside
+    newer_flash_attn: tuple[int, ...] = ()  # those of flash-attn's generations 3 and 4 that are installed too
 
     @classmethod
     def here(cls) -> "Gpu":
@@ -268,7 +268,7 @@ def _flash(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> bool:
         and gpu.capability >= (8, 0)
         and size <= (256 if gpu.capability in ((8, 0), (9, 0), (10, 0), (12, 0)) else 192)
     )
-    # what both do: heads that are wider have the fused kernels, or FlashAttention 4 on some GPUs
+    # both do this: wider heads have the fused kernels, or FlashAttention 4 on some GPUs
     newer = (3 in gpu.newer_flash_attn and gpu.capability == (9, 0)) or (
         4 in gpu.newer_flash_attn and gpu.capability >= (9, 0)
     )

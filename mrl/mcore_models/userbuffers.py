@@ -22,7 +22,6 @@ import torch
 
 from mrl.config.schema import EngineConfig, ModelConfig, TrainedModelConfig
 from mrl.errors import ConfigError, one_line
-from mrl.mcore_models.layer_spec import check_te
 from mrl.mcore_models.megatron_fields import KEY
 from mrl.parallel import ParallelDims
 
@@ -35,20 +34,20 @@ WITH_OVERLAP = (
 """Fields that are read with `tp_comm_overlap` alone."""
 
 BUFFERS = 12
-"""The buffers of a process: one for each product of qkv, proj, fc1 and fc2 (forward, gradient of the input, gradient of
-the weight), as `initialize_ub` of transformer-engine 2.20 makes them."""
+"""The buffers of a process, as `initialize_ub` of transformer-engine 2.20 makes them: one for each product of qkv,
+proj, fc1 and fc2 (forward, gradient of the input, gradient of the weight)."""
 
 RANKS = (2, 4, 8)
 """The numbers of tensor-parallel ranks of one machine that transformer-engine's kernels are compiled for. For another
-number it starts no kernel and reports nothing (`callranks_` in userbuffers.cu, which has 16 and 32 too, for machines
-that share NVLink)."""
+number it starts no kernel and reports nothing (`callranks_` in userbuffers.cu). It also has 16 and 32, for machines
+that share NVLink."""
 
 MAX_ELEMENTS = 2**31 - 1
 """The most bytes of a buffer: offsets in it are 32-bit integers in transformer-engine (`CommOverlapP2PBase`)."""
 
 COLUMNS = 32
-"""The hidden size is a multiple of this: a product that scatters its output is divided into four parts of the hidden
-size, which transformer-engine's kernels move by 16 bytes."""
+"""The hidden size is a multiple of this. A product that scatters its output is divided into four parts of the hidden
+size, and transformer-engine's kernels move them by 16 bytes."""
 
 FLAGS = (
     "ub_overlap_ag_fprop", "ub_overlap_rs_fprop", "ub_overlap_ag_dgrad", "ub_overlap_rs_dgrad", "ub_bulk_dgrad",
@@ -147,12 +146,6 @@ def check_model(
         raise ConfigError("engine.micro_batch.tokens", tokens, why, f"give at least {longest}")
 
 
-def check_spec(megatron_options: Mapping[str, Any], layer_spec: str, why: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError if the layers have no userbuffers. why: the reason for the choice of the spec."""
-    if is_enabled(megatron_options):
-        check_te(f"{KEY}.{FIELD}", True, layer_spec, why, dtype)
-
-
 @dataclasses.dataclass(frozen=True)
 class BufferShape:
     """Is the shape of all userbuffers of an engine."""
@@ -207,7 +200,7 @@ SAME_SHAPE_FIX = (
 )
 
 _made: list[BufferShape] = []
-"""The buffers of this process, one or none: transformer-engine has them in its module and does not tell their shape."""
+"""The buffers of this process, one or none. transformer-engine has them in its module and does not tell their shape."""
 
 
 def check_machine(tp: int) -> None:

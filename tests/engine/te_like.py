@@ -186,16 +186,19 @@ def _layer(config: Any, experts: int | None) -> ModuleSpec:
 @contextlib.contextmanager
 def te_like() -> Iterator[None]:
     """Inside, engines are built of these modules where their config has `engine.layer_spec: te`."""
-    outside = layers._te_block_spec, engine_model.layer_spec.choose
+    outside = layers.block_spec, engine_model.layer_spec.choose
+
+    def block_spec(config: Any, numbers: list[int]) -> TransformerBlockSubmodules:
+        return (_block_spec if config.layer_spec == "te" else outside[0])(config, numbers)
 
     def choose(wanted: str, *_: Any, **__: Any) -> layer_spec.LayerSpec:
         return layer_spec.LayerSpec("te" if wanted == "te" else "local", "as the test has it")
 
-    layers._te_block_spec, engine_model.layer_spec.choose = _block_spec, choose
+    layers.block_spec, engine_model.layer_spec.choose = block_spec, choose
     try:
         yield
     finally:
-        layers._te_block_spec, engine_model.layer_spec.choose = outside
+        layers.block_spec, engine_model.layer_spec.choose = outside
 
 
 # -- in a world of processes -------------------------------------------------------------------------------------------

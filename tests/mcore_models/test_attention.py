@@ -1,4 +1,4 @@
-"""Core attention and norms on one process: packed, cached, left-padded and windowed, against softmax(q k^T) v written out.
+"""Core attention and norms on one process: packed, cached and windowed, against softmax(q k^T) v written out.
 
 Dimensions as in mrl/mcore_models/attention.py. Context parallelism is in the parity table (tests/engine/parity_rows.py).
 """
@@ -126,29 +126,6 @@ def test_each_layer_has_a_cache_of_its_own():
     for layer in (1, 2):
         cached(attention(layer=layer), cache, q, k, v, [0] * 5, LENGTHS)
     assert sorted(cache.layers) == [1, 2] and cache.layers[1][0].shape == (5, G, max(LENGTHS), D)
-
-
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("last", [None, 1, 4])
-def test_left_padding(window, last):
-    """[L, S, heads, D] with padding on the left; `last`: only that many queries at the end, as with a cache."""
-    q, k, v = tokens()
-    longest = max(LENGTHS)
-    padding = torch.tensor([[place < longest - n for place in range(longest)] for n in LENGTHS])
-    shape = (longest, len(LENGTHS))
-    batched = [torch.full((*shape, t.shape[2], D), 5.0) for t in (q, k, v)]
-    start = 0
-    for s, n in enumerate(LENGTHS):
-        for whole, flat in zip(batched, (q, k, v), strict=True):
-            whole[longest - n :, s] = flat[start : start + n, 0]
-        start += n
-    query = batched[0] if last is None else batched[0][-last:]
-    out = attention(window)(query, batched[1], batched[2], attention_mask=padding)
-    wanted = expected(q, k, v, window=window).split(list(LENGTHS))
-    for s, n in enumerate(LENGTHS):
-        rows = n if last is None else min(n, last)
-        close(out[-rows:, s], wanted[s][-rows:])
-    assert torch.isfinite(out).all()
 
 
 def test_masks_are_aligned_to_the_end_of_the_keys():

@@ -10,7 +10,7 @@ import torch
 from mrl.converters.families import family_for
 from mrl.converters.hf_config import normalize
 from mrl.errors import ConfigError
-from mrl.mcore_models import fp8
+from mrl.mcore_models import fp8, megatron_needs
 from mrl.mcore_models.megatron_fields import check
 from mrl.parallel import ParallelDims
 from tests.cuda.models import COMMON, MODELS
@@ -64,12 +64,12 @@ def test_sizes_that_are_not():
 
 
 def test_layers_and_dtypes_that_have_it():
-    fp8.check_spec(TENSORWISE, "te", "as configured", torch.bfloat16)
-    fp8.check_spec({}, "local", "as configured", torch.float32)
+    megatron_needs.check_spec(TENSORWISE, "te", "as configured", torch.bfloat16)
+    megatron_needs.check_spec({}, "local", "as configured", torch.float32)
     says('fp8: value "hybrid" needs the layers of transformer-engine, and engine.layer_spec is local .*',
-         fp8.check_spec, TENSORWISE, "local", "torch sees no GPU", torch.bfloat16)  # fmt: skip
+         megatron_needs.check_spec, TENSORWISE, "local", "torch sees no GPU", torch.bfloat16)  # fmt: skip
     says('fp8: value "hybrid" does not go with model.dtype float32; set bfloat16',
-         fp8.check_spec, TENSORWISE, "te", "as configured", torch.float32)  # fmt: skip
+         megatron_needs.check_spec, TENSORWISE, "te", "as configured", torch.float32)  # fmt: skip
 
 
 def test_a_gpu_or_a_cuda_that_lacks_the_recipe(monkeypatch):

@@ -9,10 +9,19 @@ from typing import Any
 import torch
 
 from mrl.converters.fields import DENSE, EXPERTS, dense_fields, moe_fields, require, window_fields
-from mrl.converters.table import ATTENTION, Entry, Family, Stack, every_layer, mlp_norm, proj_bias, qkv_bias
+from mrl.converters.table import (
+    ATTENTION,
+    Family,
+    Stack,
+    every_layer,
+    in_layer,
+    mlp_norm,
+    of_experts,
+    proj_bias,
+    qkv_bias,
+)
 
-_MCORE, _HF = "decoder.layers.{l}.", "model.layers.{l}."
-_LOCAL, _EXPERTS = _MCORE + "mlp.experts.local_experts.{e}.", _HF + "mlp.experts."
+_EXPERTS = "model.layers.{l}.mlp.experts."
 _GATE, _UP, _DOWN = (_EXPERTS + "{e}." + name for name in ("gate_proj", "up_proj", "down_proj"))
 
 
@@ -38,37 +47,17 @@ def fields(hf: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-SINKS = Entry(
-    _MCORE + "self_attention.core_attention.softmax_offset", ((_HF + "self_attn.sinks", ("heads",)),), "column"
-)
+SINKS = in_layer("self_attention.core_attention.softmax_offset", "column", {"self_attn.sinks": "heads"})
+_EXPERT = "mlp.experts.{e}."
+_BOTH = (_EXPERT + "gate_proj", _EXPERT + "up_proj")
 SPARSE = (
     *mlp_norm(sparse=True),
-    Entry(_MCORE + "mlp.router.weight", ((_HF + "mlp.router.weight", ("experts", "hidden")),), "replicated"),
-    Entry(_MCORE + "mlp.router.bias", ((_HF + "mlp.router.bias", ("experts",)),), "replicated"),
-    Entry(
-        _LOCAL + "linear_fc1.weight",
-        ((_GATE + ".weight", ("moe_ffn", "hidden")), (_UP + ".weight", ("moe_ffn", "hidden"))),
-        "gate_up",
-        te=_MCORE + "mlp.experts.linear_fc1.weight{e}",
-    ),
-    Entry(
-        _LOCAL + "linear_fc1.bias",
-        ((_GATE + ".bias", ("moe_ffn",)), (_UP + ".bias", ("moe_ffn",))),
-        "gate_up",
-        te=_MCORE + "mlp.experts.linear_fc1.bias{e}",
-    ),
-    Entry(
-        _LOCAL + "linear_fc2.weight",
-        ((_DOWN + ".weight", ("hidden", "moe_ffn")),),
-        "row",
-        te=_MCORE + "mlp.experts.linear_fc2.weight{e}",
-    ),
-    Entry(
-        _LOCAL + "linear_fc2.bias",
-        ((_DOWN + ".bias", ("hidden",)),),
-        "replicated",
-        te=_MCORE + "mlp.experts.linear_fc2.bias{e}",
-    ),
+    in_layer("mlp.router.weight", "replicated", {"mlp.router.weight": "experts hidden"}),
+    in_layer("mlp.router.bias", "replicated", {"mlp.router.bias": "experts"}),
+    of_experts("linear_fc1", "weight", "gate_up", {f"{name}.weight": "moe_ffn hidden" for name in _BOTH}),
+    of_experts("linear_fc1", "bias", "gate_up", {f"{name}.bias": "moe_ffn" for name in _BOTH}),
+    of_experts("linear_fc2", "weight", "row", {_EXPERT + "down_proj.weight": "hidden moe_ffn"}),
+    of_experts("linear_fc2", "bias", "replicated", {_EXPERT + "down_proj.bias": "hidden"}),
 )
 STACKS = (
     Stack(_EXPERTS + "gate_up_proj", (_GATE + ".weight", _UP + ".weight"), transposed=True),
