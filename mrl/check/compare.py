@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +12,10 @@ from torch import Tensor
 MAX_SHOWN = 3
 """Tensors that are named of each quantity, the worst first."""
 SAME_FACTOR = 0.02
-"""Relative error that is left of a tensor once it is divided by a factor, where the factor is all that is wrong."""
+"""Relative error that may remain after division by a factor, if the factor is the only fault of a tensor."""
 MARGIN = 32
-"""How many times what rounding may change a gradient by an element's own gradient is, for its update to be compared:
-AdamW's first update is a step of one size in the direction of each element's gradient, so where that is rounding alone,
-the update is."""
+"""An element's update is compared if its gradient is this many times its possible rounding. AdamW's first update is a
+step of one size in the direction of each element's gradient. If that is rounding alone, so is the update."""
 
 
 def relative_l2(actual: Tensor, expected: Tensor) -> float:
@@ -150,16 +148,3 @@ def update_error(
         update, gap = update * sure, gap * sure
     wrong = float(gap.norm())
     return 0.0 if wrong == 0 else wrong / max(float(update.norm()), 1e-300)
-
-
-def as_json(value: Any) -> Any:
-    """Returns plain data; a number that is not finite is None, because JSON has no word for it."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(name): as_json(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -12,7 +12,7 @@ from typing import Any
 from mrl.errors import ModelError, UserError, quoted
 
 LAYERS, WIDTH = 4, 256
-"""What `auto` cuts to: first the layers, and where that does not fit, the width too."""
+"""The sizes of `auto`: first the layers are cut, and if that does not fit, the width too."""
 _SMALLEST_HEAD = 8
 _FFN = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -34,7 +34,7 @@ from mrl.engine.stored_weights import open_imported
 from mrl.errors import ModelError, quoted
 
 NOISE = 0.1
-"""Deviation of what norms and biases of a cut model have beside 1 and 0, so that one that is left out shows."""
+"""Deviation of norms and biases of a cut model from 1 and 0, so that a forgotten one shows."""
 
 Head = Literal["lm", "value"]
 

@@ -19,15 +19,15 @@ from mrl.check.layouts import Layout
 from mrl.errors import ConfigError, UserError
 
 MAX_PROCESSES = 8
-"""Processes at a time on a machine without GPUs, where --nproc says nothing."""
+"""Processes at a time on a machine without GPUs, by default of --nproc."""
 SEQUENCES, SHORTEST, LONGEST = 8, 32, 512
-"""Sequences of the batch that is checked, and tokens of one, at least and at most, where --tokens says nothing."""
+"""Sequences of the checked batch, and tokens of one, at least and at most, by default of --tokens."""
 FLOPS = {"cpu": 2e11, "cuda": 1e14}
 """Work of one step on one process, which tokens are chosen by: some seconds."""
 BYTES_PER_PARAMETER = 24
-"""Of weights, gradients, AdamW's state and the copies that are compared, in fp32, for each copy of the model."""
+"""Memory for each copy of the model: weights, gradients, AdamW's state and the copies that are compared, in fp32."""
 DISK_BYTES_PER_PARAMETER = 12
-"""Of the reference's start, gradients and weights, in the temporary folder."""
+"""Space in the temporary folder: the reference's start, gradients and weights."""
 BYTES_PER_PROCESS = 700e6
 MEMORY_SHARE = 0.7
 """The part of the free memory that a check may take."""

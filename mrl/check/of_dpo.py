@@ -22,7 +22,7 @@ from mrl.trainers.dpo import DPOTask
 from mrl.trainers.reference import with_reference
 
 KL = 1.0
-"""What stands for kto's estimate of the KL, in units of 1 / beta."""
+"""The KL for kto instead of its estimate, in units of 1 / beta."""
 
 
 class CheckedDPO(CommandCheck[DPOConfig]):

@@ -30,7 +30,7 @@ from mrl.data.tokenizer import load_tokenizer
 from mrl.rollout.base import Trajectory, trajectories_to_batch
 
 NEW_TOKENS = 24
-"""Tokens that the actor samples after each prompt, or rollout.max_new_tokens where that is less."""
+"""Tokens that the actor samples after each prompt; rollout.max_new_tokens if that is less."""
 
 
 class CheckedPPO(CommandCheck[PPOConfig]):

@@ -123,7 +123,7 @@ def run(
         for _, parameter in trained:
             parameter.grad = None
         total, log_probs = backward(model, examples, loss, fields)
-        # what a model freezes has a gradient by transformers' loading, which never comes
+        # frozen parameters ask for a gradient after transformers loads them, and get none
         gradients = {name: p.grad for name, p in trained if p.grad is not None}
         if first is None:
             first = (log_probs, file_names(model, gradients))

@@ -10,14 +10,14 @@ from typing import Any
 import transformers
 
 from mrl.check.bounds import BOUNDS
-from mrl.check.compare import as_json as plain
 from mrl.check.run import CheckOptions, CheckRow, Listener, Report, check
+from mrl.converters.json_file import plain_data
 from mrl.launch.preflight import quiet
 from mrl.trainers.waits import WaitWatch
 
 WIDTH = 100
 MIN_SHARE = 0.05
-"""Of the elements of weights, the share whose update can be compared, below which the column says nothing."""
+"""The smallest share of comparable updates among the elements of weights. Below it the column is empty."""
 
 
 def echo(text: str) -> None:
@@ -25,17 +25,22 @@ def echo(text: str) -> None:
     print(text, flush=True)
 
 
+def echo_filled(text: str, first: str, others: str) -> None:
+    """Prints a text in lines of WIDTH. first, others: what these lines begin with."""
+    echo(textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=others))
+
+
 class Terminal(Listener):
     """Prints as the check goes. shows: False prints progress alone, to stderr."""
 
-    def __init__(self, *, dtype: str, against: str, shows: bool) -> None:
+    def __init__(self, *, dtype: str, shows: bool) -> None:
         self._watch = WaitWatch(lambda line: print(f"mrl: {line}", file=sys.stderr, flush=True))
-        self._dtype, self._against, self._shows = dtype, against, shows
+        self._dtype, self._shows = dtype, shows
         self._began = False
 
     def header(self, name: str, text: str) -> None:
         if self._shows:
-            echo(textwrap.fill(text, WIDTH, initial_indent=f"{name:9}", subsequent_indent=" " * 9))
+            echo_filled(text, f"{name:9}", " " * 9)
             self._watch.reset()
 
     def doing(self, what: str) -> None:
@@ -51,18 +56,14 @@ class Terminal(Listener):
         if row.failed is not None:
             echo(textwrap.indent(row.failed.strip(), "    "))
         for problem in row.problems:
-            echo(textwrap.fill(str(problem), WIDTH, initial_indent="    ", subsequent_indent="      "))
+            echo_filled(str(problem), "    ", "      ")
         measured = row.measured
         if measured is not None and measured.bounds != BOUNDS[self._dtype]:
-            echo(
-                textwrap.fill(
-                    f"bounds here: {measured.bounds}", WIDTH, initial_indent="    ", subsequent_indent="      "
-                )
-            )
+            echo_filled(f"bounds here: {measured.bounds}", "    ", "      ")
         if measured is not None and measured.weights_share < MIN_SHARE:
             echo(f"    weights: not compared, as the direction of {measured.weights_share:.2%} of the updates is known")
         if row.clue is not None:
-            echo(textwrap.fill(row.clue, WIDTH, initial_indent="    -> ", subsequent_indent="       "))
+            echo_filled(row.clue, "    -> ", "       ")
         self._watch.reset()
 
     def close(self) -> None:
@@ -96,7 +97,7 @@ def run_and_show(*, as_json: bool, **given: Any) -> bool:
     """Checks and prints. Returns whether something was compared and nothing differs."""
     asked = CheckOptions(**given)
     transformers.utils.logging.disable_progress_bar()
-    terminal = Terminal(dtype=asked.dtype, against=asked.against, shows=not as_json)
+    terminal = Terminal(dtype=asked.dtype, shows=not as_json)
     try:
         with quiet():
             report = check(asked, terminal)
@@ -128,7 +129,7 @@ def as_data(report: Report, asked: CheckOptions) -> dict[str, Any]:
     rows = [
         {
             "role": row.role, "layout": row.layout, "processes": row.processes, "verdict": row.verdict,
-            "problems": [plain(problem) for problem in row.problems], "clue": row.clue,
+            "problems": [plain_data(problem) for problem in row.problems], "clue": row.clue,
             "failed": row.failed, "numbers": _numbers(row),
         }
         for row in report.rows
@@ -136,7 +137,7 @@ def as_data(report: Report, asked: CheckOptions) -> dict[str, Any]:
     return {
         "different": report.wrong, "undecided": report.undecided, "nothing_compared": report.nothing,
         "against": asked.against,
-        "dtype": asked.dtype, "bounds": plain(BOUNDS[asked.dtype]),
+        "dtype": asked.dtype, "bounds": plain_data(BOUNDS[asked.dtype]),
         "about": [{"name": name, "text": text} for name, text in report.header], "batch": report.batch, "rows": rows,
     }  # fmt: skip
 
@@ -146,4 +147,4 @@ def _numbers(row: CheckRow) -> dict[str, Any] | None:
     if measured is None:
         return None
     errors = {"loss_error": measured.loss_error, "grad_norm_error": measured.grad_norm_error}
-    return plain({**plain(measured), **errors})
+    return plain_data({**plain_data(measured), **errors})

@@ -36,7 +36,7 @@ class Rows:
     batch: Batch  # as engines take them
     words: str
     ctx: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """What the loss function reads of its `ctx`."""
+    """The loss function's `ctx`."""
 
     def problems(self) -> list[str]:
         """Returns how the batch differs from its rows. Labels are shifted here a second time."""

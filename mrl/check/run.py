@@ -71,7 +71,7 @@ class CheckRow:
     processes: int
     measured: LayoutComparison | None = None  # None of the one that others are compared with
     problems: Sequence[Problem] = ()
-    failed: str | None = None  # what ended it before it had numbers
+    failed: str | None = None  # why it ended before it had numbers
 
     @property
     def name(self) -> str:
@@ -159,14 +159,13 @@ def check(asked: CheckOptions, listener: Listener) -> Report:
     command, config = read_config(asked.config_path, asked.overrides)
     if "cpu" in preflight.devices(command, config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
-    checked = checked_of(command)
     listener.doing("reading the config and the models' folders")
     parts = [part for part in preflight.check_files(command, config) if part.optimizer is not None]
     paths = {part.role: model_folder(part.model.path, weights=part.model.init == "pretrained") for part in parts}
     place = tempfile.mkdtemp(prefix="mrl_check_")
     try:
         session = Session(asked, command, config, Path(place), listener)
-        subjects = checked.subjects(config, parts, paths)
+        subjects = session.checked.subjects(config, parts, paths)
         for subject in subjects:
             session.fit(subject)
         for subject in subjects:
@@ -249,9 +248,16 @@ class Session:
         if self.asked.against == "hf" or has_experts(read_json(Path(model.path, "config.json"))):
             self.listener.doing(f"computing the step of the {subject.name} with transformers")
             narrow = self._reference(subject, model, rows, store, adapter, on)
+        dtype, micro_batch = self._dtype(model), micro_batch_of(subject, rows, layouts)
         for layout in layouts:
-            work = self._work(subject, model, layout, rows=rows, store=store, adapter=adapter, layouts=layouts)
-            self.items.append(Item(len(self.items), subject, layout, dataclasses.replace(work, undecided=narrow)))
+            work = LayoutWork(
+                config=subject.on(layout, path=model.path, init=model.init, dtype=dtype, micro_batch=micro_batch),
+                batch=rows.batch, loss_fn=subject.loss_fn, denominator=subject.denominator,
+                ctx={"temperature": subject.loss.temperature, **rows.ctx}, adapter=adapter, reference=str(store),
+                bounds=BOUNDS[dtype], undecided=narrow,
+                writes=self.asked.against == "first" and layout == layouts[0],
+            )  # fmt: skip
+            self.items.append(Item(len(self.items), subject, layout, work))
 
     # -- what is checked ----------------------------------------------------------------------------------------------
 
@@ -361,20 +367,6 @@ class Session:
         Most of their routers are undecided within bfloat16's rounding, so nothing would be left to compare.
         """
         return "float32" if has_experts(read_json(Path(model.path, "config.json"))) else self.asked.dtype
-
-    def _work(
-        self, subject: Subject, model: CheckedModel, layout: Layout, *, rows: Rows, store: Path, adapter: str | None,
-        layouts: list[Layout],
-    ) -> LayoutWork:  # fmt: skip
-        dtype = self._dtype(model)
-        micro_batch = micro_batch_of(subject, rows, layouts)
-        config = subject.on(layout, path=model.path, init=model.init, dtype=dtype, micro_batch=micro_batch)
-        ctx = {"temperature": subject.loss.temperature, **rows.ctx}
-        return LayoutWork(
-            config=config, batch=rows.batch, loss_fn=subject.loss_fn, denominator=subject.denominator,
-            ctx=ctx, adapter=adapter, reference=str(store), bounds=BOUNDS[dtype],
-            writes=self.asked.against == "first" and layout == layouts[0],
-        )  # fmt: skip
 
     def run(self) -> None:
         """Runs the layouts of all roles, those on equally many processes together.

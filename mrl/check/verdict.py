@@ -19,7 +19,7 @@ NOTHING_COMPARED = (
     "them as much as a fault; take other rows"
 )
 FLIPPED = 8
-"""How many times the rounding of other log-probs another choice of experts changes some, at least."""
+"""Another choice of experts changes some log-probs by at least this many times the rounding of the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +38,12 @@ def problems(found: LayoutComparison, *, head: str, lengths: Sequence[int]) -> l
     """Returns the quantities that differ, in the order of a step. lengths: tokens of each sequence of the batch."""
     named, bounds = "log-probs" if head == "lm" else "values", found.bounds
     made: list[Problem | None] = [
-        _tensors("initial weights", found.start, 0.0, "they are not those that the model starts from"),
+        _tensors("initial weights", found.start, 0.0),
         _log_probs(named, found, bounds.log_probs, lengths),
         _number("loss", found.loss, found.expected_loss, found.loss_error, bounds.loss),
-        _tensors("gradients", found.gradients, bounds.gradients, "off by more than rounding"),
+        _tensors("gradients", found.gradients, bounds.gradients),
         _number("gradient norm", found.grad_norm, found.expected_grad_norm, found.grad_norm_error, bounds.grad_norm),
-        _tensors("weights after a step", found.weights, bounds.weights, "updated otherwise"),
+        _tensors("weights after a step", found.weights, bounds.weights),
     ]
     return [problem for problem in made if problem is not None]
 
@@ -99,7 +99,7 @@ def undecided(found: LayoutComparison, differ: Sequence[Problem]) -> Undecided |
     return Undecided(f"{UNDECIDED}; the {labels} labels before these are the same: {OTHER_BATCH}", compared=True)
 
 
-def _tensors(quantity: str, errors: TensorErrors, bound: float, what: str) -> Problem | None:
+def _tensors(quantity: str, errors: TensorErrors, bound: float) -> Problem | None:
     if not (errors.over or errors.missing or errors.unexpected):
         return None
     parts = []

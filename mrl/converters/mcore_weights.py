@@ -258,7 +258,7 @@ def read_description(path: str | Path) -> dict:
 
 
 def architecture(family: Family, hf_config: HFConfig) -> dict[str, Any]:
-    """Returns the fields of config.json that decide a model's maths, for `engine.pt`: those that the family reads."""
+    """Returns the fields of config.json that decide a model's maths, for `engine.pt`. The family reads them."""
     more = family.reads - HINTS - {_REDUNDANT, *_COMMON_FIELDS}
     fields = {name: hf_config.get(name) for name in (*_COMMON_FIELDS, *sorted(more))}
     return fields | {"partial_rotary_factor": rotary_percent(hf_config)}

@@ -83,7 +83,7 @@ def check_te_layers(key: str, value: Any, layer_spec: str, why: str) -> None:
     """
     if layer_spec != "te":
         reason = f"needs the layers of transformer-engine, and engine.layer_spec is {layer_spec} ({why})"
-        raise ConfigError(key, value, reason, "set that to te, where there is one, or leave this out")
+        raise ConfigError(key, value, reason, "set that to te if it is installed, or leave this out")
 
 
 def check_attention(attention: str, wanted: str) -> None:

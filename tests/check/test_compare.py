@@ -14,7 +14,6 @@ from mrl.check.bounds import BOUNDS
 from mrl.check.compare import (
     TensorErrors,
     TensorMismatch,
-    as_json,
     factor_of,
     is_sure,
     relative_l2,
@@ -31,6 +30,7 @@ from mrl.check.verdict import clue, problems
 from mrl.check.worker import result_file
 from mrl.commands.sft import SFT
 from mrl.config.schema import ParallelConfig
+from mrl.converters.json_file import plain_data
 from tests.engine import tiny
 
 NONE = TensorErrors(2, (TensorMismatch("a", 0.0),), 0)
@@ -141,7 +141,7 @@ def test_tensors_are_named():
 
 
 def test_json_has_a_word_for_each_number():
-    plain = json.loads(json.dumps(as_json(made(log_probs=math.inf)), allow_nan=False))
+    plain = json.loads(json.dumps(plain_data(made(log_probs=math.inf)), allow_nan=False))
     assert plain["log_probs"] is None and plain["start"]["worst"] == [{"name": "a", "error": 0.0, "factor": None}]
 
 
@@ -203,7 +203,7 @@ def test_a_model_that_is_certain_of_its_labels_lets_no_gradient_of_zeros_pass():
 
 
 def test_a_column_that_compares_nothing_is_empty(capsys):
-    terminal = Terminal(dtype="bfloat16", against="hf", shows=True)
+    terminal = Terminal(dtype="bfloat16", shows=True)
     terminal.row(row_of(weights_share=0.01, bounds=BOUNDS["bfloat16"]))
     terminal.row(row_of(bounds=dataclasses.replace(BOUNDS["bfloat16"], gradients=0.42)))
     terminal.close()
