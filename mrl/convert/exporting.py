@@ -18,7 +18,7 @@ import mrl
 from mrl.convert.adapters import MergedReader
 from mrl.convert.opening import open_adapter
 from mrl.convert.sources import HFFiles, Source, added_companions, open_checkpoint
-from mrl.convert.workspace import FileSummary, Workspace, check_free, no_progress
+from mrl.convert.workspace import FileSummary, Progress, Workspace, check_free, silent
 from mrl.converters.accounting import account
 from mrl.converters.adapter_folder import WEIGHTS, is_adapter, merged_place
 from mrl.converters.companions import copy_companions
@@ -65,7 +65,7 @@ def export_hf(
     model: str | None = None,
     role: str | None = None,
     max_shard_size: str | int | None = None,
-    progress: Callable[[int], Callable[[int], None]] = lambda total: no_progress,
+    progress: Progress = silent,
 ) -> ExportResult:
     """Converts the checkpoint, run or adapter at `path` into the Hugging Face folder `out`, which appears when it is
     whole.

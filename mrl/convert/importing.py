@@ -25,7 +25,7 @@ from torch import Tensor
 
 import mrl
 from mrl.convert.sources import SOURCE, Source, open_hf, source_as_json
-from mrl.convert.workspace import FileSummary, Workspace, check_free, no_progress
+from mrl.convert.workspace import FileSummary, Progress, Workspace, check_free, silent
 from mrl.converters.accounting import EMBEDDING
 from mrl.converters.checksums import crc32_of
 from mrl.converters.companions import copy_companions
@@ -47,7 +47,7 @@ from mrl.engine.torch_dist.data_files import Item, ItemFile, extra_state_keys, s
 from mrl.errors import ModelError
 
 FILE_BYTES = 2**29
-"""Size that a data file grows to: a conversion that was killed writes those again that it had not finished."""
+"""Size that a data file grows to. A killed conversion writes its unfinished files a second time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def import_hf(
     *,
     allow_pickle: bool = False,
     file_bytes: int = FILE_BYTES,
-    progress: Callable[[int], Callable[[int], None]] = lambda total: no_progress,
+    progress: Progress = silent,
 ) -> ImportResult:
     """Converts the Hugging Face folder `source` into the checkpoint folder `out`, which appears when it is whole.
 

@@ -45,10 +45,9 @@ from mrl.engine.stored_weights import mtp_tensors_of_folder, open_imported
 from mrl.errors import CheckpointError, ModelError, quoted
 
 SOURCE = "source.json"
-"""In a folder of `mrl convert import`, of the Hugging Face folder that it was made from: `files`, with names, dtypes
-and shapes, `metadata` and `index` (null where it was laid out in another way than ours), `headers` as in HFFiles;
-`copies`, what it held of another tensor again.
-"""
+"""The layout of the Hugging Face folder that `mrl convert import` read, in its output. It has `files` with names,
+dtypes and shapes, `metadata` and `index` (null if it was laid out in another way than ours), `headers` as in HFFiles,
+and `copies`: names of tensors that are another one again."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -101,7 +100,7 @@ class Source:
     companion_folder: Path  # of config.json, tokenizer and so on
     files: HFFiles | None  # the layout of the Hugging Face folder that it comes from, where that is known
     copies: dict[str, str]
-    """Names under which that folder holds a tensor again (a tied head), and that tensor's; `reader` may lack them."""
+    """Names of copies in that folder (a tied head), with the original's name; `reader` may lack them."""
     chat_template: str | None = None  # instead of the tokenizer's own
     checksums: Checksums | None = None
     as_published: bool = False  # a Hugging Face folder, which transformers can load by itself
@@ -290,20 +289,17 @@ def source_as_json(source: Source) -> dict[str, Any]:
     return {"files": tensors, **about, "copies": copies}
 
 
-def _files_from_json(fields: Mapping[str, Any]) -> HFFiles | None:
+def read_source_file(folder: Path) -> tuple[HFFiles | None, list[str]]:
+    """Returns the content of `SOURCE`: the layout, None if it was another one than ours, and the names of copies."""
+    fields = read_json(folder / SOURCE)
     if fields["files"] is None:
-        return None
+        return None, fields["copies"]
     files = {
         file: [(name, TensorInfo(dtype, tuple(shape), file)) for name, dtype, shape in tensors]
         for file, tensors in fields["files"].items()
     }
-    return HFFiles(files, fields["metadata"], fields["index"], fields.get("headers", {}))  # older ones kept no headers
-
-
-def read_source_file(folder: Path) -> tuple[HFFiles | None, list[str]]:
-    """Returns the content of `SOURCE`: the layout, None if it was another one than ours, and the names of copies."""
-    fields = read_json(folder / SOURCE)
-    return _files_from_json(fields), fields["copies"]
+    headers = fields.get("headers", {})  # older ones kept none
+    return HFFiles(files, fields["metadata"], fields["index"], headers), fields["copies"]
 
 
 def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | None = None) -> Source:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import psutil
@@ -27,8 +27,9 @@ from torch import Tensor
 
 from mrl.convert.adapters import MergedReader
 from mrl.convert.sources import Source
-from mrl.convert.workspace import no_progress
+from mrl.convert.workspace import Progress, no_progress, silent
 from mrl.converters.accounting import SCORE, follows_from_config
+from mrl.converters.json_file import plain_data
 from mrl.converters.mcore_weights import (
     McoreReader,
     architecture,
@@ -58,7 +59,7 @@ PROMPTS = (
     "to be written down, somebody has drawn, very carefully, with blue ink,",
 )
 PROMPT_TOKENS = 200
-"""Of each of our texts at most: the last has as many, so that windows and rotary factors act which end before that."""
+"""Most tokens of each of our texts. The last has as many, so windows and rotary factors that end before that act."""
 RANDOM_TOKENS = (24, 24, 24, 24, PROMPT_TOKENS)
 TOLERANCE = 1e-3
 """Largest difference of two logits, as a part of the logits' spread (their standard deviation), that two engines'
@@ -80,7 +81,7 @@ class LogitsRow:
     kl: float  # KL(A || B) in nats, the mean over the tokens
     spread: float  # standard deviation of A's logits
     not_finite: int = 0
-    """Logits of A that are NaN or infinite. Where they are the same in B, the two are alike in them."""
+    """Logits of A that are NaN or infinite. Equal ones in B do not count as a difference."""
 
     @property
     def alike(self) -> bool:
@@ -108,15 +109,8 @@ class Comparison:
         return not (self.differences or self.config) and all(row.alike for row in self.logits)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns plain data; a number of logits that is not finite is None, because JSON has no word for it."""
-        finite = [
-            {
-                name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in row.items()
-            }
-            for row in map(dataclasses.asdict, self.logits)
-        ]
-        return dataclasses.asdict(self) | {"same": self.same, "logits": finite}
+        """Returns plain data (`plain_data`)."""
+        return plain_data(self) | {"same": self.same}
 
 
 def compare(
@@ -125,7 +119,7 @@ def compare(
     *,
     prompts: Sequence[str] = (),
     logits: bool = True,
-    progress: Callable[[int], Callable[[int], None]] = lambda total: no_progress,
+    progress: Progress = silent,
 ) -> Comparison:
     """Compares two models. prompts: texts to compute logits of, by default a few of ours. logits: False compares
     tensors only."""
@@ -180,15 +174,10 @@ def _name(source: Source) -> str:
     return f"{source.folder} ({source.what})"
 
 
-def _tensors(
-    a: Source, b: Source, progress: Callable[[int], Callable[[int], None]]
-) -> tuple[list[str], int, list[str]]:
+def _tensors(a: Source, b: Source, progress: Progress) -> tuple[list[str], int, list[str]]:
     """Returns a line for each differing tensor, bytes compared, and names of tensors that are the same in a wider
     dtype."""
-    ours, theirs = _names(a), _names(b)
-    differences = [f"{name}: only in {a.folder}" for name in ours if name not in theirs]
-    differences += [f"{name}: only in {b.folder}" for name in theirs if name not in ours]
-    both = [name for name in ours if name in theirs]
+    both, differences = _matched(a, _names(a), b, _names(b))
     total = sum(tensor_bytes(a.reader.tensors[name]) for name in both)
     advance = progress(total)
     wider, widened = _wider(a, b) | _wider(b, a), []
@@ -230,16 +219,14 @@ def _wider(checkpoint: Source, other: Source) -> dict[str, torch.dtype]:
 
 
 def _adapters(
-    a: Source, of_a: MergedReader, b: Source, of_b: MergedReader, progress: Callable[[int], Callable[[int], None]]
+    a: Source, of_a: MergedReader, b: Source, of_b: MergedReader, progress: Progress
 ) -> tuple[list[str], int, int]:
     """Compares two sets of adapters, and their bases unless these are one folder.
 
     Returns a line for each tensor that differs, the number of tensors, and bytes compared.
     """
     ours, theirs = of_a.adapter, of_b.adapter
-    differences = [f"{name}: only in {a.folder}" for name in ours if name not in theirs]
-    differences += [f"{name}: only in {b.folder}" for name in theirs if name not in ours]
-    both = [name for name in ours if name in theirs]
+    both, differences = _matched(a, ours, b, theirs)
     infos = {name: info for name, info in of_a.tensors.items() if name != SCORE}
     bases = {} if os.path.samefile(a.companion_folder, b.companion_folder) else infos
     known = of_b.tensors
@@ -264,6 +251,13 @@ def _adapters(
             ]
         advance(tensor_bytes(info))
     return differences, len(ours.keys() | theirs.keys()) + len(bases), total
+
+
+def _matched(a: Source, ours: Collection[str], b: Source, theirs: Collection[str]) -> tuple[list[str], list[str]]:
+    """Returns the names on both sides, and a line for each that is on one."""
+    lines = [f"{name}: only in {a.folder}" for name in ours if name not in theirs]
+    lines += [f"{name}: only in {b.folder}" for name in theirs if name not in ours]
+    return [name for name in ours if name in theirs], lines
 
 
 def _names(source: Source) -> list[str]:

@@ -37,8 +37,17 @@ FileSummary = dict[str, Any]
 """{"size": bytes, "crc32": checksum, ...} of a finished file."""
 
 
+Progress = Callable[[int], Callable[[int], None]]
+"""Takes the bytes in all, and returns a function that takes bytes done."""
+
+
 def no_progress(count: int) -> None:
     """Shows nothing."""
+
+
+def silent(total: int) -> Callable[[int], None]:
+    """Is a `Progress` that shows nothing."""
+    return no_progress
 
 
 class Workspace:

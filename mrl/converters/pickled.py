@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mrl.converters.json_file import parse_json, shorten_value
 from mrl.converters.pt_file import load_pt
-from mrl.converters.safetensors_io import NAMES, TensorInfo, shorten_list
+from mrl.converters.safetensors_io import NAMES, TensorInfo, read_index, shorten_list
 from mrl.errors import CheckpointError, ModelError
 
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -24,21 +23,15 @@ class PickleReader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         index, single = self.path / PICKLE_INDEX, self.path / PICKLE
+        weight_map = None
         if index.is_file():
-            try:
-                weight_map = parse_json(index.read_bytes())["weight_map"]
-                files = sorted(set(weight_map.values()))
-                lost = [name for name in files if Path(name).name != name or not (self.path / name).is_file()]
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ModelError(
-                    index, why=f"not an index of weights ({shorten_value(error, 200)})", fix="get the file again"
-                ) from None
-        elif single.is_file():
-            files, weight_map, lost = [PICKLE], None, []
-        else:
+            weight_map = read_index(index)
+        elif not single.is_file():
             raise ModelError(
                 self.path, why=f"has neither {PICKLE} nor {PICKLE_INDEX}", fix="give a folder with weights"
             )
+        files = [PICKLE] if weight_map is None else sorted(set(weight_map.values()))
+        lost = [name for name in files if not (self.path / name).is_file()]
         if lost:
             raise ModelError(
                 self.path,

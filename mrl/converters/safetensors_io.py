@@ -31,7 +31,7 @@ from mrl.errors import ConfigError, ModelError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_NAME_BYTES = 255
-"""Bytes that a file's name may have, on every file system that matters."""
+"""Most bytes of a file's name, on every file system that matters."""
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -123,7 +123,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return infos
 
 
-def _read_index(file: Path) -> dict[str, str]:
+def read_index(file: Path) -> dict[str, str]:
     """Returns the index's map from tensor to shard."""
     try:
         weight_map = parse_json(file.read_bytes())["weight_map"]
@@ -131,7 +131,7 @@ def _read_index(file: Path) -> dict[str, str]:
         bad = [shard for shard in shards if Path(shard).name != shard or len(os.fsencode(shard)) > MAX_NAME_BYTES]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
-            file, why=f"not a safetensors index ({shorten_value(error, 200)})", fix="get the file again"
+            file, why=f"not an index of weights ({shorten_value(error, 200)})", fix="get the file again"
         ) from None
     if bad:
         raise ModelError(
@@ -170,7 +170,7 @@ class SafetensorsReader:
         self._open: dict[str, int] = {}
         single, index = self.path / SINGLE, self.path / INDEX
         if index.is_file():
-            self.tensors = self._check_index(_read_index(index), index, single)
+            self.tensors = self._check_index(read_index(index), index, single)
         elif single.is_file():
             self.tensors = read_header(single)
         else:

@@ -56,7 +56,7 @@ def hf_to_mcore(
     mtp = num_mtp_layers(hf_config)
     passed_over = expected_hf_names(family, hf_config, head=head, mtp=mtp).keys() - shapes.keys()
     passed_over |= shared_tensors(hf_config, mtp).keys() | {"lm_head.weight"} - shapes.keys()
-    waiting: dict[tuple[int, str], dict[str, Tensor]] = {}
+    waiting: dict[tuple[int, str], dict[int, Tensor]] = {}  # parts of parameters that lack some, by span
     missing = set(shapes)
     for name, tensor in weights:
         if name in passed_over:
@@ -67,10 +67,12 @@ def hf_to_mcore(
         for part, of_part in users.get(name, {}).items():
             source = tensor if part == name else read(part)[:]
             for chunk, rule in of_part:
-                tensors = waiting.setdefault((chunk, rule.mcore), {})
-                tensors[part] = _own_rows(rule, part, source)
-                if len(tensors) == len(set(rule.hf)):
-                    yield chunk, rule.mcore, _assemble(rule, waiting.pop((chunk, rule.mcore)))
+                spans, parts = rule.spans(rule.rank), waiting.setdefault((chunk, rule.mcore), {})
+                parts |= _parts(rule, part, source)
+                if len(parts) == len(spans):
+                    del waiting[chunk, rule.mcore]
+                    whole = [parts[i] for i in range(len(spans))]
+                    yield chunk, rule.mcore, whole[0] if len(whole) == 1 else torch.cat(whole, dim=spans[0].dim)
     if missing:
         raise ModelError(
             f"the stream ended with {len(missing)} tensors missing ({shorten_list(sorted(missing))}); "
@@ -157,32 +159,15 @@ def _check(name: str, tensor: Tensor, shapes: dict[str, tuple[int, ...]], missin
         raise ModelError(name, why=f"is {list(tensor.shape)}, not {list(shapes[name])} as config.json says")
 
 
-def _own_rows(rule: Rule, name: str, tensor: Tensor) -> Tensor:
-    """Returns the entries of `tensor` that `rule` takes, in order, concatenated along its dimension."""
-    parts = [
-        tensor.narrow(span.dim, span.start, span.length)
-        for span in rule.spans(rule.rank)
-        if span.source is not None and rule.hf[span.source] == name
-    ]
-    if not parts:  # this rank's rows are all padding
-        return tensor[0:0].clone()
-    return parts[0].clone() if len(parts) == 1 else torch.cat(parts, dim=_dim(rule))
-
-
-def _dim(rule: Rule) -> int:
-    return rule.spans(rule.rank)[0].dim
-
-
-def _assemble(rule: Rule, tensors: dict[str, Tensor]) -> Tensor:
-    at, parts = dict.fromkeys(tensors, 0), []
-    for span in rule.spans(rule.rank):
-        if span.source is None:
-            parts.append(tensors[rule.hf[0]].new_zeros((span.length, *rule.hf_shapes[0][1:])))
-            continue
-        name = rule.hf[span.source]
-        parts.append(tensors[name].narrow(span.dim, at[name], span.length))
-        at[name] += span.length
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=_dim(rule))
+def _parts(rule: Rule, name: str, tensor: Tensor) -> dict[int, Tensor]:
+    """Returns copies of the parts of a tensor that `rule` takes, by the number of their span; zeros with the first."""
+    parts = {}
+    for number, span in enumerate(rule.spans(rule.rank)):
+        if span.source is None and name == rule.hf[0]:
+            parts[number] = tensor.new_zeros((span.length, *tensor.shape[1:]))
+        elif span.source is not None and name == rule.hf[span.source]:
+            parts[number] = tensor.narrow(span.dim, span.start, span.length).clone()
+    return parts
 
 
 def _copies(family: Family, hf_config: HFConfig, layout: ParallelDims, plans: dict, options: dict) -> set[tuple]:

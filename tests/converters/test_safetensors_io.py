@@ -221,8 +221,8 @@ FAULTS = {  # name: (sharded, damage, what the message says)
     "missing shard": (True, lambda f: (f / SHARD_2).unlink(), f"names {SHARD_2}, not in the folder"),
     "truncated shard": (True, lambda f: _truncate(f, SHARD_2), f"{SHARD_2}: has"),
     "missing index": (True, lambda f: (f / INDEX).unlink(), f"no {INDEX}; the folder is incomplete"),
-    "index is no JSON": (True, lambda f: (f / INDEX).write_text("{"), "not a safetensors index"),
-    "index has no map": (True, lambda f: (f / INDEX).write_text("{}"), "not a safetensors index"),
+    "index is no JSON": (True, lambda f: (f / INDEX).write_text("{"), "not an index of weights"),
+    "index has no map": (True, lambda f: (f / INDEX).write_text("{}"), "not an index of weights"),
     "index names the wrong shard": (
         True,
         lambda f: _edit_index(f, lambda i: i["weight_map"].update({"layer.0.weight": SHARD_2})),
