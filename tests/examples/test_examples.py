@@ -195,7 +195,7 @@ def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_quickstart_in_ten_steps_at_tp2(tmp_path):
     """The command line, two processes, Megatron, evaluation, checkpoint, export, and the words at the end."""
     os.symlink(tiny_runs.REPO / "examples", tmp_path / "examples")
@@ -238,13 +238,13 @@ def quickstart(tmp_path_factory):
     return folder, learns(folder, "examples/arithmetic/quickstart.py")
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_the_quickstart_learns_to_add(quickstart):
     _, said = quickstart
     assert float(said.split("% before, ")[1].split("%")[0]) >= 80.0, said
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_the_loop_over_http_learns_to_add(quickstart):
     """By the real client, from the model of the quickstart that the server has."""
     folder, _ = quickstart
