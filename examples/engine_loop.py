@@ -9,7 +9,8 @@
 It reads a config of `mrl sft` and computes the same numbers. Kill it and start it again: it resumes from its last
 checkpoint. Every layout gives the same losses, within rounding.
 
-`mrl sft` also has evaluation, guards, logs, MTP layers, and mixtures and streams of data.
+`mrl sft` also has teachers, evaluation, guards, logs, MTP layers, mixtures and streams of data, and checkpoints in the
+background or in a store. This loop always resumes, and always exports.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def loss_fn(data: Batch, predictions: dict[str, torch.Tensor], ctx: dict) -> tup
 
 def make_engine(config: SFTConfig, folder: str) -> BaseEngine:
     """Return an engine with a model, an optimizer and a schedule. Every rank calls it, and all that follows."""
+    # null becomes 4096, or data.max_length if that is more
     tokens = micro_batch_tokens(config.engine.micro_batch, config.data.max_length)
     micro_batch = dataclasses.replace(config.engine.micro_batch, tokens=tokens)
     engine = build_engine(
@@ -63,7 +65,7 @@ def make_engine(config: SFTConfig, folder: str) -> BaseEngine:
 def main(path: str, *overrides: str) -> list[dict[str, float]]:
     """Train by the config at `path`, with `key=value` over it. Returns a row for each step of this start."""
     config = load_config(path, overrides, SFTConfig)
-    assert config.train.steps is not None, "give train.steps"
+    assert config.train.steps is not None and config.teacher is None, "give train.steps, and no teacher"
     output_dir = pathlib.Path(config.output_dir)
 
     # Data. A chat row becomes tokens by the tokenizer's chat template; those of the assistant train. The source shuffles
@@ -79,21 +81,22 @@ def main(path: str, *overrides: str) -> list[dict[str, float]]:
 
     # Resume. A checkpoint has model, optimizer, schedule, random states, and what `state` holds.
     engine = make_engine(config, folder)
-    first_step, checkpoints = 0, str(output_dir / "checkpoints")
-    if engine.on_main(lambda: find_checkpoint(checkpoints)):
+    steps_made, checkpoints = 0, str(output_dir / "checkpoints")
+    if engine.on_main(lambda: find_checkpoint(checkpoints)):  # rank 0 looks, and all get its answer
         state = engine.load_checkpoint(checkpoints)
-        first_step = state["step"]
+        steps_made = state["step"]
         source.load_state_dict(state["data"])
 
     rows = []
-    for step in range(first_step + 1, config.train.steps + 1):
+    for step in range(steps_made + 1, config.train.steps + 1):
         batch = source.next()
 
         engine.optimizer_zero_grad()
         with engine.train_mode():
+            # the loss of the global mini-batch, equal on all ranks
             _, loss, _ = engine.forward_backward_step(engine.shard_data(batch))
         grad_norm = engine.optimizer_step()
-        lr = engine.lr_scheduler_step()
+        lr = engine.lr_scheduler_step()  # the rate of the step just made
 
         rows.append({"loss": loss, "norm": float(grad_norm), "lr": lr})
         if engine.is_main:

@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 2 examples/rl_loop.py $CONFIG actor.engine='{parallel: {tp: 2}}'
     torchrun --nproc-per-node 2 examples/rl_loop.py $CONFIG actor.engine='{backend: fsdp}'
 
-It reads a config of `mrl ppo`. The numbers are the same if the config has the same reward. Kill it and start it again:
-it resumes from its last checkpoint. Every layout samples the same completions, within rounding.
+It reads a config of `mrl ppo` and refuses other algorithms. The numbers are the same if the config has the same reward.
+Kill it and start it again: it resumes from its last checkpoint. Every layout samples the same, within rounding.
 
 `mrl ppo` also has other algorithms, critics, reward models, inference servers, evaluation, guards and logs.
 
@@ -22,6 +22,7 @@ import sys
 import torch
 
 from mrl.algorithms.configured import check_algorithm
+from mrl.algorithms.recipes import RECIPES
 from mrl.batch import Batch
 from mrl.config.load import load_config
 from mrl.config.ppo import PPOConfig
@@ -75,18 +76,20 @@ def log_probs(engine: BaseEngine, batch: Batch, size: int, ctx: dict) -> torch.T
 def main(path: str, *overrides: str) -> list[dict[str, float]]:
     """Train by the config at `path`, with `key=value` over it. Returns a row for each step of this start."""
     config = load_config(path, overrides, PPOConfig)
-    algorithm, steps, size = check_algorithm(config), config.train.steps, config.mini_batch_size
-    assert config.algorithm.name == "grpo" and steps is not None, "give algorithm.name: grpo, and train.steps"
-    ctx = {name: getattr(algorithm, name) for name in ("clip_low", "clip_high", "kl_coef")}
-    ctx["temperature"] = config.rollout.temperature
+    recipe, steps, size = check_algorithm(config), config.train.steps, config.mini_batch_size
+    ctx = {name: getattr(recipe, name) for name in ("clip_low", "clip_high", "kl_coef")}  # for grpo_loss
+    here = dataclasses.replace(RECIPES["grpo"], **ctx, kl_in="none" if recipe.kl_in == "none" else "loss")
+    assert recipe == here, f"this loop has the algorithm {here}, and the config asks for {recipe}"
+    assert steps is not None and config.rollout.backend == "native", "give train.steps, and rollout.backend native"
+    ctx["temperature"] = config.rollout.temperature  # for the engine
     # The data: rows whose prompts are rendered by the tokenizer's chat template.
     folder = model_folder(config.actor.model.path)
     tokenizer = load_tokenizer(folder, chat_template=config.data.chat_template)
     source = PromptSource(PromptDataset(config.data, tokenizer), seed=config.seed, shuffle=config.data.shuffle)
 
     # The roles, each an engine: the actor trains, and a reference is the model that it started as.
-    folders = {"actor": folder} | ({"reference": folder} if algorithm.needs_reference else {})
-    engines = {role: build_engine(one) for role, one in role_configs(config, folders, algorithm).items()}
+    folders = {"actor": folder} | ({"reference": folder} if recipe.needs_reference else {})
+    engines = {role: build_engine(one) for role, one in role_configs(config, folders, recipe).items()}
     actor, reference = engines["actor"], engines.get("reference")
     actor.set_total_steps(steps)
     for engine in engines.values():
@@ -102,14 +105,12 @@ def main(path: str, *overrides: str) -> list[dict[str, float]]:
         source.load_state_dict(state["data"])
 
     while step < steps:
-        # Rollout and rewards: the samples of a prompt are neighbours.
+        # Rollout by the actor's own weights, and rewards. The samples of a prompt are neighbours.
         iteration, samples = step // config.steps_per_iteration, config.rollout.samples_per_prompt
         trajectories = rollouts.sample(source.take(config.prompts_per_iteration), step=step + 1, samples=samples)
         rewards_S = torch.tensor([reward(t.text, t.prompt.row) for t in trajectories], dtype=torch.float64)
-
         # A sample is good if it is better than the others of its prompt.
         advantages_S = torch.cat([(group - group.mean()) / (group.std() + 1e-6) for group in rewards_S.split(samples)])
-
         # The batch, of which only completions train, with log-probs of the policy that sampled it and of the reference.
         order = epoch_order(config.seed, iteration, 0, len(trajectories))
         batch, advantages_S = trajectories_to_batch(trajectories).select(order), advantages_S[order].float()
@@ -136,7 +137,6 @@ def main(path: str, *overrides: str) -> list[dict[str, float]]:
                 rows.append({"reward": float(rewards_S.mean()), "loss": loss, "norm": float(grad_norm)})
                 if actor.is_main:
                     print(f"step {step}", *(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
-
         if step >= steps or step % (config.checkpoint.every or steps) < config.steps_per_iteration:
             state = {"step": step, "data": source.state_dict()}
             actor.save_checkpoint(checkpoints, global_step=step, max_ckpt_to_keep=config.checkpoint.keep, state=state)

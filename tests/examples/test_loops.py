@@ -98,11 +98,13 @@ def test_the_loop_of_sft_gives_the_same_losses_on_every_layout(rows_and_model, t
         assert row == pytest.approx(other, rel=1e-4)
 
 
-def rl_config(inputs: Any, output: Any, backend: str, kl_in: str = "loss", **parallel: int) -> dict[str, Any]:
+def rl_config(
+    inputs: Any, output: Any, backend: str, kl_in: str = "loss", algorithm: Any = None, **parallel: int
+) -> dict[str, Any]:
     """Three iterations of two epochs, each of two steps."""
     return tiny_policies.make_config(
         inputs, output, actor={"engine": tiny_policies.engine(backend, **parallel)},
-        algorithm={"epochs": 2, "kl_in": kl_in}, rewards={"functions": [{"function": f"{inputs}/rewards.py:reward"}]},
+        algorithm=algorithm or {"epochs": 2, "kl_in": kl_in}, rewards={"functions": [{"function": f"{inputs}/rewards.py:reward"}]},
         train={"steps": 12}, checkpoint={"every": 4},
     )  # fmt: skip
 
@@ -152,6 +154,21 @@ def test_the_loss_of_the_loop_is_grpo():
     assert example.grpo_loss(batch, predictions, ctx)[0].item() == pytest.approx(
         library(batch, predictions, {})[0].item()
     )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"name": "rloo"}, {"kl_in": "reward", "kl_coef": 0.1}, {"kl_estimator": "k2"}, {"aggregation": "token_mean"},
+        {"whiten": True}, {"entropy_coef": 0.1}, {"correction": "truncate"}, {"dynamic_sampling": True}, {"kl_target": 0.1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_algorithm_that_the_loop_does_not_compute_is_refused(policy, tmp_path, other):
+    config = rl_config(policy, tmp_path / "loop", "megatron", algorithm=other)
+    path = tiny_runs.write_config(tmp_path / "config.yaml", config)
+    with pytest.raises(AssertionError, match="and the config asks for"):
+        loop("rl_loop", str(path))
 
 
 @pytest.mark.parametrize("name", ["engine_loop", "rl_loop"])
