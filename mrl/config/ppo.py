@@ -144,7 +144,8 @@ class RolloutConfig:
     stop_tokens: tuple[int, ...] = key((), "token ids that end a completion, next to the model's own", minimum=0)
     cache_tokens: int = key(
         65536,
-        "tokens in the KV cache of a replica of the model. Conversations between turns may take half of it",
+        "for backend native: tokens in the KV cache of a replica of the model, at least one longest sequence. "
+        "Conversations between turns may take half of it",
         minimum=1,
         may_change=True,
     )
@@ -190,13 +191,20 @@ class AlgorithmConfig:
     name: str = key(REQUIRED, f"{', '.join(ALGORITHMS[:-1])} or {ALGORITHMS[-1]}")
     epochs: int = key(1, "passes over the sequences of a rollout", minimum=1)
     mini_batch_size: int | None = key(
-        None, "sequences per optimizer step; null is train.global_batch_size, one step per epoch", minimum=1
+        None,
+        "sequences (not prompts) per optimizer step, shuffled over all prompts; divides train.global_batch_size, which "
+        "null means: one step per epoch",
+        minimum=1,
     )
     critic_warmup: int = key(0, "steps at the start in which the critic alone learns", minimum=0)
     advantage: str | None = key(None, "gae, returns, remax, grpo, group_mean or rloo")
     objective: str | None = key(None, "clip, cispo or policy_gradient")
     ratio: str | None = key(None, "token, sequence or sequence_token")
-    aggregation: str | None = key(None, "token_mean, sequence_mean or fixed_length")
+    aggregation: str | None = key(
+        None,
+        "token_mean (over the mini-batch's tokens), sequence_mean (over sequences of each one's mean) or fixed_length "
+        "(over sequences times rollout.max_new_tokens)",
+    )
     whiten: bool | None = key(None, "shift and scale the rollout's advantages to mean 0 and variance 1")
     gamma: float | None = key(None, "discount per token, with advantage gae, returns or remax", minimum=0, maximum=1)
     lam: float | None = key(None, "GAE's lambda", minimum=0, maximum=1)
@@ -204,7 +212,11 @@ class AlgorithmConfig:
     clip_high: float | None = key(None, "the ratio is clipped above 1 + this", minimum=0)
     dual_clip: float | None = key(None, "bound of the ratio if the advantage is negative; 0 is none", minimum=0)
     value_clip: float | None = key(None, "how far a value may move from the old one; 0 is no bound", minimum=0)
-    kl_in: str | None = key(None, "what the KL to the reference is taken from: none, reward or loss")
+    kl_in: str | None = key(
+        None,
+        "where the KL to the reference counts: reward (taken off each token's reward), loss (added to the actor's "
+        "loss), or none",
+    )
     distill: DistillConfig | None = key(
         None,
         "with opd: minimize the divergence from the teacher's distribution at each sampled token. null: the KL of "
@@ -287,7 +299,8 @@ class PPOTrainConfig:
     )
     guards: bool = key(
         True,
-        "in the first iteration, check ratios, log-probs, KL, advantages, and that every parameter trains",
+        "check the first rollout, the ratios of the actor's first step, and each role until all its parameters train. "
+        "With one step a rollout, false costs one more forward of the actor",
         may_change=True,
     )
 

@@ -130,7 +130,10 @@ class ParallelConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MicroBatchConfig:
     tokens: int | None = key(
-        None, "token budget of a micro-batch, counted before cp splits sequences; excludes `size`", minimum=1
+        None,
+        "most tokens of a micro-batch on one replica, padding included, before cp splits them. Excludes `size`. null: "
+        "4096, or the longest sequence that the config allows",
+        minimum=1,
     )
     size: int | None = key(None, "sequences in a micro-batch; excludes `tokens`", minimum=1)
 

@@ -72,6 +72,18 @@ def test_what_an_engine_can_build_on_is_there():
     assert len(named) > 6 and not missing
 
 
+def test_where_things_are_is_true():
+    """The table "Where is it?" names functions that its files define."""
+    page = (ROOT / "docs/developers/index.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+\.py[^|]*) \| ([^|]+) \|$", page, re.MULTILINE)
+    assert len(rows) > 9
+    for files, names in rows:
+        text = "".join((ROOT / "mrl" / file).read_text(encoding="utf-8") for file in re.findall(r"[\w/]+\.py", files))
+        for name in re.findall(r"`([^`]+)`", names):
+            *_, last = name.split(".")
+            assert re.search(rf"^ *(def|class) {last}\b|^{last}\b.*=", text, re.MULTILINE), name
+
+
 def test_the_picture_is_what_its_source_draws():
     source = ROOT / "docs/images/architecture.py"
     drawn = subprocess.run([sys.executable, source], capture_output=True, text=True, check=True).stdout
