@@ -35,7 +35,7 @@ from mrl.engine.registry import build_engine
 
 
 def loss_fn(data: Batch, predictions: dict[str, torch.Tensor], ctx: dict) -> tuple[torch.Tensor, dict]:
-    """Return the sum of the negative log-likelihoods of a micro-batch's tokens, never a mean.
+    """Returns the sum of the negative log-likelihoods of a micro-batch's tokens, never a mean.
 
     The engine divides by the trained tokens of the global mini-batch, so the loss does not depend on micro-batches.
     """
@@ -43,7 +43,7 @@ def loss_fn(data: Batch, predictions: dict[str, torch.Tensor], ctx: dict) -> tup
 
 
 def make_engine(config: SFTConfig, folder: str) -> BaseEngine:
-    """Return an engine with a model, an optimizer and a schedule. Every rank calls it, and all that follows."""
+    """Returns an engine with a model, an optimizer and a schedule. Every rank calls it, and all that follows."""
     # null becomes 4096, or data.max_length if that is more
     tokens = micro_batch_tokens(config.engine.micro_batch, config.data.max_length)
     micro_batch = dataclasses.replace(config.engine.micro_batch, tokens=tokens)
@@ -63,7 +63,7 @@ def make_engine(config: SFTConfig, folder: str) -> BaseEngine:
 
 
 def main(path: str, *overrides: str) -> list[dict[str, float]]:
-    """Train by the config at `path`, with `key=value` over it. Returns a row for each step of this start."""
+    """Trains by the config at `path`, with `key=value` over it. Returns a row for each step of this start."""
     config = load_config(path, overrides, SFTConfig)
     assert config.train.steps is not None and config.teacher is None, "give train.steps, and no teacher"
     output_dir = pathlib.Path(config.output_dir)

@@ -41,12 +41,12 @@ from mrl.trainers.rl.experience import epoch_order
 
 
 def reward(completion: str, row: dict) -> float:
-    """Return 1 for the right answer. row: the data row."""
+    """Returns 1 for the right answer. row: the data row."""
     return float(completion.strip() == row["answer"])
 
 
 def grpo_loss(data: Batch, predictions: dict[str, torch.Tensor], ctx: dict) -> tuple[torch.Tensor, dict]:
-    """Return the clipped objective and a KL to the reference, a mean within each sequence (Shao 2024, eq. 3).
+    """Returns the clipped objective and a KL to the reference, a mean within each sequence (Shao 2024, eq. 3).
 
     It is a sum over sequences, never a mean: the engine divides by those of the global mini-batch.
     """
@@ -62,7 +62,7 @@ def grpo_loss(data: Batch, predictions: dict[str, torch.Tensor], ctx: dict) -> t
 
 
 def log_probs(engine: BaseEngine, batch: Batch, size: int, ctx: dict) -> torch.Tensor:
-    """Return [T]: log-probs of a rollout's tokens, by mini-batches of `size`, so that the first ratios are exactly 1."""
+    """Returns [T]: log-probs of a rollout's tokens, by mini-batches of `size`, so that the first ratios are exactly 1."""
     parts = []
     engine.set_loss_fn(None)
     with engine.eval_mode():
@@ -74,7 +74,7 @@ def log_probs(engine: BaseEngine, batch: Batch, size: int, ctx: dict) -> torch.T
 
 
 def main(path: str, *overrides: str) -> list[dict[str, float]]:
-    """Train by the config at `path`, with `key=value` over it. Returns a row for each step of this start."""
+    """Trains by the config at `path`, with `key=value` over it. Returns a row for each step of this start."""
     config = load_config(path, overrides, PPOConfig)
     recipe, steps, size = check_algorithm(config), config.train.steps, config.mini_batch_size
     ctx = {name: getattr(recipe, name) for name in ("clip_low", "clip_high", "kl_coef")}  # for grpo_loss

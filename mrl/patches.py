@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def register() -> dict[str, Any]:
-    """Return the libraries of patches.toml: the versions that were read, and the uses."""
+    """Returns the libraries of patches.toml: the versions that were read, and the uses."""
     return tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def replace(new: Mapping[str, Any]) -> dict[str, Any]:
-    """Set attributes of libraries, each named as in the register: "module:name" or "module:Class.name".
+    """Sets attributes of libraries, each named as in the register: "module:name" or "module:Class.name".
 
     Returns the values before; `replace` takes them back. Raises UserError as `check` does.
     """
@@ -50,7 +50,7 @@ def replace(new: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replaced(new: Mapping[str, Any]) -> Iterator[None]:
-    """Set attributes as `replace` does; they have their old values again afterwards."""
+    """Sets attributes as `replace` does; they have their old values again afterwards."""
     old = replace(new)
     try:
         yield
@@ -73,7 +73,7 @@ def check(user: str) -> None:
 
 @functools.cache
 def _compare(target: str) -> None:
-    """Compare a function with the hashes of its row, once: after that it may be one of mrl's."""
+    """Compares a function with the hashes of its row, once: after that it may be one of mrl's."""
     for name, library in register().items():
         for use in library["uses"]:
             hashes = use.get("hashes")
@@ -89,7 +89,7 @@ def _compare(target: str) -> None:
 
 
 def fingerprint(target: str) -> str:
-    """Return a hash of a function's code, without docstrings and comments; "" if there is no such function."""
+    """Returns a hash of a function's code, without docstrings and comments; "" if there is no such function."""
     module, _, path = target.partition(":")
     try:
         function: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))

@@ -72,7 +72,7 @@ def check_adapter_training(actor: AdapterTraining) -> None:
 
 
 class AdapterWeightSync(WeightSync):
-    """Send adapters to inspected servers. Constructing it tries each kind of module that the actor adapts.
+    """Sends adapters to inspected servers. Constructing it tries each kind of module that the actor adapts.
 
     text: token ids to score in that trial. Raises ConfigError if a server does not take the adapters, and ServerError
     if it has other weights than at its start.

@@ -79,7 +79,7 @@ class _EnvironmentCall:
 
 
 class Environments:
-    """Hold the objects of the conversations of one rollout.
+    """Holds the objects of the conversations of one rollout.
 
     timeout_s: of one call; the first reset makes the object too. Raises RewardError for an exception, a timeout, or an
     answer of another form. It names `name`, the row and what to do.

@@ -31,7 +31,7 @@ from mrl.rollout.weights import DrainedStream, Shapes, WeightFolders
 
 
 class WeightSync(abc.ABC):
-    """Send weights to all of `servers`."""
+    """Sends weights to all of `servers`."""
 
     name: str
     why = ""  # it is none that is faster
@@ -173,7 +173,7 @@ class DiskWeightSync(WeightSync):
 
 
 class LinkWeightSync(WeightSync):
-    """Send weights through a link. name: of links.LINKS."""
+    """Sends weights through a link. name: of links.LINKS."""
 
     def __init__(
         self, servers: ServerGroup[Any], name: str, device: torch.device, *, bucket_mb: int, timeout_s: float

@@ -370,7 +370,7 @@ def _streamed(sample: DrawSamples, index: int, tell: Callable[[Any], None]) -> P
 
 
 class _TextDelta:
-    """Return the new part of a text whose tokens come in parts. The possible beginning of a stop text waits."""
+    """Returns the new part of a text whose tokens come in parts. The possible beginning of a stop text waits."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sample: DrawSamples) -> None:
         self.new: list[str] = []

@@ -57,7 +57,7 @@ class ForwardPass:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerStep:
-    """Make an optimizer step on the gradients that have accumulated."""
+    """Makes an optimizer step on the gradients that have accumulated."""
 
     model: str
     update: UpdateSettings
@@ -88,7 +88,7 @@ class ExportWeights:
 
 @dataclasses.dataclass(frozen=True)
 class TakeSnapshot:
-    """Take a snapshot of a model's weights, to sample from. folder: for inference servers, if there are some."""
+    """Takes a snapshot of a model's weights, to sample from. folder: for inference servers, if there are some."""
 
     model: str
     snapshot: str
@@ -143,7 +143,7 @@ class ForgetModels:
 
 @dataclasses.dataclass(frozen=True)
 class SuspendModels:
-    """Write all models and snapshots, with accumulated gradients, for the next start in the same layout."""
+    """Writes all models and snapshots, with accumulated gradients, for the next start in the same layout."""
 
     folder: str
 

@@ -1,5 +1,4 @@
-"""Shares among the caches of a reference and of teachers: names of rows and of weights, whole files, and a pass over
-rows. A signal ends that pass."""
+"""Has what the caches of references and teachers share: names of rows, a digest of weights, whole files."""
 
 from __future__ import annotations
 

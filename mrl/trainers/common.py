@@ -36,7 +36,9 @@ EXPORTED = ("model.path", "actor.model.path")  # the models that a run exports
 class Progress:
     """The progress of a run, which a checkpoint holds."""
 
-    step: int = 0  # optimizer steps made; with roles, mini-batches that all of them have trained on
+    step: int = (
+        0  # optimizer steps made; in `mrl ppo` mini-batches, of which the critic's warm-up trains the critic alone
+    )
     tokens: float = 0.0  # trained tokens, of the actor with roles
     run_id: str = ""  # of wandb
     unlogged: dict[str, float] | None = None

@@ -35,7 +35,7 @@ def run(config: PPOConfig, command_line: str = "") -> None:
 def loop(trainer: PPOTrainer) -> None:
     """Iterations of sampling and training until all steps are made; the last is saved. Raises Stopped after a signal.
 
-    An iteration that a checkpoint has broken off goes on with its experience.
+    A run that resumed within an iteration continues with its saved experience.
     """
     progress, memory = trainer.progress, FreedMemory()
     while progress.step < trainer.total_steps:

@@ -1,6 +1,7 @@
 """Supervised fine-tuning, from a checked config to an exported model: its rows, its loss, its teachers.
 
-Not here: the run (rows.py), how the loss is divided (docs/loss.md), where rows come from (mrl.data).
+The loop of steps is `loop` in rows.py. Not here: how the loss is divided (docs/loss.md), where rows come from
+(mrl.data).
 """
 
 from __future__ import annotations

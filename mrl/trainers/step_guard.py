@@ -48,8 +48,8 @@ class StepGuard:
             raise self._failed(
                 step, batch, f"the first step did not train the model as it should: {problems_in_words(problems)}"
             )
-        # A finding that is no fault is an adapter's A, which trains a step after its B, or what is below a value head
-        # that starts at zero: the next step is watched too.
+        # Two findings are no fault. An adapter's A has no gradient while its B is 0. Layers below a value head of zeros
+        # have none before the head moves. So the next step is watched, too.
         self.watches_parameters = bool(result.problems)
 
     def _failed(self, step: int, batch: Batch, what: str) -> TrainingError:

@@ -349,7 +349,7 @@ class Trainer(abc.ABC):
         return saved
 
     def restore(self, start: StartState) -> None:
-        """Puts roles and data where the checkpoint of `start` left them; a run of its own gets an id of its own."""
+        """Puts roles and data where the checkpoint of `start` left them. A run without one gets a new id."""
         config, dispatch, console = self.config, self.dispatch, self.console
         start, state = load_newest(dispatch, self.directory, config, console, start, dispatch.load_checkpoint)
         if state is None:

@@ -43,8 +43,7 @@ def prepare(trainer: PPOTrainer, collected: ScoredRollout) -> Experience:
 
 
 def step_gives_old_log_probs(trainer: PPOTrainer) -> bool:
-    """Returns whether the forward of the next step is the one that old log-probs are of: no other forward and no reward
-    needs them.
+    """Returns whether the next step's own forward can serve as the old log-probs: no reward needs them before it.
 
     Only after the guards have found both forwards equal to the bit; with dropout they would not be.
     """

@@ -19,9 +19,9 @@ from mrl.trainers.step_guard import failed_step, norm_fault
 class RoleGuard:
     """Checks one step of a role on a mini-batch. The run's progress says what earlier steps have shown.
 
-    Every parameter of a role must change once; its steps are watched until they have. Two gradients of zero are right.
-    All are zero if no advantage, or no error of a value, differs from 0. In the critic's first step with a gradient,
-    all below a value head is zero because the head starts at zero. A of an adapter waits for B to move.
+    Every parameter of a role must change once; its steps are watched until they have. A gradient of zero is no fault in
+    three cases. All are zero if no advantage, or no error of a value, differs from 0. In the critic's first step with a
+    gradient, all below a value head is zero because the head starts at zero. A of an adapter waits for B to move.
     """
 
     def __init__(self, trainer: PPOTrainer, role: str, batch: Batch) -> None:

@@ -84,7 +84,7 @@ def make_sampler(
 
 
 class SyncedSampler:
-    """Give `sampler` the actor's weights after a step, and the device's memory that it wants.
+    """Syncs the actor's weights to `sampler` and wakes it inside `with`; puts it to sleep after.
 
     sampler: None if nothing is sampled. Roles are offloaded for a sampler beside the actor's own engine.
     """
