@@ -29,6 +29,7 @@ from mrl import patches
 
 def install() -> None:
     """Makes megatron-core's all-to-all dispatcher permute by `CopyToRows` and `SumOfRows`, while the process lives."""
+    patches.check(__name__)
     path = "megatron.core.transformer.moe.token_dispatcher"
     module: Any = importlib.import_module(path)
     preprocess, unpermute = module.MoEAlltoAllTokenDispatcher.dispatch_preprocess, module.unpermute

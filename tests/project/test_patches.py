@@ -5,6 +5,7 @@ A version that changes such a function would train on wrong numbers elsewhere, a
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import pathlib
@@ -128,8 +129,8 @@ def row(monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
     use = {"target": "json:dumps", "kind": "replaces", "in": ["here.py"], "hashes": ["0" * 12], **more}
     register = {"a-library": {"package": "json", "versions": ["1.0", "1.1"], "uses": [use]}}
     monkeypatch.setattr(patches, "register", lambda: register)
-    patches.check.cache_clear()
-    patches._compare.cache_clear()
+    for name in ("check", "_compare"):  # the caches of this process know what was there before its patches
+        monkeypatch.setattr(patches, name, functools.cache(getattr(patches, name).__wrapped__))
 
 
 def test_another_function_that_may_be_wrong_silently_is_refused(monkeypatch):
