@@ -25,7 +25,7 @@ setup(
         "mrl.report": ["*.html", "*.css", "*.js"],
     },
     install_requires=[
-        "megatron-core>=0.16.1,<0.20",  # above: functions that mrl patches are not read (mrl/patches.toml)
+        "megatron-core>=0.16.1,!=0.17.*,!=0.18.*,<0.20",  # the versions whose functions were read (mrl/patches.toml)
         "torch>=2.13.0a0",  # NVIDIA builds 2.13 under this name (docs/gpu.md); PyPI has no such versions
         "transformers>=5",
         "click>=8.1",

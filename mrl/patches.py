@@ -37,14 +37,16 @@ def replace(new: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns the values before; `replace` takes them back. Raises UserError as `check` does.
     """
-    old: dict[str, Any] = {}
-    for target, value in new.items():
+    found: dict[str, tuple[Any, str]] = {}
+    for target in new:  # all are found before one is set
         _compare(target)
         module, _, path = target.partition(":")
         *parents, name = path.split(".")
         owner = functools.reduce(getattr, parents, importlib.import_module(module))
-        old[target] = getattr(owner, name)
-        setattr(owner, name, value)
+        found[target] = owner, name
+    old = {target: getattr(owner, name) for target, (owner, name) in found.items()}
+    for target, (owner, name) in found.items():
+        setattr(owner, name, new[target])
     return old
 
 
@@ -100,6 +102,6 @@ def fingerprint(target: str) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and ast.get_docstring(node):
             del node.body[0]
-    # empty lists are left out, because some versions of Python have fields that others lack
-    code = re.sub(r"(, )?\w+=\[\]", "", ast.dump(tree))
+    # Empty lists are left out, as Python 3.13 does: some versions of Python have fields that others lack.
+    code = re.sub(r"(, )?\w+=\[\]", "", ast.dump(tree)).replace("(, ", "(")
     return hashlib.sha256(code.encode()).hexdigest()[:12]

@@ -241,8 +241,8 @@ class PreferenceDataset(EncodedRows[Preference]):
         return detect(row)
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        check_system(self.config.system, tokenizer)
         self._make_encoder(tokenizer, "assistant")
+        check_system(self.config.system, tokenizer)
         if self.config.prompt_end is not None and self.format != "preference":
             why = f"is of the format preference, and the rows of {self.path} have the format {self.format}"
             raise DataError("data.prompt_end", why=why, fix="leave it out")

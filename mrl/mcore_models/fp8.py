@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from mrl import patches
 from mrl.converters.rules import ChunkPlan, param_map
 from mrl.converters.table import Family, HFConfig
 from mrl.errors import ConfigError
@@ -124,7 +123,6 @@ def check_here(megatron_options: Mapping[str, Any]) -> None:
     recipe = recipe_of(megatron_options)
     if recipe is None or not platform.has_gpu():
         return
-    patches.check(__name__)
     capability = torch.cuda.get_device_capability()
     cuda = _of_cuda(torch.version.cuda)
     if not recipe.runs_on(capability, cuda):

@@ -174,5 +174,6 @@ def test_a_hash_is_of_the_code_alone(tmp_path, monkeypatch, change):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     read = patches.fingerprint("read_library:f")
-    assert read and (patches.fingerprint("some_library:f") == read) == (change != "value = 2")
+    assert read == "b5467f24342e"  # the same in Python 3.11, 3.12 and 3.13
+    assert (patches.fingerprint("some_library:f") == read) == (change != "value = 2")
     assert patches.fingerprint("some_library:g") == patches.fingerprint("no_library:f") == ""

@@ -43,6 +43,7 @@ cpu_stand_in.prepare()  # before anything below imports megatron
 
 from megatron.core import parallel_state  # noqa: E402
 
+from mrl import patches  # noqa: E402
 from mrl.engine.megatron import (  # noqa: E402
     dist_checkpoint,
     generate,
@@ -120,6 +121,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     def init_model(self, read: Callable[[str], Any] | None = None) -> None:
         """Does what every engine does. read: gives the weights (HF name -> tensor or lazy slice); None: as
         configured."""
+        if self.config.engine.megatron.get("fp8"):
+            patches.check(fp8.__name__)
         self.model.init(read)
         state = optim.offload_tensors(self.model.chunks, self.model.wrapped, self.model.optimizer)
         drop_copies = {"parameters": functools.partial(fp8.forget_copies, self.model.chunks)}
