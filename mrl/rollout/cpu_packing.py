@@ -7,7 +7,7 @@ silence:
 - Experts are packed in place if the server starts alone (`UnquantizedFusedMoEMethod._setup_kernel`: `if not
   is_weight_update`). New weights are then read as if they were packed.
 
-On a GPU nothing is packed. The servers' environment imports this too, so it needs torch and Python 3.11 alone.
+On a GPU nothing is packed. The servers' environment imports this too, so it needs torch alone.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-
-from mrl import patches
 
 
 def repack(model: nn.Module) -> None:
@@ -37,5 +35,4 @@ def _pack_experts(layer: Any) -> None:
     weight = layer._parameters.get("w13_weight")
     unquantized = any(kind.__name__ == "UnquantizedFusedMoEMethod" for kind in type(method).__mro__)
     if unquantized and weight is not None and weight.device.type == "cpu":
-        patches.check(__name__)
         method.moe_kernel.fused_experts.process_weights_after_loading(layer)

@@ -254,6 +254,7 @@ def _import_vllm(gpu: bool) -> Any:
         why = f"is a build for {'the CPU' if gpu else 'GPUs'} here, and the actor is on {'a GPU' if gpu else 'the CPU'}"
         raise ConfigError("rollout.backend", "vllm", why, "install vLLM's other build")
     # vLLM's own ends the default process group with its engine; here that is the trainer's.
+    patches.check("mrl.rollout.cpu_packing")
     patches.replace({"vllm.v1.engine.core:cleanup_dist_env_and_memory": _end_groups})
     return vllm
 

@@ -18,10 +18,13 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import layerwise
 
+from mrl import patches
 from mrl.engine import links
 from mrl.rollout.cpu_packing import repack
 
 BACKEND = "mrl"
+
+patches.check("mrl.rollout.cpu_packing")
 
 
 @dataclasses.dataclass
