@@ -23,14 +23,14 @@ import torch.distributed.checkpoint as dcp
 from mrl.data.batches import BatchSource
 from mrl.engine.megatron import dist_checkpoint
 from mrl.metrics import MetricsLog
-from mrl.trainers import sft
 from mrl.trainers.reference import AnswerCache
 from mrl.trainers.teacher_cache import TopCache
+from mrl.trainers.trainer import Trainer
 from tests.trainers import cases, dpo_cases, rm_cases
 from tests.trainers.cases import before
 
 EVENTS = (
-    (BatchSource, "next"), (sft, "save"), (MetricsLog, "write"), (MetricsLog, "sync"), (torch, "save"), (dcp, "save"),
+    (BatchSource, "next"), (Trainer, "save"), (MetricsLog, "write"), (MetricsLog, "sync"), (torch, "save"), (dcp, "save"),
     (dist_checkpoint, "write"), (os, "fsync"), (os, "replace"), (os, "rename"), (os, "mkdir"), (os, "makedirs"),
     (shutil, "rmtree"),
 )  # fmt: skip
