@@ -79,8 +79,8 @@ class RowsTrainer(Trainer):
         self.saves = CheckpointSaver(engine.device)
         self.watch_signals("step")
         self.source = task.source(train_set)
+        self.lock()  # released last: closing a streamed source may wait for its reader
         closing.callback(self.source.close)
-        self.lock()
         self.evaluation = Evaluation(self, task, eval_sets) if eval_sets else None
 
     @property
@@ -152,7 +152,7 @@ class RowsTrainer(Trainer):
         if state:  # an import has none
             check_resume(state["config"], to_dict(self.config))
             self.fingerprints = self.fingerprints_now()
-            self.check_frozen(state)
+            self.check_models(state)
             self.source.load_state_dict(state["data"])
         return start
 

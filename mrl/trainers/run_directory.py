@@ -22,7 +22,7 @@ from mrl.config.command import Config, RowsRunConfig, command_of
 from mrl.config.load import dump_config
 from mrl.config.resume import Change
 from mrl.config.schema import CheckpointConfig
-from mrl.config.urls import without_queries, write_text
+from mrl.config.urls import shown_url, without_queries, write_text
 from mrl.converters.adapter_folder import CONFIG as ADAPTER_CONFIG
 from mrl.converters.pt_file import write_pt
 from mrl.engine import atomic_checkpoint, checkpoint_remote
@@ -174,7 +174,7 @@ def is_own(run: RunDirectory, start: StartState, saved: Mapping[str, Any], confi
         return False
     if "://" not in config.resume or (config.remote is not None and config.resume.startswith(config.remote)):
         return True
-    return saved["checkpoint"]["resume"] == config.resume
+    return shown_url(saved["checkpoint"]["resume"]) == shown_url(config.resume)
 
 
 def copy_missed(run: RunDirectory, start: StartState, config: CheckpointConfig) -> None:
