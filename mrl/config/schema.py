@@ -203,7 +203,7 @@ class EngineConfig:
     recompute_modules: tuple[RecomputeModule, ...] | None = key(
         None,
         "what recompute selective computes again (megatron backend, docs/layouts.md). null is all of a layer but its "
-        "attention: layernorm, mla_up_proj, and mlp or moe, if the model has them",
+        "attention: layernorm, mla_up_proj, and mlp or moe, if the model has them. An empty list recomputes nothing",
         may_change=True,
     )
     recompute_every: int = key(

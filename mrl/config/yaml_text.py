@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from mrl.config.keys import join_key
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, quoted
 
 MAX_LENGTH = 100_000
 """Characters of a config, which PyYAML reads in about a second and a half; a file of rows has more."""
@@ -18,8 +18,25 @@ _EXPONENT_FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
+_MAX_DEPTH = 100
+"""Levels of lists and mappings in a config. The schema has fewer than ten."""
+
+
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with numbers such as `1e-5`."""
+    """SafeLoader with numbers such as `1e-5`. Its errors name the line and the value."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Constructs `node`. SafeLoader raises whatever comes for a text that does not fit its tag, as in `!!int x`."""
+        try:
+            value = super().construct_object(node, deep)
+            fits = not isinstance(value, int) or value.bit_length() <= 1000  # Python does not write far longer ones
+        except (ValueError, LookupError, AttributeError, OverflowError):
+            fits = False
+        if not fits:
+            kind = node.tag.rpartition(":")[2]
+            problem = f"{quoted(str(node.value))} cannot be read as {kind}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return value
 
 
 class _Dumper(yaml.SafeDumper):
@@ -51,7 +68,7 @@ def parse(text: str, source: str, path: str = "") -> Any:
             node = loader.get_single_node()
             if node is None:
                 return None
-            _refuse_duplicates(node, source, path, seen=set())
+            _check_node(node, source, path, sizes={})
             return loader.construct_document(node)
         finally:
             loader.dispose()
@@ -71,37 +88,46 @@ def parse(text: str, source: str, path: str = "") -> Any:
     except RecursionError:
         why = "has too many lists or mappings inside one another, which is no config"
         raise ConfigError(source, why=why, fix="write it flatter") from None
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, OverflowError) as error:
-        # the last ones come from SafeLoader, for a text that does not fit its tag, as in `!!bool x`
-        why = f"is not valid YAML: a value does not fit its type ({error})"
-        raise ConfigError(source, why=why, fix="correct it there") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(source, why=f"is not valid YAML: {error}", fix="correct it there") from None
 
 
 # YAML 1.1 gives a lone "=" a meaning of its own, which nothing here reads: it is text.
 _Loader.add_constructor("tag:yaml.org,2002:value", yaml.SafeLoader.construct_yaml_str)
 
 
-def _refuse_duplicates(node: yaml.Node, source: str, path: str, seen: set[int]) -> None:
-    if id(node) in seen:
-        return
-    seen.add(id(node))
+def _check_node(node: yaml.Node, source: str, path: str, sizes: dict[int, int], above: tuple[int, ...] = ()) -> int:
+    """Returns how many values `node` stands for, each as often as an alias names it.
+
+    Refuses a key that is given twice, a value that holds itself, lists in lists without end, and aliases of aliases for
+    millions of values. sizes: of the nodes that were checked. above: the nodes that `node` is in.
+    """
+    line = node.start_mark.line + 1
+    if id(node) in above or len(above) > _MAX_DEPTH:
+        why = "the value holds itself by an alias" if id(node) in above else "lists or mappings are too deep"
+        raise ConfigError(f"{source}:{line}", why=f"is not valid YAML: {why}", fix="write it out, and flatter")
+    if id(node) in sizes:
+        return sizes[id(node)]
+    size, above = 1, (*above, id(node))
     if isinstance(node, yaml.SequenceNode):
         for child in node.value:
-            _refuse_duplicates(child, source, path, seen)
-    if not isinstance(node, yaml.MappingNode):
-        return
+            size += _check_node(child, source, path, sizes, above)
     lines: dict[str, int] = {}
-    for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
+    for key_node, value_node in node.value if isinstance(node, yaml.MappingNode) else ():
+        dotted = path
         if isinstance(key_node, yaml.ScalarNode) and key_node.tag != _MERGE_TAG:
-            dotted = join_key(path, key_node.value)
-            if key_node.value in lines:
-                first = lines[key_node.value]
-                raise ConfigError(
-                    dotted, why=f"is given twice, in lines {first} and {line} of {source}", fix="keep one of them"
-                )
-            lines[key_node.value] = line
-            _refuse_duplicates(value_node, source, dotted, seen)
+            key, dotted = key_node.value, join_key(path, key_node.value)
+            key_line = key_node.start_mark.line + 1
+            if key in lines:
+                why = f"is given twice, in lines {lines[key]} and {key_line} of {source}"
+                raise ConfigError(dotted, why=why, fix="keep one of them")
+            lines[key] = key_line
+        size += _check_node(value_node, source, dotted, sizes, above)
+    if size > MAX_LENGTH:
+        why = f"its aliases stand for more than {MAX_LENGTH} values, which is no config"
+        raise ConfigError(f"{source}:{line}", why=why, fix="write fewer")
+    sizes[id(node)] = size
+    return size
 
 
 def dump(data: Any) -> str:

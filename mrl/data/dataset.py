@@ -306,7 +306,8 @@ class RowDataset(Generic[T]):
         index, row = self.agree_on(self._first_row)
         read = self._read_of(index, row)
         unread = [name for name in row if name not in read and not name.endswith("_unused")]
-        return [f"{self.where(index)}: nothing reads its fields {join_names(unread)}"] if read and unread else []
+        fields = "field" if len(unread) == 1 else "fields"
+        return [f"{self.where(index)}: nothing reads its {fields} {join_names(unread)}"] if read and unread else []
 
     def newly_read(self) -> list[str]:
         """Returns a line on fields that an older mrl did not read, if one of the first rows has them."""

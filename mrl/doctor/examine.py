@@ -80,17 +80,18 @@ def examine(*, with_collectives: bool = False) -> Report:
         imported, choices = asked_imports.result(), asked_choices.result()
         found, facts, torch = smi.result(), imported[FACTS], imported["torch"].works
         loaded = asked_optional.result() if asked_optional is not None else {}
+        broken = [package.name for package in optional if loaded[package.module].error is not None]
         gpu = gpus.has_gpu(found, facts)
         megatron = choices.imported_megatron if torch else ImportResult(blocked_by="torch")
         sections = [
-            _section("Python and packages", lambda: packages.section(imported, megatron)),
+            _section("Python and packages", lambda: packages.section(imported, megatron, broken)),
             _section("GPUs", lambda: gpus.section(found, facts, os.environ)),
             _section(
                 "Packages for GPUs and rollouts",
                 lambda: [*gpu_packages.section(loaded, gpu=gpu), compilers.c_compiler(gpu=gpu)],
             ),
             _section(used.TITLE, lambda: used.section(choices, torch_works=torch), used.table(choices)),
-            _section("Memory and limits", limits.section),
+            _section("Processors, memory and limits", limits.section),
             _section("Disks", disks.section),
             _section("Network", network.section),
             _section("Environment variables", variables.section),

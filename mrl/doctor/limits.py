@@ -1,12 +1,14 @@
-"""Memory, and the limits of this process that a run reaches after it has started."""
+"""Processors, memory, and the limits of this process that a run reaches after it has started."""
 
 from __future__ import annotations
 
+import os
 import pathlib
 import resource
 from collections.abc import Iterator
 
 from mrl.doctor.findings import Finding, gib, ok, warning
+from mrl.words import pluralize
 
 FEW_FILES, FEW_PROCESSES = 4096, 4096
 """A run of many processes opens more files and sockets than this, and its processes have more threads."""
@@ -15,8 +17,20 @@ LITTLE_MEMORY = 4 * 2**30
 
 
 def section() -> Iterator[Finding]:
+    yield from _processors()
     yield from _memory()
     yield from _ulimits()
+
+
+def _processors() -> Iterator[Finding]:
+    total = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    what = f"{pluralize(total, 'processor')}, of which this process may run on {usable}"
+    yield ok("cpu", what, total=total, usable=usable)
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if threads.isdigit() and int(threads) > usable:
+        what = f"OMP_NUM_THREADS is {threads}, and {usable} can run at once: threads wait for each other"
+        yield warning("cpu.threads", what, f"unset OMP_NUM_THREADS, or set it to at most {usable}")
 
 
 def _memory() -> Iterator[Finding]:
@@ -26,7 +40,7 @@ def _memory() -> Iterator[Finding]:
         return
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if len(line.split()) > 1}
     total, free = sizes["MemTotal"], sizes.get("MemAvailable", sizes["MemFree"])
-    what = f"memory: {gib(free)} of {gib(total)} are available"
+    what = f"memory: {gib(free)} of the machine's {gib(total)} are available"
     if free < LITTLE_MEMORY:
         fix = "end other programs, or ask the scheduler for more (--mem)"
         yield warning("memory", f"{what}: little for a model", fix, total=total, available=free)

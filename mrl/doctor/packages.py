@@ -36,8 +36,13 @@ def steps() -> list[Step]:
     return made
 
 
-def section(imported: Mapping[str, ImportResult], megatron: ImportResult) -> Iterator[Finding]:
-    """Yields findings on Python and its packages. megatron: the import of megatron-core, with the mock of GPUs."""
+def section(
+    imported: Mapping[str, ImportResult], megatron: ImportResult, broken: Sequence[str] = ()
+) -> Iterator[Finding]:
+    """Yields findings on Python and its packages.
+
+    megatron: the import of megatron-core, with the mock of GPUs. broken: optional packages that do not load.
+    """
     yield _python()
     yield _mrl()
     have, wanted = installed(), known.versions(known.this_python())
@@ -54,7 +59,7 @@ def section(imported: Mapping[str, ImportResult], megatron: ImportResult) -> Ite
         name, error = package.name, errors[package.name]
         found = imported[name]
         if error is not None and not (name in absent and len(absent) > MANY):
-            yield _broken(package, error, have, wanted)
+            yield _broken(package, error, have, wanted, broken)
         if error is None and found.blocked_by is None:
             yield from _misplaced(package, found, have)
             loaded[name] = have.get(name) or found.version or UNKNOWN
@@ -134,7 +139,9 @@ def _nothing_installed(absent: Sequence[str]) -> Finding:
     return fault("packages.absent", what, fix, absent=list(absent))
 
 
-def _broken(package: known.Package, error: str, have: Mapping[str, str], wanted: Mapping[str, str]) -> Finding:
+def _broken(
+    package: known.Package, error: str, have: Mapping[str, str], wanted: Mapping[str, str], broken: Sequence[str]
+) -> Finding:
     name, version = package.name, have.get(package.name)
     pinned = f"'{name}=={wanted[name]}'" if name in wanted else f"-c constraints-{known.this_python()}.txt {name}"
     if _is_absent(name, error, have):
@@ -142,6 +149,8 @@ def _broken(package: known.Package, error: str, have: Mapping[str, str], wanted:
     else:
         what = f"{name} {version or ''}".rstrip() + f" does not load ({error}){hint(error)}: {package.without}"
         fix = f"pip install --force-reinstall {pinned}"
+        if broken:  # peft and megatron-core import transformer-engine if they find it, and fail with it
+            fix = f"mend or uninstall {', '.join(broken)} first, which may be the cause (see below); else {fix}"
     say = fault if package.always else warning
     return say(f"package.{name}", what, fix, error=error, version=version)
 

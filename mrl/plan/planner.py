@@ -152,6 +152,10 @@ def _optimizer_bytes(role: RolePlan, stage: int) -> list[int]:
     return sorted({role.stages[stage].optimizer(*place) for place in places})
 
 
+_JSON_NAMES = {"distill_inputs": "given", "distill_log_probs": "said", "distill_joined": "joined"}
+"""Names of fields of `ChunkFigures` in the JSON, which readers of it know."""
+
+
 def as_json(made: Plan) -> dict[str, Any]:
     """Returns the plan as plain data, in bytes, seconds and FLOPs."""
     roles = {}
@@ -161,7 +165,10 @@ def as_json(made: Plan) -> dict[str, Any]:
                 "stage": i, "layers": [list(layers) for layers in stage.layers], "parameter_bytes": stage.parameters,
                 "gradient_bytes": stage.gradients, "buffer_bytes": stage.buffers,
                 "optimizer_bytes": _optimizer_bytes(one, i),
-                "chunks": [dataclasses.asdict(chunk) for chunk in stage.chunks],
+                "chunks": [
+                    {_JSON_NAMES.get(name, name): value for name, value in dataclasses.asdict(chunk).items()}
+                    for chunk in stage.chunks
+                ],
             }
             for i, stage in enumerate(one.stages)
         ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Models that never train: the reference of `mrl dpo` and `mrl ppo`, teachers, a reward model."""
+"""Models without an optimizer: the reference of `mrl dpo` and `mrl ppo`, teachers, a reward model."""
 
 from __future__ import annotations
 

@@ -96,6 +96,24 @@ def test_an_empty_section_is_the_defaults(tmp_path):
     assert load_config(write(tmp_path, MINIMAL + "optimizer:\nlog:\n")) == from_dict(BASE)
 
 
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("a: 1\nb: !!int x", "file.yaml:2: .* 'x' cannot be read as int"),
+        ("b: !!bool x", "file.yaml:1: .* 'x' cannot be read as bool"),
+        ("b: 2020-13-45", "'2020-13-45' cannot be read as timestamp"),
+        ("b: [0x" + "f" * 6000 + "]", "cannot be read as int"),  # Python cannot write it in a message
+        ("b: &a [*a]", "holds itself by an alias"),
+        ("[" * 150 + "]" * 150, "too deep"),
+        ("[" * 3000 + "]" * 3000, "too many lists"),
+        ("{a: &a [" + "1," * 999 + "], b: &b [" + "*a," * 99 + "], c: [*b, *b]}", "more than 100000 values"),
+    ],
+)
+def test_yaml_that_is_no_config(text, says):
+    with pytest.raises(ConfigError, match=says):
+        yaml_text.parse(text, "file.yaml")
+
+
 def test_merge_keys_may_be_overridden(tmp_path):
     text = (
         "output_dir: run\nmodel: {path: m}\ndata: {train: d}\ntrain: {<<: {global_batch_size: 4, steps: 5}, steps: 6}\n"

@@ -237,3 +237,12 @@ def test_ppo_a_section_that_an_older_version_did_not_have_counts_as_its_defaults
     assert check_resume(old, plain_ppo()) == []
     with pytest.raises(ConfigError, match="reference.update_every"):
         check_resume(old, plain_ppo(reference={"update_every": 5}))
+
+
+def test_the_directory_of_another_command_is_refused():
+    with pytest.raises(
+        ConfigError, match='output_dir: value "run" is given to `mrl ppo`, .* is of `mrl sft`; give another'
+    ):
+        check_resume(plain(), plain_ppo())
+    with pytest.raises(ConfigError, match="given to `mrl sft`"):
+        check_resume(plain_ppo(), plain())

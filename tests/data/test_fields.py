@@ -180,6 +180,8 @@ def test_what_a_format_reads_decides_what_is_listed(tmp_path):
     ]:
         path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [{**row, **every}])
         assert dataset(path, command).unread_fields() == [f"{path}:1: nothing reads its fields {unread}"]
+    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "margin": 1.0}])
+    assert dataset(path, "sft").unread_fields() == [f"{path}:1: nothing reads its field margin"]
 
 
 @pytest.mark.parametrize("as_list", [False, True])

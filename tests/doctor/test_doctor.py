@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 TITLES = [
     "Python and packages", "GPUs", "Packages for GPUs and rollouts",
     "What a run will use: engine.layer_spec auto, bfloat16 (of your model: mrl sft CONFIG --dry-run)",
-    "Memory and limits", "Disks", "Network", "Environment variables",
+    "Processors, memory and limits", "Disks", "Network", "Environment variables",
 ]  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def test_examples_of_the_help_on_this_machine(tmp_path, example):
         assert [line for line in lines if line in TITLES] == TITLES
         if "note     no GPU: " in shown.stdout:
             sample = samples_of_docs()[1]
-            sample = of_any_machine(sample[: sample.index("Memory and limits")])
+            sample = of_any_machine(sample[: sample.index("Processors, memory and limits")])
             assert len(sample) > 15 and not [line for line in sample if line not in as_compared(lines)]
         assert ("gloo: two processes sum" in shown.stdout) == ("--collectives" in example)
 
