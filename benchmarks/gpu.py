@@ -285,8 +285,8 @@ def training(
 
 
 def step_flops(folder: pathlib.Path, row: int, rows: int) -> float:
-    from mrl.converters.hf_config import read_hf_config
     from mrl.trainers.throughput import training_flops
+    from mrl.weights.hf_config import read_hf_config
 
     return training_flops(read_hf_config(str(folder / "model")), torch.full((rows,), row), row * rows)
 

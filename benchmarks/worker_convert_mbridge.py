@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mrl.converters import family_for, read_hf_config
-from mrl.converters.mcore_weights import whole_rules
 from mrl.mcore_models import cpu_stand_in
+from mrl.weights import family_for, read_hf_config
+from mrl.weights.mcore_weights import whole_rules
 
 
 class Bare(nn.Module):

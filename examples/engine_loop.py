@@ -25,13 +25,13 @@ from mrl.batch import Batch
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.load import load_config
 from mrl.config.schema import RoleConfig, SFTConfig
-from mrl.converters.hub import model_folder
 from mrl.data.batches import BatchSource
 from mrl.data.dataset import SFTDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.atomic_checkpoint import find_checkpoint
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
+from mrl.weights.hub import model_folder
 
 
 def loss_fn(data: Batch, predictions: dict[str, torch.Tensor], ctx: dict) -> tuple[torch.Tensor, dict]:

@@ -27,7 +27,6 @@ from mrl.batch import Batch
 from mrl.config.load import load_config
 from mrl.config.ppo import PPOConfig
 from mrl.config.roles import role_configs
-from mrl.converters.hub import model_folder
 from mrl.data.prompts import PromptDataset, PromptSource
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.atomic_checkpoint import find_checkpoint
@@ -38,6 +37,7 @@ from mrl.rollout.native import EngineSampler
 from mrl.rollout.rollouts import Rollouts
 from mrl.rollout.stops import EndTokens
 from mrl.trainers.rl.experience import epoch_order
+from mrl.weights.hub import model_folder
 
 
 def reward(completion: str, row: dict) -> float:

@@ -20,7 +20,7 @@ from mrl.config.foreign_rows import Row
 from mrl.config.keys import accepted_values, join_key
 from mrl.config.rates import RATES
 from mrl.config.translate import trainers
-from mrl.converters import ranges as ranges_of
+from mrl.weights import ranges as ranges_of
 
 CONFIG_HEADER = """\
 # Config keys

@@ -40,7 +40,8 @@ FLOORS = [
         ("algorithms", "losses as sums,", "advantages, KL"),
         ("data", "chat templates,", "masks, packing"),
         ("rewards", "functions in", "worker processes"),
-        ("converters", "a file for each family,", "read both ways"),
+        ("weights", "a file for each family,", "read both ways"),
+        ("ops", "attention, the cache of", "keys and values, devices"),
     ]),
     ("words", "no torch.distributed", "#e8ebef", [
         ("config", "typed keys,", "checked before a start"),

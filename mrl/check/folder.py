@@ -21,17 +21,17 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from mrl.check.cut import ModelCut, cut_config, without_dropout
 from mrl.check.reference import HEADS
-from mrl.converters.accounting import SCORE
-from mrl.converters.companions import companion_files
-from mrl.converters.families import FAMILIES
-from mrl.converters.hf_config import normalize, reads_images
-from mrl.converters.json_file import read_json
-from mrl.converters.mcore_weights import is_imported
-from mrl.converters.random_weights import RandomWeights
-from mrl.converters.rules import expected_hf_names, value_head_config
-from mrl.converters.safetensors_io import INDEX, HFWriter, SafetensorsReader, TensorInfo, index_text, tensor_infos
 from mrl.engine.stored_weights import open_imported
 from mrl.errors import ModelError, quoted
+from mrl.weights.accounting import SCORE
+from mrl.weights.companions import companion_files
+from mrl.weights.families import FAMILIES
+from mrl.weights.hf_config import normalize, reads_images
+from mrl.weights.json_file import read_json
+from mrl.weights.mcore_weights import is_imported
+from mrl.weights.random_weights import RandomWeights
+from mrl.weights.rules import expected_hf_names, value_head_config
+from mrl.weights.safetensors_io import INDEX, HFWriter, SafetensorsReader, TensorInfo, index_text, tensor_infos
 
 NOISE = 0.1
 """Deviation of norms and biases of a cut model from 1 and 0, so that a forgotten one shows."""

@@ -20,10 +20,10 @@ from mrl.batch import Batch
 from mrl.check.bounds import Bounds
 from mrl.check.compare import TensorErrors, is_sure, tensor_errors, update_error
 from mrl.config.schema import RoleConfig
-from mrl.converters.pt_file import load_pt
 from mrl.engine.base import PLAIN_CTX, BaseEngine, LossFn
 from mrl.engine.lora.folder import read_adapter
 from mrl.engine.registry import build_engine
+from mrl.weights.pt_file import load_pt
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KINDS = ("start", "gradients", "weights")

@@ -22,12 +22,12 @@ from mrl.check.subject import Subject
 from mrl.config.command import Part
 from mrl.config.ppo import PPOConfig
 from mrl.config.roles import role_configs
-from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.data.dataset import Example
 from mrl.data.mixture import train_rows
 from mrl.data.prompts import PromptDataset, PromptSource
 from mrl.data.tokenizer import load_tokenizer
 from mrl.rollout.base import Trajectory, trajectories_to_batch
+from mrl.weights.hf_config import read_hf_config, vocab_size_of
 
 NEW_TOKENS = 24
 """Tokens that the actor samples after each prompt; rollout.max_new_tokens if that is less."""

@@ -23,8 +23,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from mrl.check.muon import Muon, matrices
 from mrl.config.schema import OptimizerConfig
-from mrl.converters.hf_config import VISION_LANGUAGE
 from mrl.data.dataset import Example
+from mrl.weights.hf_config import VISION_LANGUAGE
 
 HEADS = {"lm": AutoModelForCausalLM, "value": AutoModelForSequenceClassification}
 

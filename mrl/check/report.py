@@ -11,9 +11,9 @@ import transformers
 
 from mrl.check.bounds import BOUNDS
 from mrl.check.run import CheckOptions, CheckRow, Listener, Report, check
-from mrl.converters.json_file import plain_data
 from mrl.launch.preflight import quiet
 from mrl.trainers.waits import WaitWatch
+from mrl.weights.json_file import plain_data
 
 WIDTH = 100
 MIN_SHARE = 0.05

@@ -12,7 +12,6 @@ from torch import Tensor
 from mrl.batch import Batch
 from mrl.config.answers import AnswersConfig
 from mrl.config.schema import DataConfig, ModelConfig
-from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.data.batches import BatchSource, batch_of
 from mrl.data.dataset import Example, SFTDataset
 from mrl.data.mixture import train_rows
@@ -20,6 +19,7 @@ from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.errors import DataError
 from mrl.trainers.task import Task
+from mrl.weights.hf_config import read_hf_config, vocab_size_of
 
 C = TypeVar("C", bound=AnswersConfig)
 

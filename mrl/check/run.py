@@ -31,15 +31,15 @@ from mrl.check.worker import Task, result_file, work_file
 from mrl.config.command import TrainingCommand, all_training, command_of_yaml
 from mrl.config.load import apply_override, load_config, read_yaml
 from mrl.config.schema import MicroBatchConfig
-from mrl.converters.hf_config import normalize
-from mrl.converters.hub import model_folder
-from mrl.converters.json_file import read_json
 from mrl.engine.checks import Sequences
 from mrl.engine.lora.folder import shapes_in_file, write_adapter
 from mrl.engine.registry import checks_of
 from mrl.errors import ConfigError, DataError, ModelError, UserError
 from mrl.launch import preflight
 from mrl.launch.local import RankFailed, launch
+from mrl.weights.hf_config import normalize
+from mrl.weights.hub import model_folder
+from mrl.weights.json_file import read_json
 
 B_SCALE = 0.05
 """Deviation of what adapters start from: with B at zero, A would have no gradient."""

@@ -76,7 +76,7 @@ def export(
         from mrl.convert.exporting import export_adapter, export_hf
         from mrl.convert.progress import ProgressBar
         from mrl.convert.sources import checkpoint_folder
-        from mrl.converters.adapter_folder import is_adapter
+        from mrl.weights.adapter_folder import is_adapter
 
         # a run that goes on may have saved another one when this is verified
         place = ckpt if is_adapter(Path(ckpt)) else str(checkpoint_folder(ckpt))

@@ -18,14 +18,6 @@ import torch
 from torch import Tensor
 
 from mrl.config.schema import LoraConfig
-from mrl.converters.accounting import SCORE
-from mrl.converters.adapter_folder import CONFIG, MERGE
-from mrl.converters.mcore_weights import FOLDER
-from mrl.converters.pread import LazySlice, Region
-from mrl.converters.rules import buffer_names, expected_hf_names
-from mrl.converters.safetensors_io import DTYPES, NAMES, TensorInfo
-from mrl.converters.stacks import interleaved_rows
-from mrl.converters.table import Family, HFConfig
 from mrl.engine.fsdp.names import FileTensor, file_tensors
 from mrl.engine.lora import identity
 from mrl.engine.lora.folder import adapters, read_adapter
@@ -34,6 +26,14 @@ from mrl.engine.lora.shapes import AdapterShape, adapter_shapes, first_differenc
 from mrl.engine.stored_weights import stored_weights
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError, ModelError
+from mrl.weights.accounting import SCORE
+from mrl.weights.adapter_folder import CONFIG, MERGE
+from mrl.weights.mcore_weights import FOLDER
+from mrl.weights.pread import LazySlice, Region
+from mrl.weights.rules import buffer_names, expected_hf_names
+from mrl.weights.safetensors_io import DTYPES, NAMES, TensorInfo
+from mrl.weights.stacks import interleaved_rows
+from mrl.weights.table import Family, HFConfig
 
 
 @dataclasses.dataclass(frozen=True)

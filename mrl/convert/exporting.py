@@ -19,13 +19,16 @@ from mrl.convert.adapters import MergedReader
 from mrl.convert.opening import open_adapter
 from mrl.convert.sources import HFFiles, Source, added_companions, open_checkpoint
 from mrl.convert.workspace import FileSummary, Progress, Workspace, check_free, silent
-from mrl.converters.accounting import account
-from mrl.converters.adapter_folder import WEIGHTS, is_adapter, merged_place
-from mrl.converters.companions import copy_companions
-from mrl.converters.mcore_weights import blocks_of_rows
-from mrl.converters.mtp import COUNT
-from mrl.converters.rules import expected_hf_names, value_head_config
-from mrl.converters.safetensors_io import (
+from mrl.engine.lora.folder import name_base, read_adapter, write_adapter
+from mrl.engine.torch_dist.data_files import ItemFile, as_bytes
+from mrl.errors import CheckpointError
+from mrl.weights.accounting import account
+from mrl.weights.adapter_folder import WEIGHTS, is_adapter, merged_place
+from mrl.weights.companions import copy_companions
+from mrl.weights.mcore_weights import blocks_of_rows
+from mrl.weights.mtp import COUNT
+from mrl.weights.rules import expected_hf_names, value_head_config
+from mrl.weights.safetensors_io import (
     DTYPES,
     INDEX,
     Shard,
@@ -38,10 +41,7 @@ from mrl.converters.safetensors_io import (
     split_into_shards,
     tensor_bytes,
 )
-from mrl.converters.tokenizer_files import add_end_tokens, write_chat_template
-from mrl.engine.lora.folder import name_base, read_adapter, write_adapter
-from mrl.engine.torch_dist.data_files import ItemFile, as_bytes
-from mrl.errors import CheckpointError
+from mrl.weights.tokenizer_files import add_end_tokens, write_chat_template
 
 _METADATA = {"format": "pt"}
 

@@ -26,11 +26,14 @@ from torch import Tensor
 import mrl
 from mrl.convert.sources import SOURCE, Source, open_hf, source_as_json
 from mrl.convert.workspace import FileSummary, Progress, Workspace, check_free, silent
-from mrl.converters.accounting import EMBEDDING
-from mrl.converters.checksums import crc32_of
-from mrl.converters.companions import copy_companions
-from mrl.converters.families import fields_of
-from mrl.converters.mcore_weights import (
+from mrl.engine import atomic_checkpoint
+from mrl.engine.torch_dist.data_files import Item, ItemFile, extra_state_keys, saved_bytes
+from mrl.errors import ModelError
+from mrl.weights.accounting import EMBEDDING
+from mrl.weights.checksums import crc32_of
+from mrl.weights.companions import copy_companions
+from mrl.weights.families import fields_of
+from mrl.weights.mcore_weights import (
     DESCRIPTION,
     FOLDER,
     architecture,
@@ -40,11 +43,8 @@ from mrl.converters.mcore_weights import (
     stored_shapes,
     whole_rules,
 )
-from mrl.converters.rules import Rule, expected_hf_names
-from mrl.converters.safetensors_io import DTYPES, shorten_list
-from mrl.engine import atomic_checkpoint
-from mrl.engine.torch_dist.data_files import Item, ItemFile, extra_state_keys, saved_bytes
-from mrl.errors import ModelError
+from mrl.weights.rules import Rule, expected_hf_names
+from mrl.weights.safetensors_io import DTYPES, shorten_list
 
 FILE_BYTES = 2**29
 """Size that a data file grows to. A killed conversion writes its unfinished files a second time."""

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from mrl.convert.adapters import merge_adapter_folder
 from mrl.convert.sources import Source, local_folder, open_checkpoint, open_hf
-from mrl.converters.adapter_folder import MERGE, base_of, is_adapter
-from mrl.converters.families import FAMILIES
-from mrl.converters.hf_config import read_hf_config
-from mrl.converters.mcore_weights import MARKER
-from mrl.converters.safetensors_io import main_dtype
 from mrl.errors import ModelError
+from mrl.weights.adapter_folder import MERGE, base_of, is_adapter
+from mrl.weights.families import FAMILIES
+from mrl.weights.hf_config import read_hf_config
+from mrl.weights.mcore_weights import MARKER
+from mrl.weights.safetensors_io import main_dtype
 
 
 def open_any(

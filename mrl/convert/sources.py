@@ -22,27 +22,27 @@ from mrl.config.load import from_dict, read_yaml
 from mrl.config.schema import ModelConfig
 from mrl.config.sources import RAW_TEXT
 from mrl.convert.adapters import SavedAdapters, merge_checkpoint_adapters, saved_adapters
-from mrl.converters.accounting import LM_HEAD, SCORE, check_model, copies_of
-from mrl.converters.adapter_folder import is_adapter, merged_place
-from mrl.converters.companions import check_companions, companion_files
-from mrl.converters.families import FAMILIES, family_for
-from mrl.converters.fused import unstack_experts
-from mrl.converters.hf_config import GGUF, read_hf_config
-from mrl.converters.json_file import read_json
-from mrl.converters.mcore_weights import DESCRIPTION, FOLDER, MARKER, read_description
-from mrl.converters.mtp import mtp_layers, mtp_tensors, shared_tensors
-from mrl.converters.pickled import PICKLE, PICKLE_INDEX, PickleReader
-from mrl.converters.pt_file import load_pt
-from mrl.converters.quantized import check_readable
-from mrl.converters.safetensors_io import DTYPES as KNOWN
-from mrl.converters.safetensors_io import INDEX, SINGLE, SafetensorsReader, TensorInfo, lay_out, read_header_text
-from mrl.converters.table import Family
-from mrl.converters.weights import WeightReader
 from mrl.engine import atomic_checkpoint
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.stored import FSDPReader
 from mrl.engine.stored_weights import mtp_tensors_of_folder, open_imported
 from mrl.errors import CheckpointError, ModelError, quoted
+from mrl.weights.accounting import LM_HEAD, SCORE, check_model, copies_of
+from mrl.weights.adapter_folder import is_adapter, merged_place
+from mrl.weights.companions import check_companions, companion_files
+from mrl.weights.families import FAMILIES, family_for
+from mrl.weights.fused import unstack_experts
+from mrl.weights.hf_config import GGUF, read_hf_config
+from mrl.weights.json_file import read_json
+from mrl.weights.mcore_weights import DESCRIPTION, FOLDER, MARKER, read_description
+from mrl.weights.mtp import mtp_layers, mtp_tensors, shared_tensors
+from mrl.weights.pickled import PICKLE, PICKLE_INDEX, PickleReader
+from mrl.weights.pt_file import load_pt
+from mrl.weights.quantized import check_readable
+from mrl.weights.reader import WeightReader
+from mrl.weights.safetensors_io import DTYPES as KNOWN
+from mrl.weights.safetensors_io import INDEX, SINGLE, SafetensorsReader, TensorInfo, lay_out, read_header_text
+from mrl.weights.table import Family
 
 SOURCE = "source.json"
 """The layout of the Hugging Face folder that `mrl convert import` read, in its output. It has `files` with names,
@@ -189,7 +189,7 @@ def local_folder(path: str | Path, wanted: str) -> Path:
         raise ModelError(folder, why="is a file", fix=GGUF if folder.suffix == ".gguf" else f"give {wanted}")
     if folder.suffix == ".gguf" or not _HUB_ID.fullmatch(str(path)):
         raise ModelError(folder, why="no such folder", fix=GGUF if folder.suffix == ".gguf" else f"give {wanted}")
-    from mrl.converters.hub import model_folder  # the hub's client is slow to import
+    from mrl.weights.hub import model_folder  # the hub's client is slow to import
 
     return Path(model_folder(str(path), key="HF"))
 
@@ -235,7 +235,7 @@ def _state(folder: Path, saved: Mapping[str, Any], role: str | None) -> dict[str
 def _check_tokenizer(state: Mapping[str, Any], companions: Path, *, given: bool) -> list[str]:
     """Refuses another tokenizer or chat template than the run's. If its folder was `given` by name, returns a note
     instead."""
-    from mrl.converters.hub import model_fingerprint  # the hub's client is slow to import
+    from mrl.weights.hub import model_fingerprint  # the hub's client is slow to import
 
     saved = (state.get("model") or {}).get("tokenizer")
     if saved is None or model_fingerprint(str(companions))["tokenizer"] == saved:
@@ -456,7 +456,7 @@ def _model_of(
         )
     if model is None and not os.path.isdir(path) and path.startswith((".", "/", "~")):
         raise CheckpointError(file, why=f"model.path {path!r} is not there", fix="give the model's folder with --model")
-    from mrl.converters.hub import model_folder
+    from mrl.weights.hub import model_folder
 
     key = "--model" if model is not None else f"{file}: model.path"
     found = Path(model_folder(path, weights=weights, key=key))

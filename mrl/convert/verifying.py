@@ -28,9 +28,10 @@ from torch import Tensor
 from mrl.convert.adapters import MergedReader
 from mrl.convert.sources import Source
 from mrl.convert.workspace import Progress, no_progress, silent
-from mrl.converters.accounting import SCORE, follows_from_config
-from mrl.converters.json_file import plain_data
-from mrl.converters.mcore_weights import (
+from mrl.errors import DataError, quoted
+from mrl.weights.accounting import SCORE, follows_from_config
+from mrl.weights.json_file import plain_data
+from mrl.weights.mcore_weights import (
     McoreReader,
     architecture,
     blocks_of_rows,
@@ -39,9 +40,8 @@ from mrl.converters.mcore_weights import (
     stored_dtypes,
     stored_key,
 )
-from mrl.converters.safetensors_io import DTYPES, shorten_list, tensor_bytes
-from mrl.converters.tokenizer_files import TOKENIZER_FILES
-from mrl.errors import DataError, quoted
+from mrl.weights.safetensors_io import DTYPES, shorten_list, tensor_bytes
+from mrl.weights.tokenizer_files import TOKENIZER_FILES
 
 PROMPTS = (
     "The capital of France is",

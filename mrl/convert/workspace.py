@@ -25,9 +25,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 from rich.filesize import decimal
 
-from mrl.converters.checksums import crc32_of
-from mrl.converters.fsync import fsync_path, write_synced
 from mrl.errors import ModelError
+from mrl.weights.checksums import crc32_of
+from mrl.weights.fsync import fsync_path, write_synced
 
 PLAN, DONE, LOCK = ".plan.json", ".done.jsonl", ".lock"
 THREADS = 2

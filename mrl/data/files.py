@@ -27,8 +27,8 @@ import pyarrow
 import pyarrow.parquet
 from filelock import FileLock
 
-from mrl.converters.json_file import is_deeper_than
 from mrl.errors import DataError
+from mrl.weights.json_file import is_deeper_than
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,6 @@ from mrl.algorithms.scores import MARGIN, TARGETS
 from mrl.batch import Batch, make_batch
 from mrl.config.keys import join_names
 from mrl.config.rm import FORMAT_OF, ScoredDataConfig
-from mrl.converters.hf_config import pad_token_of
 from mrl.data.dataset import EncodedRows, RejectedRow
 from mrl.data.encode import check_system
 from mrl.data.files import BadRow
@@ -42,6 +41,7 @@ from mrl.data.preferences import answer_of, are_texts, check_fields, parse, too_
 from mrl.data.steps import encode_steps
 from mrl.data.vision import check_text_alone
 from mrl.errors import DataError, ModelError
+from mrl.weights.hf_config import pad_token_of
 from mrl.words import pluralize
 
 FIELDS = {

@@ -12,9 +12,9 @@ import jinja2.meta
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mrl.config.sources import RAW_TEXT
-from mrl.converters.tokenizer_files import TOKENIZER_FILES
 from mrl.data.files import one_line
 from mrl.errors import ConfigError, DataError, ModelError, quoted
+from mrl.weights.tokenizer_files import TOKENIZER_FILES
 
 
 def load_tokenizer(

@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from mrl.converters.hf_config import VISION_LANGUAGE, reads_images
 from mrl.data.encode import Encoded
 from mrl.data.files import BadRow, one_line
 from mrl.data.formats import Chat, Pair, Text, Tokens
 from mrl.data.images import Image, require_pillow
 from mrl.errors import DataError, ModelError
+from mrl.weights.hf_config import VISION_LANGUAGE, reads_images
 
 TEXT_FIELDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 """What a processor gives for the text; all else is for the images."""

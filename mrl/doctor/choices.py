@@ -23,7 +23,7 @@ CPS = (1, 2)
 
 def answers() -> Iterator[Mapping[str, Any]]:
     """Yields what is known, the cheap parts first."""
-    from mrl.mcore_models.platform import device_type
+    from mrl.ops.devices import device_type
 
     yield {"device": device_type()}
     found = rows()
@@ -43,11 +43,11 @@ def rows() -> list[dict[str, Any]]:
     """Returns layer spec, reason and attention kernels for each kind of model and of context parallelism."""
     import torch
 
-    from mrl.converters.families import fields_of
-    from mrl.converters.hf_config import normalize
     from mrl.mcore_models import layer_spec
     from mrl.mcore_models.te_limits import AttentionShape, Gpu
     from mrl.parallel import ParallelDims
+    from mrl.weights.families import fields_of
+    from mrl.weights.hf_config import normalize
 
     found = []
     for model, hf in MODELS.items():
@@ -80,10 +80,10 @@ def _local_kernels(attention: Any) -> list[str]:
     """Returns the kernels of layers without a window, and with one."""
     import torch
 
-    from mrl.mcore_models import causal, platform
+    from mrl.ops import causal, devices
 
     def heads(count: int, queries: int, size: int) -> torch.Tensor:
-        return torch.empty((1, count, queries, size), dtype=torch.bfloat16, device=platform.device())
+        return torch.empty((1, count, queries, size), dtype=torch.bfloat16, device=devices.device())
 
     keys, found = 64, []
     for window in (None, 16) if attention.windowed else (None,):
@@ -99,10 +99,10 @@ def modules(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any] | None
     """Returns for each row the classes of the model's last layer; None if the row is refused."""
     import torch
 
-    from mrl.converters.hf_config import normalize
     from mrl.mcore_models.build import transformer_config
     from mrl.mcore_models.modules import modules_of
     from mrl.parallel import ParallelDims
+    from mrl.weights.hf_config import normalize
 
     made: list[Mapping[str, Any] | None] = []
     for row in found:

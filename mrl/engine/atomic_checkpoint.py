@@ -34,10 +34,10 @@ from typing import Any
 
 import mrl
 from mrl.config.backends import OWN_KEYS
-from mrl.converters.checksums import crc32_of
-from mrl.converters.fsync import fsync_path, write_synced
-from mrl.converters.json_file import parse_json
 from mrl.errors import CheckpointError, DamagedCheckpoint
+from mrl.weights.checksums import crc32_of
+from mrl.weights.fsync import fsync_path, write_synced
+from mrl.weights.json_file import parse_json
 
 logger = logging.getLogger(__name__)
 

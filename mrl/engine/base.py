@@ -20,10 +20,6 @@ from torch import Tensor
 from mrl.batch import Batch
 from mrl.config.checks import check_muon
 from mrl.config.schema import OptimizerConfig, RoleConfig
-from mrl.converters.mtp import COUNT as MTP_COUNT
-from mrl.converters.rules import value_head_config
-from mrl.converters.safetensors_io import HFWriter, SafetensorsReader, TensorInfo
-from mrl.converters.table import Family
 from mrl.engine import background, collective, saving
 from mrl.engine.checks import EngineChecks
 from mrl.engine.collective import Predictions
@@ -35,6 +31,10 @@ from mrl.engine.requests import CACHE_TOKENS, PREFILL_TOKENS, Completion, Genera
 from mrl.engine.schedule import learning_rate
 from mrl.engine.stored_weights import mtp_tensors_of_folder
 from mrl.engine.trained_state import TrainedState, UpdateSettings
+from mrl.weights.mtp import COUNT as MTP_COUNT
+from mrl.weights.rules import value_head_config
+from mrl.weights.safetensors_io import HFWriter, SafetensorsReader, TensorInfo
+from mrl.weights.table import Family
 
 T = TypeVar("T")
 Ctx = dict[str, Any]

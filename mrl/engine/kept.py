@@ -19,7 +19,7 @@ def share(count: int, part: int, parts: int) -> range:
 
 
 class CacheRows(Protocol):
-    """Copies a row out of a cache and back (`mrl.mcore_models.kv_cache.KVCache`)."""
+    """Copies a row out of a cache and back (`mrl.ops.kv_cache.KVCache`)."""
 
     def copy_row(self, row: int, places: int) -> Any: ...
 

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from mrl.engine.logprobs import VocabShard
 from mrl.engine.splitmix import GAMMA, WORD, mix_in_place, mix_int, to_int64
-from mrl.mcore_models.platform import tensor_on
+from mrl.ops.devices import tensor_on
 
 _CANDIDATES = 128
 CANDIDATE_FACTOR = 8

@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from mrl.converters.mcore_weights import is_imported
-from mrl.converters.table import Family, HFConfig
 from mrl.engine import atomic_checkpoint, background, checkpoint_remote
 from mrl.engine.collective import all_ranks, on_main, wait_for_all
 from mrl.engine.stored_weights import stored_weights
+from mrl.weights.mcore_weights import is_imported
+from mrl.weights.table import Family, HFConfig
 
 
 def save(

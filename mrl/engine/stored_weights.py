@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from mrl.converters.accounting import SCORE, check_model
-from mrl.converters.fused import unstack_experts
-from mrl.converters.mcore_weights import FOLDER, McoreReader, check_architecture, is_imported, read_description
-from mrl.converters.mtp import mtp_tensors, num_mtp_layers
-from mrl.converters.safetensors_io import INDEX, SINGLE, SafetensorsReader
-from mrl.converters.table import Family, HFConfig
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import ConfigError
+from mrl.weights.accounting import SCORE, check_model
+from mrl.weights.fused import unstack_experts
+from mrl.weights.mcore_weights import FOLDER, McoreReader, check_architecture, is_imported, read_description
+from mrl.weights.mtp import mtp_tensors, num_mtp_layers
+from mrl.weights.safetensors_io import INDEX, SINGLE, SafetensorsReader
+from mrl.weights.table import Family, HFConfig
 
 
 @contextlib.contextmanager

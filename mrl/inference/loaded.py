@@ -13,7 +13,6 @@ from mrl.config.backends import OWN_KEYS
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.inference import InferenceConfig, PlaceConfig
 from mrl.config.schema import RoleConfig
-from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
@@ -26,6 +25,7 @@ from mrl.rollout.stops import EndTokens
 from mrl.trainers.common import say_all
 from mrl.trainers.console import Console
 from mrl.trainers.rl.samplers import SyncedSampler, make_sampler
+from mrl.weights.hf_config import read_hf_config, vocab_size_of
 
 
 @dataclasses.dataclass(frozen=True)

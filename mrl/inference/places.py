@@ -12,18 +12,18 @@ from typing import Any, Literal
 from mrl.config.inference import PlaceConfig
 from mrl.convert.opening import open_any
 from mrl.convert.sources import Source, checkpoint_folder
-from mrl.converters.adapter_folder import CONFIG as ADAPTER_CONFIG
-from mrl.converters.adapter_folder import is_adapter
-from mrl.converters.hf_config import GGUF
-from mrl.converters.hub import model_folder
-from mrl.converters.json_file import read_json
-from mrl.converters.mcore_weights import MARKER, is_imported
-from mrl.converters.safetensors_io import INDEX, SINGLE, SafetensorsReader, main_dtype
-from mrl.converters.tokenizer_files import TOKENIZER_FILES
 from mrl.engine import collective
 from mrl.engine.atomic_checkpoint import LATEST
 from mrl.engine.fsdp.positions import length_dependent_positions
 from mrl.errors import ModelError, quoted
+from mrl.weights.adapter_folder import CONFIG as ADAPTER_CONFIG
+from mrl.weights.adapter_folder import is_adapter
+from mrl.weights.hf_config import GGUF
+from mrl.weights.hub import model_folder
+from mrl.weights.json_file import read_json
+from mrl.weights.mcore_weights import MARKER, is_imported
+from mrl.weights.safetensors_io import INDEX, SINGLE, SafetensorsReader, main_dtype
+from mrl.weights.tokenizer_files import TOKENIZER_FILES
 
 FORMS = "a Hugging Face folder or hub id, a checkpoint, an adapter folder, or the directory of a run"
 

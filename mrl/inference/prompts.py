@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.inference import EvalConfig, GenerateConfig, InferenceConfig
-from mrl.converters.json_file import parse_json
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, parse_prompt
 from mrl.data.prompts import Prompt, PromptDataset, first_prompts
@@ -15,6 +14,7 @@ from mrl.data.stream import Report
 from mrl.data.turns import TurnEncoder
 from mrl.errors import ConfigError, DataError, quoted
 from mrl.inference.loaded import LoadedModel
+from mrl.weights.json_file import parse_json
 
 
 class BoundedPrompts(PromptDataset):

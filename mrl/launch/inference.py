@@ -139,9 +139,9 @@ def _by_all(joined: JoinedWorld | None, overrides: Sequence[str], check: Callabl
     join(joined)
     with _said("waiting for the other processes", joined):
         from mrl.engine import collective
-        from mrl.mcore_models import platform
+        from mrl.ops import devices
 
-        collective.join_processes(platform.device_type())
+        collective.join_processes(devices.device_type())
     try:
         return collective.call_on_every_rank(check)
     except UserError as error:

@@ -42,8 +42,8 @@ def run(path: str, overrides: Sequence[str], **options: Any) -> tuple[bool, list
 
 def _plans_here() -> bool:
     """Returns whether this process makes models without memory already, and so has no other use."""
-    platform = sys.modules.get("mrl.mcore_models.platform")
-    return platform is not None and platform.device() == platform.META
+    devices = sys.modules.get("mrl.ops.devices")
+    return devices is not None and devices.device() == devices.META
 
 
 def _in_own_process(function: Callable[..., _Result], *given: Any) -> _Result:

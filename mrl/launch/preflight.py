@@ -29,13 +29,13 @@ from mrl.config.schema import CheckpointConfig, ModelConfig
 from mrl.config.sources import RAW_TEXT, RenderedSource, Share
 from mrl.config.stream_checks import streamed_keys
 from mrl.config.urls import shown_url
-from mrl.converters import adapter_folder
-from mrl.converters.adapter_folder import is_adapter
-from mrl.converters.json_file import read_json
 from mrl.engine.checks import Sequences
 from mrl.errors import ConfigError, DataError, ModelError, first_line, quoted, unwritable
 from mrl.parallel import ParallelDims
 from mrl.trainers import used_folder
+from mrl.weights import adapter_folder
+from mrl.weights.adapter_folder import is_adapter
+from mrl.weights.json_file import read_json
 
 MAX_PROCESSES = 1024
 """Processes that a layout alone, without --nproc, is given on a machine without GPUs."""
@@ -138,9 +138,9 @@ def _check_userbuffers(parts: Sequence[Part], layouts: Sequence[ParallelDims]) -
     They share processes, and a process has one set of these buffers for tensor-parallel communication.
     """
     with quiet():
-        from mrl.converters.families import fields_of
-        from mrl.converters.hf_config import normalize
         from mrl.mcore_models.userbuffers import FIELD, SAME_SHAPE_FIX, BufferShape
+        from mrl.weights.families import fields_of
+        from mrl.weights.hf_config import normalize
 
         with_them: list[tuple[Part, BufferShape]] = []
         for part, dims in zip(parts, layouts, strict=True):
@@ -166,7 +166,7 @@ def check_part(part: Part, dims: ParallelDims, sequences: Sequences, *, here: bo
 
 def _check_ranges(part: Part) -> None:
     """Refuses fields of config.json that hold what no model has: the checks after this one count with them."""
-    from mrl.converters.ranges import check_fields  # it imports torch
+    from mrl.weights.ranges import check_fields  # it imports torch
 
     if isinstance(part.hf.get("model_type"), str):  # `normalize` says what is wrong with another one
         check_fields(part.hf, os.path.join(part.model.path, "config.json"))
@@ -183,9 +183,9 @@ def _check_model(part: Part, dims: ParallelDims, sequences: Sequences, *, here: 
     These imports are the slow part of a dry run, and so the last. None of them is megatron.
     """
     with quiet():
-        from mrl.converters.companions import companion_files
-        from mrl.converters.hf_config import normalize
         from mrl.engine.registry import checks_of
+        from mrl.weights.companions import companion_files
+        from mrl.weights.hf_config import normalize
 
         normalize(part.hf, where=os.path.join(part.model.path, "config.json"))  # for what it refuses
         if os.path.isdir(part.model.path):

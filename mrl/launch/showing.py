@@ -117,10 +117,10 @@ def _sets(
     command: TrainingCommand[Any], config: Any, part: Literal["train", "eval"]
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Returns the task, the tokenizer, and the rows of data.train or of each set of data.eval."""
-    from mrl.converters.hf_config import read_hf_config
-    from mrl.converters.hub import model_folder
     from mrl.data.mixture import eval_rows, train_rows
     from mrl.data.tokenizer import load_tokenizer
+    from mrl.weights.hf_config import read_hf_config
+    from mrl.weights.hub import model_folder
 
     assert command.task is not None
     module, _, name = command.task.partition(":")

@@ -29,10 +29,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from mrl.mcore_models import platform
-from mrl.mcore_models.causal import causal_attention
-from mrl.mcore_models.kv_cache import CachedStep
-from mrl.mcore_models.masked import ScoreRule
+from mrl.ops import devices
+from mrl.ops.causal import causal_attention
+from mrl.ops.kv_cache import CachedStep
+from mrl.ops.masked import ScoreRule
 
 _FIELDS = {field.name for field in dataclasses.fields(PackedSeqParams)}
 _NO_PADDING_BETWEEN = {"pad_between_seqs": False} if "pad_between_seqs" in _FIELDS else {}
@@ -63,7 +63,7 @@ class PackedLayout(PackedSeqParams):
         FlashAttention 2 and its unfused attention, or leaves the gradient's rows of the last padding uninitialised.
         Since 2.18 it asks whether the two are one object.
         """
-        places = platform.tensor_on(positions.device, [*itertools.accumulate(padded, initial=0)], torch.int32)
+        places = devices.tensor_on(positions.device, [*itertools.accumulate(padded, initial=0)], torch.int32)
         longest = max(padded)
         if qkv_format == "thd":
             # transformer-engine rounds so if it is not given; cuDNN plans a kernel for every value that it meets
@@ -149,7 +149,7 @@ class SdpaAttention(MegatronModule):
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = torch.nn.Parameter(
-                torch.zeros(heads, dtype=config.params_dtype, device=platform.device())
+                torch.zeros(heads, dtype=config.params_dtype, device=devices.device())
             )
             # else clip_grads.get_grad_norm_fp32 counts the sinks of the first rank alone
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)

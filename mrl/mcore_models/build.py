@@ -22,8 +22,6 @@ from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from torch import Tensor
 
 from mrl import patches
-from mrl.converters.families import fields_of
-from mrl.converters.rules import ChunkPlan
 from mrl.errors import ConfigError
 from mrl.mcore_models import dispatch, layers, megatron_fields, megatron_needs, mtp, platform
 from mrl.mcore_models.attention import CacheLayout, PackedLayout
@@ -32,7 +30,10 @@ from mrl.mcore_models.head import LanguageHead, ValueHead
 from mrl.mcore_models.layout import check_layout
 from mrl.mcore_models.recompute import recompute_modules
 from mrl.mcore_models.te_limits import cp_comm_type
+from mrl.ops import devices
 from mrl.parallel import ParallelDims, stage_layers
+from mrl.weights.families import fields_of
+from mrl.weights.rules import ChunkPlan
 
 patches.check(__name__)  # the methods that Model overrides
 
@@ -163,7 +164,7 @@ def _fusions(
     factor on cosines and sines, so yarn leaves it out. Latent attention turns its channels itself.
     """
     te = fields["layer_spec"] == "te" and platform.without_transformer_engine() is None
-    kernel = platform.has_gpu() and tensor_parallel_layers._grad_accum_fusion_available
+    kernel = devices.has_gpu() and tensor_parallel_layers._grad_accum_fusion_available
     apex = fields["layer_spec"] == "local" and fields["bf16"] and kernel
     turned_here = bool(fields.get("multi_latent_attention")) or layers.rotary_scale(hf.get("rope_scaling")) != 1.0
     if given.get("apply_rope_fusion") and turned_here:
@@ -268,7 +269,7 @@ def build_chunks(
             megatron_options = [layer.transformer_layer for layer in model.mtp.layers] if chunk.mtp else []
             for layer in (*model.decoder.layers, *megatron_options):
                 if config.multi_latent_attention:
-                    layer.self_attention.turning = inverse.to(platform.device())
+                    layer.self_attention.turning = inverse.to(devices.device())
                     layer.self_attention.rotary_scale = scale
             if config.add_bias_linear:
                 _experts_keep_their_sums(model)
@@ -279,7 +280,7 @@ def build_chunks(
                     LanguageHead.replacing(model.output_layer, config) if head == "lm" else ValueHead(config, groups.tp)
                 )
                 model.output_layer = replaced
-            models.append(model.to(device=platform.device()))
+            models.append(model.to(device=devices.device()))
     return models
 
 

@@ -23,7 +23,8 @@ import torch.utils._device
 
 from mrl import patches
 from mrl.mcore_models import dispatch, elementwise
-from mrl.mcore_models.platform import device, has_gpu, hide_what_does_not_load
+from mrl.mcore_models.platform import hide_what_does_not_load
+from mrl.ops.devices import device, has_gpu
 
 _FACTORIES = (
     "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye", "linspace", "as_tensor",

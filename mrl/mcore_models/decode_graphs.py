@@ -24,8 +24,8 @@ from torch import Tensor
 
 from mrl.errors import one_line
 from mrl.mcore_models.decoder import Decoder
-from mrl.mcore_models.kv_cache import CachedStep, KVCache
-from mrl.mcore_models.platform import tensor_on
+from mrl.ops.devices import tensor_on
+from mrl.ops.kv_cache import CachedStep, KVCache
 
 logger = logging.getLogger(__name__)
 

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from mrl.mcore_models import elementwise
 from mrl.mcore_models.attention import SdpaAttention
-from mrl.mcore_models.kv_cache import CachedStep
 from mrl.mcore_models.latent import LatentAttention
 from mrl.mcore_models.layers import NormOverHeads, RMSNorm
 from mrl.mcore_models.lora import Adapter, add_adapter_output
+from mrl.ops.kv_cache import CachedStep
 
 _MLP = (
     r"(input_layernorm|pre_mlp_layernorm)\.weight"

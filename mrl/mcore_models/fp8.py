@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from mrl.converters.rules import ChunkPlan, param_map
-from mrl.converters.table import Family, HFConfig
 from mrl.errors import ConfigError
-from mrl.mcore_models import platform
 from mrl.mcore_models.megatron_fields import KEY
+from mrl.ops import devices
 from mrl.parallel import Coordinates, ParallelDims
+from mrl.weights.rules import ChunkPlan, param_map
+from mrl.weights.table import Family, HFConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ def check_model(megatron_options: Mapping[str, Any], family: Family, hf: HFConfi
 def check_here(megatron_options: Mapping[str, Any]) -> None:
     """Raises ConfigError if this machine's GPU, or the CUDA of its torch, does not have the recipe."""
     recipe = recipe_of(megatron_options)
-    if recipe is None or not platform.has_gpu():
+    if recipe is None or not devices.has_gpu():
         return
     capability = torch.cuda.get_device_capability()
     cuda = _of_cuda(torch.version.cuda)

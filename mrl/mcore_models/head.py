@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mrl.mcore_models import platform
+from mrl.ops import devices
 
 Project = Callable[[Tensor, Tensor], Tensor]
 """`project(hidden [T, H], weight [V/tp, H]) -> [T, K]`: what the head gives for each token. hidden is whole on every
@@ -54,7 +54,7 @@ class ValueHead(torch.nn.Module):
     def __init__(self, config: TransformerConfig, tp_group: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(
-            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=platform.device())
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=devices.device())
         )
         # a rank sees a part of the sequence, so finalize_model_grads has to sum the gradient over the ranks
         self.weight.sequence_parallel = self.sequence_parallel = config.sequence_parallel

@@ -31,9 +31,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from mrl.mcore_models import platform
 from mrl.mcore_models.config import LatentConfig
 from mrl.mcore_models.elementwise import RotaryFunction
+from mrl.ops import devices
 
 LATENT_EPS = 1e-6
 
@@ -55,7 +55,7 @@ class WholeLinear(torch.nn.Module):
     def __init__(self, config: LatentConfig, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(
-            torch.empty(outputs, inputs, dtype=config.params_dtype, device=platform.device())
+            torch.empty(outputs, inputs, dtype=config.params_dtype, device=devices.device())
         )
         config.init_method(self.weight)
         self.weight.sequence_parallel = config.sequence_parallel

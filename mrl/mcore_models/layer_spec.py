@@ -1,6 +1,6 @@
 """Chooses the layer spec of a model: transformer-engine's fused modules (te), or those of any machine (local).
 
-Parameters have other names under each (mrl/converters); a checkpoint has those of the local one under both.
+Parameters have other names under each (mrl/weights); a checkpoint has those of the local one under both.
 """
 
 from __future__ import annotations

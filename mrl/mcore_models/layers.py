@@ -2,7 +2,7 @@
 
 Two specs build the same model; `mrl.mcore_models.layer_spec` chooses. `te` uses transformer-engine's fused modules.
 `local` uses megatron's own linear layers with the norms here and `SdpaAttention`. It runs on any machine, and tests
-compare it with Hugging Face. Parameter names of both are in mrl/converters.
+compare it with Hugging Face. Parameter names of both are in mrl/weights.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mrl.mcore_models import elementwise, platform
+from mrl.mcore_models import elementwise
 from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.config import Config, LatentConfig
 from mrl.mcore_models.latent import LatentAttention, LatentSubmodules
 from mrl.mcore_models.mtp import MTPSubmodules
 from mrl.mcore_models.router import Router
+from mrl.ops import devices
 
 
 class RMSNorm(torch.nn.Module):
@@ -40,7 +41,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=platform.device()))
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=devices.device()))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,7 +171,7 @@ class Rotary(RotaryEmbedding):
 
     def __init__(self, inverse: Tensor, cp_group: Any, scale: float = 1.0) -> None:
         super().__init__(kv_channels=2 * inverse.numel(), rotary_percent=1.0, cp_group=cp_group)
-        self.inv_freq, self.scale = inverse.to(platform.device()), scale
+        self.inv_freq, self.scale = inverse.to(devices.device()), scale
         self.positions = torch.empty(0)
 
     def forward(self, *_: Any, **__: Any) -> Tensor:

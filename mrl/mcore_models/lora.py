@@ -44,7 +44,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mrl.mcore_models import platform
+from mrl.ops import devices
 
 NAME = "adapter"
 """The name in a module of the adapter of its linear, or of itself."""
@@ -76,7 +76,7 @@ class Adapter(torch.nn.Module):
         self.enabled = True
         self.sp = config.sequence_parallel and not expert
         self.group = parallel_state.get_tensor_model_parallel_group()
-        options = {"dtype": config.params_dtype, "device": platform.device()}
+        options = {"dtype": config.params_dtype, "device": devices.device()}
         rows = {part.name: sum(count for _, count in part.blocks) for part in parts}
         # ParameterDict sorts a plain dict by name
         in_a = [(part.name, torch.empty(rank, inputs, **options)) for part in parts]
@@ -87,7 +87,7 @@ class Adapter(torch.nn.Module):
         owners = [i for i, part in enumerate(parts) for _ in range(rows[part.name])]
         self.in_order = len(parts) == 1 and places == list(range(outputs))
         for name, indices in (("place", places), ("owner", owners)) if not self.in_order else ():
-            indices = torch.tensor(indices, dtype=torch.int64, device=platform.device())
+            indices = torch.tensor(indices, dtype=torch.int64, device=devices.device())
             self.register_buffer(name, indices, persistent=False)
         for parameter in self.A.values():
             self._mark(parameter, divided=split == "row", dim=1, config=config)

@@ -9,8 +9,9 @@ import dataclasses
 import functools
 from typing import Any
 
-from mrl.mcore_models import grouped, layers, platform
+from mrl.mcore_models import grouped, layers
 from mrl.mcore_models.config import Config, LatentConfig
+from mrl.ops import devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ def _experts(config: Config | LatentConfig, mlp: Any) -> str | None:
     experts = getattr(mlp, "experts", None)
     if experts is None:
         return None
-    dtype, capability = config.params_dtype, platform.capability()
+    dtype, capability = config.params_dtype, devices.capability()
     if not config.add_bias_linear and grouped.is_chosen("auto", config.layer_spec, dtype, capability):
         return "grouped_mm"
     return _name(experts)

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from packaging.version import Version
 
-from mrl.mcore_models.platform import has_gpu
 from mrl.mcore_models.versions import NOT_INSTALLED, flash_attn_bounds, version_of
+from mrl.ops.devices import has_gpu
 from mrl.parallel import ParallelDims
 
 Kernel = Literal["flash", "fused", "unfused"]

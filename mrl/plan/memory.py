@@ -10,9 +10,6 @@ from typing import Any, Literal
 from mrl.algorithms.distill import TEACHER, DistillLoss
 from mrl.config.phases import Phase, Phases
 from mrl.config.schema import EngineConfig, RoleConfig
-from mrl.converters.families import family_for
-from mrl.converters.hf_config import normalize, read_hf_config, vocab_size_of
-from mrl.converters.rules import expected_hf_names
 from mrl.engine.megatron import meta
 from mrl.engine.megatron.meta import ChunkFigures, RankFigures
 from mrl.engine.megatron.meta_ids import DistillIds
@@ -23,6 +20,9 @@ from mrl.mcore_models.layer_spec import DTYPES
 from mrl.parallel import ParallelDims
 from mrl.plan import schedule, sharded
 from mrl.plan.gpus import GPU
+from mrl.weights.families import family_for
+from mrl.weights.hf_config import normalize, read_hf_config, vocab_size_of
+from mrl.weights.rules import expected_hf_names
 
 KnownChunks = dict[tuple, ChunkFigures]
 """What chunks of models took, by what they consist of; layouts share it."""

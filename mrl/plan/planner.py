@@ -9,8 +9,6 @@ import torch
 
 from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.phases import Phases
-from mrl.converters.families import FAMILIES
-from mrl.converters.hf_config import normalize
 from mrl.engine.lora.folder import adapters
 from mrl.engine.megatron import meta
 from mrl.engine.megatron.checks import num_experts
@@ -21,6 +19,8 @@ from mrl.plan.cost import Cost, cost
 from mrl.plan.gpus import GPU
 from mrl.plan.memory import MemoryUse, RolePlan
 from mrl.trainers.throughput import adapter_weights, training_flops
+from mrl.weights.families import FAMILIES
+from mrl.weights.hf_config import normalize
 
 RESERVED_GIB = 4.0
 """What a GPU needs beside tensors, an assumption: CUDA's context and kernels, NCCL's buffers, cuBLAS's workspace, and

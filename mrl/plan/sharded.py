@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mrl.config.schema import RoleConfig
-from mrl.converters.hf_config import read_hf_config
 from mrl.engine.fsdp.shapes import shapes_of
 from mrl.engine.megatron.meta import Buffer, RankFigures
 from mrl.mcore_models.layer_spec import DTYPES
 from mrl.parallel import ParallelDims
+from mrl.weights.hf_config import read_hf_config
 
 
 def figures(config: RoleConfig, dims: ParallelDims) -> RankFigures:

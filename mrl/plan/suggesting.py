@@ -10,7 +10,6 @@ from typing import Any
 
 from mrl.config.command import Part
 from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, moment_bytes, state_bytes
-from mrl.converters.hf_config import normalize
 from mrl.errors import UserError
 from mrl.mcore_models.layer_spec import DTYPES
 from mrl.plan import units
@@ -18,6 +17,7 @@ from mrl.plan.gpus import GPU
 from mrl.plan.memory import parameters_of
 from mrl.plan.planner import Plan
 from mrl.plan.show import table
+from mrl.weights.hf_config import normalize
 from mrl.words import pluralize
 
 MAX_CANDIDATES = 48  # layouts that are built and run, a second or less each

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from mrl.batch import Batch
-from mrl.converters.hub import WEIGHTS, model_fingerprint
 from mrl.engine.base import Predictions
 from mrl.engine.lora.identity import weights_fingerprint
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.teacher_server import TeacherServer
+from mrl.weights.hub import WEIGHTS, model_fingerprint
 
 Ask = Callable[[Batch, dict[str, Any]], Predictions]
 """Asks a frozen model about a global batch, as `WorkerDispatch.forward` does. Collective."""

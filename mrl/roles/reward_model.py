@@ -19,13 +19,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mrl.batch import make_batch
-from mrl.converters.hf_config import pad_token_of, read_hf_config
 from mrl.data.encode import Encoder
 from mrl.data.formats import Chat, Text
 from mrl.data.scored import scored_token
 from mrl.errors import ConfigError, DataError, RewardError
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Trajectory
+from mrl.weights.hf_config import pad_token_of, read_hf_config
 
 
 class RewardModel:

@@ -15,13 +15,13 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from mrl.converters.pt_file import load_pt
 from mrl.engine import background, saving
 from mrl.engine.atomic_checkpoint import ROLES, RankGroup, other_backend
 from mrl.engine.base import BaseEngine
 from mrl.engine.collective import on_main
 from mrl.engine.torch_dist.data_files import as_bytes, saved_bytes
 from mrl.errors import CheckpointError, ConfigError, quoted
+from mrl.weights.pt_file import load_pt
 
 TRAINER = "trainer.pt"
 MODEL = "model"

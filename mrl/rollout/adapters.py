@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from mrl.config.schema import LoraConfig
-from mrl.converters.hf_config import VISION_LANGUAGE, read_hf_config
 from mrl.engine.lora.folder import adapters, write_adapter_files
 from mrl.engine.lora.identity import weights_fingerprint
 from mrl.errors import ConfigError, ServerError, one_line
 from mrl.rollout.handover import WeightSync, pause
 from mrl.rollout.server import ServerGroup
 from mrl.rollout.weights import WeightFolders
+from mrl.weights.hf_config import VISION_LANGUAGE, read_hf_config
 
 KEY = "rollout.server.lora"
 TARGETS = "actor.model.lora.target_modules"

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mrl.converters.pt_file import read_pt, write_pt
 from mrl.data.prompts import Prompt
 from mrl.errors import CheckpointError, unwritable
 from mrl.rollout.base import Series, Trajectory, TrajectorySource
 from mrl.rollout.rollouts import OnMain
+from mrl.weights.pt_file import read_pt, write_pt
 
 _PROMPT_FIELDS = ("content", "tokens", "truncated")  # an environment's reset may have replaced them
 _FIELDS = tuple(f.name for f in dataclasses.fields(Trajectory) if f.name != "prompt")

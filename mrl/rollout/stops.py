@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from mrl.converters.json_file import read_json
 from mrl.data.encode import Encoder
 from mrl.errors import ModelError
+from mrl.weights.json_file import read_json
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 

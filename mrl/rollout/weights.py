@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from mrl.config.ppo import ServerConfig
-from mrl.converters.safetensors_io import INDEX
 from mrl.errors import ServerError
+from mrl.weights.safetensors_io import INDEX
 
 _FOLDER = re.compile(r"\d{8}-[0-9a-f]{8}")
 

@@ -20,9 +20,9 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-from mrl.converters.json_file import parse_json
 from mrl.errors import ConfigError, UserError, first_line, quoted, show, unwritable
 from mrl.serve.operations import ModelKind
+from mrl.weights.json_file import parse_json
 
 PREFIX = "tinker://"
 LATEST = 2e11

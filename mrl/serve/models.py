@@ -24,8 +24,6 @@ from mrl.algorithms.sums import DENOMINATOR, SummedLoss
 from mrl.batch import Batch
 from mrl.config.schema import LoraConfig
 from mrl.config.serve import ServeKeys
-from mrl.converters.pt_file import read_pt, write_pt
-from mrl.converters.tokenizer_files import add_end_tokens
 from mrl.engine import guards
 from mrl.engine.base import BaseEngine, Completion, GenerateRequest
 from mrl.engine.collective import all_ranks, call_on_every_rank, on_main
@@ -39,6 +37,8 @@ from mrl.serve import operations as ops
 from mrl.serve import padded
 from mrl.serve.ledger import PREFIX
 from mrl.serve.operations import DrawSamples, ModelKind
+from mrl.weights.pt_file import read_pt, write_pt
+from mrl.weights.tokenizer_files import add_end_tokens
 
 
 @dataclasses.dataclass(frozen=True)

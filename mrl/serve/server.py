@@ -25,8 +25,6 @@ from mrl.config.checks import micro_batch_tokens
 from mrl.config.schema import OptimizerConfig, RoleConfig
 from mrl.config.serve import ServeConfig
 from mrl.config.serve_checks import KEY, secret_of_clients
-from mrl.converters.hf_config import read_hf_config, vocab_size_of
-from mrl.converters.hub import model_folder
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine.collective import all_ranks, is_main, on_main
@@ -51,6 +49,8 @@ from mrl.trainers.console import Console, open_console
 from mrl.trainers.run_directory import RunDirectory
 from mrl.trainers.run_lock import RunLock
 from mrl.trainers.signals import StopSignal
+from mrl.weights.hf_config import read_hf_config, vocab_size_of
+from mrl.weights.hub import model_folder
 
 PULSE_S = 60.0
 SLICE = 32  # tokens that are drawn of each sample before others have their turn, and new ones join in

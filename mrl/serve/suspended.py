@@ -10,11 +10,11 @@ from typing import Any
 from mrl.config.load import to_dict
 from mrl.config.resume import changed_keys
 from mrl.config.serve import ServeConfig
-from mrl.converters.json_file import read_json
 from mrl.engine.collective import all_ranks
 from mrl.errors import CheckpointError, ConfigError, ModelError, first_line, show, unwritable
 from mrl.serve.ledger import Ledger
 from mrl.serve.request_queue import RequestQueue
+from mrl.weights.json_file import read_json
 
 
 def layout_of(config: ServeConfig) -> dict[str, Any]:

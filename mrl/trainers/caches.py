@@ -17,9 +17,9 @@ from torch import Tensor
 from mrl.batch import Batch
 from mrl.config.megatron_speed import precision_of
 from mrl.config.schema import EngineConfig
-from mrl.converters.json_file import read_json
-from mrl.converters.pt_file import read_pt, write_pt
 from mrl.errors import CheckpointError, ModelError, unwritable
+from mrl.weights.json_file import read_json
+from mrl.weights.pt_file import read_pt, write_pt
 
 logger = logging.getLogger(__name__)
 

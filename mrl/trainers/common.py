@@ -10,10 +10,6 @@ from typing import Any, TypeVar
 from mrl import metrics
 from mrl.config.command import RowsRunConfig
 from mrl.config.schema import LoraConfig
-from mrl.converters.families import FAMILIES
-from mrl.converters.hf_config import read_hf_config
-from mrl.converters.mcore_weights import is_imported
-from mrl.converters.safetensors_io import shorten_list
 from mrl.data.encode import Encoder
 from mrl.data.remote import SourceError
 from mrl.engine import atomic_checkpoint, checkpoint_remote
@@ -27,6 +23,10 @@ from mrl.trainers.console import Console
 from mrl.trainers.run_directory import RunDirectory, StartState, choose_start, copy_missed
 from mrl.trainers.signals import StopSignal, signal_name
 from mrl.trainers.throughput import memory_gb
+from mrl.weights.families import FAMILIES
+from mrl.weights.hf_config import read_hf_config
+from mrl.weights.mcore_weights import is_imported
+from mrl.weights.safetensors_io import shorten_list
 
 T = TypeVar("T")
 EXPORTED = ("model.path", "actor.model.path")  # the models that a run exports

@@ -19,8 +19,6 @@ from mrl.config.dpo import DPOConfig
 from mrl.config.load import to_dict
 from mrl.config.roles import rewrite_error_keys
 from mrl.config.schema import RoleConfig
-from mrl.converters.hf_config import read_hf_config, reads_images, vocab_size_of
-from mrl.converters.hub import model_fingerprint, model_folder
 from mrl.data.batches import in_order
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.mixture import MixedDataset
@@ -47,6 +45,8 @@ from mrl.trainers.reference import AnswerCache, answers_by, with_reference
 from mrl.trainers.rows import run_task
 from mrl.trainers.task import HFConfig, Task, role_config
 from mrl.trainers.trainer import Trainer
+from mrl.weights.hf_config import read_hf_config, reads_images, vocab_size_of
+from mrl.weights.hub import model_fingerprint, model_folder
 
 
 def run(config: DPOConfig, command_line: str = "") -> None:

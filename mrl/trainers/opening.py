@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 from mrl.config.checks import parallel_dims
 from mrl.config.schema import RoleConfig
-from mrl.converters.families import FAMILIES
-from mrl.converters.hf_config import read_hf_config
-from mrl.converters.mtp import num_mtp_layers
-from mrl.converters.rules import expected_hf_names
 from mrl.engine.base import BaseEngine
 from mrl.engine.lora.folder import adapters
 from mrl.trainers.console import Console
+from mrl.weights.families import FAMILIES
+from mrl.weights.hf_config import read_hf_config
+from mrl.weights.mtp import num_mtp_layers
+from mrl.weights.rules import expected_hf_names
 from mrl.words import pluralize
 
 

@@ -16,8 +16,6 @@ from mrl.algorithms.scores import DENOMINATOR, METRICS, ScoreLoss
 from mrl.batch import Batch
 from mrl.config.rm import RMConfig
 from mrl.config.schema import RoleConfig
-from mrl.converters.hf_config import pad_token_of, read_hf_config, vocab_size_of
-from mrl.converters.tokenizer_files import write_pad_token
 from mrl.data.batches import in_order
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.mixture import MixedDataset
@@ -27,6 +25,8 @@ from mrl.roles.role_checkpoints import MODEL
 from mrl.trainers.rows import run_task
 from mrl.trainers.task import HFConfig, Task, role_config
 from mrl.trainers.trainer import Trainer
+from mrl.weights.hf_config import pad_token_of, read_hf_config, vocab_size_of
+from mrl.weights.tokenizer_files import write_pad_token
 
 
 def run(config: RMConfig, command_line: str = "") -> None:

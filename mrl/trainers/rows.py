@@ -16,8 +16,6 @@ from mrl.config.load import to_dict
 from mrl.config.resume import check_resume, expand_nulls
 from mrl.config.schema import ModelConfig
 from mrl.config.stream_checks import streamed_keys
-from mrl.converters.hf_config import read_hf_config
-from mrl.converters.hub import check_same_model, model_fingerprint, model_folder
 from mrl.data.batches import BatchSource, steps_for_epochs
 from mrl.data.dataset import RowDataset
 from mrl.data.encode import Encoder
@@ -28,7 +26,7 @@ from mrl.engine.base import PLAIN_CTX, BaseEngine
 from mrl.engine.collective import OnMainInThread
 from mrl.engine.registry import build_engine
 from mrl.errors import DataError, ServerError
-from mrl.mcore_models.platform import device_type
+from mrl.ops.devices import device_type
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.role_checkpoints import MODEL
 from mrl.rollout.stops import EndTokens
@@ -43,6 +41,8 @@ from mrl.trainers.step_guard import StepGuard
 from mrl.trainers.task import Task
 from mrl.trainers.throughput import Throughput
 from mrl.trainers.trainer import Trainer, console_of
+from mrl.weights.hf_config import read_hf_config
+from mrl.weights.hub import check_same_model, model_fingerprint, model_folder
 from mrl.words import pluralize
 
 

@@ -23,10 +23,10 @@ from mrl.config.load import dump_config
 from mrl.config.resume import Change
 from mrl.config.schema import CheckpointConfig
 from mrl.config.urls import shown_url, without_queries, write_text
-from mrl.converters.adapter_folder import CONFIG as ADAPTER_CONFIG
-from mrl.converters.pt_file import write_pt
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.trainers import used_folder
+from mrl.weights.adapter_folder import CONFIG as ADAPTER_CONFIG
+from mrl.weights.pt_file import write_pt
 
 HEADER = "# Written by mrl: the resolved config of this run. `mrl {command}` takes this file.\n"
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine")

@@ -16,7 +16,6 @@ from mrl.algorithms.distill import metric_denominators
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig, SFTConfig
-from mrl.converters.hf_config import vocab_size_of
 from mrl.data.batches import batch_of, eval_batches
 from mrl.data.dataset import Part, RowDataset, SFTDataset
 from mrl.data.stream import Report
@@ -29,6 +28,7 @@ from mrl.trainers.rows import run_task
 from mrl.trainers.task import HFConfig, Task, role_config
 from mrl.trainers.teacher import Teachers
 from mrl.trainers.trainer import Trainer
+from mrl.weights.hf_config import vocab_size_of
 
 
 class SFTTask(Task[SFTConfig]):

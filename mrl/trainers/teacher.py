@@ -22,8 +22,6 @@ from mrl.batch import Batch
 from mrl.config.roles import rewrite_error_keys
 from mrl.config.schema import OneTeacherConfig, RoleConfig, SFTConfig
 from mrl.config.teacher_checks import unused_teacher_lines
-from mrl.converters.hf_config import read_hf_config, vocab_size_of
-from mrl.converters.hub import model_fingerprint, model_folder
 from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
 from mrl.engine.base import Ctx
 from mrl.engine.registry import build_engine
@@ -37,6 +35,8 @@ from mrl.trainers.common import say_all
 from mrl.trainers.task import role_config
 from mrl.trainers.teacher_cache import TopCache, TopTokens
 from mrl.trainers.trainer import Trainer
+from mrl.weights.hf_config import read_hf_config, vocab_size_of
+from mrl.weights.hub import model_fingerprint, model_folder
 
 
 class Teacher:

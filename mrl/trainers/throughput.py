@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.converters.families import FAMILIES, family_for
-from mrl.converters.hf_config import read_hf_config
-from mrl.converters.table import HFConfig, sizes_of
 from mrl.engine.base import BaseEngine
 from mrl.engine.lora.folder import adapters
 from mrl.engine.lora.shapes import AdapterShape
+from mrl.weights.families import FAMILIES, family_for
+from mrl.weights.hf_config import read_hf_config
+from mrl.weights.table import HFConfig, sizes_of
 
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     ("GB300", 2500e12), ("GB200", 2500e12), ("B200", 2250e12), ("B100", 1750e12), ("GH200", 989e12),

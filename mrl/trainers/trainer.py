@@ -21,9 +21,6 @@ from mrl.config.load import to_dict
 from mrl.config.resume import check_resume
 from mrl.config.schema import ModelConfig
 from mrl.config.urls import without_signatures
-from mrl.converters.adapter_folder import is_adapter
-from mrl.converters.mtp import COUNT
-from mrl.converters.tokenizer_files import add_end_tokens, write_chat_template
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.encode import Encoder
 from mrl.data.mixture import eval_rows, train_rows
@@ -56,6 +53,9 @@ from mrl.trainers.run_lock import RunLock
 from mrl.trainers.saves import CheckpointSaver
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.throughput import memory_gb
+from mrl.weights.adapter_folder import is_adapter
+from mrl.weights.mtp import COUNT
+from mrl.weights.tokenizer_files import add_end_tokens, write_chat_template
 from mrl.words import pluralize
 
 

@@ -12,10 +12,10 @@ from mrl import metrics
 from mrl.config.command import RowsRunConfig
 from mrl.config.load import read_yaml, to_dict
 from mrl.config.resume import Change, check_resume, path_keys
-from mrl.converters.adapter_folder import CONFIG as ADAPTER_CONFIG
 from mrl.engine import atomic_checkpoint
 from mrl.errors import CheckpointError, ConfigError, Shown, quoted, shortened
 from mrl.trainers import run_lock
+from mrl.weights.adapter_folder import CONFIG as ADAPTER_CONFIG
 from mrl.words import pluralize
 
 NOT_CHECKED = "changed since, and not looked at, as there is nothing to do"

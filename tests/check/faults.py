@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mrl.check.measure import LayoutComparison, LayoutWork, measure
 from mrl.check.verdict import Problem, problems
-from mrl.converters import algebra
-from mrl.converters.algebra import Shard, Span
 from mrl.engine.megatron import optim
+from mrl.weights import algebra
+from mrl.weights.algebra import Shard, Span
 
 Patch = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -35,7 +35,7 @@ class Planted:
 
 PLANTED = {
     "wrong QKV interleave": Planted(
-        "converters/algebra.py",
+        "weights/algebra.py",
         (
             (
                 "    for group in range(groups):\n        for source, rows in enumerate(per_group):\n",
@@ -57,7 +57,7 @@ PLANTED = {
         "--layouts dp1", "", "loss mask", "1 earlier",
     ),
     "shared RNG of pipeline stages": Planted(
-        "converters/random_weights.py",
+        "weights/random_weights.py",
         (
             (
                 'f"{self.seed}:{name}"',

@@ -30,7 +30,7 @@ from mrl.check.verdict import clue, problems
 from mrl.check.worker import result_file
 from mrl.commands.sft import SFT
 from mrl.config.schema import ParallelConfig
-from mrl.converters.json_file import plain_data
+from mrl.weights.json_file import plain_data
 from tests.engine import tiny
 
 NONE = TensorErrors(2, (TensorMismatch("a", 0.0),), 0)

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from mrl.check import cut as cuts
 from mrl.check import folder as folders
 from mrl.check.cut import ModelCut, cut_config, parse
-from mrl.converters.families import FAMILIES, fields_of
-from mrl.converters.hf_config import normalize, read_hf_config
 from mrl.errors import ModelError, UserError
+from mrl.weights.families import FAMILIES, fields_of
+from mrl.weights.hf_config import normalize, read_hf_config
 from tests.engine import tiny
 
 WIDE = {"layers": 10, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}

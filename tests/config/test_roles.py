@@ -13,7 +13,7 @@ from mrl.config.load import from_dict
 from mrl.config.ppo import AlgorithmConfig, PPOConfig
 from mrl.config.roles import rewrite_role_error_keys, role_configs, roles_of
 from mrl.errors import ConfigError, DataError, ModelError
-from mrl.mcore_models import platform
+from mrl.ops import devices
 from tests.config.test_load import PPO_BASE, merged
 
 FOLDERS = {role: f"/models/{role}" for role in ("actor", "critic", "reference", "reward")}
@@ -131,11 +131,11 @@ def test_what_an_engine_says_of_its_keys_is_said_of_the_roles():
 
 
 def test_a_device_that_is_not_there_is_that_of_the_role(monkeypatch):
-    monkeypatch.setattr(platform, "has_gpu", lambda: False)
+    monkeypatch.setattr(devices, "has_gpu", lambda: False)
     config, _ = made(critic={"engine": {}})
     message = r'^critic\.engine\.device: value "cuda" needs a GPU, and torch sees none; use auto or cpu$'
     with pytest.raises(ConfigError, match=message), rewrite_role_error_keys(config, "critic"):
-        platform.device_type("cuda")
+        devices.device_type("cuda")
 
 
 def test_an_error_of_no_key_is_said_after_the_role():

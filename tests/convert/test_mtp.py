@@ -22,11 +22,11 @@ from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
-from mrl.converters import family_for, hf_to_mcore, read_hf_config
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import ModelError
 from mrl.parallel import ParallelDims
 from mrl.trainers import ppo, sft
+from mrl.weights import family_for, hf_to_mcore, read_hf_config
 from tests.convert import hf_folders
 from tests.convert.cases import load_folder
 from tests.convert.test_refused import run

@@ -118,7 +118,7 @@ def pickled(folder: pathlib.Path) -> None:
 
 
 FLIPS = 80
-SOURCES = {  # what the readers of config.json and of safetensors files refuse themselves is in tests/converters
+SOURCES = {  # what the readers of config.json and of safetensors files refuse themselves is in tests/weights
     "unknown family": (config(model_type="gpt2"), "model_type 'gpt2' is not supported"),
     "more layers than tensors": (config(num_hidden_layers=9_999), "num_hidden_layers 9999 cannot be"),
     "quantisation in a list": (config(quantization_config=["fp8"]), "quantization_config = ['fp8'] is not an object"),
@@ -361,10 +361,10 @@ def test_an_engine_starts_from_no_damaged_import(imported, tmp_path, size, backe
 
 
 def test_a_run_starts_from_no_half_import(imported, hf):
-    from mrl.converters.families import family_for
-    from mrl.converters.hf_config import read_hf_config
     from mrl.engine.stored_weights import stored_weights
     from mrl.errors import UserError
+    from mrl.weights.families import family_for
+    from mrl.weights.hf_config import read_hf_config
 
     about = read_hf_config(imported)
     (imported / "COMPLETE").unlink()

@@ -1,7 +1,7 @@
 """HF -> mcore -> HF gives the same files, byte for byte; and engines of every layout start from what lies between.
 
 The same round trip through the shards of every rank, of every family, tied and not, in fp32 and bf16, in every layout, is in
-tests/converters/test_round_trip.py; what engines compute beyond logits in tests/engine/test_parity_megatron.py.
+tests/weights/test_round_trip.py; what engines compute beyond logits in tests/engine/test_parity_megatron.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
-from mrl.converters.families import FAMILIES
 from mrl.engine import atomic_checkpoint
 from mrl.engine.torch_dist.reader import TorchDistReader
+from mrl.weights.families import FAMILIES
 from tests.convert import hf_folders
 from tests.convert.cases import load_folder
 from tests.engine import tiny

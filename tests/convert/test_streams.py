@@ -9,12 +9,12 @@ import sys
 import pytest
 import torch
 
-from mrl.converters import family_for, hf_to_mcore, mcore_to_hf, read_hf_config
-from mrl.converters.rules import chunk_plans, param_map
-from mrl.converters.stacks import unstacking_read
 from mrl.errors import ModelError
 from mrl.parallel import ParallelDims
-from tests.converters.models import DENSE_LAYOUTS, LAYOUTS, MOE, save
+from mrl.weights import family_for, hf_to_mcore, mcore_to_hf, read_hf_config
+from mrl.weights.rules import chunk_plans, param_map
+from mrl.weights.stacks import unstacking_read
+from tests.weights.models import DENSE_LAYOUTS, LAYOUTS, MOE, save
 
 CASES = [
     (model, layout, tied)
@@ -123,7 +123,7 @@ def test_streams_that_are_not_the_model_are_refused(model):
 
 def test_the_package_needs_no_process_group_and_no_megatron():
     code = (
-        "import sys, mrl.converters; loaded = [m for m in sys.modules if m.split('.')[0] == 'megatron'];"
+        "import sys, mrl.weights; loaded = [m for m in sys.modules if m.split('.')[0] == 'megatron'];"
         "import torch.distributed as dist; assert not loaded and not dist.is_initialized(), loaded"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

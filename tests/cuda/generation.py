@@ -15,8 +15,8 @@ def peak(
 ) -> int:  # fmt: skip
     """The most bytes alive at once while one layer attends to `new` tokens of a prompt after `old` that the cache has,
     beside the cache."""
-    from mrl.mcore_models.kv_cache import CachedStep, KVCache
-    from mrl.mcore_models.masked import ScoreRule
+    from mrl.ops.kv_cache import CachedStep, KVCache
+    from mrl.ops.masked import ScoreRule
 
     with fake.Fake() as run, torch.no_grad():
         q = torch.empty(new, GROUPS, HEADS // GROUPS, SIZE, dtype=getattr(torch, dtype), device="cuda")

@@ -94,9 +94,9 @@ def write(name: str, folder: Path, layers: int | None = None, **changes: Any) ->
 
 def write_zeros(folder: Path) -> None:
     """Writes weights that are zeros, as a file with a hole in it: it takes no place on the disk."""
-    from mrl.converters.families import family_for
-    from mrl.converters.hf_config import read_hf_config
-    from mrl.converters.rules import expected_hf_names
+    from mrl.weights.families import family_for
+    from mrl.weights.hf_config import read_hf_config
+    from mrl.weights.rules import expected_hf_names
 
     hf = read_hf_config(str(folder))
     header, end = {}, 0
@@ -112,7 +112,7 @@ def write_zeros(folder: Path) -> None:
 
 def read_all() -> None:
     """Reads every config.json once: transformers imports much for the first of each type."""
-    from mrl.converters.hf_config import read_hf_config
+    from mrl.weights.hf_config import read_hf_config
 
     with tempfile.TemporaryDirectory() as folder:
         for name in MODELS:

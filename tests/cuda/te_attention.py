@@ -28,9 +28,9 @@ FLASH_ATTN = "2.8.3"
 
 def ask(layout: Layout, gpus: list[tuple[tuple[int, int], bool]], off: tuple[str, ...] = ()) -> list[Found]:
     """gpus: capability, and whether flash-attn is installed. off: variables that are 0."""
-    from mrl.converters.families import fields_of
     from mrl.mcore_models import layer_spec, te_limits
     from mrl.mcore_models.attention import PackedLayout
+    from mrl.weights.families import fields_of
 
     layer_spec.te_refusal = lambda *_, **__: None  # transformer-engine itself is asked
     fake.join_world(0, layout.tp * layout.cp)

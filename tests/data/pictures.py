@@ -8,8 +8,8 @@ from PIL import Image
 from tokenizers import Tokenizer
 from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen2VLImageProcessorPil
 
-from mrl.converters.hf_config import read_hf_config
 from mrl.data.vision import Vision, load_vision
+from mrl.weights.hf_config import read_hf_config
 from tests.data.tiny_tokenizers import trained_bpe
 
 TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")

@@ -9,9 +9,10 @@ from packaging.version import Version
 from mrl.doctor import choices, used
 from mrl.doctor.choices import MODELS
 from mrl.errors import ConfigError
-from mrl.mcore_models import causal, cpu_stand_in, layer_spec, platform, te_limits
+from mrl.mcore_models import cpu_stand_in, layer_spec, platform, te_limits
 from mrl.mcore_models.te_limits import Gpu
 from mrl.mcore_models.versions import NOT_INSTALLED
+from mrl.ops import causal, devices
 from tests.doctor.conftest import by_name
 from tests.doctor.machines import SEGFAULTS, package
 
@@ -27,8 +28,8 @@ def machine(monkeypatch):
     """`machine(gpu, te=..., apex=...)`: a GPU, and why packages are not used."""
 
     def make(gpu, te=None, apex="is not installed"):
-        monkeypatch.setattr(platform, "has_gpu", lambda: gpu is not None)
-        monkeypatch.setattr(platform, "device", lambda: torch.device("cpu"))
+        monkeypatch.setattr(devices, "has_gpu", lambda: gpu is not None)
+        monkeypatch.setattr(devices, "device", lambda: torch.device("cpu"))
         monkeypatch.setattr(platform, "without_transformer_engine", lambda: platform.NO_GPU if gpu is None else te)
         monkeypatch.setattr(Gpu, "here", classmethod(lambda cls: Gpu() if gpu is None else gpu))
 
@@ -153,7 +154,7 @@ def test_modules_and_optimizer_are_megatrons(monkeypatch):
     assert issubclass(Adam, torch.optim.AdamW)
     table = used.table(used.Choices(rows=found, modules=list(made.values())))
     assert table[3][-2:] == ["RMSNorm", "one after another"]
-    monkeypatch.setattr(platform, "capability", lambda: (9, 0))
+    monkeypatch.setattr(devices, "capability", lambda: (9, 0))
     made = [one and one["experts"] for one in choices.modules(found)]
     assert [made[i] for i, row in enumerate(found) if row["cp"] == 1] == [
         None,

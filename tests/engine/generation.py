@@ -20,7 +20,8 @@ from mrl.engine.kept import KeptSequences
 from mrl.engine.registry import build_engine
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams, gumbel, noise_key
 from mrl.errors import ConfigError
-from mrl.mcore_models import decode_graphs, decoder, kv_cache
+from mrl.mcore_models import decode_graphs, decoder
+from mrl.ops import kv_cache
 from tests.engine import tiny
 from tests.engine.contract import loss_fn, train
 from tests.engine.test_sampling import to_int64, transformers_logits

@@ -12,11 +12,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
 
 from mrl.config.schema import LoraConfig, MTPConfig, RoleConfig
-from mrl.converters.hf_config import read_hf_config
 from mrl.engine.activations import ActivationOffload
 from mrl.errors import ConfigError
 from mrl.mcore_models.build import transformer_config
 from mrl.parallel import ParallelDims
+from mrl.weights.hf_config import read_hf_config
 from tests.engine import mtp, tiny
 from tests.engine.contract import gradients, make_engine
 from tests.engine.harness import run_case

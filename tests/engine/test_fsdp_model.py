@@ -32,7 +32,7 @@ from mrl.engine.fsdp.probe import check, computes_with_noise
 from mrl.engine.logprobs import LogitRule, VocabShard, log_probs_from_hidden
 from mrl.engine.peak_bytes import PeakBytes
 from mrl.errors import CheckpointError, ConfigError, ModelError
-from mrl.mcore_models.masked import explicit_attention
+from mrl.ops.masked import explicit_attention
 from tests.engine import tiny
 from tests.engine.contract import make_engine
 from tests.engine.harness import run_case

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mrl.converters.families import family_for
-from mrl.converters.hf_config import read_hf_config
 from mrl.engine.lora import identity
+from mrl.weights.families import family_for
+from mrl.weights.hf_config import read_hf_config
 
 MODELS = {"llama": {"layers": 64}, "qwen3_moe": {"layers": 12}, "gpt_oss": {}, "deepseek_v3": {"layers": 6}}
 """Regular layers, experts as tensors of their own, experts in stacks, and layers of two kinds."""

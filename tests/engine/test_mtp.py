@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 
 from mrl.config.mtp import MTPConfig, PolicyMTPConfig
 from mrl.convert.exporting import export_hf
-from mrl.converters import family_for, read_hf_config
 from mrl.engine.megatron.checks import mtp_layers
 from mrl.engine.stored_weights import stored_weights
 from mrl.errors import ConfigError
 from mrl.parallel import ParallelDims
+from mrl.weights import family_for, read_hf_config
 from tests.convert.cases import load_folder
 from tests.engine import mtp, tiny
 from tests.engine.harness import run_case

@@ -36,7 +36,7 @@ def test_a_file_of_one_rank_that_is_refused_is_refused_on_all(folder, tmp_path, 
 
 
 PLACES = {
-    "converters/pt_file.py": {"torch.load"},  # the one for all others, with weights_only
+    "weights/pt_file.py": {"torch.load"},  # the one for all others, with weights_only
     "rewards/worker.py": {"pickle.loads"},  # of a pipe from the process that started this one
     "serve/requests.py": {"marshal.loads"},  # of a process that this one started
     "check/worker.py": {"torch.load", "weights_only=False"},  # of a folder that `mrl check` made itself

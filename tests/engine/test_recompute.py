@@ -145,8 +145,8 @@ def test_what_a_model_lacks_is_refused(folders, family, name, why):
 
 def notes(config: RoleConfig) -> tuple[list[str], list[str]]:
     """Returns the lines of a run, and those before it."""
-    from mrl.converters.hf_config import read_hf_config
     from mrl.engine.megatron.engine import MegatronEngine
+    from mrl.weights.hf_config import read_hf_config
 
     engine, hf = MegatronEngine(config), read_hf_config(config.model.path)
     return engine.notes, MegatronEngine.notes_on(config.model, config.engine, engine.model.dims, hf)

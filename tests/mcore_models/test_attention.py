@@ -23,9 +23,9 @@ from mrl.mcore_models.attention import (  # noqa: E402
     zigzag_inverse,
     zigzag_places,
 )
-from mrl.mcore_models.kv_cache import CachedStep, KVCache  # noqa: E402
 from mrl.mcore_models.layers import RMSNorm  # noqa: E402
-from mrl.mcore_models.masked import causal_mask  # noqa: E402
+from mrl.ops.kv_cache import CachedStep, KVCache  # noqa: E402
+from mrl.ops.masked import causal_mask  # noqa: E402
 
 H, G, D = 4, 2, 8
 ALONE = types.SimpleNamespace(cp=types.SimpleNamespace(size=lambda: 1, rank=lambda: 0))

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mrl.mcore_models import cpu_stand_in, elementwise, platform
+from mrl.mcore_models import cpu_stand_in, elementwise
+from mrl.ops import devices
 
 cpu_stand_in.prepare()
 
@@ -81,7 +82,7 @@ def test_weighted_swiglu_keeps_the_dtype():
     assert elementwise.weighted_swiglu(x, None, weights).dtype == torch.bfloat16
 
 
-@pytest.mark.skipif(platform.has_gpu(), reason="a GPU uses megatron's own")
+@pytest.mark.skipif(devices.has_gpu(), reason="a GPU uses megatron's own")
 def test_megatron_uses_them_and_keeps_its_own_for_the_rest():
     assert mlp.bias_swiglu_impl is elementwise.swiglu and mlp.weighted_bias_swiglu_impl is elementwise.weighted_swiglu
     t, turn = numbers(7, 1, 2, 8), rope_utils._apply_rotary_pos_emb_bshd

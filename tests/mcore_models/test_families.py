@@ -7,16 +7,16 @@ import torch
 from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from mrl.converters.hf_config import read_hf_config
 from mrl.errors import ConfigError, ModelError
 from mrl.mcore_models import cpu_stand_in
+from mrl.weights.hf_config import read_hf_config
 
 cpu_stand_in.prepare()
 
-from mrl.converters.families import FAMILIES, fields_of  # noqa: E402
 from mrl.mcore_models.build import transformer_config  # noqa: E402
 from mrl.mcore_models.layers import inverse_frequencies, rotary_scale  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
+from mrl.weights.families import FAMILIES, fields_of  # noqa: E402
 
 SIZES = {
     "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,

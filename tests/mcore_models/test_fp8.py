@@ -7,12 +7,12 @@ import re
 import pytest
 import torch
 
-from mrl.converters.families import family_for
-from mrl.converters.hf_config import normalize
 from mrl.errors import ConfigError
 from mrl.mcore_models import fp8, megatron_needs
 from mrl.mcore_models.megatron_fields import check
 from mrl.parallel import ParallelDims
+from mrl.weights.families import family_for
+from mrl.weights.hf_config import normalize
 from tests.cuda.models import COMMON, MODELS
 
 TENSORWISE, BLOCKWISE, MXFP8 = ({"fp8": "hybrid", "fp8_recipe": name} for name in ("tensorwise", "blockwise", "mxfp8"))
@@ -77,7 +77,7 @@ def test_a_gpu_or_a_cuda_that_lacks_the_recipe(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(torch.version, "cuda", cuda)
 
-    monkeypatch.setattr(fp8.platform, "has_gpu", lambda: True)
+    monkeypatch.setattr(fp8.devices, "has_gpu", lambda: True)
     be((9, 0), "13.0")
     for given in (TENSORWISE, BLOCKWISE):
         fp8.check_here(given)

@@ -16,10 +16,11 @@ import pytest
 import torch
 from packaging.version import Version
 
-from mrl.converters.hf_config import read_hf_config
 from mrl.errors import ConfigError
 from mrl.mcore_models import cpu_stand_in, layer_spec, platform, te_limits, versions
+from mrl.ops import devices
 from mrl.parallel import ParallelDims
+from mrl.weights.hf_config import read_hf_config
 from tests.engine import tiny
 
 BROKEN = {
@@ -73,7 +74,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def make(*, gpu, **packages):
-        monkeypatch.setattr(platform, "has_gpu", lambda: gpu)
+        monkeypatch.setattr(devices, "has_gpu", lambda: gpu)
         for name in [name for name in sys.modules if name.split(".")[0] in PACKAGES]:
             del sys.modules[name]
         for package, files in packages.items():
@@ -199,9 +200,9 @@ def test_an_apex_without_its_kernels_is_not_used(machine):
 
 
 def test_models_live_on_the_processs_own_gpu(monkeypatch):
-    monkeypatch.setattr(platform, "has_gpu", lambda: True)
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert platform.device() == torch.device("cuda", 3)
+    assert devices.device() == torch.device("cuda", 3)
 
 
 @pytest.mark.parametrize("spec, ways", [("local", None), ("te", "a2a")])

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from mrl.config.megatron_speed import REMOVED_FIELDS, ROUNDING
-from mrl.converters.hf_config import normalize
 from mrl.errors import ConfigError
 from mrl.mcore_models import cpu_stand_in, megatron_fields, platform
 from mrl.mcore_models.megatron_fields import (
@@ -19,6 +18,7 @@ from mrl.mcore_models.megatron_fields import (
     fields_of_kind,
 )
 from mrl.parallel import ParallelDims
+from mrl.weights.hf_config import normalize
 from tests.engine import tiny
 
 cpu_stand_in.prepare()

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from mrl.config.schema import EngineConfig, ModelConfig
-from mrl.converters.families import fields_of
-from mrl.converters.hf_config import normalize
 from mrl.engine.megatron.checks import MegatronChecks
 from mrl.errors import ConfigError
 from mrl.mcore_models import cpu_stand_in, megatron_fields, megatron_needs, platform
 from mrl.mcore_models.megatron_fields import REFUSED_FIELDS, SET_BY_MRL, TRANSFORMER_ENGINE_FIELDS, fields
 from mrl.parallel import ParallelDims
+from mrl.weights.families import fields_of
+from mrl.weights.hf_config import normalize
 from tests.engine import tiny
 from tests.engine.harness import run_case
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from mrl.config.schema import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, MTPConfig, TrainedModelConfig
-from mrl.converters.families import fields_of
-from mrl.converters.hf_config import normalize
 from mrl.engine.checks import Sequences
 from mrl.engine.megatron.checks import MegatronChecks
 from mrl.errors import ConfigError
@@ -19,6 +17,8 @@ from mrl.mcore_models import megatron_needs, userbuffers
 from mrl.mcore_models.megatron_fields import check
 from mrl.mcore_models.userbuffers import WITH_OVERLAP, BufferShape
 from mrl.parallel import ParallelDims
+from mrl.weights.families import fields_of
+from mrl.weights.hf_config import normalize
 from tests.cuda.models import COMMON, MODELS
 
 ON = {"tp_comm_overlap": True}

@@ -235,7 +235,7 @@ MODELS = (
         ("clamp(min=min(self.limit, int(lengths.max())))", "clamp(min=int(lengths.max()))"),
     ),
     *_of(
-        "mcore_models/kv_cache.py",
+        "ops/kv_cache.py",
         "mcore_models/test_attention.py",
         ("hidden |= places <= at - window", "hidden |= places < at - window"),
     ),
@@ -272,13 +272,13 @@ MODELS = (
         ("if all(exact for _, _, exact in found):", "if found is not None:"),
     ),
     *_of(
-        "mcore_models/masked.py",
+        "ops/masked.py",
         "mcore_models/test_attention.py",
         ("allowed.triu(k_length - q_length - window + 1)", "allowed.triu(k_length - q_length - window)"),
     ),
     *_of(
-        "mcore_models/causal.py",
-        ("mcore_models/test_attention.py", "mcore_models/test_causal.py"),
+        "ops/causal.py",
+        ("mcore_models/test_attention.py", "ops/test_causal.py"),
         ("scoring.window is None or scoring.window >= keys", "scoring.window is None or scoring.window + 1 >= keys"),
         ("window is None and queries == keys:", "queries == keys:"),
         ("causal_mask(q.shape[2], k.shape[2], scoring.window,", "causal_mask(q.shape[2], k.shape[2], None,"),
@@ -293,8 +293,8 @@ MODELS = (
 
 CONVERTERS = (
     *_of(
-        "converters/algebra.py",
-        "converters/test_algebra.py",
+        "weights/algebra.py",
+        "weights/test_algebra.py",
         ("group * rows + low - at, high - low", "group * rows, high - low"),
         ("real = min(max(rows - start, 0), length)", "real = min(rows, length)"),
         ("return -(-vocab_size // unit) * unit", "return vocab_size // unit * unit"),
@@ -302,15 +302,15 @@ CONVERTERS = (
         ("return self.rank * (n // self.degree)", "return (self.degree - 1 - self.rank) * (n // self.degree)"),
     ),
     *_of(
-        "converters/quantized.py",
-        "converters/test_quantized.py",
+        "weights/quantized.py",
+        "weights/test_quantized.py",
         ("[blocks & 15, blocks >> 4]", "[blocks >> 4, blocks & 15]"),
         ("(scales.int() - 127)", "(scales.int() - 128)"),
         ("of_blocks[top - low * block[0] :, left", "of_blocks[0:, left"),
     ),
     *_of(
-        "converters/fused.py",
-        "converters/test_fused.py",
+        "weights/fused.py",
+        "weights/test_fused.py",
         ("first + start : first + stop", "start : stop"),
     ),
 )  # fmt: skip
@@ -335,8 +335,8 @@ CHECKPOINTS = (
 
 ON_GPUS = (
     *_of(
-        "mcore_models/flash.py",
-        "mcore_models/test_flash.py::test_a_gpus_kernel_is_called_for_the_same_attention",
+        "ops/flash.py",
+        "ops/test_flash.py::test_a_gpus_kernel_is_called_for_the_same_attention",
         ('else window - 1, "window_size_right"', 'else window, "window_size_right"'),
         ('"window_size_right": 0}', '"window_size_right": -1}'),
         ("return out.transpose(1, 2), sums, state", "return out, sums, state"),
@@ -364,7 +364,7 @@ ON_GPUS = (
         ('("2.6", "2.8.1")', '("2.7", "2.8.1")'),
     ),
     *_of(
-        "mcore_models/causal.py",
+        "ops/causal.py",
         "engine/test_fsdp_model.py::test_attentions_memory_grows_with_the_length",
         ("if torch.is_grad_enabled():", "if False:"),
     ),
@@ -405,7 +405,7 @@ ON_GPUS = (
         ("step == last_step or (every is not None and step % every == 0)", "every is not None and step % every == 0"),
     ),
     *_of(
-        "mcore_models/platform.py",
+        "ops/devices.py",
         "mcore_models/test_layer_spec.py::test_models_live_on_the_processs_own_gpu",
         ('torch.device("cuda", torch.cuda.current_device())', 'torch.device("cuda", 0)'),
     ),

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from mrl.config.schema import FSDPConfig, LoraConfig
-from mrl.converters.rules import padded_vocab
 from mrl.parallel import ParallelDims
+from mrl.weights.rules import padded_vocab
 from tests.cuda.cases import Case
 from tests.cuda.test_engine import DENSE, MOE, NARROW
 from tests.engine import harness, tiny

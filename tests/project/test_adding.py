@@ -24,8 +24,8 @@ FAMILY = '''\
 
 from typing import Any
 
-from mrl.converters.fields import DENSE, dense_fields, require
-from mrl.converters.table import ATTENTION, DENSE_MLP, Family, qkv_bias
+from mrl.weights.fields import DENSE, dense_fields, require
+from mrl.weights.table import ATTENTION, DENSE_MLP, Family, qkv_bias
 
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
@@ -115,12 +115,12 @@ def run(*arguments: str, folder: Path, tree: Path = tiny_runs.REPO) -> str:
 @pytest.mark.nightly
 def test_a_family_is_two_files(tree):
     """The new family's loss, gradients and steps are transformers': it stands in the parity table by itself."""
-    (tree / "mrl/converters/families/seed_oss.py").write_text(FAMILY)
+    (tree / "mrl/weights/families/seed_oss.py").write_text(FAMILY)
     insert(tree / "tests/engine/tiny.py", TINY, "FAMILIES")
     printed = run("-m", "tests.engine.parity", "--only", "seed_oss", folder=tree, tree=tree)
     rows = [line for line in printed.splitlines() if line.startswith("seed_oss")]
     assert [line.split()[-1] for line in rows] == ["ok"] and "every row is right" in printed
-    assert touched(tree) == ["mrl/converters/families/seed_oss.py", "tests/engine/tiny.py"]
+    assert touched(tree) == ["mrl/weights/families/seed_oss.py", "tests/engine/tiny.py"]
 
 
 @pytest.mark.nightly

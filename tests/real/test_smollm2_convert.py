@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mrl.converters import family_for, hf_to_mcore, mcore_to_hf, read_hf_config
 from mrl.parallel import ParallelDims
+from mrl.weights import family_for, hf_to_mcore, mcore_to_hf, read_hf_config
 from tests.convert import hf_folders
 from tests.convert.test_refused import run
 from tests.convert.test_verify import verify
-from tests.converters.mbridge_oracle import bridge_for, merged, shards_of
-from tests.converters.test_mbridge import same
 from tests.real.test_smollm2 import smollm2
+from tests.weights.mbridge_oracle import bridge_for, merged, shards_of
+from tests.weights.test_mbridge import same
 
 __all__ = ["smollm2"]
 

@@ -12,9 +12,9 @@ import pytest
 
 from mrl import metrics
 from mrl.config.load import read_yaml
-from mrl.converters.families import family_for
-from mrl.converters.hf_config import read_hf_config
 from mrl.engine.lora.identity import fingerprint
+from mrl.weights.families import family_for
+from mrl.weights.hf_config import read_hf_config
 from tests.engine.harness import run_case
 from tests.resume import runs
 

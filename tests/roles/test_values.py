@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from mrl.converters.hf_config import normalize, pad_token_of
 from mrl.data.scored import scored_token
+from mrl.weights.hf_config import normalize, pad_token_of
 from tests.data.tiny_tokenizers import CHATML, WITH_TOOLS, make_tokenizer
 from tests.engine.harness import run_case
 from tests.roles.tiny_roles import roles

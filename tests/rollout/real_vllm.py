@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from mrl.batch import make_batch
 from mrl.config.ppo import ServerConfig
 from mrl.config.schema import RoleConfig
-from mrl.converters.safetensors_io import SafetensorsReader
 from mrl.engine.base import Completion
 from mrl.engine.registry import build_engine
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
@@ -32,6 +31,7 @@ from mrl.rollout.adapters import AdapterTraining
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.servers import Probe
 from mrl.rollout.vllm import VLLMServerSampler
+from mrl.weights.safetensors_io import SafetensorsReader
 from tests.engine import tiny
 from tests.engine.contract import loss_fn, train
 from tests.engine.harness import close_worlds

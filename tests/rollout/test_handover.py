@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from mrl.converters.safetensors_io import SafetensorsReader
 from mrl.engine import links
 from mrl.engine.sampling import SamplingParams
 from mrl.errors import ServerError
 from mrl.rollout.server import INCOMPLETE
+from mrl.weights.safetensors_io import SafetensorsReader
 from tests.rollout.digest import digest
 from tests.rollout.real_vllm import LINKED, RealServer, hf_stream, logs_of, make_model, requests, sampler_of
 from tests.rollout.test_vllm import close, log_probs

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from mrl.config.ppo import ServerConfig
-from mrl.converters.safetensors_io import SafetensorsReader
 from mrl.engine.base import BaseEngine
 from mrl.engine.sampling import SamplingKey, SamplingParams
 from mrl.errors import ConfigError, ServerError
@@ -27,6 +26,7 @@ from mrl.rollout.server import seed_of
 from mrl.rollout.servers import Probe
 from mrl.rollout.vllm import VLLMServer, refuse
 from mrl.rollout.weights import WeightFolders, weights_dir
+from mrl.weights.safetensors_io import SafetensorsReader
 from tests.engine.harness import run_case
 from tests.rollout.real_vllm import sampler_of
 from tests.rollout.record import OUT_OF_VOCABULARY, SCORED, asked

@@ -5,9 +5,9 @@ import torch
 from tinker import types
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from mrl.converters.hf_config import read_hf_config
 from mrl.data.images import Image
 from mrl.data.vision import load_vision
+from mrl.weights.hf_config import read_hf_config
 from tests.data.pictures import png
 from tests.engine.tiny_vision import make_vision_model
 from tests.serve.serving import ADAM, serving, tensor

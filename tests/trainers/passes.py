@@ -11,10 +11,10 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from mrl.converters import pt_file
 from mrl.trainers import dpo, teacher
 from mrl.trainers.reference import AnswerCache
 from mrl.trainers.teacher_cache import TopCache
+from mrl.weights import pt_file
 from tests.trainers.kills import TRAIN
 
 

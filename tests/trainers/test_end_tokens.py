@@ -92,7 +92,7 @@ def test_a_policy_stops_at_the_end_of_its_turn(tmp_path):
 
 
 def test_a_model_that_names_no_end_keeps_what_transformers_takes_from_config_json(tmp_path):
-    from mrl.converters.tokenizer_files import add_end_tokens
+    from mrl.weights.tokenizer_files import add_end_tokens
 
     for fields, own, ends in (
         ({"eos_token_id": 7}, [7], [7, 3]),

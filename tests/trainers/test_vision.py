@@ -14,12 +14,12 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from mrl.config.dpo import PreferenceDataConfig
-from mrl.converters.hf_config import read_hf_config
 from mrl.data.dataset import SFTDataset
 from mrl.data.order import row_order
 from mrl.data.preferences import PreferenceDataset
 from mrl.data.vision import load_vision
 from mrl.errors import DataError
+from mrl.weights.hf_config import read_hf_config
 from tests.data.pictures import picture, png_text
 from tests.data.tiny_tokenizers import config as data_config
 from tests.engine.harness import run_case

@@ -24,9 +24,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.errors import ModelError
-from mrl.mcore_models.causal import causal_attention
-from mrl.mcore_models.kv_cache import CachedStep
-from mrl.mcore_models.masked import ScoreRule
+from mrl.ops.causal import causal_attention
+from mrl.ops.kv_cache import CachedStep
+from mrl.ops.masked import ScoreRule
 
 NAME = "mrl_documents"
 NO_CONTEXT_PARALLEL = Ulysses()

@@ -19,11 +19,11 @@ from transformers import (
 )
 
 from mrl.config.schema import RoleConfig
-from mrl.converters.families import FAMILIES
-from mrl.converters.hf_config import VISION_LANGUAGE, reads_images
 from mrl.engine.checks import Sequences
 from mrl.engine.fsdp import attention
 from mrl.errors import ModelError
+from mrl.weights.families import FAMILIES
+from mrl.weights.hf_config import VISION_LANGUAGE, reads_images
 
 _POSITIONS = re.compile(r"(^|\.)(wpe|(embed_)?positions?(_embeddings?|_embed)?)$")
 """Names of learned positions in transformers' models."""

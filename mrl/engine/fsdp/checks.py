@@ -8,12 +8,12 @@ from typing import Any
 from mrl.config.backends import OWN_KEYS
 from mrl.config.checks import check_recompute
 from mrl.config.schema import EngineConfig, ModelConfig
-from mrl.converters.families import FAMILIES
-from mrl.converters.hf_config import normalize
 from mrl.engine.checks import EngineChecks, Sequences, whole_number
 from mrl.engine.fsdp.positions import check_positions
 from mrl.errors import ConfigError
 from mrl.parallel import ParallelDims, divisors_near
+from mrl.weights.families import FAMILIES
+from mrl.weights.hf_config import normalize
 
 
 class FSDPChecks(EngineChecks):

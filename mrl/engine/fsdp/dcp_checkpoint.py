@@ -23,9 +23,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from mrl.converters.fields import NEUTRAL
-from mrl.converters.mcore_weights import architecture, check_architecture, differing_fields
-from mrl.converters.pt_file import load_pt
 from mrl.engine import background, collective
 from mrl.engine.atomic_checkpoint import RankGroup
 from mrl.engine.fsdp.model import Model
@@ -37,6 +34,9 @@ from mrl.engine.torch_dist.boxes import Box, fill
 from mrl.engine.torch_dist.data_files import saved_bytes
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
+from mrl.weights.fields import NEUTRAL
+from mrl.weights.mcore_weights import architecture, check_architecture, differing_fields
+from mrl.weights.pt_file import load_pt
 
 _FIELDS = ("schedule_step", "updates", "state")
 """What `state.pt` has, whichever mrl wrote it."""

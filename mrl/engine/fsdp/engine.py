@@ -13,9 +13,6 @@ from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
-from mrl.converters.accounting import SCORE
-from mrl.converters.hf_config import read_hf_config
-from mrl.converters.table import Family
 from mrl.engine import collective, guards
 from mrl.engine.background import Write
 from mrl.engine.base import (
@@ -43,7 +40,10 @@ from mrl.engine.microbatch import lengths_of_groups, plan_micro_batches, token_b
 from mrl.engine.offload import Offload
 from mrl.engine.rng import Generators
 from mrl.engine.trained_state import TrainedState, UpdateSettings, clone_tensors, restore_tensors
-from mrl.mcore_models import platform
+from mrl.ops import devices
+from mrl.weights.accounting import SCORE
+from mrl.weights.hf_config import read_hf_config
+from mrl.weights.table import Family
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -57,7 +57,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
 
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
-        kind = platform.device_type(config.engine.device)
+        kind = devices.device_type(config.engine.device)
         collective.join_processes(kind)
         self._device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
         self.mesh = build_mesh(kind, config.engine)

@@ -29,10 +29,10 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from mrl.converters.accounting import SCORE, account, equal_tensors, follows_from_config
-from mrl.converters.algebra import Shape
-from mrl.converters.safetensors_io import DTYPES, SafetensorsReader, TensorInfo, shorten_list
 from mrl.errors import ModelError
+from mrl.weights.accounting import SCORE, account, equal_tensors, follows_from_config
+from mrl.weights.algebra import Shape
+from mrl.weights.safetensors_io import DTYPES, SafetensorsReader, TensorInfo, shorten_list
 
 Read = Callable[[str], Any]
 

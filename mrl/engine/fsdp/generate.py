@@ -1,6 +1,6 @@
 """Generation with a transformers model whose weights are sharded. Each rank completes requests of its own.
 
-The cache of keys and values is mrl's (mrl/mcore_models/kv_cache.py); attention.py reads and fills it. New tokens of all
+The cache of keys and values is mrl's (mrl/ops/kv_cache.py); attention.py reads and fills it. New tokens of all
 sequences go through the model end to end, as documents do in training, without padding.
 """
 
@@ -18,8 +18,8 @@ from mrl.engine.generation import DUMMY, Schedule, Step
 from mrl.engine.kept import KeptSequences
 from mrl.engine.logprobs import LogitRule, VocabShard
 from mrl.engine.sampling import choose
-from mrl.mcore_models.kv_cache import CachedStep, KVCache
-from mrl.mcore_models.platform import tensor_on
+from mrl.ops.devices import tensor_on
+from mrl.ops.kv_cache import CachedStep, KVCache
 
 
 @torch.no_grad()

@@ -10,9 +10,9 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from mrl.converters.families import family_for
-from mrl.converters.hf_config import read_hf_config
 from mrl.engine.fsdp.names import file_tensors, read_rows
+from mrl.weights.families import family_for
+from mrl.weights.hf_config import read_hf_config
 
 
 def logits_of_folder(path: str, prompts: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -19,10 +19,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from mrl import patches
 from mrl.config.schema import RoleConfig
-from mrl.converters.families import FAMILIES
-from mrl.converters.hf_config import read_hf_config, reads_images
-from mrl.converters.random_weights import RandomWeights
-from mrl.converters.safetensors_io import NAMES, TensorInfo, shorten_list
 from mrl.engine import collective
 from mrl.engine.fsdp import attention, precision, probe
 from mrl.engine.fsdp.adapters import Adapters
@@ -39,6 +35,10 @@ from mrl.engine.logprobs import PLAIN
 from mrl.engine.lora import identity
 from mrl.engine.lora.shapes import name_in_base
 from mrl.errors import ModelError
+from mrl.weights.families import FAMILIES
+from mrl.weights.hf_config import read_hf_config, reads_images
+from mrl.weights.random_weights import RandomWeights
+from mrl.weights.safetensors_io import NAMES, TensorInfo, shorten_list
 from mrl.words import pluralize
 
 Result = TypeVar("Result")

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mrl.converters.rules import expected_hf_names
-from mrl.converters.table import Family, HFConfig
 from mrl.engine.saving import starting_weights
+from mrl.weights.rules import expected_hf_names
+from mrl.weights.table import Family, HFConfig
 
 STATE = "state.pt"
 """The file of a checkpoint that has what is no sharded tensor."""

@@ -6,11 +6,11 @@ import dataclasses
 import math
 
 from mrl.config.schema import RoleConfig
-from mrl.converters.families import FAMILIES
-from mrl.converters.hf_config import read_hf_config
 from mrl.engine.fsdp import precision
 from mrl.engine.fsdp.adapters import Adapters
 from mrl.engine.fsdp.build import build, with_value_head
+from mrl.weights.families import FAMILIES
+from mrl.weights.hf_config import read_hf_config
 
 
 @dataclasses.dataclass(frozen=True)

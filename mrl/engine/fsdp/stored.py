@@ -7,15 +7,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mrl.converters.mcore_weights import check_architecture
-from mrl.converters.pread import LazySlice, Region
-from mrl.converters.pt_file import load_pt
-from mrl.converters.rules import buffer_names, expected_hf_names
-from mrl.converters.safetensors_io import DTYPES, NAMES, TensorInfo, count_groups
-from mrl.converters.table import Family, HFConfig
 from mrl.engine.fsdp.names import STATE, FileTensor, file_tensors
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
+from mrl.weights.mcore_weights import check_architecture
+from mrl.weights.pread import LazySlice, Region
+from mrl.weights.pt_file import load_pt
+from mrl.weights.rules import buffer_names, expected_hf_names
+from mrl.weights.safetensors_io import DTYPES, NAMES, TensorInfo, count_groups
+from mrl.weights.table import Family, HFConfig
 
 PREFIX = "model."
 

@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mrl.config.schema import LoraConfig
-from mrl.converters.adapter_folder import BASE, CONFIG, WEIGHTS
-from mrl.converters.companions import companion_files
-from mrl.converters.json_file import read_json
-from mrl.converters.safetensors_io import NAMES, TensorInfo, lay_out
 from mrl.engine.lora.shapes import AdapterShape, adapter_shapes, first_difference
 from mrl.engine.torch_dist.data_files import as_bytes
 from mrl.errors import ModelError
+from mrl.weights.adapter_folder import BASE, CONFIG, WEIGHTS
+from mrl.weights.companions import companion_files
+from mrl.weights.json_file import read_json
+from mrl.weights.safetensors_io import NAMES, TensorInfo, lay_out
 
 if TYPE_CHECKING:
     from mrl.engine.lora.selection import Injection

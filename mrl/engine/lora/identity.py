@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from mrl.config.schema import RoleConfig
-from mrl.converters.accounting import SCORE
-from mrl.converters.rules import expected_hf_names
-from mrl.converters.safetensors_io import SafetensorsReader
-from mrl.converters.table import Family, HFConfig
 from mrl.engine.collective import on_main
 from mrl.engine.stored_weights import stored_weights
 from mrl.errors import CheckpointError
+from mrl.weights.accounting import SCORE
+from mrl.weights.rules import expected_hf_names
+from mrl.weights.safetensors_io import SafetensorsReader
+from mrl.weights.table import Family, HFConfig
 
 SAMPLES = 64
 """Tensors in a base's fingerprint, with a few rows of each: few enough to read at every start."""

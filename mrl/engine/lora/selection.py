@@ -29,11 +29,11 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from mrl.config.schema import LoraConfig
-from mrl.converters.adapter_folder import CONFIG, MERGE
-from mrl.converters.hf_config import VISION_LANGUAGE
-from mrl.converters.json_file import read_json
 from mrl.engine.lora.shapes import ADAPTER, AdapterShape, name_in_base
 from mrl.errors import ConfigError, ModelError
+from mrl.weights.adapter_folder import CONFIG, MERGE
+from mrl.weights.hf_config import VISION_LANGUAGE
+from mrl.weights.json_file import read_json
 
 _INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 """peft 0.21's inits that leave the base as it is. Others (pissa, corda, olora, loftq, lora_ga) write to it."""

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.converters.families import FAMILIES
-from mrl.converters.table import as_mtp_entry
+from mrl.weights.families import FAMILIES
+from mrl.weights.table import as_mtp_entry
 
 _EXTRA = "_extra_state"  # transformer-engine's scales of FP8; a checkpoint without them loads under either spec
 

@@ -9,9 +9,6 @@ import torch
 
 from mrl.config.backends import OWN_KEYS
 from mrl.config.schema import EngineConfig, ModelConfig, TrainedModelConfig
-from mrl.converters.families import FAMILIES, family_for, fields_of
-from mrl.converters.hf_config import normalize
-from mrl.converters.mtp import num_mtp_layers
 from mrl.engine.checks import EngineChecks, Sequences, whole_number
 from mrl.errors import ConfigError, Shown, quoted
 from mrl.mcore_models import fp8, layer_spec, megatron_needs, userbuffers
@@ -19,6 +16,9 @@ from mrl.mcore_models.layer_spec import DTYPES, LayerSpec
 from mrl.mcore_models.layout import ALIGNMENT, check_layout, expert_sizes, experts_fit
 from mrl.mcore_models.recompute import recompute_modules
 from mrl.parallel import ParallelDims, stage_layers
+from mrl.weights.families import FAMILIES, family_for, fields_of
+from mrl.weights.hf_config import normalize
+from mrl.weights.mtp import num_mtp_layers
 
 
 class MegatronChecks(EngineChecks):

@@ -25,8 +25,6 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 
-from mrl.converters.mcore_weights import architecture
-from mrl.converters.pt_file import load_pt
 from mrl.engine import background, collective
 from mrl.engine.atomic_checkpoint import RankGroup
 from mrl.engine.lora.identity import check_identity
@@ -37,6 +35,8 @@ from mrl.engine.torch_dist.boxes import Box, PlacedTensor, WrittenFile, check, f
 from mrl.engine.torch_dist.data_files import saved_bytes
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
+from mrl.weights.mcore_weights import architecture
+from mrl.weights.pt_file import load_pt
 
 T = TypeVar("T")
 

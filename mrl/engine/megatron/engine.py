@@ -13,10 +13,6 @@ from torch import Tensor
 
 from mrl.batch import MTP_MASK, Batch
 from mrl.config.schema import RoleConfig
-from mrl.converters.families import fields_of
-from mrl.converters.mtp import shared_tensors
-from mrl.converters.rules import buffer_names, expected_hf_names
-from mrl.converters.safetensors_io import tensor_infos
 from mrl.engine import collective, guards
 from mrl.engine.background import Write
 from mrl.engine.base import (
@@ -37,7 +33,12 @@ from mrl.engine.microbatch import lengths_of_groups, plan_micro_batches, token_b
 from mrl.engine.offload import Offload
 from mrl.engine.trained_state import TrainedState, UpdateSettings
 from mrl.errors import ConfigError
-from mrl.mcore_models import cpu_stand_in, platform
+from mrl.mcore_models import cpu_stand_in
+from mrl.ops import devices
+from mrl.weights.families import fields_of
+from mrl.weights.mtp import shared_tensors
+from mrl.weights.rules import buffer_names, expected_hf_names
+from mrl.weights.safetensors_io import tensor_infos
 
 cpu_stand_in.prepare()  # before anything below imports megatron
 
@@ -76,10 +77,10 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
-        if platform.device_type(config.engine.device) != platform.device_type():
+        if devices.device_type(config.engine.device) != devices.device_type():
             why = "does not keep megatron from the GPU that is visible"
             raise ConfigError("engine.device", config.engine.device, why, "set CUDA_VISIBLE_DEVICES= too")
-        collective.join_processes(platform.device_type())
+        collective.join_processes(devices.device_type())
         parallel = config.engine.parallel
         dims = ParallelDims(
             world_size=dist.get_world_size(), tp=parallel.tp, pp=parallel.pp, vpp=parallel.vpp, cp=parallel.cp,
@@ -95,7 +96,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     @property
     def device(self) -> torch.device:
-        return platform.device()
+        return devices.device()
 
     @property
     def dp_rank(self) -> int:

@@ -24,11 +24,12 @@ from mrl.engine.megatron.model import Model
 from mrl.engine.requests import Completion, GenerateRequest
 from mrl.engine.sampling import CANDIDATE_FACTOR, SamplingRows, choose_among
 from mrl.errors import ConfigError
-from mrl.mcore_models import decoder, fp8, platform, userbuffers
+from mrl.mcore_models import decoder, fp8, userbuffers
 from mrl.mcore_models.attention import CacheLayout, SdpaAttention
 from mrl.mcore_models.decode_graphs import DecodeGraphs
-from mrl.mcore_models.kv_cache import CachedStep, KVCache
-from mrl.mcore_models.platform import tensor_on
+from mrl.ops import devices
+from mrl.ops.devices import tensor_on
+from mrl.ops.kv_cache import CachedStep, KVCache
 
 NOT_DECODED_HERE = "its layers go through megatron's own modules (docs/decoding.md)"
 
@@ -118,7 +119,7 @@ class _Runner:
         decoders = self.kept.prepared.value
         if decoders is None:
             decoders = [decoder.Decoder(chunk) for chunk in self.model.chunks]
-            if platform.device().type == "cpu":  # on a GPU they are views of weights, which may be offloaded meanwhile
+            if devices.device().type == "cpu":  # on a GPU they are views of weights, which may be offloaded meanwhile
                 self.kept.prepared.value = decoders
         return decoders
 
@@ -161,7 +162,7 @@ class _Runner:
         One copy brings the results to the host, the only wait of a step. It also says whether top_p needs more logits,
         which is rare.
         """
-        dims, device = self.dims, platform.device()
+        dims, device = self.dims, devices.device()
         flat = [token for tokens in step.new for token in tokens]
         flat += [0] * (-len(flat) % (dims.tp if dims.sp and not self.lean else 1))
         fixed = bool(self.fixed) and all(len(new) == 1 for new in step.new)  # no prompts
@@ -229,7 +230,7 @@ class _Runner:
         """Returns the hidden states of the stage before."""
         rows = tokens // self.dims.tp if self.dims.sp and not self.lean else tokens
         shape = (rows, 1, self.model.hf["hidden_size"])
-        buffer = torch.empty(shape, dtype=self.model.dtype, device=platform.device())
+        buffer = torch.empty(shape, dtype=self.model.dtype, device=devices.device())
         dist.recv(buffer, self.ranks[source], group=self.pp_group)
         return buffer
 

@@ -19,10 +19,6 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mrl.config.schema import LoraConfig
-from mrl.converters.algebra import Span
-from mrl.converters.rules import Rule
-from mrl.converters.stacks import place_of
-from mrl.converters.table import Family
 from mrl.engine.lora.shapes import (
     PREFIX,
     SCORE,
@@ -36,6 +32,10 @@ from mrl.engine.lora.shapes import (
 from mrl.engine.torch_dist.boxes import Box, PlacedTensor
 from mrl.mcore_models import lora
 from mrl.mcore_models.build import Model
+from mrl.weights.algebra import Span
+from mrl.weights.rules import Rule
+from mrl.weights.stacks import place_of
+from mrl.weights.table import Family
 
 Shapes = Mapping[str, AdapterShape]
 

@@ -24,10 +24,6 @@ from mrl import patches
 from mrl.batch import make_batch
 from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, moment_bytes, state_bytes
 from mrl.config.schema import ParallelConfig, RoleConfig
-from mrl.converters.families import fields_of
-from mrl.converters.hf_config import read_hf_config
-from mrl.converters.mtp import num_mtp_layers
-from mrl.converters.rules import chunk_plans, padded_vocab
 from mrl.engine.lora.folder import adapters
 from mrl.engine.megatron.buckets import ranges_of_ranks
 from mrl.engine.megatron.even_experts import EvenExperts
@@ -42,10 +38,15 @@ from mrl.engine.megatron.meta_run import (
     norms_of,
 )
 from mrl.engine.megatron.scaling import megatron_scale
-from mrl.mcore_models import cpu_stand_in, fp8, megatron_fields, platform, userbuffers
+from mrl.mcore_models import cpu_stand_in, fp8, megatron_fields, userbuffers
 from mrl.mcore_models.layer_spec import DTYPES, wanted_spec
 from mrl.mcore_models.te_limits import Gpu, disabled_switches, te_refusal, te_warning
+from mrl.ops import devices
 from mrl.parallel import Coordinates, ParallelDims
+from mrl.weights.families import fields_of
+from mrl.weights.hf_config import read_hf_config
+from mrl.weights.mtp import num_mtp_layers
+from mrl.weights.rules import chunk_plans, padded_vocab
 
 Spec = Literal["te", "local"]
 """The spec of a model's layers: transformer-engine's, or megatron's own."""
@@ -127,7 +128,7 @@ class RankFigures:
 def prepare() -> None:
     """Makes this process plan: from now on its models have no memory. Call it before torch is used."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    platform.use_meta_device()
+    devices.use_meta_device()
     cpu_stand_in.prepare()
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  its import makes the backend "fake" known
 
@@ -367,7 +368,7 @@ class _MeasuredRun:
                 begun = watch.alive
                 if not plan.has_embedding:
                     shape, dtype = (rows, 1, self.model.hf["hidden_size"]), self.model.dtype
-                    hidden = torch.empty(shape, dtype=dtype, device=platform.META, requires_grad=self.trains)
+                    hidden = torch.empty(shape, dtype=dtype, device=devices.META, requires_grad=self.trains)
                     inner.set_input_tensor(hidden)
                     del hidden
                 output, loss = pipeline._forward_step(
@@ -466,7 +467,7 @@ def _adapted_modules(config: RoleConfig) -> dict[int, tuple]:
 
 
 def cache_bytes(config: RoleConfig, dims: ParallelDims) -> int:
-    """Returns bytes of one token's keys and values in one layer, on one rank (mrl.mcore_models.kv_cache)."""
+    """Returns bytes of one token's keys and values in one layer, on one rank (mrl.ops.kv_cache)."""
     fields = fields_of(dict(read_hf_config(config.model.path)))
     item = DTYPES[config.model.dtype].itemsize
     if "kv_lora_rank" in fields:

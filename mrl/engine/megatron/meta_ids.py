@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl.engine.base import LossFn
-from mrl.mcore_models import platform
+from mrl.ops import devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,4 +59,4 @@ class DistillIds:
 
 
 def _empty(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(rows, columns, dtype=dtype, device=platform.META)
+    return torch.empty(rows, columns, dtype=dtype, device=devices.META)

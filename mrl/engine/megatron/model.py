@@ -12,11 +12,6 @@ import torch
 from torch import Tensor
 
 from mrl.config.schema import EngineConfig, RoleConfig
-from mrl.converters.families import family_for, fields_of
-from mrl.converters.hf_config import read_hf_config
-from mrl.converters.random_weights import RandomWeights
-from mrl.converters.rules import Rule, expected_hf_names, padded_vocab
-from mrl.converters.stacks import unstacking_read
 from mrl.engine import collective
 from mrl.engine.activations import ActivationOffload
 from mrl.engine.lora.folder import adapters
@@ -27,11 +22,17 @@ from mrl.engine.megatron.groups import MegatronState
 from mrl.engine.megatron.muon import matrix_rules
 from mrl.engine.saving import starting_weights
 from mrl.errors import ConfigError
-from mrl.mcore_models import grouped, layer_spec, platform, userbuffers
+from mrl.mcore_models import grouped, layer_spec, userbuffers
 from mrl.mcore_models.build import build_chunks, transformer_config
 from mrl.mcore_models.layout import EXPERTS, experts_fit
 from mrl.mcore_models.te_limits import cp_comm_type, switches_of
+from mrl.ops import devices
 from mrl.parallel import ParallelDims
+from mrl.weights.families import family_for, fields_of
+from mrl.weights.hf_config import read_hf_config
+from mrl.weights.random_weights import RandomWeights
+from mrl.weights.rules import Rule, expected_hf_names, padded_vocab
+from mrl.weights.stacks import unstacking_read
 
 
 class Model:
@@ -69,17 +70,17 @@ class Model:
         self.optimizer: Any = None
         self.activations: ActivationOffload | None = None  # None if they stay on the device
         self.batch_invariant = config.engine.batch_invariant  # sampling feeds one token at a time
-        self.captures_graphs = platform.has_gpu()  # of decoding steps; false once a capture has failed
+        self.captures_graphs = devices.has_gpu()  # of decoding steps; false once a capture has failed
 
     @property
     def device(self) -> torch.device:
-        return platform.device()
+        return devices.device()
 
     @property
     def uses_grouped_mm(self) -> bool:
         """Returns the effect of engine.moe.grouped_mm on this machine."""
         wanted = self.config.engine.moe.grouped_mm
-        return grouped.is_chosen(wanted, self.spec, self.dtype, platform.capability())
+        return grouped.is_chosen(wanted, self.spec, self.dtype, devices.capability())
 
     @property
     def experts(self) -> str | None:

@@ -28,8 +28,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from mrl.config.muon import MuonConfig
-from mrl.converters.rules import Rule
 from mrl.engine.megatron.buckets import ranges_of_ranks
+from mrl.weights.rules import Rule
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Jordan's coefficients of the quintic iteration: steepest at zero, so that singular values end between 0.7 and 1.2."""

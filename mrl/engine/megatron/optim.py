@@ -19,14 +19,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mrl import patches
 from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, MOMENTS, PRECISION_AWARE
 from mrl.config.schema import OptimizerConfig
-from mrl.converters.rules import Rule
 from mrl.engine.base import GradNorm
 from mrl.engine.megatron.muon import MOMENTUM, Muon
 from mrl.engine.megatron.rounded_adam import HostAdamW, RoundedAdamW
 from mrl.engine.trained_state import UpdateSettings
-from mrl.mcore_models import layer_spec, megatron_fields, platform
+from mrl.mcore_models import layer_spec, megatron_fields
 from mrl.mcore_models.build import Model
 from mrl.mcore_models.lora import sum_over_experts_tp
+from mrl.ops import devices
+from mrl.weights.rules import Rule
 
 patches.check(__name__)
 
@@ -54,7 +55,7 @@ def wrap(
     # false in 0.16.1 and 0.19.2). In bf16 a sum of many micro-batches loses the later ones.
     given = megatron_fields.fields_of_kind(megatron_options, "ddp")
     # on a CPU gloo and the backward pass share the cores, so overlap gains nothing
-    overlaps = platform.has_gpu() and parallel_state.get_data_parallel_group(with_context_parallel=True).size() > 1
+    overlaps = devices.has_gpu() and parallel_state.get_data_parallel_group(with_context_parallel=True).size() > 1
     chosen = {
         "grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "overlap_grad_reduce": overlaps,
         "overlap_param_gather": overlaps,

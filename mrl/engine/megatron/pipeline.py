@@ -20,8 +20,9 @@ from mrl.engine.base import Ctx, LossFn, Predictions
 from mrl.engine.logprobs import VocabShard, log_probs_from_hidden, top_log_probs
 from mrl.engine.megatron import inputs as model_inputs
 from mrl.engine.megatron.scaling import megatron_loss, megatron_scale
-from mrl.mcore_models import fp8, platform, userbuffers
+from mrl.mcore_models import fp8, userbuffers
 from mrl.mcore_models.mtp import MTPLayerInputs
+from mrl.ops import devices
 from mrl.parallel import Coordinates, ParallelDims
 
 
@@ -88,7 +89,7 @@ def make_micro_batch(
     ctx = {**ctx, "metrics": {}}
     if preprocess_fn is not None and batch.num_sequences:
         batch, ctx = preprocess_fn(batch, ctx)
-    device = platform.device()
+    device = devices.device()
     inputs = model_inputs.prepare(
         batch, setup.dims, setup.coords, packed=setup.packed, device=device, thd=setup.thd,
         mtp=setup.mtp if trains else 0, multiple=setup.multiple, places=setup.places,

@@ -19,16 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.converters.algebra import Shape
-from mrl.converters.rules import OwnedRule, Rule, chunk_plans, export_order
-from mrl.converters.stacks import restack
 from mrl.engine.collective import from_main
 from mrl.engine.lora.shapes import SCORE
 from mrl.engine.megatron.lora import AdapterRule, rules_of
 from mrl.engine.megatron.model import Model
 from mrl.engine.megatron.weights import tensors_of
-from mrl.mcore_models import lora, platform
+from mrl.mcore_models import lora
+from mrl.ops import devices
 from mrl.parallel import ParallelDims
+from mrl.weights.algebra import Shape
+from mrl.weights.rules import OwnedRule, Rule, chunk_plans, export_order
+from mrl.weights.stacks import restack
 
 HEAD = "output_layer.weight"
 
@@ -60,7 +61,7 @@ def _by_rule(
         if everywhere:
             # at each rule, because all ranks are at the same point of the stream only here
             infos = {name: (shape, _dtype_of(rule, dtype)) for name, shape in zip(rule.hf, rule.hf_shapes, strict=True)}
-            yield from from_main(whole, infos, platform.device())
+            yield from from_main(whole, infos, devices.device())
         for name in tuple(whole):
             yield name, whole.pop(name)
 
@@ -205,7 +206,7 @@ def _shards(
 
     of_chunks: tensors of this rank's chunks, by name.
     """
-    rank, device = dist.get_rank(), platform.device()
+    rank, device = dist.get_rank(), devices.device()
     if dist.get_world_size() > 1:
         # batch_isend_irecv uses the communicator of all ranks, and NCCL makes it with all ranks or hangs. So each rank
         # takes part here, also one that sends nothing. (A single send would make one for each pair of ranks.)

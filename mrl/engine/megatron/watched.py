@@ -9,12 +9,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mrl.converters.rules import Rule
 from mrl.engine import guards
 from mrl.engine.megatron.model import Model
 from mrl.engine.megatron.optim import shards
 from mrl.engine.megatron.weights import rule_of_parameters
 from mrl.mcore_models import lora
+from mrl.weights.rules import Rule
 
 
 def _name(rule: Rule) -> str:

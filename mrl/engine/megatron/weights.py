@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.converters.rules import ChunkPlan, Rule, chunk_plans, param_map
-from mrl.converters.table import Family
 from mrl.engine.megatron.optim import is_view, shards
 from mrl.mcore_models.build import Model
 from mrl.parallel import Coordinates, ParallelDims
+from mrl.weights.rules import ChunkPlan, Rule, chunk_plans, param_map
+from mrl.weights.table import Family
 
 
 def load(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], read: Callable[[str], Any]) -> None:

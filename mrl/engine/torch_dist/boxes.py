@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mrl.converters.algebra import Shape
 from mrl.engine.torch_dist.data_files import Item, ItemFile, extra_state_keys
 from mrl.engine.torch_dist.metadata import write_metadata
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
+from mrl.weights.algebra import Shape
 
 BLOCK_BYTES = 2**24
 """Bytes that go to or from a file at once. Two or three such blocks are what a save or a load needs of host memory,

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.converters.algebra import Shape
-from mrl.converters.checksums import crc32
+from mrl.weights.algebra import Shape
+from mrl.weights.checksums import crc32
 
 STORAGES = {
     torch.float64: torch.DoubleStorage, torch.float32: torch.FloatStorage, torch.bfloat16: torch.BFloat16Storage,

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mrl.converters.algebra import Shape
 from mrl.engine.torch_dist.data_files import Item, saved_bytes
+from mrl.weights.algebra import Shape
 
 
 def write_metadata(

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.converters.algebra import Shape
-from mrl.converters.pread import TruncatedFile, read_region
 from mrl.engine.torch_dist.data_files import STORAGES
 from mrl.errors import CheckpointError
+from mrl.weights.algebra import Shape
+from mrl.weights.pread import TruncatedFile, read_region
 
 METADATA = ".metadata"
 _FORMAT = "torch.distributed.checkpoint."

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mrl import metrics
-from mrl.converters.json_file import parse_json
 from mrl.errors import ConfigError
 from mrl.launch.slurm import jobs
 from mrl.launch.slurm.checks import in_words, step_seconds
+from mrl.weights.json_file import parse_json
 
 POLL_S = 1.0
 LEDGER = "ledger.jsonl"

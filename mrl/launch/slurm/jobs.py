@@ -12,8 +12,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrl.converters.json_file import parse_json
 from mrl.errors import ConfigError
+from mrl.weights.json_file import parse_json
 
 END_STATES = (
     "COMPLETED",

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from mrl.config.ppo import PPOConfig, PromptsConfig
 from mrl.config.roles import teacher_names
-from mrl.converters.hf_config import vocab_size_of
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.prompts import Prompt, PromptDataset, PromptSource
+from mrl.weights.hf_config import vocab_size_of
 
 
 @dataclasses.dataclass(frozen=True)

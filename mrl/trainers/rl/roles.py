@@ -17,15 +17,15 @@ from mrl.config.roles import (
     role_configs,
 )
 from mrl.convert.exporting import write_merged_copy
-from mrl.converters.adapter_folder import is_adapter
-from mrl.converters.hub import model_fingerprint, model_folder
 from mrl.engine.base import BaseEngine
 from mrl.engine.collective import join_processes, on_main
 from mrl.engine.registry import build_engine
-from mrl.mcore_models.platform import device_type
+from mrl.ops.devices import device_type
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.frozen import FrozenModel
 from mrl.trainers.saves import check_background
+from mrl.weights.adapter_folder import is_adapter
+from mrl.weights.hub import model_fingerprint, model_folder
 
 
 def role_folder(config: PPOConfig, role: str) -> str:

@@ -17,8 +17,6 @@ from mrl.config.ppo import PPOConfig
 from mrl.config.ppo_checks import check_schedules
 from mrl.config.roles import roles_of
 from mrl.config.schema import ModelConfig
-from mrl.converters.hf_config import read_hf_config
-from mrl.converters.hub import check_same_model
 from mrl.data.mixture import MixedDataset, notes_of_rows
 from mrl.data.prompts import PromptSource
 from mrl.data.tokenizer import load_tokenizer
@@ -41,6 +39,8 @@ from mrl.trainers.rl.teachers import check_vocabularies, references_of
 from mrl.trainers.run_directory import StartState
 from mrl.trainers.saves import CheckpointSaver
 from mrl.trainers.trainer import Trainer, console_of
+from mrl.weights.hf_config import read_hf_config
+from mrl.weights.hub import check_same_model
 from mrl.words import pluralize
 
 

@@ -9,14 +9,14 @@ from mrl.config.checks import micro_batch_tokens
 from mrl.config.load import to_dict
 from mrl.config.resume import check_resume
 from mrl.config.schema import RoleConfig
-from mrl.converters.hf_config import read_hf_config, vocab_size_of
-from mrl.converters.hub import check_same_model, model_fingerprint, model_folder
 from mrl.data.batches import BatchSource
 from mrl.data.dataset import SFTDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
 from mrl.trainers.run_directory import RunDirectory, choose_start
+from mrl.weights.hf_config import read_hf_config, vocab_size_of
+from mrl.weights.hub import check_same_model, model_fingerprint, model_folder
 from mrl_unlearn.loss import UnlearnLoss
 from mrl_unlearn.record import UnlearnConfig
 

@@ -20,9 +20,6 @@ from torch import Tensor, nn
 from mrl.batch import Batch
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.schema import EngineConfig, ModelConfig, OptimizerConfig, RoleConfig
-from mrl.converters.mcore_weights import architecture, check_architecture
-from mrl.converters.pt_file import load_pt
-from mrl.converters.safetensors_io import tensor_infos
 from mrl.engine import base, collective, guards
 from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, Outcome, Predictions
 from mrl.engine.generation import check_room
@@ -33,7 +30,10 @@ from mrl.engine.offload import Offload
 from mrl.engine.rng import Generators
 from mrl.engine.sampling import SamplingRows, choose, noise_key
 from mrl.errors import CheckpointError, ConfigError
-from mrl.mcore_models import platform
+from mrl.ops import devices
+from mrl.weights.mcore_weights import architecture, check_architecture
+from mrl.weights.pt_file import load_pt
+from mrl.weights.safetensors_io import tensor_infos
 from mrl_plain.model import Model
 
 BUCKET_MB = 25
@@ -54,7 +54,7 @@ class PlainEngine(BaseEngine):
 
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
-        kind = platform.device_type(config.engine.device)
+        kind = devices.device_type(config.engine.device)
         collective.join_processes(kind)
         self._device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
         self.bucket = int(config.engine.options.get("bucket_mb", BUCKET_MB) * 2**20) // 4  # fp32 elements

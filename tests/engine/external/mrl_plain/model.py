@@ -11,13 +11,13 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mrl.config.schema import RoleConfig
-from mrl.converters.families import family_for
-from mrl.converters.hf_config import read_hf_config
-from mrl.converters.random_weights import RandomWeights
-from mrl.converters.rules import expected_hf_names
 from mrl.engine.fsdp.names import file_tensors, read_rows
 from mrl.engine.saving import starting_weights
 from mrl.errors import ModelError
+from mrl.weights.families import family_for
+from mrl.weights.hf_config import read_hf_config
+from mrl.weights.random_weights import RandomWeights
+from mrl.weights.rules import expected_hf_names
 
 
 class Model:

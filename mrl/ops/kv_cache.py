@@ -1,0 +1,235 @@
+"""Keeps keys and values of the sequences in generation, and attends over them. It is plain torch: both engines use it.
+
+Dimensions: `R` rows of the cache, `L` positions of a row, `T` new tokens of a forward, `H` query heads, `G` key/value
+heads, `D` head size. Row `i` belongs to the `i`-th sequence of the forward at hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mrl.ops import devices
+from mrl.ops.causal import causal_attention
+from mrl.ops.masked import ScoreRule, explicit_attention
+
+RowCopy = dict[int, tuple[Tensor, Tensor]]
+"""Layer -> keys and values [G, places, D] of one sequence."""
+
+
+class KVCache:
+    """Holds [R, G, L, D] keys and values for each layer that asks; a layer's are made at its first forward."""
+
+    def __init__(self, rows: int, length: int) -> None:
+        self.rows, self.length = rows, length
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns a layer's keys and values. key, value: new ones [T, G, D]; a value's D may be another."""
+        if layer not in self.layers:
+            self.layers[layer] = tuple(
+                new.new_zeros(self.rows, new.shape[1], self.length, new.shape[2]) for new in (key, value)
+            )
+        return self.layers[layer]
+
+    def row(self, row: int) -> "CacheRow":
+        """Returns one row as a cache, for a forward of its sequence alone."""
+        return CacheRow(self, row)
+
+    def arrange(self, copies: Sequence[tuple[int, int, int]], shape: tuple[int, int] | None) -> None:
+        """Copies (source row, target row, positions) in order, then gives the cache its new shape (rows, positions of a
+        row).
+
+        Rows past the new count are dropped. One tensor at a time is there twice. A target may get more positions of its
+        source than were asked for: nothing reads them before they are written.
+        """
+        device = next((keys.device for keys, _ in self.layers.values()), devices.CPU)
+        batches = [
+            (devices.tensor_on(device, [b[0] for b in batch]), devices.tensor_on(device, [b[1] for b in batch]),
+             max(b[2] for b in batch))
+            for batch in _independent(copies)
+        ]  # fmt: skip
+        for layer, pair in self.layers.items():
+            for tensor in pair:
+                for sources, targets, places in batches:
+                    tensor[targets, :, :places] = tensor[sources, :, :places]
+            if shape is not None:
+                self.layers[layer] = (_reshaped(pair[0], *shape), _reshaped(pair[1], *shape))
+        if shape is not None:
+            self.rows, self.length = shape
+
+    def copy_row(self, row: int, places: int) -> RowCopy:
+        """Returns a copy of the first positions of a row, in every layer."""
+        return {
+            layer: (keys[row, :, :places].clone(), values[row, :, :places].clone())
+            for layer, (keys, values) in self.layers.items()
+        }
+
+    def put_row(self, row: int, copy: RowCopy, places: int) -> None:
+        """Puts the first positions of a copy into a row; the cache may be new."""
+        for layer, pair in copy.items():
+            key, value = (part.transpose(0, 1) for part in pair)
+            for tensor, part in zip(self.of_layer(layer, key, value), pair, strict=True):
+                tensor[row, :, :places] = part[:, :places]
+
+
+class CacheRow(KVCache):
+    """Is a row of another cache, in its memory."""
+
+    def __init__(self, whole: KVCache, row: int) -> None:
+        super().__init__(1, whole.length)
+        self.whole, self.at = whole, row
+
+    def of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.whole.of_layer(layer, key, value)
+        return keys[self.at : self.at + 1], values[self.at : self.at + 1]
+
+
+def _independent(copies: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Splits copies into batches, in order, so that each batch is made at once.
+
+    A GPU's host then starts two kernels for each tensor, not one for each copy. No row of a batch is written twice, or
+    read after it is written.
+    """
+    batches: list[list[tuple[int, int, int]]] = []
+    written: set[int] = set()
+    for source, target, places in copies:
+        if not batches or source in written or target in written:
+            batches.append([])
+            written = set()
+        batches[-1].append((source, target, places))
+        written.add(target)
+    return batches
+
+
+def _reshaped(old: Tensor, rows: int, length: int) -> Tensor:
+    new = old.new_zeros(rows, old.shape[1], length, old.shape[3])
+    kept, places = min(rows, old.shape[0]), min(length, old.shape[2])
+    new[:kept, :, :places] = old[:kept, :, :places]
+    return new
+
+
+@dataclasses.dataclass(eq=False)
+class CachedStep:
+    """Describes one forward: `new_lengths[i]` tokens of sequence `i`, after `cached_lengths[i]` that the cache has.
+
+    Tokens lie end to end, and padding may follow. Leading sequences with one new token each are attended in one batch.
+
+    copies: decoding attends copies of keys and values. A copy has one memory layout, whichever cache it is from.
+    """
+
+    cache: KVCache
+    new_lengths: tuple[int, ...]
+    cached_lengths: tuple[int, ...]
+    device: torch.device
+    copies: bool = False
+    _made: dict[tuple, Tensor] = dataclasses.field(default_factory=dict)  # masks and indices that layers share
+
+    @classmethod
+    def fixed(cls, cache: KVCache, positions: Tensor, places: int) -> "CachedStep":
+        """Returns a step with one new token of each of the first rows. positions: [R], on the device alone.
+
+        Attention reads `places` positions of every row. These are more than any position, whatever the positions are.
+        """
+        count = positions.numel()
+        step = cls(cache, (1,) * count, (places - 1,) * count, positions.device)
+        step.positions, step.rows = positions, torch.arange(count, device=positions.device)
+        return step
+
+    @functools.cached_property
+    def tokens(self) -> int:
+        return sum(self.new_lengths)
+
+    @functools.cached_property
+    def decoding(self) -> int:
+        """Returns how many leading sequences have one new token."""
+        return next((i for i, new in enumerate(self.new_lengths) if new != 1), len(self.new_lengths))
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """Returns the index [T] of each token in its sequence."""
+        pairs = zip(self.new_lengths, self.cached_lengths, strict=True)
+        return devices.tensor_on(self.device, [old + i for new, old in pairs for i in range(new)])
+
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """Returns the row [T] of each token."""
+        return devices.tensor_on(self.device, [i for i, new in enumerate(self.new_lengths) for _ in range(new)])
+
+    def slots(self, groups: int) -> Tensor:
+        """Returns the places [T*G] for each token's keys in a layer's cache, seen as [R*G*L, D]."""
+        name = ("slots", groups)
+        if name not in self._made:
+            heads = torch.arange(groups, device=self.device)
+            at = (self.rows[:, None] * groups + heads) * self.cache.length + self.positions[:, None]
+            self._made[name] = at.flatten()
+        return self._made[name]
+
+    def decode_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Returns [decoding, 1, 1, longest]: 0 for positions that a decoding sequence's new token may look at, else
+        -inf."""
+        name = ("decode", window)
+        if name not in self._made:
+            at = self.positions[: self.decoding, None]
+            places = torch.arange(max(self.cached_lengths[: self.decoding]) + 1, device=self.device)
+            hidden = places > at
+            if window is not None:
+                hidden |= places <= at - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+            self._made[name] = mask[:, None, None]
+        return self._made[name]
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scoring: ScoreRule,
+    ) -> Tensor:
+        """Appends new keys and values [>=T, G, D] to the cache, then attends query [>=T, G, H/G, D] over its own
+        sequence.
+
+        Returns query's shape with the D of a value, zeros for padding.
+        """
+        keys, values = self.cache.of_layer(layer, key, value)
+        where = self.slots(key.shape[1])
+        for cached, new in ((keys, key), (values, value)):
+            size = new.shape[2]
+            cached.view(-1, size).index_copy_(0, where, new[: self.tokens].reshape(-1, size))
+        count, padded = self.decoding, query.shape[0] > self.tokens
+        if count:
+            mask = self.decode_mask(scoring.window, query.dtype)
+            k, v = keys[:count, :, : mask.shape[-1]], values[:count, :, : mask.shape[-1]]
+            if self.copies:
+                k, v = (t.clone(memory_format=torch.contiguous_format) for t in (k, v))
+            # the query heads of a group meet the same keys: they stand where several queries would
+            if scoring.sinks is None and scoring.softcap is None:
+                decoded = F.scaled_dot_product_attention(query[:count], k, v, attn_mask=mask, scale=scoring.scale)
+            else:
+                of_groups = None if scoring.sinks is None else scoring.sinks.view(1, key.shape[1], -1, 1)
+                decoded = explicit_attention(
+                    query[:count], k, v, mask == 0, scale=scoring.scale, sinks=of_groups, softcap=scoring.softcap
+                )
+            if count == len(self.new_lengths) and not padded:
+                return decoded
+        shape = (*query.shape[:-1], value.shape[-1])
+        out = query.new_zeros(shape) if padded else query.new_empty(shape)
+        if count:
+            out[:count] = decoded
+        start = count
+        for row in range(count, len(self.new_lengths)):
+            new, old = self.new_lengths[row], self.cached_lengths[row]
+            if not new:
+                continue
+            q = query[None, start : start + new].flatten(2, 3).transpose(1, 2)
+            k, v = keys[row, None, :, : old + new], values[row, None, :, : old + new]
+            attended = causal_attention(q, k, v, scoring)
+            out[start : start + new] = attended[0].transpose(0, 1).unflatten(1, query.shape[1:3])
+            start += new
+        return out

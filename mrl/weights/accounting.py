@@ -1,0 +1,154 @@
+"""Accounts for every tensor of a model folder: present, known, of the right shape and a dtype that can be read.
+
+The table says which tensors a model of this config has; all differences are one error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+import torch
+
+from mrl.errors import ModelError
+from mrl.weights.algebra import Shape
+from mrl.weights.mtp import EMBEDDING, LM_HEAD, mtp_layers, shared_tensors
+from mrl.weights.reader import WeightReader
+from mrl.weights.rules import expected_hf_names
+from mrl.weights.safetensors_io import TensorInfo, count_groups
+from mrl.weights.table import Family, HFConfig
+
+# Buffers that older versions of transformers saved and that follow from the config.
+_BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+# GPTQ and AWQ; compressed-tensors and modelopt; bitsandbytes: where config.json does not say so
+_PACKED = re.compile(r"\.(qweight|weight_packed|weight\.absmax|SCB)$")
+_READABLE = ("F32", "BF16", "F16", "F64")
+_ROWS_AT_ONCE = 8192
+SCORE = "score.weight"
+_WHY_EQUAL = {
+    True: f"though config.json ties them; set tie_word_embeddings to false or remove {LM_HEAD}",
+    False: "and megatron has one for both; remove the layers that predict further tokens, and set "
+    "num_nextn_predict_layers to 0",
+}
+"""Why two tensors have to be equal: a tied head (True), or a copy in an MTP layer (False)."""
+
+
+def follows_from_config(name: str) -> bool:
+    """Returns whether a tensor of a folder is a buffer that config.json decides, so nobody reads it."""
+    return _BUFFERS.search(name) is not None
+
+
+def account(
+    found: Mapping[str, TensorInfo],
+    expected: Mapping[str, Shape],
+    *,
+    where: str = "the model",
+    may_lack: Collection[str] = (),
+    may_have: Collection[str] = (),
+) -> list[str]:
+    """Compares the tensors of a folder with those of the model; ModelError lists every difference.
+
+    may_lack: names that the caller makes itself if they are absent. Absent ones are returned.
+
+    may_have: names that the caller leaves unread. Rotary `inv_freq` buffers are always left unread.
+    """
+    missing = [name for name in expected if name not in found]
+    unexpected = [n for n in found if n not in expected and n not in may_have and not follows_from_config(n)]
+    both = [(name, found[name]) for name in expected if name in found]
+    shapes = [
+        f"{name} is {list(info.shape)}, not {list(expected[name])}"
+        for name, info in both
+        if info.shape != tuple(expected[name])
+    ]
+    dtypes = [f"{name} is {info.dtype}" for name, info in both if info.dtype not in _READABLE]
+    lost = [name for name in missing if name not in may_lack]
+    parts = count_groups(
+        {
+            "missing": lost,
+            "left over": unexpected,
+            "of another shape than config.json says": shapes,
+            f"of a dtype that cannot be read, use one of {', '.join(_READABLE)}": dtypes,
+        }
+    )
+    if lost:
+        parts[0] += _hint(lost, found)
+    if parts and any(_PACKED.search(name) for name in found):
+        parts.append("the weights are quantised in a way that cannot be read: give the model that they were made from")
+    if parts:
+        raise ModelError(
+            where,
+            why=f"tensors do not fit config.json: {', '.join(parts)}",
+            fix="get the config.json and the weights of one model",
+        )
+    return missing
+
+
+def _hint(lost: list[str], found: Mapping[str, TensorInfo]) -> str:
+    if lost == [LM_HEAD] and SCORE in found:
+        return ", the folder holds a sequence classifier or a reward model: give a language model"
+    if lost == [LM_HEAD]:
+        return ", set tie_word_embeddings to true in config.json if the model shares it with the embedding"
+    if lost == [SCORE]:
+        return (
+            ", a value that nobody trains comes from a sequence classifier with one label: give such a model, as mrl "
+            "rm makes of this one"
+        )
+    if "embed_tokens.weight" in found:
+        return ", the folder holds a base model without a head: save it as a causal LM"
+    return ""
+
+
+def check_model(
+    reader: WeightReader,
+    family: Family,
+    hf_config: HFConfig,
+    *,
+    head: str = "lm",
+    may_lack: Collection[str] = (),
+    carried: bool = False,
+) -> list[str]:
+    """Accounts for a whole folder before anything is loaded from it; returns the absent names of `may_lack`.
+
+    A value head leaves the LM head unread. MTP layers are there as config.json says, or not at all. `lm_head.weight` of
+    a model with tied embeddings is allowed if it equals them bit for bit. `carried`: copies in MTP layers must equal
+    the model's tensors too, because they are converted. An engine leaves them unread.
+    """
+    mtp = mtp_layers(reader.tensors, hf_config)
+    expected = expected_hf_names(family, hf_config, head=head, mtp=mtp)
+    may_have = {LM_HEAD} if head == "value" else set()
+    if head == "value" and SCORE in reader.tensors and reader.tensors[SCORE].shape[0] != 1:
+        raise ModelError(
+            reader.path,
+            why=f"{SCORE} gives {reader.tensors[SCORE].shape[0]} labels and a value is one number",
+            fix="use a sequence classifier that was made with num_labels=1",
+        )
+    known = copies_of(hf_config, head=head, mtp=mtp)
+    copies = {name: of for name, of in known.items() if name in reader.tensors and of in reader.tensors}
+    may_have |= copies.keys()
+    absent = account(reader.tensors, expected, where=str(reader.path), may_lack=may_lack, may_have=may_have)
+    for name, of in copies.items():
+        if (carried or name == LM_HEAD) and not equal_tensors(reader, name, of):
+            raise ModelError(reader.path, why=f"{name} differs from {of} {_WHY_EQUAL[name == LM_HEAD]}")
+    return absent
+
+
+def copies_of(hf_config: HFConfig, *, head: str, mtp: int) -> dict[str, str]:
+    """Returns the names of copies that a folder may hold, with the name of the original.
+
+    These are the tied output layer, and tensors that `mtp` MTP layers share with the model.
+    """
+    tied = {LM_HEAD: EMBEDDING} if head == "lm" and hf_config["tie_word_embeddings"] else {}
+    return tied | shared_tensors(hf_config, mtp)
+
+
+def equal_tensors(reader: WeightReader, a: str, b: str) -> bool:
+    """Returns whether two tensors are equal bit for bit, read a block of rows at a time."""
+    if reader.tensors[a].shape != reader.tensors[b].shape or reader.tensors[a].dtype != reader.tensors[b].dtype:
+        return False
+    rows = reader.tensors[a].shape[0]
+    blocks = (slice(at, min(at + _ROWS_AT_ONCE, rows)) for at in range(0, rows, _ROWS_AT_ONCE))
+    return all(torch.equal(_bits(reader(a)[block]), _bits(reader(b)[block])) for block in blocks)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)

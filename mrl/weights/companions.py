@@ -1,0 +1,134 @@
+"""Finds the files of a model folder besides its weights: config.json, tokenizer, chat template, generation config,
+code.
+
+Links are followed, wherever they lead: the hub's cache is made of links. A path with such a name is refused, never
+skipped, if it is no file or cannot be read. Folders are left out.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mrl.errors import ModelError
+from mrl.weights.json_file import parse_json, read_json
+
+PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "*.tiktoken",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "*.py",
+    "LICENSE*",
+)
+TEMPLATES = "additional_chat_templates"
+"""A folder whose files are chat templates, all of them."""
+LFS_POINTER = b"version https://git-lfs"
+"""The first bytes of a file after a `git clone` without Git LFS."""
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def companion_files(source: Path) -> list[Path]:
+    """Returns the files besides a model's weights. Raises ModelError on dead links and on paths that are no files."""
+    named = [source / name for name in os.listdir(source) if any(fnmatch.fnmatchcase(name, p) for p in PATTERNS)]
+    templates = source / TEMPLATES
+    if os.path.lexists(templates) and stat.S_ISDIR(_mode(templates)):
+        named += [templates / name for name in os.listdir(templates)]
+    return sorted(_regular(named))
+
+
+def _regular(files: list[Path]) -> Iterator[Path]:
+    for file in files:
+        mode = _mode(file)
+        if stat.S_ISREG(mode):
+            yield file
+        elif not stat.S_ISDIR(mode):
+            kind = _KINDS.get(stat.S_IFMT(mode), "no file")
+            raise ModelError(
+                file, why=f"is {kind}, and a model has a file of that name", fix="get the file again, or remove it"
+            )
+
+
+def _mode(path: Path) -> int:
+    try:
+        return os.stat(path).st_mode
+    except OSError as error:
+        what = (
+            f"a link that leads to no file ({os.readlink(path)}: {error.strerror})"
+            if path.is_symlink()
+            else error.strerror
+        )
+        raise ModelError(path, why=f"is {what}", fix="get the file again, or remove it") from None
+
+
+def check_companions(folder: Path) -> None:
+    """Refuses files besides the weights that a download left broken: pointers of Git LFS, and invalid JSON."""
+    for file in companion_files(folder):
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise ModelError(file, why=f"cannot be read ({error.strerror})", fix="get the file again") from None
+        if content.startswith(LFS_POINTER):
+            raise ModelError(
+                file, why="is a pointer of Git LFS, not the file", fix="run `git lfs pull` there, or get the file again"
+            )
+        if file.suffix == ".json" and file.name != "config.json":
+            try:
+                parse_json(content)
+            except ValueError:
+                raise ModelError(
+                    file, why=f"is cut off or no JSON ({len(content)} bytes)", fix="get the file again"
+                ) from None
+
+
+def copy_companions(
+    source: str | Path, out: str | Path, *, dtype: torch.dtype | None = None, changes: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Copies the `companion_files` byte for byte, and returns their names.
+
+    config.json alone is edited, and only if it would be untrue. Its dtype changes (in the spelling it has) if the
+    weights are written in another one. The keys of `changes` are set; None removes a key.
+    """
+    source, out = Path(source), Path(out)
+    files = companion_files(source)
+    for file in files:
+        target = out / file.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not (target.exists() and target.samefile(file)):
+            shutil.copyfile(file, target)
+    config_file = out / "config.json"
+    if config_file.is_file():
+        config = read_json(config_file)
+        wanted = dict(changes or {})
+        if dtype is not None:
+            wanted |= _dtype_keys(config, dtype)
+            text = config.get("text_config")
+            if isinstance(text, dict) and "text_config" not in wanted:
+                wanted["text_config"] = text | _dtype_keys(text, dtype)
+        if any(config.get(key) != value for key, value in wanted.items()):
+            edited = {k: v for k, v in (config | wanted).items() if v is not None or k not in wanted}
+            config_file.write_text(json.dumps(edited, indent=2) + "\n", encoding="utf-8")
+    return [str(file.relative_to(source)) for file in files]
+
+
+def _dtype_keys(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
+    return {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in config}

@@ -1,0 +1,111 @@
+"""Reads a Hugging Face config.json, in the spelling of transformers 5 or of older versions, into one plain dict.
+
+Missing keys get the defaults of the installed transformers' config class of that `model_type`. So the model is the one
+that transformers would build from the same file.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import ModelError
+from mrl.weights.json_file import read_json, shorten_value
+from mrl.weights.ranges import check_fields, check_normalized
+
+MAX_THETA = 1e30
+"""The largest theta of rotary embeddings: frequencies are computed in fp32, which ends at 3e38."""
+_MAX_WORDS = 250
+"""Most characters of a message of transformers, which repeats values however long they are."""
+VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""The `model_type`s that train on rows with images."""
+GGUF = "make a Hugging Face folder of it with transformers (docs/convert.md#gguf)"
+"""The advice for a GGUF file."""
+
+
+def reads_images(hf_config: Mapping[str, Any]) -> bool:
+    """Returns whether a model is one of VISION_LANGUAGE: the fsdp engine gives it images."""
+    return hf_config.get("model_type") in VISION_LANGUAGE
+
+
+def vocab_size_of(hf_config: dict[str, Any]) -> int | None:
+    """Returns the rows of the embedding. A model that reads more than text has them in its text part."""
+    return hf_config.get("vocab_size", (hf_config.get("text_config") or {}).get("vocab_size"))
+
+
+def pad_token_of(hf_config: dict[str, Any]) -> int | None:
+    """Returns `pad_token_id` of the part that reads text, as transformers does; None if it has none."""
+    return (hf_config.get("text_config") or hf_config).get("pad_token_id")
+
+
+def read_hf_config(path: str | Path) -> dict[str, Any]:
+    """Returns the config of the model folder `path`, with both spellings resolved; see `normalize`."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ModelError(file, why="no such file", fix="a Hugging Face model folder has a config.json")
+    return normalize(read_json(file), where=str(file))
+
+
+def normalize(raw: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
+    """Returns `raw` completed with transformers' defaults, and with one meaning for each of these keys:
+
+        rope_theta             float
+        rope_scaling           dict with `rope_type`, or None for plain RoPE
+        head_dim               int
+        num_key_value_heads    int
+        num_experts            int (0 for none)
+        dtype                  name such as "bfloat16", or None
+        tie_word_embeddings    bool
+
+    A `model_type` that transformers does not know is returned as it is: `family_for` refuses it by name. A value that
+    is out of its range (mrl.weights.ranges) is refused by the field's name.
+    """
+    if not isinstance(raw.get("model_type"), str):
+        raise ModelError(
+            where,
+            why=f"model_type {shorten_value(raw.get('model_type'))} is not a name",
+            fix="it says which family this is",
+        )
+    check_fields(raw, where)
+    config = _of_transformers(raw, where)
+    if config is None:
+        return dict(raw)
+    rope = dict(config.get("rope_parameters") or {})
+    theta = rope.pop("rope_theta", None)
+    if theta is not None and not (type(theta) in (int, float) and abs(theta) < MAX_THETA):
+        raise ModelError(
+            where,
+            why=f"rope_theta {shorten_value(theta)} is not a number below {MAX_THETA:g}",
+            fix="correct the field, or get the file again",
+        )
+    config["rope_theta"] = float(theta) if theta is not None else None
+    config["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    heads = config.get("num_attention_heads")
+    if heads and config.get("hidden_size"):  # of families without a table, some say it otherwise
+        config["num_key_value_heads"] = config.get("num_key_value_heads") or heads
+        config["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
+    experts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    config["num_experts"] = next(filter(None, experts), 0)
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    config["dtype"] = str(dtype).removeprefix("torch.") if dtype else None
+    config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings"))
+    check_normalized(config, where)
+    return config
+
+
+def _of_transformers(raw: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """Returns transformers' own version of it; None if it does not know the model_type."""
+    from transformers import CONFIG_MAPPING  # slow to import: the tables need none
+
+    if raw["model_type"] not in CONFIG_MAPPING:
+        return None
+    try:
+        return CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(raw)).to_dict()  # it edits its argument
+    except Exception as error:  # transformers has no common class for what a config can have wrong
+        raise ModelError(
+            where,
+            why=f"transformers refuses it: {' '.join(str(error).split())[:_MAX_WORDS]}",
+            fix="correct the field, or get the file again",
+        ) from None

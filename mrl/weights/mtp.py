@@ -1,0 +1,46 @@
+"""Finds layers past the last, which predict more tokens (MTP): DeepSeek-V3, arXiv 2412.19437, section 2.2; GLM-4.5.
+
+Files hold them as `model.layers.N` and up, N being num_hidden_layers. Each has norms of its own, a block, and a matrix
+that joins a hidden state with the embedding of the next token. It may hold the model's embedding and output layer a
+second time; megatron keeps one. Engines neither train nor export these layers; conversions carry them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from mrl.weights.table import HFConfig
+
+COUNT = "num_nextn_predict_layers"
+"""How many there are, in config.json."""
+LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def num_mtp_layers(hf_config: HFConfig) -> int:
+    """Returns how many such layers config.json announces. Folders that transformers saves announce some and have
+    none."""
+    return hf_config.get(COUNT) or 0
+
+
+def mtp_tensors(names: Iterable[str], hf_config: HFConfig) -> list[str]:
+    """Returns those of `names` that are of a layer past the last."""
+    layers = range(hf_config["num_hidden_layers"], hf_config["num_hidden_layers"] + num_mtp_layers(hf_config))
+    return [name for name in names if (match := _LAYER.match(name)) and int(match[1]) in layers]
+
+
+def mtp_layers(names: Iterable[str], hf_config: HFConfig) -> int:
+    """Returns how many such layers a folder with tensors of these names has: as config.json announces, or none."""
+    return num_mtp_layers(hf_config) if mtp_tensors(names, hf_config) else 0
+
+
+def shared_tensors(hf_config: HFConfig, layers: int) -> dict[str, str]:
+    """Returns the names of copies that `layers` such layers may hold, with the names of the originals."""
+    head = EMBEDDING if hf_config["tie_word_embeddings"] else LM_HEAD
+    own = [f"model.layers.{hf_config['num_hidden_layers'] + i}." for i in range(layers)]
+    return {
+        f"{layer}{name}.weight": of
+        for layer in own
+        for name, of in (("embed_tokens", EMBEDDING), ("shared_head.head", head))
+    }

@@ -1,0 +1,183 @@
+"""Maps between files with stacked experts and the tables, which name one matrix an expert.
+
+A `Stack` describes a stored tensor. It has the rows of each expert's parts in turn (gate 0, up 0, gate 1, ...), as rows
+or, transposed, as columns; all experts are stacked.
+
+    StackReader    takes the tables' names and reads the stored tensors
+    stack_slice    shows a stored tensor as a lazy slice of the tables' tensors
+    restack        makes stored tensors of a stream of the tables' tensors
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mrl.weights.algebra import Shape
+from mrl.weights.pread import LazySlice, Region
+from mrl.weights.reader import Slice, WeightReader
+from mrl.weights.table import Family, HFConfig, Stack
+
+
+@dataclasses.dataclass(frozen=True)
+class StackPlace:
+    """Is the place of a tensor of the tables: part `part` of `expert` in the stored tensor `stored`."""
+
+    stack: Stack
+    stored: str
+    expert: int
+    part: int
+
+
+@functools.cache
+def _patterns(stacks: tuple[Stack, ...]) -> list[tuple[re.Pattern[str], Stack, int]]:
+    def pattern(name: str) -> re.Pattern[str]:
+        escaped = re.escape(name).replace(r"\{l\}", r"(?P<l>\d+)").replace(r"\{e\}", r"(?P<e>\d+)")
+        return re.compile(escaped)
+
+    return [(pattern(name), stack, part) for stack in stacks for part, name in enumerate(stack.parts)]
+
+
+def place_of(family: Family, name: str) -> StackPlace | None:
+    """Returns the stack of the tensor that the tables call `name`; None if files hold it by itself."""
+    for pattern, stack, part in _patterns(family.stacks):
+        if match := pattern.fullmatch(name):
+            return StackPlace(stack, stack.stored.format(l=match["l"]), int(match["e"]), part)
+    return None
+
+
+def interleaved_rows(family: Family, stored: str) -> int:
+    """Returns how many parts' rows are interleaved in the stored tensor `stored`.
+
+    These are 2 if gate and up are one tensor, and 1 for any tensor that is no stack.
+    """
+    for stack in family.stacks:
+        if re.fullmatch(re.escape(stack.stored).replace(r"\{l\}", r"\d+"), stored):
+            return len(stack.parts)
+    return 1
+
+
+def stored_shapes(family: Family, shapes: dict[str, Shape]) -> dict[str, Shape]:
+    """Returns the tensors of a folder, from those of the tables, in the same order."""
+    stored: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        place = place_of(family, name)
+        if place is None:
+            stored[name] = shape
+            continue
+        rows, *columns = shape
+        rows *= len(place.stack.parts)
+        experts = max(stored.get(place.stored, (0,))[0], place.expert + 1)
+        stored[place.stored] = (experts, *columns, rows) if place.stack.transposed else (experts, rows, *columns)
+    return stored
+
+
+def _part_of(source: Slice, place: StackPlace) -> LazySlice:
+    """Returns one part of one expert in the stored tensor `source`, with rows and columns of its own."""
+    stack, count = place.stack, len(place.stack.parts)
+    _, *sizes = source.shape
+    rows, *columns = reversed(sizes) if stack.transposed else sizes
+
+    def read(region: Region) -> Tensor:
+        (first, last), *inside = region
+        span, others = slice(first * count, last * count), [slice(*bounds) for bounds in inside]
+        if stack.transposed:
+            return source[place.expert, *others, span][:, place.part :: count].t()
+        return source[place.expert, span, *others][place.part :: count]
+
+    # the rows of a transposed one are columns of the file
+    return LazySlice((rows // count, *columns), read, whole_rows=not stack.transposed)
+
+
+def unstacking_read(read: Callable[[str], Slice], family: Family) -> Callable[[str], Slice]:
+    """Returns `read`, which takes the files' names, for the tables' names too."""
+
+    def read_either(name: str) -> Slice:
+        place = place_of(family, name)
+        return read(name) if place is None else _part_of(read(place.stored), place)
+
+    return read_either
+
+
+class StackReader:
+    """Reads the stored tensors, and takes the tables' names too, as a `WeightReader`."""
+
+    def __init__(self, reader: WeightReader, family: Family) -> None:
+        self.path, self.tensors, self._stored = reader.path, reader.tensors, reader
+        self._read = unstacking_read(reader, family)
+
+    def __call__(self, name: str) -> Slice:
+        return self._read(name)
+
+    def close(self) -> None:
+        self._stored.close()
+
+
+def stack_slice(
+    read: Callable[[str], Any], stack: Stack, names: Mapping[tuple[int, int], str], shape: Shape
+) -> LazySlice:
+    """Returns the stored tensor of `shape` as a lazy slice: the way back from `unstacking_read`.
+
+    names: what the tables call part `part` of `expert`, by (expert, part). read: gives slices under these names.
+    """
+
+    def region(asked: Region) -> Tensor:
+        (first, last), *inside = asked
+        if stack.transposed:
+            inside.reverse()
+        sizes = [stop - start for start, stop in inside]
+        whole = read(names[0, 0])[0:0].new_empty((last - first, *sizes))
+        count, (low, high) = len(stack.parts), inside[0]
+        for expert in range(first, last):
+            for part in range(count):
+                rows = slice(-((part - low) // count), -((part - high) // count))
+                if rows.start < rows.stop:
+                    tensor = read(names[expert, part])[(rows, *(slice(*span) for span in inside[1:]))]
+                    whole[expert - first, rows.start * count + part - low :: count] = tensor
+        return whole.transpose(1, 2) if stack.transposed else whole
+
+    return LazySlice(shape, region)
+
+
+def restack(pairs: Iterable[tuple[str, Tensor]], family: Family, hf_config: HFConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yields (stored name, tensor) from (the tables' name, tensor) in any order, a stored tensor with its last part.
+
+    Parts are put into stored tensors as they come, and are not held.
+    """
+    waiting: dict[str, tuple[Tensor, set[tuple[int, int]]]] = {}
+    for name, tensor in pairs:
+        place = place_of(family, name)
+        if place is None:
+            yield name, tensor
+        else:
+            experts = hf_config["num_experts"]
+            if place.stored not in waiting:
+                waiting[place.stored] = (_empty(tensor, place.stack, experts), set())
+            whole, found = waiting[place.stored]
+            _put(tensor, whole, place)
+            found.add((place.expert, place.part))
+            if len(found) == experts * len(place.stack.parts):
+                del waiting[place.stored]
+                yield place.stored, whole
+            del whole
+        del tensor  # before there is memory for the next
+    assert not waiting, f"parts are missing of {sorted(waiting)}"
+
+
+def _empty(part: Tensor, stack: Stack, experts: int) -> Tensor:
+    """Returns the stored tensor that `part` is of, with nothing in it."""
+    rows, columns = part.shape[0] * len(stack.parts), part.shape[1:]
+    return part.new_empty((experts, *columns, rows) if stack.transposed else (experts, rows, *columns))
+
+
+def _put(part: Tensor, whole: Tensor, place: StackPlace) -> None:
+    count = len(place.stack.parts)
+    if place.stack.transposed:
+        whole[place.expert, :, place.part :: count] = part.t()
+    else:
+        whole[place.expert, place.part :: count] = part

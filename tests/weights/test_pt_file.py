@@ -1,0 +1,149 @@
+"""A `.pt` outside checkpoints is what was written or is refused: each bit, each length, an older file, a full disk."""
+
+import contextlib
+import errno
+import os
+import pickle
+import random
+import zipfile
+
+import pytest
+import torch
+
+from mrl.errors import CheckpointError
+from mrl.weights import pt_file
+from mrl.weights.pt_file import load_pt, read_pt, write_pt
+
+CONTENT = {"made_by": "{}", "names": torch.arange(48, dtype=torch.uint8), "log_probs": torch.randn(300), "n": [1, None]}
+
+
+@pytest.fixture
+def file(tmp_path):
+    write_pt(tmp_path / "cache" / "a.pt", CONTENT)
+    return tmp_path / "cache" / "a.pt"
+
+
+def same(found):
+    return found.keys() == CONTENT.keys() and all(
+        torch.equal(found[name], of) if isinstance(of, torch.Tensor) else found[name] == of
+        for name, of in CONTENT.items()
+    )
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_what_was_written_is_read_by_this_mrl_and_by_torch(file, mmap):
+    said = []
+    assert same(read_pt(file, fields=("made_by",), mmap=mmap, say=said.append)) and not said
+    assert same(torch.load(file, weights_only=True, mmap=mmap))  # so does an older mrl
+    assert zipfile.ZipFile(file).testzip() is None and [p.name for p in file.parent.iterdir()] == ["a.pt"]
+
+
+def test_no_bit_changes_unseen(file):
+    """Bits all over the file, and every bit of its last 200 bytes, where the checksum is."""
+    whole = file.read_bytes()
+    rng = random.Random(0)
+    places = [(rng.randrange(len(whole)), rng.randrange(8)) for _ in range(400)]
+    places += [(at, bit) for at in range(len(whole) - 200, len(whole)) for bit in range(8)]
+    for at, bit in places:
+        content = bytearray(whole)
+        content[at] ^= 1 << bit
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"a\.pt: cannot be read \("):
+            read_pt(file)
+
+
+def test_no_length_passes(file):
+    """Cut anywhere, or longer."""
+    whole = file.read_bytes()
+    for length in [*range(0, len(whole), 97), *range(len(whole) - 40, len(whole))]:
+        file.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            read_pt(file)
+    file.write_bytes(whole + b"\0")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_pt(file)
+
+
+def test_an_older_file_is_taken_with_one_line(file):
+    torch.save(CONTENT, file)
+    said = []
+    assert same(read_pt(file, say=said.append))
+    assert len(said) == 1 and said[0].startswith(f"{file}: an older mrl wrote it without a checksum")
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+KINDS = {
+    "a pickle": lambda p: p.write_bytes(pickle.dumps(Evil(p.with_name("ran")), 2)),
+    "torch's": lambda p: torch.save({"made_by": Evil(p.with_name("ran"))}, p),
+    "torch's, older": lambda p: torch.save([Evil(p.with_name("ran"))], p, _use_new_zipfile_serialization=False),
+    "ours": lambda p: write_pt(p, {"made_by": Evil(p.with_name("ran"))}),
+    "numpy": lambda p: torch.save({"made_by": torch.ones(2).numpy()}, p),
+    "a script": lambda p: torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), p),
+    "empty": lambda p: p.write_bytes(b""),
+    "text": lambda p: p.write_text("hello"),
+    "another zip": lambda p: zipfile.ZipFile(p, "w").writestr("a", "b"),
+    "a folder": lambda p: p.mkdir(),
+    "a link to nowhere": lambda p: p.symlink_to("nowhere"),
+    "nothing": lambda p: None,
+    "a list": lambda p: write_pt(p, [1]),
+    "another dict": lambda p: write_pt(p, {"step": 1}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("read", [read_pt, load_pt])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_such_file_is_refused_in_words_of_ours(tmp_path, kind, read):
+    path = tmp_path / "a.pt"
+    with contextlib.suppress(OSError):
+        KINDS[kind](path)
+    with pytest.raises(CheckpointError) as error:
+        read(path, fields=("made_by",))
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    assert "weights_only" not in str(error.value) and "pytorch.org" not in str(error.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_full_disk_leaves_the_file_before(file, monkeypatch):
+    """Wherever the write that fails is: OSError, which says why, and nothing half written."""
+    before, size = file.read_bytes(), len(file.read_bytes())
+
+    class Full(pt_file._Stream):
+        def __init__(self, out):
+            super().__init__(Out(out))
+
+    class Out:
+        room = 0
+
+        def __init__(self, out):
+            self.out, self.left = out, Out.room
+
+        def write(self, data):
+            self.left -= len(data)
+            if self.left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return self.out.write(data)
+
+        def __getattr__(self, name):
+            return getattr(self.out, name)
+
+    monkeypatch.setattr(pt_file, "_Stream", Full)
+    for Out.room in (0, 1, 100, size // 2, size - 30, size - 1):
+        with pytest.raises(OSError, match="No space left"):
+            write_pt(file, CONTENT)
+        assert file.read_bytes() == before and [p.name for p in file.parent.iterdir()] == ["a.pt"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_a_device_that_is_full_is_an_os_error(tmp_path):
+    (tmp_path / "a.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_pt(tmp_path / "a.pt", {"weights": torch.zeros(2**20)})
+    assert not (tmp_path / "a.pt").exists()

@@ -1,0 +1,279 @@
+"""Writing folders that transformers loads, and reading only folders that are whole."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from mrl.errors import ConfigError, ModelError
+from mrl.weights.safetensors_io import (
+    INDEX,
+    SINGLE,
+    HFWriter,
+    SafetensorsReader,
+    TensorInfo,
+    copy_companions,
+    parse_size,
+    read_header,
+    tensor_infos,
+)
+
+TENSORS = {f"layer.{i}.weight": torch.arange(i + 1, i + 13.0).reshape(3, 4) for i in range(5)}
+INFOS = tensor_infos({name: tuple(t.shape) for name, t in TENSORS.items()}, torch.float32)
+
+
+def write(out, tensors=TENSORS, **options) -> None:
+    infos = {name: TensorInfo("F32", tuple(t.shape)) for name, t in tensors.items()}
+    with HFWriter(out, infos, **options) as writer:
+        for name in random.Random(3).sample(list(tensors), len(tensors)):  # any order
+            writer.add(name, tensors[name])
+
+
+@pytest.mark.parametrize("limit", ["5GB", 100, 1])
+def test_reads_back_what_was_written(tmp_path, limit):
+    write(tmp_path, max_shard_size=limit)
+    with SafetensorsReader(tmp_path) as reader:
+        assert list(reader.tensors) == list(TENSORS)
+        assert all(torch.equal(reader(name)[()], TENSORS[name]) for name in TENSORS)
+        assert torch.equal(reader("layer.1.weight")[1:3], TENSORS["layer.1.weight"][1:3])
+        assert torch.equal(reader("layer.1.weight")[:, 1:3], TENSORS["layer.1.weight"][:, 1:3])
+    names = sorted(file.name for file in tmp_path.iterdir())
+    shards = {"5GB": 1, 100: 3, 1: 5}[limit]
+    if shards == 1:
+        assert names == [SINGLE]
+    else:
+        assert names == [f"model-{i:05d}-of-{shards:05d}.safetensors" for i in range(1, shards + 1)] + [INDEX]
+        index = json.loads((tmp_path / INDEX).read_text())
+        assert index["metadata"]["total_size"] == 5 * 48
+    together = {}
+    for file in tmp_path.glob("*.safetensors"):
+        together |= load_file(file)  # the reference implementation accepts the files
+    assert together.keys() == TENSORS.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes_and_odd_shapes(tmp_path, dtype):
+    tensors = {
+        "a": torch.randn(3, 5).to(dtype),
+        "empty": torch.zeros(0, 4, dtype=dtype),
+        "one": torch.ones((), dtype=dtype),
+    }
+    infos = {k: i for name, t in tensors.items() for k, i in tensor_infos({name: tuple(t.shape)}, dtype).items()}
+    with HFWriter(tmp_path, infos) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+    back = load_file(tmp_path / SINGLE)
+    assert all(torch.equal(back[name], tensors[name]) and back[name].dtype == dtype for name in tensors)
+
+
+def test_transformers_loads_an_exported_folder(saved, tmp_path):
+    hf = saved("qwen3_moe")
+    (hf.path / "tokenizer.json").write_text("{}")
+    infos = tensor_infos({name: tuple(t.shape) for name, t in hf.weights.items()}, torch.float32)
+    with HFWriter(tmp_path, infos, max_shard_size="20KB", companions=hf.path) as writer:
+        for name, tensor in hf.weights.items():
+            writer.add(name, tensor)
+    assert (tmp_path / INDEX).is_file() and (tmp_path / "tokenizer.json").is_file()
+    assert (tmp_path / "config.json").read_bytes() == (hf.path / "config.json").read_bytes()
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path, hf.path))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_config_follows_the_dtype_written(saved, tmp_path):
+    hf = saved("llama")
+    infos = tensor_infos({"model.norm.weight": (16,)}, torch.bfloat16)
+    with HFWriter(tmp_path, infos, companions=hf.path, config_changes={"num_labels": 1}) as writer:
+        writer.add("model.norm.weight", hf.weights["model.norm.weight"])
+    before, after = (json.loads((path / "config.json").read_text()) for path in (hf.path, tmp_path))
+    assert after == before | {"dtype": "bfloat16", "num_labels": 1}
+    assert load_file(tmp_path / SINGLE)["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_config_has_the_dtype_of_most_weights(saved, tmp_path):
+    """A few tensors are fp32 in a bf16 model, as the router's bias is."""
+    hf = saved("deepseek_v3_moe")
+    infos = {name: TensorInfo("F32" if "bias" in name else "BF16", tuple(t.shape)) for name, t in hf.weights.items()}
+    assert {info.dtype for info in infos.values()} == {"F32", "BF16"}
+    with HFWriter(tmp_path, infos, companions=hf.path) as writer:
+        for name, tensor in hf.weights.items():
+            writer.add(name, tensor)
+    before, after = (json.loads((path / "config.json").read_text()) for path in (hf.path, tmp_path))
+    assert (before["dtype"], after["dtype"]) == ("float32", "bfloat16")
+
+
+def test_companions_keep_the_old_spelling_and_leave_the_rest(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    files = ["tokenizer.json", "chat_template.jinja", "generation_config.json", "additional_chat_templates/a.jinja"]
+    for name in [*files, "README.md", "model.safetensors", "pytorch_model.bin", "training_args.bin"]:
+        (source / name).write_text("{ }")
+    (source / "config.json").write_text('{"torch_dtype":"float32"}')
+    assert sorted(copy_companions(source, out, dtype=torch.float32)) == sorted([*files, "config.json"])
+    assert (out / "config.json").read_text() == '{"torch_dtype":"float32"}'  # true already: as it was
+    copy_companions(source, out, dtype=torch.bfloat16)
+    assert json.loads((out / "config.json").read_text()) == {"torch_dtype": "bfloat16"}
+    copy_companions(out, out)  # onto itself: nothing to do
+
+
+def test_an_interrupted_write_never_looks_whole(tmp_path):
+    writer = HFWriter(tmp_path, INFOS, max_shard_size=100)
+    for name in list(TENSORS)[:-1]:
+        writer.add(name, TENSORS[name])
+        with pytest.raises(ModelError, match="has neither"):
+            SafetensorsReader(tmp_path)
+    # killed here; the next run starts over and finishes
+    write(tmp_path, max_shard_size=100)
+    assert not list(tmp_path.glob(".*"))
+    with SafetensorsReader(tmp_path) as reader:
+        assert reader.tensors.keys() == TENSORS.keys()
+
+
+def test_an_error_removes_the_parts_and_keeps_the_earlier_export(tmp_path):
+    write(tmp_path)
+    before = (tmp_path / SINGLE).read_bytes()
+    with pytest.raises(RuntimeError), HFWriter(tmp_path, INFOS, max_shard_size=100) as writer:
+        writer.add("layer.0.weight", TENSORS["layer.0.weight"])
+        raise RuntimeError("the run died")
+    assert [file.name for file in tmp_path.iterdir()] == [SINGLE]
+    assert (tmp_path / SINGLE).read_bytes() == before
+
+
+def test_a_new_export_replaces_the_old_one(tmp_path):
+    write(tmp_path, max_shard_size=1)
+    write(tmp_path, max_shard_size=100)
+    assert len(list(tmp_path.glob("model-*"))) == 3
+    write(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == [SINGLE]
+
+
+def test_the_writer_wants_each_tensor_once_as_announced(tmp_path):
+    writer = HFWriter(tmp_path, INFOS)
+    with pytest.raises(AssertionError, match="not announced"):
+        writer.add("other", torch.zeros(1))
+    with pytest.raises(AssertionError, match=r"layer.0.weight is \(4, 3\), not \(3, 4\)"):
+        writer.add("layer.0.weight", torch.zeros(4, 3))
+    writer.add("layer.0.weight", torch.zeros(3, 4))
+    with pytest.raises(AssertionError, match="written before"):
+        writer.add("layer.0.weight", torch.zeros(3, 4))
+    with pytest.raises(AssertionError, match="closed before layer.1.weight"):
+        writer.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_said_before_anything_is_written(tmp_path):
+    with pytest.raises(ModelError, match="make room"):
+        HFWriter(tmp_path, {"a": TensorInfo("F32", (2**31, 2**31))})
+    assert not list(tmp_path.iterdir())
+
+
+def test_sizes():
+    assert (parse_size("5GB"), parse_size("20 mb"), parse_size(7)) == (5 * 10**9, 20 * 10**6, 7)
+    assert (parse_size("1GiB"), parse_size("1.5gb"), parse_size("1234")) == (2**30, 1_500_000_000, 1234)
+    with pytest.raises(ConfigError, match='"5 apples" is not a size'):
+        parse_size("5 apples")
+
+
+def _truncate(folder, name=SINGLE, keep=-10) -> None:
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[:keep])
+
+
+def _edit_index(folder, change) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    change(index)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def _header(folder, text: bytes) -> None:
+    (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 4)
+
+
+def _pickle_only(folder) -> None:
+    (folder / SINGLE).rename(folder / "pytorch_model.bin")
+
+
+SHARD_1, SHARD_2 = "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"
+FAULTS = {  # name: (sharded, damage, what the message says)
+    "no folder": (False, lambda f: f.joinpath(SINGLE).unlink() or f.rmdir(), "no such folder"),
+    "empty folder": (False, lambda f: f.joinpath(SINGLE).unlink(), "has neither model.safetensors nor"),
+    "pickle only": (False, _pickle_only, r"only pickle weights \(pytorch_model.bin\)"),
+    "truncated data": (False, _truncate, r"model.safetensors: has \d+ bytes, its header promises"),
+    "trailing bytes": (False, lambda f: (f / SINGLE).open("ab").write(b"x"), "its header promises"),
+    "truncated header": (False, lambda f: _truncate(f, keep=20), "truncated or not a safetensors file"),
+    "empty file": (False, lambda f: _truncate(f, keep=0), "truncated or not a safetensors file"),
+    "not safetensors": (
+        False,
+        lambda f: (f / SINGLE).write_bytes(b"version https://git-lfs"),
+        "is a pointer of Git LFS",
+    ),
+    "header is no JSON": (False, lambda f: _header(f, b"{" * 16), "not a safetensors header"),
+    "shape and bytes differ": (
+        False,
+        lambda f: _header(f, b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}'),
+        r"a has 4 bytes for shape \[2\] of F32",
+    ),
+    "missing shard": (True, lambda f: (f / SHARD_2).unlink(), f"names {SHARD_2}, not in the folder"),
+    "truncated shard": (True, lambda f: _truncate(f, SHARD_2), f"{SHARD_2}: has"),
+    "missing index": (True, lambda f: (f / INDEX).unlink(), f"no {INDEX}; the folder is incomplete"),
+    "index is no JSON": (True, lambda f: (f / INDEX).write_text("{"), "not an index of weights"),
+    "index has no map": (True, lambda f: (f / INDEX).write_text("{}"), "not an index of weights"),
+    "index names the wrong shard": (
+        True,
+        lambda f: _edit_index(f, lambda i: i["weight_map"].update({"layer.0.weight": SHARD_2})),
+        r"does not agree with .* about layer.0.weight",
+    ),
+    "index leaves out a tensor": (
+        True,
+        lambda f: _edit_index(f, lambda i: i["weight_map"].pop("layer.1.weight")),
+        r"does not agree with .* about layer.1.weight",
+    ),
+    "index invents a tensor": (
+        True,
+        lambda f: _edit_index(f, lambda i: i["weight_map"].update({"ghost": SHARD_1})),
+        r"does not agree with .* about ghost",
+    ),
+    "index leaves the folder": (
+        True,
+        lambda f: _edit_index(f, lambda i: i["weight_map"].update({"ghost": "../other.safetensors"})),
+        "not a file of this folder",
+    ),
+    "both forms": (True, lambda f: save_file(TENSORS, f / SINGLE), "has both"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_folder_is_refused_by_name(tmp_path, fault):
+    sharded, damage, message = FAULTS[fault]
+    folder = tmp_path / "model"
+    write(folder, max_shard_size=100 if sharded else "5GB")
+    damage(folder)
+    with pytest.raises(ModelError, match=message) as error:
+        SafetensorsReader(folder)
+    assert "\n" not in str(error.value) and str(folder) in str(error.value)
+
+
+def test_flipped_header_bytes_never_crash_otherwise(tmp_path):
+    """Seeded damage to the header: either a ModelError, or a header whose spans fit the file."""
+    write(tmp_path)
+    data = (tmp_path / SINGLE).read_bytes()
+    rng = random.Random(0)
+    for _ in range(200):
+        damaged = bytearray(data)
+        damaged[rng.randrange(8 + int.from_bytes(data[:8], "little"))] ^= 1 << rng.randrange(8)
+        (tmp_path / SINGLE).write_bytes(damaged)
+        try:
+            read_header(tmp_path / SINGLE)
+        except ModelError:
+            continue
+
+
+def test_an_unknown_tensor_name_is_said(tmp_path):
+    write(tmp_path)
+    with SafetensorsReader(tmp_path) as reader, pytest.raises(ModelError, match="has no tensor nothing"):
+        reader("nothing")
