@@ -93,6 +93,8 @@ class Trainer(abc.ABC):
 
     def __init__(self, config: Any, console: Console, closing: contextlib.ExitStack) -> None:
         """closing: ends the parts of the run."""
+        # Parts refer to the trainer. Its models would stay until the garbage collector comes.
+        closing.callback(vars(self).clear)
         self.config, self.console, self.closing = config, console, closing
         self.directory = RunDirectory(pathlib.Path(config.output_dir))
         self.progress = Progress()

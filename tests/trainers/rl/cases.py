@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from mrl.algorithms.advantages import AdvantageInputs
 from mrl.algorithms.recipes import Recipe
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
-from mrl.engine.base import Completion
+from mrl.engine.base import BaseEngine, Completion
 from mrl.roles.dispatch import StepResult, WorkerDispatch
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.native import EngineSampler
@@ -34,6 +35,17 @@ def train(config: Mapping[str, Any], *, happening: str | None = None, **details:
     around = HAPPENINGS[happening](**details) if happening else contextlib.nullcontext()
     with around:
         return outcome(lambda: ppo.run(from_dict(config, PPOConfig), "mrl ppo config.yaml"))
+
+
+def held_after(config: Mapping[str, Any]) -> list[str]:
+    """Engines that a run of this process leaves to the garbage collector."""
+    gc.collect()  # what earlier cases have left in this process
+    gc.disable()
+    try:
+        ppo.run(from_dict(config, PPOConfig), "mrl ppo config.yaml")
+        return [type(held).__name__ for held in gc.get_objects() if isinstance(held, BaseEngine)]
+    finally:
+        gc.enable()
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from mrl.trainers.throughput import FreedMemory
+from tests.engine.harness import run_case
 from tests.trainers.rl import tiny_policies
 from tests.trainers.tiny_runs import REPO
 
@@ -37,6 +38,15 @@ def test_freed_memory_goes_back_to_the_system():
     memory.EVERY_S = 0.0
     memory.give_back()
     assert rss().rss - before < 40e6 and len(blocks) == 80
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_models_end_with_the_run(backend, tmp_path):
+    """The garbage collector counts objects, and not the memory of a GPU."""
+    tiny_policies.make_inputs(tmp_path)
+    parts = {"train": {"steps": 2}, "checkpoint": {"export_hf": False}, "actor": {"engine": {"backend": backend}}}
+    config = tiny_policies.make_config(tmp_path, tmp_path / "run", **parts)
+    assert run_case(1, "tests.trainers.rl.cases:held_after", config=config) == []
 
 
 @pytest.mark.nightly
