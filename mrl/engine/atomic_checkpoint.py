@@ -152,6 +152,16 @@ def find_checkpoint(root: str, but: Collection[str] = ()) -> str | None:
     return whole[-1] if whole else None
 
 
+def finish_rename(path: str) -> str:
+    """Gives a whole checkpoint its name if a kill came before the rename. Returns its folder."""
+    root, name = os.path.split(path)
+    if not name.startswith(TEMPORARY):
+        return path
+    name = name.removeprefix(TEMPORARY)
+    _publish(root, name)
+    return os.path.join(root, name)
+
+
 def steps_of(root: str) -> list[tuple[int, str]]:
     """Returns (step, folder) of each whole checkpoint in `root`, oldest first."""
     return [(marker.step, path) for path, marker in _whole(root)]
@@ -286,8 +296,7 @@ def _whole(root: str, *, warn: bool = False) -> list[tuple[str, Marker]]:
 def _tidy(root: str) -> None:
     """Completes what a kill interrupted: gives a whole temporary folder its name and removes other leftovers."""
     for path, _ in _whole(root):
-        if os.path.basename(path).startswith(TEMPORARY):
-            _publish(root, os.path.basename(path).removeprefix(TEMPORARY))
+        finish_rename(path)
     _empty_trash(root)
     for entry in _listdir(root):
         if entry.startswith(TEMPORARY):

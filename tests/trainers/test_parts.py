@@ -285,6 +285,19 @@ def start_of(output_dir: pathlib.Path, **section):
     return choose_start(RunDirectory(output_dir), config_of(output_dir, **section))
 
 
+def test_a_checkpoint_that_a_kill_left_without_its_name_gets_it(tmp_path):
+    """It may be the last one, so no later save does it."""
+    run = RunDirectory(tmp_path)
+    run.prepare(config_of(tmp_path), "mrl sft c.yaml", [])
+    make_checkpoint(run.checkpoints, 3)
+    last = pathlib.Path(make_checkpoint(run.checkpoints, 4))
+    last.rename(last.with_name(f".tmp-{last.name}"))
+    (run.checkpoints / "latest").write_text("step_00000003\n")
+    assert start_of(tmp_path).checkpoint == str(last) and last.is_dir()
+    assert (run.checkpoints / "latest").read_text() == "step_00000004\n"
+    assert sorted(p.name for p in run.checkpoints.iterdir()) == ["latest", "step_00000003", "step_00000004"]
+
+
 @pytest.mark.parametrize(("root", "raw", "command"), [(SFTConfig, BASE, "sft"), (PPOConfig, PPO_BASE, "ppo")])
 def test_config_yaml_names_its_command_and_loads_again(tmp_path, root, raw, command):
     config = from_dict(raw | {"output_dir": str(tmp_path)}, root)
