@@ -112,22 +112,28 @@ def _check_node(node: yaml.Node, source: str, path: str, sizes: dict[int, int], 
     if isinstance(node, yaml.SequenceNode):
         for child in node.value:
             size += _check_node(child, source, path, sizes, above)
-    lines: dict[str, int] = {}
-    for key_node, value_node in node.value if isinstance(node, yaml.MappingNode) else ():
-        dotted = path
-        if isinstance(key_node, yaml.ScalarNode) and key_node.tag != _MERGE_TAG:
-            key, dotted = key_node.value, join_key(path, key_node.value)
-            key_line = key_node.start_mark.line + 1
-            if key in lines:
-                why = f"is given twice, in lines {lines[key]} and {key_line} of {source}"
-                raise ConfigError(dotted, why=why, fix="keep one of them")
-            lines[key] = key_line
-        size += _check_node(value_node, source, dotted, sizes, above)
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            dotted = path
+            if isinstance(key_node, yaml.ScalarNode) and key_node.tag != _MERGE_TAG:
+                dotted = join_key(path, key_node.value)
+                _refuse_second(key_node, lines, source, dotted)
+            size += _check_node(value_node, source, dotted, sizes, above)
     if size > MAX_LENGTH:
         why = f"its aliases stand for more than {MAX_LENGTH} values, which is no config"
         raise ConfigError(f"{source}:{line}", why=why, fix="write fewer")
     sizes[id(node)] = size
     return size
+
+
+def _refuse_second(key: yaml.ScalarNode, lines: dict[str, int], source: str, dotted: str) -> None:
+    """Raises ConfigError if a mapping has the key already. lines: of the keys before it; this one joins them."""
+    line = key.start_mark.line + 1
+    if key.value in lines:
+        why = f"is given twice, in lines {lines[key.value]} and {line} of {source}"
+        raise ConfigError(dotted, why=why, fix="keep one of them")
+    lines[key.value] = line
 
 
 def dump(data: Any) -> str:

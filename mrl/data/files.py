@@ -137,7 +137,8 @@ def _lock_where_there_are_locks(path: str) -> Iterator[None]:
 
 
 def _decompress(path: str, target: str) -> None:
-    packed: Any = pyarrow.input_stream(path, compression="zstd") if path.endswith(".zst") else gzip.open(path)  # noqa: SIM115
+    zstd = path.endswith(".zst")
+    packed: Any = pyarrow.input_stream(path, compression="zstd") if zstd else gzip.open(path)  # noqa: SIM115
     with packed as stream, open(target, "wb") as out:
         shutil.copyfileobj(stream, out, BLOCK)
 

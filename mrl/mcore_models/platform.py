@@ -8,7 +8,7 @@ import sys
 
 from mrl.mcore_models.optional import ABSENT, fault_of
 from mrl.ops import devices
-from mrl.ops.devices import has_gpu as has_gpu
+from mrl.ops.devices import has_gpu as has_gpu  # code outside mrl imports it from here
 
 NO_GPU = "torch sees no GPU"
 

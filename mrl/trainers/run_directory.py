@@ -149,8 +149,8 @@ def choose_start(
         used_folder.refuse_used(run.path)
         return StartState(None, 0, f"starting in {run.path}")
     if own is not None:
-        own = atomic_checkpoint.finish_rename(own)  # no save may follow that would do it
         moved = used_folder.check_same_run(run.path, config, own)
+        own = atomic_checkpoint.finish_rename(own)  # no save may follow that would do it
     elif resume != "auto":
         own = _elsewhere(run, resume, damaged)
     elif config.checkpoint.remote is not None:
