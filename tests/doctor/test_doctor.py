@@ -78,7 +78,7 @@ def samples_of_docs():
 def as_compared(lines):
     """Findings, each on one line, and lines of the table; what every machine has otherwise is left out."""
     joined = re.sub(r"\n {6,}", " ", "\n".join(lines)).split("\n")
-    return [re.sub(r"/[\w./-]*|\d[\d.,]*", "#", re.sub(r" +", " ", line)) for line in joined]
+    return [re.sub(r"/[\w./-]*|\d[\d.,]*(\+\w+)?", "#", re.sub(r" +", " ", line)) for line in joined]
 
 
 def of_any_machine(lines):
