@@ -13,7 +13,8 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from mrl.rollout.base import Sampler, SampleRequest
 from mrl.rollout.handover import WeightSync, make_weight_sync
 from mrl.rollout.http import HttpClient
 from mrl.rollout.server import Server, ServerGroup
+from mrl.words import pluralize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Fleet:
         self._servers = ServerGroup([server(HttpClient(url, timeout_s=config.timeout_s)) for url in config.urls])
         self._config, self._takes_adapters = config, adapted is not None
         self._version: str | None = None
+        self._todo: Collection[Any] = ()
         lengths = self._servers.map(lambda s: s.inspect(sleeps=config.sleep))
         for one, longest in zip(self._servers, lengths, strict=True):
             if max_length is not None and longest is not None and longest < max_length:
@@ -90,7 +93,7 @@ class Fleet:
             for server in self._servers:
                 server.refuse(sampling)
         self._check_versions()
-        todo = collections.deque(enumerate(requests))
+        todo = self._todo = collections.deque(enumerate(requests))
         completions: dict[int, Completion] = {}
 
         def work(server: Server) -> None:
@@ -118,6 +121,15 @@ class Fleet:
         """Returns log-probs of `tokens[1:]` at temperature 1, from each server."""
         return self._servers.map(lambda s: s.score(tokens, adapter=self._adapter))
 
+    def waits_for(self) -> str:
+        """Says which servers are asked, and how many requests none of them has yet."""
+        urls = ", ".join(server.http.url for server in self._servers)
+        return f"{urls} still answer(s), and {pluralize(len(self._todo), 'request')} wait(s)"
+
+    def abort(self) -> None:
+        """Ends requests that are under way. They raise RequestAborted."""
+        self._servers.abort_requests()
+
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Gives all servers the new weights, as `WeightSync.send`."""
         self._version = self.handover.send(weights)
@@ -141,6 +153,17 @@ class Fleet:
     def close(self) -> None:
         """Removes the files of weight syncs. The servers stay: they were not started here."""
         self.handover.close()
+
+
+class FleetSampler(Sampler):
+    """Completions from a fleet, on the main process alone and in any of its threads."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """Returns completions, as `Fleet.sample`."""
+        return self._fleet.sample(requests)
 
 
 class ServerSampler(Sampler):

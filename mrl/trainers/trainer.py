@@ -295,7 +295,7 @@ class Trainer(abc.ABC):
 
         The rows that were taken inside come again after a resume.
         """
-        position = self.source.state_dict()
+        position = self.data_position()
         try:
             yield
         except self.saves_before as error:
@@ -304,6 +304,10 @@ class Trainer(abc.ABC):
             log_without_evaluation(self.dispatch, self.log, self.progress)
             saved = self.save(position=position)
             raise error.going_on(f"steps 1 to {self.progress.step} are saved in {saved}") from error
+
+    def data_position(self) -> Mapping[str, Any]:
+        """Returns the position of data.train behind the rows that a checkpoint holds or that were trained on."""
+        return self.source.state_dict()
 
     def stopped(self, saved: str | None) -> Stopped:
         """Returns the end of a run after a signal. saved: the checkpoint; None if none was due."""
@@ -323,7 +327,7 @@ class Trainer(abc.ABC):
         self.console.doing("saving a checkpoint")
         state = {
             "progress": progress.state_dict(),
-            "data": self.source.state_dict() if position is None else position,
+            "data": self.data_position() if position is None else position,
             **self.own_state(),
             "config": without_signatures(to_dict(config)),
             "chosen": dispatch.chosen,
