@@ -78,6 +78,8 @@ PPO_METRICS: dict[str, str] = {
         "mean over sampled tokens of the absolute difference of the sampler's and the trainer's log-prob"
     ),
     "rollout/logprob_gap_max": "largest of these differences",
+    "rollout/weights_step": "optimizer steps behind the weights that sampled it, with rollout.async_level",
+    "rollout/staleness": "iterations from these weights to the ones that it trains first",
     "rollout/prompts_rejected": "prompts whose group was thrown away and another one sampled (dynamic sampling)",
     "advantage/mean": "mean of the advantages over the rollout's trained tokens, as they enter the loss",
     "advantage/std": "standard deviation of these advantages",
@@ -140,6 +142,11 @@ PPO_METRICS: dict[str, str] = {
     "eval/faults": "calls of reward functions that failed in the evaluation and counted as 0",
     "eval/response_length": "mean number of tokens of these answers",
     "perf/rollout_s": "seconds of sampling",
+    "perf/rollout_wait_s": (
+        "seconds that the trainer waited for a rollout that servers sample meanwhile (rollout.async_level). perf/step_s "
+        "has it in place of perf/rollout_s and perf/reward_s"
+    ),
+    "perf/servers_idle_s": "seconds that these servers waited, from the end of one rollout to the start of the next",
     "perf/weights_s": (
         "seconds of weight sync to a sampler that is another program, since the rollout before, with that of "
         "evaluations: offload the roles, send the weights, wake the sampler"

@@ -150,10 +150,10 @@ class KeptRollouts(TrajectorySource):
 
     def _remove_others(self, made: int) -> None:
         """Removes files of other weights than those after `made` steps."""
-        steps = [made + 1 + ahead for ahead in self._ahead]
-        self._remove(
-            (f"eval_{made:08d}_", *(f"{series}_{step:08d}_" for step in steps for series in ("step", "baseline")))
-        )
+        kept = [f"eval_{made:08d}_"]
+        for ahead in self._ahead:
+            kept += [f"step_{made + 1 + ahead:08d}_", f"baseline_{made + 1 + ahead:08d}_"]
+        self._remove(tuple(kept))
 
     def _remove(self, kept: tuple[str, ...]) -> None:
         """Removes all files but those whose name begins with one of `kept`."""

@@ -87,6 +87,11 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
     iteration = step // steps
     with trainer.saved_before_errors():
         if not launched.is_launched(iteration):  # at the start, or after an error
+            if step:
+                trainer.console.say(
+                    f"iteration {iteration + 1}: the checkpoint does not hold its rollout, so the newest weights sample "
+                    "it; this is not the unbroken run"
+                )
             trainer.sampling.sync(step)
             launched.launch(iteration, step)
         trainer.console.doing(f"step {step + 1}: waiting for its rollout")

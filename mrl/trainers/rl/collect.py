@@ -122,9 +122,9 @@ def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
 class Collector:
     """Samples and scores rollouts of `prompts` groups of `samples`.
 
-    Rollouts come from `rollouts`. take: returns the next prompts of the data. score: as `Scoring.score`. rounds: how often groups without
-    differences may be sampled again; None if they are not. greedy_answers: score one for each prompt. doing: is told
-    what begins.
+    Rollouts come from `rollouts`. take: returns the next prompts of the data. score: as `Scoring.score`. rounds: how
+    often groups without differences may be sampled again; None if they are not. greedy_answers: score one for each
+    prompt. doing: is told what begins.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """Rollouts that servers sample while the trainer trains: `rollout.async_level`.
 
-At level n the rollout of iteration i is sampled whole, in order, with the weights after iteration i - 1 - n (those of the
-start while that is negative), and is never dropped. So its noise, its prompts and its weights follow from its number, and
-nothing depends on when it arrives.
+At level n the rollout of iteration i is sampled whole, in order, with the weights after iteration i - 1 - n (those of
+the start while that is negative), and is never dropped. So its noise, its prompts and its weights follow from its
+number, and nothing depends on when it arrives.
 
-One thread of the main process samples and scores. It makes no collective call. `take` and all other methods are called on
-every rank.
+One thread of the main process samples and scores. It makes no collective call. `LaunchedRollouts` is called on every
+rank, by the thread that trains.
 """
 
 from __future__ import annotations
@@ -219,10 +219,11 @@ def _samples_state(samples: Samples) -> dict[str, Any]:
 
 
 def _rollout_from_state(state: Mapping[str, Any], prompts: Mapping[int, Prompt]) -> ScoredRollout:
-    samples = {name: _samples_from_state(state[name], prompts) for name in ("trained", "rejected", "greedy")}
-    rest = {name: value for name, value in state.items() if name not in samples}
-    trajectories, scores = samples.pop("trained")
-    return ScoredRollout(trajectories=trajectories, scores=scores, **samples, **rest)
+    fields = dict(state)
+    trajectories, scores = _samples_from_state(fields.pop("trained"), prompts)
+    for name in ("rejected", "greedy"):
+        fields[name] = _samples_from_state(fields[name], prompts)
+    return ScoredRollout(trajectories=trajectories, scores=scores, **fields)
 
 
 def _samples_from_state(state: Mapping[str, Any], prompts: Mapping[int, Prompt]) -> Samples:

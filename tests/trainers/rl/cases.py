@@ -182,6 +182,18 @@ def after(owner: Any, name: str, then: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def killed_at(step: int, pid: int | None = None, name: str = "SIGKILL") -> Iterator[None]:
+    """A signal to a process as `step` begins to train; to this one if there is none."""
+
+    def at_step(trainer: Any, *_: Any) -> None:
+        if trainer.progress.step + 1 == step and trainer.dispatch.is_main:
+            os.kill(os.getpid() if pid is None else pid, getattr(signal, name))
+
+    with before(ppo, "one_step", at_step):
+        yield
+
+
 HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
     "critic_is_exported": critic_is_exported,
     "sampler_is_off": sampler_is_off,
@@ -193,4 +205,5 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     "signal_in_evaluation": signal_in_evaluation,
     "references_are_saved": references_are_saved,
     "step_changes": step_changes,
+    "killed_at": killed_at,
 }
