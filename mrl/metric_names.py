@@ -143,9 +143,10 @@ PPO_METRICS: dict[str, str] = {
     "eval/response_length": "mean number of tokens of these answers",
     "perf/rollout_s": "seconds of sampling",
     "perf/rollout_wait_s": (
-        "seconds that the trainer waited for a rollout that servers sample meanwhile (rollout.async_level). perf/step_s "
-        "has it in place of perf/rollout_s and perf/reward_s"
+        "seconds that the trainer waited for a rollout that servers sample meanwhile (rollout.async_level); in "
+        "perf/step_s in place of perf/rollout_s and perf/reward_s"
     ),
+    "perf/save_wait_s": "seconds that saves since the rollout before waited for this one; absent without such a save",
     "perf/servers_idle_s": "seconds that these servers waited, from the end of one rollout to the start of the next",
     "perf/weights_s": (
         "seconds of weight sync to a sampler that is another program, since the rollout before, with that of "

@@ -89,7 +89,7 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
         if not launched.is_launched(iteration):  # at the start, or after an error
             if step:
                 trainer.console.say(
-                    f"iteration {iteration + 1}: the checkpoint does not hold its rollout, so the newest weights sample "
+                    f"iteration {iteration + 1}: its rollout is not in the checkpoint, so the newest weights sample "
                     "it; this is not the unbroken run"
                 )
             trainer.sampling.sync(step)

@@ -295,7 +295,7 @@ class Trainer(abc.ABC):
 
         The rows that were taken inside come again after a resume.
         """
-        position = self.data_position()
+        position = self.position_before_rows()
         try:
             yield
         except self.saves_before as error:
@@ -304,6 +304,10 @@ class Trainer(abc.ABC):
             log_without_evaluation(self.dispatch, self.log, self.progress)
             saved = self.save(position=position)
             raise error.going_on(f"steps 1 to {self.progress.step} are saved in {saved}") from error
+
+    def position_before_rows(self) -> Mapping[str, Any] | None:
+        """Returns the position of data.train now, for a save after an error; None if that save finds it out itself."""
+        return self.source.state_dict()
 
     def data_position(self) -> Mapping[str, Any]:
         """Returns the position of data.train behind the rows that a checkpoint holds or that were trained on."""

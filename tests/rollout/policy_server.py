@@ -67,7 +67,8 @@ class PolicyServer:
         if path == "/weight_info":
             return {"weight_version": self.version}
         if path == "/v1/completions":
-            time.sleep(self.seconds if self.seconds >= 0 else -self.seconds * random.random())
+            if "prompt_logprobs" not in body:
+                time.sleep(self.seconds if self.seconds >= 0 else -self.seconds * random.random())
             with self.lock:
                 return {"choices": [complete(self.model, body)]}
         if path == "/collective_rpc":

@@ -76,7 +76,7 @@ class LaunchedRollouts:
         self._iterations: collections.deque[int] = collections.deque()  # of these, on every rank
         self._counts: list[int] = []
         self._idle_since_s: float | None = None
-        self._idle_s = self._wait_s = 0.0
+        self._idle_s = self._wait_s = self._save_wait_s = 0.0
 
     def _take_prompts(self, count: int) -> list[Prompt]:
         prompts = self._source.take(count)
@@ -139,9 +139,12 @@ class LaunchedRollouts:
             self._launched.popleft()
 
     def take_seconds(self) -> dict[str, float]:
-        """Returns seconds since the last call: of the trainer's waits, and of the servers' between two rollouts."""
+        """Returns seconds since the last call: of the trainer's waits, for saves too, and of the servers' between two
+        rollouts."""
         seconds = {"perf/rollout_wait_s": self._wait_s, "perf/servers_idle_s": self._idle_s}
-        self._wait_s = self._idle_s = 0.0
+        if self._save_wait_s:
+            seconds["perf/save_wait_s"] = self._save_wait_s
+        self._wait_s = self._idle_s = self._save_wait_s = 0.0
         return seconds
 
     # --------------------------------------------------------------------------------------------------- checkpoints
@@ -151,6 +154,9 @@ class LaunchedRollouts:
 
         Waits until all are whole.
         """
+        began_s = time.perf_counter()
+        concurrent.futures.wait([launch.future for launch in self._launched])
+        self._save_wait_s += time.perf_counter() - began_s
         for launch in self._launched:
             if launch.future.exception() is not None:
                 return launch.position

@@ -239,6 +239,9 @@ class PPOTrainer(Trainer):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
+    def position_before_rows(self) -> Mapping[str, Any] | None:
+        return super().position_before_rows() if self.launched is None else None
+
     def data_position(self) -> Mapping[str, Any]:
         return super().data_position() if self.launched is None else self.launched.position()
 

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -182,11 +183,21 @@ def after(owner: Any, name: str, then: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+def steps_take(seconds: float) -> contextlib.AbstractContextManager[None]:
+    """Each step takes so much longer."""
+    return before(ppo, "one_step", lambda *_: time.sleep(seconds))
+
+
 @contextlib.contextmanager
-def killed_at(step: int, pid: int | None = None, name: str = "SIGKILL") -> Iterator[None]:
-    """A signal to a process as `step` begins to train; to this one if there is none."""
+def killed_at(step: int, pid: int | None = None, name: str = "SIGKILL", after_rollout: bool = False) -> Iterator[None]:
+    """A signal to a process as `step` begins to train, or once the rollout that is launched then is whole.
+
+    pid: None is this process.
+    """
 
     def at_step(trainer: Any, *_: Any) -> None:
+        if after_rollout and trainer.progress.step + 1 == step:
+            trainer.launched.position()
         if trainer.progress.step + 1 == step and trainer.dispatch.is_main:
             os.kill(os.getpid() if pid is None else pid, getattr(signal, name))
 
@@ -206,4 +217,5 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     "references_are_saved": references_are_saved,
     "step_changes": step_changes,
     "killed_at": killed_at,
+    "steps_take": steps_take,
 }

@@ -6,6 +6,7 @@ each completion from a seed of its own, so what it gives depends on nothing but 
 
 from __future__ import annotations
 
+import json
 import pathlib
 from typing import Any
 
@@ -140,7 +141,7 @@ def test_two_ranks_train_what_one_trains(inputs, server, whole, tmp_path):
 
 def test_a_server_that_ends_after_its_rollout_changes_nothing(inputs, server, whole, tmp_path):
     """The checkpoint has the rollout, and a server that was started again gets the weights that are next."""
-    restarted(config_of(inputs, tmp_path / "run", server), inputs, server)
+    restarted(config_of(inputs, tmp_path / "run", server), inputs, server, after_rollout=True)
     assert made_of(tmp_path / "run") == made_of(whole)
 
 
@@ -156,9 +157,10 @@ def test_a_rollout_that_broke_off_is_sampled_by_the_newest_weights(inputs, whole
     )
 
 
-def restarted(config, inputs, server) -> str:
+def restarted(config, inputs, server, after_rollout=False) -> str:
     """Kills the server as step 3 begins to train, and goes on with another one. Returns what is printed then."""
-    message = train(config, ended="ServerError", happening="killed_at", pid=server.process.pid, step=3)
+    kill = {"pid": server.process.pid, "step": 3, "after_rollout": after_rollout}
+    message = train(config, ended="ServerError", happening="killed_at", **kill)
     server.close()
     assert "steps 1 to 4 are saved in" in message
     again = Running(inputs / "model")
@@ -166,3 +168,18 @@ def restarted(config, inputs, server) -> str:
         return train(tiny_policies.merge(config, {"rollout": {"server": {"urls": [again.url]}}}))
     finally:
         again.close()
+
+
+def test_sampling_and_training_are_at_the_same_time(inputs, tmp_path):
+    """A server that takes 2 s for a rollout, and rewards that take none: each step of 0.5 s more is hidden behind it."""
+    server = Running(inputs / "model", seconds=2.0)
+    config = config_of(inputs, tmp_path / "run", server, train={"eval_every": None}, checkpoint={"every": None})
+    try:
+        train(config, happening="steps_take", seconds=0.5)
+    finally:
+        server.close()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "perf/rollout_wait_s" in row]
+    assert [row["perf/rollout_s"] > 2 for row in rows] == [True] * 4
+    assert rows[0]["perf/rollout_wait_s"] > 1.9 and all(row["perf/rollout_wait_s"] < 1.5 for row in rows[1:])
+    assert all(row["perf/servers_idle_s"] < 1 for row in rows)
