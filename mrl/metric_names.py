@@ -79,6 +79,10 @@ PPO_METRICS: dict[str, str] = {
     ),
     "rollout/logprob_gap_max": "largest of these differences",
     "rollout/weights_step": "optimizer steps behind the weights that sampled it, with rollout.async_level",
+    "rollout/probe_gap": (
+        "largest difference of a server's log-probs of a fixed text from the trainer's at the weight sync, with the "
+        "same weights on both sides, per token"
+    ),
     "rollout/staleness": "iterations from these weights to the ones that it trains first",
     "rollout/prompts_rejected": "prompts whose group was thrown away and another one sampled (dynamic sampling)",
     "advantage/mean": "mean of the advantages over the rollout's trained tokens, as they enter the loss",

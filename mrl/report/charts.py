@@ -97,6 +97,8 @@ CHARTS: tuple[Chart, ...] = (
     _chart("Speed and memory", "throughput", "Tokens per second", "perf/tokens_per_s", "rollout/tokens_per_s"),
     _chart("Speed and memory", "phases", "Seconds by phase", "perf/weights_s", "perf/rollout_s", "perf/reward_s",
            "perf/log_probs_s", "perf/update_s", "perf/eval_s", stacked=True),
+    _chart("Speed and memory", "waits", "Seconds of waits", "perf/rollout_wait_s", "perf/servers_idle_s",
+           "perf/save_wait_s"),
     _chart("Speed and memory", "step_s", "Seconds a step", "perf/step_s"),
     _chart("Speed and memory", "saves", "Seconds of saves", "perf/save_held_s", "perf/save_write_s"),
     _chart("Speed and memory", "mfu", "Model FLOPs utilization", "perf/mfu"),

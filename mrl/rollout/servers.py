@@ -67,6 +67,7 @@ class Fleet:
         self._config, self._takes_adapters = config, adapted is not None
         self._version: str | None = None
         self._todo: Collection[Any] = ()
+        self.probe_gap = 0.0  # of the last probe, the largest mean difference of a server
         lengths = self._servers.map(lambda s: s.inspect(sleeps=config.sleep))
         for one, longest in zip(self._servers, lengths, strict=True):
             if max_length is not None and longest is not None and longest < max_length:
@@ -136,8 +137,10 @@ class Fleet:
 
     def check_probe(self, probe: Probe, expected: Sequence[float]) -> None:
         """Raises ServerError if a server's log-probs of the probe are not about the `expected` ones."""
+        self.probe_gap = 0.0
         for server, found in zip(self._servers, self.log_probs(probe.tokens), strict=True):
             gap = sum(abs(a - b) for a, b in zip(expected, found, strict=True)) / len(expected)
+            self.probe_gap = max(self.probe_gap, gap)
             if not gap <= probe.tolerance:
                 raise server.http.error(
                     f"gives log-probs that differ from the trainer's by {gap:.3g} per token (at most "

@@ -103,8 +103,7 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
     trainer.console.doing(f"step {step + 1}: scoring")
     with trainer.saved_before_errors():
         rollout = with_models(taken.rollout, trainer.scores)
-    row = {"rollout/weights_step": taken.made, "rollout/staleness": iteration - taken.made / steps}
-    return rollout, {**taken.metrics, **row, **launched.take_seconds()}
+    return rollout, launched.take_metrics(taken)
 
 
 def one_step(trainer: PPOTrainer, experience: Experience) -> tuple[dict[str, float], Experience]:

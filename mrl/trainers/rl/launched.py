@@ -18,10 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mrl.data.prompts import Prompt, PromptSource
-from mrl.engine.collective import OnMain
 from mrl.rewards.scorer import Scores
+from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Trajectory
 from mrl.rollout.kept import trajectory_from_state, trajectory_state
+from mrl.rollout.servers import ServerSampler
 from mrl.trainers.rl.collect import Collector, ScoredRollout
 
 REPORT_S = 60.0
@@ -51,8 +52,8 @@ class _Launch:
 class LaunchedRollouts:
     """Samples rollouts ahead of training, in the order of their iterations.
 
-    make_collector: is given what takes prompts; on the main process. steps: optimizer steps of an iteration. say: shows
-    a line to the user. waits_for: says what servers are asked for. abort: ends their requests.
+    make_collector: is given what takes prompts, on the main process. sampler: of servers. steps: optimizer steps of an
+    iteration. say: shows a line to the user.
     """
 
     def __init__(
@@ -60,17 +61,14 @@ class LaunchedRollouts:
         source: PromptSource,
         make_collector: Callable[[Callable[[int], list[Prompt]]], Collector],
         *,
+        sampler: ServerSampler,
         steps: int,
-        is_main: bool,
-        on_main: OnMain,
+        dispatch: WorkerDispatch,
         say: Callable[[str], None],
-        waits_for: Callable[[], str],
-        abort: Callable[[], None],
     ) -> None:
-        self._source, self._steps = source, steps
-        self._collector = make_collector(self._take_prompts) if is_main else None
-        self._is_main, self._on_main = is_main, on_main
-        self._say, self._waits_for, self._abort = say, waits_for, abort
+        self._source, self._sampler, self._steps, self._say = source, sampler, steps, say
+        self._is_main, self._on_main = dispatch.is_main, dispatch.on_main
+        self._collector = make_collector(self._take_prompts) if self._is_main else None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "rollouts")
         self._launched: collections.deque[_Launch] = collections.deque()  # on the main process
         self._iterations: collections.deque[int] = collections.deque()  # of these, on every rank
@@ -126,7 +124,7 @@ class LaunchedRollouts:
             concurrent.futures.wait([future], REPORT_S)
             if not future.done():
                 waited_s = time.perf_counter() - began_s
-                self._say(f"the next rollout is not whole after {waited_s:.0f} s: {self._waits_for()}")
+                self._say(f"the next rollout is not whole after {waited_s:.0f} s: {self._sampler.fleet.waits_for()}")
         self._wait_s += time.perf_counter() - began_s
         launched = future.result()
         self._idle_since_s = launched.ended_s
@@ -138,14 +136,18 @@ class LaunchedRollouts:
         if self._is_main:
             self._launched.popleft()
 
-    def take_seconds(self) -> dict[str, float]:
-        """Returns seconds since the last call: of the trainer's waits, for saves too, and of the servers' between two
-        rollouts."""
-        seconds = {"perf/rollout_wait_s": self._wait_s, "perf/servers_idle_s": self._idle_s}
+    def take_metrics(self, launched: LaunchedRollout) -> dict[str, float]:
+        """Returns metrics of a rollout, with seconds since the last call: of the trainer's waits, for saves too, and of
+        the servers' between two rollouts."""
+        row = {"perf/rollout_wait_s": self._wait_s, "perf/servers_idle_s": self._idle_s}
+        row["rollout/weights_step"] = launched.made
+        row["rollout/staleness"] = launched.iteration - launched.made / self._steps
+        if self._is_main:
+            row["rollout/probe_gap"] = self._sampler.fleet.probe_gap
         if self._save_wait_s:
-            seconds["perf/save_wait_s"] = self._save_wait_s
+            row["perf/save_wait_s"] = self._save_wait_s
         self._wait_s = self._idle_s = self._save_wait_s = 0.0
-        return seconds
+        return {**launched.metrics, **row}
 
     # --------------------------------------------------------------------------------------------------- checkpoints
 
@@ -200,7 +202,7 @@ class LaunchedRollouts:
     def close(self) -> None:
         """Ends the thread, and the requests that it waits for."""
         while any(not launch.future.done() for launch in self._launched):
-            self._abort()
+            self._sampler.fleet.abort()
             concurrent.futures.wait([launch.future for launch in self._launched], 0.1)
         self._pool.shutdown()
 

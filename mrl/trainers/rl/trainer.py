@@ -119,10 +119,13 @@ class PPOTrainer(Trainer):
         rollouts, sampler = self.rollouts, self.sampling.sampler
         assert isinstance(rollouts, SharedRollouts) and isinstance(sampler, ServerSampler)
         launched = LaunchedRollouts(
-            self.source, lambda take: self._collector(take, rollouts.own, scores.on_this_process),
-            steps=self.config.steps_per_iteration, is_main=self.dispatch.is_main, on_main=self.dispatch.on_main,
-            say=self.console.say, waits_for=lambda: sampler.fleet.waits_for(), abort=lambda: sampler.fleet.abort(),
-        )  # fmt: skip
+            self.source,
+            lambda take: self._collector(take, rollouts.own, scores.on_this_process),
+            sampler=sampler,
+            steps=self.config.steps_per_iteration,
+            dispatch=self.dispatch,
+            say=self.console.say,
+        )
         self.closing.callback(launched.close)
         return launched
 
