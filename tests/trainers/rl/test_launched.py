@@ -7,18 +7,25 @@ each completion from a seed of its own, so what it gives depends on nothing but 
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import random
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 from mrl.engine.sampling import SamplingKey, noise_key
 from tests.engine.harness import run_case
 from tests.rollout.policy_server import Running, complete
+from tests.tiers import in_tiers, slow_but
 from tests.trainers.rl import tiny_policies
-from tests.trainers.tiny_runs import steps
+from tests.trainers.tiny_runs import REPO, steps
 
 STEPS, PER_ITERATION = 8, 2
 
@@ -109,7 +116,7 @@ def test_metrics_say_how_old_the_weights_are(whole):
     assert "actor/importance_weight" in rows[1], "older weights are corrected"
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 6])
+@pytest.mark.parametrize("step", slow_but([3], [1, 2, 3, 6]))
 def test_a_run_that_stops_goes_on_to_the_same_bits(inputs, server, whole, tmp_path, step):
     config = config_of(inputs, tmp_path / "run", server)
     train(config, ended="stopped", happening="killed_at", step=step, name="SIGTERM")
@@ -122,6 +129,7 @@ def test_a_run_that_stops_goes_on_to_the_same_bits(inputs, server, whole, tmp_pa
     assert made_of(tmp_path / "run") == made_of(whole)
 
 
+@pytest.mark.slow
 def test_the_order_of_answers_changes_nothing(inputs, whole, tmp_path):
     running = Running(inputs / "model", seconds=-0.2)  # a random wait of at most this
     try:
@@ -131,6 +139,7 @@ def test_the_order_of_answers_changes_nothing(inputs, whole, tmp_path):
     assert made_of(tmp_path / "run") == made_of(whole)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_trains(inputs, server, whole, tmp_path):
     train(config_of(inputs, tmp_path / "run", server, actor={"engine": tiny_policies.engine()}), world=2)
     (rows, samples), (expected, _) = made_of(tmp_path / "run"), made_of(whole)
@@ -139,12 +148,14 @@ def test_two_ranks_train_what_one_trains(inputs, server, whole, tmp_path):
         assert row == pytest.approx(one, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_after_its_rollout_changes_nothing(inputs, server, whole, tmp_path):
     """The checkpoint has the rollout, and a server that was started again gets the weights that are next."""
     restarted(config_of(inputs, tmp_path / "run", server), inputs, server, after_rollout=True)
     assert made_of(tmp_path / "run") == made_of(whole)
 
 
+@pytest.mark.slow
 def test_a_rollout_that_broke_off_is_sampled_by_the_newest_weights(inputs, whole, tmp_path):
     server = Running(inputs / "model", seconds=1.0)
     said = restarted(config_of(inputs, tmp_path / "run", server), inputs, server)
@@ -170,6 +181,7 @@ def restarted(config, inputs, server, after_rollout=False) -> str:
         again.close()
 
 
+@pytest.mark.slow
 def test_sampling_and_training_are_at_the_same_time(inputs, tmp_path):
     """A server that takes 2 s for a rollout, and rewards that take none: each step of 0.5 s more is hidden behind it."""
     server = Running(inputs / "model", seconds=2.0)
@@ -183,3 +195,51 @@ def test_sampling_and_training_are_at_the_same_time(inputs, tmp_path):
     assert [row["perf/rollout_s"] > 2 for row in rows] == [True] * 4
     assert rows[0]["perf/rollout_wait_s"] > 1.9 and all(row["perf/rollout_wait_s"] < 1.5 for row in rows[1:])
     assert all(row["perf/servers_idle_s"] < 1 for row in rows)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "remax with a reward model": {"algorithm": {"name": "remax"}},
+    "dynamic sampling": {
+        "algorithm": {"name": "dapo"},
+        "rewards": {"functions": [{"name": "length", "maximum": 7, "slack": 1}]},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_algorithms_go_on_to_the_same_bits(inputs, server, tmp_path, name):
+    """What a rollout took beside its first prompts is in the checkpoint, too."""
+    parts = VARIANTS[name]
+    if "reward model" in name:
+        parts = parts | {"reward": {"model": {"path": str(inputs / "scorer")}}}
+    unbroken, stopped = (config_of(inputs, tmp_path / run, server, **parts) for run in ("unbroken", "stopped"))
+    train(unbroken)
+    train(stopped, ended="stopped", happening="killed_at", step=4, name="SIGTERM")
+    train(stopped)
+    assert made_of(tmp_path / "stopped") == made_of(tmp_path / "unbroken")
+    if name == "dynamic sampling":
+        assert any(row.get("rollout/prompts_rejected") for row in steps(tmp_path / "unbroken"))
+
+
+@pytest.mark.parametrize("seed", in_tiers([], [0], range(10)))
+def test_a_killed_run_goes_on_to_the_same_bits(inputs, server, whole, tmp_path, seed):
+    """By the command, with SIGKILL at any moment."""
+    config, draw = config_of(inputs, tmp_path / "run", server), random.Random(seed)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    for lines in sorted(draw.sample(range(1, STEPS), 2)):
+        run = start(tmp_path)
+        while run.poll() is None and (not metrics.exists() or len(metrics.read_text().splitlines()) < lines):
+            time.sleep(0.02)
+        time.sleep(draw.random() / 5)
+        run.kill()
+        run.wait()
+    assert start(tmp_path).wait() == 0
+    assert made_of(tmp_path / "run") == made_of(whole)
+
+
+def start(folder: pathlib.Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mrl", "ppo", "config.yaml"]
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
