@@ -150,8 +150,9 @@ PPO_METRICS: dict[str, str] = {
         "seconds that the trainer waited for a rollout that servers sample meanwhile (rollout.async_level); in "
         "perf/step_s in place of perf/rollout_s and perf/reward_s"
     ),
+    "perf/reward_model_s": "seconds of the reward model, with rollout.async_level",
     "perf/save_wait_s": "seconds that saves since the rollout before waited for this one; absent without such a save",
-    "perf/servers_idle_s": "seconds that these servers waited, from the end of one rollout to the start of the next",
+    "perf/servers_idle_s": "seconds that servers waited, from the last reward of one rollout to the start of the next",
     "perf/weights_s": (
         "seconds of weight sync to a sampler that is another program, since the rollout before, with that of "
         "evaluations: offload the roles, send the weights, wake the sampler"

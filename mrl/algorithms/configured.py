@@ -38,6 +38,9 @@ def check_algorithm(config: PPOConfig) -> Recipe:
     algorithm = config.algorithm
     made = configured_recipe(algorithm, async_level=config.rollout.async_level)
     _check_parts(made)
+    if config.rollout.async_level and algorithm.distill is not None:
+        why = "gives samples of older weights (rollout.async_level) the weight of new ones"
+        raise ConfigError("algorithm.distill", why=why, fix="leave out one of them")
     if config.rollout.async_level and made.dynamic_sampling and config.reward.model.path is not None:
         why = "needs every score before the next round, and with rollout.async_level the reward model scores after all"
         raise ConfigError("algorithm.dynamic_sampling", True, why, "leave out one of the three")

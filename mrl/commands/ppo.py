@@ -53,6 +53,8 @@ class PPO(TrainingCommand[PPOConfig]):
         from mrl.algorithms.recipes import RECIPES
 
         parts = dataclasses.asdict(RECIPES[data["algorithm"]["name"]])
+        if data["rollout"].get("async_level"):
+            parts["correction"] = "truncate"
         return {f"algorithm.{name}": value for name, value in parts.items()} | {
             "algorithm.mini_batch_size": data["train"]["global_batch_size"], "algorithm.distill.beta": JSD_BETA,
         }  # fmt: skip

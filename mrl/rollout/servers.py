@@ -131,6 +131,10 @@ class Fleet:
         """Ends requests that are under way. They raise RequestAborted."""
         self._servers.abort_requests()
 
+    def allow(self) -> None:
+        """Lets requests be made again after `abort`."""
+        self._servers.allow_requests()
+
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Gives all servers the new weights, as `WeightSync.send`."""
         self._version = self.handover.send(weights)

@@ -69,8 +69,6 @@ def sample(trainer: PPOTrainer) -> tuple[ScoredRollout, Mapping[str, float]]:
     step = trainer.progress.step
     if trainer.launched is not None:
         return take_launched(trainer, trainer.launched)
-    if trainer.launched is not None:
-        return take_launched(trainer, trainer.launched)
     trainer.console.doing(f"step {step + 1}: prompts and weights for the sampler")
     with trainer.saved_before_errors():
         prompts = trainer.collector.take(trainer.config.prompts_per_iteration)
@@ -97,13 +95,21 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
         trainer.console.doing(f"step {step + 1}: waiting for its rollout")
         taken = launched.wait(iteration)
         trainer.sampling.sync(step)
+    say_all(trainer.console, taken.notes)
     trainer.finish_waiting()
-    if step + steps < trainer.total_steps:
+    if trainer.stop_requested:  # before another rollout is launched, for which the save would wait
+        trainer.log.sync()
+        raise trainer.stopped(trainer.save())
+    if step + steps < trainer.total_steps and not launched.is_launched(iteration + 1):
         launched.launch(iteration + 1, step)
+    began_s = time.perf_counter()
+    row = launched.take_metrics(taken)
+    if trainer.scores.reward_model is None:
+        return taken.rollout, row
     trainer.console.doing(f"step {step + 1}: scoring")
     with trainer.saved_before_errors():
         rollout = with_models(taken.rollout, trainer.scores)
-    return rollout, launched.take_metrics(taken)
+    return rollout, {**row, "perf/reward_model_s": time.perf_counter() - began_s}
 
 
 def one_step(trainer: PPOTrainer, experience: Experience) -> tuple[dict[str, float], Experience]:
@@ -141,7 +147,7 @@ def finish_rollout(trainer: PPOTrainer, collected: ScoredRollout, experience: Ex
     """Shows a rollout and what was wrong with its rows and rewards. After a signal it is saved, and Stopped raised."""
     show_rollout(trainer, trainer.progress.step + 1, collected, experience)
     faults = faults_in_words((*collected.scores.faults, *collected.greedy[1].faults))
-    say_all(trainer.console, (*trainer.source.take_notes(), *faults))
+    say_all(trainer.console, (*trainer.take_notes(), *faults))
     if trainer.stop_requested:
         trainer.log.sync()
         raise trainer.stopped(trainer.save())
@@ -149,6 +155,6 @@ def finish_rollout(trainer: PPOTrainer, collected: ScoredRollout, experience: Ex
 
 def join(pending: dict[str, float], row: dict[str, float]) -> dict[str, float]:
     """Returns the metrics of a step; with those of its rollout where it is the first on it."""
-    sampled = ("rollout_wait",) if "perf/rollout_wait_s" in pending else ("rollout", "reward")
+    sampled = ("rollout_wait", "reward_model") if "perf/rollout_wait_s" in pending else ("rollout", "reward")
     phases = [pending.get(f"perf/{phase}_s", 0.0) for phase in ("weights", *sampled, "log_probs")]
     return {**pending, **row, "perf/step_s": sum(phases) + row["perf/update_s"]}

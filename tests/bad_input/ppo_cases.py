@@ -71,6 +71,7 @@ CASES = [
     Case("nobody to sample ahead", "rollout.async_level", ("needs servers", "rollout.server.urls"), ("rollout.async_level=1",)),
     Case("servers that sleep and sample", "rollout.async_level", ("rollout.server.sleep",), (*AHEAD, "rollout.server.sleep=true")),
     Case("old samples uncorrected", "algorithm.correction", ("rollout.async_level 1", "truncate"), (*AHEAD, "algorithm.correction=none")),
+    Case("a divergence of old samples", "algorithm.distill", ("rollout.async_level",), (*AHEAD, "algorithm.name=opd", "algorithm.distill={}", "reference.model.path=model", "rewards=null")),
     Case("evaluation within an iteration", "train.eval_every", ("multiple of the 2 steps",), (*AHEAD, "train.eval_every=3", "data.eval=rows.jsonl")),
     Case("nothing to replay", "rollout.path", ("recorded",), ("rollout.backend=recorded",)),
     Case("path of native", "rollout.path", ("not used by rollout.backend native",), ("rollout.path=samples",)),

@@ -89,8 +89,6 @@ class ScoredRollout:
 
 def with_models(rollout: ScoredRollout, scores: scoring.Scoring) -> ScoredRollout:
     """Returns the rollout with the reward model's scores, which `Scoring.on_this_process` left out. Collective."""
-    if scores.reward_model is None:
-        return rollout
     both = scores.by_models(rollout.scores, rollout.trajectories)
     if rollout.baselines_S is None:
         return dataclasses.replace(rollout, scores=both)

@@ -14,10 +14,12 @@ import collections
 import concurrent.futures
 import dataclasses
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mrl.data.prompts import Prompt, PromptSource
+from mrl.errors import RewardError, UserError, first_line
 from mrl.rewards.scorer import Scores
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Trajectory
@@ -36,8 +38,8 @@ class LaunchedRollout:
     rollout: ScoredRollout
     iteration: int  # that trains on it, from 0
     made: int  # optimizer steps behind its weights
-    counts: list[int]  # prompts of each call of `PromptSource.take`
     metrics: Mapping[str, float]  # of the source after it
+    notes: list[str]  # on rows that were left out
     ended_s: float  # when it was whole, by time.perf_counter
 
 
@@ -72,14 +74,14 @@ class LaunchedRollouts:
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "rollouts")
         self._launched: collections.deque[_Launch] = collections.deque()  # on the main process
         self._iterations: collections.deque[int] = collections.deque()  # of these, on every rank
-        self._counts: list[int] = []
+        self._closing = False
         self._idle_since_s: float | None = None
         self._idle_s = self._wait_s = self._save_wait_s = 0.0
 
     def _take_prompts(self, count: int) -> list[Prompt]:
-        prompts = self._source.take(count)
-        self._counts.append(count)
-        return prompts
+        if self._closing:  # between two rounds of dynamic sampling
+            raise concurrent.futures.CancelledError
+        return self._source.take(count)
 
     # ------------------------------------------------------------------------------------------------ launch and take
 
@@ -105,10 +107,10 @@ class LaunchedRollouts:
 
     def _collect(self, iteration: int, made: int) -> LaunchedRollout:
         assert self._collector is not None, "another process than the main one does not sample"
-        self._counts = []
         prompts = self._take_prompts(self._collector.prompts)
         rollout = self._collector.collect(prompts, iteration * self._steps + 1, made)
-        return LaunchedRollout(rollout, iteration, made, self._counts, self._source.metrics, time.perf_counter())
+        notes = self._source.take_notes()
+        return LaunchedRollout(rollout, iteration, made, self._source.metrics, notes, time.perf_counter())
 
     def wait(self, iteration: int) -> LaunchedRollout:
         """Returns the rollout of an iteration when it is whole; it stays launched until `trained`.
@@ -119,16 +121,26 @@ class LaunchedRollouts:
         return self._on_main(self._wait)
 
     def _wait(self) -> LaunchedRollout:
-        began_s, future = time.perf_counter(), self._launched[0].future
-        while not future.done():
-            concurrent.futures.wait([future], REPORT_S)
-            if not future.done():
-                waited_s = time.perf_counter() - began_s
-                self._say(f"the next rollout is not whole after {waited_s:.0f} s: {self._sampler.fleet.waits_for()}")
-        self._wait_s += time.perf_counter() - began_s
-        launched = future.result()
+        launch = self._launched[0]
+        self._wait_s += self._wait_for([launch])
+        try:
+            launched = launch.future.result()
+        except UserError:
+            raise
+        except Exception as error:  # on every rank, after a save, as any other end of a rollout
+            traceback.print_exception(error)
+            what = f"{type(error).__name__}: {first_line(error)}"
+            raise RewardError(f"the rollout of iteration {launch.iteration + 1} ended by {what}") from error
         self._idle_since_s = launched.ended_s
         return launched
+
+    def _wait_for(self, launches: Sequence[_Launch]) -> float:
+        """Waits until all are whole or ended. Returns the seconds."""
+        began_s, futures = time.perf_counter(), [launch.future for launch in launches]
+        while concurrent.futures.wait(futures, REPORT_S).not_done:
+            waited_s = time.perf_counter() - began_s
+            self._say(f"the next rollout is not whole after {waited_s:.0f} s: {self._sampler.fleet.waits_for()}")
+        return time.perf_counter() - began_s
 
     def trained(self) -> None:
         """Drops the oldest rollout: what training needs of it is kept elsewhere from now on."""
@@ -156,9 +168,7 @@ class LaunchedRollouts:
 
         Waits until all are whole.
         """
-        began_s = time.perf_counter()
-        concurrent.futures.wait([launch.future for launch in self._launched])
-        self._save_wait_s += time.perf_counter() - began_s
+        self._save_wait_s += self._wait_for(self._launched)
         for launch in self._launched:
             if launch.future.exception() is not None:
                 return launch.position
@@ -176,34 +186,41 @@ class LaunchedRollouts:
             whole = launch.future.result()
             states.append(
                 {
-                    "iteration": whole.iteration, "made": whole.made, "position": dict(launch.position),
-                    "counts": whole.counts, "metrics": dict(whole.metrics), "rollout": _rollout_state(whole.rollout),
+                    "iteration": whole.iteration,
+                    "made": whole.made,
+                    "position": dict(launch.position),
+                    "metrics": dict(whole.metrics),
+                    "rollout": _rollout_state(whole.rollout),
                 }
-            )  # fmt: skip
+            )
         return states
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the rollouts of a checkpoint, and reads their prompts again. The source stands behind them then."""
+        """Takes the rollouts of a checkpoint."""
         self._iterations.extend(state["iteration"] for state in states)
-        self._on_main(lambda: self._load(states))
-
-    def _load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        for state in states:
-            self._source.load_state_dict(state["position"])
-            prompts = [prompt for count in state["counts"] for prompt in self._source.take(count)]
-            rollout = _rollout_from_state(state["rollout"], {prompt.index: prompt for prompt in prompts})
+        for state in states if self._is_main else ():
+            rollout = _rollout_from_state(state["rollout"])
             whole = LaunchedRollout(
-                rollout, state["iteration"], state["made"], state["counts"], state["metrics"], time.perf_counter()
+                rollout, state["iteration"], state["made"], state["metrics"], [], time.perf_counter()
             )
             launch = _Launch(whole.iteration, whole.made, state["position"])
             launch.future.set_result(whole)
             self._launched.append(launch)
 
+    def drop(self) -> None:
+        """Drops what is launched: the run ends without it."""
+        if self._is_main:
+            self._wait_for(self._launched)
+        self._launched.clear()
+        self._iterations.clear()
+
     def close(self) -> None:
-        """Ends the thread, and the requests that it waits for."""
+        """Ends the thread, and the requests that it waits for. May be called twice."""
+        self._closing = True
         while any(not launch.future.done() for launch in self._launched):
             self._sampler.fleet.abort()
             concurrent.futures.wait([launch.future for launch in self._launched], 0.1)
+            self._sampler.fleet.allow()
         self._pool.shutdown()
 
 
@@ -211,11 +228,23 @@ Samples = tuple[list[Trajectory], Scores]
 
 
 def _rollout_state(rollout: ScoredRollout) -> dict[str, Any]:
-    """Returns plain data and tensors. Rows of prompts are not in it: they are read again."""
+    """Returns plain data and tensors, rows of prompts included: the data may change before a resume."""
     state = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(rollout)}
     trained = (state.pop("trajectories"), state.pop("scores"))
     parts = {"trained": trained, "rejected": state.pop("rejected"), "greedy": state.pop("greedy")}
-    return state | {name: _samples_state(samples) for name, samples in parts.items()}
+    prompts = {t.prompt.index: t.prompt for trajectories, _ in parts.values() for t in trajectories}
+    fields = [field.name for field in dataclasses.fields(Prompt)]
+    rows = [{name: _plain(getattr(prompt, name)) for name in fields} for prompt in prompts.values()]
+    return state | {"prompts": rows} | {name: _samples_state(samples) for name, samples in parts.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Returns what a checkpoint may hold; of another value, such as a date in a row, its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, bool | int | float | str | bytes | None) else str(value)
 
 
 def _samples_state(samples: Samples) -> dict[str, Any]:
@@ -226,8 +255,9 @@ def _samples_state(samples: Samples) -> dict[str, Any]:
     }
 
 
-def _rollout_from_state(state: Mapping[str, Any], prompts: Mapping[int, Prompt]) -> ScoredRollout:
+def _rollout_from_state(state: Mapping[str, Any]) -> ScoredRollout:
     fields = dict(state)
+    prompts = {row["index"]: Prompt(**row) for row in fields.pop("prompts")}
     trajectories, scores = _samples_from_state(fields.pop("trained"), prompts)
     for name in ("rejected", "greedy"):
         fields[name] = _samples_from_state(fields[name], prompts)

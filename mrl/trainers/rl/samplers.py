@@ -177,6 +177,8 @@ def open_rollouts(trainer: Trainer) -> tuple[TrajectorySource, SyncedSampler]:
 def _origin(config: PPOConfig, folder: str, ends: EndTokens, world_size: int) -> dict[str, Any]:
     """Everything that the samples of given steps depend on. The weights are known by their files' sizes and times."""
     plain = to_dict(config)
+    if not config.rollout.async_level:  # an older mrl wrote no such key
+        del plain["rollout"]["async_level"]
     files = sorted(pathlib.Path(folder).glob("*.*"))
     environment = (config.rollout.environment or "").rpartition(":")[0]
     return {

@@ -206,6 +206,8 @@ class PPOTrainer(Trainer):
             super().make_steps(loop)
         except TrainingError:
             # What a guard refused is sampled again: a sampler may be mended by then.
+            if self.launched is not None:
+                self.launched.close()  # it would write what is forgotten
             self.rollouts.forget()
             raise
         self.rollouts.forget()
@@ -219,6 +221,8 @@ class PPOTrainer(Trainer):
         `finish_waiting` makes it."""
         step, every = self.progress.step, self.config.train.eval_every
         due = self.evaluation is not None and is_due(every, step, self.total_steps)
+        if self.launched is not None and step == self.total_steps:
+            self.launched.drop()  # of a longer run, whose train.steps were lowered
         if self.launched is not None and self.launched.in_flight and due:
             self.progress.unlogged = row
         else:
@@ -241,6 +245,9 @@ class PPOTrainer(Trainer):
         return True
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def take_notes(self) -> list[str]:
+        return super().take_notes() if self.launched is None else []  # they come with the rollouts
 
     def position_before_rows(self) -> Mapping[str, Any] | None:
         return super().position_before_rows() if self.launched is None else None
@@ -275,7 +282,6 @@ class PPOTrainer(Trainer):
             self.experience = Experience.from_state_dict(state["experience"])
         if self.launched is not None:
             self.launched.load_state_dict(state.get("launched", ()))
-            self.source.load_state_dict(state["data"])
 
 
 def _model_path(config: Mapping[str, Any], role: str) -> str:

@@ -21,7 +21,9 @@ from mrl.algorithms.recipes import Recipe
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
 from mrl.engine.base import BaseEngine, Completion
+from mrl.errors import RewardError
 from mrl.roles.dispatch import StepResult, WorkerDispatch
+from mrl.roles.reward_model import RewardModel
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.native import EngineSampler
 from mrl.trainers import ppo
@@ -183,6 +185,23 @@ def after(owner: Any, name: str, then: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def reward_model_fails(step: int) -> Iterator[None]:
+    """The reward model gives no number, once, as the rollout after `step` steps is scored."""
+    now = {"step": 0, "failed": False}
+
+    def note(trainer: Any, *_: Any) -> None:
+        now["step"] = trainer.progress.step
+
+    def fail(*_: Any) -> None:
+        if now["step"] == step and not now["failed"]:
+            now["failed"] = True
+            raise RewardError("reward.model.path: gives nan")
+
+    with before(ppo, "take_launched", note), before(RewardModel, "score", fail):
+        yield
+
+
 def steps_take(seconds: float) -> contextlib.AbstractContextManager[None]:
     """Each step takes so much longer."""
     return before(ppo, "one_step", lambda *_: time.sleep(seconds))
@@ -218,4 +237,5 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     "step_changes": step_changes,
     "killed_at": killed_at,
     "steps_take": steps_take,
+    "reward_model_fails": reward_model_fails,
 }

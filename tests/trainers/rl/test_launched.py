@@ -222,6 +222,28 @@ def test_other_algorithms_go_on_to_the_same_bits(inputs, server, tmp_path, name)
         assert any(row.get("rollout/prompts_rejected") for row in steps(tmp_path / "unbroken"))
 
 
+@pytest.mark.slow
+def test_an_error_of_the_reward_model_is_no_end(inputs, server, tmp_path):
+    """The rollout is scored again at the resume, and the one that was launched after it is in the checkpoint, too."""
+    model = {"reward": {"model": {"path": str(inputs / "scorer")}}}
+    unbroken, broken = (config_of(inputs, tmp_path / run, server, **model) for run in ("unbroken", "broken"))
+    train(unbroken)
+    message = train(broken, ended="RewardError", happening="reward_model_fails", step=4)
+    assert "steps 1 to 4 are saved" in message
+    train(broken)
+    assert made_of(tmp_path / "broken") == made_of(tmp_path / "unbroken")
+
+
+@pytest.mark.slow
+def test_fewer_steps_end_with_an_evaluation_and_a_save(inputs, server, tmp_path):
+    config = config_of(inputs, tmp_path / "run", server)
+    train(config, ended="stopped", happening="killed_at", step=3, name="SIGTERM")
+    train(tiny_policies.merge(config, {"train": {"steps": 4}}))
+    rows = steps(tmp_path / "run")
+    assert rows[-1]["step"] == 4 and "eval/reward" in rows[-1]
+    assert (tmp_path / "run" / "checkpoints" / "step_00000004").is_dir()
+
+
 @pytest.mark.parametrize("seed", in_tiers([], [0], range(10)))
 def test_a_killed_run_goes_on_to_the_same_bits(inputs, server, whole, tmp_path, seed):
     """By the command, with SIGKILL at any moment."""
