@@ -78,7 +78,7 @@ PPO_METRICS: dict[str, str] = {
         "mean over sampled tokens of the absolute difference of the sampler's and the trainer's log-prob"
     ),
     "rollout/logprob_gap_max": "largest of these differences",
-    "rollout/weights_step": "optimizer steps behind the weights that sampled it, with rollout.async_level",
+    "rollout/weights_step": "the optimizer step whose weights sampled it, with rollout.async_level",
     "rollout/probe_gap": (
         "largest difference of a server's log-probs of a fixed text from the trainer's at the weight sync, with the "
         "same weights on both sides, per token"
@@ -151,7 +151,7 @@ PPO_METRICS: dict[str, str] = {
         "perf/step_s in place of perf/rollout_s and perf/reward_s"
     ),
     "perf/reward_model_s": "seconds of the reward model, with rollout.async_level",
-    "perf/save_wait_s": "seconds that saves since the rollout before waited for this one; absent without such a save",
+    "perf/save_wait_s": "seconds that saves waited for this rollout; absent without such a save, and not in perf/step_s",
     "perf/servers_idle_s": "seconds that servers waited, from the last reward of one rollout to the start of the next",
     "perf/weights_s": (
         "seconds of weight sync to a sampler that is another program, since the rollout before, with that of "

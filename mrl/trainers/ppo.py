@@ -87,8 +87,8 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
         if not launched.is_launched(iteration):  # at the start, or after an error
             if step:
                 trainer.console.say(
-                    f"iteration {iteration + 1}: its rollout is not in the checkpoint, so the newest weights sample "
-                    "it; this is not the unbroken run"
+                    f"iteration {iteration + 1}: its rollout is not in the checkpoint, as the run had ended or its "
+                    "servers had failed, so the newest weights sample it; this is not the unbroken run"
                 )
             trainer.sampling.sync(step)
             launched.launch(iteration, step)

@@ -56,6 +56,7 @@ class PPOTrainer(Trainer):
 
     config: PPOConfig
     source: PromptSource
+    launched: LaunchedRollouts | None = None  # with rollout.async_level
 
     def __init__(self, config: PPOConfig, console: Console, closing: contextlib.ExitStack) -> None:
         """Makes each part once. Models are built later, by `build`.
@@ -80,12 +81,18 @@ class PPOTrainer(Trainer):
         first = [row for rows in (prompts, *held_out.values()) for row in rows.first_rows()]
         scores = scoring_of(self, self.folders, first)
         self.ends = EndTokens.of(folder, self.tokenizer, prompts.encoders())
+        if config.rollout.async_level:
+            console.say(
+                f"rollout.async_level {config.rollout.async_level}: servers sample the next rollout while this one "
+                f"trains; algorithm.correction: {self.recipe.correction}"
+            )
         self.rollouts, self.sampling = open_rollouts(self)
         self.watch_signals("rollout or step")
         self.collector = self._collector(
             lambda count: take_together(self.source, count, self.dispatch), self.rollouts, scores.score, console.doing
         )
-        self.launched = self._launched(scores) if config.rollout.async_level else None
+        if config.rollout.async_level:
+            self.launched = self._launched(scores)
         self.scores = scores
         self.evaluation = evaluation_of(self, held_out, self.rollouts, scores)
         self.kl = kl_controller(self.recipe)
