@@ -151,7 +151,7 @@ PPO_METRICS: dict[str, str] = {
         "perf/step_s in place of perf/rollout_s and perf/reward_s"
     ),
     "perf/reward_model_s": "seconds of the reward model, with rollout.async_level",
-    "perf/save_wait_s": "seconds that saves waited for this rollout; absent without such a save, and not in perf/step_s",
+    "perf/save_wait_s": "seconds that saves waited for this rollout, if one did; perf/step_s does not count them",
     "perf/servers_idle_s": "seconds that servers waited, from the last reward of one rollout to the start of the next",
     "perf/weights_s": (
         "seconds of weight sync to a sampler that is another program, since the rollout before, with that of "
