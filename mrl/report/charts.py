@@ -116,7 +116,8 @@ MAIN = (
     "eval/rewards/accuracy", "rewards/margin", "rewards/chosen", "rewards/rejected", "rewards/error", "steps/accuracy",
     "eval/steps/accuracy", "distill/divergence", "actor/divergence", "actor/kl", "actor/approx_kl", "actor/entropy",
     "actor/clip_fraction", "critic/loss", "critic/explained_variance", "rollout/response_length", "rollout/finished",
-    "rollout/logprob_gap", "train/grad_norm", "train/lr", "perf/step_s", "perf/tokens_per_s", "perf/mfu",
+    "rollout/logprob_gap", "rollout/staleness", "train/grad_norm", "train/lr", "perf/step_s", "perf/rollout_wait_s",
+    "perf/servers_idle_s", "perf/tokens_per_s", "perf/mfu",
     "perf/memory_gb",
 )  # fmt: skip
 """The metrics that the terminal shows without --all."""

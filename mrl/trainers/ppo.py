@@ -87,13 +87,16 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
         if not launched.is_launched(iteration):  # at the start, or after an error
             if step:
                 trainer.console.say(
-                    f"iteration {iteration + 1}: its rollout is not in the checkpoint, as the run had ended or its "
-                    "servers had failed, so the newest weights sample it; this is not the unbroken run"
+                    f"iteration {iteration + 1}: its rollout is not in the checkpoint, as the run had ended, its "
+                    "servers had failed or a second signal had come, so the newest weights sample it; this is not the unbroken run"
                 )
             trainer.sampling.sync(step)
             launched.launch(iteration, step)
         trainer.console.doing(f"step {step + 1}: waiting for its rollout")
         taken = launched.wait(iteration)
+        if taken is None:
+            trainer.log.sync()
+            raise trainer.stopped(trainer.save())
         trainer.sampling.sync(step)
     say_all(trainer.console, taken.notes)
     trainer.finish_waiting()

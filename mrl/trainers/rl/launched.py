@@ -55,7 +55,7 @@ class LaunchedRollouts:
     """Samples rollouts ahead of training, in the order of their iterations.
 
     make_collector: is given what takes prompts, on the main process. sampler: of servers. steps: optimizer steps of an
-    iteration. say: shows a line to the user.
+    iteration. say: shows a line to the user. hurried: whether no wait for a rollout may last.
     """
 
     def __init__(
@@ -67,8 +67,9 @@ class LaunchedRollouts:
         steps: int,
         dispatch: WorkerDispatch,
         say: Callable[[str], None],
+        hurried: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._source, self._sampler, self._steps, self._say = source, sampler, steps, say
+        self._source, self._sampler, self._steps, self._say, self._hurried = source, sampler, steps, say, hurried
         self._is_main, self._on_main = dispatch.is_main, dispatch.on_main
         self._collector = make_collector(self._take_prompts) if self._is_main else None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "rollouts")
@@ -112,17 +113,19 @@ class LaunchedRollouts:
         notes = self._source.take_notes()
         return LaunchedRollout(rollout, iteration, made, self._source.metrics, notes, time.perf_counter())
 
-    def wait(self, iteration: int) -> LaunchedRollout:
+    def wait(self, iteration: int) -> LaunchedRollout | None:
         """Returns the rollout of an iteration when it is whole; it stays launched until `trained`.
 
-        Raises the UserError that ended it.
+        Returns None if `hurried` gave it up. Raises the UserError that ended it.
         """
         assert self._iterations[0] == iteration, f"iteration {iteration} is not the next one"
         return self._on_main(self._wait)
 
-    def _wait(self) -> LaunchedRollout:
+    def _wait(self) -> LaunchedRollout | None:
         launch = self._launched[0]
         self._wait_s += self._wait_for([launch])
+        if self._closing:
+            return None
         try:
             launched = launch.future.result()
         except UserError:
@@ -135,11 +138,17 @@ class LaunchedRollouts:
         return launched
 
     def _wait_for(self, launches: Sequence[_Launch]) -> float:
-        """Waits until all are whole or ended. Returns the seconds."""
+        """Waits until all are whole or ended; ends them itself when `hurried`. Returns the seconds."""
         began_s, futures = time.perf_counter(), [launch.future for launch in launches]
-        while concurrent.futures.wait(futures, REPORT_S).not_done:
-            waited_s = time.perf_counter() - began_s
-            self._say(f"the next rollout is not whole after {waited_s:.0f} s: {self._sampler.fleet.waits_for()}")
+        said_s = began_s
+        while concurrent.futures.wait(futures, 1.0).not_done:
+            now_s = time.perf_counter()
+            if self._hurried():
+                self._say(f"another signal: the rollout of iteration {launches[0].iteration + 1} is given up")
+                self._abort()
+            elif now_s - said_s >= REPORT_S:
+                said_s, waits_for = now_s, self._sampler.fleet.waits_for()
+                self._say(f"the next rollout is not whole after {now_s - began_s:.0f} s: {waits_for}")
         return time.perf_counter() - began_s
 
     def trained(self) -> None:
@@ -216,12 +225,15 @@ class LaunchedRollouts:
 
     def close(self) -> None:
         """Ends the thread, and the requests that it waits for. May be called twice."""
+        self._abort()
+        self._pool.shutdown()
+
+    def _abort(self) -> None:
         self._closing = True
         while any(not launch.future.done() for launch in self._launched):
             self._sampler.fleet.abort()
             concurrent.futures.wait([launch.future for launch in self._launched], 0.1)
             self._sampler.fleet.allow()
-        self._pool.shutdown()
 
 
 Samples = tuple[list[Trajectory], Scores]

@@ -132,6 +132,7 @@ class PPOTrainer(Trainer):
             steps=self.config.steps_per_iteration,
             dispatch=self.dispatch,
             say=self.console.say,
+            hurried=lambda: self.stop.hurried,
         )
         self.closing.callback(launched.close)
         return launched

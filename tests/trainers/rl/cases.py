@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from mrl.roles.dispatch import StepResult, WorkerDispatch
 from mrl.roles.reward_model import RewardModel
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.native import EngineSampler
-from mrl.trainers import ppo
+from mrl.trainers import ppo, signals
 from mrl.trainers.rl import experience, prepare, roles
 from mrl.trainers.rl.evaluation import Evaluation
 from tests.trainers import cases
@@ -224,6 +225,20 @@ def killed_at(step: int, pid: int | None = None, name: str = "SIGKILL", after_ro
         yield
 
 
+@contextlib.contextmanager
+def hurried_at(step: int, pid: int) -> Iterator[None]:
+    """The servers of process `pid` hang as `step` begins to train, and SIGTERM comes twice."""
+
+    def at_step(trainer: Any, *_: Any) -> None:
+        if trainer.progress.step + 1 == step and trainer.dispatch.is_main:
+            os.kill(pid, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    with before(ppo, "one_step", at_step), mock.patch.object(signals, "APART_S", 0.2):
+        yield
+
+
 HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
     "critic_is_exported": critic_is_exported,
     "sampler_is_off": sampler_is_off,
@@ -236,6 +251,7 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     "references_are_saved": references_are_saved,
     "step_changes": step_changes,
     "killed_at": killed_at,
+    "hurried_at": hurried_at,
     "steps_take": steps_take,
     "reward_model_fails": reward_model_fails,
 }

@@ -156,9 +156,10 @@ def test_a_server_that_ends_after_its_rollout_changes_nothing(inputs, server, wh
 
 
 @pytest.mark.slow
-def test_a_rollout_that_broke_off_is_sampled_by_the_newest_weights(inputs, whole, tmp_path):
+@pytest.mark.parametrize("how", ["server ends", "two signals"])
+def test_a_rollout_that_broke_off_is_sampled_by_the_newest_weights(inputs, whole, tmp_path, how):
     server = Running(inputs / "model", seconds=1.0)
-    said = restarted(config_of(inputs, tmp_path / "run", server), inputs, server)
+    said = restarted(config_of(inputs, tmp_path / "run", server), inputs, server, two_signals=how == "two signals")
     assert "iteration 3" in said and "not the unbroken run" in said
     staleness = [row["rollout/staleness"] for row in steps(tmp_path / "run") if "rollout/staleness" in row]
     assert staleness == [0, 1, 0, 1]
@@ -168,12 +169,15 @@ def test_a_rollout_that_broke_off_is_sampled_by_the_newest_weights(inputs, whole
     )
 
 
-def restarted(config, inputs, server, after_rollout=False) -> str:
-    """Kills the server as step 3 begins to train, and goes on with another one. Returns what is printed then."""
-    kill = {"pid": server.process.pid, "step": 3, "after_rollout": after_rollout}
-    message = train(config, ended="ServerError", happening="killed_at", **kill)
+def restarted(config, inputs, server, after_rollout=False, two_signals=False) -> str:
+    """The server ends or hangs as step 3 begins to train; goes on with another one. Returns what is printed then."""
+    kill = {"pid": server.process.pid, "step": 3}
+    if two_signals:
+        train(config, ended="stopped", happening="hurried_at", **kill)
+    else:
+        message = train(config, ended="ServerError", happening="killed_at", after_rollout=after_rollout, **kill)
+        assert "steps 1 to 4 are saved in" in message
     server.close()
-    assert "steps 1 to 4 are saved in" in message
     again = Running(inputs / "model")
     try:
         return train(tiny_policies.merge(config, {"rollout": {"server": {"urls": [again.url]}}}))
