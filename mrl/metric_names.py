@@ -78,6 +78,12 @@ PPO_METRICS: dict[str, str] = {
         "mean over sampled tokens of the absolute difference of the sampler's and the trainer's log-prob"
     ),
     "rollout/logprob_gap_max": "largest of these differences",
+    "rollout/weights_step": "the optimizer step whose weights sampled it, with rollout.async_level",
+    "rollout/probe_gap": (
+        "largest difference of a server's log-probs of a fixed text from the trainer's at the weight sync, with the "
+        "same weights on both sides, per token"
+    ),
+    "rollout/staleness": "iterations from these weights to the ones that it trains first",
     "rollout/prompts_rejected": "prompts whose group was thrown away and another one sampled (dynamic sampling)",
     "advantage/mean": "mean of the advantages over the rollout's trained tokens, as they enter the loss",
     "advantage/std": "standard deviation of these advantages",
@@ -140,6 +146,13 @@ PPO_METRICS: dict[str, str] = {
     "eval/faults": "calls of reward functions that failed in the evaluation and counted as 0",
     "eval/response_length": "mean number of tokens of these answers",
     "perf/rollout_s": "seconds of sampling",
+    "perf/rollout_wait_s": (
+        "seconds that the trainer waited for a rollout that servers sample meanwhile (rollout.async_level); in "
+        "perf/step_s in place of perf/rollout_s and perf/reward_s"
+    ),
+    "perf/reward_model_s": "seconds of the reward model, with rollout.async_level",
+    "perf/save_wait_s": "seconds that saves waited for this rollout, if one did; perf/step_s does not count them",
+    "perf/servers_idle_s": "seconds that servers waited, from the last reward of one rollout to the start of the next",
     "perf/weights_s": (
         "seconds of weight sync to a sampler that is another program, since the rollout before, with that of "
         "evaluations: offload the roles, send the weights, wake the sampler"

@@ -22,16 +22,28 @@ POLICY_KEYS = (
 """The keys of `algorithm` that turn rewards into the policy's objective, which is 0 where nothing is rewarded."""
 
 
-def configured_recipe(algorithm: AlgorithmConfig) -> Recipe:
-    """Returns the recipe of `algorithm.name` with the parts that the other keys replace. Raises ConfigError."""
+def configured_recipe(algorithm: AlgorithmConfig, *, async_level: int = 0) -> Recipe:
+    """Returns the recipe of `algorithm.name` with the parts that the other keys replace. Raises ConfigError.
+
+    async_level: of the rollout. Samples of older weights are corrected.
+    """
     parts = {name: getattr(algorithm, name) for name in PARTS}
+    if async_level and parts["correction"] is None:
+        parts["correction"] = "truncate"
     return recipe(algorithm.name, parts, distill=algorithm.distill is not None)
 
 
 def check_algorithm(config: PPOConfig) -> Recipe:
     """Returns the recipe. Raises ConfigError if keys contradict the algorithm or it leaves one unread."""
-    made, algorithm = configured_recipe(config.algorithm), config.algorithm
+    algorithm = config.algorithm
+    made = configured_recipe(algorithm, async_level=config.rollout.async_level)
     _check_parts(made)
+    if config.rollout.async_level and algorithm.distill is not None:
+        why = "gives samples of older weights (rollout.async_level) the weight of new ones"
+        raise ConfigError("algorithm.distill", why=why, fix="leave out one of them")
+    if config.rollout.async_level and made.dynamic_sampling and config.reward.model.path is not None:
+        why = "needs every score before the next round, and with rollout.async_level the reward model scores after all"
+        raise ConfigError("algorithm.dynamic_sampling", True, why, "leave out one of the three")
     _check_unrewarded(config, made)
     if made.objective == "policy_gradient" and config.steps_per_iteration > 1:
         raise ConfigError(

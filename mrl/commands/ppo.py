@@ -53,6 +53,8 @@ class PPO(TrainingCommand[PPOConfig]):
         from mrl.algorithms.recipes import RECIPES
 
         parts = dataclasses.asdict(RECIPES[data["algorithm"]["name"]])
+        if data["rollout"].get("async_level"):
+            parts["correction"] = "truncate"
         return {f"algorithm.{name}": value for name, value in parts.items()} | {
             "algorithm.mini_batch_size": data["train"]["global_batch_size"], "algorithm.distill.beta": JSD_BETA,
         }  # fmt: skip
@@ -165,7 +167,9 @@ class PPO(TrainingCommand[PPOConfig]):
             for role in teachers_of(config)
             if is_served(config, role)
         ]
-        lines.append(f"algorithm: {in_words(configured_recipe(config.algorithm))}")
+        lines.append(
+            f"algorithm: {in_words(configured_recipe(config.algorithm, async_level=config.rollout.async_level))}"
+        )
         if config.algorithm.distill is not None:
             kind, ids = divergence(config.algorithm.distill)
             at = f"at temperature {config.rollout.temperature:g}"
@@ -198,7 +202,11 @@ class PPO(TrainingCommand[PPOConfig]):
         from mrl.config.phases import Distill, Phase
         from mrl.config.roles import is_served, reference_is_base
 
-        recipe, rollout, size = configured_recipe(config.algorithm), config.rollout, config.train.global_batch_size
+        recipe, rollout, size = (
+            configured_recipe(config.algorithm, async_level=config.rollout.async_level),
+            config.rollout,
+            config.train.global_batch_size,
+        )
         inside = rollout.backend == "vllm" and not rollout.server.urls
         found, keys = [], config.algorithm.distill
         distill = None if keys is None else Distill(keys.loss, keys.resolved_beta, keys.top_k, rollout.temperature)

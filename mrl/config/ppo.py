@@ -156,6 +156,13 @@ class RolloutConfig:
         "docs/decoding.md)",
         may_change=True,
     )
+    async_level: int = key(
+        0,
+        "iterations by which sampling is ahead of training: 0 samples, then trains; 1 samples the next rollout on "
+        "servers meanwhile (docs/async-rollouts.md)",
+        minimum=0,
+        maximum=1,
+    )
     path: str | None = key(None, "folder of samples/ files to replay, for backend recorded")
     environment: str | None = key(None, "path.py:Class for conversations of several turns (docs/environments.md)")
     max_turns: int = key(8, "turns of the model in a conversation with an environment", minimum=1)

@@ -78,6 +78,7 @@ def check_ppo(config: PPOConfig) -> None:
         )
     _check_rewards(config)
     check_rollout(config)
+    _check_async(config)
     _check_adapters_alone(config)
     check_cuda_graphs(config.rollout, config.actor.engine, "actor.engine")
     check_batch_invariant(config.rollout, config.actor.engine, "actor.engine")
@@ -313,6 +314,26 @@ def check_inside(rollout: RolloutConfig, world_size: int, hf: Mapping[str, Any])
         raise ConfigError(
             "rollout.server.tp", tp, f"does not divide the model's {heads} attention heads", f"give {near}"
         )
+
+
+def _check_async(config: PPOConfig) -> None:
+    """Raises ConfigError if nothing could sample while the run trains, or what it samples would be used wrongly."""
+    rollout, level, key = config.rollout, config.rollout.async_level, "rollout.async_level"
+    if not level:
+        return
+    if rollout.backend not in SERVERS or not rollout.server.urls:
+        fix = "set rollout.backend to vllm or sglang, and rollout.server.urls, or leave it out"
+        raise ConfigError(key, level, "needs servers that sample while this run trains", fix)
+    if rollout.server.sleep:
+        why = "has servers sample while this run trains, and rollout.server.sleep has them sleep"
+        raise ConfigError(key, level, why, "leave out one of them")
+    if config.algorithm.correction == "none":
+        why = f"leaves samples of older weights ({key} {level}) uncorrected"
+        raise ConfigError("algorithm.correction", "none", why, "set it to truncate or mask, or leave it out: truncate")
+    every, steps = config.train.eval_every, config.steps_per_iteration
+    if every is not None and every % steps:
+        why = f"is not a multiple of the {steps} steps of an iteration, and with {key} servers get weights between two"
+        raise ConfigError("train.eval_every", every, why, f"give {_nearest_multiples(every, steps)}")
 
 
 def _check_environment(config: SamplingRunConfig) -> None:

@@ -90,6 +90,11 @@ def on_main(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     return outcome[0]
 
 
+def call_here(fn: Callable[[], T]) -> T:
+    """Calls `fn`: the `OnMain` of what runs on the main process alone."""
+    return fn()
+
+
 class OnMainInThread:
     """Calls functions as `on_main` does, for a thread beside the main thread. It is the `Exchange` of
     mrl/data/streamed.py.

@@ -88,6 +88,9 @@ CHARTS: tuple[Chart, ...] = (
     _chart("Rollout", "finished", "Finished by themselves", "rollout/finished"),
     _chart("Rollout", "logprob_gap", "Log-prob gap of sampler and trainer", "rollout/logprob_gap",
            "rollout/logprob_gap_max"),
+    _chart("Rollout", "staleness", "Age of samples (iterations)", "rollout/staleness"),
+    _chart("Rollout", "weights_step", "Step whose weights sampled", "rollout/weights_step"),
+    _chart("Rollout", "probe_gap", "Probe of weight sync: log-prob difference", "rollout/probe_gap"),
     _chart("Rollout", "conversation", "Conversations", "rollout/turns", "rollout/tool_calls"),
     _chart("Rollout", "turn_length", "Length of turns (tokens)", "rollout/turn_length", "rollout/turn_length_max",
            "rollout/observation_length"),
@@ -97,6 +100,8 @@ CHARTS: tuple[Chart, ...] = (
     _chart("Speed and memory", "throughput", "Tokens per second", "perf/tokens_per_s", "rollout/tokens_per_s"),
     _chart("Speed and memory", "phases", "Seconds by phase", "perf/weights_s", "perf/rollout_s", "perf/reward_s",
            "perf/log_probs_s", "perf/update_s", "perf/eval_s", stacked=True),
+    _chart("Speed and memory", "waits", "Seconds of waits", "perf/rollout_wait_s", "perf/servers_idle_s",
+           "perf/save_wait_s", "perf/reward_model_s"),
     _chart("Speed and memory", "step_s", "Seconds a step", "perf/step_s"),
     _chart("Speed and memory", "saves", "Seconds of saves", "perf/save_held_s", "perf/save_write_s"),
     _chart("Speed and memory", "mfu", "Model FLOPs utilization", "perf/mfu"),
@@ -111,7 +116,8 @@ MAIN = (
     "eval/rewards/accuracy", "rewards/margin", "rewards/chosen", "rewards/rejected", "rewards/error", "steps/accuracy",
     "eval/steps/accuracy", "distill/divergence", "actor/divergence", "actor/kl", "actor/approx_kl", "actor/entropy",
     "actor/clip_fraction", "critic/loss", "critic/explained_variance", "rollout/response_length", "rollout/finished",
-    "rollout/logprob_gap", "train/grad_norm", "train/lr", "perf/step_s", "perf/tokens_per_s", "perf/mfu",
+    "rollout/logprob_gap", "rollout/staleness", "train/grad_norm", "train/lr", "perf/step_s", "perf/rollout_wait_s",
+    "perf/servers_idle_s", "perf/tokens_per_s", "perf/mfu",
     "perf/memory_gb",
 )  # fmt: skip
 """The metrics that the terminal shows without --all."""

@@ -21,6 +21,7 @@ from mrl.engine.sampling import SamplingKey, SamplingParams
 
 if TYPE_CHECKING:  # a sampler in another program's environment has no use for data sets
     from mrl.data.prompts import Prompt
+    from mrl.engine.collective import OnMain
 
 
 Limit = Literal["tokens", "turns"]
@@ -163,10 +164,12 @@ class TrajectorySource(abc.ABC):
         greedy: bool = False,
         round: int = 0,
         series: Series = "step",
+        made: int | None = None,
     ) -> list[Trajectory]:
         """Returns `samples` trajectories of each prompt, all of the first prompt first. Collective.
 
         step: made so far. round: of dynamic sampling, in which a prompt may come again. series: what they are for.
+        made: optimizer steps behind the weights that sample; None for those of the step.
         """
 
     def begin(self, run_id: str, made: int) -> None:  # noqa: B027 (not every source has something to do)
@@ -178,6 +181,33 @@ class TrajectorySource(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Ends what was started."""
+
+
+class SharedRollouts(TrajectorySource):
+    """Gives to every rank what a source of the main process samples. source: None on other processes."""
+
+    def __init__(self, source: TrajectorySource | None, on_main: OnMain) -> None:
+        self._source, self._on_main = source, on_main
+
+    @property
+    def own(self) -> TrajectorySource:
+        """The source; on the main process alone."""
+        assert self._source is not None, "another process than the main one does not sample"
+        return self._source
+
+    def sample(self, prompts: Sequence[Prompt], **how: Any) -> list[Trajectory]:
+        """Samples as `TrajectorySource.sample` says."""
+        return self._on_main(lambda: self.own.sample(prompts, **how))
+
+    def begin(self, run_id: str, made: int) -> None:
+        self._on_main(lambda: self.own.begin(run_id, made))
+
+    def forget(self) -> None:
+        self._on_main(lambda: self.own.forget())
+
+    def close(self) -> None:
+        if self._source is not None:
+            self._source.close()
 
 
 def trajectories_to_batch(trajectories: Sequence[Trajectory]) -> Batch:

@@ -20,6 +20,17 @@ _PROMPT_FIELDS = ("content", "tokens", "truncated")  # an environment's reset ma
 _FIELDS = tuple(f.name for f in dataclasses.fields(Trajectory) if f.name != "prompt")
 
 
+def trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
+    """Returns plain data of a trajectory, and of its prompt what an environment may have replaced."""
+    prompt = {name: getattr(trajectory.prompt, name) for name in _PROMPT_FIELDS}
+    return {name: getattr(trajectory, name) for name in _FIELDS} | {"prompt": prompt}
+
+
+def trajectory_from_state(state: Mapping[str, Any], prompt: Prompt) -> Trajectory:
+    """Returns the trajectory of `trajectory_state`. prompt: as it was read."""
+    return Trajectory(**(dict(state) | {"prompt": dataclasses.replace(prompt, **state["prompt"])}))
+
+
 class KeptRollouts(TrajectorySource):
     """Keep another source's trajectories in files of `folder`, until rollouts of later weights come.
 
@@ -27,7 +38,8 @@ class KeptRollouts(TrajectorySource):
     the same after as many steps of the same run, or before the first step.
 
     origin: plain data that samples depend on, besides steps made and prompts. Its "environment" is None if there is
-    none. say: shows a line to the user.
+    none. say: shows a line to the user. ahead: by how many steps rollouts are later than those that their weights are
+    trained on next; their files stay together.
     """
 
     def __init__(
@@ -38,7 +50,9 @@ class KeptRollouts(TrajectorySource):
         origin: Mapping[str, Any],
         on_main: OnMain,
         say: Callable[[str], None],
+        ahead: Sequence[int] = (0,),
     ) -> None:
+        self._ahead = ahead
         self._source, self._folder, self._on_main, self._say = source, folder, on_main, say
         self._origin = json.dumps(origin, sort_keys=True, default=str)
         self._rows_count = origin["environment"] is not None
@@ -64,9 +78,11 @@ class KeptRollouts(TrajectorySource):
         greedy: bool = False,
         round: int = 0,
         series: Series = "step",
+        made: int | None = None,
     ) -> list[Trajectory]:
         """Samples as `TrajectorySource.sample` does, or reads a file."""
-        made = step if series == "eval" else step - 1
+        if made is None:
+            made = step if series == "eval" else step - 1
         asked = {
             "made": made, "step": step, "series": series, "round": round, "greedy": greedy, "samples": samples,
             "prompts": self._digest(prompts), "run": self._run_id if made else "", "origin": self._origin,
@@ -82,7 +98,7 @@ class KeptRollouts(TrajectorySource):
             return trajectories
         began_s = time.perf_counter()
         trajectories = self._source.sample(
-            prompts, step=step, samples=samples, greedy=greedy, round=round, series=series
+            prompts, step=step, samples=samples, greedy=greedy, round=round, series=series, made=made
         )
         seconds = time.perf_counter() - began_s
         self._on_main(lambda: self._write(path, asked, trajectories, seconds))
@@ -114,11 +130,8 @@ class KeptRollouts(TrajectorySource):
             if kept["asked"] != asked:
                 return None
             given = [prompt for prompt in prompts for _ in range(asked["samples"])]
-            trajectories = [
-                Trajectory(prompt=dataclasses.replace(prompt, **fields.pop("prompt")), **fields)
-                for prompt, fields in zip(given, kept["trajectories"], strict=True)
-            ]
-            return trajectories, kept["seconds"]
+            states = zip(kept["trajectories"], given, strict=True)
+            return [trajectory_from_state(state, prompt) for state, prompt in states], kept["seconds"]
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
             why = error.why if isinstance(error, CheckpointError) else f"cannot be read ({type(error).__name__})"
             self._say(f"{path}: {why}, and is sampled again")
@@ -129,10 +142,7 @@ class KeptRollouts(TrajectorySource):
     ) -> None:
         """Writes a file whole or not at all, and removes files of other weights."""
         self._remove_others(asked["made"])
-        rows = [
-            {**{n: getattr(t, n) for n in _FIELDS}, "prompt": {n: getattr(t.prompt, n) for n in _PROMPT_FIELDS}}
-            for t in trajectories
-        ]
+        rows = [trajectory_state(trajectory) for trajectory in trajectories]
         try:
             write_pt(path, {"asked": dict(asked), "trajectories": rows, "seconds": seconds})
         except OSError as error:
@@ -140,7 +150,10 @@ class KeptRollouts(TrajectorySource):
 
     def _remove_others(self, made: int) -> None:
         """Removes files of other weights than those after `made` steps."""
-        self._remove((f"eval_{made:08d}_", f"step_{made + 1:08d}_", f"baseline_{made + 1:08d}_"))
+        kept = [f"eval_{made:08d}_"]
+        for ahead in self._ahead:
+            kept += [f"step_{made + 1 + ahead:08d}_", f"baseline_{made + 1 + ahead:08d}_"]
+        self._remove(tuple(kept))
 
     def _remove(self, kept: tuple[str, ...]) -> None:
         """Removes all files but those whose name begins with one of `kept`."""

@@ -45,6 +45,7 @@ class RecordedRollouts(TrajectorySource):
         greedy: bool = False,
         round: int = 0,
         series: Series = "step",
+        made: int | None = None,
     ) -> list[Trajectory]:
         """Returns the saved samples of that step and series; `greedy` was decided when they were saved.
 

@@ -136,6 +136,7 @@ class Rollouts(TrajectorySource):
         greedy: bool = False,
         round: int = 0,
         series: Series = "step",
+        made: int | None = None,
     ) -> list[Trajectory]:
         """Samples as `TrajectorySource.sample` says.
 

@@ -1,7 +1,7 @@
 """Inference servers as a sampler: they share the requests, and take new weights all together or not at all.
 
-The main process alone talks to them. Every rank gets its answers, errors too. A `Server` is a kind of server: vllm.py
-and sglang.py have one each.
+The main process alone talks to them, through a `Fleet`. `ServerSampler` gives its answers and errors to every rank. A
+`Server` is a kind of server: vllm.py and sglang.py have one each.
 
 handover.py syncs weights. Each set of weights has a name. `sample` asks each server for it before and after, and
 another name is an error: the server was started again meanwhile.
@@ -13,7 +13,8 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from mrl.rollout.base import Sampler, SampleRequest
 from mrl.rollout.handover import WeightSync, make_weight_sync
 from mrl.rollout.http import HttpClient
 from mrl.rollout.server import Server, ServerGroup
+from mrl.words import pluralize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,94 +41,60 @@ class Probe:
     tolerance: float = 0.1  # largest mean difference: servers round otherwise, most of all in bfloat16
 
 
-class ServerSampler(Sampler):
-    """Completions from the servers of `config.urls`, of the kind `server`.
+class Fleet:
+    """The servers of `config.urls`, which share requests and have one set of weights. On the main process alone.
 
-    Collective as any sampler; constructing it is too.
-
+    - server: the kind of server
     - weights_dir: a folder of this run alone (`mrl.rollout.weights.weights_dir`)
     - max_length: tokens of the longest sequence
-    - adapted: the actor, if `update_weights` gets adapters alone and servers hold the base; None if it gets all weights
+    - device: the actor's
+    - adapted: the actor, if `send` gets adapters alone and servers hold the base; None if it gets all weights
 
     Raises ConfigError or ServerError if a server is not there or not set up for it.
     """
 
-    exact = False
-    server: Callable[[HttpClient], Server]
-
     def __init__(
         self,
+        server: Callable[[HttpClient], Server],
         config: ServerConfig,
         *,
-        is_main: bool,
-        on_main: OnMain,
         weights_dir: str,
-        max_length: int | None = None,
-        probe: Probe | None = None,
-        device: torch.device = torch.device("cpu"),  # noqa: B008 (nothing changes it)
-        adapted: AdapterTraining | None = None,
+        max_length: int | None,
+        device: torch.device,
+        adapted: AdapterTraining | None,
     ) -> None:
-        self._servers = ServerGroup([self.server(HttpClient(url, timeout_s=config.timeout_s)) for url in config.urls])
-        self._config, self._probe = config, probe
-        self._is_main, self._on_main = is_main, on_main
-        self._handover: WeightSync | None = None
+        self._servers = ServerGroup([server(HttpClient(url, timeout_s=config.timeout_s)) for url in config.urls])
+        self._config, self._takes_adapters = config, adapted is not None
         self._version: str | None = None
-        self._adapted = adapted
-        self._asleep = self._updated = False
-        on_main(lambda: self._start(weights_dir, max_length, device))
-
-    def _start(self, weights_dir: str, max_length: int | None, device: torch.device) -> None:
-        config = self._config
+        self._todo: Collection[Any] = ()
+        self.probe_gap = 0.0  # of the last probe, the largest mean difference of a server
         lengths = self._servers.map(lambda s: s.inspect(sleeps=config.sleep))
-        for server, longest in zip(self._servers, lengths, strict=True):
+        for one, longest in zip(self._servers, lengths, strict=True):
             if max_length is not None and longest is not None and longest < max_length:
                 why = (
-                    f"{server.http.url} takes {longest} tokens and the longest sequence (data.max_prompt_length + "
+                    f"{one.http.url} takes {longest} tokens and the longest sequence (data.max_prompt_length + "
                     f"rollout.max_new_tokens) has {max_length}"
                 )
                 raise ConfigError("rollout.server.urls", why=why, fix="start it for that many")
-        if self._adapted is None:
-            self._handover = make_weight_sync(self._servers, config, weights_dir, device)
+        self.handover: WeightSync
+        if adapted is None:
+            self.handover = make_weight_sync(self._servers, config, weights_dir, device)
         else:
             text = PROBE_IDS if max_length is None else PROBE_IDS[: max_length - 1]
-            self._handover = AdapterWeightSync(self._servers, weights_dir, self._adapted, text)
-
-    @property
-    def handover(self) -> str | None:
-        """The name of the weight sync, also of one that `auto` chose; None on other processes than the main one."""
-        return None if self._handover is None else self._handover.name
-
-    @property
-    def notes(self) -> Sequence[str]:
-        if self._handover is None:
-            return ()
-        why = f" ({self._handover.why})" if self._handover.why else ""
-        return (f"rollout.server.handover: {self._handover.name}{why}",)
-
-    @property
-    def takes_adapters(self) -> bool:
-        return self._adapted is not None
+            self.handover = AdapterWeightSync(self._servers, weights_dir, adapted, text)
 
     @property
     def _adapter(self) -> str | None:
         """The adapter to name in requests: it has the name of the weights."""
-        return None if self._adapted is None else self._version
-
-    # --------------------------------------------------------------------------------------------------- completions
+        return self._version if self._takes_adapters else None
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Returns completions. Raises ServerError, or ConfigError for parameters whose log-probs a server does not
-        give."""
-        assert self._updated, "update_weights comes before sample"
-        self.wake()
-        return self._on_main(lambda: self._sample(requests))
-
-    def _sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """Returns completions in the order of the requests. Raises as `ServerSampler.sample`."""
         for sampling in {request.sampling for request in requests}:
             for server in self._servers:
                 server.refuse(sampling)
         self._check_versions()
-        todo = collections.deque(enumerate(requests))
+        todo = self._todo = collections.deque(enumerate(requests))
         completions: dict[int, Completion] = {}
 
         def work(server: Server) -> None:
@@ -151,10 +119,126 @@ class ServerSampler(Sampler):
                 )
 
     def log_probs(self, tokens: Sequence[int]) -> list[list[float]]:
-        """Returns log-probs of `tokens[1:]` at temperature 1, from each server. Collective."""
-        return self._on_main(lambda: self._servers.map(lambda s: s.score(tokens, adapter=self._adapter)))
+        """Returns log-probs of `tokens[1:]` at temperature 1, from each server."""
+        return self._servers.map(lambda s: s.score(tokens, adapter=self._adapter))
 
-    # ------------------------------------------------------------------------------------------------------- weights
+    def waits_for(self) -> str:
+        """Says which servers are asked, and how many requests none of them has yet."""
+        urls = ", ".join(server.http.url for server in self._servers)
+        return f"{urls} still answer(s), and {pluralize(len(self._todo), 'request')} wait(s)"
+
+    def abort(self) -> None:
+        """Ends requests that are under way. They raise RequestAborted."""
+        self._servers.abort_requests()
+
+    def allow(self) -> None:
+        """Lets requests be made again after `abort`."""
+        self._servers.allow_requests()
+
+    def send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Gives all servers the new weights, as `WeightSync.send`."""
+        self._version = self.handover.send(weights)
+
+    def check_probe(self, probe: Probe, expected: Sequence[float]) -> None:
+        """Raises ServerError if a server's log-probs of the probe are not about the `expected` ones."""
+        self.probe_gap = 0.0
+        for server, found in zip(self._servers, self.log_probs(probe.tokens), strict=True):
+            gap = sum(abs(a - b) for a, b in zip(expected, found, strict=True)) / len(expected)
+            self.probe_gap = max(self.probe_gap, gap)
+            if not gap <= probe.tolerance:
+                raise server.http.error(
+                    f"gives log-probs that differ from the trainer's by {gap:.3g} per token (at most "
+                    f"{probe.tolerance:g} is let pass); does it serve the model of actor.model.path?"
+                )
+
+    def sleep(self) -> None:
+        self._servers.map(lambda s: s.sleep())
+
+    def wake(self) -> None:
+        self._servers.map(lambda s: s.wake())
+
+    def close(self) -> None:
+        """Removes the files of weight syncs. The servers stay: they were not started here."""
+        self.handover.close()
+
+
+class FleetSampler(Sampler):
+    """Completions from a fleet, on the main process alone and in any of its threads."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """Returns completions, as `Fleet.sample`."""
+        return self._fleet.sample(requests)
+
+
+class ServerSampler(Sampler):
+    """Completions from a `Fleet` of the kind `server`, on every rank.
+
+    Collective as any sampler; constructing it is too. Arguments and errors are those of `Fleet`.
+    """
+
+    exact = False
+    server: Callable[[HttpClient], Server]
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        is_main: bool,
+        on_main: OnMain,
+        weights_dir: str,
+        max_length: int | None = None,
+        probe: Probe | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 (nothing changes it)
+        adapted: AdapterTraining | None = None,
+    ) -> None:
+        self._config, self._probe, self._adapted = config, probe, adapted
+        self._is_main, self._on_main = is_main, on_main
+        self._fleet: Fleet | None = None
+        self._asleep = self._updated = False
+
+        def start() -> None:
+            self._fleet = Fleet(
+                self.server, config, weights_dir=weights_dir, max_length=max_length, device=device, adapted=adapted
+            )
+
+        on_main(start)
+
+    @property
+    def fleet(self) -> Fleet:
+        """The servers; on the main process alone."""
+        assert self._fleet is not None, "another process than the main one does not talk to servers"
+        return self._fleet
+
+    @property
+    def handover(self) -> str | None:
+        """The name of the weight sync, also of one that `auto` chose; None on other processes than the main one."""
+        return None if self._fleet is None else self._fleet.handover.name
+
+    @property
+    def notes(self) -> Sequence[str]:
+        if self._fleet is None:
+            return ()
+        handover = self._fleet.handover
+        why = f" ({handover.why})" if handover.why else ""
+        return (f"rollout.server.handover: {handover.name}{why}",)
+
+    @property
+    def takes_adapters(self) -> bool:
+        return self._adapted is not None
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """Returns completions. Raises ServerError, or ConfigError for parameters whose log-probs a server does not
+        give."""
+        assert self._updated, "update_weights comes before sample"
+        self.wake()
+        return self._on_main(lambda: self.fleet.sample(requests))
+
+    def log_probs(self, tokens: Sequence[int]) -> list[list[float]]:
+        """Returns log-probs of `tokens[1:]` at temperature 1, from each server. Collective."""
+        return self._on_main(lambda: self.fleet.log_probs(tokens))
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Gives all servers the new weights.
@@ -162,51 +246,38 @@ class ServerSampler(Sampler):
         After an error (ServerError) those that can be reached have the old ones, or stay paused.
         """
         self.wake()
-        version, error = "", None
+        error: UserError | None = None
         if self._is_main:
-            assert self._handover is not None
             try:
-                version = self._handover.send(weights)
+                self.fleet.send(weights)
             except UserError as caught:
                 error = caught
         else:
             for _ in weights:
                 pass
-        self._on_main(lambda: self._took(version, error))
+        self._on_main(lambda: _raise(error))
         self._updated = True
         probe = self._probe
         if probe is not None:
             expected = list(probe.log_probs(probe.tokens))
-            self._on_main(lambda: self._check_probe(probe, expected))
-
-    def _took(self, version: str, error: UserError | None) -> None:
-        if error is not None:
-            raise error
-        self._version = version
-
-    def _check_probe(self, probe: Probe, expected: list[float]) -> None:
-        scores = self._servers.map(lambda s: s.score(probe.tokens, adapter=self._adapter))
-        for server, found in zip(self._servers, scores, strict=True):
-            gap = sum(abs(a - b) for a, b in zip(expected, found, strict=True)) / len(expected)
-            if not gap <= probe.tolerance:
-                raise server.http.error(
-                    f"gives log-probs that differ from the trainer's by {gap:.3g} per token (at most "
-                    f"{probe.tolerance:g} is let pass); does it serve the model of actor.model.path?"
-                )
-
-    # ------------------------------------------------------------------------------------------------------ lifetime
+            self._on_main(lambda: self.fleet.check_probe(probe, expected))
 
     def sleep(self) -> None:
         if self._config.sleep and not self._asleep:
-            self._on_main(lambda: self._servers.map(lambda s: s.sleep()))
+            self._on_main(lambda: self.fleet.sleep())
             self._asleep = True
 
     def wake(self) -> None:
         if self._asleep:
-            self._on_main(lambda: self._servers.map(lambda s: s.wake()))
+            self._on_main(lambda: self.fleet.wake())
             self._asleep = False
 
     def close(self) -> None:
-        """Removes the files of weight syncs. The servers stay: they were not started here."""
-        if self._handover is not None:
-            self._handover.close()
+        """Ends the fleet, as `Fleet.close`."""
+        if self._fleet is not None:
+            self._fleet.close()
+
+
+def _raise(error: UserError | None) -> None:
+    if error is not None:
+        raise error

@@ -9,12 +9,14 @@ makes `epochs * global_batch_size / mini_batch_size` optimizer steps on it. Not 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from mrl.config.ppo import PPOConfig
 from mrl.rewards.scorer import faults_in_words
 from mrl.trainers.common import say_all
-from mrl.trainers.rl.collect import ScoredRollout
+from mrl.trainers.rl.collect import ScoredRollout, with_models
 from mrl.trainers.rl.experience import Experience
+from mrl.trainers.rl.launched import LaunchedRollouts
 from mrl.trainers.rl.prepare import check_rollout, policy_metrics, prepare, rollout_metrics
 from mrl.trainers.rl.show import show_rollout
 from mrl.trainers.rl.trainer import PPOTrainer, trainer_of
@@ -40,13 +42,15 @@ def loop(trainer: PPOTrainer) -> None:
     progress, memory = trainer.progress, FreedMemory()
     while progress.step < trainer.total_steps:
         if trainer.experience is None:
-            collected = sample(trainer)  # prompts, completions, rewards
+            collected, of_rollout = sample(trainer)  # prompts, completions, rewards
             began_s = time.perf_counter()
             trainer.experience = prepare(trainer, collected)  # log-probs, values, advantages
             check_rollout(trainer, collected, trainer.experience)
             log_probs_s = time.perf_counter() - began_s
             progress.pending = rollout_metrics(trainer, collected, trainer.experience, log_probs_s=log_probs_s)
-            progress.pending |= trainer.source.metrics
+            progress.pending |= of_rollout
+            if trainer.launched is not None:
+                trainer.launched.trained()
             finish_rollout(trainer, collected, trainer.experience)
             del collected  # its texts and tokens would fill the memory of the next rollout
 
@@ -60,14 +64,55 @@ def loop(trainer: PPOTrainer) -> None:
         memory.give_back()
 
 
-def sample(trainer: PPOTrainer) -> ScoredRollout:
-    """Returns the completions and rewards of the next iteration."""
+def sample(trainer: PPOTrainer) -> tuple[ScoredRollout, Mapping[str, float]]:
+    """Returns the completions and rewards of the next iteration, and metrics of how they came."""
     step = trainer.progress.step
+    if trainer.launched is not None:
+        return take_launched(trainer, trainer.launched)
     trainer.console.doing(f"step {step + 1}: prompts and weights for the sampler")
     with trainer.saved_before_errors():
         prompts = trainer.collector.take(trainer.config.prompts_per_iteration)
         with trainer.sampling(step):
-            return trainer.collector.collect(prompts, step + 1)
+            return trainer.collector.collect(prompts, step + 1), trainer.source.metrics
+
+
+def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[ScoredRollout, Mapping[str, float]]:
+    """Returns what servers sampled meanwhile, as `sample`, and launches the rollout after it.
+
+    Between the two the servers are idle: they get the trainer's weights, and held-out prompts if they are due.
+    """
+    step, steps = trainer.progress.step, trainer.config.steps_per_iteration
+    iteration = step // steps
+    with trainer.saved_before_errors():
+        if not launched.is_launched(iteration):  # at the start, or after an error
+            if step:
+                trainer.console.say(
+                    f"iteration {iteration + 1}: its rollout is not in the checkpoint, as the run had ended, its "
+                    "servers had failed or a second signal had come, so the newest weights sample it; this is not the unbroken run"
+                )
+            trainer.sampling.sync(step)
+            launched.launch(iteration, step)
+        trainer.console.doing(f"step {step + 1}: waiting for its rollout")
+        taken = launched.wait(iteration)
+        if taken is None:
+            trainer.log.sync()
+            raise trainer.stopped(trainer.save())
+        trainer.sampling.sync(step)
+    say_all(trainer.console, taken.notes)
+    trainer.finish_waiting()
+    if trainer.stop_requested:  # before another rollout is launched, for which the save would wait
+        trainer.log.sync()
+        raise trainer.stopped(trainer.save())
+    if step + steps < trainer.total_steps and not launched.is_launched(iteration + 1):
+        launched.launch(iteration + 1, step)
+    began_s = time.perf_counter()
+    row = launched.take_metrics(taken)
+    if trainer.scores.reward_model is None:
+        return taken.rollout, row
+    trainer.console.doing(f"step {step + 1}: scoring")
+    with trainer.saved_before_errors():
+        rollout = with_models(taken.rollout, trainer.scores)
+    return rollout, {**row, "perf/reward_model_s": time.perf_counter() - began_s}
 
 
 def one_step(trainer: PPOTrainer, experience: Experience) -> tuple[dict[str, float], Experience]:
@@ -105,7 +150,7 @@ def finish_rollout(trainer: PPOTrainer, collected: ScoredRollout, experience: Ex
     """Shows a rollout and what was wrong with its rows and rewards. After a signal it is saved, and Stopped raised."""
     show_rollout(trainer, trainer.progress.step + 1, collected, experience)
     faults = faults_in_words((*collected.scores.faults, *collected.greedy[1].faults))
-    say_all(trainer.console, (*trainer.source.take_notes(), *faults))
+    say_all(trainer.console, (*trainer.take_notes(), *faults))
     if trainer.stop_requested:
         trainer.log.sync()
         raise trainer.stopped(trainer.save())
@@ -113,5 +158,6 @@ def finish_rollout(trainer: PPOTrainer, collected: ScoredRollout, experience: Ex
 
 def join(pending: dict[str, float], row: dict[str, float]) -> dict[str, float]:
     """Returns the metrics of a step; with those of its rollout where it is the first on it."""
-    phases = [pending.get(f"perf/{phase}_s", 0.0) for phase in ("weights", "rollout", "reward", "log_probs")]
+    sampled = ("rollout_wait", "reward_model") if "perf/rollout_wait_s" in pending else ("rollout", "reward")
+    phases = [pending.get(f"perf/{phase}_s", 0.0) for phase in ("weights", *sampled, "log_probs")]
     return {**pending, **row, "perf/step_s": sum(phases) + row["perf/update_s"]}

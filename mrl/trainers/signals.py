@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 import types
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+APART_S = 5.0
+"""A signal so long after the first is another request. One may come twice at once: from Slurm, and from a launcher."""
 
 
 class StopSignal:
-    """Inside `with`, SIGTERM and SIGUSR1 set `name` and say so, and do nothing else, however often they come.
+    """Inside `with`, SIGTERM and SIGUSR1 set `name` and say so, and do nothing else. Another one, APART_S later, sets `hurried`.
 
     says: what follows, in words: the first one is answered at once with that line on standard output; None: with
     nothing. SIGTERM is what schedulers and `kill` send; SIGUSR1 is what Slurm sends ahead of a time limit
@@ -22,6 +25,8 @@ class StopSignal:
     def __init__(self, says: str | None = None) -> None:
         self.says = says
         self.name: str | None = None
+        self.hurried = False
+        self._first_s = 0.0
         self._before: dict[int, Any] = {}
 
     @property
@@ -43,7 +48,9 @@ class StopSignal:
 
     def _remember(self, signum: int, frame: types.FrameType | None) -> None:
         if self.name is not None:
+            self.hurried |= time.monotonic() - self._first_s >= APART_S
             return
+        self._first_s = time.monotonic()
         self.name = signal.Signals(signum).name
         if self.says is not None:
             with contextlib.suppress(OSError):  # a terminal that is gone must not keep the run from saving

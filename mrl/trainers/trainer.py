@@ -275,7 +275,7 @@ class Trainer(abc.ABC):
         self.log.write(step, row)
         progress.unlogged = None
         self.console.step(step, row)
-        say_all(self.console, self.source.take_notes())
+        say_all(self.console, self.take_notes())
 
         is_best = self.is_best(row)
         if stop_requested or any_bad_row or is_best or is_due(config.checkpoint.every, step, self.total_steps):
@@ -295,7 +295,7 @@ class Trainer(abc.ABC):
 
         The rows that were taken inside come again after a resume.
         """
-        position = self.source.state_dict()
+        position = self.position_before_rows()
         try:
             yield
         except self.saves_before as error:
@@ -304,6 +304,18 @@ class Trainer(abc.ABC):
             log_without_evaluation(self.dispatch, self.log, self.progress)
             saved = self.save(position=position)
             raise error.going_on(f"steps 1 to {self.progress.step} are saved in {saved}") from error
+
+    def take_notes(self) -> list[str]:
+        """Returns lines on rows that were left out since the last call."""
+        return self.source.take_notes()
+
+    def position_before_rows(self) -> Mapping[str, Any] | None:
+        """Returns the position of data.train now, for a save after an error; None if that save finds it out itself."""
+        return self.source.state_dict()
+
+    def data_position(self) -> Mapping[str, Any]:
+        """Returns the position of data.train behind the rows that a checkpoint holds or that were trained on."""
+        return self.source.state_dict()
 
     def stopped(self, saved: str | None) -> Stopped:
         """Returns the end of a run after a signal. saved: the checkpoint; None if none was due."""
@@ -323,7 +335,7 @@ class Trainer(abc.ABC):
         self.console.doing("saving a checkpoint")
         state = {
             "progress": progress.state_dict(),
-            "data": self.source.state_dict() if position is None else position,
+            "data": self.data_position() if position is None else position,
             **self.own_state(),
             "config": without_signatures(to_dict(config)),
             "chosen": dispatch.chosen,
@@ -371,7 +383,7 @@ class Trainer(abc.ABC):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Puts everything but roles and `progress` where the checkpoint's `state` left it."""
         self.source.load_state_dict(state["data"])
-        say_all(self.console, self.source.take_notes())
+        say_all(self.console, self.take_notes())
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.bad_input.data_cases import file
 from tests.bad_input.mistakes import MOE, Case, set_model, set_other_model
 
+AHEAD = ("rollout.backend=vllm", "rollout.server.urls=['http://a:1']", "rollout.async_level=1")
+
 CASES = [
     # Keys.
     Case("key of mrl sft", "model.path", ("unknown key", "did you mean actor.model.path?"), ("model.path=x",)),
@@ -66,6 +68,11 @@ CASES = [
     Case("no second function", "rewards.functions[1].function", ("score.py:f",), ("rewards.functions=[{name: gsm8k}, {function: 'score.py:f'}]",), file("score.py", "")),
     # Rollout.
     Case("empty stop", "rollout.stop", ("every completion at once",), ("rollout.stop=['']",)),
+    Case("nobody to sample ahead", "rollout.async_level", ("needs servers", "rollout.server.urls"), ("rollout.async_level=1",)),
+    Case("servers that sleep and sample", "rollout.async_level", ("rollout.server.sleep",), (*AHEAD, "rollout.server.sleep=true")),
+    Case("old samples uncorrected", "algorithm.correction", ("rollout.async_level 1", "truncate"), (*AHEAD, "algorithm.correction=none")),
+    Case("a divergence of old samples", "algorithm.distill", ("rollout.async_level",), (*AHEAD, "algorithm.name=opd", "algorithm.distill={}", "reference.model.path=model", "rewards=null")),
+    Case("evaluation within an iteration", "train.eval_every", ("multiple of the 2 steps",), (*AHEAD, "train.eval_every=3", "data.eval=rows.jsonl")),
     Case("nothing to replay", "rollout.path", ("recorded",), ("rollout.backend=recorded",)),
     Case("path of native", "rollout.path", ("not used by rollout.backend native",), ("rollout.path=samples",)),
     Case("no recorded folder", "rollout.path", ("is no folder",), ("rollout={backend: recorded, path: samples, samples_per_prompt: 4, max_new_tokens: 32}",)),

@@ -54,7 +54,7 @@ def checksums(server: RealServer) -> dict[str, str]:
 
 def linked(servers: list[RealServer], folder, way: str, bucket_bytes: int = 2**20):
     sampler = sampler_of([server.url for server in servers], str(folder), handover=way)
-    sampler._handover._bucket_bytes = bucket_bytes
+    sampler.fleet.handover._bucket_bytes = bucket_bytes
     return sampler
 
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_loaded_leaves_all_paused_until_whole_weights_come(server
         (hf_stream(folders[1], wrong_shape=WRONG), r"/\w+_weights? says HTTP 500"),
         ((pair for pair in hf_stream(folders[1]) if pair[0] != WRONG), f"no weights have come for 1 .*{WRONG}"),
     ):
-        sampler._handover._shapes = {}
+        sampler.fleet.handover._shapes = {}
         start = time.monotonic()
         with logs_of(servers), pytest.raises(ServerError, match=said) as caught:
             sampler.update_weights(stream)
@@ -120,9 +120,9 @@ def test_a_trainer_that_is_killed_leaves_servers_that_another_can_use(servers, f
     """It is gone after `begin`, and after a bucket of which the servers have a layer's part."""
     for sent in (0, 1):
         killed = linked(servers, tmp_path, way)
-        handover = killed._handover
+        handover = killed.fleet.handover
         link = handover._joined()
-        for server in killed._servers:
+        for server in killed.fleet._servers:
             server.pause()
             server.begin()
         for bucket in list(links.buckets(hf_stream(folders[1]), 300_000, link.buffer))[:sent]:
@@ -168,7 +168,7 @@ def test_tied_weights_and_then_a_server_that_dies(tied, tmp_path):
                 server.kill()
             yield pair
 
-    sampler._handover._bucket_bytes = 10_000
+    sampler.fleet.handover._bucket_bytes = 10_000
     start, read = time.monotonic(), []
     with pytest.raises(ServerError, match=r"/update_weights cannot be reached .*no server samples") as caught:
         sampler.update_weights((read.append(name), (name, tensor))[1] for name, tensor in stream())
@@ -188,7 +188,7 @@ def test_one_of_two_servers_dies_in_the_middle_of_a_bucket(servers, folders, by_
         sampler = linked([survivor, victim], tmp_path, "broadcast", 200_000)
         sampler.update_weights(hf_stream(folders[0]))
         assert sampler.log_probs(TEXT)[0] == by_disk[0][1][0]
-        link, receiver, sent = sampler._handover._link, sampler._servers[0], []
+        link, receiver, sent = sampler.fleet.handover._link, sampler.fleet._servers[0], []
         send, receive = link.send, receiver.receive
 
         def send_to_one_that_stands_still(bucket, failed):

@@ -20,7 +20,7 @@ class Source(TrajectorySource):
     def __init__(self):
         self.calls = 0
 
-    def sample(self, prompts, *, step, samples, greedy=False, round=0, series="step"):
+    def sample(self, prompts, *, step, samples, greedy=False, round=0, series="step", made=None):
         self.calls += 1
         talk = [{"role": "assistant", "content": "\ud800"}]
         return [

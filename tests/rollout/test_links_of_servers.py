@@ -58,7 +58,7 @@ def test_the_next_bucket_is_gathered_while_one_is_sent(two, tmp_path):
     for server in two:
         server.faults["/update_weights"] = [wait, *[DONE] * 3]
     sampler = sampler_of([s.url for s in two], str(tmp_path), handover="ipc")
-    sampler._handover._bucket_bytes = 1
+    sampler.fleet.handover._bucket_bytes = 1
 
     def stream():
         for i, pair in enumerate(WEIGHTS[:3]):
@@ -98,7 +98,7 @@ def test_where_one_fails_none_goes_on(two, tmp_path, path, how):
     fault = says(500, {"error": {"message": "out of\nmemory"}}) if how == SAYS_500 else dies(two[1])
     two[1].faults[path] = [fault] if how == SAYS_500 else [DONE, fault]
     sampler = sampler_of([s.url for s in two], str(tmp_path), handover="ipc")
-    sampler._handover._bucket_bytes = 24
+    sampler.fleet.handover._bucket_bytes = 24
     read, start = [], time.monotonic()
     with pytest.raises(ServerError, match=f"{how}.*no server samples.*stay paused") as caught:
         sampler.update_weights((read.append(name), (name, tensor))[1] for name, tensor in WEIGHTS)
@@ -143,7 +143,7 @@ class Process:
 def test_a_group_of_two_servers(two, tmp_path):
     processes = [Process(server, receives=True) for server in two]
     sampler = sampler_of([s.url for s in two], str(tmp_path), handover="broadcast")
-    sampler._handover._bucket_bytes = 24
+    sampler.fleet.handover._bucket_bytes = 24
     sampler.update_weights(iter(WEIGHTS))
     for process in processes:
         assert [(n, t.tolist()) for n, t in process.came] == [(n, t.tolist()) for n, t in WEIGHTS]
@@ -156,7 +156,7 @@ def test_cuda_ipc_reads_each_bucket_where_it_is_and_when_it_is_written(two, tmp_
     two[0].faults["/collective_rpc"].insert(0, says(200, {"results": [links.place()]}))
     sampler = sampler_of([two[0].url], str(tmp_path), handover="auto", device=gpu)
     assert sampler.handover == "ipc"
-    sampler._handover._bucket_bytes = 24
+    sampler.fleet.handover._bucket_bytes = 24
     sampler.update_weights(iter(WEIGHTS))
     assert two[0].paths().count("/update_weights") > 2
     assert [(n, t.tolist()) for n, t in process.came] == [(n, t.tolist()) for n, t in WEIGHTS]
@@ -198,7 +198,7 @@ def test_a_server_that_does_not_receive_holds_nobody_up(two, tmp_path):
     with pytest.raises(ServerError, match="/update_weights says HTTP 500: busy with itself.*stay paused") as caught:
         sampler.update_weights(iter([("a", torch.zeros(2**23)), ("b", torch.zeros(1))]))
     assert two[1].url in str(caught.value) and time.monotonic() - start < 15
-    assert [process.end for process in processes] == [None, None] and sampler._handover._link is None
+    assert [process.end for process in processes] == [None, None] and sampler.fleet.handover._link is None
 
 
 def test_a_broadcast_that_does_not_begin_holds_nobody_up(two, tmp_path, monkeypatch):

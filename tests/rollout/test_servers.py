@@ -124,7 +124,7 @@ def test_a_dead_server_is_one_line_and_ends_the_others(two):
     assert time.monotonic() - start < 40
     assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
     servers[0].faults.clear()
-    assert servers[0].version == sampler._version
+    assert servers[0].version == sampler.fleet._version
 
 
 def test_no_answer_in_time_is_an_error(replay, tmp_path):
@@ -209,7 +209,7 @@ def test_no_server_loads_before_all_are_paused(two, tmp_path):
 @pytest.mark.parametrize("broken", [LOAD, "/reset_prefix_cache", "/update_weight_version"])
 def test_where_one_cannot_load_all_go_back(two, tmp_path, broken):
     servers, sampler = two
-    old, version = sampler._handover._loaded[sampler._servers[0]]
+    old, version = sampler.fleet.handover._loaded[sampler.fleet._servers[0]]
     servers[1].faults[broken] = [says(200, {"success": False}) if "reset" in broken else BROKEN]
     with pytest.raises(
         ServerError, match="no server samples from the new weights; rollout.server.weights_dir"
@@ -305,7 +305,7 @@ def ranks_share(url: str, folder: str) -> list:
     with pytest.raises(ServerError, match="out of vocabulary"):
         sampler.sample([OUT_OF_VOCABULARY])
     if rank == 0:
-        sampler._handover._folders = WeightFolders("/dev/null/weights", bucket_mb=1)
+        sampler.fleet.handover._folders = WeightFolders("/dev/null/weights", bucket_mb=1)
     with pytest.raises(ServerError, match="rollout.server.weights_dir: /dev/null/weights cannot be written"):
         sampler.update_weights(stream())
     assert read == ["a", "b.c"] * 2
@@ -447,4 +447,4 @@ def test_nothing_is_left_to_a_servers_own_defaults(two):
     body = next(body for server in servers for path, body in server.calls if path == COMPLETIONS)
     defaults = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     assert all(body[name] is not None for name in (*defaults, "max_tokens", "seed", "stop_token_ids"))
-    assert body["ignore_eos"] and isinstance(sampler._servers[0], VLLMServer)
+    assert body["ignore_eos"] and isinstance(sampler.fleet._servers[0], VLLMServer)

@@ -241,7 +241,7 @@ def test_cuda_ipc(servers, tmp_path, gpu):
     """Two servers of two processes, each of which reads every tensor once; and a run that broke off before."""
     processes = [Process(server, tp=2) for server in servers]
     sampler = sampler_of(servers, tmp_path, handover="ipc", device=gpu)
-    sampler._handover._bucket_bytes = 40
+    sampler.fleet.handover._bucket_bytes = 40
     open_still = {
         "success": False,
         "message": "a weight-update session is already open; call end_weight_update() first",

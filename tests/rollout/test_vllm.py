@@ -130,7 +130,7 @@ def test_a_request_in_flight_keeps_its_weights(servers, sampler, folders):
     asked = SampleRequest([5, 6, 7], 500, SamplingParams(), SamplingKey())
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         for _ in range(30):  # a busy machine may look when all is drawn
-            flying = pool.submit(sampler._servers[0].complete, asked)
+            flying = pool.submit(sampler.fleet._servers[0].complete, asked)
             while not servers[0].running() and not flying.done():
                 pass
             if not flying.done():
@@ -164,7 +164,7 @@ def test_broken_weights_leave_the_old_ones(servers, sampler, folders, tmp_path):
 
 def test_broken_weights_at_first_leave_those_of_the_start(servers, folders, tmp_path):
     sampler = sampler_of([servers[0].url], str(tmp_path / "weights"))
-    before = sampler._servers[0].path
+    before = sampler.fleet._servers[0].path
     with pytest.raises(ServerError, match="no server samples from the new weights"):
         sampler.update_weights(hf_stream(folders[1], break_file_in=tmp_path / "weights"))
     assert before == folders[0]
@@ -195,8 +195,8 @@ def test_weights_of_a_wrong_shape_are_undone(servers, folders, tmp_path):
     sampler.update_weights(hf_stream(folders[0]))
     before, both = sampler.log_probs(TEXT), sampler.sample(requests(SamplingParams(), samples=4))
     assert len({tuple(c.tokens) for c in both}) == 12
-    other, old = sampler_of(urls, str(tmp_path / "other")), sampler._handover._loaded.values()
-    other._handover._loaded = dict(zip(other._servers, old, strict=True))
+    other, old = sampler_of(urls, str(tmp_path / "other")), sampler.fleet.handover._loaded.values()
+    other.fleet.handover._loaded = dict(zip(other.fleet._servers, old, strict=True))
     with pytest.raises(ServerError, match="no server samples from the new weights") as caught:
         other.update_weights(hf_stream(folders[1], wrong_shape="model.layers.1.mlp.down_proj.weight"))
     assert "must be started again" not in str(caught.value)

@@ -125,7 +125,7 @@ def test_the_best_value_is_gone_on_with_where_it_is_of_this_run_and_metric(
     loads, said = there(load_state_dict=lambda of: None, load_checkpoint=None, chosen=now_chosen, take_notes=list), []
     trainer = trainer_of(
         PPOTrainer, config=config(now), dispatch=loads, directory=RunDirectory(tmp_path), console=there(say=said.append),
-        folders={}, source=loads, kl=loads, collector=there(rollouts=there(begin=lambda run_id, step: None)),
+        folders={}, source=loads, kl=loads, rollouts=there(begin=lambda run_id, step: None),
     )  # fmt: skip
     trainer.restore(None)
     made = trainer.progress

@@ -20,7 +20,6 @@ from mrl.rewards.scorer import Scores
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Trajectory, TrajectorySource
 from mrl.trainers.rl import scoring
-from mrl.trainers.rl.scoring import Scoring
 
 
 def take_together(source: PromptSource, count: int, dispatch: WorkerDispatch) -> list[Prompt]:
@@ -88,6 +87,22 @@ class ScoredRollout:
         return row
 
 
+def with_models(rollout: ScoredRollout, scores: scoring.Scoring) -> ScoredRollout:
+    """Returns the rollout with the reward model's scores, which `Scoring.on_this_process` left out. Collective."""
+    both = scores.by_models(rollout.scores, rollout.trajectories)
+    if rollout.baselines_S is None:
+        return dataclasses.replace(rollout, scores=both)
+    answers, of_functions = rollout.greedy
+    greedy = scores.by_models(of_functions, answers)
+    baselines_S = _baselines(greedy, len(rollout.trajectories) // len(answers))
+    return dataclasses.replace(rollout, scores=both, greedy=(answers, greedy), baselines_S=baselines_S)
+
+
+def _baselines(greedy: Scores, samples: int) -> Tensor:
+    """[S] fp64, the greedy answer's reward for each of the `samples` of its prompt."""
+    return torch.tensor(greedy.totals, dtype=torch.float64).repeat_interleave(samples)
+
+
 def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Turns, tool calls and lengths of turns; nothing where the trajectories are no conversations."""
     if any(t.conversation is None for t in trajectories):
@@ -105,16 +120,16 @@ def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
 class Collector:
     """Samples and scores rollouts of `prompts` groups of `samples`.
 
-    Rollouts come from `rollouts`. take: returns the next prompts of the data. rounds: how often groups without
-    differences may be sampled again; None if they are not. greedy_answers: score one for each prompt. doing: is told
-    what begins.
+    Rollouts come from `rollouts`. take: returns the next prompts of the data. score: as `Scoring.score`. rounds: how
+    often groups without differences may be sampled again; None if they are not. greedy_answers: score one for each
+    prompt. doing: is told what begins.
     """
 
     def __init__(
         self,
         take: Callable[[int], list[Prompt]],
         rollouts: TrajectorySource,
-        scores: Scoring,
+        score: Callable[..., Scores],
         *,
         prompts: int,
         samples: int,
@@ -122,16 +137,17 @@ class Collector:
         greedy_answers: bool,
         doing: Callable[[str], None] = lambda what: None,
     ) -> None:
-        self.take, self.rollouts, self.scores = take, rollouts, scores
+        self.take, self.rollouts, self.score = take, rollouts, score
         self.prompts, self.samples, self.rounds, self.greedy_answers = prompts, samples, rounds, greedy_answers
         self.doing = doing
 
-    def collect(self, prompts: list[Prompt], step: int) -> ScoredRollout:
+    def collect(self, prompts: list[Prompt], step: int, made: int | None = None) -> ScoredRollout:
         """prompts: the first ones, as `take` gave them; with dynamic sampling more are taken.
 
-        step: the next one; the noise of sampling follows from it. Raises TrainingError where dynamic sampling finds too
-        few groups.
+        step: the next one; the noise of sampling follows from it. made: optimizer steps behind the weights that sample;
+        None is all before `step`. Raises TrainingError where dynamic sampling finds too few groups.
         """
+        self._made = step - 1 if made is None else made
         self._rollout_s = self._reward_s = 0.0
         rejected = greedy = NO_ROLLOUT
         if self.rounds is None:
@@ -143,7 +159,7 @@ class Collector:
         baselines_S = None
         if self.greedy_answers:
             greedy = self._sample(kept, 1, step=step, greedy=True, series="baseline")
-            baselines_S = torch.tensor(greedy[1].totals, dtype=torch.float64).repeat_interleave(self.samples)
+            baselines_S = _baselines(greedy[1], self.samples)
         groups_S = torch.arange(len(kept)).repeat_interleave(self.samples)
         return ScoredRollout(
             trajectories, scores, groups_S, baselines_S, rejected, greedy, sampled, self._rollout_s, self._reward_s
@@ -154,10 +170,10 @@ class Collector:
     ) -> tuple[list[Trajectory], Scores]:
         began_s = time.perf_counter()
         self.doing(f"step {step}: sampling")
-        trajectories = self.rollouts.sample(prompts, samples=samples, step=step, **how)
+        trajectories = self.rollouts.sample(prompts, samples=samples, step=step, made=self._made, **how)
         sampled_s = time.perf_counter()
         self.doing(f"step {step}: scoring")
-        scores = self.scores.score(trajectories, step=step, made=step - 1)
+        scores = self.score(trajectories, step=step, made=step - 1)
         self._rollout_s += sampled_s - began_s + self.rollouts.earlier_s
         self._reward_s += time.perf_counter() - sampled_s
         return trajectories, scores

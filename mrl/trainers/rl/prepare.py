@@ -56,7 +56,7 @@ def check_rollout(trainer: PPOTrainer, collected: ScoredRollout, experience: Exp
     scores_S = collected.scores_S[epoch_order(config.seed, experience.iteration, 0, batch.num_sequences)]
     if progress.step == 0 and config.train.guards:
         dtype = config.actor.model.dtype
-        if trainer.collector.rollouts.exact:
+        if trainer.rollouts.exact:
             invariants.check_rollout(batch, dtype=dtype)
         references = trainer.references
         if references is not None and references.same_layout is not None:

@@ -16,15 +16,16 @@ from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig, RolloutConfig
 from mrl.config.schema import LoraConfig
 from mrl.engine.base import Completion, GenerateRequest
+from mrl.engine.collective import OnMain, call_here
 from mrl.engine.kept import KeptSequences
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.adapters import AdapterTraining
-from mrl.rollout.base import Sampler, TrajectorySource
+from mrl.rollout.base import Sampler, SharedRollouts, TrajectorySource
 from mrl.rollout.kept import KeptRollouts
 from mrl.rollout.native import EngineSampler
 from mrl.rollout.recorded import RecordedRollouts
 from mrl.rollout.rollouts import Rollouts
-from mrl.rollout.servers import Probe
+from mrl.rollout.servers import FleetSampler, Probe, ServerSampler
 from mrl.rollout.sglang import SGLangServerSampler
 from mrl.rollout.stops import EndTokens
 from mrl.rollout.vllm import VLLMServerSampler
@@ -86,38 +87,45 @@ def make_sampler(
 class SyncedSampler:
     """Syncs the actor's weights to `sampler` and wakes it inside `with`; puts it to sleep after.
 
-    sampler: None if nothing is sampled. Roles are offloaded for a sampler beside the actor's own engine.
+    sampler: None if nothing is sampled. shares: whether it samples on devices of the roles, which are then offloaded
+    for one beside the actor's own engine.
     """
 
-    def __init__(self, sampler: Sampler | None, dispatch: WorkerDispatch) -> None:
-        self._sampler, self._dispatch = sampler, dispatch
+    def __init__(self, sampler: Sampler | None, dispatch: WorkerDispatch, *, shares: bool = True) -> None:
+        self.sampler, self._dispatch = sampler, dispatch
         self._beside = sampler is not None and not sampler.exact
+        self._offloads = self._beside and shares
         self._has_step: int | None = None
         self._seconds = 0.0
 
     @contextlib.contextmanager
     def __call__(self, step: int) -> Iterator[None]:
-        sampler, dispatch = self._sampler, self._dispatch
+        sampler = self.sampler
         if sampler is None:
             yield
             return
-        began_s = time.perf_counter()
-        if self._beside:
-            dispatch.offload_all()
         try:
-            if self._has_step != step or sampler.forgets:
-                if sampler.takes_adapters:
-                    sampler.update_weights(dispatch.adapter_weights("actor"))
-                else:
-                    sampler.update_weights(dispatch.hf_weights("actor", everywhere=sampler.everywhere))
-                if self._beside:
-                    dispatch.offload_all()
-            sampler.wake()
-            self._has_step = step
-            self._seconds += time.perf_counter() - began_s
+            self.sync(step)
             yield
         finally:
             sampler.sleep()
+
+    def sync(self, step: int) -> None:
+        """Gives the sampler the weights after `step` if it has others, and wakes it. Collective."""
+        sampler, dispatch, began_s = self.sampler, self._dispatch, time.perf_counter()
+        assert sampler is not None, "nothing samples"
+        if self._offloads:
+            dispatch.offload_all()
+        if self._has_step != step or sampler.forgets:
+            if sampler.takes_adapters:
+                sampler.update_weights(dispatch.adapter_weights("actor"))
+            else:
+                sampler.update_weights(dispatch.hf_weights("actor", everywhere=sampler.everywhere))
+            if self._offloads:
+                dispatch.offload_all()
+        sampler.wake()
+        self._has_step = step
+        self._seconds += time.perf_counter() - began_s
 
     def take_seconds(self) -> float | None:
         """Returns how long hand-overs took since it was last asked, also those before evaluations; None for a sampler
@@ -142,21 +150,35 @@ def open_rollouts(trainer: Trainer) -> tuple[TrajectorySource, SyncedSampler]:
     )  # fmt: skip
     trainer.closing.callback(sampler.close)
     say_all(console, sampler.notes)
-    rollouts = Rollouts(
-        sampler, tokenizer, config.rollout, seed=config.seed, end_tokens=ends.ids, system=config.data.system,
-        max_prompt_length=config.data.max_prompt_length, on_main=dispatch.on_main,
-    )  # fmt: skip
-    kept = KeptRollouts(
-        rollouts, trainer.directory.pending, origin=_origin(config, folder, ends, dispatch.world_size),
-        on_main=dispatch.on_main, say=console.say,
-    )  # fmt: skip
-    trainer.closing.callback(kept.close)
-    return kept, SyncedSampler(sampler, dispatch)
+
+    def rollouts_of(sampler: Sampler, on_main: OnMain) -> KeptRollouts:
+        rollouts = Rollouts(
+            sampler, tokenizer, config.rollout, seed=config.seed, end_tokens=ends.ids, system=config.data.system,
+            max_prompt_length=config.data.max_prompt_length, on_main=on_main,
+        )  # fmt: skip
+        ahead = range(0, (config.rollout.async_level + 1) * config.steps_per_iteration, config.steps_per_iteration)
+        kept = KeptRollouts(
+            rollouts, trainer.directory.pending, origin=_origin(config, folder, ends, dispatch.world_size),
+            on_main=on_main, say=console.say, ahead=ahead,
+        )  # fmt: skip
+        trainer.closing.callback(kept.close)
+        return kept
+
+    if not config.rollout.async_level:
+        return rollouts_of(sampler, dispatch.on_main), SyncedSampler(sampler, dispatch)
+    assert isinstance(sampler, ServerSampler), "the config's checks let only servers sample ahead"
+    made: list[TrajectorySource] = []
+    fleet = sampler
+    dispatch.on_main(lambda: made.append(rollouts_of(FleetSampler(fleet.fleet), call_here)))
+    shared = SharedRollouts(made[0] if made else None, dispatch.on_main)
+    return shared, SyncedSampler(sampler, dispatch, shares=False)
 
 
 def _origin(config: PPOConfig, folder: str, ends: EndTokens, world_size: int) -> dict[str, Any]:
     """Everything that the samples of given steps depend on. The weights are known by their files' sizes and times."""
     plain = to_dict(config)
+    if not config.rollout.async_level:  # an older mrl wrote no such key
+        del plain["rollout"]["async_level"]
     files = sorted(pathlib.Path(folder).glob("*.*"))
     environment = (config.rollout.environment or "").rpartition(":")[0]
     return {

@@ -67,6 +67,18 @@ class Scoring:
         scores = Scores((0.0,) * len(trajectories), {})
         if self.rewards is not None:
             scores = self.on_main(lambda: self._by_functions(trajectories, Position(step, made, self.total_steps)))
+        return self.by_models(scores, trajectories)
+
+    def on_this_process(self, trajectories: Sequence[Trajectory], *, step: int, made: int) -> Scores:
+        """Scores as `score` does, on the main process alone and in any thread. `by_models` is left if there is a reward
+        model."""
+        scores = Scores((0.0,) * len(trajectories), {})
+        if self.rewards is not None:
+            scores = self._by_functions(trajectories, Position(step, made, self.total_steps))
+        return scores if self.reward_model is not None else self.by_models(scores, trajectories)
+
+    def by_models(self, scores: Scores, trajectories: Sequence[Trajectory]) -> Scores:
+        """Adds the reward model's scores and the environment's rewards to those of the functions. Collective."""
         if self.reward_model is not None:
             values = self.reward_model.score(trajectories)
             scores = _plus(scores, REWARD_MODEL, values, self.weight)

@@ -18,23 +18,27 @@ from mrl.config.ppo_checks import check_schedules
 from mrl.config.roles import roles_of
 from mrl.config.schema import ModelConfig
 from mrl.data.mixture import MixedDataset, notes_of_rows
-from mrl.data.prompts import PromptSource
+from mrl.data.prompts import Prompt, PromptSource
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.atomic_checkpoint import step_name
 from mrl.errors import TrainingError, UserError
+from mrl.rewards.scorer import Scores
+from mrl.rollout.base import SharedRollouts, TrajectorySource
+from mrl.rollout.servers import ServerSampler
 from mrl.rollout.stops import EndTokens
-from mrl.trainers.common import say_all, say_mtp_layers
+from mrl.trainers.common import is_due, say_all, say_mtp_layers
 from mrl.trainers.console import Console
 from mrl.trainers.mixture_length import length_of_mixture
 from mrl.trainers.opening import say_choices, say_length, say_model
 from mrl.trainers.rl.collect import Collector, take_together
 from mrl.trainers.rl.evaluation import evaluation_of
 from mrl.trainers.rl.experience import Experience
+from mrl.trainers.rl.launched import LaunchedRollouts
 from mrl.trainers.rl.notices import EqualRewards, TokenLimit
 from mrl.trainers.rl.prompts import PromptsTask
 from mrl.trainers.rl.roles import make_dispatch, role_fingerprints, role_folder, set_total_steps
 from mrl.trainers.rl.samplers import open_rollouts
-from mrl.trainers.rl.scoring import scoring_of
+from mrl.trainers.rl.scoring import Scoring, scoring_of
 from mrl.trainers.rl.teachers import check_vocabularies, references_of
 from mrl.trainers.run_directory import StartState
 from mrl.trainers.saves import CheckpointSaver
@@ -52,6 +56,7 @@ class PPOTrainer(Trainer):
 
     config: PPOConfig
     source: PromptSource
+    launched: LaunchedRollouts | None = None  # with rollout.async_level
 
     def __init__(self, config: PPOConfig, console: Console, closing: contextlib.ExitStack) -> None:
         """Makes each part once. Models are built later, by `build`.
@@ -76,15 +81,20 @@ class PPOTrainer(Trainer):
         first = [row for rows in (prompts, *held_out.values()) for row in rows.first_rows()]
         scores = scoring_of(self, self.folders, first)
         self.ends = EndTokens.of(folder, self.tokenizer, prompts.encoders())
-        rollouts, self.sampling = open_rollouts(self)
+        if config.rollout.async_level:
+            console.say(
+                f"rollout.async_level {config.rollout.async_level}: servers sample the next rollout while this one "
+                f"trains; algorithm.correction: {self.recipe.correction}"
+            )
+        self.rollouts, self.sampling = open_rollouts(self)
         self.watch_signals("rollout or step")
-        self.collector = Collector(
-            lambda count: take_together(self.source, count, self.dispatch), rollouts, scores,
-            prompts=config.prompts_per_iteration, samples=config.rollout.samples_per_prompt,
-            rounds=config.algorithm.max_sampling_rounds if self.recipe.dynamic_sampling else None,
-            greedy_answers=self.recipe.needs_greedy_answer, doing=console.doing,
-        )  # fmt: skip
-        self.evaluation = evaluation_of(self, held_out, rollouts, scores)
+        self.collector = self._collector(
+            lambda count: take_together(self.source, count, self.dispatch), self.rollouts, scores.score, console.doing
+        )
+        if config.rollout.async_level:
+            self.launched = self._launched(scores)
+        self.scores = scores
+        self.evaluation = evaluation_of(self, held_out, self.rollouts, scores)
         self.kl = kl_controller(self.recipe)
         self.fingerprints = self.dispatch.on_main(lambda: role_fingerprints(config, self.folders))
 
@@ -97,6 +107,35 @@ class PPOTrainer(Trainer):
         read_hf_config(folder)  # first: a wrong config.json fails the tokenizer too
         self.tokenizer = load_tokenizer(folder, config.actor.model.trust_remote_code, config.data.chat_template)
         check_vocabularies(config, self.folders, self.tokenizer)
+
+    def _collector(
+        self,
+        take: Callable[[int], list[Prompt]],
+        rollouts: TrajectorySource,
+        score: Callable[..., Scores],
+        doing: Callable[[str], None] = lambda what: None,
+    ) -> Collector:
+        config = self.config
+        return Collector(
+            take, rollouts, score, prompts=config.prompts_per_iteration, samples=config.rollout.samples_per_prompt,
+            rounds=config.algorithm.max_sampling_rounds if self.recipe.dynamic_sampling else None,
+            greedy_answers=self.recipe.needs_greedy_answer, doing=doing,
+        )  # fmt: skip
+
+    def _launched(self, scores: Scoring) -> LaunchedRollouts:
+        rollouts, sampler = self.rollouts, self.sampling.sampler
+        assert isinstance(rollouts, SharedRollouts) and isinstance(sampler, ServerSampler)
+        launched = LaunchedRollouts(
+            self.source,
+            lambda take: self._collector(take, rollouts.own, scores.on_this_process),
+            sampler=sampler,
+            steps=self.config.steps_per_iteration,
+            dispatch=self.dispatch,
+            say=self.console.say,
+            hurried=lambda: self.stop.hurried,
+        )
+        self.closing.callback(launched.close)
+        return launched
 
     def _length(self) -> int:
         """Returns optimizer steps of the run: of train.steps, or of train.epochs passes over the prompts."""
@@ -168,20 +207,39 @@ class PPOTrainer(Trainer):
 
     def restore(self, start: StartState) -> None:
         super().restore(start)
-        self.collector.rollouts.begin(self.progress.run_id, self.progress.step)
+        self.rollouts.begin(self.progress.run_id, self.progress.step)
 
     def make_steps(self, loop: Callable[[Any], None]) -> None:
         try:
             super().make_steps(loop)
         except TrainingError:
             # What a guard refused is sampled again: a sampler may be mended by then.
-            self.collector.rollouts.forget()
+            if self.launched is not None:
+                self.launched.close()  # it would write what is forgotten
+            self.rollouts.forget()
             raise
-        self.collector.rollouts.forget()
+        self.rollouts.forget()
 
     def evaluate(self, step: int) -> dict[str, float] | None:
         with self.sampling(step):
             return super().evaluate(step)
+
+    def finish_step(self, row: dict[str, float]) -> None:
+        """Does as `Trainer.finish_step`. While servers sample with other weights an evaluation waits for the next sync:
+        `finish_waiting` makes it."""
+        step, every = self.progress.step, self.config.train.eval_every
+        due = self.evaluation is not None and is_due(every, step, self.total_steps)
+        if self.launched is not None and step == self.total_steps:
+            self.launched.drop()  # of a longer run, whose train.steps were lowered
+        if self.launched is not None and self.launched.in_flight and due:
+            self.progress.unlogged = row
+        else:
+            super().finish_step(row)
+
+    def finish_waiting(self) -> None:
+        """Finishes a step whose evaluation waited. The sampler has the weights after it, and nothing is sampled."""
+        if self.progress.unlogged:
+            super().finish_step(self.progress.unlogged)
 
     def is_best(self, row: Mapping[str, float]) -> bool:
         checkpoint, progress = self.config.checkpoint, self.progress
@@ -196,10 +254,20 @@ class PPOTrainer(Trainer):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
+    def take_notes(self) -> list[str]:
+        return super().take_notes() if self.launched is None else []  # they come with the rollouts
+
+    def position_before_rows(self) -> Mapping[str, Any] | None:
+        return super().position_before_rows() if self.launched is None else None
+
+    def data_position(self) -> Mapping[str, Any]:
+        return super().data_position() if self.launched is None else self.launched.position()
+
     def own_state(self) -> dict[str, Any]:
         return {
             "kl": self.kl.state_dict(),
             "experience": None if self.experience is None else self.experience.state_dict(),
+            **({} if self.launched is None else {"launched": self.launched.state_dict()}),
             "models": dict(self.fingerprints),
         }
 
@@ -220,6 +288,8 @@ class PPOTrainer(Trainer):
             self.dispatch.on_main(lambda: self.directory.name_best(step_name(best_step), checkpoint.remote))
         if state["experience"] is not None:
             self.experience = Experience.from_state_dict(state["experience"])
+        if self.launched is not None:
+            self.launched.load_state_dict(state.get("launched", ()))
 
 
 def _model_path(config: Mapping[str, Any], role: str) -> str:

@@ -9,6 +9,8 @@ import gc
 import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -20,10 +22,12 @@ from mrl.algorithms.recipes import Recipe
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
 from mrl.engine.base import BaseEngine, Completion
+from mrl.errors import RewardError
 from mrl.roles.dispatch import StepResult, WorkerDispatch
+from mrl.roles.reward_model import RewardModel
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.native import EngineSampler
-from mrl.trainers import ppo
+from mrl.trainers import ppo, signals
 from mrl.trainers.rl import experience, prepare, roles
 from mrl.trainers.rl.evaluation import Evaluation
 from tests.trainers import cases
@@ -182,6 +186,59 @@ def after(owner: Any, name: str, then: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def reward_model_fails(step: int) -> Iterator[None]:
+    """The reward model gives no number, once, as the rollout after `step` steps is scored."""
+    now = {"step": 0, "failed": False}
+
+    def note(trainer: Any, *_: Any) -> None:
+        now["step"] = trainer.progress.step
+
+    def fail(*_: Any) -> None:
+        if now["step"] == step and not now["failed"]:
+            now["failed"] = True
+            raise RewardError("reward.model.path: gives nan")
+
+    with before(ppo, "take_launched", note), before(RewardModel, "score", fail):
+        yield
+
+
+def steps_take(seconds: float) -> contextlib.AbstractContextManager[None]:
+    """Each step takes so much longer."""
+    return before(ppo, "one_step", lambda *_: time.sleep(seconds))
+
+
+@contextlib.contextmanager
+def killed_at(step: int, pid: int | None = None, name: str = "SIGKILL", after_rollout: bool = False) -> Iterator[None]:
+    """A signal to a process as `step` begins to train, or once the rollout that is launched then is whole.
+
+    pid: None is this process.
+    """
+
+    def at_step(trainer: Any, *_: Any) -> None:
+        if after_rollout and trainer.progress.step + 1 == step:
+            trainer.launched.position()
+        if trainer.progress.step + 1 == step and trainer.dispatch.is_main:
+            os.kill(os.getpid() if pid is None else pid, getattr(signal, name))
+
+    with before(ppo, "one_step", at_step):
+        yield
+
+
+@contextlib.contextmanager
+def hurried_at(step: int, pid: int) -> Iterator[None]:
+    """The servers of process `pid` hang as `step` begins to train, and SIGTERM comes twice."""
+
+    def at_step(trainer: Any, *_: Any) -> None:
+        if trainer.progress.step + 1 == step and trainer.dispatch.is_main:
+            os.kill(pid, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    with before(ppo, "one_step", at_step), mock.patch.object(signals, "APART_S", 0.2):
+        yield
+
+
 HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
     "critic_is_exported": critic_is_exported,
     "sampler_is_off": sampler_is_off,
@@ -193,4 +250,8 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     "signal_in_evaluation": signal_in_evaluation,
     "references_are_saved": references_are_saved,
     "step_changes": step_changes,
+    "killed_at": killed_at,
+    "hurried_at": hurried_at,
+    "steps_take": steps_take,
+    "reward_model_fails": reward_model_fails,
 }

@@ -1,0 +1,284 @@
+"""Rollouts that servers sample while the trainer trains: `rollout.async_level`.
+
+At level n the rollout of iteration i is sampled whole, in order, with the weights after iteration i - 1 - n (those of
+the start while that is negative), and is never dropped. So its noise, its prompts and its weights follow from its
+number, and nothing depends on when it arrives.
+
+One thread of the main process samples and scores. It makes no collective call. `LaunchedRollouts` is called on every
+rank, by the thread that trains.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mrl.data.prompts import Prompt, PromptSource
+from mrl.errors import RewardError, UserError, first_line
+from mrl.rewards.scorer import Scores
+from mrl.roles.dispatch import WorkerDispatch
+from mrl.rollout.base import Trajectory
+from mrl.rollout.kept import trajectory_from_state, trajectory_state
+from mrl.rollout.servers import ServerSampler
+from mrl.trainers.rl.collect import Collector, ScoredRollout
+
+REPORT_S = 60.0
+"""How often a wait for a rollout says what it waits for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchedRollout:
+    """A rollout that is whole."""
+
+    rollout: ScoredRollout
+    iteration: int  # that trains on it, from 0
+    made: int  # optimizer steps behind its weights
+    metrics: Mapping[str, float]  # of the source after it
+    notes: list[str]  # on rows that were left out
+    ended_s: float  # when it was whole, by time.perf_counter
+
+
+@dataclasses.dataclass
+class _Launch:
+    iteration: int
+    made: int
+    position: Mapping[str, Any]  # of the source before its prompts
+    future: concurrent.futures.Future[LaunchedRollout] = dataclasses.field(default_factory=concurrent.futures.Future)
+
+
+class LaunchedRollouts:
+    """Samples rollouts ahead of training, in the order of their iterations.
+
+    make_collector: is given what takes prompts, on the main process. sampler: of servers. steps: optimizer steps of an
+    iteration. say: shows a line to the user. hurried: whether no wait for a rollout may last.
+    """
+
+    def __init__(
+        self,
+        source: PromptSource,
+        make_collector: Callable[[Callable[[int], list[Prompt]]], Collector],
+        *,
+        sampler: ServerSampler,
+        steps: int,
+        dispatch: WorkerDispatch,
+        say: Callable[[str], None],
+        hurried: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._source, self._sampler, self._steps, self._say, self._hurried = source, sampler, steps, say, hurried
+        self._is_main, self._on_main = dispatch.is_main, dispatch.on_main
+        self._collector = make_collector(self._take_prompts) if self._is_main else None
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "rollouts")
+        self._launched: collections.deque[_Launch] = collections.deque()  # on the main process
+        self._iterations: collections.deque[int] = collections.deque()  # of these, on every rank
+        self._closing = False
+        self._idle_since_s: float | None = None
+        self._idle_s = self._wait_s = self._save_wait_s = 0.0
+
+    def _take_prompts(self, count: int) -> list[Prompt]:
+        if self._closing:  # between two rounds of dynamic sampling
+            raise concurrent.futures.CancelledError
+        return self._source.take(count)
+
+    # ------------------------------------------------------------------------------------------------ launch and take
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a rollout is launched that is not trained on, so that servers need its weights."""
+        return bool(self._iterations)
+
+    def is_launched(self, iteration: int) -> bool:
+        return iteration in self._iterations
+
+    def launch(self, iteration: int, made: int) -> None:
+        """Begins to sample the rollout of an iteration, with the weights after `made` steps, which the servers have."""
+        assert not self._iterations or iteration == self._iterations[-1] + 1, "rollouts are launched in order"
+        self._iterations.append(iteration)
+        if self._is_main:
+            if self._idle_since_s is not None:
+                self._idle_s += time.perf_counter() - self._idle_since_s
+            # Nothing else is launched that could move the source meanwhile.
+            launch = _Launch(iteration, made, self._source.state_dict())
+            launch.future = self._pool.submit(self._collect, iteration, made)
+            self._launched.append(launch)
+
+    def _collect(self, iteration: int, made: int) -> LaunchedRollout:
+        assert self._collector is not None, "another process than the main one does not sample"
+        prompts = self._take_prompts(self._collector.prompts)
+        rollout = self._collector.collect(prompts, iteration * self._steps + 1, made)
+        notes = self._source.take_notes()
+        return LaunchedRollout(rollout, iteration, made, self._source.metrics, notes, time.perf_counter())
+
+    def wait(self, iteration: int) -> LaunchedRollout | None:
+        """Returns the rollout of an iteration when it is whole; it stays launched until `trained`.
+
+        Returns None if `hurried` gave it up. Raises the UserError that ended it.
+        """
+        assert self._iterations[0] == iteration, f"iteration {iteration} is not the next one"
+        return self._on_main(self._wait)
+
+    def _wait(self) -> LaunchedRollout | None:
+        launch = self._launched[0]
+        self._wait_s += self._wait_for([launch])
+        if self._closing:
+            return None
+        try:
+            launched = launch.future.result()
+        except UserError:
+            raise
+        except Exception as error:  # on every rank, after a save, as any other end of a rollout
+            traceback.print_exception(error)
+            what = f"{type(error).__name__}: {first_line(error)}"
+            raise RewardError(f"the rollout of iteration {launch.iteration + 1} ended by {what}") from error
+        self._idle_since_s = launched.ended_s
+        return launched
+
+    def _wait_for(self, launches: Sequence[_Launch]) -> float:
+        """Waits until all are whole or ended; ends them itself when `hurried`. Returns the seconds."""
+        began_s, futures = time.perf_counter(), [launch.future for launch in launches]
+        said_s = began_s
+        while concurrent.futures.wait(futures, 1.0).not_done:
+            now_s = time.perf_counter()
+            if self._hurried():
+                self._say(f"another signal: the rollout of iteration {launches[0].iteration + 1} is given up")
+                self._abort()
+            elif now_s - said_s >= REPORT_S:
+                said_s, waits_for = now_s, self._sampler.fleet.waits_for()
+                self._say(f"the next rollout is not whole after {now_s - began_s:.0f} s: {waits_for}")
+        return time.perf_counter() - began_s
+
+    def trained(self) -> None:
+        """Drops the oldest rollout: what training needs of it is kept elsewhere from now on."""
+        self._iterations.popleft()
+        if self._is_main:
+            self._launched.popleft()
+
+    def take_metrics(self, launched: LaunchedRollout) -> dict[str, float]:
+        """Returns metrics of a rollout, with seconds since the last call: of the trainer's waits, for saves too, and of
+        the servers' between two rollouts."""
+        row = {"perf/rollout_wait_s": self._wait_s, "perf/servers_idle_s": self._idle_s}
+        row["rollout/weights_step"] = launched.made
+        row["rollout/staleness"] = launched.iteration - launched.made / self._steps
+        if self._is_main:
+            row["rollout/probe_gap"] = self._sampler.fleet.probe_gap
+        if self._save_wait_s:
+            row["perf/save_wait_s"] = self._save_wait_s
+        self._wait_s = self._idle_s = self._save_wait_s = 0.0
+        return {**launched.metrics, **row}
+
+    # --------------------------------------------------------------------------------------------------- checkpoints
+
+    def position(self) -> Mapping[str, Any]:
+        """Returns the source's position for a checkpoint: before the first launched rollout that an error has ended.
+
+        Waits until all are whole.
+        """
+        self._save_wait_s += self._wait_for(self._launched)
+        for launch in self._launched:
+            if launch.future.exception() is not None:
+                return launch.position
+        return self._source.state_dict()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Returns the launched rollouts that are whole, on the main process; none on other ranks.
+
+        Waits for them. The first that an error has ended, and those after it, are not among them.
+        """
+        states: list[dict[str, Any]] = []
+        for launch in self._launched:
+            if launch.future.exception() is not None:
+                break
+            whole = launch.future.result()
+            states.append(
+                {
+                    "iteration": whole.iteration,
+                    "made": whole.made,
+                    "position": dict(launch.position),
+                    "metrics": dict(whole.metrics),
+                    "rollout": _rollout_state(whole.rollout),
+                }
+            )
+        return states
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the rollouts of a checkpoint."""
+        self._iterations.extend(state["iteration"] for state in states)
+        for state in states if self._is_main else ():
+            rollout = _rollout_from_state(state["rollout"])
+            whole = LaunchedRollout(
+                rollout, state["iteration"], state["made"], state["metrics"], [], time.perf_counter()
+            )
+            launch = _Launch(whole.iteration, whole.made, state["position"])
+            launch.future.set_result(whole)
+            self._launched.append(launch)
+
+    def drop(self) -> None:
+        """Drops what is launched: the run ends without it."""
+        if self._is_main:
+            self._wait_for(self._launched)
+        self._launched.clear()
+        self._iterations.clear()
+
+    def close(self) -> None:
+        """Ends the thread, and the requests that it waits for. May be called twice."""
+        self._abort()
+        self._pool.shutdown()
+
+    def _abort(self) -> None:
+        self._closing = True
+        while any(not launch.future.done() for launch in self._launched):
+            self._sampler.fleet.abort()
+            concurrent.futures.wait([launch.future for launch in self._launched], 0.1)
+            self._sampler.fleet.allow()
+
+
+Samples = tuple[list[Trajectory], Scores]
+
+
+def _rollout_state(rollout: ScoredRollout) -> dict[str, Any]:
+    """Returns plain data and tensors, rows of prompts included: the data may change before a resume."""
+    state = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(rollout)}
+    trained = (state.pop("trajectories"), state.pop("scores"))
+    parts = {"trained": trained, "rejected": state.pop("rejected"), "greedy": state.pop("greedy")}
+    prompts = {t.prompt.index: t.prompt for trajectories, _ in parts.values() for t in trajectories}
+    fields = [field.name for field in dataclasses.fields(Prompt)]
+    rows = [{name: _plain(getattr(prompt, name)) for name in fields} for prompt in prompts.values()]
+    return state | {"prompts": rows} | {name: _samples_state(samples) for name, samples in parts.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Returns what a checkpoint may hold; of another value, such as a date in a row, its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, bool | int | float | str | bytes | None) else str(value)
+
+
+def _samples_state(samples: Samples) -> dict[str, Any]:
+    trajectories, scores = samples
+    return {
+        "trajectories": [trajectory_state(t) | {"index": t.prompt.index} for t in trajectories],
+        "scores": {"totals": scores.totals, "parts": dict(scores.parts), "faults": scores.faults},
+    }
+
+
+def _rollout_from_state(state: Mapping[str, Any]) -> ScoredRollout:
+    fields = dict(state)
+    prompts = {row["index"]: Prompt(**row) for row in fields.pop("prompts")}
+    trajectories, scores = _samples_from_state(fields.pop("trained"), prompts)
+    for name in ("rejected", "greedy"):
+        fields[name] = _samples_from_state(fields[name], prompts)
+    return ScoredRollout(trajectories=trajectories, scores=scores, **fields)
+
+
+def _samples_from_state(state: Mapping[str, Any], prompts: Mapping[int, Prompt]) -> Samples:
+    trajectories = [
+        trajectory_from_state({n: v for n, v in each.items() if n != "index"}, prompts[each["index"]])
+        for each in state["trajectories"]
+    ]
+    return trajectories, Scores(**state["scores"])

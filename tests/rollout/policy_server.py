@@ -1,0 +1,140 @@
+"""A server of vLLM's API around a transformers model: it samples from the weights that it was given last.
+
+    python -m tests.rollout.policy_server MODEL PORT [SECONDS]
+
+Each completion is computed alone, with a generator of its own seed, so it is the same in any order. SECONDS: it waits so
+long before each answer; a negative number is the most of a random wait.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import pathlib
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+@torch.no_grad()
+def complete(model: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """A choice of `/v1/completions`: tokens with their log-probs after the temperature, or those of the prompt."""
+    tokens = list(body["prompt"])
+    if "prompt_logprobs" in body:
+        log_probs = model(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
+        given = [{str(token): {"logprob": float(log_probs[i, token])}} for i, token in enumerate(tokens[1:])]
+        return {"finish_reason": "length", "prompt_logprobs": [None, *given]}
+    generator = torch.Generator().manual_seed(body["seed"] % 2**63)
+    new, values, reason = [], [], "length"
+    while len(new) < body["max_tokens"] and reason == "length":
+        logits = model(torch.tensor([tokens + new])).logits[0, -1].double()
+        temperature = body["temperature"]
+        log_probs = (logits / (temperature or 1.0)).log_softmax(-1)
+        token = int(torch.multinomial(log_probs.exp(), 1, generator=generator)) if temperature else int(logits.argmax())
+        new.append(token)
+        values.append(float(log_probs[token]))
+        if token in body["stop_token_ids"]:
+            reason = "stop"
+    return {"finish_reason": reason, "token_ids": new, "logprobs": {"token_logprobs": values}}
+
+
+class PolicyServer:
+    """What answers; `model` is a folder."""
+
+    def __init__(self, model: str, seconds: float = 0.0) -> None:
+        self.path, self.seconds, self.version = model, seconds, "as it was started"
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.lock = threading.Lock()
+
+    def answer(self, path: str, body: Any) -> Any:
+        path = path.partition("?")[0]
+        if path == "/v1/models":
+            return {"data": [{"id": "policy", "root": self.path, "max_model_len": 512}]}
+        if path == "/server_info":
+            config = {"logprobs_mode": "processed_logprobs", "enable_sleep_mode": False}
+            return {"vllm_config": {"model_config": config, "device_config": {"device": "cuda"}, "lora_config": None}}
+        if path == "/weight_info":
+            return {"weight_version": self.version}
+        if path == "/v1/completions":
+            if "prompt_logprobs" not in body:
+                time.sleep(self.seconds if self.seconds >= 0 else -self.seconds * random.random())
+            with self.lock:
+                return {"choices": [complete(self.model, body)]}
+        if path == "/collective_rpc":
+            with self.lock:
+                self.load(body["kwargs"]["weights_path"])
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        return {"success": True, "results": []}
+
+    def load(self, folder: str) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        for file in sorted(pathlib.Path(folder).glob("*.safetensors")):
+            tensors |= load_file(file)
+        missing, unexpected = self.model.load_state_dict(tensors, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+
+
+def serve(model: str, port: int, seconds: float) -> None:
+    policy = PolicyServer(model, seconds)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.reply(None)
+
+        def do_POST(self) -> None:
+            text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.reply(json.loads(text) if text else None)
+
+        def reply(self, body: Any) -> None:
+            data = json.dumps(policy.answer(self.path, body)).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+class Running:
+    """A server in a process of its own."""
+
+    def __init__(self, model: str | pathlib.Path, seconds: float = 0.0) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "tests.rollout.policy_server", str(model), str(port), str(seconds)]
+        self.process = subprocess.Popen(command, cwd=ROOT)
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"{self.url}/weight_info").read()
+                return
+            except OSError:
+                assert self.process.poll() is None, "the server has ended"
+                time.sleep(0.1)
+        raise TimeoutError(self.url)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))

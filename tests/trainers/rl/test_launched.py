@@ -1,0 +1,271 @@
+"""Rollouts that a server samples while the run trains: `rollout.async_level` 1.
+
+The server is a transformers model behind vLLM's API, in a process of its own (tests/rollout/policy_server.py). It samples
+each completion from a seed of its own, so what it gives depends on nothing but the weights that it has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from mrl.engine.sampling import SamplingKey, noise_key
+from tests.engine.harness import run_case
+from tests.rollout.policy_server import Running, complete
+from tests.tiers import in_tiers, slow_but
+from tests.trainers.rl import tiny_policies
+from tests.trainers.tiny_runs import REPO, steps
+
+STEPS, PER_ITERATION = 8, 2
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_policies.make_inputs(folder)
+    return folder
+
+
+@pytest.fixture
+def server(inputs):
+    running = Running(inputs / "model")
+    yield running
+    running.close()
+
+
+def config_of(inputs, output_dir, server, level=1, **changes) -> dict[str, Any]:
+    parts = {
+        "rollout": {"backend": "vllm", "async_level": level, "server": {"urls": [server.url], "handover": "disk"}},
+        "train": {"steps": STEPS, "eval_every": PER_ITERATION},
+        "data": {"eval": str(inputs / "eval.jsonl")},
+        "checkpoint": {"export_hf": False, "every": PER_ITERATION, "keep": 20},
+        "log": {"samples": {"every": 1, "tokens": True}},
+    }
+    return tiny_policies.merge(tiny_policies.make_config(inputs, output_dir, **parts), changes)
+
+
+def train(config, world=1, ended="done", **happening) -> str:
+    found = run_case(world, "tests.trainers.rl.cases:train", config=config, **happening)
+    assert found[0] == ended, found
+    return found[1] if ended != "done" else found[2]
+
+
+def made_of(output_dir) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    return tiny_policies.metrics_of(output_dir), tiny_policies.samples_of(output_dir)
+
+
+@pytest.fixture(scope="module")
+def whole(inputs, tmp_path_factory):
+    """The folder of an unbroken run."""
+    folder, running = tmp_path_factory.mktemp("whole") / "run", Running(inputs / "model")
+    train(config_of(inputs, folder, running, checkpoint={"every": 1, "keep": 20}))
+    running.close()
+    return folder
+
+
+def test_each_rollout_is_sampled_by_the_weights_of_the_rule(inputs, whole, tmp_path):
+    """Recomputed one after the other: transformers with the weights after iteration i - 2 and the seeds of iteration i."""
+    for iteration in range(STEPS // PER_ITERATION):
+        made = max(0, iteration - 1) * PER_ITERATION
+        folder = inputs / "model" if not made else export(whole, made, tmp_path)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        step = iteration * PER_ITERATION + 1
+        rows = tiny_policies.samples_of(whole)[f"step_{step:08d}.jsonl"]
+        assert len(rows) == tiny_policies.SEQUENCES
+        for row in rows:
+            new = row["mask"].index(1)
+            seed = noise_key(SamplingKey(0, step, row["index"], row["sample"]), new) >> 1
+            asked = {"prompt": row["tokens"][:new], "seed": seed, "max_tokens": 8, "temperature": 0.8}
+            found = complete(model, asked | {"stop_token_ids": [model.config.eos_token_id]})
+            assert found["token_ids"] == row["tokens"][new:], f"step {step}"
+            assert found["logprobs"]["token_logprobs"] == pytest.approx(row["log_probs"][new:], abs=1e-5)
+
+
+def export(run: pathlib.Path, step: int, folder: pathlib.Path) -> pathlib.Path:
+    run_case(1, "tests.trainers.rl.test_launched:exported", run=str(run), step=step, out=str(folder / f"at{step}"))
+    return folder / f"at{step}"
+
+
+def exported(run: str, step: int, out: str) -> None:
+    from click.testing import CliRunner
+
+    from mrl import cli
+
+    done = CliRunner().invoke(
+        cli.main, ["convert", "export", f"{run}/checkpoints/step_{step:08d}", out, "--role", "actor"]
+    )
+    assert done.exit_code == 0, done.output
+
+
+def test_metrics_say_how_old_the_weights_are(whole):
+    rows = [row for row in steps(whole) if "rollout/staleness" in row]
+    assert [row["rollout/staleness"] for row in rows] == [0, 1, 1, 1]
+    assert [row["rollout/weights_step"] for row in rows] == [0, 0, 2, 4]
+    assert [row["step"] for row in steps(whole) if "eval/reward" in row] == [0, 2, 4, 6, 8]
+    assert "actor/importance_weight" in rows[1], "older weights are corrected"
+
+
+@pytest.mark.parametrize("step", slow_but([3], [1, 2, 3, 6]))
+def test_a_run_that_stops_goes_on_to_the_same_bits(inputs, server, whole, tmp_path, step):
+    config = config_of(inputs, tmp_path / "run", server)
+    train(config, ended="stopped", happening="killed_at", step=step, name="SIGTERM")
+    server.close()  # what was launched is in the checkpoint
+    again = Running(inputs / "model")
+    try:
+        train(tiny_policies.merge(config, {"rollout": {"server": {"urls": [again.url]}}}))
+    finally:
+        again.close()
+    assert made_of(tmp_path / "run") == made_of(whole)
+
+
+@pytest.mark.slow
+def test_the_order_of_answers_changes_nothing(inputs, whole, tmp_path):
+    running = Running(inputs / "model", seconds=-0.2)  # a random wait of at most this
+    try:
+        train(config_of(inputs, tmp_path / "run", running))
+    finally:
+        running.close()
+    assert made_of(tmp_path / "run") == made_of(whole)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_what_one_trains(inputs, server, whole, tmp_path):
+    train(config_of(inputs, tmp_path / "run", server, actor={"engine": tiny_policies.engine()}), world=2)
+    (rows, samples), (expected, _) = made_of(tmp_path / "run"), made_of(whole)
+    assert len(samples) == STEPS // PER_ITERATION + len([row for row in rows if "eval/reward" in row])
+    for row, one in zip(rows, expected, strict=True):
+        assert row == pytest.approx(one, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_server_that_ends_after_its_rollout_changes_nothing(inputs, server, whole, tmp_path):
+    """The checkpoint has the rollout, and a server that was started again gets the weights that are next."""
+    restarted(config_of(inputs, tmp_path / "run", server), inputs, server, after_rollout=True)
+    assert made_of(tmp_path / "run") == made_of(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["server ends", "two signals"])
+def test_a_rollout_that_broke_off_is_sampled_by_the_newest_weights(inputs, whole, tmp_path, how):
+    server = Running(inputs / "model", seconds=1.0)
+    said = restarted(config_of(inputs, tmp_path / "run", server), inputs, server, two_signals=how == "two signals")
+    assert "iteration 3" in said and "not the unbroken run" in said
+    staleness = [row["rollout/staleness"] for row in steps(tmp_path / "run") if "rollout/staleness" in row]
+    assert staleness == [0, 1, 0, 1]
+    rows = [[row["index"] for row in rows] for rows in tiny_policies.samples_of(tmp_path / "run").values()]
+    assert rows == [[row["index"] for row in rows] for rows in tiny_policies.samples_of(whole).values()], (
+        "no prompt is lost"
+    )
+
+
+def restarted(config, inputs, server, after_rollout=False, two_signals=False) -> str:
+    """The server ends or hangs as step 3 begins to train; goes on with another one. Returns what is printed then."""
+    kill = {"pid": server.process.pid, "step": 3}
+    if two_signals:
+        train(config, ended="stopped", happening="hurried_at", **kill)
+    else:
+        message = train(config, ended="ServerError", happening="killed_at", after_rollout=after_rollout, **kill)
+        assert "steps 1 to 4 are saved in" in message
+    server.close()
+    again = Running(inputs / "model")
+    try:
+        return train(tiny_policies.merge(config, {"rollout": {"server": {"urls": [again.url]}}}))
+    finally:
+        again.close()
+
+
+@pytest.mark.slow
+def test_sampling_and_training_are_at_the_same_time(inputs, tmp_path):
+    """A server that takes 2 s for a rollout, and rewards that take none: each step of 0.5 s more is hidden behind it."""
+    server = Running(inputs / "model", seconds=2.0)
+    config = config_of(inputs, tmp_path / "run", server, train={"eval_every": None}, checkpoint={"every": None})
+    try:
+        train(config, happening="steps_take", seconds=0.5)
+    finally:
+        server.close()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "perf/rollout_wait_s" in row]
+    assert [row["perf/rollout_s"] > 2 for row in rows] == [True] * 4
+    assert rows[0]["perf/rollout_wait_s"] > 1.9 and all(row["perf/rollout_wait_s"] < 1.5 for row in rows[1:])
+    assert all(row["perf/servers_idle_s"] < 1 for row in rows)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "remax with a reward model": {"algorithm": {"name": "remax"}},
+    "dynamic sampling": {
+        "algorithm": {"name": "dapo"},
+        "rewards": {"functions": [{"name": "length", "maximum": 7, "slack": 1}]},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_algorithms_go_on_to_the_same_bits(inputs, server, tmp_path, name):
+    """What a rollout took beside its first prompts is in the checkpoint, too."""
+    parts = VARIANTS[name]
+    if "reward model" in name:
+        parts = parts | {"reward": {"model": {"path": str(inputs / "scorer")}}}
+    unbroken, stopped = (config_of(inputs, tmp_path / run, server, **parts) for run in ("unbroken", "stopped"))
+    train(unbroken)
+    train(stopped, ended="stopped", happening="killed_at", step=4, name="SIGTERM")
+    train(stopped)
+    assert made_of(tmp_path / "stopped") == made_of(tmp_path / "unbroken")
+    if name == "dynamic sampling":
+        assert any(row.get("rollout/prompts_rejected") for row in steps(tmp_path / "unbroken"))
+
+
+@pytest.mark.slow
+def test_an_error_of_the_reward_model_is_no_end(inputs, server, tmp_path):
+    """The rollout is scored again at the resume, and the one that was launched after it is in the checkpoint, too."""
+    model = {"reward": {"model": {"path": str(inputs / "scorer")}}}
+    unbroken, broken = (config_of(inputs, tmp_path / run, server, **model) for run in ("unbroken", "broken"))
+    train(unbroken)
+    message = train(broken, ended="RewardError", happening="reward_model_fails", step=4)
+    assert "steps 1 to 4 are saved" in message
+    train(broken)
+    assert made_of(tmp_path / "broken") == made_of(tmp_path / "unbroken")
+
+
+@pytest.mark.slow
+def test_fewer_steps_end_with_an_evaluation_and_a_save(inputs, server, tmp_path):
+    config = config_of(inputs, tmp_path / "run", server)
+    train(config, ended="stopped", happening="killed_at", step=3, name="SIGTERM")
+    train(tiny_policies.merge(config, {"train": {"steps": 4}}))
+    rows = steps(tmp_path / "run")
+    assert rows[-1]["step"] == 4 and "eval/reward" in rows[-1]
+    assert (tmp_path / "run" / "checkpoints" / "step_00000004").is_dir()
+
+
+@pytest.mark.parametrize("seed", in_tiers([], [0], range(10)))
+def test_a_killed_run_goes_on_to_the_same_bits(inputs, server, whole, tmp_path, seed):
+    """By the command, with SIGKILL at any moment."""
+    config, draw = config_of(inputs, tmp_path / "run", server), random.Random(seed)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    for lines in sorted(draw.sample(range(1, STEPS), 2)):
+        run = start(tmp_path)
+        while run.poll() is None and (not metrics.exists() or len(metrics.read_text().splitlines()) < lines):
+            time.sleep(0.02)
+        time.sleep(draw.random() / 5)
+        run.kill()
+        run.wait()
+    assert start(tmp_path).wait() == 0
+    assert made_of(tmp_path / "run") == made_of(whole)
+
+
+def start(folder: pathlib.Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mrl", "ppo", "config.yaml"]
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
