@@ -56,7 +56,7 @@ def torn(tmp_path_factory) -> works.Checked:
     return works.make(tmp_path_factory.mktemp("torn"), "qwen3_moe", change=alike)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("fault", "excused"), [("another choice of experts", True), ("wrong QKV interleave", False)])
 def test_another_choice_of_experts_is_told_from_a_fault(torn, fault, excused):
     found, differ = run_case(1, MEASURED, work=torn.work(), fault=fault)

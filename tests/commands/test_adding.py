@@ -157,7 +157,7 @@ def test_it_trains_on_two_ranks_and_is_exported(mrl, tmp_path):
     assert exported.returncode == 0 and (tmp_path / "out/model.safetensors").is_file(), exported.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_its_step_is_checked(mrl):
     """Against its own loss in plain torch; `mrl check` knows it by its record alone."""
     done = mrl(
@@ -169,7 +169,7 @@ def test_its_step_is_checked(mrl):
     assert 0 < loss < 4.5, loss  # and not the negative log-prob of mrl sft
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_slurm_makes_its_job(mrl, tmp_path):
     job = ["--gpus-per-node", "0", "--processes-per-node", "2", "--time", "1:00:00"]
     done = mrl("slurm", "render", "unlearn", "config.yaml", *job)

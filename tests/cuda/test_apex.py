@@ -18,7 +18,7 @@ def worker():
         yield worker
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_update_is_made_by_its_kernels(worker):
     result, calls = worker.call("tests.cuda.apex:update", CASE)
     assert (

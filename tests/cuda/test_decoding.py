@@ -7,7 +7,7 @@ import pytest
 
 from tests.cuda.cases import DENSE, GLM, LATENT, MOE, SINKS, _case
 from tests.cuda.test_engine import unexpected
-from tests.tiers import in_tiers
+from tests.tiers import in_tiers, nightly_but
 
 ONCE = {"mrl/engine/megatron/generate.py _run_batch tolist": 1.0}
 
@@ -84,9 +84,7 @@ def test_positions_under_te_wait_for_nothing(worker, model):
         assert not [line for line in found.syncs if "megatron/core" in line]
 
 
-@pytest.mark.parametrize(
-    "model, by_kernel", in_tiers([(DENSE, True)], [(SINKS, False)], [(DENSE, True), (GLM, True), (SINKS, False)])
-)
+@pytest.mark.parametrize("model, by_kernel", nightly_but([(DENSE, True)], [(DENSE, True), (GLM, True), (SINKS, False)]))
 def test_packed_queries_turn_without_waiting(te_worker, model, by_kernel):
     """SINKS: yarn, whose cosines and sines have a factor that the kernel does not know."""
     changes = _case(model).changes

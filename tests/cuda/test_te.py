@@ -218,7 +218,7 @@ def test_an_update_of_transformer_engines_modules(te_worker, case):
         assert kernels.calls.total() > without.kernels.calls.total()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", UNDER_BOTH, ids=str)
 def test_the_pages_rows_are_what_is_printed(te_worker, case):
     case = dataclasses.replace(as_shown(case), spec="te")

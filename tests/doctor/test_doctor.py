@@ -146,10 +146,8 @@ def test_the_doctor_itself_imports_no_package():
 EXAMPLES = [line.strip().split("   ")[0] for line in COMMAND.examples.strip().splitlines()]
 
 
-@pytest.mark.parametrize(
-    "example",
-    [pytest.param(line, marks=pytest.mark.slow if "--json" in line else pytest.mark.nightly) for line in EXAMPLES],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_of_the_help_on_this_machine(tmp_path, example):
     """The whole of it, with real packages: what torch, megatron-core and the functions that choose say here."""
     command = subprocess.list2cmdline([sys.executable, "-m", "mrl"])

@@ -203,7 +203,7 @@ MEGATRONS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", MEGATRONS)
 def test_a_megatron_that_does_not_load_is_blamed(site, kind):
     """The functions that choose are asked in a real process, in which it is found first."""

@@ -287,7 +287,7 @@ def test_reading_a_config_imports_no_engine(inputs, tmp_path, installed):
     assert command(installed, "-c", code).stdout == "[]\n"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_engines_of_mrl_take_is_known_without_what_runs_them(installed):
     code = (
         "import sys\nfrom mrl.engine.registry import checks_of\n"

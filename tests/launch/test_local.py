@@ -125,7 +125,7 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path):
     assert are_gone([int(pid) for text in notes(tmp_path, "pid") for pid in text.split()])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_do_not_end_after_a_failure_are_killed(tmp_path):
     started = time.monotonic()
     code, _, err = run("ignore_terminate_after_failure", tmp_path)

@@ -216,7 +216,7 @@ def test_windows_under_cp_are_exchanged_as_transformer_engine_can(spec, ways, tm
     assert transformer_config(hf, dims, dtype=torch.float32, layer_spec=spec).cp_comm_type == ways
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_a_gpu_broken_ones_are_not_looked_at(tmp_path):
     """megatron-core is imported, and builds layers, as where neither is installed."""
     install(tmp_path, "transformer_engine", BROKEN["empty meta package"][0])

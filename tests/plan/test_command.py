@@ -21,7 +21,6 @@ from mrl.launch.planning import verdict
 from mrl.launch.slurm.options import SlurmConfig
 from mrl.plan.gpus import gpu_of
 from tests.cuda import models
-from tests.tiers import in_tiers, nightly_but
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -118,7 +117,7 @@ def test_bad_input_is_one_line(plan, words, message):
     assert done.exit_code == 2 and message in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_671b_model_on_16384_gpus(folder):
     """In less than 20 s of a core and 4 GiB; 11 s where Python has to compile what it imports."""
     script = (
@@ -139,8 +138,8 @@ def test_the_671b_model_on_16384_gpus(folder):
 LINES = [line.strip() for line in EXAMPLES.strip().splitlines()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("line", nightly_but(LINES[1:3], LINES))
+@pytest.mark.nightly
+@pytest.mark.parametrize("line", LINES)
 def test_the_examples_of_the_help(plan, line):
     words = line.split()[2:]
     if "--suggest" in words:
@@ -321,7 +320,7 @@ def test_an_error_of_the_planner_is_no_verdict(planner):
     assert fits is None and line.startswith("not planned: AttributeError: 'NoneType'")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_verdict_comes_from_a_process_of_its_own(folder, monkeypatch):
     monkeypatch.chdir(folder)
     words = ["model.path=tiny", "engine.parallel={}", "train.global_batch_size=8"]
@@ -330,9 +329,8 @@ def test_a_verdict_comes_from_a_process_of_its_own(folder, monkeypatch):
     assert fits and line.startswith("fits: ")
 
 
-@pytest.mark.parametrize(
-    "words, code", in_tiers([], [(["-n", "8"], 0)], [(["-n", "8"], 0), (["-n", "8", "engine.parallel.tp=3"], 2)])
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("words, code", [(["-n", "8"], 0), (["-n", "8", "engine.parallel.tp=3"], 2)])
 def test_a_plan_leaves_its_process_as_it_was(tmp_path, words, code):
     """The next command in it still finds its GPUs: torch and the environment are untouched, after an error too."""
     models.write("Qwen/Qwen3-8B", tmp_path / "model")

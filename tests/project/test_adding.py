@@ -150,7 +150,7 @@ def test_a_reward_is_one_file_of_the_users(inputs, monkeypatch):
     assert CliRunner().invoke(cli.main, ["ppo", "grpo.yaml", "--dry-run"]).exit_code == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_key_is_a_line_and_the_code_that_reads_it(tree, inputs):
     """Its default, type, meaning, and what a resume may do with it, follow from the line."""
     insert(tree / "mrl/config/schema.py", KEY, "class LogConfig")

@@ -29,7 +29,6 @@ from mrl.serve.server import client_address
 from mrl.serve.suspended import layout_of, refuse_other_layout
 from tests.forks import forks
 from tests.serve.serving import Serving, serving
-from tests.tiers import nightly_but
 
 BASE = {"model": {"path": "m", "lora": {"rank": 4}}}
 EXAMPLES = [line.strip() for line in record("serve").examples.strip().splitlines()]
@@ -125,8 +124,8 @@ def test_what_another_layout_suspended_is_not_gone_on_with(tmp_path):
     assert (tmp_path / "suspended" / "desk.json").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("example", nightly_but(EXAMPLES[:1] + EXAMPLES[-1:], EXAMPLES))
+@pytest.mark.nightly
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_of_the_help(example, model, tmp_path, monkeypatch):
     """Each as it stands; a server that it starts is ended by a signal."""
     monkeypatch.setenv("MRL_SERVE_KEY", "tml-the-key-of-tests")

@@ -88,12 +88,13 @@ def went_on(site, run_dir, job):
     return said
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "launcher",
     [
         pytest.param((), id="static"),
-        pytest.param(("--rendezvous", "c10d"), marks=pytest.mark.nightly, id="c10d"),
-        pytest.param(("--launcher", "srun"), marks=pytest.mark.nightly, id="srun"),
+        pytest.param(("--rendezvous", "c10d"), id="c10d"),
+        pytest.param(("--launcher", "srun"), id="srun"),
     ],
 )
 def test_preempted_runs_go_on_bitwise(site, unbroken, inputs, launcher):
