@@ -26,7 +26,7 @@ from mrl.engine.lora.folder import adapters, write_adapter_files
 from mrl.engine.lora.identity import weights_fingerprint
 from mrl.errors import ConfigError, ServerError, one_line
 from mrl.rollout.handover import WeightSync, pause
-from mrl.rollout.server import ServerGroup
+from mrl.rollout.server import LAST_WORDS_S, ServerGroup
 from mrl.rollout.weights import WeightFolders
 from mrl.weights.hf_config import VISION_LANGUAGE, read_hf_config
 
@@ -225,7 +225,7 @@ class AdapterWeightSync(WeightSync):
 
     def close(self) -> None:
         """Drops all adapters from the servers, and removes their files."""
-        self._servers.outcomes(self._forget_others)
+        self._servers.call_within(LAST_WORDS_S, self._forget_others)
         self._folders.keep_only()
 
 
