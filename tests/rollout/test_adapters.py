@@ -11,6 +11,7 @@ import json
 import pathlib
 import types
 import urllib.request
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -176,7 +177,11 @@ class Noted:
     path, how_to_adapt = "/nowhere", "--enable-lora"
 
     def __init__(self, url: str, *, deaf_to: str = "", refuses: frozenset[int] = frozenset(), **about) -> None:
-        self.http = types.SimpleNamespace(url=url, error=lambda text, status=None: ServerError(text, status=status))
+        self.http = types.SimpleNamespace(
+            url=url, error=lambda text, status=None: ServerError(text, status=status),
+            abort_requests=lambda: None, allow_requests=lambda: None,
+        )  # fmt: skip
+        self.pauses = True  # before it gets another version
         self.adapters_on, self.most_rank = about.get("adapters_on", True), about.get("most_rank", 8)
         self.deaf_to, self.refuses, self.loads = deaf_to, refuses, itertools.count()
         self.has: dict[str, dict[str, torch.Tensor]] = {}
@@ -186,7 +191,7 @@ class Noted:
         return self.called
 
     def set_version(self, version: str) -> None:
-        assert self.paused
+        assert self.paused == self.pauses
         self.called = version
 
     def pause(self) -> None:
@@ -225,8 +230,10 @@ def dense(tmp_path_factory) -> str:
     return tiny.make_model(str(tmp_path_factory.mktemp("dense")), "qwen3", seed=0)
 
 
-def handover(dense: str, folder: pathlib.Path, *servers: Noted, lora: LoraConfig = LORA) -> AdapterWeightSync:
-    return AdapterWeightSync(ServerGroup(servers), str(folder), AdapterTraining(dense, lora))
+def handover(
+    dense: str, folder: pathlib.Path, *servers: Noted, lora: LoraConfig = LORA, in_use: Any = None
+) -> AdapterWeightSync:
+    return AdapterWeightSync(ServerGroup(servers), str(folder), AdapterTraining(dense, lora), in_use=in_use)
 
 
 def test_all_servers_have_the_new_adapters_or_none(dense, tmp_path):
@@ -250,6 +257,23 @@ def test_all_servers_have_the_new_adapters_or_none(dense, tmp_path):
     assert [folder.name for folder in tmp_path.iterdir()] == [later.removeprefix(PREFIX)]
     way.close()
     assert servers[0].has == servers[1].has == {} and not list(tmp_path.iterdir())
+
+
+def test_adapters_that_requests_name_stay_and_nothing_is_paused(dense, tmp_path):
+    in_use: set[str] = set()
+    server = Noted("http://a")
+    way = handover(dense, tmp_path, server, in_use=lambda: in_use)
+    server.pauses = False
+    first, second = (way.send(iter(tensors(dense, LORA, seed).items())) for seed in (0, 1))
+    assert list(server.has) == [second] and server.called == second
+    in_use.add(second)
+    third = way.send(iter(tensors(dense, LORA, 2).items()))
+    assert list(server.has) == [second, third] and {PREFIX + f.name for f in tmp_path.iterdir()} == {second, third}
+    files = way.files(second)
+    in_use.clear()
+    again = way.send_files(files)
+    assert list(server.has) == [again] and {PREFIX + f.name for f in tmp_path.iterdir()} == {again}
+    assert all(torch.equal(server.has[again][n], t) for n, t in tensors(dense, LORA, 1).items())
 
 
 @pytest.mark.parametrize(
