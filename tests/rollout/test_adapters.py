@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from mrl import metrics
 from mrl.config.load import from_dict
@@ -145,6 +146,38 @@ def test_mrl_ppo_trains_with_adapters_alone(model, vllm, tmp_path):
     assert len(gaps) == 2 and max(gaps) < 1e-5, gaps
     files = {"adapter_config.json", "adapter_model.safetensors"}
     assert written == [files] * (7 + 3), "each kind of module at the start, and the weights after 0, 1 and 2 steps"
+    assert listed(vllm) == []
+
+
+@pytest.mark.slow
+def test_rollouts_of_several_iterations_name_their_own_adapters(model, vllm, tmp_path):
+    """Two iterations ahead: log-probs are those of transformers with the weights of the rule, and of no others."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"w{5 + i} w{9 + i}"}) + "\n" for i in range(4)))
+    run = tmp_path / "run"
+    config = config_of(tmp_path, run, "fsdp", urls=[vllm.url], lora="adapter", weights_dir=str(tmp_path / "w"))
+    config["actor"]["model"] |= {"path": model, "lora": {"rank": 4}}
+    config["actor"]["optimizer"]["lr"] = 3e-2
+    config["rollout"] |= {"temperature": 1.0, "async_level": 2}
+    config["train"]["steps"] = 5
+    config |= {"checkpoint": {"every": 1, "keep": 10}, "log": {"samples": {"every": 1, "tokens": True}}}
+    ppo.run(from_dict(config, PPOConfig), "mrl ppo")
+    gaps = []
+    for step in range(1, 6):
+        made = max(0, step - 3)
+        out = str(tmp_path / f"at{made}") if made else model
+        if made:
+            run_case(1, "tests.trainers.rl.test_launched:exported", run=str(run), step=made, out=out)
+        policy = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        for line in (run / "samples" / f"step_{step:08d}.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            log_probs = policy(torch.tensor([row["tokens"]])).logits[0, :-1].log_softmax(-1)
+            found = log_probs.gather(1, torch.tensor(row["tokens"])[1:, None])[:, 0]
+            trained = torch.tensor(row["mask"][1:], dtype=torch.bool)
+            gaps.append((found - torch.tensor(row["log_probs"])[1:])[trained].abs().max().item())
+    assert max(gaps) < 1e-4, gaps
+    rows = [row for row in metrics.read(run / "metrics.jsonl") if "rollout/staleness" in row]
+    assert [row["rollout/weights_step"] for row in rows] == [0, 0, 0, 1, 2]
+    assert rows[-1]["rollout/logprob_gap_max"] > 1e-2, "the trainer's weights were others"
     assert listed(vllm) == []
 
 

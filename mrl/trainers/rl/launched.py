@@ -118,7 +118,7 @@ class LaunchedRollouts:
                 return
             try:
                 prompts = self._take_prompts(collector.prompts)
-            except UserError as error:
+            except Exception as error:  # which comes out when the rollout is taken, on every rank
                 launch.future.set_exception(error)
             else:
                 launch.future = self._pool.submit(self._collect, launch, collector, prompts, self._of_source())

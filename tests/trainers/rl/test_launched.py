@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from mrl.engine.sampling import SamplingKey, noise_key
@@ -98,14 +97,8 @@ def test_each_rollout_is_sampled_by_the_weights_of_the_rule(inputs, request, tmp
     samples = tiny_policies.samples_of(folder)
     for iteration in range(steps(folder)[-1]["step"] // PER_ITERATION):
         made = max(0, iteration - level) * PER_ITERATION
-        model = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)
-        if made:
-            exported = export(folder, made, tmp_path)
-            if (exported / "adapter_config.json").exists():
-                model = PeftModel.from_pretrained(model, exported).merge_and_unload()
-            else:
-                model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-        model.eval()
+        weights = export(folder, made, tmp_path) if made else inputs / "model"
+        model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
         step = iteration * PER_ITERATION + 1
         rows = samples[f"step_{step:08d}.jsonl"]
         assert len(rows) == tiny_policies.SEQUENCES
