@@ -41,6 +41,10 @@ def check_algorithm(config: PPOConfig) -> Recipe:
     if config.rollout.async_level and algorithm.distill is not None:
         why = "gives samples of older weights (rollout.async_level) the weight of new ones"
         raise ConfigError("algorithm.distill", why=why, fix="leave out one of them")
+    if config.rollout.async_level > 1 and made.dynamic_sampling:
+        why = "has the prompts of a rollout follow from the rounds of the one before, which is sampled at the same time"
+        fix = "set it to 1, or algorithm.dynamic_sampling to false"
+        raise ConfigError("rollout.async_level", config.rollout.async_level, why, fix)
     if config.rollout.async_level and made.dynamic_sampling and config.reward.model.path is not None:
         why = "needs every score before the next round, and with rollout.async_level the reward model scores after all"
         raise ConfigError("algorithm.dynamic_sampling", True, why, "leave out one of the three")

@@ -159,9 +159,9 @@ class RolloutConfig:
     async_level: int = key(
         0,
         "iterations by which sampling is ahead of training: 0 samples, then trains; 1 samples the next rollout on "
-        "servers meanwhile (docs/async-rollouts.md)",
+        "servers meanwhile; more samples as many, with rollout.server.lora adapter (docs/async-rollouts.md)",
         minimum=0,
-        maximum=1,
+        maximum=8,
     )
     path: str | None = key(None, "folder of samples/ files to replay, for backend recorded")
     environment: str | None = key(None, "path.py:Class for conversations of several turns (docs/environments.md)")

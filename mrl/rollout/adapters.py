@@ -10,11 +10,12 @@ files again for every step of sampling (lora/worker_manager.py, `add_adapter`). 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from mrl.engine.lora.folder import adapters, write_adapter_files
 from mrl.engine.lora.identity import weights_fingerprint
 from mrl.errors import ConfigError, ServerError, one_line
 from mrl.rollout.handover import WeightSync, pause
-from mrl.rollout.server import ServerGroup
+from mrl.rollout.server import LAST_WORDS_S, ServerGroup
 from mrl.rollout.weights import WeightFolders
 from mrl.weights.hf_config import VISION_LANGUAGE, read_hf_config
 
@@ -74,16 +75,23 @@ def check_adapter_training(actor: AdapterTraining) -> None:
 class AdapterWeightSync(WeightSync):
     """Sends adapters to inspected servers. Constructing it tries each kind of module that the actor adapts.
 
-    text: token ids to score in that trial. Raises ConfigError if a server does not take the adapters, and ServerError
-    if it has other weights than at its start.
+    text: token ids to score in that trial. in_use: gives the names of adapters that requests still name; None if
+    servers are idle at each sync. Raises ConfigError if a server does not take the adapters, and ServerError if it has
+    other weights than at its start.
     """
 
     name, why = "adapters", "alone, as files"
 
     def __init__(
-        self, servers: ServerGroup[Any], weights_dir: str, actor: AdapterTraining, text: Sequence[int] = PROBE_IDS
+        self,
+        servers: ServerGroup[Any],
+        weights_dir: str,
+        actor: AdapterTraining,
+        text: Sequence[int] = PROBE_IDS,
+        in_use: Callable[[], Collection[str]] | None = None,
     ) -> None:
-        self._servers, self._actor = servers, actor
+        self._servers, self._actor, self._in_use = servers, actor, in_use
+        self._loaded: dict[str, pathlib.Path] = {}  # the folders of adapters that servers keep
         check_adapter_training(actor)
         self._shapes = adapters(actor.model, actor.lora, "lm")
         servers.map(self._check_start)
@@ -93,7 +101,6 @@ class AdapterWeightSync(WeightSync):
             self._folders = WeightFolders(weights_dir, bucket_mb=1)
         finally:
             servers.outcomes(lambda s: s.resume())
-        self._old: pathlib.Path | None = None
         self._try_each_kind(text)
 
     def _check_start(self, server: Any) -> None:
@@ -118,10 +125,10 @@ class AdapterWeightSync(WeightSync):
                 "same; start it with that model"
             )
 
-    def _forget_others(self, server: Any, but: str | None = None) -> None:
+    def _forget_others(self, server: Any, but: Collection[str] = ()) -> None:
         """Drops a server's adapters of earlier weight syncs, also those of an earlier run: their files go next."""
         for name in server.adapter_names():
-            if name.startswith(PREFIX) and name != but:
+            if name.startswith(PREFIX) and name not in but:
                 server.unload_adapter(name)
 
     def _try_each_kind(self, text: Sequence[int]) -> None:
@@ -155,8 +162,26 @@ class AdapterWeightSync(WeightSync):
 
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> str:
         """Sends adapters, as `BaseEngine.adapter_weights` gives them. The weights get the adapter's name."""
-        name, folder = self._written(dict(weights))
-        pause(self._servers)
+        return self._load(*self._written(dict(weights)))
+
+    def send_files(self, files: Mapping[str, bytes]) -> str:
+        """Sends adapters of `files`. Returns their name."""
+        name, folder = self._new()
+        with self._writing():
+            folder.mkdir(parents=True)
+            for file, content in files.items():
+                (folder / file).write_bytes(content)
+        return self._load(name, folder)
+
+    def files(self, name: str) -> dict[str, bytes]:
+        """Returns the files of adapters that servers still have."""
+        return {file.name: file.read_bytes() for file in self._loaded[name].iterdir()}
+
+    def _load(self, name: str, folder: pathlib.Path) -> str:
+        """Loads new adapters into all servers, and drops those that nothing names. Running requests go on if in_use
+        says what they name."""
+        if self._in_use is None:
+            pause(self._servers)
         try:
             try:
                 self._servers.map(lambda s: s.load_adapter(name, str(folder)))
@@ -164,32 +189,44 @@ class AdapterWeightSync(WeightSync):
                 self._drop(name)
                 raise ServerError(f"{failed}; no server samples with the new adapters") from failed
             self._servers.map(lambda s: s.set_version(name))  # from now on nobody asks for the old ones
-            self._servers.map(functools.partial(self._forget_others, but=name))
+            needed = {name} if self._in_use is None else {name, *self._in_use()}
+            self._servers.map(functools.partial(self._forget_others, but=needed))
         finally:
-            self._servers.outcomes(lambda s: s.resume())
-        self._old = folder
-        self._folders.keep_only(folder)
+            if self._in_use is None:
+                self._servers.outcomes(lambda s: s.resume())
+        self._loaded = {each: path for each, path in [*self._loaded.items(), (name, folder)] if each in needed}
+        self._folders.keep_only(*self._loaded.values())
         return name
+
+    def _new(self) -> tuple[str, pathlib.Path]:
+        folder = self._folders.new()
+        return PREFIX + folder.name, folder
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """An OSError inside becomes a ServerError, and what was written goes."""
+        try:
+            yield
+        except OSError as error:
+            self._folders.keep_only(*self._loaded.values())
+            raise self._folders.unwritable(error) from error
 
     def _written(self, tensors: Mapping[str, Tensor]) -> tuple[str, pathlib.Path]:
         """Returns a new name, and a new folder with the adapters. Raises ServerError where it cannot be written."""
-        folder = self._folders.new()
-        try:
+        name, folder = self._new()
+        with self._writing():
             write_adapter_files(folder, self._actor.lora, self._actor.model, tensors)
-        except OSError as error:
-            self._folders.keep_only(self._old)
-            raise self._folders.unwritable(error) from error
-        return PREFIX + folder.name, folder
+        return name, folder
 
     def _drop(self, name: str) -> None:
         """Drops the adapter `name` from the servers that have it, and removes its files."""
         self._servers.outcomes(lambda s: s.unload_adapter(name))
-        self._folders.keep_only(self._old)
+        self._folders.keep_only(*self._loaded.values())
 
     def close(self) -> None:
         """Drops all adapters from the servers, and removes their files."""
-        self._servers.outcomes(self._forget_others)
-        self._folders.keep_only(None)
+        self._servers.call_within(LAST_WORDS_S, self._forget_others)
+        self._folders.keep_only()
 
 
 def _scored(server: Any, *, name: str, folder: pathlib.Path, text: Sequence[int]) -> list[float]:

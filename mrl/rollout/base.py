@@ -184,30 +184,39 @@ class TrajectorySource(abc.ABC):
 
 
 class SharedRollouts(TrajectorySource):
-    """Gives to every rank what a source of the main process samples. source: None on other processes."""
+    """Gives to every rank what a source of the main process samples.
 
-    def __init__(self, source: TrajectorySource | None, on_main: OnMain) -> None:
-        self._source, self._on_main = source, on_main
+    sources: on the main process this one, and others for `LaunchedRollouts`; none on other processes.
+    """
+
+    def __init__(self, sources: Sequence[TrajectorySource], on_main: OnMain) -> None:
+        self._sources, self._on_main = sources, on_main
 
     @property
-    def own(self) -> TrajectorySource:
-        """The source; on the main process alone."""
-        assert self._source is not None, "another process than the main one does not sample"
-        return self._source
+    def ahead(self) -> Sequence[TrajectorySource]:
+        return self._sources[1:]
 
     def sample(self, prompts: Sequence[Prompt], **how: Any) -> list[Trajectory]:
         """Samples as `TrajectorySource.sample` says."""
-        return self._on_main(lambda: self.own.sample(prompts, **how))
+        return self._on_main(lambda: self._sources[0].sample(prompts, **how))
 
     def begin(self, run_id: str, made: int) -> None:
-        self._on_main(lambda: self.own.begin(run_id, made))
+        def begin() -> None:
+            for source in self._sources:
+                source.begin(run_id, made)
+
+        self._on_main(begin)
 
     def forget(self) -> None:
-        self._on_main(lambda: self.own.forget())
+        def forget() -> None:
+            for source in self._sources:
+                source.forget()
+
+        self._on_main(forget)
 
     def close(self) -> None:
-        if self._source is not None:
-            self._source.close()
+        for source in self._sources:
+            source.close()
 
 
 def trajectories_to_batch(trajectories: Sequence[Trajectory]) -> Batch:

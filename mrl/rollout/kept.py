@@ -38,8 +38,8 @@ class KeptRollouts(TrajectorySource):
     the same after as many steps of the same run, or before the first step.
 
     origin: plain data that samples depend on, besides steps made and prompts. Its "environment" is None if there is
-    none. say: shows a line to the user. ahead: by how many steps rollouts are later than those that their weights are
-    trained on next; their files stay together.
+    none. say: shows a line to the user. ahead: by how many iterations of `steps` optimizer steps rollouts are later
+    than those that their weights are trained on next.
     """
 
     def __init__(
@@ -50,9 +50,10 @@ class KeptRollouts(TrajectorySource):
         origin: Mapping[str, Any],
         on_main: OnMain,
         say: Callable[[str], None],
-        ahead: Sequence[int] = (0,),
+        ahead: int = 0,
+        steps: int = 1,
     ) -> None:
-        self._ahead = ahead
+        self._ahead, self._steps = ahead, steps
         self._source, self._folder, self._on_main, self._say = source, folder, on_main, say
         self._origin = json.dumps(origin, sort_keys=True, default=str)
         self._rows_count = origin["environment"] is not None
@@ -66,7 +67,7 @@ class KeptRollouts(TrajectorySource):
     def begin(self, run_id: str, made: int) -> None:
         """Begins a run. Files of later weights go: they will not be trained to the same bits again."""
         self._run_id = run_id
-        self._on_main(lambda: self._remove_others(made))
+        self._on_main(lambda: self._remove_others(made, self._ahead))
         self._source.begin(run_id, made)
 
     def sample(
@@ -141,18 +142,19 @@ class KeptRollouts(TrajectorySource):
         self, path: pathlib.Path, asked: Mapping[str, Any], trajectories: Sequence[Trajectory], seconds: float
     ) -> None:
         """Writes a file whole or not at all, and removes files of other weights."""
-        self._remove_others(asked["made"])
+        self._remove_others(asked["made"], 2 * self._ahead)  # later ones may be on their way
         rows = [trajectory_state(trajectory) for trajectory in trajectories]
         try:
             write_pt(path, {"asked": dict(asked), "trajectories": rows, "seconds": seconds})
         except OSError as error:
             raise unwritable(str(self._folder.parent), path, error) from error
 
-    def _remove_others(self, made: int) -> None:
-        """Removes files of other weights than those after `made` steps."""
+    def _remove_others(self, made: int, ahead: int) -> None:
+        """Removes files but those of the iteration after `made` steps and of so many after it."""
         kept = [f"eval_{made:08d}_"]
-        for ahead in self._ahead:
-            kept += [f"step_{made + 1 + ahead:08d}_", f"baseline_{made + 1 + ahead:08d}_"]
+        for iteration in range(ahead + 1):
+            step = made + 1 + iteration * self._steps
+            kept += [f"step_{step:08d}_", f"baseline_{step:08d}_"]
         self._remove(tuple(kept))
 
     def _remove(self, kept: tuple[str, ...]) -> None:

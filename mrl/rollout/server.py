@@ -60,8 +60,9 @@ class Server(abc.ABC):
     links: frozenset[str] = frozenset()  # some of links.LINKS; known after `inspect`
     greets = False  # its processes at a link are mrl's own, which say when they have met
     how_to_link = "its kind of server has none"  # the options that a server needs for links
-    adapters_on = True  # whether it takes adapters; known after `inspect`, as is the next one
+    adapters_on = True  # whether it takes adapters; known after `inspect`, as are the next two
     most_rank: int | None = None  # the largest rank of its adapters; None if it does not say
+    most_adapters: int | None = None  # that it samples with at a time; None if it does not say
     how_to_adapt: str  # the options that a server needs for adapters
 
     def __init__(self, http: HttpClient) -> None:

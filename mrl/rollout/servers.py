@@ -10,10 +10,12 @@ another name is an error: the server was started again meanwhile.
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ from mrl.rollout.http import HttpClient
 from mrl.rollout.server import Server, ServerGroup
 from mrl.words import pluralize
 
+ASYNC_KEY = "rollout.async_level"
+
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
@@ -42,13 +46,15 @@ class Probe:
 
 
 class Fleet:
-    """The servers of `config.urls`, which share requests and have one set of weights. On the main process alone.
+    """The servers of `config.urls`, which share requests. On the main process alone.
 
     - server: the kind of server
     - weights_dir: a folder of this run alone (`mrl.rollout.weights.weights_dir`)
     - max_length: tokens of the longest sequence
     - device: the actor's
     - adapted: the actor, if `send` gets adapters alone and servers hold the base; None if it gets all weights
+    - ahead: the rollouts that are sampled while others train. `samplers` has one for each, behind one of the newest
+      weights
 
     Raises ConfigError or ServerError if a server is not there or not set up for it.
     """
@@ -62,11 +68,13 @@ class Fleet:
         max_length: int | None,
         device: torch.device,
         adapted: AdapterTraining | None,
+        ahead: int = 0,
     ) -> None:
-        self._servers = ServerGroup([server(HttpClient(url, timeout_s=config.timeout_s)) for url in config.urls])
-        self._config, self._takes_adapters = config, adapted is not None
-        self._version: str | None = None
-        self._todo: Collection[Any] = ()
+        self._config, self.concurrency, self.takes_adapters = config, config.concurrency, adapted is not None
+        self.version: str | None = None  # the servers' name for the newest weights
+        self._servers = ServerGroup([server(self._client(url)) for url in config.urls])
+        self.samplers = [FleetSampler(self, self._servers)]
+        self.slots = {url: threading.BoundedSemaphore(config.concurrency) for url in config.urls}
         self.probe_gap = 0.0  # of the last probe, the largest mean difference of a server
         lengths = self._servers.map(lambda s: s.inspect(sleeps=config.sleep))
         for one, longest in zip(self._servers, lengths, strict=True):
@@ -81,63 +89,70 @@ class Fleet:
             self.handover = make_weight_sync(self._servers, config, weights_dir, device)
         else:
             text = PROBE_IDS if max_length is None else PROBE_IDS[: max_length - 1]
-            self.handover = AdapterWeightSync(self._servers, weights_dir, adapted, text)
+            in_use = self._held if ahead else None
+            self.handover = AdapterWeightSync(self._servers, weights_dir, adapted, text, in_use)
+            self._check_room(ahead)
+        for _ in range(ahead):
+            self.samplers.append(FleetSampler(self, ServerGroup([self._connect(each) for each in self._servers])))
 
-    @property
-    def _adapter(self) -> str | None:
-        """The adapter to name in requests: it has the name of the weights."""
-        return self._version if self._takes_adapters else None
+    def _client(self, url: str) -> HttpClient:
+        return HttpClient(url, timeout_s=self._config.timeout_s)
+
+    def _check_room(self, adapters: int) -> None:
+        for server in self._servers:
+            if server.most_adapters is not None and server.most_adapters < adapters:
+                why = (
+                    f"samples with {adapters} adapters at a time, and {server.http.url} takes {server.most_adapters}: "
+                    "it would hold requests back"
+                )
+                raise ConfigError(ASYNC_KEY, adapters, why, f"start it with --max-loras {adapters} or more")
+
+    def _connect(self, server: Server) -> Server:
+        """Returns a client of the same server whose requests end apart from those of others."""
+        other = copy.copy(server)
+        other.http = self._client(server.http.url)
+        return other
+
+    def _held(self) -> set[str]:
+        """Returns the names of weights that are newest, or that a rollout is sampled with."""
+        return {name for name in (self.version, *(sampler.held for sampler in self.samplers)) if name is not None}
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Returns completions in the order of the requests. Raises as `ServerSampler.sample`."""
-        for sampling in {request.sampling for request in requests}:
-            for server in self._servers:
-                server.refuse(sampling)
-        self._check_versions()
-        todo = self._todo = collections.deque(enumerate(requests))
-        completions: dict[int, Completion] = {}
-
-        def work(server: Server) -> None:
-            while True:
-                try:
-                    index, request = todo.popleft()
-                except IndexError:
-                    return
-                completions[index] = server.sample(request, adapter=self._adapter)
-
-        lines = min(self._config.concurrency, math.ceil(len(requests) / len(self._servers)))
-        self._servers.call_all([functools.partial(work, server) for _ in range(lines) for server in self._servers])
-        self._check_versions()
-        return [completions[index] for index in range(len(requests))]
-
-    def _check_versions(self) -> None:
-        for server, version in zip(self._servers, self._servers.map(lambda s: s.version()), strict=True):
-            if version != self._version:
-                raise server.http.error(
-                    f"has the weights {version!r} and not {self._version!r} of this run: it was started again, or "
-                    "another run uses it; run the same command again, with servers of its own"
-                )
+        """Returns completions by the newest weights, as `FleetSampler.sample`."""
+        return self.samplers[0].sample(requests)
 
     def log_probs(self, tokens: Sequence[int]) -> list[list[float]]:
-        """Returns log-probs of `tokens[1:]` at temperature 1, from each server."""
-        return self._servers.map(lambda s: s.score(tokens, adapter=self._adapter))
+        """Returns log-probs of `tokens[1:]` at temperature 1 and the newest weights, from each server."""
+        adapter = self.version if self.takes_adapters else None
+        return self._servers.map(lambda s: s.score(tokens, adapter=adapter))
 
     def waits_for(self) -> str:
         """Says which servers are asked, and how many requests none of them has yet."""
-        urls = ", ".join(server.http.url for server in self._servers)
-        return f"{urls} still answer(s), and {pluralize(len(self._todo), 'request')} wait(s)"
+        urls, waiting = ", ".join(server.http.url for server in self._servers), sum(s.waiting for s in self.samplers)
+        return f"{urls} still answer(s), and {pluralize(waiting, 'request')} wait(s)"
 
     def abort(self) -> None:
-        """Ends requests that are under way. They raise RequestAborted."""
-        self._servers.abort_requests()
+        """Ends requests for completions that are under way. They raise RequestAborted."""
+        for sampler in self.samplers:
+            sampler.servers.abort_requests()
 
     def allow(self) -> None:
         """Lets requests be made again after `abort`."""
-        self._servers.allow_requests()
+        for sampler in self.samplers:
+            sampler.servers.allow_requests()
 
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Gives all servers the new weights, as `WeightSync.send`."""
-        self._version = self.handover.send(weights)
+        self.version = self.handover.send(weights)
+
+    def send_adapter_files(self, files: Mapping[str, bytes]) -> None:
+        """Gives all servers adapters of `adapter_files`."""
+        assert isinstance(self.handover, AdapterWeightSync), "servers get whole weights"
+        self.version = self.handover.send_files(files)
+
+    def adapter_files(self, version: str) -> dict[str, bytes] | None:
+        """Returns the files of adapters that servers have; None if they get whole weights."""
+        return self.handover.files(version) if isinstance(self.handover, AdapterWeightSync) else None
 
     def check_probe(self, probe: Probe, expected: Sequence[float]) -> None:
         """Raises ServerError if a server's log-probs of the probe are not about the `expected` ones."""
@@ -163,14 +178,63 @@ class Fleet:
 
 
 class FleetSampler(Sampler):
-    """Completions from a fleet, on the main process alone and in any of its threads."""
+    """Completions from a fleet, by its newest weights or by those that were the newest at `hold`.
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    On the main process alone, in any thread.
+    """
+
+    def __init__(self, fleet: Fleet, servers: ServerGroup[Server]) -> None:
+        self._fleet, self.servers = fleet, servers
+        self.held: str | None = None
+        self._todo: Collection[Any] = ()
+
+    def hold(self) -> None:
+        """Samples by the fleet's newest weights, also when it has newer ones, until `release`."""
+        self.held = self._fleet.version
+
+    def release(self) -> None:
+        self.held = None
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no server has yet."""
+        return len(self._todo)
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Returns completions, as `Fleet.sample`."""
-        return self._fleet.sample(requests)
+        """Returns completions in the order of the requests. Raises as `ServerSampler.sample`."""
+        fleet, version = self._fleet, self.held or self._fleet.version
+        for sampling in {request.sampling for request in requests}:
+            for server in self.servers:
+                server.refuse(sampling)
+        self._check_weights(version)
+        todo = self._todo = collections.deque(enumerate(requests))
+        completions: dict[int, Completion] = {}
+        adapter = version if fleet.takes_adapters else None
+
+        def work(server: Server) -> None:
+            while True:
+                with fleet.slots[server.http.url]:
+                    try:
+                        index, request = todo.popleft()
+                    except IndexError:
+                        return
+                    completions[index] = server.sample(request, adapter=adapter)
+
+        lines = min(fleet.concurrency, math.ceil(len(requests) / len(self.servers)))
+        self.servers.call_all([functools.partial(work, server) for _ in range(lines) for server in self.servers])
+        self._check_weights(version)
+        return [completions[index] for index in range(len(requests))]
+
+    def _check_weights(self, version: str | None) -> None:
+        """Raises ServerError if a server has not the weights `version`, or with adapters has lost them."""
+        for server, name in zip(self.servers, self.servers.map(lambda s: s.version()), strict=True):
+            if name == version:
+                continue
+            if not self._fleet.takes_adapters or version not in server.adapter_names():
+                raise server.http.error(
+                    f"has the weights {name!r} and not {version!r} of this run: it was started again, or "
+                    "another run uses it; run the same command again, with servers of its own"
+                )
 
 
 class ServerSampler(Sampler):
@@ -193,6 +257,7 @@ class ServerSampler(Sampler):
         probe: Probe | None = None,
         device: torch.device = torch.device("cpu"),  # noqa: B008 (nothing changes it)
         adapted: AdapterTraining | None = None,
+        ahead: int = 0,
     ) -> None:
         self._config, self._probe, self._adapted = config, probe, adapted
         self._is_main, self._on_main = is_main, on_main
@@ -201,8 +266,9 @@ class ServerSampler(Sampler):
 
         def start() -> None:
             self._fleet = Fleet(
-                self.server, config, weights_dir=weights_dir, max_length=max_length, device=device, adapted=adapted
-            )
+                self.server, config, weights_dir=weights_dir, max_length=max_length, device=device, adapted=adapted,
+                ahead=ahead,
+            )  # fmt: skip
 
         on_main(start)
 

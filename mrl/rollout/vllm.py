@@ -111,7 +111,8 @@ class VLLMServer(Server):
             self.on_cpu = info["vllm_config"].get("device_config", {}).get("device") == "cpu"
             adapters = info["vllm_config"].get("lora_config")
             self.adapters_on = adapters is not None
-            self.most_rank = None if adapters is None else int(adapters["max_lora_rank"])
+            if adapters is not None:
+                self.most_rank, self.most_adapters = int(adapters["max_lora_rank"]), int(adapters["max_loras"])
             self.links = LINKS if engine is not None and engine["backend"] == ENGINE else frozenset()
         if self.mode not in (RAW, PROCESSED):
             raise self.http.error(f"gives {self.mode}; start it with --logprobs-mode {RAW} or {PROCESSED}")

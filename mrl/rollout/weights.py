@@ -78,11 +78,11 @@ class WeightFolders:
             "the weights"
         )
 
-    def keep_only(self, folder: pathlib.Path | None) -> None:
+    def keep_only(self, *folders: pathlib.Path | None) -> None:
         """Removes all other folders."""
         if self.root.is_dir():
             for other in self.root.iterdir():
-                if _FOLDER.fullmatch(other.name) and other != folder:
+                if _FOLDER.fullmatch(other.name) and other not in folders:
                     shutil.rmtree(other)
 
 

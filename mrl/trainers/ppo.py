@@ -84,15 +84,18 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
     step, steps = trainer.progress.step, trainer.config.steps_per_iteration
     iteration = step // steps
     with trainer.saved_before_errors():
-        if not launched.is_launched(iteration):  # at the start, or after an error
+        end = min(iteration + launched.level, -(-trainer.total_steps // steps))
+        for later in range(launched.next_iteration(iteration), end):  # at the start, or after an error
+            if launched.relaunch(later):
+                continue
             if step:
                 trainer.console.say(
-                    f"iteration {iteration + 1}: its rollout is not in the checkpoint, as the run had ended, its "
+                    f"iteration {later + 1}: its rollout is not in the checkpoint, as the run had ended, its "
                     "servers had failed or a second signal had come, so the newest weights sample it; this is not the "
                     "unbroken run"
                 )
             trainer.sampling.sync(step)
-            launched.launch(iteration, step)
+            launched.launch(later, step)
         trainer.console.doing(f"step {step + 1}: waiting for its rollout")
         taken = launched.wait(iteration)
         if taken is None:
@@ -104,8 +107,9 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
     if trainer.stop_requested:  # before another rollout is launched, for which the save would wait
         trainer.log.sync()
         raise trainer.stopped(trainer.save())
-    if step + steps < trainer.total_steps and not launched.is_launched(iteration + 1):
-        launched.launch(iteration + 1, step)
+    later = launched.next_iteration(iteration + 1)
+    if later == iteration + launched.level and later * steps < trainer.total_steps:
+        launched.launch(later, step)
     began_s = time.perf_counter()
     row = launched.take_metrics(taken)
     if trainer.scores.reward_model is None:

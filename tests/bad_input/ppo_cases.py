@@ -69,6 +69,8 @@ CASES = [
     # Rollout.
     Case("empty stop", "rollout.stop", ("every completion at once",), ("rollout.stop=['']",)),
     Case("nobody to sample ahead", "rollout.async_level", ("needs servers", "rollout.server.urls"), ("rollout.async_level=1",)),
+    Case("whole weights of several iterations", "rollout.async_level", ("value 2", "rollout.server.lora", "adapter"), (*AHEAD, "rollout.async_level=2")),
+    Case("rounds of several iterations", "rollout.async_level", ("value 2", "algorithm.dynamic_sampling"), (*AHEAD, "rollout.async_level=2", "algorithm.name=dapo", "actor.model.init=pretrained", "actor.model.lora.rank=4", "rollout.server.lora=adapter")),
     Case("servers that sleep and sample", "rollout.async_level", ("rollout.server.sleep",), (*AHEAD, "rollout.server.sleep=true")),
     Case("old samples uncorrected", "algorithm.correction", ("rollout.async_level 1", "truncate"), (*AHEAD, "algorithm.correction=none")),
     Case("a divergence of old samples", "algorithm.distill", ("rollout.async_level",), (*AHEAD, "algorithm.name=opd", "algorithm.distill={}", "reference.model.path=model", "rewards=null")),

@@ -21,6 +21,7 @@ import urllib.request
 from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -53,24 +54,36 @@ class PolicyServer:
     """What answers; `model` is a folder."""
 
     def __init__(self, model: str, seconds: float = 0.0) -> None:
-        self.path, self.seconds, self.version = model, seconds, "as it was started"
+        self.path, self.seconds, self.version = model, seconds, "default"
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.adapted: dict[str, Any] = {}  # models with adapters, by name
         self.lock = threading.Lock()
 
     def answer(self, path: str, body: Any) -> Any:
         path = path.partition("?")[0]
         if path == "/v1/models":
-            return {"data": [{"id": "policy", "root": self.path, "max_model_len": 512}]}
+            own = {"id": "policy", "root": self.path, "max_model_len": 512}
+            return {"data": [own, *({"id": name} for name in list(self.adapted))]}
         if path == "/server_info":
             config = {"logprobs_mode": "processed_logprobs", "enable_sleep_mode": False}
-            return {"vllm_config": {"model_config": config, "device_config": {"device": "cuda"}, "lora_config": None}}
+            lora = {"max_lora_rank": 16, "max_loras": 2}
+            return {"vllm_config": {"model_config": config, "device_config": {"device": "cuda"}, "lora_config": lora}}
         if path == "/weight_info":
             return {"weight_version": self.version}
         if path == "/v1/completions":
             if "prompt_logprobs" not in body:
                 time.sleep(self.seconds if self.seconds >= 0 else -self.seconds * random.random())
+            model = self.adapted.get(body["model"], None if body["model"].startswith("mrl-") else self.model)
+            if model is None:
+                return None
             with self.lock:
-                return {"choices": [complete(self.model, body)]}
+                return {"choices": [complete(model, body)]}
+        if path == "/v1/load_lora_adapter":
+            base = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
+            adapted = PeftModel.from_pretrained(base, body["lora_path"]).merge_and_unload().eval()
+            self.adapted[body["lora_name"]] = adapted
+        if path == "/v1/unload_lora_adapter":
+            del self.adapted[body["lora_name"]]
         if path == "/collective_rpc":
             with self.lock:
                 self.load(body["kwargs"]["weights_path"])
@@ -100,8 +113,9 @@ def serve(model: str, port: int, seconds: float) -> None:
             self.reply(json.loads(text) if text else None)
 
         def reply(self, body: Any) -> None:
-            data = json.dumps(policy.answer(self.path, body)).encode()
-            self.send_response(200)
+            answer = policy.answer(self.path, body)
+            data = json.dumps(answer).encode()
+            self.send_response(404 if answer is None else 200)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

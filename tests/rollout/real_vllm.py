@@ -141,8 +141,10 @@ class RealServer:
 
 @contextlib.contextmanager
 def serving_adapters(model: str, log: pathlib.Path) -> Iterator[RealServer]:
-    """A server that takes adapters of a rank of 8 at most, while it is open."""
-    server = RealServer(model, log, "--enable-lora", "--max-lora-rank", "8", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+    """A server that takes two adapters of a rank of 8 at most, while it is open."""
+    server = RealServer(
+        model, log, "--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1"
+    )
     server.wait()
     try:
         yield server

@@ -11,10 +11,12 @@ import json
 import pathlib
 import types
 import urllib.request
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from mrl import metrics
 from mrl.config.load import from_dict
@@ -148,6 +150,38 @@ def test_mrl_ppo_trains_with_adapters_alone(model, vllm, tmp_path):
 
 
 @pytest.mark.slow
+def test_rollouts_of_several_iterations_name_their_own_adapters(model, vllm, tmp_path):
+    """Two iterations ahead: log-probs are those of transformers with the weights of the rule, and of no others."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"w{5 + i} w{9 + i}"}) + "\n" for i in range(4)))
+    run = tmp_path / "run"
+    config = config_of(tmp_path, run, "fsdp", urls=[vllm.url], lora="adapter", weights_dir=str(tmp_path / "w"))
+    config["actor"]["model"] |= {"path": model, "lora": {"rank": 4}}
+    config["actor"]["optimizer"]["lr"] = 3e-2
+    config["rollout"] |= {"temperature": 1.0, "async_level": 2}
+    config["train"]["steps"] = 5
+    config |= {"checkpoint": {"every": 1, "keep": 10}, "log": {"samples": {"every": 1, "tokens": True}}}
+    ppo.run(from_dict(config, PPOConfig), "mrl ppo")
+    gaps = []
+    for step in range(1, 6):
+        made = max(0, step - 3)
+        out = str(tmp_path / f"at{made}") if made else model
+        if made:
+            run_case(1, "tests.trainers.rl.test_launched:exported", run=str(run), step=made, out=out)
+        policy = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        for line in (run / "samples" / f"step_{step:08d}.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            log_probs = policy(torch.tensor([row["tokens"]])).logits[0, :-1].log_softmax(-1)
+            found = log_probs.gather(1, torch.tensor(row["tokens"])[1:, None])[:, 0]
+            trained = torch.tensor(row["mask"][1:], dtype=torch.bool)
+            gaps.append((found - torch.tensor(row["log_probs"])[1:])[trained].abs().max().item())
+    assert max(gaps) < 1e-4, gaps
+    rows = [row for row in metrics.read(run / "metrics.jsonl") if "rollout/staleness" in row]
+    assert [row["rollout/weights_step"] for row in rows] == [0, 0, 0, 1, 2]
+    assert rows[-1]["rollout/logprob_gap_max"] > 1e-2, "the trainer's weights were others"
+    assert listed(vllm) == []
+
+
+@pytest.mark.slow
 def test_what_the_server_does_not_take_is_said_at_the_start(model, vllm, tmp_path):
     other = make_model(str(tmp_path / "other"), seed=1)
     with pytest.raises(ServerError, match=f"serves {model} with other weights than those of actor.model.path"):
@@ -176,7 +210,11 @@ class Noted:
     path, how_to_adapt = "/nowhere", "--enable-lora"
 
     def __init__(self, url: str, *, deaf_to: str = "", refuses: frozenset[int] = frozenset(), **about) -> None:
-        self.http = types.SimpleNamespace(url=url, error=lambda text, status=None: ServerError(text, status=status))
+        self.http = types.SimpleNamespace(
+            url=url, error=lambda text, status=None: ServerError(text, status=status),
+            abort_requests=lambda: None, allow_requests=lambda: None,
+        )  # fmt: skip
+        self.pauses = True  # before it gets another version
         self.adapters_on, self.most_rank = about.get("adapters_on", True), about.get("most_rank", 8)
         self.deaf_to, self.refuses, self.loads = deaf_to, refuses, itertools.count()
         self.has: dict[str, dict[str, torch.Tensor]] = {}
@@ -186,7 +224,7 @@ class Noted:
         return self.called
 
     def set_version(self, version: str) -> None:
-        assert self.paused
+        assert self.paused == self.pauses
         self.called = version
 
     def pause(self) -> None:
@@ -225,8 +263,10 @@ def dense(tmp_path_factory) -> str:
     return tiny.make_model(str(tmp_path_factory.mktemp("dense")), "qwen3", seed=0)
 
 
-def handover(dense: str, folder: pathlib.Path, *servers: Noted, lora: LoraConfig = LORA) -> AdapterWeightSync:
-    return AdapterWeightSync(ServerGroup(servers), str(folder), AdapterTraining(dense, lora))
+def handover(
+    dense: str, folder: pathlib.Path, *servers: Noted, lora: LoraConfig = LORA, in_use: Any = None
+) -> AdapterWeightSync:
+    return AdapterWeightSync(ServerGroup(servers), str(folder), AdapterTraining(dense, lora), in_use=in_use)
 
 
 def test_all_servers_have_the_new_adapters_or_none(dense, tmp_path):
@@ -250,6 +290,23 @@ def test_all_servers_have_the_new_adapters_or_none(dense, tmp_path):
     assert [folder.name for folder in tmp_path.iterdir()] == [later.removeprefix(PREFIX)]
     way.close()
     assert servers[0].has == servers[1].has == {} and not list(tmp_path.iterdir())
+
+
+def test_adapters_that_requests_name_stay_and_nothing_is_paused(dense, tmp_path):
+    in_use: set[str] = set()
+    server = Noted("http://a")
+    way = handover(dense, tmp_path, server, in_use=lambda: in_use)
+    server.pauses = False
+    first, second = (way.send(iter(tensors(dense, LORA, seed).items())) for seed in (0, 1))
+    assert list(server.has) == [second] and server.called == second
+    in_use.add(second)
+    third = way.send(iter(tensors(dense, LORA, 2).items()))
+    assert list(server.has) == [second, third] and {PREFIX + f.name for f in tmp_path.iterdir()} == {second, third}
+    files = way.files(second)
+    in_use.clear()
+    again = way.send_files(files)
+    assert list(server.has) == [again] and {PREFIX + f.name for f in tmp_path.iterdir()} == {again}
+    assert all(torch.equal(server.has[again][n], t) for n, t in tensors(dense, LORA, 1).items())
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_a_dead_server_is_one_line_and_ends_the_others(two):
     assert time.monotonic() - start < 40
     assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
     servers[0].faults.clear()
-    assert servers[0].version == sampler.fleet._version
+    assert servers[0].version == sampler.fleet.version
 
 
 def test_no_answer_in_time_is_an_error(replay, tmp_path):

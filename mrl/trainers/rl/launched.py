@@ -4,8 +4,8 @@ At level n the rollout of iteration i is sampled whole, in order, with the weigh
 the start while that is negative), and is never dropped. So its noise, its prompts and its weights follow from its
 number, and nothing depends on when it arrives.
 
-One thread of the main process samples and scores. It makes no collective call. `LaunchedRollouts` is called on every
-rank, by the thread that trains.
+A thread of the main process for each launched rollout samples and scores. It makes no collective call.
+`LaunchedRollouts` is called on every rank, by the thread that trains.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mrl.rewards.scorer import Scores
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Trajectory
 from mrl.rollout.kept import trajectory_from_state, trajectory_state
-from mrl.rollout.servers import ServerSampler
+from mrl.rollout.servers import FleetSampler, ServerSampler
 from mrl.trainers.rl.collect import Collector, ScoredRollout
 
 REPORT_S = 60.0
@@ -40,7 +40,6 @@ class LaunchedRollout:
     made: int  # optimizer steps behind its weights
     metrics: Mapping[str, float]  # of the source after it
     notes: list[str]  # on rows that were left out
-    ended_s: float  # when it was whole, by time.perf_counter
 
 
 @dataclasses.dataclass
@@ -48,22 +47,25 @@ class _Launch:
     iteration: int
     made: int
     position: Mapping[str, Any]  # of the source before its prompts
+    by: tuple[FleetSampler, Collector] | None = None  # the sampler holds its weights; None once it is whole
     future: concurrent.futures.Future[LaunchedRollout] = dataclasses.field(default_factory=concurrent.futures.Future)
 
 
 class LaunchedRollouts:
     """Samples rollouts ahead of training, in the order of their iterations.
 
-    make_collector: is given what takes prompts, on the main process. sampler: of servers. steps: optimizer steps of an
-    iteration. say: shows a line to the user. hurried: whether no wait for a rollout may last.
+    make_collectors: is given what takes prompts, on the main process; returns one for each of the fleet's samplers
+    ahead. sampler: of servers. level: rollouts that are launched at a time. steps: optimizer steps of an iteration.
+    say: shows a line to the user. hurried: whether no wait for a rollout may last.
     """
 
     def __init__(
         self,
         source: PromptSource,
-        make_collector: Callable[[Callable[[int], list[Prompt]]], Collector],
+        make_collectors: Callable[[Callable[[int], list[Prompt]]], Sequence[Collector]],
         *,
         sampler: ServerSampler,
+        level: int,
         steps: int,
         dispatch: WorkerDispatch,
         say: Callable[[str], None],
@@ -71,12 +73,16 @@ class LaunchedRollouts:
     ) -> None:
         self._source, self._sampler, self._steps, self._say, self._hurried = source, sampler, steps, say, hurried
         self._is_main, self._on_main = dispatch.is_main, dispatch.on_main
-        self._collector = make_collector(self._take_prompts) if self._is_main else None
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, "rollouts")
+        self.level, self._lost = level, collections.deque[Mapping[str, Any]]()
+        self._free: list[tuple[FleetSampler, Collector]] = []  # what samples no rollout, on the main process
+        if self._is_main:
+            collectors = make_collectors(self._take_prompts)
+            self._free = list(zip(sampler.fleet.samplers[1:], collectors, strict=True))
+        self._pool = concurrent.futures.ThreadPoolExecutor(level, "rollouts")
         self._launched: collections.deque[_Launch] = collections.deque()  # on the main process
         self._iterations: collections.deque[int] = collections.deque()  # of these, on every rank
         self._closing = False
-        self._idle_since_s: float | None = None
+        self._ended_s: float | None = None  # when the last rollout was whole
         self._idle_s = self._wait_s = self._save_wait_s = 0.0
 
     def _take_prompts(self, count: int) -> list[Prompt]:
@@ -91,27 +97,61 @@ class LaunchedRollouts:
         """Whether a rollout is launched that is not trained on, so that servers need its weights."""
         return bool(self._iterations)
 
-    def is_launched(self, iteration: int) -> bool:
-        return iteration in self._iterations
+    def next_iteration(self, iteration: int) -> int:
+        """Returns the first of `iteration` and those after it whose rollout is not launched."""
+        return self._iterations[-1] + 1 if self._iterations else iteration
 
     def launch(self, iteration: int, made: int) -> None:
-        """Begins to sample the rollout of an iteration, with the weights after `made` steps, which the servers have."""
-        assert not self._iterations or iteration == self._iterations[-1] + 1, "rollouts are launched in order"
+        """Begins to sample the rollout of an iteration, with the weights after `made` steps, which are the fleet's
+        newest."""
+        assert iteration == self.next_iteration(iteration), "rollouts are launched in order"
         self._iterations.append(iteration)
         if self._is_main:
-            if self._idle_since_s is not None:
-                self._idle_s += time.perf_counter() - self._idle_since_s
-            # Nothing else is launched that could move the source meanwhile.
-            launch = _Launch(iteration, made, self._source.state_dict())
-            launch.future = self._pool.submit(self._collect, iteration, made)
+            if self._ended_s is not None and all(launch.future.done() for launch in self._launched):
+                self._idle_s += time.perf_counter() - self._ended_s
+            sampler, collector = self._free.pop(0)
+            sampler.hold()
+            launch = _Launch(iteration, made, self._source.state_dict(), (sampler, collector))
             self._launched.append(launch)
+            if self.level == 1:  # dynamic sampling takes prompts of later rounds, and no other rollout does meanwhile
+                launch.future = self._pool.submit(self._collect, launch, collector)
+                return
+            try:
+                prompts = self._take_prompts(collector.prompts)
+            except Exception as error:  # which comes out when the rollout is taken, on every rank
+                launch.future.set_exception(error)
+            else:
+                launch.future = self._pool.submit(self._collect, launch, collector, prompts, self._of_source())
 
-    def _collect(self, iteration: int, made: int) -> LaunchedRollout:
-        assert self._collector is not None, "another process than the main one does not sample"
-        prompts = self._take_prompts(self._collector.prompts)
-        rollout = self._collector.collect(prompts, iteration * self._steps + 1, made)
-        notes = self._source.take_notes()
-        return LaunchedRollout(rollout, iteration, made, self._source.metrics, notes, time.perf_counter())
+    def relaunch(self, iteration: int) -> bool:
+        """Launches the rollout of an iteration with the adapters that a checkpoint has of it. Returns whether it has
+        any. Collective."""
+        if not self._lost or self._lost[0]["iteration"] != iteration:
+            return False
+        lost = self._lost.popleft()
+        newest = self._sampler.fleet.version if self._is_main else None
+        self._on_main(lambda: self._sampler.fleet.send_adapter_files(lost["adapters"]))
+        self.launch(iteration, lost["made"])
+        if self._is_main:
+            self._sampler.fleet.version = newest
+        return True
+
+    def _of_source(self) -> tuple[Mapping[str, float], list[str]]:
+        return self._source.metrics, self._source.take_notes()
+
+    def _collect(
+        self,
+        launch: _Launch,
+        collector: Collector,
+        prompts: list[Prompt] | None = None,
+        of_source: tuple[Mapping[str, float], list[str]] | None = None,
+    ) -> LaunchedRollout:
+        if prompts is None:
+            prompts = self._take_prompts(collector.prompts)
+        rollout = collector.collect(prompts, launch.iteration * self._steps + 1, launch.made)
+        metrics, notes = self._of_source() if of_source is None else of_source
+        self._ended_s = time.perf_counter()
+        return LaunchedRollout(rollout, launch.iteration, launch.made, metrics, notes)
 
     def wait(self, iteration: int) -> LaunchedRollout | None:
         """Returns the rollout of an iteration when it is whole; it stays launched until `trained`.
@@ -134,7 +174,10 @@ class LaunchedRollouts:
             traceback.print_exception(error)
             what = f"{type(error).__name__}: {first_line(error)}"
             raise RewardError(f"the rollout of iteration {launch.iteration + 1} ended by {what}") from error
-        self._idle_since_s = launched.ended_s
+        if launch.by is not None:
+            launch.by[0].release()
+            self._free.append(launch.by)
+            launch.by = None
         return launched
 
     def _wait_for(self, launches: Sequence[_Launch]) -> float:
@@ -186,32 +229,35 @@ class LaunchedRollouts:
     def state_dict(self) -> list[dict[str, Any]]:
         """Returns the launched rollouts that are whole, on the main process; none on other ranks.
 
-        Waits for them. The first that an error has ended, and those after it, are not among them.
+        Waits for them. Of the first that an error has ended, and of those after it, it has the adapters alone; nothing
+        if servers get whole weights.
         """
         states: list[dict[str, Any]] = []
+        broken = False
         for launch in self._launched:
-            if launch.future.exception() is not None:
-                break
-            whole = launch.future.result()
-            states.append(
-                {
-                    "iteration": whole.iteration,
-                    "made": whole.made,
-                    "position": dict(launch.position),
-                    "metrics": dict(whole.metrics),
-                    "rollout": _rollout_state(whole.rollout),
-                }
-            )
+            state: dict[str, Any] = {"iteration": launch.iteration, "made": launch.made}
+            broken |= launch.future.exception() is not None
+            if not broken:
+                whole = launch.future.result()
+                state |= {"position": dict(launch.position), "metrics": dict(whole.metrics)}
+                state["rollout"] = _rollout_state(whole.rollout)
+            else:
+                held = None if launch.by is None else launch.by[0].held
+                files = None if held is None else self._sampler.fleet.adapter_files(held)
+                if files is None:
+                    break
+                state["adapters"] = files
+            states.append(state)
         return states
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Takes the rollouts of a checkpoint."""
+        self._lost.extend(state for state in states if "adapters" in state)
+        states = [state for state in states if "adapters" not in state]
         self._iterations.extend(state["iteration"] for state in states)
         for state in states if self._is_main else ():
             rollout = _rollout_from_state(state["rollout"])
-            whole = LaunchedRollout(
-                rollout, state["iteration"], state["made"], state["metrics"], [], time.perf_counter()
-            )
+            whole = LaunchedRollout(rollout, state["iteration"], state["made"], state["metrics"], [])
             launch = _Launch(whole.iteration, whole.made, state["position"])
             launch.future.set_result(whole)
             self._launched.append(launch)

@@ -25,7 +25,7 @@ from mrl.rollout.kept import KeptRollouts
 from mrl.rollout.native import EngineSampler
 from mrl.rollout.recorded import RecordedRollouts
 from mrl.rollout.rollouts import Rollouts
-from mrl.rollout.servers import FleetSampler, Probe, ServerSampler
+from mrl.rollout.servers import Probe, ServerSampler
 from mrl.rollout.sglang import SGLangServerSampler
 from mrl.rollout.stops import EndTokens
 from mrl.rollout.vllm import VLLMServerSampler
@@ -49,11 +49,12 @@ def make_sampler(
     output_dir: str | os.PathLike[str],
     progress: Callable[[int, int], None],
     lora: LoraConfig | None = None,
+    ahead: int = 0,
 ) -> Sampler:
     """Returns the sampler of `rollout.backend`, but for a replay, which samples nothing.
 
     folder, dtype, lora: of the actor's model. max_length: tokens of the longest sequence. output_dir: where weights for
-    servers lie, if rollout.server names no folder. progress: as of `BaseEngine.generate`.
+    servers lie, if rollout.server names no folder. progress: as of `BaseEngine.generate`. ahead: as of `Fleet`.
     """
     if rollout.backend == "native":
         # Half of the cache for conversations between their turns, but for what the longest sequence needs.
@@ -81,6 +82,7 @@ def make_sampler(
         probe=_probe(dispatch, tokenizer, max_length),
         device=dispatch.device,
         adapted=AdapterTraining(folder, lora) if lora is not None and rollout.server.lora == "adapter" else None,
+        ahead=ahead,
     )
 
 
@@ -147,6 +149,7 @@ def open_rollouts(trainer: Trainer) -> tuple[TrajectorySource, SyncedSampler]:
     sampler = make_sampler(
         config.rollout, dispatch, tokenizer, folder=folder, dtype=model.dtype, max_length=config.max_length,
         output_dir=trainer.directory.path, progress=console.generated, lora=model.lora,
+        ahead=config.rollout.async_level,
     )  # fmt: skip
     trainer.closing.callback(sampler.close)
     say_all(console, sampler.notes)
@@ -156,10 +159,9 @@ def open_rollouts(trainer: Trainer) -> tuple[TrajectorySource, SyncedSampler]:
             sampler, tokenizer, config.rollout, seed=config.seed, end_tokens=ends.ids, system=config.data.system,
             max_prompt_length=config.data.max_prompt_length, on_main=on_main,
         )  # fmt: skip
-        ahead = range(0, (config.rollout.async_level + 1) * config.steps_per_iteration, config.steps_per_iteration)
         kept = KeptRollouts(
             rollouts, trainer.directory.pending, origin=_origin(config, folder, ends, dispatch.world_size),
-            on_main=on_main, say=console.say, ahead=ahead,
+            on_main=on_main, say=console.say, ahead=config.rollout.async_level, steps=config.steps_per_iteration,
         )  # fmt: skip
         trainer.closing.callback(kept.close)
         return kept
@@ -167,11 +169,10 @@ def open_rollouts(trainer: Trainer) -> tuple[TrajectorySource, SyncedSampler]:
     if not config.rollout.async_level:
         return rollouts_of(sampler, dispatch.on_main), SyncedSampler(sampler, dispatch)
     assert isinstance(sampler, ServerSampler), "the config's checks let only servers sample ahead"
-    made: list[TrajectorySource] = []
+    sources: list[TrajectorySource] = []
     fleet = sampler
-    dispatch.on_main(lambda: made.append(rollouts_of(FleetSampler(fleet.fleet), call_here)))
-    shared = SharedRollouts(made[0] if made else None, dispatch.on_main)
-    return shared, SyncedSampler(sampler, dispatch, shares=False)
+    dispatch.on_main(lambda: sources.extend(rollouts_of(each, call_here) for each in fleet.fleet.samplers))
+    return SharedRollouts(sources, dispatch.on_main), SyncedSampler(sampler, dispatch, shares=False)
 
 
 def _origin(config: PPOConfig, folder: str, ends: EndTokens, world_size: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pathlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, RewardsConfig
@@ -44,6 +45,7 @@ class Scoring:
         self.rewards, self.on_main, self.reward_model, self.weight = rewards, on_main, reward_model, weight
         self.total_steps, self.say = total_steps, say
         self._scorer: Scorer | None = None
+        self._one_at_a_time = threading.Lock()  # rollouts that are sampled at the same time
         if rewards is not None:
             samples = [Sample("", "", *each) for each in first]
             on_main(lambda: self._start(rewards, reports, samples))
@@ -95,12 +97,14 @@ class Scoring:
         scorer = self._scorer
         assert scorer is not None, "on the main process it lives from the start to `close`"
         groups = itertools.accumulate(t.sample == 0 for t in trajectories)
-        try:
-            return scorer.score([_sample(*both) for both in zip(trajectories, groups, strict=True)], position)
-        finally:
-            if again := scorer.made_again:
-                calls = "1 call was" if len(again) == 1 else f"{len(again):,} calls were"
-                self.say(f"rewards.retries: {calls} made again; the first one {again[0]}")
+        samples = [_sample(*both) for both in zip(trajectories, groups, strict=True)]
+        with self._one_at_a_time:
+            try:
+                return scorer.score(samples, position)
+            finally:
+                if again := scorer.made_again:
+                    calls = "1 call was" if len(again) == 1 else f"{len(again):,} calls were"
+                    self.say(f"rewards.retries: {calls} made again; the first one {again[0]}")
 
 
 def scoring_of(trainer: Trainer, folders: Mapping[str, str], first: Sequence[tuple[Row, str]]) -> Scoring:

@@ -127,8 +127,9 @@ class PPOTrainer(Trainer):
         assert isinstance(rollouts, SharedRollouts) and isinstance(sampler, ServerSampler)
         launched = LaunchedRollouts(
             self.source,
-            lambda take: self._collector(take, rollouts.own, scores.on_this_process),
+            lambda take: [self._collector(take, source, scores.on_this_process) for source in rollouts.ahead],
             sampler=sampler,
+            level=self.config.rollout.async_level,
             steps=self.config.steps_per_iteration,
             dispatch=self.dispatch,
             say=self.console.say,

@@ -74,14 +74,33 @@ def whole(inputs, tmp_path_factory):
     return folder
 
 
-def test_each_rollout_is_sampled_by_the_weights_of_the_rule(inputs, whole, tmp_path):
-    """Recomputed one after the other: transformers with the weights after iteration i - 2 and the seeds of iteration i."""
-    for iteration in range(STEPS // PER_ITERATION):
-        made = max(0, iteration - 1) * PER_ITERATION
-        folder = inputs / "model" if not made else export(whole, made, tmp_path)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+ADAPTERS = {
+    "actor": {"model": {"lora": {"rank": 4}}, "optimizer": {"lr": 3e-2}},
+    "rollout": {"async_level": 2, "server": {"lora": "adapter", "handover": "auto"}},
+    "train": {"steps": 12},
+}
+
+
+@pytest.fixture(scope="module")
+def two_ahead(inputs, tmp_path_factory):
+    """The folder of an unbroken run at level 2."""
+    folder, running = tmp_path_factory.mktemp("two_ahead") / "run", Running(inputs / "model")
+    train(config_of(inputs, folder, running, **ADAPTERS))
+    running.close()
+    return folder
+
+
+@pytest.mark.parametrize("level, run", [(1, "whole"), (2, "two_ahead")])
+def test_each_rollout_is_sampled_by_the_weights_of_the_rule(inputs, request, tmp_path, level, run):
+    """Recomputed one after the other: transformers with the weights of the rule and the seeds of the iteration."""
+    folder = request.getfixturevalue(run)
+    samples = tiny_policies.samples_of(folder)
+    for iteration in range(steps(folder)[-1]["step"] // PER_ITERATION):
+        made = max(0, iteration - level) * PER_ITERATION
+        weights = export(folder, made, tmp_path) if made else inputs / "model"
+        model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
         step = iteration * PER_ITERATION + 1
-        rows = tiny_policies.samples_of(whole)[f"step_{step:08d}.jsonl"]
+        rows = samples[f"step_{step:08d}.jsonl"]
         assert len(rows) == tiny_policies.SEQUENCES
         for row in rows:
             new = row["mask"].index(1)
@@ -108,7 +127,10 @@ def exported(run: str, step: int, out: str) -> None:
     assert done.exit_code == 0, done.output
 
 
-def test_metrics_say_how_old_the_weights_are(whole):
+def test_metrics_say_how_old_the_weights_are(whole, two_ahead):
+    rows = [row for row in steps(two_ahead) if "rollout/staleness" in row]
+    assert [row["rollout/staleness"] for row in rows] == [0, 1, 2, 2, 2, 2]
+    assert [row["rollout/weights_step"] for row in rows] == [0, 0, 0, 2, 4, 6]
     rows = [row for row in steps(whole) if "rollout/staleness" in row]
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 1, 1]
     assert [row["rollout/weights_step"] for row in rows] == [0, 0, 2, 4]
@@ -183,6 +205,28 @@ def restarted(config, inputs, server, after_rollout=False, two_signals=False) ->
         return train(tiny_policies.merge(config, {"rollout": {"server": {"urls": [again.url]}}}))
     finally:
         again.close()
+
+
+@pytest.mark.parametrize("how", slow_but(["server ends"], ["server ends", "SIGTERM", "two signals"]))
+def test_several_iterations_ahead_go_on_to_the_same_bits(inputs, server, two_ahead, tmp_path, how):
+    """With adapters the checkpoint has the weights of rollouts that broke off."""
+    config = config_of(inputs, tmp_path / "run", server, **ADAPTERS)
+    if how == "SIGTERM":
+        train(config, ended="stopped", happening="killed_at", step=5, name="SIGTERM")
+        train(config)
+    else:
+        said = restarted(config, inputs, server, two_signals=how == "two signals")
+        assert "not the unbroken run" not in said
+    assert made_of(tmp_path / "run") == made_of(two_ahead)
+
+
+def test_a_server_that_would_hold_requests_back_is_refused(inputs, server, tmp_path):
+    config = config_of(
+        inputs, tmp_path / "run", server, **tiny_policies.merge(ADAPTERS, {"rollout": {"async_level": 3}})
+    )
+    message = train(config, ended="ConfigError")
+    assert message.startswith("rollout.async_level: value 3 samples with 3 adapters at a time, and http://")
+    assert message.endswith("takes 2: it would hold requests back; start it with --max-loras 3 or more")
 
 
 @pytest.mark.slow
