@@ -85,8 +85,6 @@ def test_a_router_bias_is_fp32_in_the_export_of_a_run(hf, tmp_path):
     "asked", [(slice(0, 4), slice(0, 32), slice(0, 48)), (slice(1, 3), slice(3, 20), slice(5, 18))]
 )
 def test_stacked_experts_are_sliced_as_files_have_them(hf, tmp_path, asked):
-    from mrl.convert.opening import open_any
-
     source = hf("gpt_oss")
     import_hf(source, tmp_path / "mcore")
     held, name = load_folder(str(source)), "model.layers.1.mlp.experts.gate_up_proj"
