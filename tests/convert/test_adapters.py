@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import peft
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mrl.cli import main
 from mrl.config.schema import LoraConfig
 from mrl.convert import exporting, sources, workspace
 from mrl.convert.opening import open_any
+from tests.convert.hf_folders import run_on_small_disk
+from tests.convert.test_refused import invoke
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.trainers import tiny_runs
@@ -43,10 +40,6 @@ KINDS = [
     pytest.param("qwen3_moe", "lm", "float32", "megatron", marks=pytest.mark.nightly),
     pytest.param("gpt_oss", "lm", "float32", "megatron", marks=pytest.mark.nightly),
 ]
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(main, ["convert", *map(str, arguments)])
 
 
 def same(a, b):
@@ -203,7 +196,7 @@ import pathlib, sys
 from mrl.convert.exporting import export_adapter
 from mrl.errors import UserError
 
-run, base, disk = map(pathlib.Path, sys.argv[1:])
+disk, run, base = map(pathlib.Path, sys.argv[1:])
 for filled in (2**20 - 4096, 2**20 - 200_000, 0):  # less than the weights are left; less than the tokenizer; enough
     (disk / "filler").write_bytes(bytes(filled))
     try:
@@ -218,18 +211,10 @@ for filled in (2**20 - 4096, 2**20 - 200_000, 0):  # less than the weights are l
 def test_a_disk_that_fills_up(made, tmp_path):
     """On a real, small file system in a mount namespace of its own."""
     base, path = made()
-    disk, script = tmp_path / "disk", tmp_path / "full.py"
+    disk = tmp_path / "disk"
     shutil.copytree(base, tmp_path / "base")
     (tmp_path / "base/tokenizer.json").write_text(json.dumps({"padding": "x" * 400_000}))
-    disk.mkdir()
-    script.write_text(FULL)
-    command = f"mount -t tmpfs -o size=1m none {disk} && {sys.executable} {script} {path} {tmp_path / 'base'} {disk}"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=120, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    early, first, late, second, third = done.stdout.splitlines()
+    early, first, late, second, third = run_on_small_disk(disk, "1m", FULL, path, tmp_path / "base")
     assert early.startswith(f"REFUSED {disk}/out: needs ") and " free; make room, or give another folder" in early
     assert late.startswith(f"REFUSED {disk}/out: the disk is full (") and "nothing of it is left" in late
     assert [first, second, third] == ["LEFT []", "LEFT []", "LEFT ['out']"]
@@ -315,6 +300,5 @@ def test_mistakes(made, tmp_path):
     }  # fmt: skip
     for what, (arguments, says) in cases.items():
         done = invoke(*arguments)
-        text = str(done.exception) + done.output
-        assert done.exit_code != 0 and says in text, (what, text)
+        assert done.exit_code != 0 and says in done.output, (what, done.output)
     assert not any((tmp_path / name).exists() for name in "abc")

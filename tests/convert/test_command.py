@@ -15,26 +15,17 @@ import threading
 import psutil
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from mrl import cli
 from mrl.convert import sources
 from mrl.convert.importing import import_hf
 from mrl.convert.progress import ProgressBar
 from mrl.engine import atomic_checkpoint
 from mrl.errors import CheckpointError
 from tests.convert import hf_folders
-from tests.convert.test_refused import config, run
+from tests.convert.test_refused import config, invoke, run
 
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-def invoke(*arguments: object):
-    done = CliRunner().invoke(cli.main, ["convert", *map(str, arguments)])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +65,8 @@ def cached(cache: pathlib.Path, name: str, folder: pathlib.Path, but: str = "") 
 def test_a_hub_id_in_the_cache_works_offline(hf, tmp_path):
     cached(tmp_path / "cache", "tiny", hf("llama", shard="30KB"))
     cached(tmp_path / "cache", "half", hf("llama", shard="30KB"), but="-00002-of")
-    environment = {
-        **os.environ,
-        "HF_HUB_CACHE": str(tmp_path / "cache"),
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(ROOT),
-    }
+    hub = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **hub, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", HUB], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )

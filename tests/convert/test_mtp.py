@@ -12,11 +12,9 @@ import shutil
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mrl import cli
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.errors import ModelError
@@ -24,7 +22,7 @@ from mrl.parallel import ParallelDims
 from mrl.weights import family_for, hf_to_mcore, read_hf_config
 from tests.convert import hf_folders
 from tests.convert.cases import load_folder
-from tests.convert.test_refused import run
+from tests.convert.test_refused import invoke, run
 from tests.convert.test_runs import train
 from tests.convert.test_verify import verify
 from tests.engine import tiny
@@ -115,7 +113,7 @@ def test_block_fp8(hf, tmp_path):
     save_file(stored, source / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
-    done = CliRunner().invoke(cli.main, ["convert", "import", str(source), str(tmp_path / "mcore"), "--verify"])
+    done = invoke("import", source, tmp_path / "mcore", "--verify")
     assert done.exit_code == 0, done.output
     export_hf(tmp_path / "mcore", tmp_path / "back")
     written = load_folder(str(tmp_path / "back"))
@@ -203,9 +201,7 @@ def test_engines_train_without_them(folder, tmp_path, family):
 def test_an_export_of_a_runs_checkpoint_says_that_it_has_none(folder, tmp_path):
     source = folder()
     run_case(1, "tests.convert.cases:save_checkpoints", hf=str(source), out=str(tmp_path), layouts={"run": {}})
-    done = CliRunner().invoke(
-        cli.main, ["convert", "export", str(tmp_path / "run"), str(tmp_path / "out"), "--model", str(source)]
-    )
+    done = invoke("export", tmp_path / "run", tmp_path / "out", "--model", source)
     assert done.exit_code == 0, done.output
     (line,) = [line for line in done.stdout.splitlines() if "num_nextn_predict_layers" in line]
     assert f"the layers of {source} that predict further tokens (model.layers.2." in line

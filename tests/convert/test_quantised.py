@@ -6,10 +6,8 @@ import json
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from mrl import cli
 from mrl.config.schema import LoraConfig
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
@@ -17,6 +15,7 @@ from mrl.convert.opening import open_any
 from mrl.engine.lora.folder import adapters, read_adapter
 from tests.convert import hf_folders
 from tests.convert.cases import load_folder
+from tests.convert.test_refused import invoke
 from tests.convert.test_verify import verify
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -45,7 +44,7 @@ def quantised(request, tmp_path):
 
 def test_import_and_export(quantised, tmp_path):
     folder, plain = quantised
-    done = CliRunner().invoke(cli.main, ["convert", "import", str(folder), str(tmp_path / "mcore"), "--verify"])
+    done = invoke("import", folder, tmp_path / "mcore", "--verify")
     assert done.exit_code == 0, done.output
     assert "read as bf16" in done.stdout and f"{folder} is quantised" in done.stdout
     export_hf(tmp_path / "mcore", tmp_path / "back")

@@ -27,11 +27,17 @@ from tests.engine.harness import run_case
 from tests.tiers import slow_but
 
 
-def run(*arguments: str):
-    """(exit code, what is on stderr) of `mrl convert ...`; a fault of ours fails the test with its traceback."""
+def invoke(*arguments: object):
+    """`mrl convert ...`, as click's runner tells of it; a fault of ours fails the test with its traceback."""
     done = CliRunner().invoke(cli.main, ["convert", *map(str, arguments)])
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
+    return done
+
+
+def run(*arguments: object):
+    """(exit code, what is on stderr) of `mrl convert ...`."""
+    done = invoke(*arguments)
     return done.exit_code, done.stderr
 
 

@@ -15,16 +15,14 @@ from mrl import cli
 from mrl.convert.importing import import_hf
 from mrl.convert.verifying import LogitsRow
 from mrl.errors import UserError
-from tests.convert.test_refused import run
+from tests.convert.test_refused import invoke, run
 from tests.engine import tiny
 from tests.engine.harness import run_case
 
 
 def verify(*arguments):
     """(exit code, its JSON)."""
-    done = CliRunner().invoke(cli.main, ["convert", "verify", *map(str, arguments), "--json"])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
+    done = invoke("verify", *arguments, "--json")
     return done.exit_code, json.loads(done.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
 
 

@@ -125,7 +125,7 @@ def test_a_peek_changes_nothing(path, prefetch):
 
 
 def changed_row(path):
-    write_jsonl(path, [*rows(4), {"text": "doG 4"}, *rows()[5:]])
+    write_jsonl(path, [*rows(4), {"text": "laZy 4"}, *rows()[5:]])
 
 
 def longer(path):
@@ -136,11 +136,7 @@ def longer(path):
     "change, keys, message",
     [
         (longer, {}, r"data.train: .*a.jsonl has 9 rows and had 8 when the checkpoint was saved.*put the data back"),
-        (
-            changed_row,
-            {},
-            r"data.train: .*a.jsonl has \d+ bytes and had|a.jsonl has crc32:\w+ as content hash and had crc32:\w+",
-        ),
+        (changed_row, {}, r"a.jsonl has crc32:\w+ as content hash and had crc32:\w+"),
         (None, {"seed": 1}, r"seed: is 1 and was 0 when the checkpoint was saved.*set it to 0"),
         (None, {"shuffle": False}, r"data.shuffle: is False and was True"),
     ],
@@ -156,20 +152,17 @@ def test_trap_32_an_old_position_in_changed_data_is_refused_by_name(path, change
 
 
 def test_trap_32_for_parquet_saved_data_sets_and_folders(tmp_path):
-    for i, (name, write) in enumerate(
-        {
-            "a.parquet": lambda p, r: datasets.Dataset.from_list(r).to_parquet(p),
-            "saved": lambda p, r: datasets.Dataset.from_list(r).save_to_disk(p),
-        }.items()
-    ):
-        old, new = tmp_path / f"{i}old", tmp_path / f"{i}new"
-        old.mkdir(), new.mkdir()
-        write(str(old / name), rows())
-        write(str(new / name), [*rows(7), {"text": "over the lazy dog x"}])
-        state = make(str(old / name)).state_dict()
-        make(str(old / name)).load_state_dict(state)
+    old = datasets.Dataset.from_list(rows())
+    new = datasets.Dataset.from_list([*rows(7), {"text": "over the lazy dog x"}])
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    for name, write in (("a.parquet", datasets.Dataset.to_parquet), ("saved", datasets.Dataset.save_to_disk)):
+        before, after = str(tmp_path / "old" / name), str(tmp_path / "new" / name)
+        write(old, before), write(new, after)
+        state = make(before).state_dict()
+        make(before).load_state_dict(state)
         with pytest.raises(CheckpointError, match=r"has \S+ (bytes|as content hash) and had"):
-            make(str(new / name)).load_state_dict(state)
+            make(after).load_state_dict(state)
     folder = tmp_path / "folder"
     folder.mkdir()
     write_jsonl(folder / "a.jsonl", rows())
@@ -214,11 +207,8 @@ def test_skip_and_drop_are_counted_noted_and_resumed(mixed):
     assert source.counts == {"skipped": 3, "dropped": 3, "truncated": 0}
     notes = source.take_notes()
     assert notes[0] == f"skipped: {mixed}:2: text is 5; give a string"
-    assert (
-        notes[1].startswith(f"dropped: {mixed}:3: the row has 24 tokens and data.max_length is 12")
-        and len(notes) == 6
-        and not source.take_notes()
-    )
+    assert notes[1].startswith(f"dropped: {mixed}:3: the row has 24 tokens and data.max_length is 12")
+    assert len(notes) == 6 and not source.take_notes()
     resumed = make(mixed, shuffle=False, **keys)
     resumed.load_state_dict(source.state_dict())
     assert resumed.counts == source.counts

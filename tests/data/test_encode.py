@@ -62,10 +62,7 @@ def test_trap_7_the_token_count_is_that_of_the_mask_not_of_the_last_response(tem
 
 def test_reasoning_that_the_template_strips_is_an_error_that_shows_the_difference():
     chat = Chat(turns("hello", "<think>\nhm\n</think>\n\n4", "hello", "<think>\nhm\n</think>\n\nfox"))
-    with pytest.raises(
-        DataError,
-        match="messages.1.: the conversation rendered to its end has .*think.* where .*set data.loss_on to last",
-    ):
+    with pytest.raises(DataError, match="messages.1.: .* to its end has .*think.* where .*set data.loss_on to last"):
         encode(chat, STRIPS_REASONING)
     _, runs, _ = encode(chat, STRIPS_REASONING, "last")
     assert runs == ["<think>\nhm\n</think>\n\nfox<|im_end|>"]
@@ -79,9 +76,7 @@ def test_a_generation_prompt_that_the_whole_does_not_have_is_an_error():
 
 def test_a_prompt_whose_tokens_change_when_the_answer_follows_is_an_error_but_not_with_markers():
     chat = Chat(turns("hello", "fox"))
-    with pytest.raises(
-        DataError, match=r"is tokenized otherwise alone \('.*'\) than in the whole conversation \('.*fox"
-    ):
+    with pytest.raises(DataError, match=r"is tokenized otherwise alone \('.*'\) than in the whole .* \('.*fox"):
         encode(chat, CHATML.replace("assistant\n", "assistant\n\n").replace("role }}\n", "role }}\n\n"))
     assert encode(chat, CHATML_MARKED.replace("\n", "\n\n"))[1] == ["fox<|im_end|>"]
 

@@ -344,9 +344,7 @@ def test_shares_of_nothing_are_refused(root):
 
 
 def test_a_share_of_no_row_is_refused(files):
-    with pytest.raises(
-        DataError, match=r"^data.train, source c, epochs: is 0.1, which of its 5 rows is none; give more"
-    ):
+    with pytest.raises(DataError, match="^data.train, source c, epochs: is 0.1, which of its 5 rows is none; give"):
         source(listed(files, a={}, c={"epochs": 0.1}))
 
 

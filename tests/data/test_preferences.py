@@ -180,9 +180,7 @@ def test_a_label_that_is_none_is_refused(tmp_path, label):
 
 
 def test_single_answers_are_refused_by_a_loss_of_pairs(tmp_path):
-    with pytest.raises(
-        DataError, match="has single answers with a label, and the loss is of pairs; set loss.name to kto"
-    ):
+    with pytest.raises(DataError, match="has single answers with a label, .* of pairs; set loss.name to kto"):
         dataset(tmp_path, SINGLE)
 
 

@@ -173,9 +173,7 @@ def test_long_prompts(mixed):
     assert make(mixed, truncation="left", max_prompt_length=len(whole)).load(2).truncated is False
     what = f"mixed.jsonl:3: the prompt has {len(whole)} tokens and data.max_prompt_length is 24"
     assert make(mixed, truncation="drop", max_prompt_length=24).load(2).why.endswith(what)
-    with pytest.raises(
-        DataError, match=f"{what}; raise data.max_prompt_length, or set data.truncation to left or drop"
-    ):
+    with pytest.raises(DataError, match=f"{what}; raise .*, or set data.truncation to left or drop"):
         make(mixed, max_prompt_length=24, on_bad_row="skip").load(2)
 
 

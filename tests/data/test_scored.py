@@ -267,7 +267,5 @@ def test_a_batch_reads_the_last_token_and_counts_what_is_divided_by(tmp_path):
     rows = [dataset(tmp_path, STEPS, loss="steps").load(0) for _ in range(2)]
     batch = scored_batch(rows, group=1)
     assert (batch.denominators["units"], batch.denominators["tokens"], batch.group) == (6, 6, 1)
-    at = batch.loss_mask != 0
-    assert (
-        batch.token_fields["targets"][at].tolist() == [1, 0.25, 0] * 2 and not batch.token_fields["targets"][~at].any()
-    )
+    at, targets = batch.loss_mask != 0, batch.token_fields["targets"]
+    assert targets[at].tolist() == [1, 0.25, 0] * 2 and not targets[~at].any()

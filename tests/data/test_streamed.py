@@ -182,9 +182,7 @@ def test_broken_connections_are_opened_again_where_they_broke(site, ranges):
         assert taken(made, 20) == expected(form, "c", 10, 80)
         starts = [start for _, start in site.asked]
         assert starts[:5] == ([0, 0, 50, 100, 150] if ranges else [0] * 5), starts
-    with pytest.raises(
-        DataError, match=r"^data.train: http.*c.jsonl cannot be read \(ConnectionError: .*start the same"
-    ):
+    with pytest.raises(DataError, match="^data.train: http.*c.jsonl cannot be read .ConnectionError: .*start the same"):
         site.breaks_after = 0
         source(site.url("c.jsonl")).next()
 
@@ -402,9 +400,7 @@ def test_nothing_but_bad_rows_ends(tmp_path, monkeypatch):
     monkeypatch.setattr("mrl.data.stream.MAX_SKIPPED_IN_A_ROW", 50)
     (tmp_path / "bad.jsonl").write_text('{"text": ""}\n' * 9)
     made = source(str(tmp_path / "bad.jsonl"), on_bad_row="skip")
-    with pytest.raises(
-        DataError, match=r"bad.jsonl: none of its streamed rows can be used; skipped: .*bad.jsonl:\d+: "
-    ):
+    with pytest.raises(DataError, match=r"bad.jsonl: none of its streamed rows can be used; .*bad.jsonl:\d+: "):
         made.next()
 
 

@@ -78,22 +78,15 @@ def test_results_come_in_the_order_of_the_tasks(pool):
 
 def test_what_functions_get(pool):
     messages = [{"role": "user", "content": "é\n"}, {"role": "assistant", "content": ""}]
-    tasks = [
-        call("messages", prompt=messages),
-        call("shout", "LOUD"),
-        call("shout", "soft"),
-        call("own_loop"),
-        call("judge"),
-    ]
+    shouts = [call("shout", "LOUD"), call("shout", "soft")]
+    tasks = [call("messages", prompt=messages), *shouts, call("own_loop"), call("judge")]
     assert [value(o) for o in pool.run(tasks)] == [2, 1, 0, 2, 3]
 
 
 def test_large_values_pass(pool):
     text = "x" * 3_000_000
-    assert [value(o) for o in pool.run([call("size", text), call("async_script", f"give {'1+' * 50} 0")] * 3)] == [
-        3e6,
-        50,
-    ] * 3
+    tasks = [call("size", text), call("async_script", f"give {'1+' * 50} 0")] * 3
+    assert [value(o) for o in pool.run(tasks)] == [3e6, 50] * 3
 
 
 def test_signals_that_stop_a_run_do_not_end_scoring(pool):
@@ -220,7 +213,7 @@ def test_closing_leaves_no_process_and_no_descriptor(path):
     fds = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
     pool = make(path, names=("script",))
     pids = pool.pids
-    pool.run([Task(0, (Sample("q", "hang", {}),))])
+    pool.run(scripts("hang"))
     pids += pool.pids
     pool.close()
     pool.close()
@@ -265,9 +258,7 @@ def test_a_file_that_changes_into_a_wrong_one_closes_the_pool(tmp_path):
 
 def test_processes_do_not_load_torch(path):
     with make(path, names=("script",), workers=1) as pool:
-        assert pool.run(
-            [Task(0, (Sample("q", "give 'torch' in sys.modules or 'mrl.rewards' not in sys.modules", {}),))]
-        ) == [gave(0.0)]
+        assert pool.run(scripts("give 'torch' in sys.modules or 'mrl.rewards' not in sys.modules")) == [gave(0.0)]
 
 
 SCRIPT = """

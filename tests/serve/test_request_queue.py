@@ -67,9 +67,8 @@ def test_a_models_operations_come_in_the_order_of_their_numbers(request_queue):
     assert taken(request_queue) is None, "those before it have not arrived"
     request_queue.put("a", 0, "first")
     request_queue.put("a", 1, "second")
-    assert [taken(request_queue)[1] for _ in range(3)] == [["first"], ["second"], ["third"]] and taken(
-        request_queue
-    ) is None
+    assert [taken(request_queue)[1] for _ in range(3)] == [["first"], ["second"], ["third"]]
+    assert taken(request_queue) is None
 
 
 def test_a_refused_number_is_not_waited_for(request_queue):
@@ -123,23 +122,16 @@ def test_models_and_samples_take_turns(request_queue):
         request_queue.put(name, number, f"{name}{number}")
     request_queue.put_batched("s", "key 1", "s1")
     request_queue.put_batched("s", "key 2", "s2")
-    assert [taken(request_queue) for _ in range(4)] == [
-        ("a", ["a1"]),
-        ("b", ["b1"]),
-        ("s", ["s1", "s2"]),
-        ("a", ["a2"]),
-    ]
+    expected = [("a", ["a1"]), ("b", ["b1"]), ("s", ["s1", "s2"]), ("a", ["a2"])]
+    assert [taken(request_queue) for _ in range(4)] == expected
     assert not request_queue.has("s"), "a queue of samples is there while some wait"
 
 
 def test_one_number_is_done_once(request_queue, clock):
     request_queue.open("a", first=1)
     future = request_queue.put("a", 1, "once")
-    assert (
-        request_queue.put("a", 1, "once") is future
-        and taken(request_queue) == ("a", ["once"])
-        and taken(request_queue) is None
-    )
+    assert request_queue.put("a", 1, "once") is future
+    assert taken(request_queue) == ("a", ["once"]) and taken(request_queue) is None
     request_queue.finish(future, Result(b"done"))
     assert request_queue.put("a", 1, "once") is future and request_queue.find(future.id).result == Result(b"done")
     clock.now = KEPT_S + 1
@@ -383,11 +375,8 @@ def test_no_more_is_forgotten_than_has_to_be(request_queue, clock, monkeypatch, 
 def test_what_is_sent_together_again_is_done_once(request_queue):
     request_queue.open("a", first=1)
     future = request_queue.put_batched("s", "key", "x")
-    assert (
-        request_queue.put_batched("s", "key", "x") is future
-        and taken(request_queue) == ("s", ["x"])
-        and taken(request_queue) is None
-    )
+    assert request_queue.put_batched("s", "key", "x") is future
+    assert taken(request_queue) == ("s", ["x"]) and taken(request_queue) is None
 
 
 def test_the_next_start_goes_on_at_the_same_numbers(request_queue, clock):

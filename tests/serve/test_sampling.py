@@ -186,10 +186,8 @@ def test_a_token_has_the_log_prob_of_its_neighbours_list(sampling):
     )
     log_probs, ids = torch.tensor([-0.5, -1.0, -math.inf]), torch.tensor([7, 8, 9])
     assert auth._score(7, -0.50001, (log_probs, ids))["log_prob"] == -0.5
-    assert (
-        auth._score(11, -3.0, (log_probs, ids))["log_prob"] == -3.0
-        and auth._score(9, -4.0, (log_probs, ids))["log_prob"] == -4.0
-    )
+    assert auth._score(11, -3.0, (log_probs, ids))["log_prob"] == -3.0
+    assert auth._score(9, -4.0, (log_probs, ids))["log_prob"] == -4.0
     assert list(auth._score(7, 0.0, (log_probs, ids))["top"].values()) == [-0.5, -1.0]
     sampling.ledger.sampler(SamplerRecord("s1:sample:5", "s1", "base", snapshot="s1:train:0:3"))
     sampling.ledger.sampler(SamplerRecord("s1:sample:6", "s1", "base", snapshot="s1:train:0:2"))
