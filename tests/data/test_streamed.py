@@ -120,13 +120,6 @@ def test_the_order_is_that_of_the_oracle_in_every_form_and_place(form, folder, s
     assert taken(source(site.url(f"c{form}"), shuffle=False), 20) == expected(form, "c", 0, 80)
 
 
-def test_rows_are_those_of_the_files_that_are_not_streamed(folder):
-    for form in (".jsonl", ".jsonl.gz", ".parquet"):
-        streamed = source(str(folder / f"*{form}"), shuffle_buffer=0, size=9)
-        mapped = source(str(folder / f"*{form}"), stream=False, shuffle=False, size=9)
-        assert all(same(streamed.next(), mapped.next()) for _ in range(14))
-
-
 @pytest.mark.parametrize(("form", "prefetch"), [(".jsonl", True), (".jsonl.gz", False), (".parquet", False)])
 def test_a_stream_goes_on_exactly_from_every_position(form, prefetch, folder):
     def make() -> BatchSource:
