@@ -101,6 +101,9 @@ def test_the_size_of_files(imported, hf, tmp_path):
     assert done.exit_code == 0, done.stderr
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 4
     assert hf_folders.differences(hf("llama", shard="30KB"), tmp_path / "out") == []
+    assert invoke("export", imported, tmp_path / "one", "--max-shard-size", "1GB").exit_code == 0
+    assert [file.name for file in (tmp_path / "one").glob("*.safetensors*")] == ["model.safetensors"]
+    assert hf_folders.differences(tmp_path / "one", tmp_path / "out") == []
     code, said = run("export", imported, tmp_path / "other", "--max-shard-size", "5 bananas")
     assert code == 2 and said.startswith('mrl: --max-shard-size: value "5 bananas" is not a size; '), said
     assert not (tmp_path / "other").exists()

@@ -136,16 +136,6 @@ def test_headers_come_back_byte_for_byte(hf, tmp_path, name):
     assert hf_folders.differences(source, tmp_path / "cut") == []
 
 
-def test_max_shard_size_and_a_single_file(hf, tmp_path):
-    source = hf("qwen2")
-    import_hf(source, tmp_path / "mcore")
-    export_hf(tmp_path / "mcore", tmp_path / "one", max_shard_size="1GB")
-    export_hf(tmp_path / "mcore", tmp_path / "many", max_shard_size="12KB")
-    assert [p.name for p in (tmp_path / "one").glob("*.safetensors*")] == ["model.safetensors"]
-    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 5
-    assert hf_folders.differences(source, tmp_path / "one") == hf_folders.differences(source, tmp_path / "many") == []
-
-
 def test_tensors_of_several_dtypes_keep_theirs(hf, tmp_path):
     """q, k and v become one tensor in mcore; where they differ in dtype it has one that holds all of them exactly."""
     source = hf_folders.make_hf(tmp_path / "hf", "llama", dtype="bfloat16", shard="1GB")

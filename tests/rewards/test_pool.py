@@ -187,7 +187,7 @@ def test_async_calls_run_together(path):
 
 
 def test_the_first_fatal_fault_is_always_the_same(pool):
-    tasks = scripts("give 1", "give None", "give 2", "raise x", *["sleep 0.05"] * 50)
+    tasks = scripts("give 1", "give None", "give 2", "raise x", *["sleep 0.05"] * 500)
     for _ in range(5):
         outcomes = pool.run(tasks, fatal=lambda task, outcome: "raised" in outcome.fault)
         assert [value(o) for o in outcomes[:3]] == [1, None, 2]
@@ -230,17 +230,10 @@ def test_what_a_function_started_is_killed_with_it(pool, how):
     assert not processes_with(mark)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("def f(a): return 0", "f(a) has no parameter for the completion"),
-        ("import os; os._exit(3)", "bad.py:f: loading ended the process (exit status 3); import"),
-    ],
-)
-def test_a_function_that_does_not_load_is_a_config_error(tmp_path, text, message):
-    (tmp_path / "bad.py").write_text(text, encoding="utf-8")
+def test_a_file_that_ends_its_process_is_a_config_error(tmp_path):
+    (tmp_path / "bad.py").write_text("import os; os._exit(3)", encoding="utf-8")
     children = psutil.Process().children()
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ConfigError, match=r"bad.py:f: loading ended the process \(exit status 3\); import"):
         RewardPool([("rewards.functions[0]", FunctionReward(function=f"{tmp_path}/bad.py:f"))], workers=2, timeout_s=1)
     assert psutil.Process().children() == children
 
