@@ -202,13 +202,9 @@ def test_every_estimator_by_its_name_is_zero_outside_the_mask(name, case):
     baselines_S = torch.tensor(case.per_sequence(-1, 1), dtype=torch.float64)
     values_T = flat(case.rows(-1, 1))
     rollout = adv.AdvantageInputs(
-        rewards_T=flat(rewards),
-        mask_T=case.mask_T,
-        lengths_S=case.lengths_S,
-        groups_S=torch.tensor(numbers),
-        values_T=values_T,
-        baselines_S=baselines_S,
-    )
+        rewards_T=flat(rewards), mask_T=case.mask_T, lengths_S=case.lengths_S, groups_S=torch.tensor(numbers),
+        values_T=values_T, baselines_S=baselines_S,
+    )  # fmt: skip
     got, returns = adv.ESTIMATORS[name].compute(rollout, 0.9, 0.8)
     assert not got[case.mask_T == 0].any() and (returns is not None) == (name == "gae")
     oracle = {"grpo": grpo_oracle, "group_mean": group_mean_oracle, "rloo": rloo_oracle}.get(name)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from mrl.algorithms.aggregation import DENOMINATORS, token_weights
-from tests.algorithms.sequences import close, examples, flat, ragged
+from tests.algorithms.sequences import examples, ragged
 
 LONGEST = 11
 
@@ -39,14 +39,6 @@ def test_traps_5_and_7_sum_over_any_split_is_the_aggregate(name, case):
         assert not weights_T[micro.loss_mask == 0].any()
         total += float((micro.token_fields["loss"] * weights_T).sum()) / micro.denominators[DENOMINATORS[name]]
     assert total == pytest.approx(oracle(name, losses, case.masks), rel=1e-9, abs=1e-9)
-
-
-def test_weights_by_hand():
-    mask_T, lengths_S = flat([[0, 1, 1, 0], [1], [0]]), torch.tensor([4, 1, 1])
-    weights = lambda name: token_weights(name, mask_T, lengths_S, fixed_length=4)  # noqa: E731
-    assert close(weights("token_mean"), [0, 1, 1, 0, 1, 0])
-    assert close(weights("sequence_mean"), [0, 0.5, 0.5, 0, 1, 0])
-    assert close(weights("fixed_length"), [0, 0.25, 0.25, 0, 0.25, 0])
 
 
 def test_what_cannot_be_is_refused():

@@ -96,9 +96,7 @@ def test_schedules_of_a_length_that_is_known_later():
     """Where train.epochs sets the steps the trainer counts them; the actor's are those after the critic's warm-up."""
     config = config_of(algorithm={"critic_warmup": 4}, actor={"optimizer": {"warmup_steps": 6}})
     check_schedules(config, 10, "the 10 steps of 2 epochs")
-    with pytest.raises(
-        ConfigError, match=r"^actor\.optimizer\.warmup_steps: value 6 is above the 5 steps that .* leaves"
-    ):
+    with pytest.raises(ConfigError, match="^actor.optimizer.warmup_steps: value 6 is above the 5 steps that .* leaves"):
         check_schedules(config, 9, "the 9 steps of 2 epochs")
     with pytest.raises(ConfigError, match=r"^algorithm\.critic_warmup: value 4 leaves the actor none of the 4 steps"):
         check_schedules(config, 4, "the 4 steps of 1 epoch")

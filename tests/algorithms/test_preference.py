@@ -175,34 +175,10 @@ def test_metrics_are_means_weighted_by_rows(name):
     if name == "dpo":
         expected["rewards/accuracy"] = mean(pairs, lambda i: i != 2 and rewards[i] > rewards[i + 1])
         expected["reference/kl"] = mean(range(6), lambda i: reference[i] - lp[i])
+        assert expected.keys() == METRIC_DENOMINATORS.keys()
+        _, free = computed(name, LossSettings(beta=0.7, reference_free=True), batch, flat_T)
+        assert free.keys() == found.keys() - {"reference/kl"}, "a log-prob is no distance"
     assert found == pytest.approx(expected, rel=1e-9) and len({round(x, 6) for x in expected.values()}) == len(expected)
-
-
-def test_metrics_are_means_over_answers_pairs_and_tokens():
-    batch, log_probs, reference = sequences(7)
-    n = LossSettings(beta=0.7, sft_weight=0.5)
-    _, found = computed("dpo", n, batch, torch.tensor([x for row in log_probs for x in row]))
-    lp = [sum(row) for row in answers_of(log_probs)]
-    rewards = [0.7 * (a - b) for a, b in zip(lp, reference, strict=True)]
-    margins = [rewards[i] - rewards[i + 1] for i in (0, 2, 4)]
-    expected = {
-        "rewards/chosen": sum(rewards[::2]) / 3,
-        "rewards/rejected": sum(rewards[1::2]) / 3,
-        "rewards/margin": sum(margins) / 3,
-        "rewards/accuracy": sum(m > 0 for m in margins) / 3,
-        "logps/chosen": sum(lp[::2]) / 3,
-        "logps/rejected": sum(lp[1::2]) / 3,
-        "nll/chosen": -sum(lp[::2]) / (3 + 1 + 2),
-        "reference/kl": sum(b - a for a, b in zip(lp, reference, strict=True)) / 6,
-    }
-    assert found == pytest.approx(expected, rel=1e-5) and found.keys() == METRIC_DENOMINATORS.keys()
-    _, of_kto = computed(
-        "kto", n, with_denominators(batch, group=1), torch.tensor([x for row in log_probs for x in row])
-    )
-    assert of_kto["rewards/margin"] == pytest.approx(expected["rewards/margin"], rel=1e-5)  # the answers taken apart
-    assert 0 < found["rewards/accuracy"] < 1, "the numbers of the test tell nothing of the accuracy"
-    _, free = computed("dpo", LossSettings(beta=0.7, reference_free=True), batch, torch.zeros(batch.num_tokens))
-    assert free.keys() == found.keys() - {"reference/kl"}, "a log-prob is no distance"
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -18,26 +18,8 @@ from tests.algorithms.sequences import close, examples, flat, ragged
 from tests.algorithms.test_advantages import put_back, returns_oracle
 from tests.trainers.tiny_runs import REPO
 
-NAMES = [
-    "ppo",
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "remax",
-    "dapo",
-    "gspo",
-    "cispo",
-    "opd",
-]
 
-
-def test_the_names():
-    assert sorted(recipes.RECIPES) == sorted(NAMES)
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", recipes.RECIPES)
 def test_every_recipe_is_whole(name):
     made = recipes.recipe(name)
     assert all(value is not None for value in dataclasses.asdict(made).values())
@@ -58,13 +40,8 @@ def test_what_the_papers_say():
     assert parts("remax", "gamma", "kl_coef") == (0.99, 0.05) and parts("rloo", "kl_coef") == (0.05,)
     assert parts("reinforce_pp_baseline", "kl_in", "kl_estimator", "kl_coef") == ("loss", "k2", 1e-5)
     assert parts("cispo", "clip_low", "clip_high") == (1.0, 4.0)  # weights from 0 to 5
-    assert parts("opd", "advantage", "gamma", "kl_in", "kl_estimator", "kl_coef") == (
-        "returns",
-        0.0,
-        "reward",
-        "k1",
-        1.0,
-    )
+    assert parts("opd", "advantage", "gamma", "kl_in") == ("returns", 0.0, "reward")
+    assert parts("opd", "kl_estimator", "kl_coef") == ("k1", 1.0)
     assert {made.dual_clip for made in recipes.RECIPES.values()} == {0.0}
     assert parts("dr_grpo", "advantage", "aggregation") == ("group_mean", "fixed_length")
     assert recipes.overlong_cache(recipes.recipe("dapo"), max_response_length=20480) == 4096
@@ -81,32 +58,6 @@ def test_the_docs_name_a_source_for_every_number():
     for name, made in recipes.RECIPES.items():
         numbers = {k: v for k, v in dataclasses.asdict(made).items() if isinstance(v, float)}
         assert {k: stated.get(name, {}).get(k, stated[""].get(k)) for k in numbers} == numbers, name
-
-
-OVERRIDES = {
-    "advantage": "rloo",
-    "objective": "policy_gradient",
-    "ratio": "sequence_token",
-    "aggregation": "fixed_length",
-    "whiten": True,
-    "clip_low": 0.1,
-    "clip_high": 0.5,
-    "dual_clip": 3.0,
-    "kl_in": "reward",
-    "kl_estimator": "k2",
-    "kl_cap": 10.0,
-    "kl_coef": 0.7,
-    "kl_target": 6.0,
-    "entropy_coef": 0.01,
-    "dynamic_sampling": True,
-    "overlong_fraction": 0.5,
-}
-
-
-@pytest.mark.parametrize("key", OVERRIDES)
-def test_each_part_is_replaced_alone(key):
-    usual, made = recipes.recipe("grpo"), recipes.recipe("grpo", {key: OVERRIDES[key], "gamma": None})
-    assert made == dataclasses.replace(usual, **{key: OVERRIDES[key]}) != usual
 
 
 def test_parts_reach_the_losses():
@@ -127,30 +78,14 @@ def test_parts_reach_the_losses():
     "name, overrides, message",
     [
         ("grop", {}, r"algorithm.name: value .grop. is not known; did you mean 'grpo'\? use one of ppo, grpo"),
-        (
-            "ppo",
-            {"advantage": "gea"},
-            r"algorithm.advantage: value .gea. is not known; did you mean 'gae'\? use one of gae",
-        ),
-        (
-            "ppo",
-            {"correction": "both"},
-            'algorithm.correction: value "both" is not known; use one of none, truncate, mask',
-        ),
-        (
-            "grpo",
-            {"lam": 0.9},
-            "algorithm.lam: value 0.9 would not be read by this grpo; it goes with algorithm.advantage: gae",
-        ),
+        ("ppo", {"advantage": "gea"}, "algorithm.advantage: value .gea. is not known; did you mean 'gae'"),
+        ("ppo", {"correction": "both"}, 'algorithm.correction: value "both" .*use one of none, truncate, mask'),
+        ("grpo", {"lam": 0.9}, "algorithm.lam: value 0.9 would not be read by .*goes with algorithm.advantage: gae"),
         ("dapo", {"kl_coef": 0.1}, "it goes with algorithm.kl_in: reward or loss"),
         ("cispo", {"dual_clip": 3.0}, "it goes with algorithm.objective: clip"),
         ("ppo", {"correction_cap": 3.0}, "it goes with algorithm.correction: truncate or mask"),
         ("ppo", {"correction": "truncate", "correction_floor": 0.1}, "it goes with algorithm.correction: mask"),
-        (
-            "ppo",
-            {"kl_cap": 10.0},
-            "it goes with algorithm.kl_in: reward or loss and algorithm.kl_estimator: k3; leave it out",
-        ),
+        ("ppo", {"kl_cap": 10.0}, "goes with algorithm.kl_in: reward or loss and algorithm.kl_estimator: k3; leave it"),
         ("rloo", {"gamma": 0.9}, "it goes with algorithm.advantage: gae, returns or remax; leave it out"),
         ("ppo", {"kl_gain": 0.2}, "it goes with algorithm.kl_target above 0; leave it out"),
         ("dapo", {"kl_in": "loss"}, 'algorithm.kl_in: value "loss" has no coefficient in dapo; set algorithm.kl_coef'),

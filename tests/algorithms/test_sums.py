@@ -36,10 +36,10 @@ def fields_of(name, **given):
     return {field: torch.tensor(given[field], dtype=torch.float64) for field in LOSSES[name].fields}
 
 
-def batch(fields, count):
-    zeros = torch.zeros(count, dtype=torch.long)
+def batch(fields, lengths=LENGTHS):
+    zeros, mask = torch.zeros(sum(lengths), dtype=torch.long), torch.ones(sum(lengths))
     return Batch(
-        tokens=zeros, labels=zeros, loss_mask=torch.ones(count), lengths=torch.tensor(LENGTHS), token_fields=fields,
+        tokens=zeros, labels=zeros, loss_mask=mask, lengths=torch.tensor(lengths), token_fields=fields,
         denominators={DENOMINATOR: 1.0},
     )  # fmt: skip
 
@@ -55,7 +55,7 @@ def test_loss_and_gradient(name):
     options = {"beta": 0.1} if name == "dro" else CLIPPED if name != "importance_sampling" else {}
     leaf = torch.tensor(lp, requires_grad=True)
     fields = fields_of(name, logprobs=q, advantages=a, sequence_ratio_mask=mask)
-    loss, _ = SummedLoss(name, options)(batch(fields, count), {"log_probs": leaf}, {})
+    loss, _ = SummedLoss(name, options)(batch(fields), {"log_probs": leaf}, {})
     loss.backward()
     expected, slope = by_hand(name, lp, q, a, mask)
     assert loss.item() == pytest.approx(expected, rel=1e-12)
@@ -69,9 +69,8 @@ def test_cross_entropy_takes_any_weights(columns):
     rng, count = np.random.default_rng(1), sum(LENGTHS)
     lp, w = rng.normal(size=(count, *columns)), rng.normal(size=(count, *columns))
     leaf = torch.tensor(lp, requires_grad=True)
-    loss, _ = SummedLoss("cross_entropy", {})(
-        batch(fields_of("cross_entropy", weights=w), count), {"log_probs": leaf}, {}
-    )
+    data = batch(fields_of("cross_entropy", weights=w))
+    loss, _ = SummedLoss("cross_entropy", {})(data, {"log_probs": leaf}, {})
     loss.backward()
     assert loss.item() == pytest.approx(-(w * lp).sum(), rel=1e-12)
     np.testing.assert_array_equal(leaf.grad.numpy(), -w)
@@ -81,10 +80,6 @@ def test_a_ratio_beyond_all_bounds_is_finite():
     """A log-prob that a sampler's is far below: exp would be infinite, and 0 times it no number."""
     leaf = torch.tensor([-1.0, -1.0], requires_grad=True)
     fields = {"logprobs": torch.tensor([-500.0, 0.0]), "advantages": torch.tensor([1.0, 0.0])}
-    data = Batch(
-        tokens=torch.zeros(2, dtype=torch.long), labels=torch.zeros(2, dtype=torch.long), loss_mask=torch.ones(2),
-        lengths=torch.tensor([2]), token_fields=fields, denominators={DENOMINATOR: 1.0},
-    )  # fmt: skip
-    loss, _ = SummedLoss("importance_sampling", {})(data, {"log_probs": leaf}, {})
+    loss, _ = SummedLoss("importance_sampling", {})(batch(fields, [2]), {"log_probs": leaf}, {})
     loss.backward()
     assert torch.isfinite(loss) and torch.isfinite(leaf.grad).all() and leaf.grad[1] == 0

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import peft
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mrl.check.reference import file_names
-from mrl.cli import main
 from mrl.config.schema import LoraConfig
 from mrl.convert import exporting, sources, workspace
 from mrl.convert.opening import open_any
+from tests.convert.hf_folders import run_on_small_disk
+from tests.convert.test_refused import invoke
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.trainers import tiny_runs
@@ -44,10 +40,6 @@ KINDS = [
     pytest.param("qwen3_moe", "lm", "float32", "megatron", marks=pytest.mark.nightly),
     pytest.param("gpt_oss", "lm", "float32", "megatron", marks=pytest.mark.nightly),
 ]
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(main, ["convert", *map(str, arguments)])
 
 
 def same(a, b):
@@ -204,7 +196,7 @@ import pathlib, sys
 from mrl.convert.exporting import export_adapter
 from mrl.errors import UserError
 
-run, base, disk = map(pathlib.Path, sys.argv[1:])
+disk, run, base = map(pathlib.Path, sys.argv[1:])
 for filled in (2**20 - 4096, 2**20 - 200_000, 0):  # less than the weights are left; less than the tokenizer; enough
     (disk / "filler").write_bytes(bytes(filled))
     try:
@@ -219,37 +211,13 @@ for filled in (2**20 - 4096, 2**20 - 200_000, 0):  # less than the weights are l
 def test_a_disk_that_fills_up(made, tmp_path):
     """On a real, small file system in a mount namespace of its own."""
     base, path = made()
-    disk, script = tmp_path / "disk", tmp_path / "full.py"
+    disk = tmp_path / "disk"
     shutil.copytree(base, tmp_path / "base")
     (tmp_path / "base/tokenizer.json").write_text(json.dumps({"padding": "x" * 400_000}))
-    disk.mkdir()
-    script.write_text(FULL)
-    command = f"mount -t tmpfs -o size=1m none {disk} && {sys.executable} {script} {path} {tmp_path / 'base'} {disk}"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=120, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    early, first, late, second, third = done.stdout.splitlines()
+    early, first, late, second, third = run_on_small_disk(disk, "1m", FULL, path, tmp_path / "base")
     assert early.startswith(f"REFUSED {disk}/out: needs ") and " free; make room, or give another folder" in early
     assert late.startswith(f"REFUSED {disk}/out: the disk is full (") and "nothing of it is left" in late
     assert [first, second, third] == ["LEFT []", "LEFT []", "LEFT ['out']"]
-
-
-def test_a_folder_that_peft_wrote(made, tmp_path):
-    """Its selection is peft's own, and the weights are those of `merge_and_unload`."""
-    base, _ = made("qwen3_moe")
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(model, config)
-    adapted.save_pretrained(tmp_path)
-    merged = adapted.merge_and_unload()
-    expected = file_names(merged, {name: p.detach() for name, p in merged.named_parameters()})
-    with open_any(tmp_path) as source:
-        assert source.reader.tensors.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert tiny.relative_l2(source.reader(name)[()], tensor) < 1e-6, name
 
 
 MORE = {
@@ -297,11 +265,12 @@ def test_an_adapter_over_a_model_without_a_table_is_told_how_to_merge(tmp_path):
 
 
 def test_an_adapter_folder_is_exported_merged(made, tmp_path):
-    """With the tokenizer and chat template of the adapter, which a base model may not have."""
-    base, _ = made()
+    """Of peft's own selection, to the weights of `merge_and_unload`; with the tokenizer and chat template of the adapter,
+    which a base model may not have."""
+    base, _ = made("qwen3_moe")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, config)
     adapted.save_pretrained(tmp_path / "adapter")
     (tmp_path / "adapter" / "chat_template.jinja").write_text("{{ messages }}")
@@ -331,6 +300,5 @@ def test_mistakes(made, tmp_path):
     }  # fmt: skip
     for what, (arguments, says) in cases.items():
         done = invoke(*arguments)
-        text = str(done.exception) + done.output
-        assert done.exit_code != 0 and says in text, (what, text)
+        assert done.exit_code != 0 and says in done.output, (what, done.output)
     assert not any((tmp_path / name).exists() for name in "abc")

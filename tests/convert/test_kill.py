@@ -13,8 +13,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -28,13 +26,8 @@ from mrl.errors import ModelError
 from tests.convert import hf_folders
 
 EVENTS = (
-    (ItemFile, "write"),
-    (os, "fsync"),
-    (os, "rename"),
-    (os, "replace"),
-    (os, "unlink"),
-    (pathlib.Path, "write_text"),
-)
+    (ItemFile, "write"), (os, "fsync"), (os, "rename"), (os, "replace"), (os, "unlink"), (pathlib.Path, "write_text"),
+)  # fmt: skip
 FAST_KILLS, SLOW_KILLS = 4, 20
 
 
@@ -187,7 +180,7 @@ from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.errors import UserError
 
-source, disk = sys.argv[1], pathlib.Path(sys.argv[2])
+disk, source = pathlib.Path(sys.argv[1]), sys.argv[2]
 
 
 def fill(but):
@@ -230,18 +223,11 @@ for convert in (
 @pytest.mark.slow
 def test_a_disk_that_fills_up(hf, tmp_path):
     """On a real, small file system in a mount namespace of its own: too small from the start, and filled on the way."""
-    source, disk, script = hf("qwen3_moe"), tmp_path / "disk", tmp_path / "full.py"
+    source, disk = hf("qwen3_moe"), tmp_path / "disk"
     import_hf(source, tmp_path / "mcore")
-    disk.mkdir()
-    script.write_text(FULL)
-    command = f"mount -t tmpfs -o size=2m none {disk} && {sys.executable} {script} {source} {disk} {tmp_path / 'mcore'}"
-    paths = os.pathsep.join(p for p in sys.path if p)
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": paths}
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    refused = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
-    left = [line for line in done.stdout.splitlines() if line.startswith("LEFT")]
+    lines = hf_folders.run_on_small_disk(disk, "2m", FULL, source, tmp_path / "mcore")
+    refused = [line for line in lines if line.startswith("REFUSED")]
+    left = [line for line in lines if line.startswith("LEFT")]
     assert len(refused) == 4 and left == ["LEFT []", "LEFT ['.out.converting']", "LEFT ['out']"] * 2
     for early, late in (refused[:2], refused[2:]):
         assert re.search(

@@ -12,24 +12,18 @@ import shutil
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mrl import cli
-from mrl.config.load import load_config
-from mrl.config.ppo import PPOConfig
-from mrl.config.schema import SFTConfig
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
-from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import ModelError
 from mrl.parallel import ParallelDims
-from mrl.trainers import ppo, sft
 from mrl.weights import family_for, hf_to_mcore, read_hf_config
 from tests.convert import hf_folders
 from tests.convert.cases import load_folder
-from tests.convert.test_refused import run
+from tests.convert.test_refused import invoke, run
+from tests.convert.test_runs import train
 from tests.convert.test_verify import verify
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -91,15 +85,10 @@ def test_megatrons_own_model_with_mtp_loads_an_import(folder, tmp_path):
         for i in (0, 1):
             bias = found[f"mtp.layers.{i}.transformer_layer.mlp.router.expert_bias"]
             assert torch.equal(bias, held[f"model.layers.{2 + i}.mlp.gate.e_score_correction_bias"])
-            for ours, theirs in (
-                ("enorm", "enorm"),
-                ("hnorm", "hnorm"),
-                ("eh_proj", "eh_proj"),
-                ("final_layernorm", "shared_head.norm"),
-            ):
-                assert torch.equal(
-                    found[f"mtp.layers.{i}.{ours}.weight"], held[f"model.layers.{2 + i}.{theirs}.weight"]
-                )
+            names = {name: name for name in ("enorm", "hnorm", "eh_proj")} | {"final_layernorm": "shared_head.norm"}
+            for ours, theirs in names.items():
+                stored = held[f"model.layers.{2 + i}.{theirs}.weight"]
+                assert torch.equal(found[f"mtp.layers.{i}.{ours}.weight"], stored)
             experts = [n for n in found if n.startswith(f"mtp.layers.{i}.") and ".local_experts." in n]
             assert experts
             for name in experts:
@@ -124,7 +113,7 @@ def test_block_fp8(hf, tmp_path):
     save_file(stored, source / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
-    done = CliRunner().invoke(cli.main, ["convert", "import", str(source), str(tmp_path / "mcore"), "--verify"])
+    done = invoke("import", source, tmp_path / "mcore", "--verify")
     assert done.exit_code == 0, done.output
     export_hf(tmp_path / "mcore", tmp_path / "back")
     written = load_folder(str(tmp_path / "back"))
@@ -185,15 +174,8 @@ def test_a_stream_may_hold_them(folder):
     assert with_mtp.keys() == without.keys() and not any(name.startswith("mtp.") for name in with_mtp)
     assert all(torch.equal(with_mtp[name], without[name]) for name in without)
     with pytest.raises(ModelError, match="model.layers.2.gnorm.weight: the model has no such tensor"):
-        list(
-            hf_to_mcore(
-                {**weights, "model.layers.2.gnorm.weight": torch.zeros(2)}.items(),
-                family,
-                ParallelDims(),
-                0,
-                hf_config=config,
-            )
-        )
+        unknown = {**weights, "model.layers.2.gnorm.weight": torch.zeros(2)}
+        list(hf_to_mcore(unknown.items(), family, ParallelDims(), 0, hf_config=config))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -219,9 +201,7 @@ def test_engines_train_without_them(folder, tmp_path, family):
 def test_an_export_of_a_runs_checkpoint_says_that_it_has_none(folder, tmp_path):
     source = folder()
     run_case(1, "tests.convert.cases:save_checkpoints", hf=str(source), out=str(tmp_path), layouts={"run": {}})
-    done = CliRunner().invoke(
-        cli.main, ["convert", "export", str(tmp_path / "run"), str(tmp_path / "out"), "--model", str(source)]
-    )
+    done = invoke("export", tmp_path / "run", tmp_path / "out", "--model", source)
     assert done.exit_code == 0, done.output
     (line,) = [line for line in done.stdout.splitlines() if "num_nextn_predict_layers" in line]
     assert f"the layers of {source} that predict further tokens (model.layers.2." in line
@@ -232,20 +212,10 @@ def test_an_export_of_a_runs_checkpoint_says_that_it_has_none(folder, tmp_path):
     assert set(json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]) == set(written)
 
 
-def test_keys_are_megatrons(folder, tmp_path):
-    import_hf(folder(), tmp_path / "mcore")
-    keys = [key for key in TorchDistReader(tmp_path / "mcore/mcore").tensors if key.startswith("mtp.")]
-    assert {"mtp.layers.0.enorm.weight", "mtp.layers.0.transformer_layer.mlp.experts.experts.linear_fc1.weight"} < set(
-        keys
-    )
-
-
 def train_and_tell(command: str, path: str) -> str:
     """A case: what a run of `mrl sft` or `mrl ppo` prints."""
-    said = io.StringIO()
-    trainer, root = {"sft": (sft, SFTConfig), "ppo": (ppo, PPOConfig)}[command]
-    with contextlib.redirect_stdout(said):
-        trainer.run(load_config(path, (), root))
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        train(command, path)
     return said.getvalue()
 
 

@@ -6,10 +6,8 @@ import json
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from mrl import cli
 from mrl.config.schema import LoraConfig
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
@@ -17,6 +15,7 @@ from mrl.convert.opening import open_any
 from mrl.engine.lora.folder import adapters, read_adapter
 from tests.convert import hf_folders
 from tests.convert.cases import load_folder
+from tests.convert.test_refused import invoke
 from tests.convert.test_verify import verify
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -45,7 +44,7 @@ def quantised(request, tmp_path):
 
 def test_import_and_export(quantised, tmp_path):
     folder, plain = quantised
-    done = CliRunner().invoke(cli.main, ["convert", "import", str(folder), str(tmp_path / "mcore"), "--verify"])
+    done = invoke("import", folder, tmp_path / "mcore", "--verify")
     assert done.exit_code == 0, done.output
     assert "read as bf16" in done.stdout and f"{folder} is quantised" in done.stdout
     export_hf(tmp_path / "mcore", tmp_path / "back")
@@ -85,8 +84,6 @@ def test_a_router_bias_is_fp32_in_the_export_of_a_run(hf, tmp_path):
     "asked", [(slice(0, 4), slice(0, 32), slice(0, 48)), (slice(1, 3), slice(3, 20), slice(5, 18))]
 )
 def test_stacked_experts_are_sliced_as_files_have_them(hf, tmp_path, asked):
-    from mrl.convert.opening import open_any
-
     source = hf("gpt_oss")
     import_hf(source, tmp_path / "mcore")
     held, name = load_folder(str(source)), "model.layers.1.mlp.experts.gate_up_proj"

@@ -12,7 +12,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mrl.convert.exporting import export_hf
@@ -136,20 +136,8 @@ def test_headers_come_back_byte_for_byte(hf, tmp_path, name):
     assert hf_folders.differences(source, tmp_path / "cut") == []
 
 
-def test_max_shard_size_and_a_single_file(hf, tmp_path):
-    source = hf("qwen2")
-    import_hf(source, tmp_path / "mcore")
-    export_hf(tmp_path / "mcore", tmp_path / "one", max_shard_size="1GB")
-    export_hf(tmp_path / "mcore", tmp_path / "many", max_shard_size="12KB")
-    assert [p.name for p in (tmp_path / "one").glob("*.safetensors*")] == ["model.safetensors"]
-    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 5
-    assert hf_folders.differences(source, tmp_path / "one") == hf_folders.differences(source, tmp_path / "many") == []
-
-
 def test_tensors_of_several_dtypes_keep_theirs(hf, tmp_path):
     """q, k and v become one tensor in mcore; where they differ in dtype it has one that holds all of them exactly."""
-    from safetensors.torch import load_file, save_file
-
     source = hf_folders.make_hf(tmp_path / "hf", "llama", dtype="bfloat16", shard="1GB")
     weights = load_file(source / "model.safetensors")
     weights["model.layers.1.self_attn.k_proj.weight"] = weights["model.layers.1.self_attn.k_proj.weight"].float()
@@ -161,8 +149,6 @@ def test_tensors_of_several_dtypes_keep_theirs(hf, tmp_path):
 
 
 def test_a_head_that_is_saved_though_it_is_tied(hf, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     source = hf_folders.make_hf(tmp_path / "hf", "llama", tied=True, shard="1GB")
     weights = load_file(source / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
@@ -186,12 +172,8 @@ def start(hf, tmp_path_factory):
             model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
             with torch.no_grad():
                 logits = model(torch.tensor([tokens])).logits[0]
-            made[family, tied, dtype] = {
-                "hf": str(source),
-                "imported": str(imported),
-                "tokens": tokens,
-                "logits": logits,
-            }
+            paths = {"hf": str(source), "imported": str(imported)}
+            made[family, tied, dtype] = {**paths, "tokens": tokens, "logits": logits}
         return made[family, tied, dtype]
 
     return get

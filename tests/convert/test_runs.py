@@ -61,14 +61,10 @@ def refuses_another_tokenizer(folder: pathlib.Path, run: str, role: str | None) 
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"add_prefix_space": True}))
     given = ["--role", role] if role is not None else []
     code, said = mrl_convert("export", folder / run, folder / "changed", *given)
-    assert (
-        code == 2
-        and f"{folder / 'model'}: the tokenizer or chat template there is not the one that the run had" in said
-    )
+    assert code == 2 and f"{folder / 'model'}: the tokenizer or chat template there is not the one" in said
     done = export_hf(folder / run, folder / "changed", role=role, model=str(folder / "model"))
-    assert done.notes == [
-        f"tokenizer and chat template: those of {folder / 'model'}, which are not those that the run had"
-    ]
+    [note] = done.notes
+    assert note.startswith(f"tokenizer and chat template: those of {folder / 'model'}, which are not those")
     (folder / "model/config.json").write_text('{"model_type"')
     code, said = mrl_convert("export", folder / run, folder / "broken", *given)
     assert code == 2 and said.count("\n") == 1 and "config.json: not readable as JSON" in said, said
@@ -76,13 +72,8 @@ def refuses_another_tokenizer(folder: pathlib.Path, run: str, role: str | None) 
 
 def test_each_role_of_a_ppo_run(tmp_path):
     tiny_policies.make_inputs(tmp_path)
-    config = tiny_policies.make_config(
-        tmp_path,
-        tmp_path / "run",
-        "ppo",
-        actor={"engine": tiny_policies.engine("megatron")},
-        critic={"engine": tiny_policies.engine("fsdp")},
-    )
+    roles = {"actor": {"engine": tiny_policies.engine("megatron")}, "critic": {"engine": tiny_policies.engine("fsdp")}}
+    config = tiny_policies.make_config(tmp_path, tmp_path / "run", "ppo", **roles)
     (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(config))
     run_case(1, "tests.convert.test_runs:train", command="ppo", path=str(tmp_path / "ppo.yaml"))
     export_hf(tmp_path / "run", tmp_path / "actor")
@@ -107,9 +98,7 @@ def test_resume_says_that_an_import_has_no_optimizer(tmp_path):
         checkpoint={"resume": str(tmp_path / "mcore")},
     )  # fmt: skip
     path = tiny_runs.write_config(tmp_path / "sft.yaml", config)
-    with pytest.raises(
-        AssertionError, match="holds weights alone, as `mrl convert import` makes it; name it in model.path"
-    ):
+    with pytest.raises(AssertionError, match="holds weights alone, .*; name it in model.path"):
         run_case(1, "tests.convert.test_runs:train", command="sft", path=str(path))
 
 

@@ -13,7 +13,7 @@ from mrl.data.dataset import Example, SFTDataset
 from mrl.data.order import row_order
 from mrl.data.stream import Report, count_usable, may_leave_out
 from mrl.errors import CheckpointError, DataError
-from tests.data import tiny_tokenizers
+from tests.data.tiny_tokenizers import CHATML_MARKED, config, make_tokenizer, turns, write_jsonl
 
 WORDS = ["fox", "dog", "the quick brown fox", "hello there", "lazy", "4", "What is 2 + 2?", "over the lazy dog"]
 
@@ -23,18 +23,32 @@ def rows(n=8):
 
 
 def make(path, *, size=3, seed=0, shuffle=True, prefetch=True, **keys):
-    dataset = SFTDataset(tiny_tokenizers.config(path, **keys), tiny_tokenizers.make_tokenizer())
+    dataset = SFTDataset(config(path, **keys), make_tokenizer())
     return BatchSource(dataset, global_batch_size=size, seed=seed, shuffle=shuffle, prefetch=prefetch)
 
 
 @pytest.fixture
 def path(tmp_path):
-    return tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", rows())
+    return write_jsonl(tmp_path / "a.jsonl", rows())
 
 
 def same(a, b):
     fields = ("tokens", "labels", "loss_mask", "lengths")
     return all(torch.equal(getattr(a, f), getattr(b, f)) for f in fields) and a.denominators == b.denominators
+
+
+def state_of(source):
+    """What a checkpoint holds of it."""
+    return json.loads(json.dumps(source.state_dict()))
+
+
+def check_resume(resumed, state, batches, after):
+    """A source goes on from a state through these batches to the state that comes after them."""
+    resumed.load_state_dict(state)
+    assert resumed.take_notes() == []
+    assert all(same(resumed.next(), batch) for batch in batches)
+    assert state_of(resumed) == after
+    resumed.close()
 
 
 def test_the_order_is_fixed_for_all_time():
@@ -58,7 +72,7 @@ def test_shuffle_false_keeps_the_order_of_the_file(path):
 
 def test_a_batch_holds_the_rows_tokens_and_its_denominators(path):
     source = make(path, shuffle=False)
-    batch, tokenizer = source.next(), tiny_tokenizers.make_tokenizer()
+    batch, tokenizer = source.next(), make_tokenizer()
     texts = [tokenizer.decode(t.tolist()) for t in batch.labels.split(batch.lengths.tolist())]
     assert [t[-6:] for t in texts] == [" 0</s>", " 1</s>", " 2</s>"]
     assert batch.denominators == {"tokens": float(batch.num_tokens), "sequences": 3.0}
@@ -79,7 +93,7 @@ def test_trap_32_a_resumed_source_goes_on_exactly_over_the_epochs(path, kill_aft
     killed = make(path, prefetch=prefetch)
     for _ in range(kill_after):
         killed.next()
-    state = json.loads(json.dumps(killed.state_dict()))
+    state = state_of(killed)
     resumed = make(path, prefetch=not prefetch)
     resumed.next()  # loading forgets what was consumed or made ahead before
     resumed.load_state_dict(state)
@@ -111,22 +125,18 @@ def test_a_peek_changes_nothing(path, prefetch):
 
 
 def changed_row(path):
-    tiny_tokenizers.write_jsonl(path, [*rows(4), {"text": "doG 4"}, *rows()[5:]])
+    write_jsonl(path, [*rows(4), {"text": "laZy 4"}, *rows()[5:]])
 
 
 def longer(path):
-    tiny_tokenizers.write_jsonl(path, rows(9))
+    write_jsonl(path, rows(9))
 
 
 @pytest.mark.parametrize(
     "change, keys, message",
     [
         (longer, {}, r"data.train: .*a.jsonl has 9 rows and had 8 when the checkpoint was saved.*put the data back"),
-        (
-            changed_row,
-            {},
-            r"data.train: .*a.jsonl has \d+ bytes and had|a.jsonl has crc32:\w+ as content hash and had crc32:\w+",
-        ),
+        (changed_row, {}, r"a.jsonl has crc32:\w+ as content hash and had crc32:\w+"),
         (None, {"seed": 1}, r"seed: is 1 and was 0 when the checkpoint was saved.*set it to 0"),
         (None, {"shuffle": False}, r"data.shuffle: is False and was True"),
     ],
@@ -142,25 +152,22 @@ def test_trap_32_an_old_position_in_changed_data_is_refused_by_name(path, change
 
 
 def test_trap_32_for_parquet_saved_data_sets_and_folders(tmp_path):
-    for i, (name, write) in enumerate(
-        {
-            "a.parquet": lambda p, r: datasets.Dataset.from_list(r).to_parquet(p),
-            "saved": lambda p, r: datasets.Dataset.from_list(r).save_to_disk(p),
-        }.items()
-    ):
-        old, new = tmp_path / f"{i}old", tmp_path / f"{i}new"
-        old.mkdir(), new.mkdir()
-        write(str(old / name), rows())
-        write(str(new / name), [*rows(7), {"text": "over the lazy dog x"}])
-        state = make(str(old / name)).state_dict()
-        make(str(old / name)).load_state_dict(state)
+    old = datasets.Dataset.from_list(rows())
+    new = datasets.Dataset.from_list([*rows(7), {"text": "over the lazy dog x"}])
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    for name, write in (("a.parquet", datasets.Dataset.to_parquet), ("saved", datasets.Dataset.save_to_disk)):
+        before, after = str(tmp_path / "old" / name), str(tmp_path / "new" / name)
+        write(old, before), write(new, after)
+        state = make(before).state_dict()
+        make(before).load_state_dict(state)
         with pytest.raises(CheckpointError, match=r"has \S+ (bytes|as content hash) and had"):
-            make(str(new / name)).load_state_dict(state)
+            make(after).load_state_dict(state)
     folder = tmp_path / "folder"
     folder.mkdir()
-    tiny_tokenizers.write_jsonl(folder / "a.jsonl", rows())
+    write_jsonl(folder / "a.jsonl", rows())
     state = make(str(folder)).state_dict()
-    tiny_tokenizers.write_jsonl(folder / "b.jsonl", rows())
+    write_jsonl(folder / "b.jsonl", rows())
     with pytest.raises(CheckpointError, match="has 2 files and had 1"):
         make(str(folder)).load_state_dict(state)
 
@@ -168,7 +175,7 @@ def test_trap_32_for_parquet_saved_data_sets_and_folders(tmp_path):
 def test_moved_data_and_another_batch_size_go_on_at_the_same_row(path, tmp_path):
     source = make(path)
     source.next()
-    moved = tiny_tokenizers.write_jsonl(tmp_path / "moved.jsonl", rows())
+    moved = write_jsonl(tmp_path / "moved.jsonl", rows())
     resumed = make(moved, size=2)
     resumed.load_state_dict(source.state_dict())
     resumed.next()
@@ -190,7 +197,7 @@ def mixed(tmp_path):
     lines = [r for r in rows()]
     lines[1], lines[6] = '{"text": 5}', "{oops"
     lines[2], lines[7] = {"text": "hello " * 20}, {"text": "fox " * 30}
-    return tiny_tokenizers.write_jsonl(tmp_path / "mixed.jsonl", lines)
+    return write_jsonl(tmp_path / "mixed.jsonl", lines)
 
 
 def test_skip_and_drop_are_counted_noted_and_resumed(mixed):
@@ -200,11 +207,8 @@ def test_skip_and_drop_are_counted_noted_and_resumed(mixed):
     assert source.counts == {"skipped": 3, "dropped": 3, "truncated": 0}
     notes = source.take_notes()
     assert notes[0] == f"skipped: {mixed}:2: text is 5; give a string"
-    assert (
-        notes[1].startswith(f"dropped: {mixed}:3: the row has 24 tokens and data.max_length is 12")
-        and len(notes) == 6
-        and not source.take_notes()
-    )
+    assert notes[1].startswith(f"dropped: {mixed}:3: the row has 24 tokens and data.max_length is 12")
+    assert len(notes) == 6 and not source.take_notes()
     resumed = make(mixed, shuffle=False, **keys)
     resumed.load_state_dict(source.state_dict())
     assert resumed.counts == source.counts
@@ -215,7 +219,7 @@ def test_skip_and_drop_are_counted_noted_and_resumed(mixed):
 @pytest.mark.parametrize("policy, kept", [("right", slice(0, 12)), ("left", slice(-12, None))])
 def test_truncation_cuts_the_end_it_names_and_is_counted(mixed, policy, kept):
     source = make(mixed, shuffle=False, on_bad_row="skip", truncation=policy, max_length=12, size=6)
-    dataset, tokenizer = source.dataset, tiny_tokenizers.make_tokenizer()
+    dataset, tokenizer = source.dataset, make_tokenizer()
     whole = [*tokenizer("hello " * 20)["input_ids"], tokenizer.eos_token_id]
     cut = dataset.load(2)
     assert isinstance(cut, Example) and cut.truncated and cut.ids == whole[kept]
@@ -223,14 +227,10 @@ def test_truncation_cuts_the_end_it_names_and_is_counted(mixed, policy, kept):
 
 
 def test_a_row_of_exactly_max_length_is_whole(tmp_path):
-    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [5] * 6}])
-    assert (
-        not SFTDataset(tiny_tokenizers.config(path, max_length=6), tiny_tokenizers.make_tokenizer()).load(0).truncated
-    )
+    path = write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [5] * 6}])
+    assert not make(path, max_length=6).dataset.load(0).truncated
     with pytest.raises(DataError, match="a.jsonl:1: the row has 6 tokens and data.max_length is 5"):
-        SFTDataset(
-            tiny_tokenizers.config(path, max_length=5, on_bad_row="skip"), tiny_tokenizers.make_tokenizer()
-        ).load(0)
+        make(path, max_length=5, on_bad_row="skip").dataset.load(0)
 
 
 def test_stop_stops_at_the_batch_that_holds_the_row_not_one_before(mixed):
@@ -241,7 +241,7 @@ def test_stop_stops_at_the_batch_that_holds_the_row_not_one_before(mixed):
 
 
 def test_when_no_row_can_be_used_it_says_so_instead_of_looking_forever(tmp_path):
-    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [{"text": 1}, {"text": 2}])
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": 1}, {"text": 2}])
     source = make(path, on_bad_row="skip")
     message = r"data.train: .*a.jsonl: none of its 2 rows can be used; skipped: .*a.jsonl:\d: text is \d; give a string"
     with pytest.raises(DataError, match=message):
@@ -251,11 +251,7 @@ def test_when_no_row_can_be_used_it_says_so_instead_of_looking_forever(tmp_path)
 
 
 def test_eval_batches_give_every_usable_row_once_in_order(mixed):
-    dataset = SFTDataset(
-        tiny_tokenizers.config(mixed, on_bad_row="skip", truncation="right", max_length=12),
-        tiny_tokenizers.make_tokenizer(),
-    )
-    report = Report()
+    dataset, report = make(mixed, on_bad_row="skip", truncation="right", max_length=12).dataset, Report()
     batches = list(eval_batches(dataset, 4, report))
     assert [b.num_sequences for b in batches] == [4, 2]
     assert (report.skipped, report.dropped, report.truncated) == (2, 0, 2) and len(report.notes) == 2
@@ -269,17 +265,16 @@ def test_eval_batches_give_every_usable_row_once_in_order(mixed):
 def test_rows_of_weight_0_are_in_a_batch_with_others(tmp_path, weights, sizes):
     """Of themselves they make none, as there is nothing to divide by; a shuffled run has them among others."""
     rows = [{"text": "the lazy dog", "weight": weight} for weight in weights]
-    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", rows)
-    dataset = SFTDataset(tiny_tokenizers.config(path), tiny_tokenizers.make_tokenizer())
-    assert [batch.num_sequences for batch in eval_batches(dataset, 2)] == sizes
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert [batch.num_sequences for batch in eval_batches(make(path).dataset, 2)] == sizes
 
 
 def test_eval_while_the_thread_works_changes_nothing(tmp_path):
-    conversations = [{"messages": tiny_tokenizers.turns("hello", w, "fox", w)} for w in WORDS]
-    path = tiny_tokenizers.write_jsonl(tmp_path / "chat.jsonl", conversations)
-    tokenizer = tiny_tokenizers.make_tokenizer(tiny_tokenizers.CHATML_MARKED)
-    source = BatchSource(SFTDataset(tiny_tokenizers.config(path), tokenizer), global_batch_size=8, seed=0)
-    held_out = SFTDataset(tiny_tokenizers.config(path), tokenizer)
+    conversations = [{"messages": turns("hello", w, "fox", w)} for w in WORDS]
+    path = write_jsonl(tmp_path / "chat.jsonl", conversations)
+    tokenizer = make_tokenizer(CHATML_MARKED)
+    source = BatchSource(SFTDataset(config(path), tokenizer), global_batch_size=8, seed=0)
+    held_out = SFTDataset(config(path), tokenizer)
     expected = next(eval_batches(held_out, 8))
     for _ in range(20):
         source.next()
@@ -296,15 +291,11 @@ def test_ranks_that_build_the_same_batch_agree(mixed):
 
 def test_usable_rows_are_counted_without_touching_the_counts_of_the_run(tmp_path):
     long, bad = {"text": "fox " * 40}, {"words": "fox"}
-    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [*rows(4), long, bad, long])
+    path = write_jsonl(tmp_path / "a.jsonl", [*rows(4), long, bad, long])
     source = make(path, max_length=32, truncation="drop", on_bad_row="skip", format="text")
     assert count_usable(source.dataset) == (4, {"skipped": 1, "dropped": 2, "truncated": 0})
     assert set(source.counts.values()) == {0}
     with pytest.raises(DataError, match="none of its 7 rows"):
         count_usable(make(path, max_length=2, truncation="drop", on_bad_row="skip", format="text").dataset)
-    assert not may_leave_out(tiny_tokenizers.config(path)) and not may_leave_out(
-        tiny_tokenizers.config(path, truncation="right")
-    )
-    assert may_leave_out(tiny_tokenizers.config(path, truncation="drop")) and may_leave_out(
-        tiny_tokenizers.config(path, on_bad_row="skip")
-    )
+    assert not may_leave_out(config(path)) and not may_leave_out(config(path, truncation="right"))
+    assert may_leave_out(config(path, truncation="drop")) and may_leave_out(config(path, on_bad_row="skip"))

@@ -1,7 +1,5 @@
 """From rows to tokens and masks: formats, chat templates, what trains."""
 
-import json
-
 import pytest
 
 from mrl.batch import make_batch
@@ -9,21 +7,29 @@ from mrl.data.dataset import SFTDataset
 from mrl.data.encode import Encoder
 from mrl.data.formats import Chat, Pair, Text, Tokens
 from mrl.errors import DataError, ModelError
-from tests.data import tiny_tokenizers
-from tests.data.tiny_tokenizers import make_tokenizer, trained_text, turns
+from tests.data.tiny_tokenizers import (
+    CHATML,
+    CHATML_MARKED,
+    EOS_AT_THE_END,
+    STRIPS_REASONING,
+    WITH_TOOLS,
+    config,
+    make_tokenizer,
+    trained_text,
+    turns,
+    write_jsonl,
+)
 
 FOUR = turns("What is 2 + 2?", "4", "hello", "hello there", system="You are a helpful assistant.")
 
 
-def encode(content, template=tiny_tokenizers.CHATML, loss_on="assistant", **tokenizer):
+def encode(content, template=CHATML, loss_on="assistant", **tokenizer):
     tokenizer = make_tokenizer(template, **tokenizer)
     encoded = Encoder(tokenizer, loss_on).encode(content)
     return tokenizer.decode(encoded.ids), trained_text(tokenizer, encoded), encoded
 
 
-@pytest.mark.parametrize(
-    "template", [tiny_tokenizers.CHATML, tiny_tokenizers.CHATML_MARKED], ids=["prefixes", "markers"]
-)
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED], ids=["prefixes", "markers"])
 @pytest.mark.parametrize(
     "loss_on, trained",
     [("assistant", ["4<|im_end|>", "hello there<|im_end|>"]), ("last", ["hello there<|im_end|>"]), ("all", None)],
@@ -34,9 +40,7 @@ def test_both_ways_of_finding_the_mask_agree_and_the_end_of_turn_trains(template
     assert runs == ([whole] if trained is None else trained)
 
 
-@pytest.mark.parametrize(
-    "template", [tiny_tokenizers.CHATML, tiny_tokenizers.CHATML_MARKED], ids=["prefixes", "markers"]
-)
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED], ids=["prefixes", "markers"])
 def test_trap_21_the_first_response_token_trains_and_the_last_prompt_token_predicts_it(template):
     tokenizer = make_tokenizer(template)
     encoded = Encoder(tokenizer, "assistant").encode(Chat(turns("hello", "fox")))
@@ -48,9 +52,7 @@ def test_trap_21_the_first_response_token_trains_and_the_last_prompt_token_predi
     assert tokenizer.decode(batch.tokens[: first + 1].tolist()).endswith("<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize(
-    "template", [tiny_tokenizers.CHATML, tiny_tokenizers.CHATML_MARKED], ids=["prefixes", "markers"]
-)
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED], ids=["prefixes", "markers"])
 def test_trap_7_the_token_count_is_that_of_the_mask_not_of_the_last_response(template):
     tokenizer = make_tokenizer(template)
     encoded = Encoder(tokenizer, "assistant").encode(Chat(FOUR))
@@ -60,32 +62,27 @@ def test_trap_7_the_token_count_is_that_of_the_mask_not_of_the_last_response(tem
 
 def test_reasoning_that_the_template_strips_is_an_error_that_shows_the_difference():
     chat = Chat(turns("hello", "<think>\nhm\n</think>\n\n4", "hello", "<think>\nhm\n</think>\n\nfox"))
-    with pytest.raises(
-        DataError,
-        match="messages.1.: the conversation rendered to its end has .*think.* where .*set data.loss_on to last",
-    ):
-        encode(chat, tiny_tokenizers.STRIPS_REASONING)
-    _, runs, _ = encode(chat, tiny_tokenizers.STRIPS_REASONING, "last")
+    with pytest.raises(DataError, match="messages.1.: .* to its end has .*think.* where .*set data.loss_on to last"):
+        encode(chat, STRIPS_REASONING)
+    _, runs, _ = encode(chat, STRIPS_REASONING, "last")
     assert runs == ["<think>\nhm\n</think>\n\nfox<|im_end|>"]
 
 
 def test_a_generation_prompt_that_the_whole_does_not_have_is_an_error():
-    template = tiny_tokenizers.CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     with pytest.raises(DataError, match=r"rendered up to it, with the generation prompt, has .*<think>.* where .*fox"):
         encode(Chat(turns("hello", "fox")), template)
 
 
 def test_a_prompt_whose_tokens_change_when_the_answer_follows_is_an_error_but_not_with_markers():
     chat = Chat(turns("hello", "fox"))
-    with pytest.raises(
-        DataError, match=r"is tokenized otherwise alone \('.*'\) than in the whole conversation \('.*fox"
-    ):
-        encode(chat, tiny_tokenizers.CHATML.replace("assistant\n", "assistant\n\n").replace("role }}\n", "role }}\n\n"))
-    assert encode(chat, tiny_tokenizers.CHATML_MARKED.replace("\n", "\n\n"))[1] == ["fox<|im_end|>"]
+    with pytest.raises(DataError, match=r"is tokenized otherwise alone \('.*'\) than in the whole .* \('.*fox"):
+        encode(chat, CHATML.replace("assistant\n", "assistant\n\n").replace("role }}\n", "role }}\n\n"))
+    assert encode(chat, CHATML_MARKED.replace("\n", "\n\n"))[1] == ["fox<|im_end|>"]
 
 
 def test_a_template_that_ends_every_rendering_with_eos_trains_each_turn_to_its_own_end():
-    whole, runs, _ = encode(Chat(FOUR), tiny_tokenizers.EOS_AT_THE_END)
+    whole, runs, _ = encode(Chat(FOUR), EOS_AT_THE_END)
     assert runs == ["4<|im_end|>", "hello there<|im_end|>"]
     assert whole.endswith("<|im_end|>\n</s>")
 
@@ -99,20 +96,18 @@ def test_a_turn_without_an_end_token_is_an_error(loss_on):
 
 
 def test_markers_that_leave_out_the_end_of_turn_are_an_error():
-    template = tiny_tokenizers.CHATML_MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    template = CHATML_MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
     with pytest.raises(DataError, match=r"before the end-of-turn token \('<\|im_end\|>' follows\)"):
         encode(Chat(turns("hello", "fox")), template)
 
 
 def test_markers_that_take_in_white_space_after_the_end_of_turn_are_believed():
-    template = tiny_tokenizers.CHATML_MARKED.replace("{% endgeneration %}", "\n{% endgeneration %}").replace(
-        "{{ '\\n' }}", ""
-    )
+    template = CHATML_MARKED.replace("{% endgeneration %}", "\n{% endgeneration %}").replace("{{ '\\n' }}", "")
     assert encode(Chat(turns("hello", "fox")), template)[1] == ["fox<|im_end|>\n"]
 
 
 def test_markers_around_some_turns_only_are_an_error():
-    template = tiny_tokenizers.CHATML_MARKED.replace("m.role == 'assistant'", "loop.last")
+    template = CHATML_MARKED.replace("m.role == 'assistant'", "loop.last")
     with pytest.raises(DataError, match="give 1 spans for 2 assistant turns"):
         encode(Chat(FOUR), template)
 
@@ -122,22 +117,15 @@ def test_a_user_turn_at_the_end_does_not_train_and_is_kept():
     assert runs == ["fox<|im_end|>"] and whole.endswith("dog<|im_end|>\n")
 
 
-def test_tools_and_template_arguments_reach_the_template():
-    tools = [{"type": "function", "function": {"name": "lazy", "parameters": {}}}]
-    chat = Chat(turns("hello", "fox"), tools=tools, template_kwargs={"loud": 7})
-    whole, runs, _ = encode(chat, tiny_tokenizers.WITH_TOOLS)
-    assert whole.startswith("TOOLS lazy <|im_end|>\nLOUD7<|im_start|>user") and runs == ["fox<|im_end|>"]
-
-
 def test_the_prompt_of_a_message_pair_never_trains():
     chat = Chat(FOUR, given=3)
-    assert encode(chat)[1] == encode(chat, tiny_tokenizers.CHATML_MARKED)[1] == ["hello there<|im_end|>"]
+    assert encode(chat)[1] == encode(chat, CHATML_MARKED)[1] == ["hello there<|im_end|>"]
 
 
 def test_bos_comes_once_whoever_writes_it():
     bos = make_tokenizer(bos=True).bos_token_id
     contents = [
-        (Chat(turns("hello", "fox")), tiny_tokenizers.EOS_AT_THE_END), (Text("fox"), None), (Text("<s>fox"), None),
+        (Chat(turns("hello", "fox")), EOS_AT_THE_END), (Text("fox"), None), (Text("<s>fox"), None),
         (Pair("hello ", "fox", "hello:"), None), (Pair("x", "fox", "<s>hello:"), None),
     ]  # fmt: skip
     for content, template in contents:
@@ -148,9 +136,8 @@ def test_bos_comes_once_whoever_writes_it():
 
 def test_a_pair_goes_through_the_chat_template_where_there_is_one():
     whole, runs, _ = encode(Pair("hello", "fox", "hello"))
-    assert whole == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nfox<|im_end|>\n" and runs == [
-        "fox<|im_end|>"
-    ]
+    assert whole == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nfox<|im_end|>\n"
+    assert runs == ["fox<|im_end|>"]
 
 
 def test_a_pair_is_joined_and_ended_where_there_is_no_template_and_the_documented_template_gives_the_same():
@@ -191,8 +178,8 @@ ROWS = {
 @pytest.mark.parametrize("format", ROWS)
 @pytest.mark.parametrize("named", [False, True])
 def test_formats_are_detected_or_named(tmp_path, format, named):
-    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [ROWS[format]])
-    dataset = SFTDataset(tiny_tokenizers.config(path, format=format if named else "auto"), make_tokenizer())
+    path = write_jsonl(tmp_path / "a.jsonl", [ROWS[format]])
+    dataset = SFTDataset(config(path, format=format if named else "auto"), make_tokenizer())
     assert dataset.format == format
     example = dataset.load(0)
     if format == "tokenized":
@@ -202,53 +189,48 @@ def test_formats_are_detected_or_named(tmp_path, format, named):
 
 
 def test_message_lists_as_prompt_and_completion(tmp_path):
-    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [{"prompt": FOUR[:4], "completion": FOUR[4:]}])
-    example = SFTDataset(tiny_tokenizers.config(path), make_tokenizer()).load(0)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": FOUR[:4], "completion": FOUR[4:]}])
+    example = SFTDataset(config(path), make_tokenizer()).load(0)
     assert trained_text(make_tokenizer(), example) == ["hello there<|im_end|>"]
 
 
-@pytest.mark.parametrize("as_text", [False, True])
-def test_tools_and_template_arguments_of_a_row_reach_the_template(tmp_path, as_text):
+def test_tools_and_template_arguments_of_a_row_reach_the_template(tmp_path):
     tools = [{"type": "function", "function": {"name": "lazy"}}]
     call = {"role": "assistant", "content": "hello", "tool_calls": [{"function": {"name": "lazy", "arguments": {}}}]}
     row = {
         "messages": [turns("hello")[0], call, {"role": "tool", "content": "dog"}, turns("", "fox")[1]],
-        "tools": json.dumps(tools) if as_text else tools,
+        "tools": tools,
         "chat_template_kwargs": {"loud": 7},
     }
-    tokenizer = make_tokenizer(tiny_tokenizers.WITH_TOOLS)
-    example = SFTDataset(
-        tiny_tokenizers.config(tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [row])), tokenizer
-    ).load(0)
+    tokenizer = make_tokenizer(WITH_TOOLS)
+    example = SFTDataset(config(write_jsonl(tmp_path / "a.jsonl", [row])), tokenizer).load(0)
     assert tokenizer.decode(example.ids).startswith("TOOLS lazy <|im_end|>\nLOUD7<|im_start|>user\nhello")
     assert trained_text(tokenizer, example) == ["hello<|im_end|>", "fox<|im_end|>"]
 
 
 def test_columns_rename_fields_before_the_format_is_read(tmp_path):
-    path = tiny_tokenizers.write_jsonl(tmp_path / "gsm8k.jsonl", [{"question": "2 + 2?", "answer": "4"}])
+    path = write_jsonl(tmp_path / "gsm8k.jsonl", [{"question": "2 + 2?", "answer": "4"}])
     columns = {"question": "prompt", "answer": "completion"}
-    dataset = SFTDataset(tiny_tokenizers.config(path, columns=columns), make_tokenizer())
+    dataset = SFTDataset(config(path, columns=columns), make_tokenizer())
     assert trained_text(make_tokenizer(), dataset.load(0)) == ["4<|im_end|>"]
-    swapped = tiny_tokenizers.write_jsonl(tmp_path / "swap.jsonl", [{"prompt": "4", "completion": "2 + 2?"}])
-    dataset = SFTDataset(
-        tiny_tokenizers.config(swapped, columns={"prompt": "completion", "completion": "prompt"}), make_tokenizer()
-    )
+    swapped = write_jsonl(tmp_path / "swap.jsonl", [{"prompt": "4", "completion": "2 + 2?"}])
+    dataset = SFTDataset(config(swapped, columns={"prompt": "completion", "completion": "prompt"}), make_tokenizer())
     assert trained_text(make_tokenizer(), dataset.load(0)) == ["4<|im_end|>"]
 
 
 @pytest.mark.parametrize("field", ["loss_mask", "assistant_masks", "completion_mask"])
 def test_masks_of_tokenized_rows(tmp_path, field):
-    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [5, 6, 7], field: [0, 0, 1]}])
-    assert SFTDataset(tiny_tokenizers.config(path), make_tokenizer(None)).load(0).mask == [0, 0, 1]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [5, 6, 7], field: [0, 0, 1]}])
+    assert SFTDataset(config(path), make_tokenizer(None)).load(0).mask == [0, 0, 1]
 
 
 def test_alpaca_puts_the_input_after_the_instruction_and_has_its_own_prompt_without_a_template(tmp_path):
     row = {"instruction": "the quick", "input": "brown", "output": "fox"}
-    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [row])
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
     with_template, without = make_tokenizer(), make_tokenizer(None)
-    chat = SFTDataset(tiny_tokenizers.config(path), with_template).load(0)
+    chat = SFTDataset(config(path), with_template).load(0)
     assert "user\nthe quick\n\nbrown<|im_end|>" in with_template.decode(chat.ids)
-    plain = SFTDataset(tiny_tokenizers.config(path), without).load(0)
+    plain = SFTDataset(config(path), without).load(0)
     assert without.decode(plain.ids).endswith(
         "### Instruction:\nthe quick\n\n### Input:\nbrown\n\n### Response:\nfox</s>"
     )
@@ -256,12 +238,12 @@ def test_alpaca_puts_the_input_after_the_instruction_and_has_its_own_prompt_with
 
 
 def test_chat_template_and_loss_on_of_the_config_reach_the_rows(tmp_path):
-    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [{"messages": FOUR}])
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": FOUR}])
     template = tmp_path / "t.jinja"
-    template.write_text(tiny_tokenizers.CHATML.replace("user", "user").replace("<|im_start|>{{", "<|im_start|>MY {{"))
+    template.write_text(CHATML.replace("<|im_start|>{{", "<|im_start|>MY {{"))
     tokenizer = make_tokenizer(None)
-    example = SFTDataset(tiny_tokenizers.config(path, chat_template=str(template), loss_on="all"), tokenizer).load(0)
+    example = SFTDataset(config(path, chat_template=str(template), loss_on="all"), tokenizer).load(0)
     assert tokenizer.decode(example.ids).startswith("<|im_start|>MY system") and all(example.mask)
     assert tokenizer.chat_template is None  # the dataset has a copy
-    last = SFTDataset(tiny_tokenizers.config(path, loss_on="last"), make_tokenizer()).load(0)
+    last = SFTDataset(config(path, loss_on="last"), make_tokenizer()).load(0)
     assert trained_text(make_tokenizer(), last) == ["hello there<|im_end|>"]

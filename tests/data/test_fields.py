@@ -203,9 +203,7 @@ def test_a_resume_of_an_older_checkpoint_says_what_is_read_now(tmp_path, as_list
             resumed.load_state_dict(older)
             notes = resumed.take_notes()
             assert len(notes) == expected
-            assert (
-                not notes or "a.jsonl:2: its fields system and history were left out by the mrl that saved" in notes[0]
-            )
+            assert all("a.jsonl:2: its fields system and history were left out by the mrl" in note for note in notes)
 
 
 NOTHING = (" ", "\n", "\u200b", " \u200b \t")
@@ -235,8 +233,6 @@ def test_a_text_of_no_tokens_is_a_bad_row(tmp_path, monkeypatch, bos):
     for command, row in rows:
         for text in NOTHING:
             one = {name: text if value == "NOTHING" else value for name, value in row.items()}
-            with pytest.raises(
-                DataError, match=r"a.jsonl:1: (has|gives) an? (text|answer|prompt) of no tokens"
-            ) as error:
+            with pytest.raises(DataError, match="a.jsonl:1: .* (text|answer|prompt) of no tokens") as error:
                 loaded(tmp_path, command, one, template=None)
             assert error.value.may_be_skipped

@@ -4,18 +4,13 @@ import json
 
 import pytest
 
-from mrl.config.dpo import PreferenceDataConfig
-from mrl.config.ppo import PromptsConfig
-from mrl.config.rm import ScoredDataConfig
-from mrl.data.dataset import SFTDataset
 from mrl.data.encode import Encoder
 from mrl.data.formats import Chat
-from mrl.data.preferences import PreferenceDataset
-from mrl.data.prompts import PromptDataset, PromptSource
-from mrl.data.scored import ScoredDataset
+from mrl.data.prompts import PromptSource
 from mrl.data.turns import TurnEncoder
 from mrl.errors import DataError
-from tests.data.tiny_tokenizers import config, make_tokenizer, turns, write_jsonl
+from tests.data.test_fields import dataset
+from tests.data.tiny_tokenizers import make_tokenizer, turns, write_jsonl
 
 
 def template(arguments: str) -> str:
@@ -48,10 +43,10 @@ def talk(arguments, *, flat=False):
     return [ASK, {"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "4"}, ANSWER]
 
 
-def rendered(messages, template, reader=SFTDataset, tmp_path=None):
-    row = {"messages": messages}
+def rendered(messages, template, tmp_path, reader=Encoder):
     if reader is Encoder:  # a row
-        found = SFTDataset(config(write_jsonl(tmp_path / "a.jsonl", [row])), make_tokenizer(template)).load(0).ids
+        path = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])
+        found = dataset(path, "sft", template).load(0).ids
     else:
         found = TurnEncoder(make_tokenizer(template)).prompt(
             Chat([{**m, "content": m["content"] or ""} for m in messages[:3]])
@@ -73,7 +68,7 @@ def rendered(messages, template, reader=SFTDataset, tmp_path=None):
 def test_arguments_are_written_as_json_once_whatever_the_template_takes(
     tmp_path, template, written, reader, given, flat
 ):
-    assert f"CALL {written}<|im_end|>" in rendered(talk(given, flat=flat), template, reader, tmp_path)
+    assert f"CALL {written}<|im_end|>" in rendered(talk(given, flat=flat), template, tmp_path, reader)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +87,14 @@ def test_arguments_are_written_as_json_once_whatever_the_template_takes(
     ],
 )
 def test_text_that_is_no_object_stays_text(tmp_path, given, template, written):
-    assert f"CALL {written}<|im_end|>" in rendered(talk(given), template, Encoder, tmp_path)
+    assert f"CALL {written}<|im_end|>" in rendered(talk(given), template, tmp_path)
 
 
 def test_text_that_is_no_object_is_said(tmp_path):
     said = {}
     for given in ("print(1)", '{"a": 1', "[1, 2]", json.dumps(AS_JSON), "", AS_JSON, CITY, [1]):
         rows = write_jsonl(tmp_path / "a.jsonl", [{"messages": talk(given)}])
-        said[str(given)] = SFTDataset(config(rows), make_tokenizer(TOJSON)).template_notes()
+        said[str(given)] = dataset(rows, "sft", TOJSON).template_notes()
     as_given = [
         "a.jsonl:1: arguments of tool calls that are text and no JSON object go to the chat template as they are"
     ]
@@ -114,17 +109,17 @@ def test_json_text_that_is_deep_is_a_bad_row(tmp_path, depth):
         {"messages": talk(f'{{"a": {deep}}}')}, {**EACH, "tools": deep}, {**EACH, "chat_template_kwargs": deep},
         {"messages": [ASK, {**ANSWER, "tool_calls": deep}]},
     ):  # fmt: skip
-        rows = SFTDataset(config(write_jsonl(tmp_path / "a.jsonl", [row])), make_tokenizer(TOJSON))
+        rows = dataset(write_jsonl(tmp_path / "a.jsonl", [row]), "sft", TOJSON)
         with pytest.raises(DataError, match=r"a.jsonl:1: has objects or lists in more than 100 others"):
             rows.load(0)
         assert rows.template_notes() == []
-    rows = config(write_jsonl(tmp_path / "a.jsonl", [{"prompt": deep, "completion": "fox"}]), truncation="left")
-    assert "]]]<|im_end|>" in make_tokenizer().decode(SFTDataset(rows, make_tokenizer()).load(0).ids)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": deep, "completion": "fox"}])
+    assert "]]]<|im_end|>" in make_tokenizer().decode(dataset(path, "sft", truncation="left").load(0).ids)
 
 
 def test_text_that_a_template_cannot_take_is_told_by_its_form(tmp_path):
     with pytest.raises(DataError, match=r"a.jsonl:1: .*arguments as a JSON object"):
-        rendered(talk("print(1)"), ITEMS, Encoder, tmp_path)
+        rendered(talk("print(1)"), ITEMS, tmp_path)
 
 
 def as_text(row, *names):
@@ -160,10 +155,9 @@ ROWS = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_json_text_in_a_conversation_is_its_value(tmp_path, name):
-    tokenizer, file = make_tokenizer(TOJSON), write_jsonl(tmp_path / "a.jsonl", ROWS[name])
-    rows = SFTDataset(config(file), tokenizer)
+    file = write_jsonl(tmp_path / "a.jsonl", ROWS[name])
+    rows, prompts = (dataset(file, command, TOJSON) for command in ("sft", "ppo"))
     assert rows.load(0) == rows.load(1)
-    prompts = PromptDataset(PromptsConfig(train=file, max_prompt_length=512), tokenizer)
     assert (prompts.load(0).tokens, prompts.load(0).content) == (prompts.load(1).tokens, prompts.load(1).content)
     assert prompts.load(0).row == ROWS[name][0]  # rewards get the row
 
@@ -174,40 +168,28 @@ def test_json_text_in_answers_is_a_conversation(tmp_path, fields):
     if "prompt" not in fields:
         row = {name: [ASK, *row[name]] for name in fields}
     file = write_jsonl(tmp_path / "a.jsonl", [as_text(row, *fields), row])
-    pairs = PreferenceDataset(PreferenceDataConfig(train=file, max_length=512), make_tokenizer(), paired=True)
-    scored = ScoredDataset(
-        ScoredDataConfig(train=file, max_length=512), make_tokenizer(), loss="bradley_terry", pad_token_id=1
-    )
+    pairs, scored = (dataset(file, command) for command in ("dpo", "bradley_terry"))
     assert pairs.load(0) == pairs.load(1) and scored.load(0) == scored.load(1)
 
 
 def test_a_field_that_is_not_read_is_not_said(tmp_path):
     row = {"prompt": json.dumps([ASK]), "completion": json.dumps([ANSWER]), "chosen": json.dumps([ANSWER])}
-    file, tokenizer = write_jsonl(tmp_path / "a.jsonl", [row]), make_tokenizer()
-    prompts = PromptDataset(PromptsConfig(train=file, max_prompt_length=512), tokenizer)
-    said = [SFTDataset(config(file), tokenizer).template_notes(), prompts.template_notes()]
+    file = write_jsonl(tmp_path / "a.jsonl", [row])
+    said = [dataset(file, command).template_notes() for command in ("sft", "ppo")]
     fields = [[line.rpartition("a.jsonl:1: ")[2].partition(":")[0] for line in lines] for lines in said]
     assert fields == [["prompt", "completion"], ["prompt"]]
 
 
-@pytest.mark.parametrize("text", ['{"role": "user"}', "[1, 2]", "[]", '["role"]', '[{"content": "role"}]', '[{"role":'])
-def test_other_json_is_somebodys_text(tmp_path, text):
-    file = write_jsonl(tmp_path / "a.jsonl", [{"prompt": text, "completion": text}])
-    example = SFTDataset(config(file), make_tokenizer()).load(0)
-    assert make_tokenizer().decode(example.ids).count(text + "<|im_end|>") == 2
+OTHER = ['{"role": "user"}', "[1, 2]", "[]", '["role"]', '[{"content": "role"}]', '[{"role":', '[{"from": "b"}]']
 
 
 @pytest.mark.parametrize(
-    ("prompt", "completion"),
-    [
-        ('[{"from": "a", "to": "b"}]', '[{"from": "b"}]'),
-        ("Write a chat", json.dumps([ASK, ANSWER])),
-    ],
+    ("prompt", "completion"), [*zip(OTHER, OTHER, strict=True), ("Write a chat", json.dumps([ASK, ANSWER]))]
 )
-def test_text_beside_text_stays_text(tmp_path, prompt, completion):
+def test_other_json_and_text_beside_text_stay_text(tmp_path, prompt, completion):
     file = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": completion}])
-    text = make_tokenizer().decode(SFTDataset(config(file), make_tokenizer()).load(0).ids)
-    assert f"{prompt}<|im_end|>" in text and f"{completion}<|im_end|>" in text
+    text = make_tokenizer().decode(dataset(file, "sft").load(0).ids)
+    assert f"user\n{prompt}<|im_end|>" in text and f"assistant\n{completion}<|im_end|>" in text
 
 
 @pytest.mark.parametrize(
@@ -221,12 +203,11 @@ def test_text_beside_text_stays_text(tmp_path, prompt, completion):
         ({"messages": [ASK, {**ANSWER, "tool_calls": "fox()"}]}, r"messages\[1\].tool_calls is a string that is not"),
         ({"messages": [ASK, {**ANSWER, "tool_calls": ["fox"]}]}, r"messages\[1\].tool_calls\[0\] is a string that"),
         ({"messages": [ASK, {**ANSWER, "tool_calls": 5}]}, r"messages\[1\].tool_calls is 5; give a list of calls"),
-        ({"messages": "hello"}, "messages is 'hello'; give a list"),
     ],
 )
 def test_text_that_has_to_be_json_is_refused_where_it_is_not(tmp_path, row, says):
     with pytest.raises(DataError, match=says):
-        SFTDataset(config(write_jsonl(tmp_path / "a.jsonl", [row])), make_tokenizer(TOJSON)).load(0)
+        dataset(write_jsonl(tmp_path / "a.jsonl", [row]), "sft", TOJSON).load(0)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +222,7 @@ def test_a_resume_says_what_an_older_mrl_gave_the_template_otherwise(tmp_path, r
     file = write_jsonl(tmp_path / "a.jsonl", [row, row])
 
     def source():
-        config = PromptsConfig(train=file, max_prompt_length=512)
-        return PromptSource(PromptDataset(config, make_tokenizer(TOJSON)), seed=1)
+        return PromptSource(dataset(file, "ppo", TOJSON), seed=1)
 
     state = source().state_dict()
     older = {name: value for name, value in state.items() if name != "reading"}

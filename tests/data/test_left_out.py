@@ -2,15 +2,9 @@
 
 import pytest
 
-from mrl.config.dpo import PreferenceDataConfig
-from mrl.config.ppo import PromptsConfig
-from mrl.config.rm import ScoredDataConfig
-from mrl.data.dataset import SFTDataset
-from mrl.data.preferences import PreferenceDataset
-from mrl.data.prompts import PromptDataset
-from mrl.data.scored import ScoredDataset
 from mrl.errors import DataError
-from tests.data.tiny_tokenizers import CHATML, config, make_tokenizer, trained_text, turns, write_jsonl
+from tests.data.test_fields import dataset
+from tests.data.tiny_tokenizers import CHATML, make_tokenizer, trained_text, turns, write_jsonl
 
 USER, ANSWER = turns("hello", "dog")
 THINKS = {**ANSWER, "reasoning_content": "fox"}
@@ -29,18 +23,7 @@ NO_TOOL_TURNS = (
 
 
 def notes(tmp_path, *rows, template=CHATML, reader="sft"):
-    file, tokenizer = write_jsonl(tmp_path / "a.jsonl", rows), make_tokenizer(template)
-    match reader:
-        case "sft":
-            dataset = SFTDataset(config(file), tokenizer)
-        case "dpo":
-            dataset = PreferenceDataset(PreferenceDataConfig(train=file, max_length=512), tokenizer, paired=True)
-        case "rm":
-            data = ScoredDataConfig(train=file, max_length=512)
-            dataset = ScoredDataset(data, tokenizer, loss="bradley_terry", pad_token_id=1)
-        case "ppo":
-            dataset = PromptDataset(PromptsConfig(train=file, max_prompt_length=512), tokenizer)
-    return dataset.template_notes()
+    return dataset(write_jsonl(tmp_path / "a.jsonl", rows), reader, template).template_notes()
 
 
 ROW = {"messages": [USER, ANSWER]}
@@ -103,7 +86,7 @@ def test_a_text_that_is_left_out_where_others_of_its_role_are_not(tmp_path, fiel
     assert notes(tmp_path, {"messages": messages}, template=ALL) == []
 
 
-@pytest.mark.parametrize("reader", ["sft", "dpo", "rm", "ppo"])
+@pytest.mark.parametrize("reader", ["sft", "dpo", "bradley_terry", "ppo"])
 def test_a_system_message_of_rows_of_text_that_is_left_out(tmp_path, reader):
     rows = {
         "sft": {"instruction": "hello", "output": "dog"}, "dpo": {"prompt": "hello", "chosen": "dog", "rejected": "fox"},
@@ -117,7 +100,7 @@ def test_a_system_message_of_rows_of_text_that_is_left_out(tmp_path, reader):
 
 def test_a_row_whose_arguments_are_refused_is_skipped_where_bad_rows_are(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [{**ROW, "chat_template_kwargs": {"tokenize": True}}, ROW])
-    assert SFTDataset(config(file, on_bad_row="skip"), make_tokenizer()).notes() == []
+    assert dataset(file, "sft", on_bad_row="skip").notes() == []
 
 
 def test_a_field_that_some_of_the_first_rows_need_is_no_line(tmp_path):
@@ -126,15 +109,6 @@ def test_a_field_that_some_of_the_first_rows_need_is_no_line(tmp_path):
     early = {"messages": [USER, THINKS, USER, ANSWER]}
     assert notes(tmp_path, early, {"messages": [USER, THINKS]}, template=last) == []
     assert len(notes(tmp_path, early, early, template=last)) == 1
-
-
-@pytest.mark.parametrize("reader", ["dpo", "rm", "ppo"])
-def test_other_commands_say_it_too(tmp_path, reader):
-    row = {"prompt": [USER], "chosen": [THINKS], "rejected": turns("", "fox")[1:]}
-    if reader == "ppo":
-        row = {"prompt": [USER, THINKS, USER]}
-    [line] = notes(tmp_path, row, reader=reader)
-    assert "reasoning_content of a message" in line
 
 
 @pytest.mark.parametrize("more", [{"reasoning_content": "fox"}, {"tool_calls": CALL}])
@@ -148,8 +122,8 @@ def test_a_turn_of_which_nothing_is_left_is_an_error(tmp_path, more):
         notes(tmp_path, {"prompt": row["messages"][:3]}, reader="ppo")
     file = write_jsonl(tmp_path / "a.jsonl", [row])
     with pytest.raises(DataError, match=says):  # any row, at any time
-        SFTDataset(config(file, on_bad_row="skip"), make_tokenizer()).load(0)
-    example = SFTDataset(config(file), make_tokenizer(ALL)).load(0)
+        dataset(file, "sft", on_bad_row="skip").load(0)
+    example = dataset(file, "sft", ALL).load(0)
     assert len(trained_text(make_tokenizer(), example)) == 2
 
 
@@ -158,7 +132,7 @@ def test_an_argument_of_the_call_itself_is_no_variable(tmp_path):
     for name in ("max_length", "chat_template", "add_generation_prompt", "messages"):
         file = write_jsonl(tmp_path / "a.jsonl", [{**ROW, "chat_template_kwargs": {name: 5}}])
         with pytest.raises(DataError, match=f"chat_template_kwargs.{name}: is no variable"):
-            SFTDataset(config(file), make_tokenizer()).load(0)
+            dataset(file, "sft").load(0)
 
 
 REASONS = (  # as Qwen3: the last turn has an empty reasoning, and so has a prompt of enable_thinking: false
@@ -179,10 +153,8 @@ def test_the_refusal_of_a_template_that_rewrites_turns_names_what_works(tmp_path
         else f"give the row {off}"
     )
     with pytest.raises(DataError, match=says):
-        SFTDataset(config(file), make_tokenizer(REASONS)).load(0)
+        dataset(file, "sft", REASONS).load(0)
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     rows = [{"messages": row["messages"][: i + 2], **off} for i in range(0, len(row["messages"]), 2)]
-    dataset = SFTDataset(config(write_jsonl(tmp_path / "b.jsonl", rows), loss_on="last"), make_tokenizer(REASONS))
-    assert [trained_text(make_tokenizer(), dataset.load(i)) for i in range(len(rows))] == [["dog<|im_end|>"]] * len(
-        rows
-    )
+    found = dataset(write_jsonl(tmp_path / "b.jsonl", rows), "sft", REASONS, loss_on="last")
+    assert all(trained_text(make_tokenizer(), found.load(i)) == ["dog<|im_end|>"] for i in range(len(rows)))

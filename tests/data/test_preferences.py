@@ -114,18 +114,9 @@ def test_columns_are_renamed(tmp_path):
 
 def test_a_prompt_that_the_template_writes_by_what_follows_is_refused(tmp_path):
     """A template that marks its last turn: the earlier answer is told otherwise in one of the two."""
-    by_length = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    ).replace("{{ m.role }}", "{{ m.role }}{{ ' loud' if messages[-1].content == 'fish' and loop.index0 == 0 }}")
+    loud = "{{ m.role }}{{ ' loud' if messages[-1].content == 'fish' and loop.index0 == 0 }}"
     row = {"prompt": turns("a", "b", "c"), "chosen": GOOD, "rejected": BAD}
-    marked = by_length.replace(
-        "{{ m.content }}<|im_end|>", "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
-    )
-    marked = marked.replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}").replace(
-        "{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"
-    )
-    said = refusal(tmp_path, row, tokenizer=make_tokenizer(marked))
+    said = refusal(tmp_path, row, tokenizer=make_tokenizer(CHATML_MARKED.replace("{{ m.role }}", loud)))
     assert "the prompt is not the same tokens before chosen and before rejected" in said and "loud" in said
 
 
@@ -152,12 +143,7 @@ WRONG = {
     "a number": ({"prompt": "a", "chosen": 4, "rejected": "b"}, "chosen is 4; give a string or a list"),
     "empty list": ({**PAIR, "chosen": []}, "chosen is an empty list"),
     "no role": ({**PAIR, "rejected": [{"content": "x"}]}, "rejected[0].role is missing or null"),
-    "sharegpt": ({**PAIR, "chosen": [{"from": "gpt", "value": "4"}]}, "chosen[0] has from and value (ShareGPT)"),
     "a user answers": ({**PAIR, "chosen": ASKED[:0] + turns("no")}, "has nothing to train on"),
-    "parts": (
-        {**PAIR, "chosen": [{"role": "assistant", "content": [{"type": "text", "text": "4"}] * 2}]},
-        "content is a list of parts; the model reads text alone: join its text parts",
-    ),
     "an image": (
         {**PAIR, "prompt": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]},
         "prompt[0].content[0].path is an image, and the model reads text alone",
@@ -166,7 +152,6 @@ WRONG = {
         {"prompt": "3?", "chosen": ASKED + GOOD, "rejected": ASKED + BAD},
         "prompt is no list and chosen a",
     ),
-    "weight": ({**PAIR, "weight": "1"}, "weight is '1'; give a number from 0"),
     "message's weight": (
         {**PAIR, "chosen": [{**GOOD[0], "weight": 0.5}]},
         "has a message with a weight other than 0 and",
@@ -179,7 +164,6 @@ WRONG = {
         {**PAIR, "chosen": [*turns("a"), *GOOD], "rejected": [*turns("b"), *BAD]},
         "are part of the prompt until one trains; give both the same prompt",
     ),
-    "tools": ({**PAIR, "tools": "no json"}, "tools is a string that is not JSON"),
 }
 
 
@@ -196,9 +180,7 @@ def test_a_label_that_is_none_is_refused(tmp_path, label):
 
 
 def test_single_answers_are_refused_by_a_loss_of_pairs(tmp_path):
-    with pytest.raises(
-        DataError, match="has single answers with a label, and the loss is of pairs; set loss.name to kto"
-    ):
+    with pytest.raises(DataError, match="has single answers with a label, .* of pairs; set loss.name to kto"):
         dataset(tmp_path, SINGLE)
 
 

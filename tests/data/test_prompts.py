@@ -73,7 +73,6 @@ def test_fields_are_renamed_first_and_rewards_get_the_renamed_row(tmp_path):
 def test_tools_and_template_arguments_of_the_row(tmp_path, row):
     row = {**row, "tools": TOOLS, "chat_template_kwargs": {"loud": 5}}
     assert of_row(tmp_path, row, tiny_tokenizers.WITH_TOOLS)[1] == "TOOLS fox <|im_end|>\nLOUD5" + ASKED
-    assert of_row(tmp_path, {**row, "tools": json.dumps(TOOLS)}, tiny_tokenizers.WITH_TOOLS)[1].startswith("TOOLS fox")
 
 
 def test_a_system_message_in_front(tmp_path):
@@ -106,7 +105,6 @@ def test_a_chat_template_from_a_file(tmp_path):
         ({"prompt": [{"role": "user"}]}, "prompt[0].content is missing or null", "give a string"),
         ({"prompt": turns([{"type": "image", "path": "a.png"}])}, "prompt[0].content is a list of parts", "images train with mrl sft"),
         ({"prompt": turns("hello", "fox")}, "prompt has no user turn after an assistant turn", "come last"),
-        ({"prompt": "x", "tools": 5}, "tools is 5", "give a list of function schemas"),
         ("{oops", "is not a JSON object", "each line must be one object"),
     ],
 )  # fmt: skip
@@ -155,8 +153,6 @@ def test_a_prompt_of_no_tokens_and_a_foreign_tokenizer(tmp_path):
         make(path, chat_template=str(tmp_path / "empty.jinja")).load(0)
     with pytest.raises(DataError, match="a.jsonl:1: the tokenizer gives token .* vocab_size 5"):
         make(path, vocab_size=5).load(0)
-    with pytest.raises(DataError, match="data.eval: is null"):
-        make(path, part="eval")
 
 
 # -------------------------------------------------------------------------------------------------- long prompts, order
@@ -177,9 +173,7 @@ def test_long_prompts(mixed):
     assert make(mixed, truncation="left", max_prompt_length=len(whole)).load(2).truncated is False
     what = f"mixed.jsonl:3: the prompt has {len(whole)} tokens and data.max_prompt_length is 24"
     assert make(mixed, truncation="drop", max_prompt_length=24).load(2).why.endswith(what)
-    with pytest.raises(
-        DataError, match=f"{what}; raise data.max_prompt_length, or set data.truncation to left or drop"
-    ):
+    with pytest.raises(DataError, match=f"{what}; raise .*, or set data.truncation to left or drop"):
         make(mixed, max_prompt_length=24, on_bad_row="skip").load(2)
 
 

@@ -65,19 +65,19 @@ def test_a_string_row_has_its_tools_and_template_arguments_as_in_mrl_ppo(tmp_pat
     assert tokenizer.decode(sequence.ids).startswith("TOOLS add <|im_end|>\nLOUD7<|im_start|>user")
 
 
-@pytest.mark.parametrize("row, loss", [(PAIR, "bradley_terry"), (STEPS, "steps"), (GRADED, "regression")])
-def test_a_system_text_stands_before_conversations_that_have_none(tmp_path, row, loss):
-    plain, with_system = (dataset(tmp_path, row, loss=loss, **keys).load(0) for keys in ({}, {"system": "fox"}))
+def test_a_system_text_stands_before_conversations_that_have_none(tmp_path):
+    (before,), (after,) = (
+        dataset(tmp_path, STEPS, loss="steps", **keys).load(0).sequences for keys in ({}, {"system": "fox"})
+    )
     tokenizer = make_tokenizer()
-    for before, after in zip(plain.sequences, with_system.sequences, strict=True):
-        assert tokenizer.decode(after.ids) == "<|im_start|>system\nfox<|im_end|>\n" + tokenizer.decode(before.ids)
-        more = len(after.ids) - len(before.ids)
-        assert after.places == tuple(place + more for place in before.places)
+    assert tokenizer.decode(after.ids) == "<|im_start|>system\nfox<|im_end|>\n" + tokenizer.decode(before.ids)
+    more = len(after.ids) - len(before.ids)
+    assert after.places == tuple(place + more for place in before.places)
     own = {**GRADED, "prompt": [{"role": "system", "content": "dog"}, *ASKED]}
     (sequence,) = dataset(tmp_path, own, loss="regression", system="fox").load(0).sequences
     assert tokenizer.decode(sequence.ids).startswith("<|im_start|>system\ndog<|im_end|>\n<|im_start|>user")
     with pytest.raises(DataError, match="data.system: the tokenizer has no chat template"):
-        dataset(tmp_path, row, loss=loss, system="fox", tokenizer=make_tokenizer(None))
+        dataset(tmp_path, STEPS, loss="steps", system="fox", tokenizer=make_tokenizer(None))
 
 
 def test_whole_texts_are_scored_as_they_are_or_as_prompt_and_answer_where_a_template_renders(tmp_path):
@@ -189,7 +189,6 @@ CASES = {
     "of no form": ("bradley_terry", {"prompt": ASKED, "chosen": GOOD}, "are of no known form: give prompt, chosen"),
     "of two forms": ("bradley_terry", {**PAIR, **GRADED}, "fit the formats preference and graded"),
     "margin": ("bradley_terry", {**PAIR, "margin": "much"}, "margin is 'much'; give a number"),
-    "weight": ("bradley_terry", {**PAIR, "weight": -2}, "weight is -2; give a number from 0 to 1e+06"),
     "weight of a message": (
         "bradley_terry", {**PAIR, "chosen": [{**GOOD[0], "weight": 2}]},
         "has a weight of a message, which reward models do not take; leave it out",
@@ -268,7 +267,5 @@ def test_a_batch_reads_the_last_token_and_counts_what_is_divided_by(tmp_path):
     rows = [dataset(tmp_path, STEPS, loss="steps").load(0) for _ in range(2)]
     batch = scored_batch(rows, group=1)
     assert (batch.denominators["units"], batch.denominators["tokens"], batch.group) == (6, 6, 1)
-    at = batch.loss_mask != 0
-    assert (
-        batch.token_fields["targets"][at].tolist() == [1, 0.25, 0] * 2 and not batch.token_fields["targets"][~at].any()
-    )
+    at, targets = batch.loss_mask != 0, batch.token_fields["targets"]
+    assert targets[at].tolist() == [1, 0.25, 0] * 2 and not targets[~at].any()

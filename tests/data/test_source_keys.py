@@ -29,16 +29,7 @@ from tests.tiers import nightly_but
 
 COMMANDS = {"sft": SFT, "dpo": DPO, "rm": RM, "ppo": PPO}
 SHARES = {"sft": SFTShare, "dpo": PreferenceShare, "rm": ScoredShare, "ppo": PromptShare}
-WORDS = [
-    "fox",
-    "the quick brown fox jumps over the lazy dog",
-    "4",
-    "lazy dog",
-    "What is 2 + 2?",
-    "a",
-    "b",
-    "hello there",
-]
+WORDS = ["fox", "the quick brown fox jumps over the dog", "4", "lazy dog", "What is 2 + 2?", "a", "b", "hello there"]
 ANSWERS = {
     "sft": {"completion": "fox"}, "dpo": {"chosen": "fox", "rejected": "dog"}, "rm": {"chosen": "fox", "rejected": "dog"},
     "ppo": {"answer": "fox"},

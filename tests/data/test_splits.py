@@ -42,13 +42,10 @@ def opened(train, part="train", **keys):
 def test_a_word_between_separators_says_that_a_file_is_held_out(tmp_path, stream):
     for number, name in enumerate(HELD_OUT):
         folder = write(tmp_path / str(number), f"{name}.jsonl", "gsm_train.jsonl")
-        with pytest.raises(
-            DataError, match=r"^data.train: .* stands for several splits \(gsm_train.jsonl, "
-        ) as refused:
+        with pytest.raises(DataError, match="^data.train: .* stands for several splits") as refused:
             opened(folder, stream=stream)
-        assert f"({'gsm_train'}.jsonl, {name}.jsonl)" in str(refused.value) and f"as {folder}/*train*" in str(
-            refused.value
-        )
+        said = str(refused.value)
+        assert f"(gsm_train.jsonl, {name}.jsonl)" in said and f"as {folder}/*train*" in said
     opened(write(tmp_path / "others", *(f"{name}.jsonl" for name in TRAINS)), stream=stream)
 
 

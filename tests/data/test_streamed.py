@@ -27,7 +27,7 @@ from mrl.data.dataset import SFTDataset
 from mrl.data.mixture import train_rows
 from mrl.errors import CheckpointError, DataError
 from tests.data.hub import serving_hub
-from tests.data.test_batches import same
+from tests.data.test_batches import check_resume, same, state_of
 from tests.data.tiny_tokenizers import make_tokenizer
 from tests.data.web import Site, serving
 
@@ -120,31 +120,20 @@ def test_the_order_is_that_of_the_oracle_in_every_form_and_place(form, folder, s
     assert taken(source(site.url(f"c{form}"), shuffle=False), 20) == expected(form, "c", 0, 80)
 
 
-def test_rows_are_those_of_the_files_that_are_not_streamed(folder):
-    for form in (".jsonl", ".jsonl.gz", ".parquet"):
-        streamed = source(str(folder / f"*{form}"), shuffle_buffer=0, size=9)
-        mapped = source(str(folder / f"*{form}"), stream=False, shuffle=False, size=9)
-        assert all(same(streamed.next(), mapped.next()) for _ in range(14))
-
-
 @pytest.mark.parametrize(("form", "prefetch"), [(".jsonl", True), (".jsonl.gz", False), (".parquet", False)])
 def test_a_stream_goes_on_exactly_from_every_position(form, prefetch, folder):
     def make() -> BatchSource:
         return source(str(folder / f"*{form}"), shuffle_buffer=10, prefetch=prefetch, size=3)
 
     live = make()
-    batches, states = [], [json.loads(json.dumps(live.state_dict()))]
+    batches, states = [], [state_of(live)]
     for _ in range(48):  # 63 rows are 6 blocks and a short one, so that blocks and epochs end within batches
         batches.append(live.next())
-        states.append(json.loads(json.dumps(live.state_dict())))
+        states.append(state_of(live))
     live.close()
     assert states[-1]["epoch"] == 2
     for start in range(0, 46, 1 if form == ".jsonl" else 5):
-        resumed = make()
-        resumed.load_state_dict(states[start])
-        assert all(same(resumed.next(), batch) for batch in batches[start : start + 2]), start
-        assert json.loads(json.dumps(resumed.state_dict())) == states[start + 2]
-        resumed.close()
+        check_resume(make(), states[start], batches[start : start + 2], states[start + 2])
 
 
 def test_going_on_reads_nothing_before_the_block(tmp_path, site):
@@ -186,9 +175,7 @@ def test_broken_connections_are_opened_again_where_they_broke(site, ranges):
         assert taken(made, 20) == expected(form, "c", 10, 80)
         starts = [start for _, start in site.asked]
         assert starts[:5] == ([0, 0, 50, 100, 150] if ranges else [0] * 5), starts
-    with pytest.raises(
-        DataError, match=r"^data.train: http.*c.jsonl cannot be read \(ConnectionError: .*start the same"
-    ):
+    with pytest.raises(DataError, match="^data.train: http.*c.jsonl cannot be read .ConnectionError: .*start the same"):
         site.breaks_after = 0
         source(site.url("c.jsonl")).next()
 
@@ -245,22 +232,19 @@ def mixture(folder: pathlib.Path, **streamed) -> list[dict]:
 def test_a_streamed_source_is_mixed_with_one_of_files_and_goes_on_exactly(folder):
     entries = mixture(folder)
     live = source(entries, stream=False)
-    order, batches, states = [], [], [json.loads(json.dumps(live.state_dict()))]
+    order, batches, states = [], [], [state_of(live)]
     for _ in range(50):
         batches.append(live.next())
         numbers = [live.dataset.find(row)[0] for row in live.rows]
         order += [(number, place.rpartition("/")[2]) for number, place in zip(numbers, live.taken_from(), strict=True)]
-        states.append(json.loads(json.dumps(live.state_dict())))
+        states.append(state_of(live))
     assert [number for number, _ in order[:8]] == [0, 1, 0, 0] * 2
     of_stream = [place for number, place in order if number == 0]
     assert of_stream == expected(".jsonl", "abc", 5, 150, of="web/") and live.metrics["data/web/epochs"] == 2
     assert sorted(place for number, place in order if number)[::6] == [f"b.jsonl:{i}" for i in range(1, 10)][:9]
     for start in range(0, 50, 3):
         resumed = source(entries, stream=False)
-        resumed.load_state_dict(states[start])
-        assert resumed.take_notes() == []
-        assert all(same(resumed.next(), batch) for batch in batches[start : start + 2]), start
-        assert json.loads(json.dumps(resumed.state_dict())) == states[min(start + 2, 50)], start
+        check_resume(resumed, states[start], batches[start : start + 2], states[min(start + 2, 50)])
 
 
 def test_passes_over_a_streamed_source_end(folder):
@@ -308,9 +292,10 @@ def test_a_damaged_file_is_a_bad_row_after_which_the_next_file_comes(form, tmp_p
     assert refused.value.may_be_skipped and f"{bad}:" in str(refused.value) and "from here on (" in str(refused.value)
     live, order, batches, states = make(on_bad_row="skip"), [], [], []
     while live.state_dict()["epoch"] < 2:
-        states.append(json.loads(json.dumps(live.state_dict())))
+        states.append(state_of(live))
         batches.append(live.next())
         order += [place.rpartition("/")[2] for place in live.taken_from()]
+    states.append(state_of(live))
     first = sorted(set(order), key=order.index)
     numbers = [sorted(int(re.search(r"\d+$", one)[0]) for one in first if one.startswith(name)) for name in "abc"]
     start = 0 if form in (".parquet", ".arrow") else 1
@@ -319,11 +304,8 @@ def test_a_damaged_file_is_a_bad_row_after_which_the_next_file_comes(form, tmp_p
     notes = live.take_notes()
     assert live.counts["skipped"] == len(notes) == 2
     assert all(f"b{form}:" in note and "from here on" in note for note in notes)
-    for at in range(0, len(states) - 1, 3):
-        resumed = make(on_bad_row="skip")
-        resumed.load_state_dict(states[at])
-        assert all(same(resumed.next(), batch) for batch in batches[at : at + 2]), at
-        assert json.loads(json.dumps(resumed.state_dict())) == (states[at + 2 :] or [None])[0] or at + 2 == len(states)
+    for at in range(0, len(batches) - 1, 3):
+        check_resume(make(on_bad_row="skip"), states[at], batches[at : at + 2], states[at + 2])
     for name in "ac":
         (tmp_path / f"{name}{form}").unlink()
     bad.write_bytes(b"no")
@@ -337,15 +319,12 @@ def test_a_resume_with_another_stream_is_refused(folder, tmp_path):
     state = made.state_dict()
     other = tmp_path / "c.jsonl"
     write(other, [{"text": "other"}] * 31)
+    plain = {"stream": False, "shuffle_buffer": None}
     for entries, says in (
         (mixture(folder, shuffle_buffer=6), "data.train, source web, shuffle_buffer: is 6 and was 5 when"),
-        (
-            mixture(folder, stream=False, shuffle_buffer=None),
-            "data.train, source web, stream: is null and was true when",
-        ),
+        (mixture(folder, **plain), "data.train, source web, stream: is null and was true when"),
         (mixture(tmp_path), "data.train, source web: has 1 files and had 3 when"),
     ):
-        (tmp_path / "b.jsonl").unlink(missing_ok=True)
         entries[1]["path"] = str(folder / "b.jsonl")
         with pytest.raises(CheckpointError) as refused:
             source(entries, stream=False).load_state_dict(state)
@@ -371,7 +350,7 @@ def test_the_hub_is_read_at_the_commit_that_it_was_at(folder, monkeypatch):
         hub.push({"data/a.jsonl": b'{"text": "pushed"}\n'})
         order += taken(made, 30)
         assert order == expected(".jsonl", "abc", 10, 132)
-        state = json.loads(json.dumps(made.state_dict()))
+        state = state_of(made)
         huggingface_hub.HfFileSystem.clear_instance_cache()
         with pytest.raises(CheckpointError) as refused:
             source(f"{path}/data/*.jsonl", shuffle_buffer=10).load_state_dict(state)
@@ -414,9 +393,7 @@ def test_nothing_but_bad_rows_ends(tmp_path, monkeypatch):
     monkeypatch.setattr("mrl.data.stream.MAX_SKIPPED_IN_A_ROW", 50)
     (tmp_path / "bad.jsonl").write_text('{"text": ""}\n' * 9)
     made = source(str(tmp_path / "bad.jsonl"), on_bad_row="skip")
-    with pytest.raises(
-        DataError, match=r"bad.jsonl: none of its streamed rows can be used; skipped: .*bad.jsonl:\d+: "
-    ):
+    with pytest.raises(DataError, match=r"bad.jsonl: none of its streamed rows can be used; .*bad.jsonl:\d+: "):
         made.next()
 
 
@@ -476,7 +453,7 @@ def test_a_resume_of_a_hub_id_that_has_moved_names_what_the_config_has(tmp_path)
         (source(one), "", one),
         (source(several, stream=False), " and name: web", several[0]["path"]),
     ):
-        state = json.loads(json.dumps(made.state_dict()))
+        state = state_of(made)
         state.get("sources", [state])[0]["data"] = read
         with pytest.raises(CheckpointError) as refused:
             made.load_state_dict(state)

@@ -70,9 +70,7 @@ def test_a_hub_id_that_does_not_load(monkeypatch):
         raise OSError(f"cannot reach the hub for {path}")
 
     monkeypatch.setattr("mrl.data.tokenizer.AutoTokenizer.from_pretrained", offline)
-    with pytest.raises(
-        ModelError, match="org/model: is no folder here, and no hub id that loads .*cannot reach the hub"
-    ):
+    with pytest.raises(ModelError, match="org/model: is no folder here, and no hub id that .*cannot reach the hub"):
         load_tokenizer("org/model")
 
 

@@ -62,9 +62,8 @@ def test_a_content_is_found_whatever_it_begins_with(tmp_path, content):
     talk = [{"role": "user", "content": content}, {"role": "assistant", "content": "dog"}]
     found = load(tmp_path, {"messages": talk}, loss_on=("user",))
     (text,) = trained_text(make_tokenizer(), found)
-    assert text.removeprefix("\n") == f"{content}<|im_end|>".removeprefix(
-        "\n"
-    )  # a token may hold the line's end before
+    # a token may hold the line's end before
+    assert text.removeprefix("\n") == f"{content}<|im_end|>".removeprefix("\n")
 
 
 def test_weights_of_messages_and_rows_multiply(tmp_path):
@@ -108,8 +107,6 @@ def test_a_system_text_stands_before_conversations_without_one(tmp_path):
     prompted = {"prompt": bare[:1], "completion": bare[1:2]}
     assert weighed(load(tmp_path, prompted, system="You are", loss_on=("user", "assistant"))) == [("dog<|im_end|>", 1)]
     assert load(tmp_path, {"messages": TALK}, system="You are") == load(tmp_path, {"messages": TALK})
-    text = make_tokenizer().decode(load(tmp_path, {"prompt": "fox", "completion": "dog"}, system="You are").ids)
-    assert text.startswith("<|im_start|>system\nYou are<|im_end|>\n<|im_start|>user\nfox")
 
 
 USER = {"role": "user", "content": "hello"}

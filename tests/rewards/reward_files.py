@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import sys
 
 import psutil
 
@@ -85,7 +84,3 @@ def processes_with(text: str) -> list[int]:
     """Processes of this machine, without zombies, with `text` as an argument of theirs."""
     found = psutil.process_iter(["cmdline", "status"])
     return [p.pid for p in found if p.info["status"] != psutil.STATUS_ZOMBIE and text in (p.info["cmdline"] or [])]
-
-
-def python(path: pathlib.Path) -> list[str]:
-    return [sys.executable, str(path)]

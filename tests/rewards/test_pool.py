@@ -12,25 +12,16 @@ import time
 import psutil
 import pytest
 
-from mrl.config.rewards import FunctionReward, RegexReward
+from mrl.config.rewards import FunctionReward
 from mrl.errors import ConfigError
 from mrl.rewards.calls import Sample
 from mrl.rewards.pool import Outcome, Retries, RewardPool, Task
-from tests.rewards.reward_files import processes_with, python, write_functions
+from tests.rewards.reward_files import processes_with, write_functions
 from tests.tiers import in_tiers
 
 NAMES = (
-    "script",
-    "async_script",
-    "size",
-    "shout",
-    "messages",
-    "own_loop",
-    "judge",
-    "takes_from_row",
-    "of_verl",
-    "of_verl_async",
-)
+    "script", "async_script", "size", "shout", "messages", "own_loop", "judge", "takes_from_row", "of_verl", "of_verl_async",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -87,22 +78,15 @@ def test_results_come_in_the_order_of_the_tasks(pool):
 
 def test_what_functions_get(pool):
     messages = [{"role": "user", "content": "é\n"}, {"role": "assistant", "content": ""}]
-    tasks = [
-        call("messages", prompt=messages),
-        call("shout", "LOUD"),
-        call("shout", "soft"),
-        call("own_loop"),
-        call("judge"),
-    ]
+    shouts = [call("shout", "LOUD"), call("shout", "soft")]
+    tasks = [call("messages", prompt=messages), *shouts, call("own_loop"), call("judge")]
     assert [value(o) for o in pool.run(tasks)] == [2, 1, 0, 2, 3]
 
 
 def test_large_values_pass(pool):
     text = "x" * 3_000_000
-    assert [value(o) for o in pool.run([call("size", text), call("async_script", f"give {'1+' * 50} 0")] * 3)] == [
-        3e6,
-        50,
-    ] * 3
+    tasks = [call("size", text), call("async_script", f"give {'1+' * 50} 0")] * 3
+    assert [value(o) for o in pool.run(tasks)] == [3e6, 50] * 3
 
 
 def test_signals_that_stop_a_run_do_not_end_scoring(pool):
@@ -203,7 +187,7 @@ def test_async_calls_run_together(path):
 
 
 def test_the_first_fatal_fault_is_always_the_same(pool):
-    tasks = scripts("give 1", "give None", "give 2", "raise x", *["sleep 0.05"] * 50)
+    tasks = scripts("give 1", "give None", "give 2", "raise x", *["sleep 0.05"] * 500)
     for _ in range(5):
         outcomes = pool.run(tasks, fatal=lambda task, outcome: "raised" in outcome.fault)
         assert [value(o) for o in outcomes[:3]] == [1, None, 2]
@@ -229,7 +213,7 @@ def test_closing_leaves_no_process_and_no_descriptor(path):
     fds = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
     pool = make(path, names=("script",))
     pids = pool.pids
-    pool.run([Task(0, (Sample("q", "hang", {}),))])
+    pool.run(scripts("hang"))
     pids += pool.pids
     pool.close()
     pool.close()
@@ -246,17 +230,10 @@ def test_what_a_function_started_is_killed_with_it(pool, how):
     assert not processes_with(mark)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("def f(a): return 0", "f(a) has no parameter for the completion"),
-        ("import os; os._exit(3)", "bad.py:f: loading ended the process (exit status 3); import"),
-    ],
-)
-def test_a_function_that_does_not_load_is_a_config_error(tmp_path, text, message):
-    (tmp_path / "bad.py").write_text(text, encoding="utf-8")
+def test_a_file_that_ends_its_process_is_a_config_error(tmp_path):
+    (tmp_path / "bad.py").write_text("import os; os._exit(3)", encoding="utf-8")
     children = psutil.Process().children()
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ConfigError, match=r"bad.py:f: loading ended the process \(exit status 3\); import"):
         RewardPool([("rewards.functions[0]", FunctionReward(function=f"{tmp_path}/bad.py:f"))], workers=2, timeout_s=1)
     assert psutil.Process().children() == children
 
@@ -274,9 +251,7 @@ def test_a_file_that_changes_into_a_wrong_one_closes_the_pool(tmp_path):
 
 def test_processes_do_not_load_torch(path):
     with make(path, names=("script",), workers=1) as pool:
-        assert pool.run(
-            [Task(0, (Sample("q", "give 'torch' in sys.modules or 'mrl.rewards' not in sys.modules", {}),))]
-        ) == [gave(0.0)]
+        assert pool.run(scripts("give 'torch' in sys.modules or 'mrl.rewards' not in sys.modules")) == [gave(0.0)]
 
 
 SCRIPT = """
@@ -295,7 +270,7 @@ def run_script(tmp_path, path, *more):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen([*python(script), path, *more], stdout=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen([sys.executable, str(script), path, *more], stdout=subprocess.PIPE, text=True, env=env)
 
 
 def gone(pids, within_s=5.0):
@@ -327,9 +302,3 @@ def test_processes_die_with_the_one_that_holds_the_pool(tmp_path, path, completi
     process.wait()
     process.stdout.close()
     assert gone([int(p) for p in pids])
-
-
-def test_a_regex_that_backtracks_is_stopped():
-    with RewardPool([("rewards.functions[0]", RegexReward(pattern="(a+)+b"))], workers=1, timeout_s=0.5) as pool:
-        bad, good = pool.run([Task(0, (Sample("q", "a" * 64, {}),)), Task(0, (Sample("q", "ab", {}),))])
-    assert bad.timed_out and good == gave(1.0)

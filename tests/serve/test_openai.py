@@ -169,13 +169,7 @@ def test_what_is_not_done_of_a_chat_is_said(server, client, model, more, says):
 
 
 def test_mistakes_are_told(client, model):
-    with pytest.raises(openai.BadRequestError, match="max_tokens: value 1000 is more than fits"):
-        client.completions.create(model=model, prompt="a", max_tokens=1000)
-    with pytest.raises(openai.BadRequestError, match="presence_penalty: value 0.5 is not done by this server"):
-        client.completions.create(model=model, prompt="a", presence_penalty=0.5)
-    with pytest.raises(
-        openai.NotFoundError, match="model: value .*nothing.* is not served here; give .*GET /v1/models"
-    ):
+    with pytest.raises(openai.NotFoundError, match="model: value .*nothing.* is not served here; give .*/v1/models"):
         client.completions.create(model="nothing", prompt="a")
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}
     for asked, says in (

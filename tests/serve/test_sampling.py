@@ -44,15 +44,13 @@ def asked(sampling, **body):
 
 
 def test_what_is_asked_for(sampling):
-    one = asked(
-        sampling,
-        num_samples=2,
-        sampling_params={"max_tokens": 3, "seed": 5, "top_k": 4, "top_p": 0.5, "temperature": 0},
-    )
+    params = {"max_tokens": 3, "seed": 5, "top_k": 4, "top_p": 0.5, "temperature": 0}
+    one = asked(sampling, num_samples=2, sampling_params=params)
     assert (one.tokens, one.count, one.max_new_tokens, one.seed) == ([1, 2, 3], 2, 3, 5)
     assert one.sampling == SamplingParams(0.0, 4, 0.5) and (one.stop, one.stop_tokens) == ([], [9])
     default = asked(sampling)
     assert default.sampling == SamplingParams(1.0, 0, 1.0) and (default.count, default.max_new_tokens) == (1, 3)
+    assert sampling_of({"top_k": 0}).top_k == 0
     assert asked(sampling).seed != default.seed, "each is drawn anew where no seed is given"
     assert not default.prompt_log_probs and default.top_of_prompt == default.top_of_samples == 0
     more = asked(sampling, prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=3)
@@ -165,10 +163,6 @@ def test_the_answer():
     )
 
 
-def test_defaults_of_sampling():
-    assert sampling_of({}) == SamplingParams(1.0, 0, 1.0) and sampling_of({"top_k": 0}).top_k == 0
-
-
 def test_a_text_that_comes_in_parts_ends_before_its_stop():
     """What may begin a stop text waits until it is known; in the end nothing of it was shown."""
     tokenizer = make_tokenizer()
@@ -192,10 +186,8 @@ def test_a_token_has_the_log_prob_of_its_neighbours_list(sampling):
     )
     log_probs, ids = torch.tensor([-0.5, -1.0, -math.inf]), torch.tensor([7, 8, 9])
     assert auth._score(7, -0.50001, (log_probs, ids))["log_prob"] == -0.5
-    assert (
-        auth._score(11, -3.0, (log_probs, ids))["log_prob"] == -3.0
-        and auth._score(9, -4.0, (log_probs, ids))["log_prob"] == -4.0
-    )
+    assert auth._score(11, -3.0, (log_probs, ids))["log_prob"] == -3.0
+    assert auth._score(9, -4.0, (log_probs, ids))["log_prob"] == -4.0
     assert list(auth._score(7, 0.0, (log_probs, ids))["top"].values()) == [-0.5, -1.0]
     sampling.ledger.sampler(SamplerRecord("s1:sample:5", "s1", "base", snapshot="s1:train:0:3"))
     sampling.ledger.sampler(SamplerRecord("s1:sample:6", "s1", "base", snapshot="s1:train:0:2"))
@@ -211,6 +203,7 @@ def test_a_token_has_the_log_prob_of_its_neighbours_list(sampling):
         ({"max_tokens": 5}, "max_tokens: value 5 is more than fits after the 2 tokens of prompt 0"),
         ({"model": PATH.replace("sampler_weights", "weights")}, "model: value .* has weights to train on alone"),
         ({"logit_bias": {"1": 2}}, "logit_bias: is not done"),
+        ({"presence_penalty": 0.5}, "presence_penalty: value 0.5 is not done by this server"),
         ({"prompt": []}, "prompt: is no text"),
         ({"stream": True, "echo": True}, "stream: value true does not go with"),
         ({"n": 3, "prompt": [[1], [2], [3], [4], [5], [6], [7], [8], [9], [1]]}, "prompt: is 10 prompts; send at most 9"),

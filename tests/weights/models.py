@@ -24,6 +24,8 @@ COMMON = {
     "head_dim": 8,
     "max_position_embeddings": 64,
 }
+SMALL_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+ROUTED = {"n_routed_experts": 4, **SMALL_EXPERTS}
 # family: what its config has beyond COMMON; one that is not here has what tests/engine/tiny.py gives it
 MODELS = {
     "llama": {},
@@ -32,33 +34,19 @@ MODELS = {
     "qwen2": {},
     "qwen3": {},
     "qwen3_bias": {"attention_bias": True},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [1]},
-    "qwen3_moe_step": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
-        "decoder_sparse_step": 2,
-    },
+    "qwen3_moe": {"num_experts": 4, **SMALL_EXPERTS, "mlp_only_layers": [1]},
+    "qwen3_moe_step": {"num_experts": 4, **SMALL_EXPERTS, "decoder_sparse_step": 2},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 4},  # its norms are as wide as the hidden size
     "qwen2_moe": {
         "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
+        **SMALL_EXPERTS,
         "shared_expert_intermediate_size": 20,
         "mlp_only_layers": [1],
     },
-    "glm4_moe": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
-        "n_shared_experts": 2,
-        "use_qk_norm": True,
-    },
+    "glm4_moe": {**ROUTED, "n_shared_experts": 2, "use_qk_norm": True},
     "deepseek_v3_moe": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
+        **ROUTED,
         "n_shared_experts": 2,
         "first_k_dense_replace": 2,
         "num_key_value_heads": 4,
@@ -71,12 +59,7 @@ MODELS = {
         "v_head_dim": 10,
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
-    "glm4_moe_bias": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
-        "attention_bias": True,
-    },
+    "glm4_moe_bias": {**ROUTED, "attention_bias": True},
 }
 MODELS |= {
     family: fields

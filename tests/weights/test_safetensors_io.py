@@ -175,8 +175,12 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path):
 def test_sizes():
     assert (parse_size("5GB"), parse_size("20 mb"), parse_size(7)) == (5 * 10**9, 20 * 10**6, 7)
     assert (parse_size("1GiB"), parse_size("1.5gb"), parse_size("1234")) == (2**30, 1_500_000_000, 1234)
-    with pytest.raises(ConfigError, match='"5 apples" is not a size'):
-        parse_size("5 apples")
+
+
+@pytest.mark.parametrize("size", ["5 apples", "GB", "-5GB", "0", "0GB", "", "5G", "1e9", "5GBs", "9" * 400])
+def test_what_is_no_size(size):
+    with pytest.raises(ConfigError, match="max_shard_size: value .* is not a size; write it as 5GB, 500MB, 1GiB"):
+        parse_size(size)
 
 
 def _truncate(folder, name=SINGLE, keep=-10) -> None:
@@ -190,8 +194,13 @@ def _edit_index(folder, change) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
-def _header(folder, text: bytes) -> None:
+def _header(folder, *entries: bytes) -> None:
+    text = b"{" + b",".join(entries) + b"}"
     (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 4)
+
+
+def _entry(name: str, shape: str = "[1]") -> bytes:
+    return f'"{name}":{{"dtype":"F32","shape":{shape},"data_offsets":[0,4]}}'.encode()
 
 
 def _pickle_only(folder) -> None:
@@ -212,11 +221,19 @@ FAULTS = {  # name: (sharded, damage, what the message says)
         lambda f: (f / SINGLE).write_bytes(b"version https://git-lfs"),
         "is a pointer of Git LFS",
     ),
-    "header is no JSON": (False, lambda f: _header(f, b"{" * 16), "not a safetensors header"),
+    "header is no JSON": (False, lambda f: _header(f, b"{" * 15), "not a safetensors header"),
     "shape and bytes differ": (
         False,
-        lambda f: _header(f, b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}'),
+        lambda f: _header(f, _entry("a", "[2]")),
         r"a has 4 bytes for shape \[2\] of F32",
+    ),
+    "a shape that is no integers": (False, lambda f: _header(f, _entry("a", "[1.0]")), r"header \(a has shape \[1.0\]"),
+    "overlapping tensors": (False, lambda f: _header(f, _entry("a"), _entry("b")), "header .tensors overlap"),
+    "a name that is no text": (False, lambda f: _header(f, _entry("\\ud800")), "not a safetensors header"),
+    "metadata that is no map": (
+        False,
+        lambda f: _header(f, b'"__metadata__":[1,2]', _entry("a")),
+        "header .__metadata__ is no map",
     ),
     "missing shard": (True, lambda f: (f / SHARD_2).unlink(), f"names {SHARD_2}, not in the folder"),
     "truncated shard": (True, lambda f: _truncate(f, SHARD_2), f"{SHARD_2}: has"),
@@ -241,6 +258,11 @@ FAULTS = {  # name: (sharded, damage, what the message says)
     "index leaves the folder": (
         True,
         lambda f: _edit_index(f, lambda i: i["weight_map"].update({"ghost": "../other.safetensors"})),
+        "not a file of this folder",
+    ),
+    "index has a long name": (
+        True,
+        lambda f: _edit_index(f, lambda i: i["weight_map"].update({"ghost": "x" * 300})),
         "not a file of this folder",
     ),
     "both forms": (True, lambda f: save_file(TENSORS, f / SINGLE), "has both"),
