@@ -110,7 +110,7 @@ def _upload(path: str, url: str, keep: int | None, protect: Collection[str]) -> 
     return f"{url.rstrip('/')}/{name}"
 
 
-def ensure(path: str, url: str, *, keep: int | None = None, protect: Collection[str] = ()) -> None:
+def ensure(path: str, url: str, *, keep: int | None, protect: Collection[str]) -> None:
     """Uploads the checkpoint at `path` unless `url` has it whole. A kill may have come between a save and its copy."""
     marker = atomic_checkpoint.validate(path)
     files, base = _open(url)

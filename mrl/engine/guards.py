@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mrl.engine import splitmix
+from mrl.engine.collective import all_ranks
 
 CHUNK = {"cpu": 2**16, "cuda": 2**22}
 """Elements that are hashed together: few on a CPU, to stay in its caches."""
@@ -115,10 +116,7 @@ def problems(findings: dict[str, Finding], weights: Iterable[tuple[str, Tensor]]
     """
     for name, weight in weights:
         findings[name].changed = checksum(weight) != findings[name].checksum
-    ranks: list[dict[str, Finding]] = [findings]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        ranks = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(ranks, findings)
+    ranks: Sequence[dict[str, Finding]] = all_ranks().gather(findings) if dist.is_initialized() else [findings]
     found_wrong = []
     for name in sorted({name for rank in ranks for name in rank}):
         found = [rank[name] for rank in ranks if name in rank]
@@ -164,10 +162,7 @@ def replica_problems(parameters: Iterable[tuple[str, Tensor]], group: dist.Proce
 
 def merge_problems(problems: list[Problem]) -> list[Problem]:
     """Returns the problems of all ranks, each once, in the order of their lines. Collective over the default group."""
-    ranks = [problems]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        ranks = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(ranks, problems)
+    ranks: Sequence[list[Problem]] = all_ranks().gather(problems) if dist.is_initialized() else [problems]
     return sorted({problem for rank in ranks for problem in rank}, key=str)
 
 

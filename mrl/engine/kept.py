@@ -6,10 +6,11 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from mrl.engine.requests import ActiveRequest, GenerateRequest
 from mrl.engine.sampling import SamplingKey
+from mrl.ops.kv_cache import KVCache, RowCopy
 
 
 def share(count: int, part: int, parts: int) -> range:
@@ -18,21 +19,13 @@ def share(count: int, part: int, parts: int) -> range:
     return range(count * part // parts, count * (part + 1) // parts)
 
 
-class CacheRows(Protocol):
-    """Copies a row out of a cache and back (`mrl.ops.kv_cache.KVCache`)."""
-
-    def copy_row(self, row: int, places: int) -> Any: ...
-
-    def put_row(self, row: int, copy: Any, places: int) -> None: ...
-
-
 @dataclasses.dataclass
 class _KeptSequence:
     """Holds an ended sequence and copies of its cache rows."""
 
     tokens: list[int]  # the first ones of the copies, those that can be used
     places: int  # positions of each copy
-    copies: list[Any]  # one for each chunk of the model
+    copies: list[RowCopy]  # one for each chunk of the model
 
 
 @dataclasses.dataclass
@@ -102,12 +95,12 @@ class KeptSequences:
         """Returns how many of the first tokens of the sequence with this key are kept."""
         return len(self._kept[key].tokens) if key in self._kept else 0
 
-    def restore(self, restored: Sequence[tuple[int, SamplingKey]], cache: CacheRows, chunk: int = 0) -> None:
+    def restore(self, restored: Sequence[tuple[int, SamplingKey]], cache: KVCache, chunk: int = 0) -> None:
         """Copies the rows that a step restores into the cache of a chunk of the model."""
         for row, key in restored:
             cache.put_row(row, self._kept[key].copies[chunk], self.length(key))
 
-    def keep(self, ended: Sequence[ActiveRequest], caches: Sequence[CacheRows]) -> None:
+    def keep(self, ended: Sequence[ActiveRequest], caches: Sequence[KVCache]) -> None:
         """Copies the rows of ended sequences, as far as there is room. caches: those of this rank's chunks."""
         for s in ended:
             key = s.request.key

@@ -48,8 +48,8 @@ def save_in_background(
     backend: str,
     remote: str | None,
     keep: int | None,
-    protect: Collection[str] = (),
-    then: Callable[[], None] = lambda: None,
+    protect: Collection[str],
+    then: Callable[[], None],
 ) -> None:
     """Begins what `save` does, in a thread of each rank. Collective.
 
@@ -71,9 +71,7 @@ def save_in_background(
 
 
 @contextlib.contextmanager
-def checkpoint_to_load(
-    path: str, *, backend: str, remote: str | None = None, delete_local: bool = False
-) -> Iterator[str]:
+def checkpoint_to_load(path: str, *, backend: str, remote: str | None, delete_local: bool = False) -> Iterator[str]:
     """Returns the folder to read: the newest whole checkpoint of `path`, or `path`, or the one of `remote`. Collective.
 
     Every file has been read and found whole. Raises CheckpointError on every rank if there is none, it is damaged, or

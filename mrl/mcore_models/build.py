@@ -243,7 +243,7 @@ def build_chunks(
     chunks: Sequence[ChunkPlan],
     padded_vocab: int,
     head: Literal["lm", "value"],
-    detaches_mtp: bool = False,
+    detaches_mtp: bool,
 ) -> list[Model]:
     """Returns this rank's model chunks on the device, with weights as megatron initialises them. detaches_mtp: as of
     `Model`."""

@@ -14,7 +14,7 @@ import importlib
 import logging
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,7 +52,8 @@ def prepare() -> None:
         _replace_tensor_creation()
         _complete_gloo()
     hide_what_does_not_load()
-    with _quiet(), contextlib.nullcontext() if has_gpu() else _eager():
+    # megatron's notices about absent optional packages are not for the user's terminal
+    with warnings.catch_warnings(action="ignore"), contextlib.nullcontext() if has_gpu() else _eager():
         for name in _MODULES:
             importlib.import_module(name)
     _name_what_is_absent()
@@ -62,14 +63,6 @@ def prepare() -> None:
     if not has_gpu():
         _mend_megatron()
     _prepared = True
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps megatron's notices about absent optional packages out of the user's terminal."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _eager() -> contextlib.AbstractContextManager[None]:

@@ -60,14 +60,12 @@ class NormOverHeads(RMSNorm):
     part.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(config, self.count(config) * hidden_size, eps)
-        self.group = parallel_state.get_tensor_model_parallel_group()
+    heads: str
+    """The field of the config that counts the heads of the whole model that the norm is over."""
 
-    @staticmethod
-    def count(config: TransformerConfig) -> int:
-        """Returns how many heads of the whole model the norm is over."""
-        raise NotImplementedError
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(config, getattr(config, self.heads) * hidden_size, eps)
+        self.group = parallel_state.get_tensor_model_parallel_group()
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns x [T, 1, heads of this rank, D], normed."""
@@ -83,15 +81,11 @@ class NormOverHeads(RMSNorm):
 
 
 class QueryNormOverHeads(NormOverHeads):
-    @staticmethod
-    def count(config: TransformerConfig) -> int:
-        return config.num_attention_heads
+    heads = "num_attention_heads"
 
 
 class KeyNormOverHeads(NormOverHeads):
-    @staticmethod
-    def count(config: TransformerConfig) -> int:
-        return config.num_query_groups
+    heads = "num_query_groups"
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -36,17 +36,13 @@ MAX_TOKENS = 2**17
 class Need:
     """Is a condition that fields need to be read at all."""
 
-    fields: frozenset[str]
+    fields: str  # names, with spaces between
     words: str  # of the error, behind the value
     is_met: Met
 
 
-def _need(fields: str, words: str, is_met: Met) -> Need:
-    return Need(frozenset(fields.split()), words, is_met)
-
-
 NEEDS = (
-    _need(
+    Need(
         """moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms
         moe_flex_dispatcher_num_sms moe_permute_fusion moe_router_fusion moe_input_jitter_eps
         moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_router_force_biased
@@ -54,17 +50,17 @@ NEEDS = (
         "is for a model with experts, and this has none",
         lambda given, model, dims: "num_moe_experts" in model,
     ),
-    _need(
+    Need(
         "moe_shared_expert_overlap",
         "is for a model with shared experts, and this has none",
         lambda given, model, dims: model.get("moe_shared_expert_intermediate_size"),
     ),
-    _need(
+    Need(
         "moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms moe_flex_dispatcher_num_sms",
         f"is read with {KEY}.{DISPATCHER} flex alone",
         lambda given, model, dims: given.get(DISPATCHER) == "flex",
     ),
-    _need(
+    Need(
         "moe_token_drop_policy", f"is read with {KEY}.{FACTOR} alone",
         lambda given, model, dims: given.get(FACTOR) is not None,
     ),
@@ -97,7 +93,7 @@ def check(given: Given, model: Mapping[str, Any], dims: ParallelDims) -> None:
         if value in (None, False, "alltoall"):  # which is not to have it
             continue
         for need in NEEDS:
-            if name in need.fields and not need.is_met(given, model, dims):
+            if name in need.fields.split() and not need.is_met(given, model, dims):
                 raise ConfigError(key, value, need.words, "leave it out")
     if "num_moe_experts" in model:
         _check_ways(given, dims)

@@ -156,14 +156,13 @@ def cp_comm_type(fields: Mapping[str, Any], dims: ParallelDims) -> CpCommunicati
 
 
 def te_refusal(
-    fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu | None = None, *, dtype: torch.dtype = torch.bfloat16
+    fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu, *, dtype: torch.dtype = torch.bfloat16
 ) -> str | None:
     """Returns why transformer-engine has no attention for a model in a layout, as the end of a sentence; None if it
     has.
 
-    gpu: by default the one here. If its generation is not known, a model that some generation serves is not refused.
+    If the generation of `gpu` is not known, a model that some generation serves is not refused.
     """
-    gpu = Gpu.here() if gpu is None else gpu
     attention = AttentionShape.of(fields, dims)
     why = _without_cp_communication(attention, gpu)
     if why is not None:
@@ -201,13 +200,12 @@ def _flash_attn_to_install(gpu: Gpu) -> str:
 
 
 def te_warning(
-    fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu | None = None, *, dtype: torch.dtype = torch.bfloat16
+    fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu, *, dtype: torch.dtype = torch.bfloat16
 ) -> str | None:
     """Returns a warning if a model's attention under transformer-engine is the unfused one alone, else None.
 
     The local spec's attention keeps no scores (causal.py).
     """
-    gpu = Gpu.here() if gpu is None else gpu
     attention = AttentionShape.of(fields, dims)
     if _some(attention, gpu, dtype) != {"unfused"}:
         return None

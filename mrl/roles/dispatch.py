@@ -50,11 +50,6 @@ def mesh(engine: BaseEngine, batch: Batch, run: Callable[[Batch], Predictions]) 
     return {name: values.cpu() for name, values in whole.items()}
 
 
-def pass_through(engine: BaseEngine, requests: Sequence[GenerateRequest], run: Callable[[Any], T]) -> T:
-    """Requests whole to every rank: the engine splits them itself, and answers alike everywhere."""
-    return run(requests)
-
-
 class WorkerDispatch:
     """The pool of roles, each an engine under its name.
 
@@ -259,8 +254,7 @@ class WorkerDispatch:
 
     def generate(self, role: str, requests: Sequence[GenerateRequest], **how: Any) -> list[Completion]:
         """Completions in the order of the requests, the same on every rank. how: options of `BaseEngine.generate`."""
-        engine = self._use(role)
-        return pass_through(engine, requests, lambda every: engine.generate(every, **how))
+        return self._use(role).generate(requests, **how)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -305,6 +299,10 @@ class WorkerDispatch:
         """The backend that a checkpoint's marker names."""
         return self.engines[MODEL].backend if MODEL in self.engines else ROLES
 
+    def _saved(self) -> dict[str, BaseEngine]:
+        """Returns the roles that a checkpoint holds."""
+        return {name: engine for name, engine in self.engines.items() if name not in self.constant}
+
     def save_checkpoint(
         self,
         root: str,
@@ -319,15 +317,13 @@ class WorkerDispatch:
         remote: a URL for a copy. keep: so many newest checkpoints stay. protect: names (step_XXXXXXXX) of others that
         stay.
         """
-        saved = {name: engine for name, engine in self.engines.items() if name not in self.constant}
         return role_checkpoints.save(
-            saved, self._use, root, global_step, state or {}, remote=remote, keep=keep, protect=protect
+            self._saved(), self._use, root, global_step, state or {}, remote=remote, keep=keep, protect=protect
         )
 
     def stage_checkpoint(self, state: Mapping[str, Any]) -> Write:
         """Copies what `save_checkpoint` writes to host memory. Returns what writes it, in a thread of each rank."""
-        saved = {name: engine for name, engine in self.engines.items() if name not in self.constant}
-        return role_checkpoints.stage(saved, self._use, state)
+        return role_checkpoints.stage(self._saved(), self._use, state)
 
     def load_checkpoint(self, path: str, remote: str | None = None) -> dict[str, Any]:
         """Restores the newest whole checkpoint of `path` (or `path` itself, or of the URL `remote`), also into other

@@ -344,8 +344,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
                 kept=kept,
                 rule=self.model.rule,
             )
-        everyone: list[dict[int, Completion]] = [{}] * self.world_size
-        dist.all_gather_object(everyone, completions)
+        everyone = collective.all_ranks().gather(completions)
         completions = {i: completion for part in everyone for i, completion in part.items()}
         return [completions[i] for i in range(len(requests))]
 

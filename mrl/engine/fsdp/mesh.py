@@ -32,12 +32,8 @@ class Mesh:
     @property
     def weights(self) -> DeviceMesh:
         """The mesh for `fully_shard`: one dim if nothing is replicated, else (replicate, shard)."""
-        return self.whole["replicate", "shard"] if self.replicate > 1 else self.whole["shard"]
-
-    @property
-    def replicate(self) -> int:
-        """Copies of every weight."""
-        return self.whole["replicate"].size()
+        copies = self.whole["replicate"].size()  # of every weight
+        return self.whole["replicate", "shard"] if copies > 1 else self.whole["shard"]
 
     @property
     def shard_group(self) -> dist.ProcessGroup:

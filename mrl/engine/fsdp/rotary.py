@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -42,7 +43,7 @@ class LengthDependentRotary:
         of_place = lengths.clamp(min=min(self.limit, int(lengths.max())))
         groups = [(length, of_place == length) for length in of_place.unique().tolist()]
         for module in self.modules:
-            module.forward = _PerLengthForward(module, groups)
+            module.forward = functools.partial(_forward_by_length, module, groups)
         try:
             yield
         finally:
@@ -84,25 +85,24 @@ def _follows(rope_type: Any) -> bool:
     return any(kind in ("dynamic", "longrope") for kind in kinds)
 
 
-class _PerLengthForward:
-    """Runs a rotary module length by length, each from the state that the module was made with."""
+def _forward_by_length(
+    module: nn.Module, groups: list[tuple[int, Tensor]], x: Tensor, position_ids: Tensor, **options: Any
+) -> Any:
+    """Runs a rotary module length by length, each from the state that the module was made with.
 
-    def __init__(self, module: nn.Module, groups: list[tuple[int, Tensor]]) -> None:
-        self.module, self.plain, self.groups = module, type(module).forward, groups
-
-    def __call__(self, x: Tensor, position_ids: Tensor, **options: Any) -> Any:
-        """Returns the module's tensors [R, L/C, D]. position_ids: [R, L/C], within its sequence."""
-        result = None
-        for length, places in self.groups:
-            chosen = places.to(position_ids.device)
-            table = self.plain(_fresh(self.module), x, torch.arange(length, device=x.device)[None], **options)
-            at = position_ids.masked_fill(~chosen, 0)
-            angles = tree_map(lambda t, at=at: t[0][at], table)
-            if result is None:
-                result = angles
-            else:
-                result = tree_map(lambda new, old, c=chosen: torch.where(c[..., None], new, old), angles, result)
-        return result
+    Returns the module's tensors [R, L/C, D]. position_ids: [R, L/C], within its sequence.
+    """
+    result = None
+    for length, places in groups:
+        chosen = places.to(position_ids.device)
+        table = type(module).forward(_fresh(module), x, torch.arange(length, device=x.device)[None], **options)
+        at = position_ids.masked_fill(~chosen, 0)
+        angles = tree_map(lambda t, at=at: t[0][at], table)
+        if result is None:
+            result = angles
+        else:
+            result = tree_map(lambda new, old, c=chosen: torch.where(c[..., None], new, old), angles, result)
+    return result
 
 
 def _fresh(module: nn.Module) -> nn.Module:

@@ -174,11 +174,7 @@ class Selection:
         excluded = self.lora.exclude_modules
         # a parameter named as its module is the module's weight
         candidates = [parameter] if parameter in self.names else [parameter, parameter.rpartition(".")[0]]
-        if excluded is None:
-            return False
-        if isinstance(excluded, str):
-            return any(re.fullmatch(excluded, name) for name in candidates)
-        return any(_is_end(end, name) for end in excluded for name in candidates)
+        return any(_matches(excluded, entry, name) for entry in _entries(excluded) for name in candidates)
 
     def check(
         self, config: peft.LoraConfig, shapes: Mapping[str, AdapterShape], dropped: list[str], model: nn.Module
@@ -189,11 +185,9 @@ class Selection:
             known = any(_is_end(entry, name) for name in (*self.names, *self.stacks))
             if not known and (entry in resolved or not config.target_parameters):
                 raise self._unknown("target_modules", entry)
-        for entry in self._excluded_entries():
-            matches = (lambda n, e=entry: re.fullmatch(e, n)) if isinstance(self.lora.exclude_modules, str) else (
-                lambda n, e=entry: _is_end(e, n)
-            )  # fmt: skip
-            if not any(matches(name) for name in (*self.names, *dropped)):
+        excluded = self.lora.exclude_modules
+        for entry in _entries(excluded):
+            if not any(_matches(excluded, entry, name) for name in (*self.names, *dropped)):
                 raise self._unknown("exclude_modules", entry)
         if not shapes:
             raise ConfigError(
@@ -212,10 +206,6 @@ class Selection:
                         "model.lora.exclude_modules"
                     ),
                 )
-
-    def _excluded_entries(self) -> tuple[str, ...]:
-        excluded = self.lora.exclude_modules
-        return () if excluded is None else (excluded,) if isinstance(excluded, str) else excluded
 
     def refused(self, error: ValueError) -> ConfigError:
         """Returns peft's refusal as one line that names the key."""
@@ -241,10 +231,7 @@ class Selection:
                 "takes in a module that is no linear layer",
                 f"name {self._some()}",
             )
-        if isinstance(targets, str):
-            lost = [] if any(re.fullmatch(targets, name) for name in self.names) else [targets]
-        else:
-            lost = [t for t in targets if not any(_is_end(t, name) for name in self.names)]
+        lost = [t for t in _entries(targets) if not any(_matches(targets, t, name) for name in self.names)]
         if lost:
             return self._unknown("target_modules", lost[0])
         return ConfigError(
@@ -345,6 +332,18 @@ def _shapes(model: nn.Module) -> dict[str, AdapterShape]:
 def _is_end(end: str, name: str) -> bool:
     """Applies peft's rule for an entry of a list."""
     return name == end or name.endswith(f".{end}")
+
+
+def _entries(selected: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the entries of a list of modules; of an expression, the expression."""
+    if selected is None:
+        return ()
+    return (selected,) if isinstance(selected, str) else selected
+
+
+def _matches(selected: str | tuple[str, ...] | None, entry: str, name: str) -> bool:
+    """Returns whether an entry of `selected` is for a name."""
+    return re.fullmatch(entry, name) is not None if isinstance(selected, str) else _is_end(entry, name)
 
 
 def _check_expression(key: str, value: str | tuple[str, ...] | None) -> None:

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor,
 from mrl.engine import background, collective
 from mrl.engine.atomic_checkpoint import RankGroup
 from mrl.engine.lora.identity import check_identity
-from mrl.engine.megatron import checkpoint_names, lora, optim_state, weights
+from mrl.engine.megatron import checkpoint_names, groups, lora, optim_state, weights
 from mrl.engine.megatron.model import Model
 from mrl.engine.megatron.optim import optimizers_of
 from mrl.engine.torch_dist.boxes import Box, PlacedTensor, WrittenFile, check, fill, write, write_index
@@ -204,7 +204,7 @@ def _description(model: Model) -> dict[str, Any]:
 
 
 def _plain_rng(model: Model) -> dict[str, Any]:
-    tracker, host, device = model.state.rng_state()
+    tracker, host, device = groups.rng_state()
     tracker = {name: state.clone() for name, state in tracker.items()}
     return {"device_type": model.device.type, "tracker": tracker, "host": host, "device": device}
 
@@ -212,7 +212,7 @@ def _plain_rng(model: Model) -> dict[str, Any]:
 def _restore_rng(model: Model, saved: Mapping[str, Any]) -> None:
     """Restores the generators. On another type of device only the host's: it cannot read the other's states."""
     if saved["device_type"] == model.device.type:
-        model.state.set_rng_state((saved["tracker"], saved["host"], saved["device"]))
+        groups.set_rng_state((saved["tracker"], saved["host"], saved["device"]))
     else:
         torch.set_rng_state(saved["host"])
 

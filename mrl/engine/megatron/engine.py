@@ -137,7 +137,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     def _gather(self) -> None:
         """Gathers parameters that an update has left to the next forward of training (`overlap_param_gather`)."""
         if self._ungathered:
-            optim.gather_parameters(self.model.wrapped)
+            for chunk in self.model.wrapped:
+                chunk.start_param_sync(force_sync=True)
             self._ungathered = False
 
     def _used(self, *kinds: str) -> contextlib.AbstractContextManager[None]:

@@ -68,8 +68,7 @@ def run(
         model.captures_graphs &= all(fixed.captures for fixed in runner.fixed)
     completions = dict(schedule.completions())
     if replicas > 1:
-        everyone: list[dict[int, Completion]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, completions)
+        everyone = collective.all_ranks().gather(completions)
         completions = {i: completion for part in everyone for i, completion in part.items()}
     return [completions[i] for i in range(len(requests))]
 

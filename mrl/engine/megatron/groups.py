@@ -66,25 +66,18 @@ class MegatronState:
         if self._depth:
             yield
             return
-        outside, outside_rng = _snapshot(), _rng_snapshot()
+        outside, outside_rng = _snapshot(), rng_state()
         _restore(self._globals)
         if self._rng is not None:
-            _rng_restore(self._rng)
+            set_rng_state(self._rng)
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
-            self._globals, self._rng = _snapshot(), _rng_snapshot()
+            self._globals, self._rng = _snapshot(), rng_state()
             _restore(outside)
-            _rng_restore(outside_rng)
-
-    def rng_state(self) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
-        """Returns (tracker states, default CPU generator, default device generator). Call it inside `installed()`."""
-        return _rng_snapshot()
-
-    def set_rng_state(self, state: tuple[dict[str, Any], torch.Tensor, torch.Tensor]) -> None:
-        _rng_restore(state)
+            set_rng_state(outside_rng)
 
     def check(self) -> None:
         """Asserts that the groups are laid out as `mrl.parallel` computes. Otherwise a run would train on scrambled
@@ -120,12 +113,16 @@ def _restore(state: dict[str, Any]) -> None:
 _pristine = _snapshot()
 
 
-def _rng_snapshot() -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+def rng_state() -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+    """Returns megatron's (tracker states, default CPU generator, default device generator).
+
+    They are an engine's inside `MegatronState.installed`.
+    """
     tracker = tensor_parallel.get_cuda_rng_tracker()
     return dict(tracker.get_states()), torch.get_rng_state(), torch.cuda.get_rng_state()
 
 
-def _rng_restore(state: tuple[dict[str, Any], torch.Tensor, torch.Tensor]) -> None:
+def set_rng_state(state: tuple[dict[str, Any], torch.Tensor, torch.Tensor]) -> None:
     tracker, host, device = state
     tensor_parallel.get_cuda_rng_tracker().set_states(dict(tracker))
     torch.set_rng_state(host)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -238,21 +239,16 @@ def route_reads(read: Callable[[str], Any], adapters: Callable[[str], Tensor]) -
     return lambda name: adapters(name) if name.startswith(PREFIX) else read(name)
 
 
-class InitialAdapters:
-    """Reads the initial adapters by the names of peft's files, the same in every layout.
+def initial_adapters(shapes: Shapes, seed: int) -> Callable[[str], Tensor]:
+    """Returns a reader of the initial adapters by the names of peft's files, the same in every layout."""
+    by_name = by_tensor(shapes)
 
-    It keeps the last tensor, because experts ask for slices of one.
-    """
+    @functools.lru_cache(maxsize=1)  # experts ask for slices of one tensor
+    def read(name: str) -> Tensor:
+        shape = by_name[name]
+        return initial_a(shape, seed) if name == shape.a_name else torch.zeros(shape.b_shape)
 
-    def __init__(self, shapes: Shapes, seed: int) -> None:
-        self.by_name = by_tensor(shapes)
-        self.seed, self.last = seed, ("", torch.empty(0))
-
-    def __call__(self, name: str) -> Tensor:
-        if self.last[0] != name:
-            shape = self.by_name[name]
-            self.last = name, initial_a(shape, self.seed) if name == shape.a_name else torch.zeros(shape.b_shape)
-        return self.last[1]
+    return read
 
 
 def fill(

@@ -31,7 +31,7 @@ from mrl.parallel import ParallelDims
 from mrl.weights.families import family_for, fields_of
 from mrl.weights.hf_config import read_hf_config
 from mrl.weights.random_weights import RandomWeights
-from mrl.weights.rules import Rule, expected_hf_names, padded_vocab
+from mrl.weights.rules import Rule, expected_hf_names, padded_vocab, param_map
 from mrl.weights.stacks import unstacking_read
 
 
@@ -95,10 +95,14 @@ class Model:
         return EXPERTS["TEGroupedMLP" if self.spec == "te" else "SequentialMLP"]
 
     def rules_under(self, spec: str) -> list[dict[str, Rule]]:
-        """Returns the rules of this rank's chunks, of the layers of a spec."""
-        return weights.rules_here(
-            self.family, self.hf, self.dims, self.coords, spec=spec, head=self.config.head, mtp=self.mtp
-        )
+        """Returns the rules of this rank's chunks, by parameter name, of the layers of a spec."""
+        return [
+            param_map(
+                self.family, self.hf, layout=self.dims, coords=self.coords, chunk=plan, spec=spec,
+                head=self.config.head,
+            )
+            for plan in weights.plans_here(self.hf, self.dims, self.coords, mtp=self.mtp)
+        ]  # fmt: skip
 
     def init(self, read: Callable[[str], Any] | None = None) -> None:
         """Builds the chunks and their optimizer and fills them. Collective.
@@ -156,7 +160,7 @@ class Model:
 
     def fill(self, read: Callable[[str], Any]) -> None:
         """Sets this rank's weights, and masters if any. Adapters start again, which leaves the model as it is."""
-        read = lora.route_reads(read, lora.InitialAdapters(self.adapters, self.config.seed))
+        read = lora.route_reads(read, lora.initial_adapters(self.adapters, self.config.seed))
         weights.load(self.chunks, self.rules, read)
         self._fill_masters(read)
 
@@ -192,7 +196,7 @@ def offload_activations(chunks: Sequence[Any], engine: EngineConfig) -> Activati
 
 
 def agreed_spec(
-    wanted: str, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, *, attention: str = "auto"
+    wanted: str, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, *, attention: str
 ) -> layer_spec.LayerSpec:
     """Returns the layer spec of this rank, the same on all. Arguments: as of `layer_spec.choose`. Collective.
 

@@ -219,12 +219,6 @@ def finish_gathers(chunks: Sequence[DistributedDataParallel]) -> None:
         group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
-def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Gathers the parameters that an update has left to the next forward, for a reader before it."""
-    for chunk in chunks:
-        chunk.start_param_sync(force_sync=True)
-
-
 def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Returns the dense and the expert optimizer, as far as they train something on this rank."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])

@@ -11,8 +11,7 @@ from torch import Tensor
 from mrl.engine.megatron.optim import is_view, shards
 from mrl.mcore_models.build import Model
 from mrl.parallel import Coordinates, ParallelDims
-from mrl.weights.rules import ChunkPlan, Rule, chunk_plans, param_map
-from mrl.weights.table import Family
+from mrl.weights.rules import ChunkPlan, Rule, chunk_plans
 
 
 def load(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], read: Callable[[str], Any]) -> None:
@@ -51,14 +50,6 @@ def load_masters(
         if not is_view(main, parameter):
             whole = rule_of[id(parameter)].load(read)
             main.data.copy_(whole.reshape(-1)[span].view(main.shape))
-
-
-def rules_here(
-    family: Family, hf: Mapping[str, Any], dims: ParallelDims, coords: Coordinates, *, spec: str, head: str, mtp: int
-) -> list[dict[str, Rule]]:
-    """Returns the rules of this rank's chunks, by parameter name. mtp: MTP layers of the model."""
-    plans = plans_here(hf, dims, coords, mtp=mtp)
-    return [param_map(family, hf, layout=dims, coords=coords, chunk=plan, spec=spec, head=head) for plan in plans]
 
 
 def plans_here(hf: Mapping[str, Any], dims: ParallelDims, coords: Coordinates, *, mtp: int) -> list[ChunkPlan]:
