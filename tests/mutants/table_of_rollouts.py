@@ -6,6 +6,10 @@ from tests.mutants.mutant import of as _of
 
 LINKS = "rollout/test_links.py"
 OF_SERVERS = "rollout/test_links_of_servers.py"
+AHEAD = "trainers/rl/test_launched.py::test_"
+RULE = f"{AHEAD}each_rollout_is_sampled_by_the_weights_of_the_rule"
+BROKE_OFF = f"{AHEAD}a_rollout_that_broke_off_is_sampled_by_the_newest_weights"
+SEVERAL = f"{AHEAD}several_iterations_ahead_go_on_to_the_same_bits[server ends]"
 
 OF_ROLLOUTS = (
     *_of(
@@ -46,6 +50,67 @@ OF_ROLLOUTS = (
         ("type(method).__mro__", "(type(method),)"),
         (' and weight.device.type == "cpu"', ""),
         ("        _pack_experts(layer)\n", ""),
+    ),
+    *_of(
+        "trainers/rl/launched.py",
+        RULE,
+        ("            sampler.hold()\n", ""),
+        ("collector.collect(prompts, launch.iteration * self._steps + 1, launch.made)", "collector.collect(prompts, launch.made + 1, launch.made)"),
+    ),
+    *_of(
+        "trainers/rl/launched.py",
+        BROKE_OFF,
+        ("                return launch.position\n", "                return self._source.state_dict()\n"),
+        ("        if self._closing:\n            return None\n", ""),
+        ("            if not broken:\n", "            if launch.future.exception() is None:\n"),
+    ),
+    *_of(
+        "trainers/rl/launched.py",
+        SEVERAL,
+        ("            self._sampler.fleet.version = newest\n", ""),
+        ('                state["adapters"] = files\n', "                break\n"),
+        ('self.launch(iteration, lost["made"])', "self.launch(iteration, iteration * self._steps)"),
+    ),
+    *_of(
+        "trainers/rl/launched.py",
+        f"{AHEAD}metrics_say_how_old_the_weights_are",
+        ("launched.iteration - launched.made / self._steps", "launched.iteration - launched.made"),
+    ),
+    *_of(
+        "trainers/signals.py",
+        BROKE_OFF,
+        ("time.monotonic() - self._first_s >= APART_S", "False"),
+    ),
+    *_of(
+        "trainers/rl/trainer.py",
+        (f"{AHEAD}metrics_say_how_old_the_weights_are", f"{AHEAD}fewer_steps_end_with_an_evaluation_and_a_save"),
+        ("if self.launched is not None and self.launched.in_flight and due:", "if False:"),
+        ("            self.launched.drop()", "            pass"),
+    ),
+    *_of(
+        "algorithms/configured.py",
+        f"{AHEAD}metrics_say_how_old_the_weights_are",
+        ('parts["correction"] = "truncate"', "pass"),
+    ),
+    *_of(
+        "rollout/servers.py",
+        (RULE, SEVERAL, f"{AHEAD}a_server_that_would_hold_requests_back_is_refused"),
+        ("adapter = version if fleet.takes_adapters else None", "adapter = fleet.version if fleet.takes_adapters else None"),
+        ("for name in (self.version, *(sampler.held", "for name in (*(sampler.held"),
+        ("server.most_adapters < adapters", "False"),
+        ("in_use = self._held if ahead else None", "in_use = None"),
+    ),
+    *_of(
+        "rollout/adapters.py",
+        "rollout/test_adapters.py::test_adapters_that_requests_name_stay_and_nothing_is_paused",
+        ("and name not in but:", "and False:"),
+        ("else {name, *self._in_use()}", "else {name}"),
+    ),
+    *_of(
+        "rollout/kept.py",
+        "rollout/test_kept.py",
+        ("self._remove_others(made, self._ahead)", "self._remove_others(made, 2 * self._ahead)"),
+        ("for iteration in range(ahead + 1):", "for iteration in range(ahead):"),
     ),
     *_of(
         "rollout/vllm.py",

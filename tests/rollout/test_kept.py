@@ -36,10 +36,12 @@ class Source(TrajectorySource):
 class Start:
     """A start of a run: what it says, and how often it sampled."""
 
-    def __init__(self, folder, *, origin="a", environment=None, run_id="one", made=4):
+    def __init__(self, folder, *, origin="a", environment=None, run_id="one", made=4, **ahead):
         self.said, self.source = [], Source()
         origin = {"origin": origin, "environment": environment}
-        self.kept = KeptRollouts(self.source, folder, origin=origin, on_main=lambda fn: fn(), say=self.said.append)
+        self.kept = KeptRollouts(
+            self.source, folder, origin=origin, on_main=lambda fn: fn(), say=self.said.append, **ahead
+        )
         self.kept.begin(run_id, made)
 
     def sample(self, prompts=PROMPTS, *, step=5, samples=2, **how):
@@ -110,6 +112,20 @@ def test_files_of_other_weights_go(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
     start.sample(step=9)
     assert [file.name[:14] for file in tmp_path.iterdir()] == ["step_00000009_"]
+
+
+def test_rollouts_ahead_stay_as_long_as_the_checkpoint_has_their_weights(tmp_path):
+    """Two iterations of two steps ahead: rollouts of steps 5, 7 and 9 have the weights after 0, 2 and 4 steps."""
+    two = {"ahead": 2, "steps": 2}
+    start = Start(tmp_path, **two)
+    for step, made in ((5, 0), (7, 2), (9, 4), (11, 6)):
+        start.sample(step=step, made=made)
+    assert len(list(tmp_path.iterdir())) == 3, "the rollout of step 5 was trained on before that of step 11 began"
+    again = Start(tmp_path, made=4, **two)
+    assert sorted(file.name[:13] for file in tmp_path.iterdir()) == ["step_00000007", "step_00000009"]
+    for step, made in ((7, 2), (9, 4)):
+        again.sample(step=step, made=made)
+    assert again.source.calls == 0
 
 
 def test_a_damaged_file_is_sampled_again(tmp_path):
