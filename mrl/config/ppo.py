@@ -159,7 +159,7 @@ class RolloutConfig:
     async_level: int = key(
         0,
         "iterations by which sampling is ahead of training: 0 samples, then trains; 1 samples the next rollout on "
-        "servers meanwhile; more samples as many, with rollout.server.lora adapter (docs/async-rollouts.md)",
+        "servers meanwhile; more samples as many, with as many servers or with adapters (docs/async-rollouts.md)",
         minimum=0,
         maximum=8,
     )

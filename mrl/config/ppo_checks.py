@@ -324,9 +324,10 @@ def _check_async(config: PPOConfig) -> None:
     if rollout.backend not in SERVERS or not rollout.server.urls:
         fix = "set rollout.backend to vllm or sglang, and rollout.server.urls, or leave it out"
         raise ConfigError(key, level, "needs servers that sample while this run trains", fix)
-    if level > 1 and rollout.server.lora != "adapter":
-        why = "needs servers that hold several weights, which only adapters can be"
-        raise ConfigError(key, level, why, "set rollout.server.lora to adapter and train adapters, or set it to 1")
+    if level > len(rollout.server.urls) and rollout.server.lora != "adapter":
+        why = f"needs {level} groups of servers, as each holds one set of weights, and rollout.server.urls has "
+        fix = "give more, or train adapters with rollout.server.lora adapter, which one server holds several of"
+        raise ConfigError(key, level, why + str(len(rollout.server.urls)), fix)
     if rollout.server.sleep:
         why = "has servers sample while this run trains, and rollout.server.sleep has them sleep"
         raise ConfigError(key, level, why, "leave out one of them")

@@ -186,19 +186,20 @@ class TrajectorySource(abc.ABC):
 class SharedRollouts(TrajectorySource):
     """Gives to every rank what a source of the main process samples.
 
-    sources: on the main process this one, and others for `LaunchedRollouts`; none on other processes.
+    sources: on the main process one for each of `groups` groups of servers, of which `group` is asked, and `ahead`,
+    for `LaunchedRollouts`; none on other processes.
     """
 
-    def __init__(self, sources: Sequence[TrajectorySource], on_main: OnMain) -> None:
-        self._sources, self._on_main = sources, on_main
+    def __init__(self, sources: Sequence[TrajectorySource], on_main: OnMain, groups: int) -> None:
+        self._sources, self._on_main, self._groups, self.group = sources, on_main, groups, 0
 
     @property
     def ahead(self) -> Sequence[TrajectorySource]:
-        return self._sources[1:]
+        return self._sources[self._groups :]
 
     def sample(self, prompts: Sequence[Prompt], **how: Any) -> list[Trajectory]:
         """Samples as `TrajectorySource.sample` says."""
-        return self._on_main(lambda: self._sources[0].sample(prompts, **how))
+        return self._on_main(lambda: self._sources[self.group].sample(prompts, **how))
 
     def begin(self, run_id: str, made: int) -> None:
         def begin() -> None:

@@ -94,6 +94,7 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
                     "servers had failed or a second signal had come, so the newest weights sample it; this is not the "
                     "unbroken run"
                 )
+            trainer.turn_to(later)
             trainer.sampling.sync(step)
             launched.launch(later, step)
         trainer.console.doing(f"step {step + 1}: waiting for its rollout")
@@ -101,6 +102,7 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
         if taken is None:
             trainer.log.sync()
             raise trainer.stopped(trainer.save())
+        trainer.turn_to(iteration)
         trainer.sampling.sync(step)
     say_all(trainer.console, taken.notes)
     trainer.finish_waiting()

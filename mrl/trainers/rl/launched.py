@@ -24,7 +24,7 @@ from mrl.rewards.scorer import Scores
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Trajectory
 from mrl.rollout.kept import trajectory_from_state, trajectory_state
-from mrl.rollout.servers import FleetSampler, ServerSampler
+from mrl.rollout.servers import Fleet, FleetSampler, ServerSampler
 from mrl.trainers.rl.collect import Collector, ScoredRollout
 
 REPORT_S = 60.0
@@ -54,9 +54,9 @@ class _Launch:
 class LaunchedRollouts:
     """Samples rollouts ahead of training, in the order of their iterations.
 
-    make_collectors: is given what takes prompts, on the main process; returns one for each of the fleet's samplers
-    ahead. sampler: of servers. level: rollouts that are launched at a time. steps: optimizer steps of an iteration.
-    say: shows a line to the user. hurried: whether no wait for a rollout may last.
+    make_collectors: is given what takes prompts, on the main process; returns one for each of `level` rollouts.
+    samplers: of groups of servers, which take turns. level: rollouts that are launched at a time. steps: optimizer
+    steps of an iteration. say: shows a line to the user. hurried: whether no wait for a rollout may last.
     """
 
     def __init__(
@@ -64,20 +64,23 @@ class LaunchedRollouts:
         source: PromptSource,
         make_collectors: Callable[[Callable[[int], list[Prompt]]], Sequence[Collector]],
         *,
-        sampler: ServerSampler,
+        samplers: Sequence[ServerSampler],
         level: int,
         steps: int,
         dispatch: WorkerDispatch,
         say: Callable[[str], None],
         hurried: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._source, self._sampler, self._steps, self._say, self._hurried = source, sampler, steps, say, hurried
+        self._source, self._steps, self._say, self._hurried = source, steps, say, hurried
         self._is_main, self._on_main = dispatch.is_main, dispatch.on_main
         self.level, self._lost = level, collections.deque[Mapping[str, Any]]()
-        self._free: list[tuple[FleetSampler, Collector]] = []  # what samples no rollout, on the main process
+        self._fleets: list[Fleet] = []  # on the main process, as the next one
+        self._by: list[tuple[FleetSampler, Collector]] = []  # what samples iterations 0, 1, ... modulo `level`
         if self._is_main:
-            collectors = make_collectors(self._take_prompts)
-            self._free = list(zip(sampler.fleet.samplers[1:], collectors, strict=True))
+            self._fleets = [sampler.fleet for sampler in samplers]
+            of_each = zip(*(fleet.samplers[1:] for fleet in self._fleets), strict=True)
+            samplers_ahead = [sampler for of_turn in of_each for sampler in of_turn]
+            self._by = list(zip(samplers_ahead, make_collectors(self._take_prompts), strict=True))
         self._pool = concurrent.futures.ThreadPoolExecutor(level, "rollouts")
         self._launched: collections.deque[_Launch] = collections.deque()  # on the main process
         self._iterations: collections.deque[int] = collections.deque()  # of these, on every rank
@@ -109,7 +112,8 @@ class LaunchedRollouts:
         if self._is_main:
             if self._ended_s is not None and all(launch.future.done() for launch in self._launched):
                 self._idle_s += time.perf_counter() - self._ended_s
-            sampler, collector = self._free.pop(0)
+            sampler, collector = self._by[iteration % self.level]
+            assert sampler.held is None, "it samples another rollout"
             sampler.hold()
             launch = _Launch(iteration, made, self._source.state_dict(), (sampler, collector))
             self._launched.append(launch)
@@ -129,11 +133,11 @@ class LaunchedRollouts:
         if not self._lost or self._lost[0]["iteration"] != iteration:
             return False
         lost = self._lost.popleft()
-        newest = self._sampler.fleet.version if self._is_main else None
-        self._on_main(lambda: self._sampler.fleet.send_adapter_files(lost["adapters"]))
+        newest = self._fleets[0].version if self._is_main else None
+        self._on_main(lambda: self._fleets[0].send_adapter_files(lost["adapters"]))
         self.launch(iteration, lost["made"])
         if self._is_main:
-            self._sampler.fleet.version = newest
+            self._fleets[0].version = newest
         return True
 
     def _of_source(self) -> tuple[Mapping[str, float], list[str]]:
@@ -176,7 +180,6 @@ class LaunchedRollouts:
             raise RewardError(f"the rollout of iteration {launch.iteration + 1} ended by {what}") from error
         if launch.by is not None:
             launch.by[0].release()
-            self._free.append(launch.by)
             launch.by = None
         return launched
 
@@ -190,7 +193,7 @@ class LaunchedRollouts:
                 self._say(f"another signal: the rollout of iteration {launches[0].iteration + 1} is given up")
                 self._abort()
             elif now_s - said_s >= REPORT_S:
-                said_s, waits_for = now_s, self._sampler.fleet.waits_for()
+                said_s, waits_for = now_s, "; ".join(fleet.waits_for() for fleet in self._fleets)
                 self._say(f"the next rollout is not whole after {now_s - began_s:.0f} s: {waits_for}")
         return time.perf_counter() - began_s
 
@@ -207,7 +210,7 @@ class LaunchedRollouts:
         row["rollout/weights_step"] = launched.made
         row["rollout/staleness"] = launched.iteration - launched.made / self._steps
         if self._is_main:
-            row["rollout/probe_gap"] = self._sampler.fleet.probe_gap
+            row["rollout/probe_gap"] = self._fleets[launched.iteration % len(self._fleets)].probe_gap
         if self._save_wait_s:
             row["perf/save_wait_s"] = self._save_wait_s
         self._wait_s = self._idle_s = self._save_wait_s = 0.0
@@ -243,7 +246,7 @@ class LaunchedRollouts:
                 state["rollout"] = _rollout_state(whole.rollout)
             else:
                 held = None if launch.by is None else launch.by[0].held
-                files = None if held is None else self._sampler.fleet.adapter_files(held)
+                files = None if held is None else self._fleets[0].adapter_files(held)
                 if files is None:
                     break
                 state["adapters"] = files
@@ -277,9 +280,11 @@ class LaunchedRollouts:
     def _abort(self) -> None:
         self._closing = True
         while any(not launch.future.done() for launch in self._launched):
-            self._sampler.fleet.abort()
+            for fleet in self._fleets:
+                fleet.abort()
             concurrent.futures.wait([launch.future for launch in self._launched], 0.1)
-            self._sampler.fleet.allow()
+            for fleet in self._fleets:
+                fleet.allow()
 
 
 Samples = tuple[list[Trajectory], Scores]

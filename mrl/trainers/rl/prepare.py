@@ -82,9 +82,10 @@ def rollout_metrics(
         "perf/reward_s": collected.reward_s,
         "perf/log_probs_s": log_probs_s,
     }
-    weights_s = trainer.sampling.take_seconds()
-    if weights_s is not None:
-        row["perf/weights_s"] = weights_s
+    for sampling in trainer.samplings:
+        weights_s = sampling.take_seconds()
+        if weights_s is not None:
+            row["perf/weights_s"] = row.get("perf/weights_s", 0.0) + weights_s
     if not is_rewarded(trainer.config):  # they would be of zeros
         row = {name: value for name, value in row.items() if name not in REWARD_METRICS}
     if trainer.recipe.needs_reference:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import time
@@ -50,11 +51,13 @@ def make_sampler(
     progress: Callable[[int, int], None],
     lora: LoraConfig | None = None,
     ahead: int = 0,
+    group: str = "",
 ) -> Sampler:
     """Returns the sampler of `rollout.backend`, but for a replay, which samples nothing.
 
     folder, dtype, lora: of the actor's model. max_length: tokens of the longest sequence. output_dir: where weights for
-    servers lie, if rollout.server names no folder. progress: as of `BaseEngine.generate`. ahead: as of `Fleet`.
+    servers lie, if rollout.server names no folder. progress: as of `BaseEngine.generate`. ahead: as of `Fleet`. group:
+    a folder of its own for weights.
     """
     if rollout.backend == "native":
         # Half of the cache for conversations between their turns, but for what the longest sequence needs.
@@ -78,7 +81,7 @@ def make_sampler(
         is_main=dispatch.is_main,
         on_main=dispatch.on_main,
         max_length=max_length,
-        weights_dir=weights_dir(rollout.server, str(output_dir)),
+        weights_dir=str(pathlib.Path(weights_dir(rollout.server, str(output_dir)), group)),
         probe=_probe(dispatch, tokenizer, max_length),
         device=dispatch.device,
         adapted=AdapterTraining(folder, lora) if lora is not None and rollout.server.lora == "adapter" else None,
@@ -136,23 +139,29 @@ class SyncedSampler:
         return seconds if self._beside else None
 
 
-def open_rollouts(trainer: Trainer) -> tuple[TrajectorySource, SyncedSampler]:
-    """Returns the source of trajectories, and the sampler behind it. They end with the trainer."""
+def open_rollouts(trainer: Trainer) -> tuple[TrajectorySource, list[SyncedSampler]]:
+    """Returns the source of trajectories, and the sampler behind it; several if groups of servers take turns. They end
+    with the trainer."""
     config, dispatch, console = trainer.config, trainer.dispatch, trainer.console
     tokenizer, ends = trainer.tokenizer, trainer.ends
     console.doing("starting the sampler")
     say_all(console, ends.notes(tokenizer, "completions end there, too, and the export names it"))
     if config.rollout.backend == "recorded":
-        return RecordedRollouts(config.rollout, on_main=dispatch.on_main), SyncedSampler(None, dispatch)
+        return RecordedRollouts(config.rollout, on_main=dispatch.on_main), [SyncedSampler(None, dispatch)]
     model = config.actor.model
     folder = dispatch.engines["actor"].config.model.path
-    sampler = make_sampler(
-        config.rollout, dispatch, tokenizer, folder=folder, dtype=model.dtype, max_length=config.max_length,
-        output_dir=trainer.directory.path, progress=console.generated, lora=model.lora,
-        ahead=config.rollout.async_level,
-    )  # fmt: skip
-    trainer.closing.callback(sampler.close)
-    say_all(console, sampler.notes)
+    level = config.rollout.async_level
+    rollouts_by_group = groups_of_servers(config.rollout)
+    samplers = []
+    for number, rollout in enumerate(rollouts_by_group):
+        sampler = make_sampler(
+            rollout, dispatch, tokenizer, folder=folder, dtype=model.dtype, max_length=config.max_length,
+            output_dir=trainer.directory.path, progress=console.generated, lora=model.lora,
+            ahead=level // len(rollouts_by_group), group=f"group_{number}" if number else "",
+        )  # fmt: skip
+        trainer.closing.callback(sampler.close)
+        samplers.append(sampler)
+    say_all(console, samplers[0].notes)
 
     def rollouts_of(sampler: Sampler, on_main: OnMain) -> KeptRollouts:
         rollouts = Rollouts(
@@ -166,13 +175,28 @@ def open_rollouts(trainer: Trainer) -> tuple[TrajectorySource, SyncedSampler]:
         trainer.closing.callback(kept.close)
         return kept
 
-    if not config.rollout.async_level:
-        return rollouts_of(sampler, dispatch.on_main), SyncedSampler(sampler, dispatch)
-    assert isinstance(sampler, ServerSampler), "the config's checks let only servers sample ahead"
+    if not level:
+        return rollouts_of(samplers[0], dispatch.on_main), [SyncedSampler(samplers[0], dispatch)]
     sources: list[TrajectorySource] = []
-    fleet = sampler
-    dispatch.on_main(lambda: sources.extend(rollouts_of(each, call_here) for each in fleet.fleet.samplers))
-    return SharedRollouts(sources, dispatch.on_main), SyncedSampler(sampler, dispatch, shares=False)
+
+    def open_on_main() -> None:
+        fleets = [sampler.fleet for sampler in samplers if isinstance(sampler, ServerSampler)]
+        for of_turn in zip(*(fleet.samplers for fleet in fleets), strict=True):
+            sources.extend(rollouts_of(sampler, call_here) for sampler in of_turn)
+
+    dispatch.on_main(open_on_main)
+    shared = SharedRollouts(sources, dispatch.on_main, len(samplers))
+    return shared, [SyncedSampler(sampler, dispatch, shares=False) for sampler in samplers]
+
+
+def groups_of_servers(rollout: RolloutConfig) -> list[RolloutConfig]:
+    """Returns a config for each group of servers: at level n of `async_level` servers with whole weights are n groups,
+    each with its own urls."""
+    if rollout.async_level < 2 or rollout.server.lora == "adapter":
+        return [rollout]
+    level, server = rollout.async_level, rollout.server
+    urls = [server.urls[number::level] for number in range(level)]
+    return [dataclasses.replace(rollout, server=dataclasses.replace(server, urls=each)) for each in urls]
 
 
 def _origin(config: PPOConfig, folder: str, ends: EndTokens, world_size: int) -> dict[str, Any]:

@@ -86,7 +86,8 @@ class PPOTrainer(Trainer):
                 f"rollout.async_level {config.rollout.async_level}: servers sample the next rollout while this one "
                 f"trains; algorithm.correction: {self.recipe.correction}"
             )
-        self.rollouts, self.sampling = open_rollouts(self)
+        self.rollouts, self.samplings = open_rollouts(self)
+        self.sampling = self.samplings[0]
         self.watch_signals("rollout or step")
         self.collector = self._collector(
             lambda count: take_together(self.source, count, self.dispatch), self.rollouts, scores.score, console.doing
@@ -123,12 +124,12 @@ class PPOTrainer(Trainer):
         )  # fmt: skip
 
     def _launched(self, scores: Scoring) -> LaunchedRollouts:
-        rollouts, sampler = self.rollouts, self.sampling.sampler
-        assert isinstance(rollouts, SharedRollouts) and isinstance(sampler, ServerSampler)
+        rollouts, samplers = self.rollouts, [sampling.sampler for sampling in self.samplings]
+        assert isinstance(rollouts, SharedRollouts)
         launched = LaunchedRollouts(
             self.source,
             lambda take: [self._collector(take, source, scores.on_this_process) for source in rollouts.ahead],
-            sampler=sampler,
+            samplers=[sampler for sampler in samplers if isinstance(sampler, ServerSampler)],
             level=self.config.rollout.async_level,
             steps=self.config.steps_per_iteration,
             dispatch=self.dispatch,
@@ -137,6 +138,13 @@ class PPOTrainer(Trainer):
         )
         self.closing.callback(launched.close)
         return launched
+
+    def turn_to(self, iteration: int) -> None:
+        """Syncs and evaluates with the servers that sample this iteration from now on."""
+        group = iteration % len(self.samplings)
+        self.sampling = self.samplings[group]
+        if isinstance(self.rollouts, SharedRollouts):
+            self.rollouts.group = group
 
     def _length(self) -> int:
         """Returns optimizer steps of the run: of train.steps, or of train.epochs passes over the prompts."""

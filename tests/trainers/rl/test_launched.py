@@ -6,6 +6,7 @@ each completion from a seed of its own, so what it gives depends on nothing but 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -81,6 +82,9 @@ ADAPTERS = {
 }
 
 
+GROUPS = {"rollout": {"async_level": 2}, "train": {"steps": 12}}
+
+
 @pytest.fixture(scope="module")
 def two_ahead(inputs, tmp_path_factory):
     """The folder of an unbroken run at level 2."""
@@ -90,7 +94,31 @@ def two_ahead(inputs, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("level, run", [(1, "whole"), (2, "two_ahead")])
+@pytest.fixture(scope="module")
+def two_groups(inputs, tmp_path_factory):
+    """The folder of an unbroken run at level 2, with whole weights on three servers."""
+    folder = tmp_path_factory.mktemp("two_groups") / "run"
+    with three_servers(inputs, folder) as config:
+        train(config)
+    return folder
+
+
+@contextlib.contextmanager
+def three_servers(inputs, output_dir):
+    """The config of a run at level 2 with whole weights: the first and the third server are a group."""
+    servers = [Running(inputs / "model") for _ in range(3)]
+    try:
+        config = config_of(inputs, output_dir, servers[0], **GROUPS)
+        config["rollout"]["server"]["urls"] = [server.url for server in servers]
+        yield config
+    finally:
+        for server in servers:
+            server.close()
+
+
+@pytest.mark.parametrize(
+    "level, run", slow_but([(1, "whole"), (2, "two_ahead")], [(1, "whole"), (2, "two_ahead"), (2, "two_groups")])
+)
 def test_each_rollout_is_sampled_by_the_weights_of_the_rule(inputs, request, tmp_path, level, run):
     """Recomputed one after the other: transformers with the weights of the rule and the seeds of the iteration."""
     folder = request.getfixturevalue(run)
@@ -218,6 +246,14 @@ def test_several_iterations_ahead_go_on_to_the_same_bits(inputs, server, two_ahe
         said = restarted(config, inputs, server, two_signals=how == "two signals")
         assert "not the unbroken run" not in said
     assert made_of(tmp_path / "run") == made_of(two_ahead)
+
+
+@pytest.mark.slow
+def test_groups_of_servers_go_on_to_the_same_bits(inputs, two_groups, tmp_path):
+    with three_servers(inputs, tmp_path / "run") as config:
+        train(config, ended="stopped", happening="killed_at", step=5, name="SIGTERM")
+        train(config)
+    assert made_of(tmp_path / "run") == made_of(two_groups)
 
 
 def test_a_server_that_would_hold_requests_back_is_refused(inputs, server, tmp_path):
