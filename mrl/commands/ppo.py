@@ -237,7 +237,8 @@ class PPO(TrainingCommand[PPOConfig]):
                     distill=distill if role == "actor" else None,
                 )
             )  # fmt: skip
-        return Phases(tuple(found), config.train.offload_idle != "never", entropy)
+        served_tokens = size * rollout.max_new_tokens if rollout.async_level else 0
+        return Phases(tuple(found), config.train.offload_idle != "never", entropy, served_tokens)
 
     def server(self, config: PPOConfig) -> Server | None:
         rollout = config.rollout

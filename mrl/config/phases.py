@@ -40,4 +40,5 @@ class Phases:
     phases: tuple[Phase, ...]
     offload_idle: bool = True
     entropy: Literal["none", "detached", "differentiable"] = "none"  # that updates make beside log-probs
+    served_tokens: int = 0  # that servers sample at most, while all phases run
     notes: tuple[str, ...] = ()  # lines on what is assumed of the data, or is not in any phase

@@ -185,5 +185,5 @@ def as_json(made: Plan) -> dict[str, Any]:
         "updates": {name: dataclasses.asdict(one) | {"seconds": one.seconds} for name, one in made.costs.items()},
         "untimed_phases": made.untimed, "activations_planned": made.whole,
         "model_flops_per_token": {role or "model": flops for role, flops in made.model_flops.items()},
-        "step_seconds": made.seconds, "notes": list(made.phases.notes),
+        "step_seconds": made.seconds, "served_tokens": made.phases.served_tokens, "notes": list(made.phases.notes),
     }  # fmt: skip

@@ -149,6 +149,11 @@ def _step(plan: Plan) -> Iterator[str]:
         timed = [f"{name} {units.duration(cost.seconds)}" for name, cost in plan.costs.items()]
         of = f" ({', '.join(timed)})" if len(timed) > 1 else ""
         yield f"a step: about {units.duration(plan.seconds)}{of}"
+        if tokens := plan.phases.served_tokens:
+            yield (
+                f"  servers sample up to {tokens:,} tokens meanwhile: neither side waits if all together sample "
+                f"{tokens / plan.seconds:,.0f} tokens/s"
+            )
     if plan.untimed:
         yield f"{'  not in it, as' if plan.costs else 'a step:'} its time is not estimated: {', '.join(plan.untimed)}"
 

@@ -149,6 +149,19 @@ def test_the_examples_of_the_help(plan, line):
     assert "Traceback" not in done.stderr
 
 
+def test_servers_that_sample_meanwhile_are_told_how_fast(plan):
+    words = [
+        "grpo.yaml", "actor.model.path=tiny", "actor.engine.parallel.tp=1", "algorithm.name=grpo", "rollout.backend=vllm",
+        "rollout.server.urls=['http://a:1']", "rollout.async_level=1", "-n", "2",
+    ]  # fmt: skip
+    told = json.loads(plan(*words, "--json").stdout)
+    assert told["served_tokens"] == 64 * 512
+    rate = f"{64 * 512 / told['step_seconds']:,.0f} tokens/s"
+    line = f"  servers sample up to 32,768 tokens meanwhile: neither side waits if all together sample {rate}"
+    assert line in plan(*words).stdout.splitlines()
+    assert "meanwhile" not in plan(*words, "rollout.async_level=0").stdout
+
+
 def test_ppo_has_its_phases(plan):
     told = json.loads(plan("grpo.yaml", "-n", "8", "--json").stdout)
     phases = {one["phase"]: one for one in told["phases"]}
