@@ -324,6 +324,9 @@ def _check_async(config: PPOConfig) -> None:
     if rollout.backend not in SERVERS or not rollout.server.urls:
         fix = "set rollout.backend to vllm or sglang, and rollout.server.urls, or leave it out"
         raise ConfigError(key, level, "needs servers that sample while this run trains", fix)
+    if len({url.rstrip("/") for url in rollout.server.urls}) < len(rollout.server.urls):
+        why = f"names a server twice, and with {key} it would get weights while it samples"
+        raise ConfigError("rollout.server.urls", list(rollout.server.urls), why, "name it once")
     if level > len(rollout.server.urls) and rollout.server.lora != "adapter":
         why = f"needs {level} groups of servers, as each holds one set of weights, and rollout.server.urls has "
         fix = "give more, or train adapters with rollout.server.lora adapter, which one server holds several of"

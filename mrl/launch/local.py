@@ -38,6 +38,7 @@ from mrl.config.load import to_dict
 from mrl.errors import Stopped, UserError, unwritable
 from mrl.launch.environment import loopback
 from mrl.launch.worker import Outcome, Task, log_path, read_outcomes, warnings_in
+from mrl.trainers.signals import APART_S
 
 GRACE_S = 5.0
 """How long the other ranks may clean up after one failed, or all of them after Ctrl-C, before they are killed."""
@@ -125,6 +126,7 @@ class _ProcessGroup:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         self.folder = folder
         self.forwarded: int | None = None
+        self._forwarded_s = 0.0
         self.agent = _make_agent(nproc, folder)
         self.finished = threading.Event()
 
@@ -149,16 +151,15 @@ class _ProcessGroup:
         return [worker.id for worker in self.agent.get_worker_group().workers if isinstance(worker.id, int)]
 
     def _forward(self, signum: int, frame: object) -> None:
-        """Sends the first stop signal to every rank.
-
-        A second could meet a rank that has saved and handles it no more.
-        """
-        if self.forwarded is not None:
+        """Sends a stop signal to every rank, and another one if it comes later than schedulers repeat themselves."""
+        now_s = time.monotonic()
+        if self.forwarded is not None and now_s - self._forwarded_s < APART_S:
             return
         pids = self.pids()
         if not pids:
             raise SystemExit(128 + signum)
-        self.forwarded = signum
+        if self.forwarded is None:
+            self.forwarded, self._forwarded_s = signum, now_s
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)

@@ -28,6 +28,7 @@ from mrl.config import command as commands
 from mrl.config.build import build_section
 from mrl.config.load import from_dict
 from mrl.errors import Stopped, UserError
+from mrl.trainers import signals
 from mrl.trainers.waits import announce
 
 _PR_SET_PDEATHSIG = 1
@@ -63,6 +64,7 @@ def run_task(task: Task, rank: int) -> Outcome:
     """Runs the target in this process; never raises."""
     kind: Ending = "done"
     text = ""
+    signals.ignore_after_stop()
     try:
         module, _, function = task.target.partition(":")
         with warnings_in(log_path(task.log_dir, rank)):

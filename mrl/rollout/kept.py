@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,10 @@ def trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
 def trajectory_from_state(state: Mapping[str, Any], prompt: Prompt) -> Trajectory:
     """Returns the trajectory of `trajectory_state`. prompt: as it was read."""
     return Trajectory(**(dict(state) | {"prompt": dataclasses.replace(prompt, **state["prompt"])}))
+
+
+_WRITING = threading.Lock()
+"""Rollouts that are sampled at the same time write into one folder."""
 
 
 class KeptRollouts(TrajectorySource):
@@ -142,16 +147,19 @@ class KeptRollouts(TrajectorySource):
         self, path: pathlib.Path, asked: Mapping[str, Any], trajectories: Sequence[Trajectory], seconds: float
     ) -> None:
         """Writes a file whole or not at all, and removes files of other weights."""
-        self._remove_others(asked["made"], 2 * self._ahead)  # later ones may be on their way
         rows = [trajectory_state(trajectory) for trajectory in trajectories]
-        try:
-            write_pt(path, {"asked": dict(asked), "trajectories": rows, "seconds": seconds})
-        except OSError as error:
-            raise unwritable(str(self._folder.parent), path, error) from error
+        with _WRITING:
+            # Later rollouts may be on their way, and an evaluation.
+            self._remove_others(asked["made"], 2 * self._ahead, evals=not self._ahead or asked["series"] == "eval")
+            try:
+                write_pt(path, {"asked": dict(asked), "trajectories": rows, "seconds": seconds})
+            except OSError as error:
+                raise unwritable(str(self._folder.parent), path, error) from error
 
-    def _remove_others(self, made: int, ahead: int) -> None:
-        """Removes files but those of the iteration after `made` steps and of so many after it."""
-        kept = [f"eval_{made:08d}_"]
+    def _remove_others(self, made: int, ahead: int, evals: bool = True) -> None:
+        """Removes files but those of the iteration after `made` steps and of so many after it. evals: also those of
+        evaluations of other weights."""
+        kept = [f"eval_{made:08d}_" if evals else "eval_"]
         for iteration in range(ahead + 1):
             step = made + 1 + iteration * self._steps
             kept += [f"step_{step:08d}_", f"baseline_{step:08d}_"]

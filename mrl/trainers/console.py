@@ -61,7 +61,7 @@ FIGURES = ("reward/mean", "actor/sequence_kl", "eval/accuracy", "train/loss", "e
 SampleRow = tuple[str, str, float | None, Mapping[str, float]]
 """(prompt, completion, reward, its parts by label) of a sample; the reward is None where nothing is rewarded."""
 
-PHASES, LONG_STEP_S = ("weights", "rollout", "reward", "log_probs", "update"), 60.0
+PHASES, LONG_STEP_S = ("weights", "rollout_wait", "rollout", "reward", "log_probs", "update"), 60.0
 """Phases of a step, and how long one takes whose line says what each of them took."""
 
 LINE_CHARACTERS, CELL_CHARACTERS = 60, 200
@@ -244,6 +244,8 @@ def _line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
 def _phases(metrics: Mapping[str, float]) -> str:
     """Returns the share of each phase in a step of minutes; empty if one phase alone is measured."""
     total_s = metrics.get("perf/step_s", 0.0)
+    if "perf/rollout_wait_s" in metrics:  # servers sample and score beside it
+        metrics = {name: value for name, value in metrics.items() if name not in ("perf/rollout_s", "perf/reward_s")}
     shares = {name: metrics[f"perf/{name}_s"] / total_s for name in PHASES if total_s and f"perf/{name}_s" in metrics}
     if total_s < LONG_STEP_S or len(shares) < 2:
         return ""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from mrl.config.ppo import PPOConfig
 from mrl.rewards.scorer import faults_in_words
-from mrl.trainers.common import say_all
+from mrl.trainers.common import log_without_evaluation, say_all
 from mrl.trainers.rl.collect import ScoredRollout, with_models
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.launched import LaunchedRollouts
@@ -81,7 +81,8 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
 
     Between the two the servers are idle: they get the trainer's weights, and held-out prompts if they are due.
     """
-    step, steps = trainer.progress.step, trainer.config.steps_per_iteration
+    progress, steps = trainer.progress, trainer.config.steps_per_iteration
+    step = progress.step
     iteration = step // steps
     with trainer.saved_before_errors():
         end = min(iteration + launched.level, -(-trainer.total_steps // steps))
@@ -100,7 +101,7 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
         trainer.console.doing(f"step {step + 1}: waiting for its rollout")
         taken = launched.wait(iteration)
         if taken is None:
-            trainer.log.sync()
+            log_without_evaluation(trainer.dispatch, trainer.log, progress)
             raise trainer.stopped(trainer.save())
         trainer.turn_to(iteration)
         trainer.sampling.sync(step)

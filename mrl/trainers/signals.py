@@ -14,6 +14,15 @@ APART_S = 5.0
 """A signal so long after the first is another request. One may come twice at once: from Slurm, and from a launcher."""
 
 
+_end_with_process = False
+
+
+def ignore_after_stop() -> None:
+    """This process ends after its run: a signal that comes after the run has answered one does nothing."""
+    global _end_with_process
+    _end_with_process = True
+
+
 class StopSignal:
     """Inside `with`, SIGTERM and SIGUSR1 set `name` and say so. Another one, APART_S later, sets `hurried`.
 
@@ -44,7 +53,7 @@ class StopSignal:
 
     def __exit__(self, *exc: object) -> None:
         for signum, handler in self._before.items():
-            signal.signal(signum, handler)
+            signal.signal(signum, signal.SIG_IGN if self.requested and _end_with_process else handler)
 
     def _remember(self, signum: int, frame: types.FrameType | None) -> None:
         if self.name is not None:

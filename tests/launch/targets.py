@@ -13,6 +13,7 @@ import warnings
 
 from mrl.config.schema import REQUIRED, key
 from mrl.errors import DataError, Stopped
+from mrl.trainers.signals import StopSignal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +111,16 @@ def stop_on_signal(config, command_line: str) -> None:
         time.sleep(0.02)
     time.sleep(0.2 * RANK)
     _note(config, "saved", signal.Signals(seen[0]).name)
+    raise Stopped("stopped after step 3; run the same command again to go on")
+
+
+def stop_when_hurried(config, command_line: str) -> None:
+    """As a trainer that waits for a rollout does, and saves at the second signal. It takes long to end."""
+    with StopSignal() as stop:
+        _note(config, "pid", f"{os.getpid()} {os.getpid()}")
+        while not stop.hurried:
+            time.sleep(0.02)
+    time.sleep(1.0)  # a third one comes
     raise Stopped("stopped after step 3; run the same command again to go on")
 
 

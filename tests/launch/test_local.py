@@ -20,6 +20,7 @@ from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
 from mrl.launch import local
+from mrl.trainers.signals import APART_S
 from tests.config.test_load import BASE, PPO_BASE
 from tests.launch import targets
 from tests.tiers import nightly_but
@@ -132,6 +133,18 @@ def test_ranks_that_do_not_end_after_a_failure_are_killed(tmp_path):
     assert code == 1
     assert "the one true error" in err
     assert time.monotonic() - started < 25, "torch elastic alone would wait 30 s"
+
+
+@pytest.mark.slow
+def test_a_later_signal_reaches_every_rank_too(tmp_path):
+    process = start("stop_when_hurried", tmp_path)
+    pids = wait_for_pids(tmp_path)
+    for wait_s in (APART_S + 0.1, 0.3, 0.0):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(wait_s)
+    code, _, err = finish(process)
+    assert (code, err) == (75, "mrl: stopped after step 3; run the same command again to go on\n")
+    assert are_gone(pids)
 
 
 @pytest.mark.slow

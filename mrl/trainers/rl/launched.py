@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import numbers
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +74,9 @@ class LaunchedRollouts:
     ) -> None:
         self._source, self._steps, self._say, self._hurried = source, steps, say, hurried
         self._is_main, self._on_main = dispatch.is_main, dispatch.on_main
-        self.level, self._lost = level, collections.deque[Mapping[str, Any]]()
+        self.level, self._takes_adapters = level, all(sampler.takes_adapters for sampler in samplers)
+        self._lost: collections.deque[dict[str, Any]] = collections.deque()  # of a checkpoint, until `relaunch`
+        self._dropped: Mapping[str, Any] | None = None  # the source's position before what `drop` dropped
         self._fleets: list[Fleet] = []  # on the main process, as the next one
         self._by: list[tuple[FleetSampler, Collector]] = []  # what samples iterations 0, 1, ... modulo `level`
         if self._is_main:
@@ -122,22 +125,27 @@ class LaunchedRollouts:
                 return
             try:
                 prompts = self._take_prompts(collector.prompts)
-            except Exception as error:  # which comes out when the rollout is taken, on every rank
+            except BaseException as error:  # which comes out when the rollout is taken, on every rank
                 launch.future.set_exception(error)
+                if not isinstance(error, Exception):  # Ctrl-C
+                    raise
             else:
                 launch.future = self._pool.submit(self._collect, launch, collector, prompts, self._of_source())
 
     def relaunch(self, iteration: int) -> bool:
         """Launches the rollout of an iteration with the adapters that a checkpoint has of it. Returns whether it has
         any. Collective."""
+        if not self._takes_adapters:  # rollout.server.lora has changed since
+            self._lost.clear()
         if not self._lost or self._lost[0]["iteration"] != iteration:
             return False
-        lost = self._lost.popleft()
+        lost = self._lost[0]
         newest = self._fleets[0].version if self._is_main else None
         self._on_main(lambda: self._fleets[0].send_adapter_files(lost["adapters"]))
         self.launch(iteration, lost["made"])
         if self._is_main:
             self._fleets[0].version = newest
+        self._lost.popleft()
         return True
 
     def _of_source(self) -> tuple[Mapping[str, float], list[str]]:
@@ -193,9 +201,14 @@ class LaunchedRollouts:
                 self._say(f"another signal: the rollout of iteration {launches[0].iteration + 1} is given up")
                 self._abort()
             elif now_s - said_s >= REPORT_S:
-                said_s, waits_for = now_s, "; ".join(fleet.waits_for() for fleet in self._fleets)
+                said_s, waits_for = now_s, "; ".join(fleet.waits_for() for fleet in self._fleets_of(launches))
                 self._say(f"the next rollout is not whole after {now_s - began_s:.0f} s: {waits_for}")
         return time.perf_counter() - began_s
+
+    def _fleets_of(self, launches: Sequence[_Launch]) -> list[Fleet]:
+        """Returns the fleets that still sample some of these."""
+        turns = {launch.iteration % len(self._fleets) for launch in launches if not launch.future.done()}
+        return [self._fleets[turn] for turn in sorted(turns)]
 
     def trained(self) -> None:
         """Drops the oldest rollout: what training needs of it is kept elsewhere from now on."""
@@ -227,7 +240,7 @@ class LaunchedRollouts:
         for launch in self._launched:
             if launch.future.exception() is not None:
                 return launch.position
-        return self._source.state_dict()
+        return self._source.state_dict() if self._dropped is None else self._dropped
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Returns the launched rollouts that are whole, on the main process; none on other ranks.
@@ -242,7 +255,7 @@ class LaunchedRollouts:
             broken |= launch.future.exception() is not None
             if not broken:
                 whole = launch.future.result()
-                state |= {"position": dict(launch.position), "metrics": dict(whole.metrics)}
+                state |= {"position": dict(launch.position), "metrics": dict(whole.metrics), "notes": whole.notes}
                 state["rollout"] = _rollout_state(whole.rollout)
             else:
                 held = None if launch.by is None else launch.by[0].held
@@ -251,16 +264,16 @@ class LaunchedRollouts:
                     break
                 state["adapters"] = files
             states.append(state)
-        return states
+        return [*states, *self._lost]
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Takes the rollouts of a checkpoint."""
-        self._lost.extend(state for state in states if "adapters" in state)
+        self._lost.extend(dict(state) for state in states if "adapters" in state)
         states = [state for state in states if "adapters" not in state]
         self._iterations.extend(state["iteration"] for state in states)
         for state in states if self._is_main else ():
             rollout = _rollout_from_state(state["rollout"])
-            whole = LaunchedRollout(rollout, state["iteration"], state["made"], state["metrics"], [])
+            whole = LaunchedRollout(rollout, state["iteration"], state["made"], state["metrics"], state["notes"])
             launch = _Launch(whole.iteration, whole.made, state["position"])
             launch.future.set_result(whole)
             self._launched.append(launch)
@@ -269,6 +282,8 @@ class LaunchedRollouts:
         """Drops what is launched: the run ends without it."""
         if self._is_main:
             self._wait_for(self._launched)
+            if self._launched:
+                self._dropped = self._launched[0].position
         self._launched.clear()
         self._iterations.clear()
 
@@ -302,20 +317,36 @@ def _rollout_state(rollout: ScoredRollout) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns what a checkpoint may hold; of another value, such as a date in a row, its text."""
+    """Returns what a checkpoint may hold: of a number of numpy its own, of a date and the like its text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value if isinstance(value, bool | int | float | str | bytes | None) else str(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    return bytes(value) if isinstance(value, bytes) else str(value)
 
 
 def _samples_state(samples: Samples) -> dict[str, Any]:
     trajectories, scores = samples
     return {
-        "trajectories": [trajectory_state(t) | {"index": t.prompt.index} for t in trajectories],
-        "scores": {"totals": scores.totals, "parts": dict(scores.parts), "faults": scores.faults},
+        "trajectories": [_trajectory_state(t) for t in trajectories],
+        "scores": {
+            "totals": tuple(map(float, scores.totals)),
+            "parts": {label: tuple(map(float, values)) for label, values in scores.parts.items()},
+            "faults": tuple(map(str, scores.faults)),
+        },
     }
+
+
+def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
+    """Tokens and log-probs are a sampler's; what rows and environments put in may be of any kind."""
+    state = trajectory_state(trajectory) | {"index": trajectory.prompt.index}
+    return state | {name: _plain(state[name]) for name in ("prompt", "text", "reward", "conversation")}
 
 
 def _rollout_from_state(state: Mapping[str, Any]) -> ScoredRollout:

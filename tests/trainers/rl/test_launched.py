@@ -7,6 +7,8 @@ each completion from a seed of its own, so what it gives depends on nothing but 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import datetime
 import json
 import os
 import pathlib
@@ -16,12 +18,19 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from mrl.data.prompts import Prompt
 from mrl.engine.sampling import SamplingKey, noise_key
+from mrl.rewards.scorer import Scores
+from mrl.rollout.base import Trajectory
+from mrl.trainers.rl.collect import ScoredRollout
+from mrl.trainers.rl.launched import _rollout_from_state, _rollout_state
+from mrl.weights.pt_file import read_pt, write_pt
 from tests.engine.harness import run_case
 from tests.rollout.policy_server import Running, complete
 from tests.tiers import in_tiers, slow_but
@@ -258,6 +267,23 @@ def test_groups_of_servers_go_on_to_the_same_bits(inputs, two_groups, tmp_path):
         train(config, ended="stopped", happening="killed_at", step=5, name="SIGTERM")
         train(config)
     assert made_of(tmp_path / "run") == made_of(two_groups)
+
+
+def test_what_rows_and_environments_hold_comes_back_from_a_checkpoint(tmp_path):
+    """Dates and numpy's kinds of text and numbers, which a checkpoint's reader refuses."""
+    when = datetime.datetime(2026, 11, 28)
+    content = [{"role": "user", "content": np.str_("a"), "timestamp": when}]
+    prompt = Prompt(3, "rows:4", {"n": np.int64(2), "when": when, "x": np.float32(0.5)}, content, [1, 2])
+    talk = [{"role": "assistant", "content": np.str_("b")}]
+    trajectory = Trajectory(
+        prompt, 0, [1, 2, 3], [0, 0, 1], [0.0, 0.0, -0.5], "b", True, reward=np.float64(1), conversation=talk
+    )
+    scores = Scores((np.float64(1),), {"f": (np.float64(1),)}, (np.str_("fault"),))
+    rollout = ScoredRollout([trajectory], scores, torch.tensor([0]), None, ([], scores), ([], scores), [0], 0.5, 0.5)
+    write_pt(tmp_path / "x.pt", {"rollout": _rollout_state(rollout)})
+    found = _rollout_from_state(read_pt(tmp_path / "x.pt", fields=("rollout",), say=print)["rollout"])
+    assert found.scores == rollout.scores and found.trajectories[0].prompt.row == {"n": 2, "when": str(when), "x": 0.5}
+    assert dataclasses.replace(found.trajectories[0], prompt=prompt) == trajectory
 
 
 def test_a_server_that_would_hold_requests_back_is_refused(inputs, server, tmp_path):

@@ -147,7 +147,7 @@ def test_advantages_are_measured_as_they_train(rewarded):
     trainer = SimpleNamespace(
         config=config if rewarded else dataclasses.replace(config, rewards=None),
         recipe=SimpleNamespace(needs_reference=True), kl=SimpleNamespace(coef=0.125), references=None,
-        sampling=SimpleNamespace(take_seconds=lambda: 0.75),
+        samplings=[SimpleNamespace(take_seconds=lambda: 0.75)],
     )  # fmt: skip
     row = rollout_metrics(trainer, collected(), experience(), log_probs_s=0.0625)
     values = [1.0, 2.0, 4.0, -3.0, 0.5, 0.5, 0.5]
