@@ -225,10 +225,12 @@ def test_a_rollout_that_broke_off_is_sampled_by_the_newest_weights(inputs, whole
     assert "iteration 3" in said and "not the unbroken run" in said
     staleness = [row["rollout/staleness"] for row in steps(tmp_path / "run") if "rollout/staleness" in row]
     assert staleness == [0, 1, 0, 1]
-    rows = [[row["index"] for row in rows] for rows in tiny_policies.samples_of(tmp_path / "run").values()]
-    assert rows == [[row["index"] for row in rows] for rows in tiny_policies.samples_of(whole).values()], (
-        "no prompt is lost"
-    )
+    assert indices_of(tmp_path / "run") == indices_of(whole), "no prompt is lost"
+
+
+def indices_of(run: pathlib.Path) -> list[list[int]]:
+    """The prompts of each rollout."""
+    return [[row["index"] for row in rows] for rows in tiny_policies.samples_of(run).values()]
 
 
 def restarted(config, inputs, server, after_rollout=False, two_signals=False) -> str:
@@ -349,13 +351,16 @@ def test_an_error_of_the_reward_model_is_no_end(inputs, server, tmp_path):
 
 
 @pytest.mark.slow
-def test_fewer_steps_end_with_an_evaluation_and_a_save(inputs, server, tmp_path):
+def test_fewer_steps_end_with_an_evaluation_and_a_save(inputs, server, whole, tmp_path):
+    """And lose no prompt: more steps again go on with those of the rollout that was not trained on."""
     config = config_of(inputs, tmp_path / "run", server)
     train(config, ended="stopped", happening="killed_at", step=3, name="SIGTERM")
     train(tiny_policies.merge(config, {"train": {"steps": 4}}))
     rows = steps(tmp_path / "run")
     assert rows[-1]["step"] == 4 and "eval/reward" in rows[-1]
     assert (tmp_path / "run" / "checkpoints" / "step_00000004").is_dir()
+    train(config)
+    assert indices_of(tmp_path / "run") == indices_of(whole)
 
 
 @pytest.mark.parametrize("seed", in_tiers([], [0], range(10)))
