@@ -67,7 +67,7 @@ OF_ROLLOUTS = (
     *_of(
         "trainers/rl/launched.py",
         SEVERAL,
-        ("            self._fleets[0].version = newest\n", ""),
+        ("            self._fleets[0].version = newest\n", "            pass\n"),
         ('                state["adapters"] = files\n', "                break\n"),
         ('self.launch(iteration, lost["made"])', "self.launch(iteration, iteration * self._steps)"),
     ),
