@@ -96,7 +96,7 @@ OF_ROLLOUTS = (
         "rollout/servers.py",
         (RULE, SEVERAL, f"{AHEAD}a_server_that_would_hold_requests_back_is_refused"),
         ("adapter = version if fleet.takes_adapters else None", "adapter = fleet.version if fleet.takes_adapters else None"),
-        ("for name in (self.version, *(sampler.held", "for name in (*(sampler.held"),
+        ("for name in (self.version, *(sampler.held", "for name in (None, *(sampler.held"),
         ("server.most_adapters < adapters", "False"),
         ("in_use = self._held if ahead else None", "in_use = None"),
     ),
