@@ -46,7 +46,7 @@ def main() -> None:
     for name in sys.argv[1:] or ("mrl", "tests"):
         counts = size_of(ROOT / name)
         print(f"{name}: {counts['files']} files, {counts['lines']:,} lines, {counts['tokens']:,} tokens")
-        code = counts["code lines"]
+        code = counts["code lines"] or 1  # of a folder without any
         print(f"    {code:,} lines have code; {counts['tokens'] / code:.1f} tokens each")
         for kind in ("statements", "comments", "comprehensions", "ternaries", "raises"):
             print(f"    {counts[kind]:,} {kind}, {1000 * counts[kind] / code:.0f} a thousand lines of code")

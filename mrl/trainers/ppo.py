@@ -95,7 +95,7 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
                     "servers had failed or a second signal had come, so the newest weights sample it; this is not the "
                     "unbroken run"
                 )
-            trainer.turn_to(later)
+            trainer.choose_group(later)
             trainer.sampling.sync(step)
             launched.launch(later, step)
         trainer.console.doing(f"step {step + 1}: waiting for its rollout")
@@ -103,7 +103,7 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
         if taken is None:
             log_without_evaluation(trainer.dispatch, trainer.log, progress)
             raise trainer.stopped(trainer.save())
-        trainer.turn_to(iteration)
+        trainer.choose_group(iteration)
         trainer.sampling.sync(step)
     say_all(trainer.console, taken.notes)
     trainer.finish_waiting()

@@ -48,7 +48,7 @@ class _Launch:
     iteration: int
     made: int
     position: Mapping[str, Any]  # of the source before its prompts
-    by: tuple[FleetSampler, Collector] | None = None  # the sampler holds its weights; None once it is whole
+    sampler: FleetSampler | None = None  # which holds its weights; None once it is whole
     future: concurrent.futures.Future[LaunchedRollout] = dataclasses.field(default_factory=concurrent.futures.Future)
 
 
@@ -70,7 +70,7 @@ class LaunchedRollouts:
         steps: int,
         dispatch: WorkerDispatch,
         say: Callable[[str], None],
-        hurried: Callable[[], bool] = lambda: False,
+        hurried: Callable[[], bool],
     ) -> None:
         self._source, self._steps, self._say, self._hurried = source, steps, say, hurried
         self._is_main, self._on_main = dispatch.is_main, dispatch.on_main
@@ -78,12 +78,12 @@ class LaunchedRollouts:
         self._lost: collections.deque[dict[str, Any]] = collections.deque()  # of a checkpoint, until `relaunch`
         self._dropped: Mapping[str, Any] | None = None  # the source's position before what `drop` dropped
         self._fleets: list[Fleet] = []  # on the main process, as the next one
-        self._by: list[tuple[FleetSampler, Collector]] = []  # what samples iterations 0, 1, ... modulo `level`
+        self._collectors: list[tuple[FleetSampler, Collector]] = []  # of iterations 0, 1, ... modulo `level`
         if self._is_main:
             self._fleets = [sampler.fleet for sampler in samplers]
-            of_each = zip(*(fleet.samplers[1:] for fleet in self._fleets), strict=True)
-            samplers_ahead = [sampler for of_turn in of_each for sampler in of_turn]
-            self._by = list(zip(samplers_ahead, make_collectors(self._take_prompts), strict=True))
+            by_group = zip(*(fleet.samplers[1:] for fleet in self._fleets), strict=True)
+            ahead = [sampler for one_of_each_group in by_group for sampler in one_of_each_group]
+            self._collectors = list(zip(ahead, make_collectors(self._take_prompts), strict=True))
         self._pool = concurrent.futures.ThreadPoolExecutor(level, "rollouts")
         self._launched: collections.deque[_Launch] = collections.deque()  # on the main process
         self._iterations: collections.deque[int] = collections.deque()  # of these, on every rank
@@ -115,10 +115,10 @@ class LaunchedRollouts:
         if self._is_main:
             if self._ended_s is not None and all(launch.future.done() for launch in self._launched):
                 self._idle_s += time.perf_counter() - self._ended_s
-            sampler, collector = self._by[iteration % self.level]
+            sampler, collector = self._collectors[iteration % self.level]
             assert sampler.held is None, "it samples another rollout"
             sampler.hold()
-            launch = _Launch(iteration, made, self._source.state_dict(), (sampler, collector))
+            launch = _Launch(iteration, made, self._source.state_dict(), sampler)
             self._launched.append(launch)
             if self.level == 1:  # dynamic sampling takes prompts of later rounds, and no other rollout does meanwhile
                 launch.future = self._pool.submit(self._collect, launch, collector)
@@ -186,9 +186,9 @@ class LaunchedRollouts:
             traceback.print_exception(error)
             what = f"{type(error).__name__}: {first_line(error)}"
             raise RewardError(f"the rollout of iteration {launch.iteration + 1} ended by {what}") from error
-        if launch.by is not None:
-            launch.by[0].release()
-            launch.by = None
+        if launch.sampler is not None:
+            launch.sampler.release()
+            launch.sampler = None
         return launched
 
     def _wait_for(self, launches: Sequence[_Launch]) -> float:
@@ -207,8 +207,8 @@ class LaunchedRollouts:
 
     def _fleets_of(self, launches: Sequence[_Launch]) -> list[Fleet]:
         """Returns the fleets that still sample some of these."""
-        turns = {launch.iteration % len(self._fleets) for launch in launches if not launch.future.done()}
-        return [self._fleets[turn] for turn in sorted(turns)]
+        groups = {launch.iteration % len(self._fleets) for launch in launches if not launch.future.done()}
+        return [self._fleets[group] for group in sorted(groups)]
 
     def trained(self) -> None:
         """Drops the oldest rollout: what training needs of it is kept elsewhere from now on."""
@@ -258,7 +258,7 @@ class LaunchedRollouts:
                 state |= {"position": dict(launch.position), "metrics": dict(whole.metrics), "notes": whole.notes}
                 state["rollout"] = _rollout_state(whole.rollout)
             else:
-                held = None if launch.by is None else launch.by[0].held
+                held = None if launch.sampler is None else launch.sampler.held
                 files = None if held is None else self._fleets[0].adapter_files(held)
                 if files is None:
                     break

@@ -181,8 +181,8 @@ def open_rollouts(trainer: Trainer) -> tuple[TrajectorySource, list[SyncedSample
 
     def open_on_main() -> None:
         fleets = [sampler.fleet for sampler in samplers if isinstance(sampler, ServerSampler)]
-        for of_turn in zip(*(fleet.samplers for fleet in fleets), strict=True):
-            sources.extend(rollouts_of(sampler, call_here) for sampler in of_turn)
+        for one_of_each_group in zip(*(fleet.samplers for fleet in fleets), strict=True):
+            sources.extend(rollouts_of(sampler, call_here) for sampler in one_of_each_group)
 
     dispatch.on_main(open_on_main)
     shared = SharedRollouts(sources, dispatch.on_main, len(samplers))

@@ -139,8 +139,8 @@ class PPOTrainer(Trainer):
         self.closing.callback(launched.close)
         return launched
 
-    def turn_to(self, iteration: int) -> None:
-        """Syncs and evaluates with the servers that sample this iteration from now on."""
+    def choose_group(self, iteration: int) -> None:
+        """Makes the servers that sample this iteration those that `sampling` syncs and evaluates with."""
         group = iteration % len(self.samplings)
         self.sampling = self.samplings[group]
         if isinstance(self.rollouts, SharedRollouts):
