@@ -162,6 +162,9 @@ def open_rollouts(trainer: Trainer) -> tuple[TrajectorySource, list[SyncedSample
         trainer.closing.callback(sampler.close)
         samplers.append(sampler)
     say_all(console, samplers[0].notes)
+    if len(samplers) > 1:
+        groups = "; ".join(", ".join(rollout.server.urls) for rollout in rollouts_by_group)
+        console.say(f"rollout.server.urls: groups that take turns: {groups}")
 
     def rollouts_of(sampler: Sampler, on_main: OnMain) -> KeptRollouts:
         rollouts = Rollouts(

@@ -83,8 +83,9 @@ class PPOTrainer(Trainer):
         self.ends = EndTokens.of(folder, self.tokenizer, prompts.encoders())
         if config.rollout.async_level:
             console.say(
-                f"rollout.async_level {config.rollout.async_level}: servers sample the next rollout while this one "
-                f"trains; algorithm.correction: {self.recipe.correction}"
+                f"rollout.async_level {config.rollout.async_level}: servers sample "
+                f"{pluralize(config.rollout.async_level, 'rollout')} ahead of training; algorithm.correction: "
+                f"{self.recipe.correction}"
             )
         self.rollouts, self.samplings = open_rollouts(self)
         self.sampling = self.samplings[0]
