@@ -202,7 +202,8 @@ class LaunchedRollouts:
                 self._abort()
             elif now_s - said_s >= REPORT_S:
                 said_s, waits_for = now_s, "; ".join(fleet.waits_for() for fleet in self._fleets_of(launches))
-                self._say(f"iteration {launches[0].iteration + 1}: its rollout is not whole after {now_s - began_s:.0f} s: {waits_for}")
+                which = f"iteration {launches[0].iteration + 1}: its rollout"
+                self._say(f"{which} is not whole after {now_s - began_s:.0f} s: {waits_for}")
         return time.perf_counter() - began_s
 
     def _fleets_of(self, launches: Sequence[_Launch]) -> list[Fleet]:
