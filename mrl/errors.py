@@ -247,12 +247,13 @@ class RewardError(UserError):
 class ServerError(UserError):
     """An inference server is dead, too slow, not set up for this, or answers wrongly: names its url and what it said.
 
-    status: the HTTP status, if the server gave one.
+    status: the HTTP status, if the server gave one. lost: whether the server is dead, hangs or stays busy, so that
+    another one may be asked.
     """
 
-    def __init__(self, message: str, *, status: int | None = None) -> None:
+    def __init__(self, message: str, *, status: int | None = None, lost: bool = False) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.lost = status, lost
 
 
 class Stopped(Exception):

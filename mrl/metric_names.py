@@ -129,6 +129,10 @@ PPO_METRICS: dict[str, str] = {
         "mean over trained tokens of the importance weight, which corrects for the sampler's probabilities"
     ),
     "actor/importance_limited": "fraction of the trained tokens whose importance weight was capped or set to 0",
+    "actor/effective_samples": (
+        "effective sample size of the importance weights as a share of the trained tokens, (sum w)^2 / (n sum w^2): 1 "
+        "where all are equal"
+    ),
     "critic/loss": "the critic's loss on the mini-batch, aggregated as the actor's, before the step",
     "critic/value": "mean over trained tokens of the critic's value, before the step",
     "critic/clip_fraction": "fraction of the trained tokens where `algorithm.value_clip` took the gradient away",

@@ -63,3 +63,11 @@ def importance_weights(
         return CorrectionWeights(ratio_T.clamp(max=correction.cap), ratio_T > correction.cap)
     rejected_T = (ratio_T > correction.cap) | (ratio_T < correction.floor)
     return CorrectionWeights(ratio_T.masked_fill(rejected_T, 0.0), rejected_T)
+
+
+def effective_samples(mean: float, mean_of_squares: float) -> float:
+    """Returns the effective sample size of weights as a share of their number: (sum w)^2 / (n sum w^2), from 0 to 1.
+
+    Kong (1992), "A note on importance sampling using standardized weights".
+    """
+    return mean * mean / mean_of_squares if mean_of_squares else 0.0

@@ -68,6 +68,7 @@ class ActorLoss(_Aggregated):
         actor/entropy  H, where it is predicted              actor/clip_fraction_low    below 1, and _high above it
                                                              actor/importance_weight    c
                                                              actor/importance_limited   where c is not the ratio itself
+                                                             actor/importance_squared   c^2
         actor/divergence    from the teacher, with `distill`     actor/teacher_tail     what it gives to other ids
     """
 
@@ -122,6 +123,7 @@ class ActorLoss(_Aggregated):
         rollout_T = _field(data, "rollout_log_probs")
         weights = importance_weights(old_T, rollout_T, mask_T, lengths_S, correction=self.correction)
         report |= {"actor/importance_weight": weights.weight_T, "actor/importance_limited": weights.limited_T}
+        report["actor/importance_squared"] = weights.weight_T.square()
         return policy.loss_T * weights.weight_T, report
 
 

@@ -77,7 +77,10 @@ CHARTS: tuple[Chart, ...] = (
     _chart("Policy", "clip_fraction", "Clip fraction", "actor/clip_fraction", "actor/clip_fraction_low",
            "actor/clip_fraction_high", "critic/clip_fraction"),
     _chart("Policy", "ratio", "Ratio to the policy that sampled", "actor/ratio", "actor/ratio_max"),
-    _chart("Policy", "importance", "Correction for the sampler", "actor/importance_weight", "actor/importance_limited"),
+    _chart(
+        "Policy", "importance", "Correction for the sampler",
+        "actor/importance_weight", "actor/importance_limited", "actor/effective_samples",
+    ),  # fmt: skip
     _chart("Policy", "advantage", "Advantages", "advantage/mean", "advantage/std"),
     _chart("Policy", "value", "Value", "critic/value"),
     _chart("Policy", "explained_variance", "Explained variance", "critic/explained_variance"),

@@ -90,12 +90,12 @@ class AdapterWeightSync(WeightSync):
         text: Sequence[int] = PROBE_IDS,
         in_use: Callable[[], Collection[str]] | None = None,
     ) -> None:
-        self._servers, self._actor, self._in_use = servers, actor, in_use
+        self.servers, self._actor, self._in_use = servers, actor, in_use
         self._loaded: dict[str, pathlib.Path] = {}  # the folders of adapters that servers keep
         check_adapter_training(actor)
         self._shapes = adapters(actor.model, actor.lora, "lm")
         servers.map(self._check_start)
-        pause(self._servers)  # ends requests of a killed run, before its files go
+        pause(self.servers)  # ends requests of a killed run, before its files go
         try:
             servers.map(self._forget_others)
             self._folders = WeightFolders(weights_dir, bucket_mb=1)
@@ -125,6 +125,13 @@ class AdapterWeightSync(WeightSync):
                 "same; start it with that model"
             )
 
+    def admit(self, server: Any) -> None:
+        self._check_start(server)
+        names = server.adapter_names()
+        for name, folder in self._loaded.items():
+            if name not in names:
+                server.load_adapter(name, str(folder))
+
     def _forget_others(self, server: Any, but: Collection[str] = ()) -> None:
         """Drops a server's adapters of earlier weight syncs, also those of an earlier run: their files go next."""
         for name in server.adapter_names():
@@ -137,7 +144,7 @@ class AdapterWeightSync(WeightSync):
         vLLM 0.32.0 skips a module that it cannot adapt, with a warning in its log or none at all.
         """
         generator = torch.Generator().manual_seed(0)
-        bases = self._servers.map(lambda s: s.score(text))
+        bases = self.servers.map(lambda s: s.score(text))
         for kind in sorted({name.rpartition(".")[2] for name in self._shapes}):
             tensors = {}
             for shape in (s for n, s in self._shapes.items() if n.rpartition(".")[2] == kind):
@@ -145,14 +152,14 @@ class AdapterWeightSync(WeightSync):
                 tensors[shape.b_name] = torch.randn(shape.b_shape, generator=generator) / shape.scale
             name, folder = self._written(tensors)
             try:
-                found = self._servers.map(functools.partial(_scored, name=name, folder=folder, text=text))
+                found = self.servers.map(functools.partial(_scored, name=name, folder=folder, text=text))
             except ServerError as error:
                 if error.status is None:
                     raise
                 raise self._refused(kind, one_line(error, 240)) from error
             finally:
                 self._drop(name)
-            for server, base, scores in zip(self._servers, bases, found, strict=True):
+            for server, base, scores in zip(self.servers, bases, found, strict=True):
                 if sum(abs(a - b) for a, b in zip(base, scores, strict=True)) < MIN_LOGPROB_CHANGE * len(base):
                     raise self._refused(kind, f"{server.http.url} takes them, and its log-probs are those of the base")
 
@@ -181,19 +188,19 @@ class AdapterWeightSync(WeightSync):
         """Loads new adapters into all servers, and drops those that nothing names. Running requests go on if in_use
         says what they name."""
         if self._in_use is None:
-            pause(self._servers)
+            pause(self.servers)
         try:
             try:
-                self._servers.map(lambda s: s.load_adapter(name, str(folder)))
+                self.servers.map(lambda s: s.load_adapter(name, str(folder)))
             except ServerError as failed:
                 self._drop(name)
                 raise ServerError(f"{failed}; no server samples with the new adapters") from failed
-            self._servers.map(lambda s: s.set_version(name))  # from now on nobody asks for the old ones
+            self.servers.map(lambda s: s.set_version(name))  # from now on nobody asks for the old ones
             needed = {name} if self._in_use is None else {name, *self._in_use()}
-            self._servers.map(functools.partial(self._forget_others, but=needed))
+            self.servers.map(functools.partial(self._forget_others, but=needed))
         finally:
             if self._in_use is None:
-                self._servers.outcomes(lambda s: s.resume())
+                self.servers.outcomes(lambda s: s.resume())
         self._loaded = {each: path for each, path in [*self._loaded.items(), (name, folder)] if each in needed}
         self._folders.keep_only(*self._loaded.values())
         return name
@@ -220,12 +227,12 @@ class AdapterWeightSync(WeightSync):
 
     def _drop(self, name: str) -> None:
         """Drops the adapter `name` from the servers that have it, and removes its files."""
-        self._servers.outcomes(lambda s: s.unload_adapter(name))
+        self.servers.outcomes(lambda s: s.unload_adapter(name))
         self._folders.keep_only(*self._loaded.values())
 
     def close(self) -> None:
         """Drops all adapters from the servers, and removes their files."""
-        self._servers.call_within(LAST_WORDS_S, self._forget_others)
+        self.servers.call_within(LAST_WORDS_S, self._forget_others)
         self._folders.keep_only()
 
 

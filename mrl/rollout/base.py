@@ -63,6 +63,7 @@ class Trajectory:
     """With an environment, the messages after the prompt as {"role", "content"}: the policy's turns ("assistant") and
     what the environment answered, its last answer too, which no turn follows."""
     cut_by: Limit | None = None  # the limit at which it ended; None if it is finished
+    weights: int | None = None  # optimizer steps behind the weights that sampled it; None if unknown
 
     @property
     def response_length(self) -> int:

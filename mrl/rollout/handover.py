@@ -35,6 +35,7 @@ class WeightSync(abc.ABC):
 
     name: str
     why = ""  # it is none that is faster
+    servers: ServerGroup[Any]
 
     @abc.abstractmethod
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> str:
@@ -43,6 +44,13 @@ class WeightSync(abc.ABC):
         Reads `weights` to its end whatever happens, because other ranks take part in it. Raises ServerError; then those
         that can be reached have the old weights, or stay paused.
         """
+
+    def admit(self, server: Any) -> None:  # noqa: B027 (some have nothing to do)
+        """Prepares an inspected server that was started again. Raises UserError if it cannot take weights this way."""
+
+    def use(self, servers: ServerGroup[Any]) -> None:
+        """Sends to these from now on: admitted ones, and those that it sent to before."""
+        self.servers = servers
 
     @abc.abstractmethod
     def close(self) -> None: ...
@@ -118,10 +126,15 @@ class DiskWeightSync(WeightSync):
     name = "disk"
 
     def __init__(self, servers: ServerGroup[Any], folders: WeightFolders, why: str = "") -> None:
-        self._servers, self._folders, self.why = servers, folders, why
+        self.servers, self._folders, self.why = servers, folders, why
         self._shapes: Shapes = {}
         self._version: str | None = None
-        self._loaded = {server: (server.path, "as it was started") for server in servers}
+        self._loaded: dict[Any, tuple[str, str]] = {}  # folder and name of each server's weights
+        for server in servers:
+            self.admit(server)
+
+    def admit(self, server: Any) -> None:
+        self._loaded[server] = (server.path, "as it was started")
 
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> str:
         folder, shapes = self._folders.write(weights)
@@ -129,18 +142,18 @@ class DiskWeightSync(WeightSync):
         self._shapes = shapes
         new = (str(folder), folder.name)
         try:
-            self._servers.map(lambda s: s.check_names(shapes))
-            self._servers.map(lambda s: s.pause())
+            self.servers.map(lambda s: s.check_names(shapes))
+            self.servers.map(lambda s: s.pause())
         except ServerError as failed:
-            self._servers.outcomes(lambda s: s.resume())
+            self.servers.outcomes(lambda s: s.resume())
             self._keep_loaded()
             raise failed
         try:
-            self._servers.map(lambda s: s.load(*new))
+            self.servers.map(lambda s: s.load(*new))
         except ServerError as failed:
             raise self._roll_back(failed) from failed
-        self._servers.map(lambda s: s.resume())
-        self._loaded = dict.fromkeys(self._servers, new)
+        self.servers.map(lambda s: s.resume())
+        self._loaded = dict.fromkeys(self.servers, new)
         self._version = folder.name
         self._folders.keep_only(folder)
         return folder.name
@@ -152,7 +165,7 @@ class DiskWeightSync(WeightSync):
             server.load(*self._loaded[server])
             server.resume()
 
-        results = zip(self._servers, self._servers.outcomes(back), strict=True)
+        results = zip(self.servers, self.servers.outcomes(back), strict=True)
         stuck = [server.http.url for server, result in results if isinstance(result, ServerError)]
         self._keep_loaded()
         after = f"; {', '.join(stuck)} cannot go back, take(s) no requests, and must be started again" if stuck else ""
@@ -178,7 +191,7 @@ class LinkWeightSync(WeightSync):
     def __init__(
         self, servers: ServerGroup[Any], name: str, device: torch.device, *, bucket_mb: int, timeout_s: float
     ) -> None:
-        self._servers, self.name, self._device = servers, name, device
+        self.servers, self.name, self._device = servers, name, device
         self._bucket_bytes, self._timeout_s = bucket_mb * 2**20, timeout_s
         self._link: links.Link | None = None
         self._shapes: Shapes = {}
@@ -190,16 +203,16 @@ class LinkWeightSync(WeightSync):
         stream = DrainedStream(weights)
         try:
             link = self._joined()
-            pause(self._servers)
+            pause(self.servers)
             try:
-                self._servers.map(lambda s: s.begin())
+                self.servers.map(lambda s: s.begin())
                 self._send_all(stream, link)
                 link.rest()
-                self._servers.map(lambda s: s.finish(version))
+                self.servers.map(lambda s: s.finish(version))
                 link.rest()
             except ServerError as failed:
                 raise self._given_up(failed) from failed
-            self._servers.map(lambda s: s.resume())
+            self.servers.map(lambda s: s.resume())
         finally:
             if not stream.broken:  # else the other ranks are not at its end, and never will be
                 stream.read_the_rest()
@@ -210,21 +223,21 @@ class LinkWeightSync(WeightSync):
         if self._link is not None:
             return self._link
         if self.name == "ipc":
-            self._link = self._servers[0].memory_link(self._device, self._servers)
+            self._link = self.servers[0].memory_link(self._device, self.servers)
         else:
-            hosts = {server.http.own_address() for server in self._servers}
+            hosts = {server.http.own_address() for server in self.servers}
             # Servers on the trainer's machine reach it under its outside address too, others not under a loopback one.
             host = min(hosts, key=lambda address: address.startswith("127.") or address == "::1")
-            workers = self._servers.map(lambda s: s.workers())
-            greets = all(server.greets for server in self._servers)
+            workers = self.servers.map(lambda s: s.workers())
+            greets = all(server.greets for server in self.servers)
             try:
                 self._link = links.BroadcastLink(self._device, host, workers, timeout_s=self._timeout_s, greets=greets)
             except (OSError, RuntimeError) as error:
                 raise ServerError(f"{KEY}: no link from {host}: {first_line(error)}") from error
         link = self._link
-        offers = dict(zip(self._servers, link.offers(), strict=True))
+        offers = dict(zip(self.servers, link.offers(), strict=True))
         try:
-            self._servers.call_while(lambda s: s.join(offers[s]), link.connect)
+            self.servers.call_while(lambda s: s.join(offers[s]), link.connect)
         except ServerError:
             self._drop_link()
             raise
@@ -265,8 +278,8 @@ class LinkWeightSync(WeightSync):
     def _send_one(self, bucket: links.Bucket, link: links.Link) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # for this thread
-        descriptions = dict(zip(self._servers, link.describe(bucket), strict=True))
-        self._servers.call_while(lambda s: s.receive(descriptions[s]), lambda failed: link.send(bucket, failed))
+        descriptions = dict(zip(self.servers, link.describe(bucket), strict=True))
+        self.servers.call_while(lambda s: s.receive(descriptions[s]), lambda failed: link.send(bucket, failed))
 
     def _given_up(self, failed: ServerError) -> ServerError:
         """Takes the link down, so that no server waits for more. Returns the error to raise."""
@@ -281,9 +294,17 @@ class LinkWeightSync(WeightSync):
         link, self._link = self._link, None
         if link is not None:
             link.leave()
-        self._servers.call_within(LAST_WORDS_S, lambda s: s.leave())
+        self.servers.call_within(LAST_WORDS_S, lambda s: s.leave())
         if link is not None:
             link.close()
+
+    def admit(self, server: Any) -> None:
+        if self.name not in server.links:
+            raise server.http.error(f"takes no weights by {self.name}; start it with {server.how_to_link}")
+
+    def use(self, servers: ServerGroup[Any]) -> None:
+        self.close()  # the next weight sync makes a link with these
+        super().use(servers)
 
     def close(self) -> None:
         if self._link is not None:

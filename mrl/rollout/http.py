@@ -20,6 +20,9 @@ FIRST_WAIT_S = 0.5
 CONNECT_S = 20.0
 """Longest wait for a connection: a host that is not there may say nothing at all."""
 
+REACH_S = 2.0
+"""Longest wait for a server that was away and may be there again."""
+
 _BUSY = (429, 502, 503, 504)
 _SHOWN = 300  # characters of a server's own words
 
@@ -80,6 +83,15 @@ class HttpClient:
             sock.connect(address)  # which sends nothing, over UDP
             return sock.getsockname()[0], sock.getpeername()[0]
 
+    def is_reached(self) -> bool:
+        """Returns whether something listens at its address; waits `REACH_S` at most."""
+        port = self._parts.port or (443 if self._parts.scheme == "https" else 80)
+        try:
+            with socket.create_connection((self._host, port), timeout=REACH_S):
+                return True
+        except OSError:
+            return False
+
     def abort_requests(self) -> None:
         """Ends the requests that are under way; they raise RequestAborted, and the server drops its work for them."""
         self._stopped.set()
@@ -101,7 +113,8 @@ class HttpClient:
             except TimeoutError:
                 self._check_wanted()
                 raise self.error(
-                    f"{path} gave no answer in {self._timeout_s:g} s; raise {self._section}.timeout_s or see its log"
+                    f"{path} gave no answer in {self._timeout_s:g} s; raise {self._section}.timeout_s or see its log",
+                    lost=True,
                 ) from None
             except (OSError, http.client.HTTPException) as error:
                 status, why = None, f"cannot be reached ({type(error).__name__}: {error})"
@@ -115,7 +128,7 @@ class HttpClient:
                 self._check_wanted()
                 wait_s *= 2
         after = f", after {tries} tries" if tries > 1 else ""
-        raise self.error(f"{path} {why}{after}; start it, or take it out of {self._key}")
+        raise self.error(f"{path} {why}{after}; start it, or take it out of {self._key}", lost=True)
 
     def _send(self, method: str, path: str, body: Any) -> tuple[int, str]:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
@@ -153,12 +166,12 @@ class HttpClient:
         if self._stopped.is_set():
             raise RequestAborted(self.url)
 
-    def error(self, what: str, *, status: int | None = None) -> ServerError:
-        """Returns an error about this server, in one line. status: of HTTP, if that is wrong."""
+    def error(self, what: str, *, status: int | None = None, lost: bool = False) -> ServerError:
+        """Returns an error about this server, in one line. status, lost: as of ServerError."""
         message = " ".join(what.split())
         if self._secret:  # a server may tell it
             message = message.replace(self._secret, "(hidden)")
-        return ServerError(f"{self._key}: {self.url} {message}", status=status)
+        return ServerError(f"{self._key}: {self.url} {message}", status=status, lost=lost)
 
 
 def shut(sock: socket.socket) -> None:

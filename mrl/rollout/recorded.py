@@ -17,17 +17,21 @@ from mrl.rollout.samples import SavedSample, read_samples, samples_path
 
 
 class RecordedRollouts(TrajectorySource):
-    """Gives the trajectories in the folder rollout.path. Raises ConfigError if there is none."""
+    """Gives the trajectories in the folder rollout.path. Raises ConfigError if there is none.
+
+    corrects: whether the loss corrects for the sampler's probabilities, which samples of older weights need.
+    """
 
     exact = False
     """Log-probs are those in the file: of the weights that sampled, whatever these were."""
 
-    def __init__(self, config: RolloutConfig, *, on_main: OnMain = lambda fn: fn()) -> None:
+    def __init__(self, config: RolloutConfig, *, on_main: OnMain = lambda fn: fn(), corrects: bool = True) -> None:
         if config.path is None:
             raise ConfigError(
                 "rollout.path", None, "leaves rollout.backend recorded nothing to replay", "give a folder of samples"
             )
         self._config, self._folder, self._on_main = config, os.path.expanduser(config.path), on_main
+        self._corrects = corrects
         self._path: str | None = None  # the file that the next round reads on
         self._records: list[SavedSample] = []
         self._unused: dict[tuple[int, int], collections.deque[tuple[int, SavedSample]]] = {}
@@ -54,7 +58,7 @@ class RecordedRollouts(TrajectorySource):
         """
         path = samples_path(self._folder, step, series)
         if round == 0 or path != self._path:
-            self._records = self._on_main(lambda: self._read(path, step))
+            self._records = self._on_main(lambda: self._read(path, step, series))
             self._path, self._unused = path, {}
             for line, record in enumerate(self._records, start=1):
                 self._unused.setdefault((record.index, record.sample), collections.deque()).append((line, record))
@@ -74,7 +78,7 @@ class RecordedRollouts(TrajectorySource):
                 "rollout.path", why=f"{self._config.path}: there is no such folder", fix="give the samples/ of a run"
             )
 
-    def _read(self, path: str, step: int) -> list[SavedSample]:
+    def _read(self, path: str, step: int, series: Series) -> list[SavedSample]:
         if not os.path.exists(path):
             name = os.path.basename(path)
             others = sorted(f for f in os.listdir(self._folder) if f.startswith(name.split("_")[0] + "_"))
@@ -91,6 +95,11 @@ class RecordedRollouts(TrajectorySource):
                     why=f"step is {record.step} and not {step}",
                     fix="give each file its own name back",
                 )
+            if series == "step" and record.weights not in (None, step - 1) and not self._corrects:
+                why = (
+                    f"is needed: {path}:{line} has a sample of the weights after step {record.weights}, for step {step}"
+                )
+                raise ConfigError("algorithm.correction", None, why, "set it to truncate")
         return records
 
     def _missing(self, path: str, records: list[SavedSample], prompt: Prompt, sample: int, samples: int) -> str:
@@ -139,4 +148,5 @@ class RecordedRollouts(TrajectorySource):
             reward=record.environment,
             conversation=record.conversation,
             cut_by=record.cut_by,
+            weights=record.weights,
         )

@@ -68,7 +68,7 @@ class _Conversation:
             return None
         return "turns" if self.completed and not self.full else "tokens"
 
-    def trajectory(self) -> Trajectory:
+    def trajectory(self, weights: int | None) -> Trajectory:
         return Trajectory(
             prompt=self.prompt,
             sample=self.sample,
@@ -81,6 +81,7 @@ class _Conversation:
             reward=self.reward,
             conversation=self.messages,
             cut_by=self.cut_by,
+            weights=weights,
         )
 
 
@@ -148,7 +149,7 @@ class Rollouts(TrajectorySource):
             self._converse(conversations, greedy)
         else:
             self._sample_turn(self._sampler, conversations, greedy)
-        return [conversation.trajectory() for conversation in conversations]
+        return [conversation.trajectory(made) for conversation in conversations]
 
     def _begin(self, prompts: Sequence[Prompt], step: int, samples: int, offset: int) -> list[_Conversation]:
         """Makes the conversations of a rollout. offset: of the sample numbers in the keys."""

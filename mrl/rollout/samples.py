@@ -55,6 +55,7 @@ class SavedSample:
     conversation: Sequence[Mapping[str, Any]] | None = None
     cut_by: Limit | None = None
     advantages: Sequence[float] | None = None  # per token, 0 if mask is 0; null if each has `advantage`
+    weights: int | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -117,6 +118,7 @@ def write_samples(
                     conversation=t.conversation,
                     cut_by=t.cut_by,
                     advantages=None if token_advantages is None else token_advantages[i],
+                    weights=t.weights,
                 )
                 fields = {name: value for name, value in vars(sample).items() if tokens or name not in TOKENS}
                 out.write(json.dumps(fields, ensure_ascii=False) + "\n")
@@ -230,8 +232,9 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "cut_by": (lambda v: v in (None, *get_args(Limit)), '"tokens", "turns" or null'),
     "advantages": (lambda v: v is None or _list_of(_number)(v), "a list of finite numbers or null"),
+    "weights": (lambda v: v is None or _count(v), "a number from 0 or null"),
 }
-OPTIONAL: dict[str, Any] = {"conversation": None, "cut_by": None, "advantages": None}
+OPTIONAL: dict[str, Any] = {"conversation": None, "cut_by": None, "advantages": None, "weights": None}
 """Values of these keys for a file that is older than they are."""
 
 

@@ -15,8 +15,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,11 +23,11 @@ from torch import Tensor
 from mrl.config.ppo import ServerConfig
 from mrl.engine.base import Completion
 from mrl.engine.collective import OnMain
-from mrl.errors import ConfigError, UserError
+from mrl.errors import ConfigError, ServerError, UserError
 from mrl.rollout.adapters import PROBE_IDS, AdapterTraining, AdapterWeightSync
 from mrl.rollout.base import Sampler, SampleRequest
 from mrl.rollout.handover import WeightSync, make_weight_sync
-from mrl.rollout.http import HttpClient
+from mrl.rollout.http import HttpClient, RequestAborted
 from mrl.rollout.server import Server, ServerGroup
 from mrl.words import pluralize
 
@@ -48,6 +47,9 @@ class Probe:
 class Fleet:
     """The servers of `config.urls`, which share requests. On the main process alone.
 
+    A server that is lost, or was started again, is left out while others are there. The others sample its requests,
+    with the same seeds. `find_servers` takes it in again before a weight sync.
+
     - server: the kind of server
     - weights_dir: a folder of this run alone (`mrl.rollout.weights.weights_dir`)
     - max_length: tokens of the longest sequence
@@ -55,6 +57,7 @@ class Fleet:
     - adapted: the actor, if `send` gets adapters alone and servers hold the base; None if it gets all weights
     - ahead: the rollouts that are sampled while others train. `samplers` has one for each, behind one of the newest
       weights
+    - say: shows a line to the user, in any thread
 
     Raises ConfigError or ServerError if a server is not there or not set up for it.
     """
@@ -69,49 +72,124 @@ class Fleet:
         device: torch.device,
         adapted: AdapterTraining | None,
         ahead: int = 0,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._config, self.concurrency, self.takes_adapters = config, config.concurrency, adapted is not None
+        self._max_length, self._ahead, self._say = max_length, ahead, say
         self.version: str | None = None  # the servers' name for the newest weights
         self._servers = ServerGroup([server(self._client(url)) for url in config.urls])
         self.samplers = [FleetSampler(self, self._servers)]
         self.slots = {url: threading.BoundedSemaphore(config.concurrency) for url in config.urls}
         self.probe_gap = 0.0  # of the last probe, the largest mean difference of a server
-        lengths = self._servers.map(lambda s: s.inspect(sleeps=config.sleep))
-        for one, longest in zip(self._servers, lengths, strict=True):
-            if max_length is not None and longest is not None and longest < max_length:
-                why = (
-                    f"{one.http.url} takes {longest} tokens and the longest sequence (data.max_prompt_length + "
-                    f"rollout.max_new_tokens) has {max_length}"
-                )
-                raise ConfigError("rollout.server.urls", why=why, fix="start it for that many")
+        self.away: dict[str, ServerError] = {}  # why servers are left out
+        self._lock = threading.Lock()
+        self._servers.map(self._inspect)
         self.handover: WeightSync
         if adapted is None:
             self.handover = make_weight_sync(self._servers, config, weights_dir, device)
         else:
             text = PROBE_IDS if max_length is None else PROBE_IDS[: max_length - 1]
             in_use = self._held if ahead else None
+            self._servers.map(self._check_room)
             self.handover = AdapterWeightSync(self._servers, weights_dir, adapted, text, in_use)
-            self._check_room(ahead)
         for _ in range(ahead):
             self.samplers.append(FleetSampler(self, ServerGroup([self._connect(each) for each in self._servers])))
 
     def _client(self, url: str) -> HttpClient:
         return HttpClient(url, timeout_s=self._config.timeout_s)
 
-    def _check_room(self, adapters: int) -> None:
-        for server in self._servers:
-            if server.most_adapters is not None and server.most_adapters < adapters:
-                why = (
-                    f"samples with {adapters} adapters at a time, and {server.http.url} takes {server.most_adapters}: "
-                    "it would hold requests back"
-                )
-                raise ConfigError(ASYNC_KEY, adapters, why, f"start it with --max-loras {adapters} or more")
+    def _inspect(self, server: Server) -> None:
+        longest = server.inspect(sleeps=self._config.sleep)
+        if self._max_length is not None and longest is not None and longest < self._max_length:
+            why = (
+                f"{server.http.url} takes {longest} tokens and the longest sequence (data.max_prompt_length + "
+                f"rollout.max_new_tokens) has {self._max_length}"
+            )
+            raise ConfigError("rollout.server.urls", why=why, fix="start it for that many")
+
+    def _check_room(self, server: Server) -> None:
+        adapters = self._ahead
+        if server.most_adapters is not None and server.most_adapters < adapters:
+            why = (
+                f"samples with {adapters} adapters at a time, and {server.http.url} takes {server.most_adapters}: "
+                "it would hold requests back"
+            )
+            raise ConfigError(ASYNC_KEY, adapters, why, f"start it with --max-loras {adapters} or more")
 
     def _connect(self, server: Server) -> Server:
         """Returns a client of the same server whose requests end apart from those of others."""
         other = copy.copy(server)
         other.http = self._client(server.http.url)
         return other
+
+    # --------------------------------------------------------------------------------------- servers that come and go
+
+    @property
+    def present(self) -> ServerGroup[Server]:
+        """The servers that are not left out."""
+        return ServerGroup(server for server in self._servers if server.http.url not in self.away)
+
+    def leave_out(self, server: Server, why: ServerError) -> None:
+        """Leaves a server out until `find_servers` takes it in. Raises the error if no other one is left."""
+        with self._lock:
+            url = server.http.url
+            if all(other.http.url in {url, *self.away} for other in self._servers):
+                before = [other for other in self.away if other != url]
+                raise ServerError(f"{why}; left out before: {', '.join(before)}" if before else str(why))
+            is_new = str(why) != str(self.away.get(url))
+            self.away[url] = why
+        if is_new:
+            self._say(f"{why}; it is left out until it is there again")
+
+    def find_servers(self) -> None:
+        """Takes in servers that were started again, and leaves out those that are gone. Comes before a weight sync."""
+        if self.version is None:  # they have no weights of this run
+            return
+        faults = self._servers.map(lambda s: self.fault(s, self.version))
+        admitted = False
+        for server, why in zip(self._servers, faults, strict=True):
+            is_away = server.http.url in self.away
+            if (why is None and not is_away) or (is_away and why is not None and why.lost):
+                continue
+            try:
+                if why is not None and why.lost:
+                    raise why
+                self._admit(server)
+            except UserError as error:
+                self.leave_out(server, error if isinstance(error, ServerError) else ServerError(str(error)))
+                continue
+            admitted = True
+            if self.away.pop(server.http.url, None) is not None:
+                self._say(f"rollout.server.urls: {server.http.url} is there again, and gets the newest weights")
+        if admitted or self.present != self.handover.servers:
+            self.handover.use(self.present)
+
+    def _admit(self, server: Server) -> None:
+        self._inspect(server)
+        if self.takes_adapters:
+            self._check_room(server)
+        self.handover.admit(server)
+        for sampler in self.samplers[1:]:
+            for other in sampler.servers:
+                if other.http.url == server.http.url:
+                    vars(other).update(vars(server) | {"http": other.http})
+
+    def fault(self, server: Server, version: str | None) -> ServerError | None:
+        """Returns why a server cannot sample by the weights `version`; None if it can."""
+        if server.http.url in self.away and not server.http.is_reached():
+            return server.http.error("cannot be reached", lost=True)
+        try:
+            name = server.version()
+            if name == version or (self.takes_adapters and version in server.adapter_names()):
+                return None
+        except ServerError as error:
+            return error
+        return server.http.error(
+            f"has the weights {name!r} and not {version!r} of this run: it was started again, or another run uses it; "
+            "give each run servers of its own"
+        )
+
+    # ---------------------------------------------------------------------------------------------- all servers
 
     def _held(self) -> set[str]:
         """Returns the names of weights that are newest, or that a rollout is sampled with."""
@@ -124,11 +202,11 @@ class Fleet:
     def log_probs(self, tokens: Sequence[int]) -> list[list[float]]:
         """Returns log-probs of `tokens[1:]` at temperature 1 and the newest weights, from each server."""
         adapter = self.version if self.takes_adapters else None
-        return self._servers.map(lambda s: s.score(tokens, adapter=adapter))
+        return self.present.map(lambda s: s.score(tokens, adapter=adapter))
 
     def waits_for(self) -> str:
         """Says which servers are asked, and how many requests none of them has yet."""
-        urls, waiting = ", ".join(server.http.url for server in self._servers), sum(s.waiting for s in self.samplers)
+        urls, waiting = ", ".join(server.http.url for server in self.present), sum(s.waiting for s in self.samplers)
         return f"{urls} still answer(s), and {pluralize(waiting, 'request')} wait(s)"
 
     def abort(self) -> None:
@@ -157,7 +235,7 @@ class Fleet:
     def check_probe(self, probe: Probe, expected: Sequence[float]) -> None:
         """Raises ServerError if a server's log-probs of the probe are not about the `expected` ones."""
         self.probe_gap = 0.0
-        for server, found in zip(self._servers, self.log_probs(probe.tokens), strict=True):
+        for server, found in zip(self.present, self.log_probs(probe.tokens), strict=True):
             gap = sum(abs(a - b) for a, b in zip(expected, found, strict=True)) / len(expected)
             self.probe_gap = max(self.probe_gap, gap)
             if not gap <= probe.tolerance:
@@ -167,10 +245,10 @@ class Fleet:
                 )
 
     def sleep(self) -> None:
-        self._servers.map(lambda s: s.sleep())
+        self.present.map(lambda s: s.sleep())
 
     def wake(self) -> None:
-        self._servers.map(lambda s: s.wake())
+        self.present.map(lambda s: s.wake())
 
     def close(self) -> None:
         """Removes the files of weight syncs. The servers stay: they were not started here."""
@@ -186,7 +264,7 @@ class FleetSampler(Sampler):
     def __init__(self, fleet: Fleet, servers: ServerGroup[Server]) -> None:
         self._fleet, self.servers = fleet, servers
         self.held: str | None = None
-        self._todo: Collection[Any] = ()
+        self._todo: collections.deque[int] = collections.deque()
 
     def hold(self) -> None:
         """Samples by the fleet's newest weights, also when it has newer ones, until `release`."""
@@ -202,39 +280,63 @@ class FleetSampler(Sampler):
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """Returns completions in the order of the requests. Raises as `ServerSampler.sample`."""
-        fleet, version = self._fleet, self.held or self._fleet.version
+        version = self.held or self._fleet.version
         for sampling in {request.sampling for request in requests}:
             for server in self.servers:
                 server.refuse(sampling)
-        self._check_weights(version)
-        todo = self._todo = collections.deque(enumerate(requests))
-        completions: dict[int, Completion] = {}
+        completions: dict[int, tuple[Completion, Server]] = {}
+        while True:
+            servers = self._servers_with(version)
+            # One that was started again meanwhile may have sampled by other weights.
+            completions = {index: made for index, made in completions.items() if made[1] in servers}
+            if len(completions) == len(requests):
+                return [completions[index][0] for index in range(len(requests))]
+            self._todo = collections.deque(index for index in range(len(requests)) if index not in completions)
+            self._ask(servers, requests, completions, version)
+
+    def _ask(
+        self,
+        servers: ServerGroup[Server],
+        requests: Sequence[SampleRequest],
+        completions: dict[int, tuple[Completion, Server]],
+        version: str | None,
+    ) -> None:
+        """Asks servers for the completions in `_todo`. Those of a lost server are done by others, or are left."""
+        fleet, todo = self._fleet, self._todo
         adapter = version if fleet.takes_adapters else None
 
         def work(server: Server) -> None:
-            while True:
-                with fleet.slots[server.http.url]:
+            url = server.http.url
+            while url not in fleet.away:
+                with fleet.slots[url]:
                     try:
-                        index, request = todo.popleft()
+                        index = todo.popleft()
                     except IndexError:
                         return
-                    completions[index] = server.sample(request, adapter=adapter)
+                    try:
+                        completions[index] = server.sample(requests[index], adapter=adapter), server
+                    except ServerError as error:
+                        if not error.lost:
+                            raise
+                        fleet.leave_out(server, error)
+                        server.http.abort_requests()
+                        todo.append(index)
+                    except RequestAborted:
+                        if url not in fleet.away:
+                            raise
+                        todo.append(index)
 
-        lines = min(fleet.concurrency, math.ceil(len(requests) / len(self.servers)))
-        self.servers.call_all([functools.partial(work, server) for _ in range(lines) for server in self.servers])
-        self._check_weights(version)
-        return [completions[index] for index in range(len(requests))]
+        lines = min(fleet.concurrency, math.ceil(len(todo) / len(servers)))
+        servers.call_all([functools.partial(work, server) for _ in range(lines) for server in servers])
 
-    def _check_weights(self, version: str | None) -> None:
-        """Raises ServerError if a server has not the weights `version`, or with adapters has lost them."""
-        for server, name in zip(self.servers, self.servers.map(lambda s: s.version()), strict=True):
-            if name == version:
-                continue
-            if not self._fleet.takes_adapters or version not in server.adapter_names():
-                raise server.http.error(
-                    f"has the weights {name!r} and not {version!r} of this run: it was started again, or "
-                    "another run uses it; run the same command again, with servers of its own"
-                )
+    def _servers_with(self, version: str | None) -> ServerGroup[Server]:
+        """Returns the servers that have the weights, and leaves out the others. Raises ServerError if none is left."""
+        fleet = self._fleet
+        asked = ServerGroup(server for server in self.servers if server.http.url not in fleet.away)
+        for server, why in zip(asked, asked.map(lambda s: fleet.fault(s, version)), strict=True):
+            if why is not None:
+                fleet.leave_out(server, why)
+        return ServerGroup(server for server in asked if server.http.url not in fleet.away)
 
 
 class ServerSampler(Sampler):
@@ -258,6 +360,7 @@ class ServerSampler(Sampler):
         device: torch.device = torch.device("cpu"),  # noqa: B008 (nothing changes it)
         adapted: AdapterTraining | None = None,
         ahead: int = 0,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._config, self._probe, self._adapted = config, probe, adapted
         self._is_main, self._on_main = is_main, on_main
@@ -267,7 +370,7 @@ class ServerSampler(Sampler):
         def start() -> None:
             self._fleet = Fleet(
                 self.server, config, weights_dir=weights_dir, max_length=max_length, device=device, adapted=adapted,
-                ahead=ahead,
+                ahead=ahead, say=say,
             )  # fmt: skip
 
         on_main(start)
@@ -311,6 +414,7 @@ class ServerSampler(Sampler):
 
         After an error (ServerError) those that can be reached have the old ones, or stay paused.
         """
+        self._on_main(lambda: self.fleet.find_servers())
         self.wake()
         error: UserError | None = None
         if self._is_main:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.algorithms.correction import Correction, importance_weights
+from mrl.algorithms.correction import Correction, effective_samples, importance_weights
 from tests.algorithms.sequences import close, examples, flat, ragged
 
 CORRECTIONS = [
@@ -64,3 +64,10 @@ def test_a_long_sequence_far_off_neither_overflows_nor_divides():
             trainer_T, rollout_T, torch.ones(1000), torch.tensor([1000]), correction=Correction(mode, "sequence")
         )
         assert (got.weight_T == expected).all() and got.limited_T.all()
+
+
+def test_the_effective_sample_size_is_a_share():
+    weights = torch.tensor([2.0, 1.0, 1.0, 0.0])
+    found = effective_samples(float(weights.mean()), float(weights.square().mean()))
+    assert found == pytest.approx(float(weights.sum()) ** 2 / (4 * float(weights.square().sum())))
+    assert effective_samples(0.0, 0.0) == 0

@@ -106,6 +106,7 @@ def tokens_of(loss: ActorLoss, case: Ragged, rows: dict):
                     "actor/entropy": row["entropy"][t],
                     "actor/importance_weight": weights[t],
                     "actor/importance_limited": weights[t] in (0.0, loss.correction and loss.correction.cap),
+                    "actor/importance_squared": weights[t] ** 2,
                     "actor/clip_fraction": clipped,
                     "actor/clip_fraction_low": clipped and r < 1,
                     "actor/clip_fraction_high": clipped and r > 1,
@@ -133,7 +134,7 @@ def test_traps_5_and_6_actor_loss_and_metrics_however_split(case, loss):
             mean = test_aggregation.oracle("token_mean", column(tokens, name), case.masks)
             assert metrics[name] == pytest.approx(mean, rel=1e-9, abs=1e-9), name
         assert metrics.keys() == whole[2].keys()
-    of_correction = {"actor/importance_weight", "actor/importance_limited"}
+    of_correction = {f"actor/importance_{name}" for name in ("weight", "limited", "squared")}
     assert whole[2].keys() == tokens[0][0].keys() - {"loss"} - (set() if loss.correction else of_correction)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from mrl.rollout import http
 from tests.rollout import host_gpu
 from tests.rollout.real_vllm import LINKED, RealServer, hf_stream, make_model, sampler_of
+from tests.rollout.replay import WEIGHTS, Replay
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +45,34 @@ def sampler(servers, folders, tmp_path):
 def gpu(monkeypatch):
     """The device of a GPU that CUDA IPC reaches."""
     return host_gpu.stand_in(monkeypatch)
+
+
+@pytest.fixture
+def short_waits(monkeypatch):
+    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
+
+
+@pytest.fixture
+def replay(short_waits):
+    """Starts servers, which log to one list."""
+    started, shared = [], []
+
+    def start(**kwargs) -> Replay:
+        started.append(Replay("vllm.json", name=str(len(started)), shared=shared, **kwargs))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+@pytest.fixture
+def two(replay, tmp_path):
+    """(two servers, their sampler with weights handed over once); what happened until then is forgotten."""
+    servers = [replay(), replay()]
+    sampler = sampler_of([s.url for s in servers], str(tmp_path / "weights"), concurrency=2)
+    sampler.update_weights(iter(WEIGHTS))
+    for server in servers:
+        server.calls.clear()
+        server.shared.clear()
+    return servers, sampler

@@ -165,12 +165,12 @@ def logs_of(servers: list[RealServer]) -> Iterator[None]:
 
 def sampler_of(
     urls: list[str], weights_dir: str, *, is_main=True, on_main=lambda fn: fn(), probe=None, adapted=None,
-    device=CPU, **config,
+    device=CPU, say=lambda line: None, **config,
 ):  # fmt: skip
     settings = ServerConfig(**{"urls": tuple(urls), "bucket_mb": 1, **config})
     return VLLMServerSampler(
         settings, is_main=is_main, on_main=on_main, weights_dir=weights_dir, max_length=MAX_LENGTH, probe=probe,
-        adapted=adapted, device=device,
+        adapted=adapted, device=device, say=say,
     )  # fmt: skip
 
 

@@ -11,7 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 TRAFFIC = pathlib.Path(__file__).parent / "traffic"
+WEIGHTS = [("a", torch.arange(4.0)), ("b.c", torch.ones(2, 3, dtype=torch.bfloat16))]
 Answer = tuple[int, Any]
 Fault = Callable[[Any, Answer], Answer | None]
 """`fn(body, recorded) -> answer`; None hangs up. It may sleep first."""
@@ -25,7 +28,13 @@ class Replay:
     """
 
     def __init__(
-        self, file: str, *, name: str = "", shared: list[tuple[str, str]] | None = None, delay_s: float = 0.0
+        self,
+        file: str,
+        *,
+        name: str = "",
+        shared: list[tuple[str, str]] | None = None,
+        delay_s: float = 0.0,
+        port: int = 0,
     ) -> None:
         self.exchanges = json.loads((TRAFFIC / file).read_text(encoding="utf-8"))
         self.name, self.shared, self.delay_s = name, [] if shared is None else shared, delay_s
@@ -66,7 +75,7 @@ class Replay:
         class Server(http.server.ThreadingHTTPServer):
             request_queue_size = 128
 
-        self._server = Server(("127.0.0.1", 0), Handler)
+        self._server = Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         self._thread.start()

@@ -1,5 +1,6 @@
 """Saved rollouts: written whole, read back as they were, and replayed."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -54,7 +55,7 @@ def test_a_line_is_what_a_person_wants_to_know_first(saved):
         ("environment", None), ("prompt", ROWS[1]["prompt"]), ("completion", "lazy é dog"), ("finished", True), ("turns", 1),
         ("response_length", t.response_length), ("advantage", -0.1 * 3), ("tokens", t.tokens), ("mask", t.mask),
         ("log_probs", t.log_probs), ("conversation", None), ("cut_by", None),
-        ("advantages", [0.5 * m for m in t.mask]),
+        ("advantages", [0.5 * m for m in t.mask]), ("weights", None),
     ]  # fmt: skip
 
 
@@ -65,6 +66,18 @@ def test_a_replay_gives_what_was_saved(saved, prompts):
     recorded = RecordedRollouts(config(path=folder))
     assert not recorded.exact and recorded.sample(prompts, step=12, samples=2) == trajectories  # and again
     recorded.close()
+
+
+def test_samples_of_older_weights_are_not_replayed_without_a_correction(saved, prompts):
+    folder, trajectories = saved
+    write_samples(folder, 12, [dataclasses.replace(t, weights=9) for t in trajectories])
+    with pytest.raises(
+        ConfigError, match="^algorithm.correction: value null is needed: .* weights after step 9, for step 12"
+    ):
+        RecordedRollouts(config(path=folder), corrects=False).sample(prompts, step=12, samples=2)
+    assert replayed(folder, prompts)[0].weights == 9
+    write_samples(folder, 12, [dataclasses.replace(t, weights=11) for t in trajectories])
+    assert RecordedRollouts(config(path=folder), corrects=False).sample(prompts, step=12, samples=2)[0].weights == 11
 
 
 def test_conversations_are_replayed_without_their_environment(tmp_path, prompts):

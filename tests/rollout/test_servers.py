@@ -10,8 +10,6 @@ import itertools
 import json
 import pathlib
 import pickle
-import threading
-import time
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from mrl.config.ppo import ServerConfig
 from mrl.engine.base import BaseEngine
 from mrl.engine.sampling import SamplingKey, SamplingParams
 from mrl.errors import ConfigError, ServerError
-from mrl.rollout import http
 from mrl.rollout.server import seed_of
 from mrl.rollout.servers import Probe
 from mrl.rollout.vllm import VLLMServer, refuse
@@ -30,43 +27,11 @@ from mrl.weights.safetensors_io import SafetensorsReader
 from tests.engine.harness import run_case
 from tests.rollout.real_vllm import sampler_of
 from tests.rollout.record import OUT_OF_VOCABULARY, SCORED, asked
-from tests.rollout.replay import TRAFFIC, Replay, changed, hang_up, says
+from tests.rollout.replay import TRAFFIC, WEIGHTS, changed, hang_up, says
 
 COMPLETIONS, LOAD = "/v1/completions", "/collective_rpc"
-WEIGHTS = [("a", torch.arange(4.0)), ("b.c", torch.ones(2, 3, dtype=torch.bfloat16))]
 BUSY = says(503, {"error": {"message": "later"}})
 BROKEN = says(500, {"error": {"message": "Call to collective_rpc\nmethod failed"}})
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
-
-
-@pytest.fixture
-def replay():
-    """Starts servers, which log to one list."""
-    started, shared = [], []
-
-    def start(**kwargs) -> Replay:
-        started.append(Replay("vllm.json", name=str(len(started)), shared=shared, **kwargs))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.close()
-
-
-@pytest.fixture
-def two(replay, tmp_path):
-    """(two servers, their sampler with weights handed over once); what happened until then is forgotten."""
-    servers = [replay(), replay()]
-    sampler = sampler_of([s.url for s in servers], str(tmp_path / "weights"), concurrency=2)
-    sampler.update_weights(iter(WEIGHTS))
-    for server in servers:
-        server.calls.clear()
-        server.shared.clear()
-    return servers, sampler
 
 
 def recorded():
@@ -109,22 +74,6 @@ def test_a_server_that_stays_busy_is_an_error(two):
         ServerError, match=r"^rollout.server.urls: http://\S+ /v1/completions says HTTP 503: later, after 4 tries"
     ):
         sampler.sample(asked())
-
-
-def test_a_dead_server_is_one_line_and_ends_the_others(two):
-    servers, sampler = two
-    servers[0].faults[COMPLETIONS] = [servers[0].hang] * 100
-    servers[1].faults[COMPLETIONS] = [lambda body, told: servers[1].close()] + [hang_up] * 100
-    start = time.monotonic()
-    with pytest.raises(
-        ServerError,
-        match=rf"^rollout.server.urls: {servers[1].url} \S+ cannot be reached \(.*\), after 4 tries; [^\n]*$",
-    ):
-        sampler.sample(asked())
-    assert time.monotonic() - start < 40
-    assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
-    servers[0].faults.clear()
-    assert servers[0].version == sampler.fleet.version
 
 
 def test_no_answer_in_time_is_an_error(replay, tmp_path):
@@ -251,17 +200,6 @@ def test_one_that_cannot_be_paused_stops_the_hand_over(two, tmp_path):
         sampler.update_weights(iter(WEIGHTS))
     assert loaded(servers[0]) == loaded(servers[1]) == [] and servers[0].paths()[-1] == "/resume"
     assert len(list((tmp_path / "weights").iterdir())) == 1
-
-
-@pytest.mark.parametrize("when", [1, 2])
-def test_a_server_with_other_weights_is_an_error(two, when):
-    """Before the requests or after them: it was started again meanwhile."""
-    servers, sampler = two
-    as_recorded = [lambda body, told: told] * (when - 1)
-    servers[1].faults["/weight_info"] = [*as_recorded, says(200, {"weight_version": "default"})]
-    with pytest.raises(ServerError, match=rf"{servers[1].url} has the weights 'default' and not '\S+' of this run"):
-        sampler.sample(asked())
-    assert (sum(s.paths().count(COMPLETIONS) for s in servers) == 0) == (when == 1)
 
 
 def test_weights_with_other_names_are_not_handed_over(two):

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mrl.algorithms.configured import configured_recipe
 from mrl.batch import make_batch
 from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig, RolloutConfig
@@ -52,12 +53,13 @@ def make_sampler(
     lora: LoraConfig | None = None,
     ahead: int = 0,
     group: str = "",
+    say: Callable[[str], None] = lambda line: None,
 ) -> Sampler:
     """Returns the sampler of `rollout.backend`, but for a replay, which samples nothing.
 
     folder, dtype, lora: of the actor's model. max_length: tokens of the longest sequence. output_dir: where weights for
-    servers lie, if rollout.server names no folder. progress: as of `BaseEngine.generate`. ahead: as of `Fleet`. group:
-    a folder of its own for weights.
+    servers lie, if rollout.server names no folder. progress: as of `BaseEngine.generate`. ahead, say: as of
+    `Fleet`. group: a folder of its own for weights.
     """
     if rollout.backend == "native":
         # Half of the cache for conversations between their turns, but for what the longest sequence needs.
@@ -86,6 +88,7 @@ def make_sampler(
         device=dispatch.device,
         adapted=AdapterTraining(folder, lora) if lora is not None and rollout.server.lora == "adapter" else None,
         ahead=ahead,
+        say=say,
     )
 
 
@@ -147,7 +150,9 @@ def open_rollouts(trainer: Trainer) -> tuple[TrajectorySource, list[SyncedSample
     console.doing("starting the sampler")
     say_all(console, ends.notes(tokenizer, "completions end there, too, and the export names it"))
     if config.rollout.backend == "recorded":
-        return RecordedRollouts(config.rollout, on_main=dispatch.on_main), [SyncedSampler(None, dispatch)]
+        corrects = configured_recipe(config.algorithm).correction != "none"
+        recorded = RecordedRollouts(config.rollout, on_main=dispatch.on_main, corrects=corrects)
+        return recorded, [SyncedSampler(None, dispatch)]
     model = config.actor.model
     folder = dispatch.engines["actor"].config.model.path
     level = config.rollout.async_level
@@ -156,7 +161,7 @@ def open_rollouts(trainer: Trainer) -> tuple[TrajectorySource, list[SyncedSample
     for number, rollout in enumerate(rollouts_by_group):
         sampler = make_sampler(
             rollout, dispatch, tokenizer, folder=folder, dtype=model.dtype, max_length=config.max_length,
-            output_dir=trainer.directory.path, progress=console.generated, lora=model.lora,
+            output_dir=trainer.directory.path, progress=console.generated, lora=model.lora, say=console.say,
             ahead=level // len(rollouts_by_group), group=f"group_{number}" if number else "",
         )  # fmt: skip
         trainer.closing.callback(sampler.close)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mrl.algorithms.correction import effective_samples
 from mrl.algorithms.losses import ActorLoss, CriticLoss
 from mrl.algorithms.policy import largest_ratio
 from mrl.algorithms.recipes import actor_loss, critic_loss
@@ -49,6 +50,9 @@ def train_actor(trainer: PPOTrainer, batch: Batch) -> tuple[dict[str, float], Te
     ctx = {"temperature": config.rollout.temperature, "entropy": entropy}
     log_probs_T, loss, found, result = train_role(trainer, "actor", batch, loss_fn, ctx)
     found = {"actor/mtp_loss" if name == "mtp_loss" else name: value for name, value in found.items()}
+    squared = found.pop("actor/importance_squared", None)
+    if squared is not None:
+        found["actor/effective_samples"] = effective_samples(found["actor/importance_weight"], squared)
     old_log_probs_T = batch.token_fields.get("old_log_probs", log_probs_T)
     row = {
         "train/loss": loss,

@@ -26,6 +26,7 @@ from mrl.errors import RewardError
 from mrl.roles.dispatch import StepResult, WorkerDispatch
 from mrl.roles.reward_model import RewardModel
 from mrl.rollout.base import SampleRequest
+from mrl.rollout.http import HttpClient
 from mrl.rollout.native import EngineSampler
 from mrl.trainers import ppo, signals
 from mrl.trainers.rl import experience, prepare, roles
@@ -226,6 +227,19 @@ def killed_at(step: int, pid: int | None = None, name: str = "SIGKILL", after_ro
 
 
 @contextlib.contextmanager
+def server_comes_back(step: int, pid: int, url: str, at: int) -> Iterator[None]:
+    """A server's process ends as `step` begins to train. As step `at` does, the run waits for another one at its url."""
+
+    def wait(trainer: Any, *_: Any) -> None:
+        client = HttpClient(url, timeout_s=60)
+        while trainer.progress.step + 1 == at and not client.is_reached():
+            time.sleep(0.1)
+
+    with killed_at(step, pid), before(ppo, "one_step", wait):
+        yield
+
+
+@contextlib.contextmanager
 def hurried_at(step: int, pid: int) -> Iterator[None]:
     """The servers of process `pid` hang as `step` begins to train, and SIGTERM comes twice."""
 
@@ -252,6 +266,7 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     "step_changes": step_changes,
     "killed_at": killed_at,
     "hurried_at": hurried_at,
+    "server_comes_back": server_comes_back,
     "steps_take": steps_take,
     "reward_model_fails": reward_model_fails,
 }
