@@ -105,11 +105,14 @@ class PPO(TrainingCommand[PPOConfig]):
             return "algorithm.mini_batch_size", config.algorithm.mini_batch_size
         return super().smallest_batch(config, role)
 
+    def processes_beside(self, config: PPOConfig) -> int:
+        return config.rollout.ranks
+
     def check_processes(self, config: PPOConfig, parts: Sequence[Part], world_size: int) -> None:
         from mrl.config.ppo_checks import check_inside
 
         actor = next(part for part in parts if part.role == "actor")
-        check_inside(config.rollout, world_size, actor.hf)
+        check_inside(config.rollout, config.rollout.ranks or world_size, actor.hf)
         lora = config.actor.model.lora
         if config.rollout.server.lora == "adapter" and lora is not None and os.path.isdir(actor.model.path):
             from mrl.rollout.adapters import AdapterTraining, check_adapter_training
@@ -191,6 +194,9 @@ class PPO(TrainingCommand[PPOConfig]):
             engines = f"{pluralize(count, 'engine')} of tp {server.tp}"
             memory = f"{server.memory_fraction:g} of each GPU's memory"
             lines.append(f"rollout: vLLM inside the trainer, {engines}, with {memory} while sampling")
+        if rollout.ranks:
+            processes_of = pluralize(rollout.ranks, "process", "processes")
+            lines.append(f"rollout: {processes_of} of its own, {rollout.ranks // server.tp} models of tp {server.tp}")
         return lines
 
     def engine_config(self, config: PPOConfig, part: Part) -> RoleConfig:
@@ -210,7 +216,7 @@ class PPO(TrainingCommand[PPOConfig]):
         inside = rollout.backend == "vllm" and not rollout.server.urls
         found, keys = [], config.algorithm.distill
         distill = None if keys is None else Distill(keys.loss, keys.resolved_beta, keys.top_k, rollout.temperature)
-        if rollout.backend == "native":
+        if rollout.backend == "native" and not rollout.ranks:
             limits: dict[str, Any] = {"cache_tokens": rollout.cache_tokens, "prefill_tokens": rollout.prefill_tokens}
             found.append(Phase("sampling", "actor", "sample", size, **limits))
         elif inside:

@@ -187,6 +187,10 @@ class TrainingCommand(abc.ABC, Generic[C]):
         number."""
         return "train.global_batch_size", _rows(self, config).train.global_batch_size
 
+    def processes_beside(self, config: C) -> int:
+        """Returns how many processes of a run do not train: the last ones."""
+        return 0
+
     def check_processes(self, config: C, parts: Sequence[Part], world_size: int) -> None:
         """Raises ConfigError where the run is not to be on so many processes for a reason beside its parts' layouts."""
 

@@ -105,7 +105,7 @@ def check_inference(config: InferenceConfig) -> None:
     """Raises ConfigError where keys contradict each other or one would be left unread. It reads no file."""
     advice = "leave it out"
     refuse_unread(config.model, "model", NOTHING_TRAINS, advice, ("init", "lora"))
-    refuse_unread(config.rollout, "rollout", NOTHING_TRAINS, advice, ("async_level",))
+    refuse_unread(config.rollout, "rollout", NOTHING_TRAINS, advice, ("async_level", "ranks"))
     refuse_unread(config.rollout.server, "rollout.server", NOTHING_TRAINS, advice, ("lora",))
     refuse_unread(config.data, "data", "here: rows are of one path", advice, ("mix_by",))
     refuse_unread(config.data, "data", "here: rows are taken in their order", advice, ("shuffle",))

@@ -163,6 +163,13 @@ class RolloutConfig:
         minimum=0,
         maximum=8,
     )
+    ranks: int = key(
+        0,
+        "processes, the last ones, that sample with the actor's engine beside training (backend native, async_level 1; "
+        "docs/async-rollouts.md); rollout.server.tp of them share a model",
+        minimum=0,
+        maximum=MAX_DEGREE,
+    )
     path: str | None = key(None, "folder of samples/ files to replay, for backend recorded")
     environment: str | None = key(None, "path.py:Class for conversations of several turns (docs/environments.md)")
     max_turns: int = key(8, "turns of the model in a conversation with an environment", minimum=1)

@@ -256,7 +256,10 @@ def check_batch_invariant(rollout: RolloutConfig, engine: EngineConfig, path: st
 
 def _check_server(config: SamplingRunConfig) -> None:
     backend, server, path = config.rollout.backend, config.rollout.server, "rollout.server"
-    if backend not in SERVERS:
+    if backend == "native" and config.rollout.ranks:
+        unread = ("urls", "handover", "lora", "concurrency", "timeout_s", "sleep", "memory_fraction")
+        refuse_unread(server, path, "by rollout.ranks", "leave it out, or use servers", unread)
+    elif backend not in SERVERS:
         fix = f"set it to {' or '.join(SERVERS)}, or leave this out"
         refuse_unread(server, path, f"by rollout.backend {backend}", fix)
     elif server.urls:
@@ -319,15 +322,17 @@ def check_inside(rollout: RolloutConfig, world_size: int, hf: Mapping[str, Any])
 def _check_async(config: PPOConfig) -> None:
     """Raises ConfigError if nothing could sample while the run trains, or what it samples would be used wrongly."""
     rollout, level, key = config.rollout, config.rollout.async_level, "rollout.async_level"
+    if rollout.ranks:
+        _check_ranks(config)
     if not level:
         return
-    if rollout.backend not in SERVERS or not rollout.server.urls:
-        fix = "set rollout.backend to vllm or sglang, and rollout.server.urls, or leave it out"
-        raise ConfigError(key, level, "needs servers that sample while this run trains", fix)
+    if not rollout.ranks and (rollout.backend not in SERVERS or not rollout.server.urls):
+        fix = "set rollout.backend to vllm or sglang, and rollout.server.urls, or rollout.ranks, or leave it out"
+        raise ConfigError(key, level, "needs servers or ranks that sample while this run trains", fix)
     if len({url.rstrip("/") for url in rollout.server.urls}) < len(rollout.server.urls):
         why = f"names a server twice, and with {key} it would get weights while it samples"
         raise ConfigError("rollout.server.urls", list(rollout.server.urls), why, "name it once")
-    if level > len(rollout.server.urls) and rollout.server.lora != "adapter":
+    if not rollout.ranks and level > len(rollout.server.urls) and rollout.server.lora != "adapter":
         why = f"needs {level} groups of servers, as each holds one set of weights, and rollout.server.urls has "
         fix = "give more, or train adapters with rollout.server.lora adapter, which one server holds several of"
         raise ConfigError(key, level, why + str(len(rollout.server.urls)), fix)
@@ -341,6 +346,20 @@ def _check_async(config: PPOConfig) -> None:
     if every is not None and every % steps:
         why = f"is not a multiple of the {steps} steps of an iteration, and with {key} servers get weights between two"
         raise ConfigError("train.eval_every", every, why, f"give {_nearest_multiples(every, steps)}")
+
+
+def _check_ranks(config: PPOConfig) -> None:
+    """Raises ConfigError if ranks of their own cannot sample, or would not do so beside training."""
+    rollout, key = config.rollout, "rollout.ranks"
+    if rollout.backend != "native":
+        why = f"run the actor's engine, and rollout.backend is {rollout.backend}"
+        raise ConfigError(key, rollout.ranks, why, "set that to native, or leave this out")
+    if rollout.async_level != 1:
+        why = "gives ranks that hold one set of weights beside those that train"
+        raise ConfigError("rollout.async_level", rollout.async_level, f"with {key} {why}", "set it to 1")
+    if config.actor.engine.backend == "fsdp" and rollout.server.tp > 1:
+        why = "is for actor.engine.backend megatron: fsdp shards the model over all ranks"
+        raise ConfigError("rollout.server.tp", rollout.server.tp, why, "leave it out")
 
 
 def _check_environment(config: SamplingRunConfig) -> None:

@@ -35,9 +35,10 @@ JOIN_TIMEOUT = datetime.timedelta(minutes=30)
 """How long the start waits for all processes to appear."""
 
 
-def join_processes(device_type: str) -> None:
+def join_processes(device_type: str, world: tuple[dist.Store, int, int] | None = None) -> None:
     """Joins the processes of RANK, WORLD_SIZE and MASTER_*, or makes a world of one. Idempotent.
 
+    world: store, rank and size of another world than that.
     CPU tensors (checkpoints, metadata) always go over gloo, those on a GPU over NCCL.
     """
     if dist.is_initialized():
@@ -47,7 +48,9 @@ def join_processes(device_type: str) -> None:
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
-    if "RANK" in os.environ:
+    if world is not None:
+        store, rank, world_size = world
+    elif "RANK" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
     else:
         store, rank, world_size = dist.HashStore(), 0, 1

@@ -103,6 +103,11 @@ def check_layout(
     here: the run is to be on this machine, whose GPUs and packages are then looked at too.
     """
     made = []
+    beside = command.processes_beside(config)
+    if beside >= world_size:
+        why = f"leaves none of the {world_size} processes to the trainer"
+        raise ConfigError("rollout.ranks", beside, why, "start more processes, or give fewer ranks")
+    world_size -= beside
     for part in parts:
         with command.rewrite_error_keys(config, part.role):
             dims = parallel_dims(part.engine.parallel, world_size)

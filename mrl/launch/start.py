@@ -44,7 +44,10 @@ def start(
         parts = preflight.check_files(command, config)
         if joined is not None and nproc is not None:
             raise ConfigError("--nproc", nproc, f"has no effect under {joined.launcher}", "leave it out")
-        world_size = choose_nproc(parts, nproc, here=not dry_run) if joined is None else joined.world_size
+        if joined is None:
+            world_size = choose_nproc(parts, nproc, here=not dry_run, beside=command.processes_beside(config))
+        else:
+            world_size = joined.world_size
         layouts = preflight.check_layout(command, config, parts, world_size, here=not dry_run)
     if dry_run:
         preflight.check_code(command, config)
@@ -121,8 +124,8 @@ def join(joined: JoinedWorld) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def choose_nproc(parts: Sequence[Part], asked: int | None, *, here: bool = True) -> int:
-    """Returns how many processes a run of these models starts on this machine."""
+def choose_nproc(parts: Sequence[Part], asked: int | None, *, here: bool = True, beside: int = 0) -> int:
+    """Returns how many processes a run of these models starts on this machine. beside: those that do not train."""
     gpus = 0
     devices = {part.key("engine"): part.engine.device for part in parts}
     if "cpu" not in devices.values():
@@ -131,7 +134,7 @@ def choose_nproc(parts: Sequence[Part], asked: int | None, *, here: bool = True)
         gpus = torch.cuda.device_count()
     key = next((key for key, device in devices.items() if device == "cuda"), "engine")
     device = devices.get(key, "auto")
-    needed = preflight.needed_processes(parts)
+    needed = preflight.needed_processes(parts) + beside
     return preflight.choose_nproc(asked, device=device, gpus=gpus, needed=needed, key=key, here=here)
 
 

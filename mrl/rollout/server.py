@@ -64,6 +64,7 @@ class Server(abc.ABC):
     most_rank: int | None = None  # the largest rank of its adapters; None if it does not say
     most_adapters: int | None = None  # that it samples with at a time; None if it does not say
     how_to_adapt: str  # the options that a server needs for adapters
+    takes_all = False  # `sample_all` wants all requests of a rollout at once
 
     def __init__(self, http: HttpClient) -> None:
         self.http = http
@@ -127,6 +128,10 @@ class Server(abc.ABC):
         if what is not None:
             raise self.http.error(what)
         return completion
+
+    def sample_all(self, requests: Sequence[SampleRequest], *, adapter: str | None = None) -> list[Completion]:
+        """Returns completions in the order of the requests, as `sample`."""
+        return [self.sample(request, adapter=adapter) for request in requests]
 
     @abc.abstractmethod
     def score(self, tokens: Sequence[int], *, adapter: str | None = None) -> list[float]:

@@ -310,21 +310,25 @@ class FleetSampler(Sampler):
             while url not in fleet.away:
                 with fleet.slots[url]:
                     try:
-                        index = todo.popleft()
+                        indices = [todo.popleft()]
                     except IndexError:
                         return
+                    if server.takes_all:
+                        indices += todo
+                        todo.clear()
                     try:
-                        completions[index] = server.sample(requests[index], adapter=adapter), server
+                        made = server.sample_all([requests[index] for index in indices], adapter=adapter)
+                        completions.update(zip(indices, ((each, server) for each in made), strict=True))
                     except ServerError as error:
                         if not error.lost:
                             raise
                         fleet.leave_out(server, error)
                         server.http.abort_requests()
-                        todo.append(index)
+                        todo.extend(indices)
                     except RequestAborted:
                         if url not in fleet.away:
                             raise
-                        todo.append(index)
+                        todo.extend(indices)
 
         lines = min(fleet.concurrency, math.ceil(len(todo) / len(servers)))
         servers.call_all([functools.partial(work, server) for _ in range(lines) for server in servers])

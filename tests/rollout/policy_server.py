@@ -130,9 +130,10 @@ class Running:
     """A server in a process of its own."""
 
     def __init__(self, model: str | pathlib.Path, seconds: float = 0.0, port: int = 0) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", port))
-            port = listener.getsockname()[1]
+        if not port:
+            with socket.socket() as listener:
+                listener.bind(("127.0.0.1", 0))
+                port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "tests.rollout.policy_server", str(model), str(port), str(seconds)]
         self.process = subprocess.Popen(command, cwd=ROOT)

@@ -25,6 +25,7 @@ from mrl.rollout.adapters import AdapterTraining
 from mrl.rollout.base import Sampler, SharedRollouts, TrajectorySource
 from mrl.rollout.kept import KeptRollouts
 from mrl.rollout.native import EngineSampler
+from mrl.rollout.ranks import TIMEOUT_S, RankSampler
 from mrl.rollout.recorded import RecordedRollouts
 from mrl.rollout.rollouts import Rollouts
 from mrl.rollout.servers import Probe, ServerSampler
@@ -36,7 +37,7 @@ from mrl.rollout.weights import weights_dir
 from mrl.trainers.common import say_all
 from mrl.trainers.trainer import Trainer
 
-SERVERS = {"vllm": VLLMServerSampler, "sglang": SGLangServerSampler}
+SERVERS = {"vllm": VLLMServerSampler, "sglang": SGLangServerSampler, "native": RankSampler}
 PROBE_TEXT = "The quick brown fox jumps over the lazy dog: 12 + 30 = 42."
 
 
@@ -54,14 +55,15 @@ def make_sampler(
     ahead: int = 0,
     group: str = "",
     say: Callable[[str], None] = lambda line: None,
+    ranks_url: str = "",
 ) -> Sampler:
     """Returns the sampler of `rollout.backend`, but for a replay, which samples nothing.
 
     folder, dtype, lora: of the actor's model. max_length: tokens of the longest sequence. output_dir: where weights for
     servers lie, if rollout.server names no folder. progress: as of `BaseEngine.generate`. ahead, say: as of
-    `Fleet`. group: a folder of its own for weights.
+    `Fleet`. group: a folder of its own for weights. ranks_url: of the sampling ranks, with rollout.ranks.
     """
-    if rollout.backend == "native":
+    if rollout.backend == "native" and not rollout.ranks:
         # Half of the cache for conversations between their turns, but for what the longest sequence needs.
         kept_tokens = min(rollout.cache_tokens // 2, rollout.cache_tokens - max_length)
 
@@ -78,12 +80,15 @@ def make_sampler(
             rollout.server, path=folder, dtype=dtype, temperature=rollout.temperature, max_length=max_length,
             device=dispatch.device,
         )  # fmt: skip
+    server = rollout.server
+    if rollout.ranks:
+        server = dataclasses.replace(server, urls=(ranks_url,), handover="disk", timeout_s=TIMEOUT_S)
     return SERVERS[rollout.backend](
-        rollout.server,
+        server,
         is_main=dispatch.is_main,
         on_main=dispatch.on_main,
         max_length=max_length,
-        weights_dir=str(pathlib.Path(weights_dir(rollout.server, str(output_dir)), group)),
+        weights_dir=str(pathlib.Path(weights_dir(server, str(output_dir)), group)),
         probe=_probe(dispatch, tokenizer, max_length),
         device=dispatch.device,
         adapted=AdapterTraining(folder, lora) if lora is not None and rollout.server.lora == "adapter" else None,
@@ -142,9 +147,9 @@ class SyncedSampler:
         return seconds if self._beside else None
 
 
-def open_rollouts(trainer: Trainer) -> tuple[TrajectorySource, list[SyncedSampler]]:
+def open_rollouts(trainer: Trainer, ranks_url: str) -> tuple[TrajectorySource, list[SyncedSampler]]:
     """Returns the source of trajectories, and the sampler behind it; several if groups of servers take turns. They end
-    with the trainer."""
+    with the trainer. ranks_url: of the sampling ranks, with rollout.ranks."""
     config, dispatch, console = trainer.config, trainer.dispatch, trainer.console
     tokenizer, ends = trainer.tokenizer, trainer.ends
     console.doing("starting the sampler")
@@ -162,7 +167,7 @@ def open_rollouts(trainer: Trainer) -> tuple[TrajectorySource, list[SyncedSample
         sampler = make_sampler(
             rollout, dispatch, tokenizer, folder=folder, dtype=model.dtype, max_length=config.max_length,
             output_dir=trainer.directory.path, progress=console.generated, lora=model.lora, say=console.say,
-            ahead=level // len(rollouts_by_group), group=f"group_{number}" if number else "",
+            ranks_url=ranks_url, ahead=level // len(rollouts_by_group), group=f"group_{number}" if number else "",
         )  # fmt: skip
         trainer.closing.callback(sampler.close)
         samplers.append(sampler)

@@ -58,10 +58,11 @@ class PPOTrainer(Trainer):
     source: PromptSource
     launched: LaunchedRollouts | None = None  # with rollout.async_level
 
-    def __init__(self, config: PPOConfig, console: Console, closing: contextlib.ExitStack) -> None:
+    def __init__(self, config: PPOConfig, console: Console, closing: contextlib.ExitStack, ranks_url: str = "") -> None:
         """Makes each part once. Models are built later, by `build`.
 
-        Raises UserError if something that the config names cannot be used.
+        ranks_url: of the sampling ranks, with rollout.ranks. Raises UserError if something that the config names cannot
+        be used.
         """
         super().__init__(config, console, closing)
         self.experience: Experience | None = None  # of the iteration at hand; None at the start of one
@@ -87,7 +88,7 @@ class PPOTrainer(Trainer):
                 f"{pluralize(config.rollout.async_level, 'rollout')} ahead of training; algorithm.correction: "
                 f"{self.recipe.correction}"
             )
-        self.rollouts, self.samplings = open_rollouts(self)
+        self.rollouts, self.samplings = open_rollouts(self, ranks_url)
         self.sampling = self.samplings[0]
         self.watch_signals("rollout or step")
         self.collector = self._collector(
@@ -311,7 +312,8 @@ def _model_path(config: Mapping[str, Any], role: str) -> str:
 
 
 @contextlib.contextmanager
-def trainer_of(config: PPOConfig) -> Iterator[PPOTrainer]:
-    """Gives the trainer of a run, with the run's directory locked; all parts are ended afterwards."""
+def trainer_of(config: PPOConfig, ranks_url: str = "") -> Iterator[PPOTrainer]:
+    """Gives the trainer of a run, with the run's directory locked; all parts are ended afterwards. ranks_url: as of
+    PPOTrainer."""
     with console_of(config) as console, contextlib.ExitStack() as closing:
-        yield PPOTrainer(config, console, closing)
+        yield PPOTrainer(config, console, closing, ranks_url)

@@ -1,0 +1,194 @@
+"""The program of the ranks that sample beside training (`rollout.ranks`).
+
+The launcher starts one world. Its last ranks become a world of their own here, and so do the others, on the same store.
+The sampling ranks run the actor's engine without an optimizer. Their main process answers HTTP, and each call is made
+on all of them together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import http.server
+import json
+import os
+import queue
+import secrets
+import socket
+import tempfile
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+
+from mrl.algorithms.configured import check_algorithm
+from mrl.batch import make_batch
+from mrl.config.ppo import PPOConfig
+from mrl.config.roles import role_configs
+from mrl.config.schema import ParallelConfig
+from mrl.data.tokenizer import load_tokenizer
+from mrl.engine.collective import JOIN_TIMEOUT, call_on_every_rank, is_main, join_processes, on_main
+from mrl.engine.registry import build_engine
+from mrl.engine.sampling import SamplingKey, SamplingParams
+from mrl.errors import UserError
+from mrl.ops.devices import device_type
+from mrl.roles.dispatch import WorkerDispatch
+from mrl.rollout.base import SampleRequest
+from mrl.trainers.rl.roles import role_folder
+from mrl.trainers.rl.samplers import make_sampler
+from mrl.trainers.signals import StopSignal
+
+KEEPALIVE_S = 60.0
+"""How long the main process waits for a call before it tells the others that there is none: gloo ends a longer wait."""
+
+ADDRESS = "rollout_ranks"
+
+
+def join_worlds(config: PPOConfig) -> str | None:
+    """Joins the world of this rank. Returns the url of the sampling ranks on ranks that train.
+
+    On a sampling rank it samples until the trainer ends it, and returns None.
+    """
+    store, rank, size = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
+    ranks, device = config.rollout.ranks, device_type(config.actor.engine.device)
+    first = size - ranks
+    samples = rank >= first
+    own_rank, own_size = (rank - first, ranks) if samples else (rank, first)
+    os.environ |= {"RANK": str(own_rank), "WORLD_SIZE": str(own_size)}
+    prefix = "rollout" if samples else "trainer"
+    join_processes(device, world=(dist.PrefixStore(prefix, store), own_rank, own_size))
+    if not samples:
+        return store.get(ADDRESS).decode()
+    with StopSignal():  # the trainer answers signals, and may need the rollout that is under way
+        _serve(config, store)
+    return None
+
+
+def _serve(config: PPOConfig, store: dist.Store) -> None:
+    """Answers calls until one ends it. Collective over the sampling ranks."""
+    calls: _Calls | None = None
+    if is_main():
+        calls = _Calls()
+        store.set(ADDRESS, calls.url)
+    model = _SampledModel(config)
+    while True:
+        call = on_main(lambda: calls.next() if calls is not None else None)
+        if call is None:
+            continue
+        name, body = call
+        answer: Any = None
+        try:
+            if name != "end":
+                answer = call_on_every_rank(lambda: getattr(model, f"do_{name}")(**body))  # noqa: B023 (called here)
+        except UserError as error:
+            answer = error
+        if calls is not None:
+            calls.answer(answer)
+        if name == "end":
+            return
+
+
+class _SampledModel:
+    """The actor's model on the sampling ranks, and what is asked of it. Methods are collective."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        self._max_length, self._folder = config.max_length, role_folder(config, "actor")
+        role = role_configs(config, {"actor": self._folder, **_other_folders(config)}, check_algorithm(config))["actor"]
+        parallel = ParallelConfig(tp=config.rollout.server.tp)
+        role = dataclasses.replace(
+            role, optimizer=None, mtp=None,
+            model=dataclasses.replace(role.model, lora=None),
+            engine=dataclasses.replace(role.engine, parallel=parallel, offload=()),
+        )  # fmt: skip
+        engine = build_engine(role)
+        engine.init_model()
+        self._engine, self._dispatch, self._version = engine, WorkerDispatch({"actor": engine}, offload_idle=False), ""
+        tokenizer = load_tokenizer(self._folder, config.actor.model.trust_remote_code, config.data.chat_template)
+        # It samples by its own engine, as if there were no other ranks.
+        rollout = dataclasses.replace(config.rollout, ranks=0, async_level=0)
+        with tempfile.TemporaryDirectory() as nothing:
+            self._sampler = make_sampler(
+                rollout, self._dispatch, tokenizer, folder=self._folder, dtype=config.actor.model.dtype,
+                max_length=self._max_length, output_dir=nothing, progress=lambda done, of: None,
+            )  # fmt: skip
+
+    def do_inspect(self) -> dict[str, Any]:
+        return {"path": self._folder, "max_length": self._max_length}
+
+    def do_sample(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        made = self._sampler.sample([_request(**fields) for fields in requests])
+        return [dataclasses.asdict(completion) for completion in made]
+
+    def do_score(self, tokens: list[int]) -> list[float]:
+        batch = make_batch([tokens], [[1.0] * len(tokens)])
+        return self._dispatch.forward("actor", batch)["log_probs"].tolist()
+
+    def do_version(self) -> str:
+        return self._version
+
+    def do_load(self, path: str | None, version: str) -> None:
+        if path is not None:
+            self._engine.load_hf(path)
+        self._version = version
+
+
+def _other_folders(config: PPOConfig) -> dict[str, str]:
+    """Returns a name for the folder of each role beside the actor: no engine is built from it."""
+    return dict.fromkeys(("critic", "reference", "reward", *(f"reference.{n}" for n in config.reference.others)), "")
+
+
+def _request(sampling: dict[str, Any], key: list[int], **fields: Any) -> SampleRequest:
+    return SampleRequest(sampling=SamplingParams(**sampling), key=SamplingKey(*key), **fields)
+
+
+class _Calls:
+    """Calls over HTTP, one after the other. On the main process of the sampling ranks."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.Queue[tuple[str, dict[str, Any], Future[Any]]] = queue.Queue()
+        self._now: Future[Any] = Future()
+        calls, secret = self, secrets.token_hex(16)
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                path, _, name = self.path.rpartition("/")
+                if path != f"/{secret}":
+                    self.send_error(404)
+                    return
+                future: Future[Any] = Future()
+                calls._waiting.put((name, (json.loads(text) if text else None) or {}, future))
+                answer = future.result()
+                failed = isinstance(answer, UserError)
+                data = json.dumps({"error": str(answer)} if failed else answer).encode()
+                self.send_response(500 if failed else 200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                return
+
+        host = _own_address()
+        self._server = http.server.ThreadingHTTPServer((host, 0), Handler)
+        self.url = f"http://{host}:{self._server.server_address[1]}/{secret}"
+        threading.Thread(target=self._server.serve_forever, name="mrl-rollout-ranks", daemon=True).start()
+
+    def next(self) -> tuple[str, dict[str, Any]] | None:
+        """Returns the next call, with its arguments; None after `KEEPALIVE_S` without one."""
+        try:
+            name, body, self._now = self._waiting.get(timeout=KEEPALIVE_S)
+        except queue.Empty:
+            return None
+        return name, body
+
+    def answer(self, answer: Any) -> None:
+        """Answers the call of `next`."""
+        self._now.set_result(answer)
+
+
+def _own_address() -> str:
+    """Returns this machine's address as the main process of the trainer sees it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # which sends nothing, over UDP
+        return sock.getsockname()[0]
