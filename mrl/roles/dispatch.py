@@ -321,9 +321,12 @@ class WorkerDispatch:
             self._saved(), self._use, root, global_step, state or {}, remote=remote, keep=keep, protect=protect
         )
 
-    def stage_checkpoint(self, state: Mapping[str, Any]) -> Write:
-        """Copies what `save_checkpoint` writes to host memory. Returns what writes it, in a thread of each rank."""
-        return role_checkpoints.stage(self._saved(), self._use, state)
+    def stage_checkpoint(self, state: Mapping[str, Any], to_come: Callable[[], dict[str, Any]]) -> Write:
+        """Copies what `save_checkpoint` writes to host memory. Returns what writes it, in a thread of each rank.
+
+        to_come: gives more of the state, in that thread; it may wait.
+        """
+        return role_checkpoints.stage(self._saved(), self._use, state, to_come)
 
     def load_checkpoint(self, path: str, remote: str | None = None) -> dict[str, Any]:
         """Restores the newest whole checkpoint of `path` (or `path` itself, or of the URL `remote`), also into other

@@ -10,6 +10,7 @@ step_00000100/
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -61,11 +62,16 @@ def save(
     return saving.save(root, step, write, backend=ROLES, remote=remote, keep=keep, protect=protect)
 
 
-def stage(engines: Mapping[str, BaseEngine], use: Use, state: Mapping[str, Any]) -> background.Write:
-    """Copies what `save` writes to host memory. Returns what writes it. Collective."""
+def stage(
+    engines: Mapping[str, BaseEngine], use: Use, state: Mapping[str, Any], to_come: Callable[[], dict[str, Any]]
+) -> background.Write:
+    """Copies what `save` writes to host memory. Returns what writes it. Collective.
+
+    to_come: gives more of the state when it is written; of a run of one model it is asked at once.
+    """
     if MODEL in engines:
-        return use(MODEL).stage_state(state)
-    about = saved_bytes({"roles": {role: engine.backend for role, engine in engines.items()}, "state": dict(state)})
+        return use(MODEL).stage_state({**state, **to_come()})
+    roles, copied = {role: engine.backend for role, engine in engines.items()}, copy.deepcopy(dict(state))
     writes = {role: use(role).stage_state({}) for role in engines}
 
     def write_copies(folder: str, ranks: RankGroup) -> None:
@@ -73,7 +79,7 @@ def stage(engines: Mapping[str, BaseEngine], use: Use, state: Mapping[str, Any])
             for role in writes:
                 os.mkdir(os.path.join(folder, role))
             with open(os.path.join(folder, TRAINER), "wb") as out:
-                out.write(about)
+                out.write(saved_bytes({"roles": roles, "state": copied | to_come()}))
         ranks.gather(None)
         for role, write in writes.items():
             write(os.path.join(folder, role), ranks)

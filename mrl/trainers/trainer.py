@@ -313,9 +313,14 @@ class Trainer(abc.ABC):
         """Returns the position of data.train now, for a save after an error; None if that save finds it out itself."""
         return self.source.state_dict()
 
-    def data_position(self) -> Mapping[str, Any]:
-        """Returns the position of data.train behind the rows that a checkpoint holds or that were trained on."""
-        return self.source.state_dict()
+    def state_to_come(self, position: Mapping[str, Any] | None, *, holds: bool) -> Callable[[], dict[str, Any]]:
+        """Returns what gives the part of a checkpoint that may have to be waited for, in any thread.
+
+        data: the position of data.train behind the rows that the checkpoint holds or that were trained on. position: of
+        data.train; None for its position now. holds: whether training waits for it.
+        """
+        found = self.source.state_dict() if position is None else position
+        return lambda: {"data": found}
 
     def stopped(self, saved: str | None) -> Stopped:
         """Returns the end of a run after a signal. saved: the checkpoint; None if none was due."""
@@ -335,12 +340,12 @@ class Trainer(abc.ABC):
         self.console.doing("saving a checkpoint")
         state = {
             "progress": progress.state_dict(),
-            "data": self.data_position() if position is None else position,
             **self.own_state(),
             "config": without_signatures(to_dict(config)),
             "chosen": dispatch.chosen,
             "end_tokens": dataclasses.asdict(self.ends),
         }
+        to_come = self.state_to_come(position, holds=not in_background)
         root, remote, keep = str(directory.checkpoints), config.checkpoint.remote, config.checkpoint.keep
         name = step_name(progress.step)
         protect = () if progress.best_step is None else (step_name(progress.best_step),)
@@ -351,9 +356,10 @@ class Trainer(abc.ABC):
 
         if in_background:
             return self.saves.begin(
-                root, progress.step, lambda: dispatch.stage_checkpoint(state), backend=dispatch.checkpoint_backend,
-                remote=remote, keep=keep, protect=protect, then=name_best,
+                root, progress.step, lambda: dispatch.stage_checkpoint(state, to_come),
+                backend=dispatch.checkpoint_backend, remote=remote, keep=keep, protect=protect, then=name_best,
             )  # fmt: skip
+        state |= to_come()
         saved = self.saves.now(
             lambda: dispatch.save_checkpoint(
                 root, remote, global_step=progress.step, keep=keep, state=state, protect=protect

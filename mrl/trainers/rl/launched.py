@@ -41,6 +41,7 @@ class LaunchedRollout:
     made: int  # optimizer steps behind its weights
     metrics: Mapping[str, float]  # of the source after it
     notes: list[str]  # on rows that were left out
+    after: Mapping[str, Any]  # the source's position behind its prompts
 
 
 @dataclasses.dataclass
@@ -148,22 +149,22 @@ class LaunchedRollouts:
         self._lost.popleft()
         return True
 
-    def _of_source(self) -> tuple[Mapping[str, float], list[str]]:
-        return self._source.metrics, self._source.take_notes()
+    def _of_source(self) -> tuple[Mapping[str, float], list[str], Mapping[str, Any]]:
+        return self._source.metrics, self._source.take_notes(), self._source.state_dict()
 
     def _collect(
         self,
         launch: _Launch,
         collector: Collector,
         prompts: list[Prompt] | None = None,
-        of_source: tuple[Mapping[str, float], list[str]] | None = None,
+        of_source: tuple[Mapping[str, float], list[str], Mapping[str, Any]] | None = None,
     ) -> LaunchedRollout:
         if prompts is None:
             prompts = self._take_prompts(collector.prompts)
         rollout = collector.collect(prompts, launch.iteration * self._steps + 1, launch.made)
-        metrics, notes = self._of_source() if of_source is None else of_source
+        own = self._of_source() if of_source is None else of_source
         self._ended_s = time.perf_counter()
-        return LaunchedRollout(rollout, launch.iteration, launch.made, metrics, notes)
+        return LaunchedRollout(rollout, launch.iteration, launch.made, *own)
 
     def wait(self, iteration: int) -> LaunchedRollout | None:
         """Returns the rollout of an iteration when it is whole; it stays launched until `trained`.
@@ -232,32 +233,41 @@ class LaunchedRollouts:
 
     # --------------------------------------------------------------------------------------------------- checkpoints
 
-    def position(self) -> Mapping[str, Any]:
-        """Returns the source's position for a checkpoint: before the first launched rollout that an error has ended.
+    def state_to_come(self, *, holds: bool) -> Callable[[], dict[str, Any]]:
+        """Returns what waits until the rollouts of now are whole, and then gives their part of a checkpoint.
 
-        Waits until all are whole.
+        It may be called in a thread of its own. On other ranks than the main one there are no rollouts. holds: whether
+        training waits for it.
+
+        - data: the source's position before the first rollout that an error has ended, else behind all
+        - launched: the rollouts that are whole; of the first that an error has ended, and of those after it, the
+          adapters alone, or nothing if servers get whole weights
         """
-        self._save_wait_s += self._wait_for(self._launched)
-        for launch in self._launched:
-            if launch.future.exception() is not None:
-                return launch.position
-        return self._source.state_dict() if self._dropped is None else self._dropped
+        launches, lost = list(self._launched), list(self._lost)
+        position = self._source.state_dict() if self._dropped is None else self._dropped
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Returns the launched rollouts that are whole, on the main process; none on other ranks.
+        def wait() -> dict[str, Any]:
+            seconds = self._wait_for(launches)
+            self._save_wait_s += seconds if holds else 0.0
+            broken = [launch for launch in launches if launch.future.exception() is not None]
+            if launches:
+                data = broken[0].position if broken else launches[-1].future.result().after
+            else:
+                data = position
+            return {"data": data, "launched": [*self._states(launches), *lost]}
 
-        Waits for them. Of the first that an error has ended, and of those after it, it has the adapters alone; nothing
-        if servers get whole weights.
-        """
+        return wait
+
+    def _states(self, launches: Sequence[_Launch]) -> list[dict[str, Any]]:
         states: list[dict[str, Any]] = []
         broken = False
-        for launch in self._launched:
+        for launch in launches:
             state: dict[str, Any] = {"iteration": launch.iteration, "made": launch.made}
             broken |= launch.future.exception() is not None
             if not broken:
                 whole = launch.future.result()
                 state |= {"position": dict(launch.position), "metrics": dict(whole.metrics), "notes": whole.notes}
-                state["rollout"] = _rollout_state(whole.rollout)
+                state |= {"rollout": _rollout_state(whole.rollout), "after": dict(whole.after)}
             else:
                 held = None if launch.sampler is None else launch.sampler.held
                 files = None if held is None else self._fleets[0].adapter_files(held)
@@ -265,16 +275,19 @@ class LaunchedRollouts:
                     break
                 state["adapters"] = files
             states.append(state)
-        return [*states, *self._lost]
+        return states
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the rollouts of a checkpoint."""
+        """Takes the rollouts of a checkpoint. The source is behind them."""
         self._lost.extend(dict(state) for state in states if "adapters" in state)
         states = [state for state in states if "adapters" not in state]
         self._iterations.extend(state["iteration"] for state in states)
         for state in states if self._is_main else ():
             rollout = _rollout_from_state(state["rollout"])
-            whole = LaunchedRollout(rollout, state["iteration"], state["made"], state["metrics"], state["notes"])
+            after = state.get("after", self._source.state_dict())  # an older mrl wrote none
+            whole = LaunchedRollout(
+                rollout, state["iteration"], state["made"], state["metrics"], state["notes"], after
+            )  # fmt: skip
             launch = _Launch(whole.iteration, whole.made, state["position"])
             launch.future.set_result(whole)
             self._launched.append(launch)

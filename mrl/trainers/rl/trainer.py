@@ -271,14 +271,16 @@ class PPOTrainer(Trainer):
     def position_before_rows(self) -> Mapping[str, Any] | None:
         return super().position_before_rows() if self.launched is None else None
 
-    def data_position(self) -> Mapping[str, Any]:
-        return super().data_position() if self.launched is None else self.launched.position()
+    def state_to_come(self, position: Mapping[str, Any] | None, *, holds: bool) -> Callable[[], dict[str, Any]]:
+        if self.launched is None:
+            return super().state_to_come(position, holds=holds)
+        assert position is None, "what is launched has its own"
+        return self.launched.state_to_come(holds=holds)
 
     def own_state(self) -> dict[str, Any]:
         return {
             "kl": self.kl.state_dict(),
             "experience": None if self.experience is None else self.experience.state_dict(),
-            **({} if self.launched is None else {"launched": self.launched.state_dict()}),
             "models": dict(self.fingerprints),
         }
 

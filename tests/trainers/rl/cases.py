@@ -218,7 +218,7 @@ def killed_at(step: int, pid: int | None = None, name: str = "SIGKILL", after_ro
 
     def at_step(trainer: Any, *_: Any) -> None:
         if after_rollout and trainer.progress.step + 1 == step:
-            trainer.launched.position()
+            trainer.launched.state_to_come(holds=True)()
         if trainer.progress.step + 1 == step and trainer.dispatch.is_main:
             os.kill(os.getpid() if pid is None else pid, getattr(signal, name))
 

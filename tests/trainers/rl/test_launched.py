@@ -314,6 +314,7 @@ def test_sampling_and_training_are_at_the_same_time(inputs, tmp_path):
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "saves in the background": {"checkpoint": {"background": True}},
     "remax with a reward model": {"algorithm": {"name": "remax"}},
     "dynamic sampling": {
         "algorithm": {"name": "dapo"},
@@ -336,6 +337,9 @@ def test_other_algorithms_go_on_to_the_same_bits(inputs, server, tmp_path, name)
     assert made_of(tmp_path / "stopped") == made_of(tmp_path / "unbroken")
     if name == "dynamic sampling":
         assert any(row.get("rollout/prompts_rejected") for row in steps(tmp_path / "unbroken"))
+    if "background" in name:
+        rows = (tmp_path / "unbroken" / "metrics.jsonl").read_text()
+        assert "perf/save_write_s" in rows and "perf/save_wait_s" not in rows, "training waits for no save"
 
 
 @pytest.mark.slow

@@ -1,0 +1,119 @@
+"""Ranks that sample beside training (`rollout.ranks`), by the command: two worlds of one launch.
+
+The oracle is transformers: each rollout's log-probs are those of the weights that the rule names (docs/async-rollouts.md).
+"""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from tests.tiers import slow_but
+from tests.trainers.rl import tiny_policies
+from tests.trainers.rl.test_launched import export, made_of
+from tests.trainers.tiny_runs import REPO, steps
+
+PER_ITERATION = 2
+MEGATRON = tiny_policies.engine("megatron") | {"layer_spec": "local"}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_policies.make_inputs(folder)
+    return folder
+
+
+def start(inputs, output_dir, processes, **changes) -> subprocess.Popen[str]:
+    parts = {
+        "rollout": {"async_level": 1, "ranks": 1},
+        "train": {"steps": 8, "eval_every": PER_ITERATION},
+        "data": {"eval": str(inputs / "eval.jsonl")},
+        "checkpoint": {"export_hf": False, "every": PER_ITERATION, "keep": 20},
+        "log": {"samples": {"every": 1, "tokens": True}},
+    }
+    config = tiny_policies.merge(tiny_policies.make_config(inputs, output_dir, **parts), changes)
+    file = output_dir.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "mrl", "ppo", str(file), "--nproc", str(processes)]
+    return subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def ended(run: subprocess.Popen[str], code: int = 0) -> str:
+    output, _ = run.communicate(timeout=300)
+    assert run.returncode == code, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def whole(inputs, tmp_path_factory):
+    """The folder of an unbroken run: one rank trains, one samples."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    ended(start(inputs, folder, 2))
+    return folder
+
+
+def test_each_rollout_has_the_weights_of_the_rule(inputs, whole, tmp_path):
+    samples = tiny_policies.samples_of(whole)
+    for iteration in range(4):
+        made = max(0, iteration - 1) * PER_ITERATION
+        weights = export(whole, made, tmp_path) if made else inputs / "model"
+        model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
+        rows = samples[f"step_{iteration * PER_ITERATION + 1:08d}.jsonl"]
+        assert len(rows) == tiny_policies.SEQUENCES and {row["weights"] for row in rows} == {made}
+        for row in rows:
+            tokens, new = row["tokens"], row["mask"].index(1)
+            logits = model(torch.tensor([tokens])).logits[0].double() / 0.8
+            expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+            assert row["log_probs"][new:] == pytest.approx(expected[new - 1 :], abs=1e-5)
+    staleness = [row["rollout/staleness"] for row in steps(whole) if "rollout/staleness" in row]
+    assert staleness == [0, 1, 1, 1]
+    assert not list((whole / "rollout_weights").glob("*")), "weights for the sampling ranks are gone"
+
+
+@pytest.mark.slow
+def test_a_run_that_stops_goes_on_to_the_same_bits(inputs, whole, tmp_path):
+    run = start(inputs, tmp_path / "run", 2)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while run.poll() is None and (not metrics.exists() or len(metrics.read_text().splitlines()) < 3):
+        time.sleep(0.02)
+    run.send_signal(signal.SIGTERM)
+    ended(run, 75)
+    ended(start(inputs, tmp_path / "run", 2))
+    assert made_of(tmp_path / "run") == made_of(whole)
+
+
+@pytest.mark.parametrize(
+    "trained, sampled",
+    slow_but(
+        [],
+        [
+            (tiny_policies.engine(), {"ranks": 2}),
+            (MEGATRON | {"parallel": {"tp": 2}}, {"ranks": 2, "server": {"tp": 2}}),
+        ],
+    ),
+    ids=["fsdp dp2", "megatron tp2"],
+)
+def test_two_ranks_train_and_two_sample(inputs, whole, tmp_path, trained, sampled):
+    ended(start(inputs, tmp_path / "run", 4, actor={"engine": trained}, rollout=sampled))
+    (rows, samples), (expected, samples_of_one) = made_of(tmp_path / "run"), made_of(whole)
+    for row, one in zip(rows, expected, strict=True):
+        assert row == pytest.approx(one, rel=1e-3, abs=1e-4)
+    for name, of_file in samples.items():
+        assert [row["tokens"] for row in of_file] == [row["tokens"] for row in samples_of_one[name]]
+
+
+@pytest.mark.slow
+def test_an_error_of_the_sampling_ranks_is_one_line(inputs, tmp_path):
+    """Of an engine that cannot be built there: the model's heads do not divide."""
+    changes = {"rollout": {"ranks": 3, "server": {"tp": 3}}, "actor": {"engine": MEGATRON}}
+    output = ended(start(inputs, tmp_path / "run", 4, **changes), 2)
+    assert "rollout.server.tp: value 3 does not divide the model's" in output.splitlines()[-1]
