@@ -161,7 +161,7 @@ class Environments:
             del self._under_way[part]
             for call in calls:
                 if call.fault is not None:
-                    raise self._error(call, "correct the environment")
+                    raise self._error(call, "correct the environment, or let it end this conversation with reward 0")
         return ended
 
     def _check_time(self) -> None:
@@ -218,7 +218,7 @@ class Environments:
             return read(call.value)
         except (BadRow, ValueError, OverflowError) as error:
             call.fault = f"returned what cannot be used: {error}" if isinstance(error, BadRow) else str(error)
-            raise self._error(call, "correct the environment") from None
+            raise self._error(call, "correct the environment, or let it end this conversation with reward 0") from None
 
     def _prompt_of(self, value: Any) -> Content | None:
         content = None if value is None else _content_of(value, "the prompt")

@@ -69,6 +69,12 @@ CASES = [
     # Rollout.
     Case("empty stop", "rollout.stop", ("every completion at once",), ("rollout.stop=['']",)),
     Case("nobody to sample ahead", "rollout.async_level", ("needs servers", "rollout.server.urls"), ("rollout.async_level=1",)),
+    Case("ranks of another backend", "rollout.ranks", ("value 1", "rollout.backend is vllm", "native"), (*AHEAD, "rollout.ranks=1")),
+    Case("ranks that wait", "rollout.async_level", ("value 0", "rollout.ranks", "set it to 1"), ("rollout.ranks=1",)),
+    Case("ranks of several iterations", "rollout.async_level", ("value 2", "rollout.ranks", "set it to 1"), ("rollout.ranks=1", "rollout.async_level=2")),
+    Case("no rank trains", "rollout.ranks", ("value 1", "none of the 1 process"), ("rollout.ranks=1", "rollout.async_level=1", "--nproc", "1")),
+    Case("urls beside ranks", "rollout.server.urls", ("rollout.ranks",), ("rollout.ranks=1", "rollout.async_level=1", "rollout.server.urls=['http://a:1']")),
+    Case("ranks that share an unsharded model", "rollout.server.tp", ("value 2", "fsdp"), ("rollout.ranks=2", "rollout.async_level=1", "rollout.server.tp=2", "actor.engine.backend=fsdp")),
     Case("whole weights of several iterations", "rollout.async_level", ("value 2", "rollout.server.lora", "adapter"), (*AHEAD, "rollout.async_level=2")),
     Case("rounds of several iterations", "rollout.async_level", ("value 2", "algorithm.dynamic_sampling"), (*AHEAD, "rollout.async_level=2", "algorithm.name=dapo", "actor.model.init=pretrained", "actor.model.lora.rank=4", "rollout.server.lora=adapter")),
     Case("servers that sleep and sample", "rollout.async_level", ("rollout.server.sleep",), (*AHEAD, "rollout.server.sleep=true")),

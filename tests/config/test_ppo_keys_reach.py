@@ -278,6 +278,7 @@ IN_OTHER_TESTS = {
     **{f"rollout.server.{name}": "tests/rollout/test_servers.py" for name in (
         "urls", "weights_dir", "bucket_mb", "concurrency", "timeout_s", "sleep")},
     "rollout.async_level": "tests/trainers/rl/test_launched.py",
+    "rollout.ranks": "tests/trainers/rl/test_rollout_ranks.py",
     "rollout.server.handover": "tests/rollout/test_links_of_servers.py",
     "rollout.server.lora": "tests/rollout/test_adapters.py",
     **{f"rollout.server.{name}": "tests/rollout/test_vllm_parts.py" for name in ("memory_fraction", "tp")},
