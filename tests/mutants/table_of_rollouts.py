@@ -41,7 +41,7 @@ OF_ROLLOUTS = (
         "rollout/handover.py",
         OF_SERVERS,
         ("            link.leave()\n", "            pass\n"),
-        ("self._servers.map(lambda s: s.finish(version))\n                link.rest()", "self._servers.map(lambda s: s.finish(version))"),
+        ("self.servers.map(lambda s: s.finish(version))\n                link.rest()", "self.servers.map(lambda s: s.finish(version))"),
         ("except (OSError, no_memory) as error:", "except no_memory as error:"),
     ),
     *_of(
@@ -60,7 +60,7 @@ OF_ROLLOUTS = (
     *_of(
         "trainers/rl/launched.py",
         BROKE_OFF,
-        ("                return launch.position\n", "                return self._source.state_dict()\n"),
+        ("data = broken[0].position if broken else", "data = broken[0].position if False else"),
         ("        if self._closing:\n            return None\n", ""),
         ("            if not broken:\n", "            if launch.future.exception() is None:\n"),
     ),
@@ -99,6 +99,35 @@ OF_ROLLOUTS = (
         ("for name in (self.version, *(sampler.held", "for name in (None, *(sampler.held"),
         ("server.most_adapters < adapters", "False"),
         ("in_use = self._held if ahead else None", "in_use = None"),
+    ),
+    *_of(
+        "rollout/servers.py",
+        "rollout/test_lost_servers.py",
+        ("if made[1] in servers}", "if True}"),
+        ("                        server.http.abort_requests()\n", ""),
+        ("                        if not error.lost:\n                            raise\n", ""),
+        ("            while url not in fleet.away:", "            while True:"),
+        ("            is_new = str(why) != str(self.away.get(url))", "            is_new = True"),
+        ("        if admitted or self.present != self.handover.servers:\n            self.handover.use(self.present)\n", ""),
+        ("            if self.away.pop(server.http.url, None) is not None:", "            if False:"),
+        ("                self._admit(server)\n", "                pass\n"),
+    ),
+    *_of(
+        "trainers/rl/rollout_ranks.py",
+        "trainers/rl/test_rollout_ranks.py",
+        ("            self._engine.load_hf(path)\n", "            pass\n"),
+        ("(rank - first, ranks) if samples", "(rank, ranks) if samples"),
+        ("ParallelConfig(tp=config.rollout.server.tp)", "ParallelConfig()"),
+    ),
+    *_of(
+        "rollout/recorded.py",
+        "rollout/test_samples.py",
+        ("record.weights not in (None, step - 1)", "record.weights not in (None, step)"),
+    ),
+    *_of(
+        "algorithms/correction.py",
+        "algorithms/test_correction.py",
+        ("return mean * mean / mean_of_squares", "return mean / mean_of_squares"),
     ),
     *_of(
         "rollout/adapters.py",
