@@ -8,12 +8,15 @@ long before each answer; a negative number is the most of a random wait.
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
+import multiprocessing
+import multiprocessing.connection
+import os
 import pathlib
 import random
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,7 +28,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests.engine.harness import PRELOAD
 
 
 @torch.no_grad()
@@ -98,9 +101,17 @@ class PolicyServer:
         missing, unexpected = self.model.load_state_dict(tensors, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
 
+    def send(self, handler: http.server.BaseHTTPRequestHandler, answer: Any) -> None:
+        data = json.dumps(answer).encode()
+        with contextlib.suppress(OSError):  # the client hung up
+            handler.send_response(404 if answer is None else 200)
+            handler.send_header("Content-Length", str(len(data)))
+            handler.end_headers()
+            handler.wfile.write(data)
 
-def serve(model: str, port: int, seconds: float) -> None:
-    policy = PolicyServer(model, seconds)
+
+def listen(policy: PolicyServer, port: int = 0) -> http.server.ThreadingHTTPServer:
+    """What gives the policy's answers once it serves, on a free port if `port` is 0."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -113,42 +124,52 @@ def serve(model: str, port: int, seconds: float) -> None:
             self.reply(json.loads(text) if text else None)
 
         def reply(self, body: Any) -> None:
-            answer = policy.answer(self.path, body)
-            data = json.dumps(answer).encode()
-            self.send_response(404 if answer is None else 200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            policy.send(self, policy.answer(self.path, body))
 
         def log_message(self, *_: Any) -> None:
             return
 
-    http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    class Server(http.server.ThreadingHTTPServer):
+        request_queue_size = 128
+
+    return Server(("127.0.0.1", port), Handler)
+
+
+def serve(model: str, port: int, seconds: float) -> None:
+    """Serves until the process that has started this one ends."""
+    torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        ended = [parent.sentinel]
+        threading.Thread(target=lambda: multiprocessing.connection.wait(ended) and os._exit(0), daemon=True).start()
+    listen(PolicyServer(model, seconds), port).serve_forever()
 
 
 class Running:
-    """A server in a process of its own."""
+    """A server in a process of its own, forked from one that has imported what it needs."""
 
     def __init__(self, model: str | pathlib.Path, seconds: float = 0.0, port: int = 0) -> None:
         if not port:
             with socket.socket() as listener:
                 listener.bind(("127.0.0.1", 0))
                 port = listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "tests.rollout.policy_server", str(model), str(port), str(seconds)]
-        self.process = subprocess.Popen(command, cwd=ROOT)
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
+        self.process = context.Process(target=serve, args=(str(model), port, seconds), daemon=True)
+        self.process.start()
         for _ in range(600):
             try:
                 urllib.request.urlopen(f"{self.url}/weight_info").read()
                 return
             except OSError:
-                assert self.process.poll() is None, "the server has ended"
+                assert self.process.is_alive(), "the server has ended"
                 time.sleep(0.1)
         raise TimeoutError(self.url)
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.join()
 
 
 if __name__ == "__main__":

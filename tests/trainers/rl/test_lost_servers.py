@@ -7,19 +7,19 @@ import threading
 import pytest
 
 from tests.rollout.policy_server import Running
-from tests.trainers.rl.test_launched import ADAPTERS, PER_ITERATION, config_of, inputs, made_of, train  # noqa: F401
+from tests.trainers.rl.test_launched import ADAPTERS, PER_ITERATION, config_of, made_of, train
 
 LEVELS = {"level 0": {"rollout": {"async_level": 0}}, "level 1": {}, "adapters at level 2": ADAPTERS}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_run_goes_on_without_a_server_and_with_it_again(inputs, tmp_path, level):  # noqa: F811
+def test_a_run_goes_on_without_a_server_and_with_it_again(inputs, tmp_path, level):
     servers = [Running(inputs / "model", seconds=0.3) for _ in range(2)]
     urls, again = [server.url for server in servers], []
 
     def restart():
-        servers[1].process.wait()
+        servers[1].process.join()
         again.append(Running(inputs / "model", port=int(urls[1].rpartition(":")[2])))
 
     restarting = threading.Thread(target=restart)

@@ -5,7 +5,6 @@ The oracle is transformers: each rollout's log-probs are those of the weights th
 
 from __future__ import annotations
 
-import pathlib
 import signal
 import subprocess
 import sys
@@ -23,13 +22,6 @@ from tests.trainers.tiny_runs import REPO, steps
 
 PER_ITERATION = 2
 MEGATRON = tiny_policies.engine("megatron") | {"layer_spec": "local"}
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> pathlib.Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    tiny_policies.make_inputs(folder)
-    return folder
 
 
 def start(inputs, output_dir, processes, **changes) -> subprocess.Popen[str]:
