@@ -63,6 +63,16 @@ def test_the_others_do_the_requests_of_a_lost_server(pair, case):
     assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
 
 
+def test_requests_of_a_lost_server_do_not_wait_for_their_time_out(replay, tmp_path):
+    kept, lost = replay(), replay()
+    sampler = sampler_of([kept.url, lost.url], str(tmp_path / "weights"), concurrency=2, timeout_s=50)
+    sampler.update_weights(iter(WEIGHTS))
+    lost.faults = {COMPLETIONS: [lost.hang, *[BUSY] * 100]}
+    start = time.monotonic()
+    assert sampled(sampler) == recorded()
+    assert time.monotonic() - start < 30
+
+
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_a_server_that_is_there_again_gets_the_next_weights(pair, replay, is_closed):
     """Started again on its port, or one that only hung."""

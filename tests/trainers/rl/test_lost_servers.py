@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
 
 from tests.rollout.policy_server import Running
+from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.test_launched import ADAPTERS, PER_ITERATION, config_of, made_of, train
+from tests.trainers.tiny_runs import steps
 
 LEVELS = {"level 0": {"rollout": {"async_level": 0}}, "level 1": {}, "adapters at level 2": ADAPTERS}
 
@@ -39,3 +42,23 @@ def test_a_run_goes_on_without_a_server_and_with_it_again(inputs, tmp_path, leve
     assert said.count(f"rollout.server.urls: {urls[1]} ") == 2, said
     assert f"{urls[1]} is there again, and gets the newest weights" in said
     assert made_of(tmp_path / "a") == made_of(tmp_path / "b")
+
+
+@pytest.mark.slow
+def test_a_row_that_fails_at_every_resume_is_named_and_can_be_left_out(inputs, tmp_path):
+    """A reward function that cannot take one prompt of the second iteration, sampled while the first one trains."""
+    file = tmp_path / "score.py"
+    file.write_text("def one(prompt, completion, row):\n    return 1 / (prompt != '9=')\n")
+    server = Running(inputs / "model")
+    config = config_of(inputs, tmp_path / "run", server, checkpoint={"every": None})
+    config["rewards"] = {"functions": [{"function": f"{file}:one"}], "workers": 1}
+    rows = (inputs / "train.jsonl").read_text().splitlines()
+    line = 1 + next(number for number, row in enumerate(rows) if json.loads(row)["prompt"] == "9=")
+    try:
+        for _ in range(2):
+            message = train(config, ended="RewardError")
+            assert f"train.jsonl:{line}" in message and "or set rewards.on_error: zero" in message
+        said = train(tiny_policies.merge(config, {"rewards": {"on_error": "zero"}}))
+    finally:
+        server.close()
+    assert f"train.jsonl:{line}" in said and steps(tmp_path / "run")[-1]["step"] == 8
