@@ -106,7 +106,6 @@ OF_ROLLOUTS = (
         ("if made[1] in servers}", "if True}"),
         ("                        server.http.abort_requests()\n", ""),
         ("                        if not error.lost:\n                            raise\n", ""),
-        ("            while url not in fleet.away:", "            while True:"),
         ("            is_new = str(why) != str(self.away.get(url))", "            is_new = True"),
         ("        if admitted or self.present != self.handover.servers:\n            self.handover.use(self.present)\n", ""),
         ("            if self.away.pop(server.http.url, None) is not None:", "            if False:"),
