@@ -39,7 +39,7 @@ from mrl.engine.megatron import model as engine_model
 from mrl.mcore_models import elementwise, layer_spec, layers
 from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.latent import LatentAttention, LatentSubmodules
-from tests.engine import contract, generation, parity, tiny
+from tests.engine import contract, generation, parity
 from tests.engine.lora import make_engine
 from tests.resume.runs import sharded_tensors
 
@@ -239,14 +239,6 @@ def goes_on_under_the_other(
 ) -> None:
     """What the one spec saves, the other reads and saves again: not a bit of weights, masters, moments and adapters
     changes, and no name. Their next step is the same within fp32's sums in another order."""
-    batch = tiny.uneven_batch()
-
-    def step(engine: BaseEngine) -> float:
-        engine.optimizer_zero_grad()
-        with engine.train_mode():
-            loss = engine.forward_backward_step(engine.shard_data(batch))[1]
-        engine.optimizer_step(), engine.lr_scheduler_step()
-        return loss
 
     def weights(engine: BaseEngine) -> dict[str, Tensor]:
         return dict(engine.hf_weights() if adapter is None else engine.adapter_weights())
@@ -254,13 +246,13 @@ def goes_on_under_the_other(
     with te_like():
         one, other = make_engine(first, adapter), make_engine(second, adapter)
         assert {one.model.spec, other.model.spec} == {"te", "local"}
-        step(one), step(one)
+        contract.train(one, 2)
         for engine, path in ((one, f"{folder}/one"), (other, f"{folder}/other")):
             if engine is other:
                 assert engine.load_state(f"{folder}/one") == {"n": 1}
             collective.on_main(lambda path=path: os.makedirs(path))
             engine.save_state(path, {"n": 1})
-        losses = [step(one), step(other)]
+        losses = [contract.train(engine, 1, first=2)[0][0] for engine in (one, other)]
         after = [weights(one), weights(other)]
     if not one.is_main:
         return
