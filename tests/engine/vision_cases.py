@@ -107,17 +107,6 @@ def guards_of_adapters_end_without_images(config: RoleConfig, batch: Batch) -> N
     assert found == [[Problem(FaultKind.WAITS, name) for name in sorted(waiting)], []], found
 
 
-def bf16_is_near_fp32(config: RoleConfig, batch: Batch) -> None:
-    """The tower and the model compute in bf16 from fp32 masters."""
-    losses = []
-    for dtype in ("float32", "bfloat16"):
-        engine = make_engine(dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype)))
-        ((_, loss, _),), found = gradients(engine, engine.shard_data(batch))
-        losses.append(loss)
-        assert all(value.dtype == torch.float32 and value.isfinite().all() for value in found.values())
-    assert losses[0] != losses[1] and abs(losses[0] - losses[1]) < 0.03 * losses[0]
-
-
 def a_checkpoint_restores(config: RoleConfig, batch: Batch, folder: str) -> None:
     """After a load, the next gradients are those that the saving engine has, bit for bit."""
     engine = make_engine(config)
